@@ -1,0 +1,66 @@
+// Compiles PASS_EXT_KERNELS, a kernels header, once per instruction set, each time with simd.h in a namespace of its own:
+//   #define PASS_EXT_KERNELS "cpu/lookahead_kernels.h"
+//   #include "cpu/each_isa.h"
+// gives pass_ext::portable::…, pass_ext::avx2::…, pass_ext::avx512::… and pass_ext::avx512_bf16::…
+// A kernels header includes nothing and calls nothing inline from the standard library that it could instantiate: code
+// compiled here for AVX-512 must never be what the linker picks for everybody. What it needs is included below, before
+// the first level. Included by cpu/<column>.cpp, and once by tests/core.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "core/half.h"
+#include "core/lookahead.h"
+#include "cpu/isa.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define PASS_EXT_LEVEL 0
+namespace pass_ext::portable {
+#include "cpu/simd.h"
+#include PASS_EXT_KERNELS
+}  // namespace pass_ext::portable
+#undef PASS_EXT_LEVEL
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#define PASS_EXT_TARGET_BEGIN(features) \
+  _Pragma(PASS_EXT_STRING(clang attribute push(__attribute__((target(features))), apply_to = function)))
+#define PASS_EXT_TARGET_END _Pragma("clang attribute pop")
+#else
+#define PASS_EXT_TARGET_BEGIN(features) \
+  _Pragma("GCC push_options") _Pragma(PASS_EXT_STRING(GCC target(features)))
+#define PASS_EXT_TARGET_END _Pragma("GCC pop_options")
+#endif
+#define PASS_EXT_STRING(text) #text
+
+#define PASS_EXT_LEVEL 1
+PASS_EXT_TARGET_BEGIN("avx2,fma,f16c")
+namespace pass_ext::avx2 {
+#include "cpu/simd.h"
+#include PASS_EXT_KERNELS
+}  // namespace pass_ext::avx2
+PASS_EXT_TARGET_END
+#undef PASS_EXT_LEVEL
+
+#define PASS_EXT_LEVEL 2
+PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+namespace pass_ext::avx512 {
+#include "cpu/simd.h"
+#include PASS_EXT_KERNELS
+}  // namespace pass_ext::avx512
+PASS_EXT_TARGET_END
+#undef PASS_EXT_LEVEL
+
+#define PASS_EXT_LEVEL 3
+PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+namespace pass_ext::avx512_bf16 {
+#include "cpu/simd.h"
+#include PASS_EXT_KERNELS
+}  // namespace pass_ext::avx512_bf16
+PASS_EXT_TARGET_END
+#undef PASS_EXT_LEVEL
+
+#endif

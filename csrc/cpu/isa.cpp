@@ -1,0 +1,62 @@
+// Run-time choice of the instruction set, see isa.h.
+#include "cpu/isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+namespace pass_ext {
+namespace {
+
+constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16"};
+
+Isa best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) return Isa::avx512_bf16;
+  if (avx512) return Isa::avx512;
+  if (avx2) return Isa::avx2;
+#endif
+  return Isa::portable;
+}
+
+// The index of `name` in kNames, the last index for "", or -1.
+int level_of(const char* name) {
+  if (*name == '\0') return 3;
+  for (int level = 0; level < 4; ++level)
+    if (std::strcmp(name, kNames[level]) == 0) return level;
+  return -1;
+}
+
+Isa limited(int level) {
+  const int best = static_cast<int>(best_isa());
+  return static_cast<Isa>(level < best ? level : best);
+}
+
+std::atomic<Isa>& chosen_isa() {
+  static std::atomic<Isa> isa = [] {
+    const char* wish = std::getenv("PASS_EXT_CPU_ISA");
+    const int level = wish ? level_of(wish) : 3;
+    return limited(level < 0 ? 3 : level);  // an unknown name is reported by pass_ext/_library.py
+  }();
+  return isa;
+}
+
+}  // namespace
+
+Isa current_isa() { return chosen_isa().load(std::memory_order_relaxed); }
+
+}  // namespace pass_ext
+
+const char* pass_ext_cpu_isa() { return pass_ext::kNames[static_cast<int>(pass_ext::current_isa())]; }
+
+int pass_ext_limit_cpu_isa(const char* name) {
+  const int level = pass_ext::level_of(name);
+  if (level < 0) return 1;
+  pass_ext::chosen_isa().store(pass_ext::limited(level));
+  return 0;
+}

@@ -1,0 +1,34 @@
+// Which instruction set the CPU kernels run on, decided at run time: one binary serves every x86-64 machine.
+// Kernels are written once (cpu/<column>_kernels.h) and compiled once per level (cpu/each_isa.h); at_isa(…) picks.
+// Called by cpu/<column>.cpp.
+#pragma once
+
+namespace pass_ext {
+
+enum class Isa { portable, avx2, avx512, avx512_bf16 };
+
+// The level in use: the best this processor has, or lower where limit_isa or PASS_EXT_CPU_ISA says so.
+Isa current_isa();
+
+}  // namespace pass_ext
+
+// The diagnostics that pass_ext/_library.py calls through ctypes. Names: "portable", "avx2", "avx512", "avx512_bf16".
+extern "C" {
+__attribute__((visibility("default"))) const char* pass_ext_cpu_isa();
+// Use at most this level from now on; an empty name means no limit. Returns 0, or 1 for an unknown name.
+__attribute__((visibility("default"))) int pass_ext_limit_cpu_isa(const char* name);
+}
+
+// Calls function(arguments…) as compiled for the level in use: PASS_EXT_AT_ISA(embed(problem)).
+#if defined(__x86_64__)
+#define PASS_EXT_AT_ISA(call)                                       \
+  do switch (::pass_ext::current_isa()) {                           \
+      case ::pass_ext::Isa::avx512_bf16: avx512_bf16::call; break;  \
+      case ::pass_ext::Isa::avx512: avx512::call; break;            \
+      case ::pass_ext::Isa::avx2: avx2::call; break;                \
+      case ::pass_ext::Isa::portable: portable::call; break;        \
+    }                                                               \
+  while (false)
+#else
+#define PASS_EXT_AT_ISA(call) portable::call
+#endif

@@ -1,0 +1,108 @@
+// torch.ops.pass_ext.lookahead_embed and its gradient on the CPU: checks, parallel split, registration.
+// The inner loops: cpu/lookahead_kernels.h. Called by torch's dispatcher.
+#include "host/lookahead.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+
+#define PASS_EXT_KERNELS "cpu/lookahead_kernels.h"
+#include "cpu/each_isa.h"
+
+namespace pass_ext {
+namespace {
+
+// Below this many bytes a second thread costs more than it saves.
+constexpr int64_t kBytesPerTask = 128 * 1024;
+
+// Refuses the first id outside [-slots, vocabulary), before anything is written.
+template <typename T, typename S, typename Id>
+void check_ids(const LookaheadEmbed<T, S, Id>& problem) {
+  for (int64_t n = 0; n < problem.rows; ++n) {
+    const int64_t id = problem.ids[n];
+    if (id < -problem.slots || id >= problem.vocabulary)
+      refuse("lookahead_embed", "ids must be in [", -problem.slots, ", ", problem.vocabulary, ") (", problem.slots,
+             " look-ahead slots, ", problem.vocabulary, " table rows), got ", id, " at flat index ", n);
+  }
+}
+
+Tensor lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& lookahead) {
+  check_lookahead_embed(ids, table, lookahead);
+  const Tensor flat_ids = torch::stable::contiguous(ids), slots = torch::stable::contiguous(lookahead);
+  const Tensor out = empty_lookahead_embed(ids, table);
+  with_lookahead_embed(flat_ids, table, slots, out, [](const auto& problem) {
+    check_ids(problem);
+    const int64_t row_bytes = std::max<int64_t>(1, problem.dim * sizeof(*problem.out));
+    const int64_t rows_per_task = std::max<int64_t>(1, kBytesPerTask / row_bytes);
+    if (problem.rows <= rows_per_task) {
+      PASS_EXT_AT_ISA(embed_rows(problem, 0, problem.rows));
+      return;
+    }
+    torch::stable::parallel_for(0, problem.rows, rows_per_task, [&](int64_t begin, int64_t end) {
+      PASS_EXT_AT_ISA(embed_rows(problem, begin, end));
+    });
+  });
+  return out;
+}
+
+// The positions of the ids that pick each row, grouped by row and in order within a row (a counting sort):
+// those of row r are positions[start[r]] … positions[start[r + 1] - 1].
+struct PositionsByRow {
+  std::vector<int64_t> start, positions;
+};
+
+template <typename Id>
+PositionsByRow group_positions(const Id* ids, int64_t count, bool slots, int64_t rows) {
+  PositionsByRow groups{std::vector<int64_t>(rows + 1, 0), {}};
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t row = row_of_id(ids[n], slots, rows);
+    if (row >= 0) ++groups.start[row + 1];
+  }
+  for (int64_t row = 0; row < rows; ++row) groups.start[row + 1] += groups.start[row];
+  groups.positions.resize(groups.start[rows]);
+  std::vector<int64_t> next(groups.start.begin(), groups.start.end() - 1);
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t row = row_of_id(ids[n], slots, rows);
+    if (row >= 0) groups.positions[next[row]++] = n;
+  }
+  return groups;
+}
+
+Tensor lookahead_embed_backward(const Tensor& grad, const Tensor& ids, int64_t rows, bool slots, ScalarType dtype) {
+  check_lookahead_embed_backward(grad, ids, rows, dtype);
+  const Tensor flat_ids = torch::stable::contiguous(ids), flat_grad = torch::stable::contiguous(grad);
+  const std::vector<int64_t> shape{rows, grad.size(grad.dim() - 1)};
+  const Tensor out = torch::stable::new_empty(grad, shape, dtype);
+  with_lookahead_embed_backward(flat_grad, flat_ids, out, slots, [](const auto& problem) {
+    const PositionsByRow groups = group_positions(problem.ids, problem.rows, problem.slots, problem.out_rows);
+    // A task is one block of columns of one row: every element has one owner and one order, whatever the thread count.
+    constexpr int64_t kColumns = 512;
+    const int64_t blocks = (problem.dim + kColumns - 1) / kColumns;
+    const int64_t tasks = problem.out_rows * blocks;
+    const int64_t rows_per_task = static_cast<int64_t>(groups.positions.size()) / std::max<int64_t>(1, problem.out_rows);
+    const int64_t task_bytes = (1 + rows_per_task) * std::min(kColumns, problem.dim) * sizeof(*problem.grad);
+    const auto run = [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t row = task / blocks, column = task % blocks * kColumns;
+        PASS_EXT_AT_ISA(sum_rows(problem.out + row * problem.dim, problem.grad, problem.dim,
+                                 groups.positions.data() + groups.start[row],
+                                 groups.start[row + 1] - groups.start[row], column,
+                                 std::min(column + kColumns, problem.dim)));
+      }
+    };
+    const int64_t tasks_per_thread = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, task_bytes));
+    if (tasks <= tasks_per_thread)
+      run(0, tasks);
+    else
+      torch::stable::parallel_for(0, tasks, tasks_per_thread, run);
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace pass_ext
+
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+  library.impl("lookahead_embed", TORCH_BOX(&pass_ext::lookahead_embed));
+  library.impl("lookahead_embed_backward", TORCH_BOX(&pass_ext::lookahead_embed_backward));
+}

@@ -1,0 +1,247 @@
+// The machine as our kernels see it: who am I, shared memory, barriers, warp operations, atomics, wide and asynchronous
+// copies, matrix fragments, launch. Kernels (*.cuh) use these names and nothing else of CUDA, because this header has a
+// second implementation, tests/emulator/cuda/primitives.cuh, on which the same kernels run on a CPU with every access
+// checked. Both must offer the same names with the same meaning; tests/emulator/test_primitives.py compares each.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/half.h"
+
+#define PASS_EXT_KERNEL __global__ void
+#define PASS_EXT_DEVICE __device__ __forceinline__
+#define PASS_EXT_LAUNCH_BOUNDS(threads) __launch_bounds__(threads)
+#define PASS_EXT_SHARED(type, name, count) __shared__ type name[count]  // static shared memory, inside a kernel
+
+namespace pass_ext::gpu {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+// ---- who am I ----
+
+struct Index3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+PASS_EXT_DEVICE Index3 thread_index() { return {threadIdx.x, threadIdx.y, threadIdx.z}; }
+PASS_EXT_DEVICE Index3 block_index() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
+PASS_EXT_DEVICE Index3 block_size() { return {blockDim.x, blockDim.y, blockDim.z}; }
+PASS_EXT_DEVICE Index3 grid_size() { return {gridDim.x, gridDim.y, gridDim.z}; }
+
+PASS_EXT_DEVICE unsigned thread_rank() {
+  return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+}
+PASS_EXT_DEVICE unsigned lane_index() { return thread_rank() % 32; }
+PASS_EXT_DEVICE unsigned warp_index() { return thread_rank() / 32; }
+
+// ---- shared memory and order ----
+
+// The launch's dynamic shared memory, 128-byte aligned, contents undefined at entry.
+template <typename T>
+PASS_EXT_DEVICE T* dynamic_shared() {
+  extern __shared__ __align__(128) unsigned char pass_ext_dynamic_shared[];
+  return reinterpret_cast<T*>(pass_ext_dynamic_shared);
+}
+
+PASS_EXT_DEVICE void sync_block() { __syncthreads(); }
+PASS_EXT_DEVICE int sync_block_count(bool vote) { return __syncthreads_count(vote); }
+PASS_EXT_DEVICE void sync_warp(unsigned mask = kFullWarp) { __syncwarp(mask); }
+// Orders this thread's earlier writes before its later ones as other blocks see them (release half of "last block merges").
+PASS_EXT_DEVICE void fence_device() { __threadfence(); }
+
+// ---- within a warp; every lane of `mask` must call it. None of these orders memory: that is sync_warp's job ----
+
+template <typename T>
+PASS_EXT_DEVICE T shuffle(T value, int source_lane, unsigned mask = kFullWarp) {
+  return __shfl_sync(mask, value, source_lane);
+}
+template <typename T>
+PASS_EXT_DEVICE T shuffle_xor(T value, int lane_mask, unsigned mask = kFullWarp) {
+  return __shfl_xor_sync(mask, value, lane_mask);
+}
+template <typename T>
+PASS_EXT_DEVICE T shuffle_up(T value, unsigned delta, unsigned mask = kFullWarp) {
+  return __shfl_up_sync(mask, value, delta);
+}
+template <typename T>
+PASS_EXT_DEVICE T shuffle_down(T value, unsigned delta, unsigned mask = kFullWarp) {
+  return __shfl_down_sync(mask, value, delta);
+}
+PASS_EXT_DEVICE unsigned ballot(bool vote, unsigned mask = kFullWarp) { return __ballot_sync(mask, vote); }
+PASS_EXT_DEVICE bool any(bool vote, unsigned mask = kFullWarp) { return __any_sync(mask, vote); }
+PASS_EXT_DEVICE bool all(bool vote, unsigned mask = kFullWarp) { return __all_sync(mask, vote); }
+
+PASS_EXT_DEVICE int first_set_bit(unsigned bits) { return __ffs(bits) - 1; }  // -1 for none
+PASS_EXT_DEVICE int count_set_bits(unsigned bits) { return __popc(bits); }
+
+// ---- atomics, relaxed, on global or shared memory; each returns the old value ----
+
+template <typename T>
+PASS_EXT_DEVICE T atomic_add(T* address, T value) {
+  return atomicAdd(address, value);
+}
+template <typename T>
+PASS_EXT_DEVICE T atomic_max(T* address, T value) {
+  return atomicMax(address, value);
+}
+template <typename T>
+PASS_EXT_DEVICE T atomic_min(T* address, T value) {
+  return atomicMin(address, value);
+}
+template <typename T>
+PASS_EXT_DEVICE T atomic_or(T* address, T value) {
+  return atomicOr(address, value);
+}
+template <typename T>
+PASS_EXT_DEVICE T atomic_exchange(T* address, T value) {
+  return atomicExch(address, value);
+}
+template <typename T>
+PASS_EXT_DEVICE T atomic_compare_and_swap(T* address, T expected, T desired) {
+  return atomicCAS(address, expected, desired);
+}
+
+// ---- 16 bytes at once; addresses 16-byte aligned ----
+
+struct alignas(16) Bytes16 {
+  uint32_t word[4];
+};
+
+PASS_EXT_DEVICE Bytes16 load16(const void* address) {
+  const uint4 v = *static_cast<const uint4*>(address);
+  return {{v.x, v.y, v.z, v.w}};
+}
+PASS_EXT_DEVICE void store16(void* address, Bytes16 value) {
+  *static_cast<uint4*>(address) = make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
+}
+// Global memory that this launch only reads, and once: keep it out of L1.
+PASS_EXT_DEVICE Bytes16 load16_streaming(const void* address) {
+  Bytes16 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(address));
+  return v;
+}
+
+// ---- asynchronous copies from global to shared memory ----
+// Data is in shared memory only after copy_async_wait, and for other threads only after a barrier behind that.
+
+// 16 bytes, both sides aligned; !valid writes zeros and reads nothing.
+PASS_EXT_DEVICE void copy_async16(void* shared, const void* global, bool valid = true) {
+  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(bytes) : "memory");
+}
+// 4 bytes, both sides aligned; !valid writes zeros and reads nothing.
+PASS_EXT_DEVICE void copy_async4(void* shared, const void* global, bool valid = true) {
+  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(global), "r"(bytes) : "memory");
+}
+PASS_EXT_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `pending` of this thread's committed groups are still under way.
+template <int pending>
+PASS_EXT_DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// ---- pairs of 16-bit floats in one register; `low` sits at the lower address ----
+
+template <typename T>
+PASS_EXT_DEVICE uint32_t pack2(float low, float high) {
+  return static_cast<uint32_t>(from_float<T>(low).bits) | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+}
+template <typename T>
+PASS_EXT_DEVICE float unpack_low(uint32_t pair) {
+  return to_float(T{static_cast<uint16_t>(pair)});
+}
+template <typename T>
+PASS_EXT_DEVICE float unpack_high(uint32_t pair) {
+  return to_float(T{static_cast<uint16_t>(pair >> 16)});
+}
+
+// ---- matrix fragments; every lane of the warp must call it ----
+
+// Loads `count` (1, 2 or 4) 8x8 matrices of 16-bit values from shared memory. Lane 8m + r gives the 16-byte aligned address
+// of row r of matrix m; lane l receives, in fragment[m], elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1), of the
+// matrix or, `transposed`, of its transpose.
+template <int count, bool transposed = false>
+PASS_EXT_DEVICE void load_matrices(uint32_t (&fragment)[count], const void* shared_row) {
+  static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(shared_row));
+  if constexpr (count == 4 && !transposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(row)
+                 : "memory");
+  else if constexpr (count == 4)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(row)
+                 : "memory");
+  else if constexpr (count == 2 && !transposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(fragment[0]), "=r"(fragment[1])
+                 : "r"(row)
+                 : "memory");
+  else if constexpr (count == 2)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(fragment[0]), "=r"(fragment[1])
+                 : "r"(row)
+                 : "memory");
+  else if constexpr (!transposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(fragment[0]) : "r"(row) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+                 : "=r"(fragment[0])
+                 : "r"(row)
+                 : "memory");
+}
+
+// D = A B + D for one warp: A 16 x 16 (row major), B 16 x 8 (column major), T in {bfloat16, float16}, fp32 accumulation.
+// Lane l, g = l / 4, t = l % 4, holds, two values a register:
+//   a = {A[g][2t..], A[g+8][2t..], A[g][2t+8..], A[g+8][2t+8..]},  b = {B[2t..][g], B[2t+8..][g]},
+//   d = {D[g][2t], D[g][2t+1], D[g+8][2t], D[g+8][2t+1]}.
+template <typename T>
+PASS_EXT_DEVICE void multiply_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+
+template <>
+PASS_EXT_DEVICE void multiply_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <>
+PASS_EXT_DEVICE void multiply_m16n8k16<float16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// ---- launch (host) ----
+
+using Stream = cudaStream_t;
+
+struct LaunchShape {
+  Index3 grid;
+  Index3 block;
+  size_t dynamic_shared_bytes = 0;
+};
+
+// Starts `kernel` on `stream`; `name` is what error messages call it. Errors wait for check_launch (runtime.h).
+template <typename... Parameters, typename... Arguments>
+void launch([[maybe_unused]] const char* name, void (*kernel)(Parameters...), const LaunchShape& shape, Stream stream,
+            Arguments... arguments) {
+  if (shape.dynamic_shared_bytes > 48 * 1024)
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(shape.dynamic_shared_bytes));
+  const dim3 grid(shape.grid.x, shape.grid.y, shape.grid.z), block(shape.block.x, shape.block.y, shape.block.z);
+  kernel<<<grid, block, shape.dynamic_shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
+}
+
+}  // namespace pass_ext::gpu

@@ -1,0 +1,53 @@
+// Everything an op's .cu needs of torch's CUDA runtime: current stream, device guard, launch check, workspace sizes.
+// The only user of torch's CUDA shim. Called by cuda/<column>.cu.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "host/checks.h"
+
+#ifndef PASS_EXT_CUDA_ARCHITECTURES
+#define PASS_EXT_CUDA_ARCHITECTURES "unknown"  // setup.py passes the list it built
+#endif
+
+namespace pass_ext {
+
+// Makes a tensor's device current for this scope and knows torch's current stream on it.
+class CudaScope {
+ public:
+  explicit CudaScope(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    void* stream = nullptr;
+    if (aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != AOTI_TORCH_SUCCESS)
+      throw std::runtime_error("pass_ext: torch gave no current CUDA stream");
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+};
+
+// Raises what the launches since the last check left behind. Does not wait for them.
+inline void check_launch(const char* op) {
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) return;
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion ||
+      error == cudaErrorInvalidDeviceFunction) {
+    int device = 0, major = 0, minor = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    refuse(op, "this pass_ext was built for the GPU architectures ", PASS_EXT_CUDA_ARCHITECTURES,
+           ", but this GPU is ", major, ".", minor, ". Rebuild it: TORCH_CUDA_ARCH_LIST=", major, ".", minor,
+           " pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps pass_ext (",
+           cudaGetErrorString(error), ")");
+  }
+  refuse(op, "kernel launch failed: ", cudaGetErrorString(error));
+}
+
+}  // namespace pass_ext

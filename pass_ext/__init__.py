@@ -1,0 +1,17 @@
+"""Kernels for decoders that want more than one token per model call.
+
+Functions here are thin, typed wrappers over ``torch.ops.pass_ext.*``; ``python -m pass_ext info`` shows what is loaded.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from pass_ext._library import set_debug, status
+from pass_ext.lookahead import LookaheadEmbedding
+from pass_ext.ops.lookahead import lookahead_embed
+
+try:
+    __version__ = version("pass_ext")
+except PackageNotFoundError:  # imported from a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = ["LookaheadEmbedding", "__version__", "lookahead_embed", "set_debug", "status"]

@@ -1,0 +1,51 @@
+"""``python -m pass_ext info``: what is loaded, on what, and why the rest is not. For bug reports."""
+
+import argparse
+import platform
+import sys
+
+import torch
+
+import pass_ext
+
+
+def info() -> str:
+    """The versions and the state of both libraries, a line each."""
+    status = pass_ext.status()
+    cuda = "loaded" if status.cuda_loaded else f"not loaded: {status.cuda_reason}"
+    built = f"nvcc {status.cuda_compiler}, {' '.join(status.cuda_architectures)}" if status.cuda_compiler else "no"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.version.cuda else []
+    lines = {
+        "pass_ext": pass_ext.__version__,
+        "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'no'})",
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "CPU kernels": f"{status.cpu_isa}, {torch.get_num_threads()} threads",
+        "CUDA kernels": cuda,
+        "built with CUDA": built,
+        "GPUs": ", ".join(gpus) or "none seen",
+        "ops": " ".join(pass_ext._library.op_names()),
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of ``python -m pass_ext`` and of the ``pass_ext`` command."""
+    parser = argparse.ArgumentParser(prog="pass_ext", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, libraries, instruction set, GPUs")
+    demo = commands.add_parser("demo", help="look-ahead injection on a real model (needs the extra pass_ext[hf])")
+    demo.add_argument("model", help="a GGUF file, or a transformers model folder or name")
+    demo.add_argument("--prompt", default="The three primary colours are red,")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "info":
+        print(info())
+    else:
+        from pass_ext.demo import run
+
+        run(chosen.model, chosen.prompt)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""``lookahead_embed``: input rows of a step that mixes real tokens and look-ahead slots, in one gather.
+
+out[n] = table[ids[n]] for ids[n] >= 0, lookahead[-1 - ids[n]] for ids[n] < 0. Kernels: csrc/cpu/lookahead.cpp,
+csrc/cuda/lookahead.cu. Called by decoders, the decoding loop, and training.
+"""
+
+import torch
+from torch import Tensor
+
+from pass_ext import _library
+
+_op = torch.ops.pass_ext.lookahead_embed.default
+_backward_op = torch.ops.pass_ext.lookahead_embed_backward.default
+
+
+def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
+    """Embeds token ids and look-ahead slots together.
+
+    Args:
+        ids: ``[...]`` int32 or int64. ``id >= 0`` takes row ``id`` of ``table``; ``-1 - i`` takes look-ahead slot ``i``.
+        table: ``[V, d]`` bfloat16, float16, float32 or float64; rows may be strided, each row contiguous.
+        lookahead: ``[L, d]`` in the table's dtype, or float32 beside any table (master weights for training).
+
+    Returns:
+        ``[..., d]`` in the table's dtype. Differentiable in ``lookahead``, and in ``table`` if it requires grad; gradients
+        add up in fp32 (fp64 for float64) in a fixed order, so they are the same bits in every run.
+
+    Ids outside ``[-L, V)`` are refused on the CPU before anything is written. On CUDA nobody waits for the GPU to look: such
+    a row is all zeros. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too, at the price of a
+    synchronisation per call.
+    """
+    if torch.compiler.is_compiling():
+        return _op(ids, table, lookahead)
+    if _library.debug_enabled():
+        check_ids(ids, table.shape[0], lookahead.shape[0])
+    if torch.is_grad_enabled() and (lookahead.requires_grad or table.requires_grad):
+        return _op(ids, table, lookahead)
+    with torch._C._AutoDispatchBelowAutograd():  # nothing to record: spares the decoding loop torch's Python autograd layer
+        return _op(ids, table, lookahead)
+
+
+def check_ids(ids: Tensor, vocabulary: int, slots: int) -> None:
+    """Raises IndexError for the first id outside ``[-slots, vocabulary)``. Waits for the device."""
+    bad = (ids < -slots) | (ids >= vocabulary)
+    if bool(bad.any()):
+        index = int(bad.flatten().nonzero()[0])
+        raise IndexError(
+            f"pass_ext::lookahead_embed: ids must be in [{-slots}, {vocabulary}) ({slots} look-ahead slots, {vocabulary} "
+            f"table rows), got {int(ids.flatten()[index])} at flat index {index}"
+        )
+
+
+@torch.library.register_fake("pass_ext::lookahead_embed")
+def _embed_shape(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
+    return table.new_empty((*ids.shape, table.shape[1]))
+
+
+@torch.library.register_fake("pass_ext::lookahead_embed_backward")
+def _embed_backward_shape(grad: Tensor, ids: Tensor, rows: int, slots: bool, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty((rows, grad.shape[-1]), dtype=dtype)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ids, table, lookahead = inputs
+    ctx.save_for_backward(ids)
+    ctx.table_like = (table.shape[0], table.dtype)
+    ctx.lookahead_like = (lookahead.shape[0], lookahead.dtype)
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    (ids,) = ctx.saved_tensors
+    rows, dtype = ctx.table_like
+    to_table = _backward_op(grad, ids, rows, False, dtype) if ctx.needs_input_grad[1] else None
+    rows, dtype = ctx.lookahead_like
+    to_lookahead = _backward_op(grad, ids, rows, True, dtype) if ctx.needs_input_grad[2] else None
+    return None, to_table, to_lookahead
+
+
+torch.library.register_autograd("pass_ext::lookahead_embed", _backward, setup_context=_save)
