@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -91,7 +92,8 @@ class NinjaBuild(build_ext):
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         include = f"-I{ROOT}/csrc -isystem {torch}/include"
         common = f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} {include} {'-O0 -g' if DEBUG else '-O3 -DNDEBUG'}"
-        hidden = f"-fPIC -fvisibility=hidden -fmacro-prefix-map={ROOT}/=  -Wall -Wextra"
+        relative_paths = f"-fmacro-prefix-map={ROOT}/= -fmacro-prefix-map={torch}/include/="  # in what __FILE__ leaves behind
+        hidden = f"-fPIC -fvisibility=hidden {relative_paths} -Wall -Wextra"
         link = f"-shared -L{torch}/lib"
         cxx = os.environ.get("CXX", "g++")
         rules = [
@@ -109,7 +111,7 @@ class NinjaBuild(build_ext):
                 " -MMD -MF $out.d -c $in -o $out\n",
                 # libtorch.so pulls in libtorch_cuda.so, where the CUDA shim lives; nothing here names a symbol of its own.
                 "rule link_cuda\n  description = link $out\n"
-                f"  command = {nvcc} {link} -cudart static -Xlinker --exclude-libs,ALL,--no-as-needed $in -o $out"
+                f"  command = {nvcc} {link} --no-device-link -cudart static -Xlinker --exclude-libs,ALL,--no-as-needed $in -o $out"
                 " -ltorch -ltorch_cpu\n",
             ]
         libraries = {"_C.so": ("cxx", "link", CPU_SOURCES)}
@@ -123,7 +125,10 @@ class NinjaBuild(build_ext):
             edges += [f"build {o}: {compile_rule} {ROOT}/{s}" for o, s in zip(objects, sources, strict=True)]
             edges.append(f"build {package}/{library}: {link_rule} {' '.join(objects)}")
         (work / "build.ninja").write_text("\n".join([*rules, *edges, ""]))
-        subprocess.run(["ninja", "-C", str(work), f"-j{jobs}"], check=True)
+        ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+        if ninja is None:
+            raise SystemExit("pass_ext: building needs ninja: pip install ninja")
+        subprocess.run([ninja, "-C", str(work), f"-j{jobs}"], check=True)
 
         info = {"cuda": version, "architectures": architectures, "torch_target": "2.10", "debug": DEBUG}
         lines = "".join(f"{name} = {value!r}\n" for name, value in info.items())

@@ -92,7 +92,7 @@ def _load_cpu() -> ctypes.CDLL:
         torch.ops.load_library(path)
         native = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ImportError(f"{path} does not load with torch {torch.__version__}: {error}") from error
+        raise ImportError(f"{path} does not load with torch {torch.__version__}: {error.__cause__ or error}") from error
     native.pass_ext_cpu_isa.restype = ctypes.c_char_p
     native.pass_ext_limit_cpu_isa.argtypes = [ctypes.c_char_p]
     wish = os.environ.get("PASS_EXT_CPU_ISA", "")
@@ -115,7 +115,7 @@ def _load_cuda() -> str:
         torch.ops.load_library(path)
     except OSError as error:
         _log.info("CUDA kernels not loaded from %s", path, exc_info=error)
-        return f"{path} does not load with torch {torch.__version__}: {error}"
+        return f"{path} does not load with torch {torch.__version__}: {error.__cause__ or error}"
     return ""
 
 

@@ -1,0 +1,115 @@
+"""The command line of every bench_<column>.py: options, progress, the table on the screen, and the JSON file.
+
+A bench calls `run(name, plan, judge)` with a plan of cases, built one after the other so that only one is in memory.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import machine, report
+from benchmarks.harness import Case, Row, measure_case, settings_for
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Something the project promised, judged from the rows of this run."""
+
+    aim: str
+    met: bool | None
+    """None: this run cannot tell."""
+    measured: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a bench wants measured for one set of options."""
+
+    labels: list[str]
+    """One short line per case, in order: for the progress display."""
+    cases: Iterable[Case]
+
+
+def parse(description: str, arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options that all benches share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="a few seconds, few shapes; no file unless told where")
+    parser.add_argument("--out", type=Path, help="result file; default: $OUT/, or benchmarks/results/<device>/")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    return options
+
+
+def run(
+    name: str,
+    options: argparse.Namespace,
+    make_plan: Callable[[argparse.Namespace], Plan],
+    judge: Callable[[list[Row]], list[Aim]],
+) -> None:
+    """Measures every case of the plan, shows the table, judges the aims, and writes the result."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    gpu = machine.describe_gpu() if options.device == "cuda" else None
+    cache = (gpu["l2_cache_bytes"] or 64 * 2**20) if gpu else machine.last_level_cache_bytes()
+    settings = settings_for(options.device, options.quick, cache)
+    if options.device == "cuda":
+        from benchmarks import gpu_timing as timing
+    else:
+        from benchmarks import cpu_timing as timing
+    extra: dict[str, Any] = {"dtype": options.dtype, "omp_proc_bind": os.environ.get("OMP_PROC_BIND")}
+    if options.device == "cpu":
+        extra["clock_overhead_us"] = timing.clock_overhead() * 1e6
+    copy_bandwidth = timing.copy_bandwidth(settings, cache)
+
+    rows: list[Row] = []
+    plan = make_plan(options)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(name, total=len(plan.labels))
+        for label, case in zip(plan.labels, plan.cases, strict=True):
+            progress.update(task, description=f"{name}: {label}")
+            rows += measure_case(case, settings, copy_bandwidth)
+            progress.advance(task)
+
+    result = {
+        "bench": name,
+        "format": report.FORMAT,
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "quick": options.quick,
+        "device": options.device,
+        "machine": machine.describe_machine(),
+        "versions": machine.describe_versions(),
+        "settings": {**asdict(settings), **extra},
+        "copy_gb_per_s": copy_bandwidth / 1e9,
+        "rows": rows,
+        "aims": [asdict(aim) for aim in judge(rows)],
+    }
+    report.show(result, console)
+    path = result_path(name, options)
+    if path is not None:
+        report.save(result, path)
+        console.print(f"written: {path}")
+
+
+def result_path(name: str, options: argparse.Namespace) -> Path | None:
+    """--out; else the folder $OUT; else benchmarks/results/<device>/, which a quick run leaves alone."""
+    file = f"{name}.json" if options.dtype == "bfloat16" else f"{name}-{options.dtype}.json"
+    if options.out:
+        return Path(options.out)
+    if os.environ.get("OUT"):
+        return Path(os.environ["OUT"]) / file
+    return None if options.quick else RESULTS / machine.device_slug(options.device) / file

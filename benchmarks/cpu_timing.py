@@ -1,0 +1,60 @@
+"""How one sample is taken on the CPU: one call between two reads of the clock, with the caches warm or swept.
+
+Called by benchmarks/harness.py and benchmarks/command.py.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+
+from benchmarks.harness import Case, Sample, Settings
+
+HOW = "call"
+
+
+def samplers(case: Case, settings: Settings) -> Iterator[tuple[tuple[str, str], dict[str, Sample]]]:
+    """For each way to measure, (how, cache), a sampler per contender."""
+    first = case.inputs[0]
+    yield (HOW, "warm"), {c.name: _sampler(c.function, itertools.repeat(first)) for c in case.contenders}
+    swept = torch.ones(settings.sweep_bytes // 4)
+    yield (
+        (HOW, "cold"),
+        {c.name: _sampler(c.function, itertools.cycle(case.inputs), swept.sum) for c in case.contenders},
+    )
+
+
+def _sampler(
+    function: Callable[..., object], inputs: Iterator[tuple[object, ...]], sweep: Callable[[], object] | None = None
+) -> Sample:
+    clock = time.perf_counter_ns
+
+    def sample() -> float:
+        arguments = next(inputs)
+        if sweep is not None:
+            sweep()  # as between two steps of a decoder: a model's worth of bytes has gone through every cache
+        started = clock()
+        function(*arguments)
+        return (clock() - started) * 1e-9
+
+    return sample
+
+
+def copy_bandwidth(settings: Settings, last_level_cache: int) -> float:
+    """Bytes read plus written per second by `tensor.copy_`, between two buffers of the last-level cache's size."""
+    size = 32 * 2**20 if settings.quick else max(256 * 2**20, last_level_cache)
+    source, target = torch.ones(size // 4), torch.ones(size // 4)
+    times = []
+    for _ in range(5 if settings.quick else 25):
+        started = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - started)
+    return 2 * source.numel() * source.element_size() / median(times)
+
+
+def clock_overhead() -> float:
+    """What an empty call costs between two reads of the clock: contained in every CPU number, never subtracted."""
+    sample = _sampler(lambda: None, itertools.repeat(()))
+    return median(sample() for _ in range(2001))

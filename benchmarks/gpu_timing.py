@@ -1,0 +1,118 @@
+"""How one sample is taken on a GPU: many calls in one CUDA graph, timed by events, caches warm or flushed; and eagerly.
+
+Graph replay gives the GPU's own time per call; eager gives what a Python loop sees, mostly the host's launch work. Both
+are reported. Called by benchmarks/harness.py and benchmarks/command.py.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Case, Contender, Sample, Settings
+
+MOST_CALLS = 64
+BYTES_PER_REPLAY = 4 * 10**9
+EAGER_CALLS = 32
+# Long enough for the host to queue the events and the replay before the GPU reaches them; an event on a starved stream
+# would time the host.
+HEAD_START_CYCLES = 200_000
+
+
+def samplers(case: Case, settings: Settings) -> Iterator[tuple[tuple[str, str], dict[str, Sample]]]:
+    """For each way to measure, (how, cache), a sampler per contender. What no graph can hold runs eagerly only."""
+    calls = MOST_CALLS
+    if case.fewest_bytes:
+        calls = max(8, min(MOST_CALLS, BYTES_PER_REPLAY // case.fewest_bytes))
+    capturable = [contender for contender in case.contenders if contender.capturable]
+    warm = [case.inputs[0]]
+    yield ("graph", "warm"), {c.name: _graph_sampler(c, warm, calls, None) for c in capturable}
+    flush = torch.ones(settings.sweep_bytes // 4, device="cuda")
+    # Every call of a replay has inputs of its own; the flush before the replay makes all of them cold.
+    calls = min(calls, len(case.inputs))
+    yield ("graph", "cold"), {c.name: _graph_sampler(c, case.inputs, calls, flush) for c in capturable}
+    yield ("eager", "warm"), {c.name: _eager_sampler(c, case.inputs[0]) for c in case.contenders}
+
+
+def _graph_sampler(contender: Contender, inputs: Sequence[tuple[Any, ...]], calls: int, flush: Tensor | None) -> Sample:
+    graph = capture(contender.function, inputs, calls)
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def sample() -> float:
+        if flush is None:
+            graph.replay()
+        else:
+            flush.sum()  # reading leaves no dirty lines whose write-back would be charged to the contender
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        started.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        return started.elapsed_time(ended) * 1e-3 / calls
+
+    return sample
+
+
+def capture(function: Callable[..., object], inputs: Sequence[tuple[Any, ...]], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of `calls` calls in a row, over the sets of inputs in turn; results are dropped as in a loop."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # load modules, create handles, fill the allocator
+        for arguments in inputs[:3]:
+            function(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in range(calls):
+            function(*inputs[call % len(inputs)])
+    torch.cuda.synchronize()
+    return graph
+
+
+def _eager_sampler(contender: Contender, arguments: tuple[Any, ...]) -> Sample:
+    function = contender.function
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def sample() -> float:
+        torch.cuda.synchronize()
+        started.record()
+        for _ in range(EAGER_CALLS):
+            function(*arguments)
+        ended.record()
+        ended.synchronize()
+        return started.elapsed_time(ended) * 1e-3 / EAGER_CALLS
+
+    return sample
+
+
+def copy_bandwidth(settings: Settings, last_level_cache: int) -> float:
+    """Bytes read plus bytes written per second by a device-to-device copy, both buffers far larger than the L2."""
+    size = max(64 * 2**20 if settings.quick else 1 << 30, 4 * last_level_cache)
+    source = torch.ones(size // 4, device="cuda")
+    target = torch.empty_like(source)
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(5 if settings.quick else 25):
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        started.record()
+        target.copy_(source)
+        ended.record()
+        ended.synchronize()
+        times.append(started.elapsed_time(ended) * 1e-3)
+    return 2 * source.numel() * source.element_size() / median(times)
+
+
+def count_kernels(function: Callable[..., object], arguments: tuple[Any, ...]) -> int | None:
+    """How many kernels and device copies one call launches; None where the profiler sees no GPU."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    function(*arguments)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        function(*arguments)
+        torch.cuda.synchronize()
+    launched = sum(1 for event in trace.events() if event.device_type == DeviceType.CUDA)
+    return launched or None

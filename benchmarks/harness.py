@@ -1,0 +1,174 @@
+"""Times contenders against each other: checks that they agree, runs them interleaved, and takes medians.
+
+A bench_<column>.py builds `Case`s; benchmarks/command.py passes each to `measure_case`. How one sample is taken:
+cpu_timing.py and gpu_timing.py. What is and is not counted: README.md.
+"""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Row = dict[str, Any]
+Sample = Callable[[], float]  # takes one sample, in seconds
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the job; called with a case's inputs."""
+
+    name: str
+    function: Callable[..., Any]
+    capturable: bool = True
+    """A CUDA graph can record it: fixed shapes, no waiting for the GPU."""
+    same_job: bool = True
+    """False: shown for comparison, but it gets other inputs or does less, so it is neither checked nor raced."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. The first contender is ours."""
+
+    labels: Mapping[str, str | int]
+    contenders: Sequence[Contender]
+    inputs: Sequence[tuple[Any, ...]]
+    """Sets of arguments. Warm cache: the first, always. Cold cache: all in turn."""
+    fewest_bytes: int | None = None
+    """What one call must read and write at least: every byte once."""
+    grad: bool = False
+    check_inputs: tuple[Any, ...] | None = None
+    """Arguments on which the contenders must agree to the bit; default: the first and the last of `inputs`."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long and how often; the `settings` entry of every result."""
+
+    device: str
+    quick: bool
+    budget_seconds: float
+    """For the rounds of one line; cold lines get three times as much, because emptying the cache takes most of it."""
+    fewest_rounds: int
+    most_rounds: int
+    sweep_bytes: int
+    """What is read between two cold samples."""
+    seed: int = 0
+
+
+def settings_for(device: str, quick: bool, last_level_cache: int) -> Settings:
+    """The defaults. A cold sweep reads one and a half times the last-level cache, and on a GPU at least 512 MiB."""
+    if quick:
+        return Settings(device, quick, 0.1, fewest_rounds=5, most_rounds=200, sweep_bytes=64 * 2**20)
+    sweep = max(512 * 2**20 if device == "cuda" else 64 * 2**20, last_level_cache * 3 // 2)
+    budget = 0.8 if device == "cuda" else 2.0
+    return Settings(device, quick, budget, fewest_rounds=51, most_rounds=5000, sweep_bytes=sweep)
+
+
+def measure_case(case: Case, settings: Settings, copy_bandwidth: float) -> list[Row]:
+    """Checks one case, then measures it in every way the device offers: a row per way and contender."""
+    check_agreement(case)
+    if settings.device == "cuda":
+        from benchmarks.gpu_timing import samplers
+    else:
+        from benchmarks.cpu_timing import samplers
+    rows = []
+    with torch.set_grad_enabled(case.grad), torch.inference_mode(not case.grad):
+        for (how, cache), contenders in samplers(case, settings):
+            budget = settings.budget_seconds * (3 if cache == "cold" else 1)
+            samples = interleave(contenders, settings, budget)
+            rows += _summarise(case, how, cache, samples, copy_bandwidth)
+    return rows
+
+
+def check_agreement(case: Case) -> None:
+    """Raises unless every contender that does the same job gives the same bits as the first."""
+    first, *others = [contender for contender in case.contenders if contender.same_job]
+    for arguments in [case.check_inputs] if case.check_inputs else [case.inputs[0], case.inputs[-1]]:
+        expected = first.function(*arguments)
+        for other in others:
+            if not _same_bits(expected, other.function(*arguments)):
+                raise AssertionError(f"{other.name} and {first.name} differ on {dict(case.labels)}: nothing was timed")
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return len(one) == len(other) and all(map(_same_bits, one, other))
+
+
+def interleave(contenders: Mapping[str, Sample], settings: Settings, budget_seconds: float) -> dict[str, list[float]]:
+    """Samples all contenders round by round, in a new order each round, until the medians are stable or the time is up.
+
+    Stable: at least `fewest_rounds`, a quarter of the budget, and for every contender the medians of the even and of
+    the odd rounds within 1 %.
+    """
+    order = list(contenders)
+    shuffle = random.Random(settings.seed).shuffle
+    samples: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(2 if settings.quick else 5):
+        for sample in contenders.values():
+            sample()
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection would fall on whoever happens to run
+    try:
+        started = time.perf_counter()
+        rounds, next_look = 0, settings.fewest_rounds
+        while True:
+            shuffle(order)
+            for name in order:
+                samples[name].append(contenders[name]())
+            rounds += 1
+            if rounds < next_look:
+                continue
+            spent = time.perf_counter() - started
+            next_look = rounds + max(1, rounds // 8)
+            stable = spent >= budget_seconds / 4 and max(map(half_split, samples.values())) < 0.01
+            if stable or spent >= budget_seconds or rounds >= settings.most_rounds:
+                return samples
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def half_split(samples: Sequence[float]) -> float:
+    """How far the medians of the even and the odd samples are apart, relative to the median: the noise of a median."""
+    return abs(median(samples[::2]) - median(samples[1::2])) / median(samples)
+
+
+def _summarise(
+    case: Case, how: str, cache: str, samples: Mapping[str, list[float]], copy_bandwidth: float
+) -> list[Row]:
+    ours = median(samples[case.contenders[0].name])
+    rows = []
+    for contender in case.contenders:
+        row: Row = {"labels": dict(case.labels), "how": how, "cache": cache, "contender": contender.name}
+        row["same_job"] = contender.same_job
+        taken = samples.get(contender.name)
+        if taken is None:
+            rows.append({**row, "median_us": None, "reason": "cannot be captured in a CUDA graph"})
+            continue
+        ordered, middle = sorted(taken), median(taken)
+        row |= {
+            "median_us": middle * 1e6,
+            "p10_us": ordered[len(ordered) // 10] * 1e6,
+            "p90_us": ordered[len(ordered) * 9 // 10] * 1e6,
+            "samples": len(ordered),
+            "half_split": half_split(taken),
+            "times_ours": middle / ours,
+        }
+        if case.fewest_bytes is not None:
+            bandwidth = case.fewest_bytes / middle
+            row |= {
+                "fewest_bytes": case.fewest_bytes,
+                "gb_per_s": bandwidth / 1e9,
+                "of_copy": bandwidth / copy_bandwidth,
+            }
+        rows.append(row)
+    return rows

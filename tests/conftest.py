@@ -1,0 +1,64 @@
+"""Which backends the tests run on (`--device`, default: all here), and torch memory that betrays what was never written."""
+
+import pytest
+import torch
+from pass_ext import testing
+
+KINDS = ("cpu", "emulated", "cuda")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", action="append", choices=KINDS, help="run only these backends; repeatable")
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --device, a test that takes no backend is not about a device and runs only with cpu."""
+    wanted = config.getoption("--device")
+    if wanted and "cpu" not in wanted:
+        items[:] = [item for item in items if "backend" in item.fixturenames or "cuda" in item.fixturenames]
+
+
+def find_backends(wanted):
+    backends = []
+    if not wanted or "cpu" in wanted:
+        backends += testing.cpu_backends()
+    if not wanted or "emulated" in wanted:
+        from emulated import KERNELS
+
+        backends.append(testing.rerouted_backend("emulated", KERNELS))
+    if not wanted or "cuda" in wanted:
+        cuda = testing.cuda_backends()
+        if wanted and "cuda" in wanted and not cuda:
+            raise pytest.UsageError("--device cuda: no GPU, or pass_ext's CUDA kernels are not loaded")
+        backends += cuda
+    return backends
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        backends = find_backends(metafunc.config.getoption("--device"))
+        metafunc.parametrize("backend", backends, ids=str, indirect=True)
+
+
+@pytest.fixture
+def backend(request):
+    with request.param.active():
+        yield request.param
+
+
+@pytest.fixture
+def cuda():
+    """The CUDA backend, for tests of streams and graphs that only a GPU can run."""
+    backends = testing.cuda_backends()
+    if not backends:
+        pytest.skip("no GPU")
+    return backends[0]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty gives NaN / the largest integer, so an element that a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

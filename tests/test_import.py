@@ -1,0 +1,195 @@
+"""What `import pass_ext` does in a fresh interpreter, and what it says when something is missing or broken.
+
+It must be quick, pull in nothing optional, leave the GPU alone, and name the reason when a library does not load.
+Damaged installations are copies of the package in a temporary folder.
+"""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pass_ext
+
+PACKAGE = Path(pass_ext.__file__).parent
+CUDA_LIBRARY = PACKAGE / "_C_cuda.so"
+
+IMPORT_AND_TELL = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+started = time.perf_counter()
+import pass_ext
+seconds = time.perf_counter() - started
+new = {name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print(json.dumps({"seconds": seconds, "new": sorted(new), "cuda_context": torch.cuda.is_initialized()}))
+"""
+
+CALL_ON_CUDA_KEY = """
+import json, torch
+PRETEND
+import pass_ext
+ids, rows = torch.zeros(2, dtype=torch.long), torch.zeros(3, 4)
+cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+try:
+    torch.ops.pass_ext.lookahead_embed.default.redispatch(cuda, ids, rows, rows)
+    said = ""
+except RuntimeError as error:
+    said = str(error)
+status = pass_ext.status()
+without = [name for name in pass_ext._library.op_names()
+           if not torch._C._dispatch_has_kernel_for_dispatch_key(f"pass_ext::{name}", "CUDA")]
+cpu_result = pass_ext.lookahead_embed(ids, rows + 1, rows).sum().item()
+print(json.dumps({"loaded": status.cuda_loaded, "reason": status.cuda_reason, "said": said, "without": without,
+                  "cpu_result": cpu_result}))
+"""
+
+
+def run(*arguments, folder=PACKAGE.parent, **environment):
+    """This Python on `arguments`, in the folder whose pass_ext is to be imported."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PASS_EXT_")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=inherited | environment,
+        timeout=120,
+    )
+
+
+def output_of(*arguments, **options):
+    done = run(*arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def copy_package(folder, *, without):
+    """A copy of the installed package, with its libraries linked rather than copied, but for those in `without`."""
+    copy = folder / "pass_ext"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for library in PACKAGE.glob("*.so"):
+        if library.name not in without:
+            (copy / library.name).symlink_to(library)
+    return copy
+
+
+@functools.cache
+def three_imports():
+    return [json.loads(output_of("-c", IMPORT_AND_TELL)) for _ in range(3)]
+
+
+def test_import_takes_less_than_50_ms_beyond_torch():
+    best = min(run["seconds"] for run in three_imports())
+    assert best < 0.050, f"best of three: {best * 1e3:.0f} ms"
+
+
+def test_import_pulls_in_no_package_beyond_torch():
+    assert three_imports()[0]["new"] == ["pass_ext"]
+
+
+def test_import_creates_no_cuda_context():
+    assert not any(run["cuda_context"] for run in three_imports())
+
+
+def test_info_prints_every_line_and_why_cuda_is_absent():
+    lines = dict(line.split("  ", 1) for line in output_of("-m", "pass_ext", "info").splitlines())
+    lines = {name.strip(): text.strip() for name, text in lines.items()}
+    names = ("pass_ext", "torch", "python", "CPU kernels", "CUDA kernels", "built with CUDA", "GPUs", "ops")
+    assert tuple(lines) == names
+    status = pass_ext.status()
+    assert lines["pass_ext"] == pass_ext.__version__
+    assert lines["torch"].startswith(torch.__version__)
+    assert lines["CPU kernels"].split(",")[0] == status.cpu_isa
+    assert lines["CUDA kernels"] == ("loaded" if status.cuda_loaded else f"not loaded: {status.cuda_reason}")
+    assert status.cuda_loaded or len(status.cuda_reason) > 20
+    assert "lookahead_embed" in lines["ops"].split()
+
+
+def test_the_command_and_the_module_are_the_same():
+    command = Path(sys.executable).with_name("pass_ext")
+    if not command.exists():
+        pytest.skip("pass_ext is imported from a source tree, not installed")
+    said = subprocess.run([command, "info"], capture_output=True, text=True, check=True).stdout
+    assert said == output_of("-m", "pass_ext", "info")
+
+
+def test_cpu_isa_can_be_lowered_from_the_environment():
+    code = "import pass_ext; print(pass_ext.status().cpu_isa)"
+    assert output_of("-c", code, PASS_EXT_CPU_ISA="portable").strip() == "portable"
+
+
+def test_a_wrong_cpu_isa_is_refused_with_the_names_that_exist():
+    done = run("-c", "import pass_ext", PASS_EXT_CPU_ISA="AVX2")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: PASS_EXT_CPU_ISA must be portable, avx2, avx512 or avx512_bf16, got 'AVX2'"
+    )
+
+
+def test_debug_can_be_set_from_the_environment():
+    code = "import pass_ext; print(pass_ext.set_debug(False))"
+    assert output_of("-c", code, PASS_EXT_DEBUG="1").strip() == "True"
+
+
+def test_a_missing_cpu_library_is_an_import_error_that_says_how_to_build(tmp_path):
+    copy = copy_package(tmp_path, without=["_C.so"])
+    done = run("-c", "import pass_ext", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: pass_ext is not built: {copy / '_C.so'} is missing. Run: pip install --no-build-isolation -e ."
+    )
+
+
+def test_a_broken_cpu_library_is_an_import_error_with_the_loaders_words(tmp_path):
+    copy = copy_package(tmp_path, without=["_C.so"])
+    (copy / "_C.so").write_text("This is not an ELF file, and it is long enough for the loader to see so at once. " * 4)
+    done = run("-c", "import pass_ext", folder=tmp_path)
+    assert done.returncode == 1
+    library, version = copy / "_C.so", torch.__version__
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {library} does not load with torch {version}: {library}: invalid ELF header"
+    )
+
+
+def check_refusal(told, reason):
+    assert not told["loaded"]
+    assert reason in told["reason"]
+    assert told["said"] == f"pass_ext::lookahead_embed: got a CUDA tensor, but {told['reason']}"
+    assert told["without"] == [], "ops that meet a CUDA tensor without our message"
+    assert told["cpu_result"] == 8
+
+
+def test_a_build_without_cuda_says_so_and_how_to_rebuild(tmp_path):
+    copy_package(tmp_path, without=["_C_cuda.so"])
+    told = json.loads(output_of("-c", CALL_ON_CUDA_KEY.replace("PRETEND", ""), folder=tmp_path))
+    check_refusal(told, "this build of pass_ext has no CUDA kernels")
+    assert "PASS_EXT_CUDA=1 pip install" in told["reason"]
+
+
+def test_a_broken_cuda_library_is_ignored_with_the_loaders_words(tmp_path):
+    copy = copy_package(tmp_path, without=["_C_cuda.so"])
+    (copy / "_C_cuda.so").write_text("This is not an ELF file, and it is long enough to be seen as none. " * 4)
+    code = CALL_ON_CUDA_KEY.replace("PRETEND", "torch.version.cuda = torch.version.cuda or '13.0'")
+    told = json.loads(output_of("-c", code, folder=tmp_path))
+    check_refusal(told, f"does not load with torch {torch.__version__}: {copy / '_C_cuda.so'}: invalid ELF header")
+
+
+@pytest.mark.skipif(not CUDA_LIBRARY.exists(), reason="this build has no _C_cuda.so (nvcc was not found)")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA, so the library loads")
+def test_the_cuda_library_beside_a_torch_without_cuda_is_not_tried():
+    told = json.loads(output_of("-c", CALL_ON_CUDA_KEY.replace("PRETEND", "")))
+    check_refusal(told, f"this torch ({torch.__version__}) has no CUDA")
+
+
+@pytest.mark.skipif(not CUDA_LIBRARY.exists(), reason="this build has no _C_cuda.so (nvcc was not found)")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA, so the library loads")
+def test_a_cuda_library_that_misses_a_symbol_is_ignored_with_the_loaders_words():
+    told = json.loads(output_of("-c", CALL_ON_CUDA_KEY.replace("PRETEND", "torch.version.cuda = '13.0'")))
+    check_refusal(told, "undefined symbol: aoti_torch_")
