@@ -1,6 +1,6 @@
 """Builds the two libraries of pass_ext with ninja: _C.so (schemas, CPU) and, where nvcc is, _C_cuda.so (CUDA only).
 
-Both use LibTorch's stable ABI at target 2.10 and no Python symbol, so one py3-none wheel serves every Python and torch >= 2.10.
+Both use LibTorch's stable ABI at target 2.10 and no Python symbol: one py3-none wheel for every Python, torch >= 2.10.
 Environment: PASS_EXT_CUDA=auto|1|0, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=1. Everything else is in pyproject.toml.
 """
 
@@ -30,7 +30,7 @@ def find_torch() -> Path:
     """The folder of the torch package, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise SystemExit("pass_ext: building needs torch>=2.10: pip install torch, or build without --no-build-isolation")
+        raise SystemExit("pass_ext: building needs torch>=2.10: pip install torch, or drop --no-build-isolation")
     return Path(spec.origin).parent
 
 
@@ -61,11 +61,13 @@ def choose_architectures(nvcc: str) -> list[str]:
     for arch in wished:
         number = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", arch)
         if number is None or number[1] + number[2] not in known:
-            raise SystemExit(f"pass_ext: TORCH_CUDA_ARCH_LIST names {arch!r}; {nvcc} knows {', '.join(sorted(known, key=int))}")
+            names = ", ".join(sorted(known, key=int))
+            raise SystemExit(f"pass_ext: TORCH_CUDA_ARCH_LIST names {arch!r}; {nvcc} knows {names}")
     return wished
 
 
 def gencode(arch: str) -> str:
+    """The nvcc option for one architecture: machine code, and PTX where that is wished."""
     number = arch.removesuffix("+PTX").replace(".", "")
     codes = [f"sm_{number}"] + ([f"compute_{number}"] if arch.endswith("+PTX") else [])
     return " ".join(f"-gencode=arch=compute_{number},code={code}" for code in codes)
@@ -85,38 +87,36 @@ class NinjaBuild(build_ext):
         work.mkdir(parents=True, exist_ok=True)
         package.mkdir(parents=True, exist_ok=True)
         architectures = choose_architectures(nvcc) if nvcc else []
+        names = " ".join(architectures)
         version = re.search(r"release ([\d.]+)", subprocess.check_output([nvcc, "-V"], text=True))[1] if nvcc else None
-        summary = f"CUDA yes (nvcc {version}, architectures {' '.join(architectures)})" if nvcc else "CUDA no"
-        print(f"pass_ext: CPU yes; {summary}", flush=True)
+        cuda = f"yes (nvcc {version}, architectures {names})" if nvcc else "no"
+        print(f"pass_ext: CPU yes; CUDA {cuda}", flush=True)
 
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         include = f"-I{ROOT}/csrc -isystem {torch}/include"
         common = f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} {include} {'-O0 -g' if DEBUG else '-O3 -DNDEBUG'}"
-        relative_paths = f"-fmacro-prefix-map={ROOT}/= -fmacro-prefix-map={torch}/include/="  # in what __FILE__ leaves behind
-        hidden = f"-fPIC -fvisibility=hidden {relative_paths} -Wall -Wextra"
-        link = f"-shared -L{torch}/lib"
-        cxx = os.environ.get("CXX", "g++")
+        relative = f"-fmacro-prefix-map={ROOT}/= -fmacro-prefix-map={torch}/include/="  # what __FILE__ leaves behind
+        hidden = f"-fPIC -fvisibility=hidden {relative} -Wall"
+        link, cxx = f"-shared -L{torch}/lib", os.environ.get("CXX", "g++")
         rules = [
             "rule cxx\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
-            f"  command = {cxx} {common} {hidden} -Wno-maybe-uninitialized -MMD -MF $out.d -c $in -o $out\n",
-            f"rule link\n  description = link $out\n  command = {cxx} {link} -Wl,--exclude-libs,ALL $in -o $out -ltorch_cpu\n",
+            f"  command = {cxx} {common} {hidden} -Wextra -Wno-maybe-uninitialized -MMD -MF $out.d -c $in -o $out\n",
+            "rule link\n  description = link $out\n"
+            f"  command = {cxx} {link} -Wl,--exclude-libs,ALL $in -o $out -ltorch_cpu\n",
         ]
-        cuda_flags = f"{common} -DUSE_CUDA -Xcompiler={','.join(hidden.split()).replace('-Wextra', '-Wno-unused-parameter')}"
-        if nvcc:
-            names = " ".join(architectures)
-            rules += [
-                "rule nvcc\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
-                f"  command = {nvcc} {cuda_flags} -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"' --threads"
-                f" {max(1, jobs // len(CUDA_SOURCES))} {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''}"
-                " -MMD -MF $out.d -c $in -o $out\n",
-                # libtorch.so pulls in libtorch_cuda.so, where the CUDA shim lives; nothing here names a symbol of its own.
-                "rule link_cuda\n  description = link $out\n"
-                f"  command = {nvcc} {link} --no-device-link -cudart static -Xlinker --exclude-libs,ALL,--no-as-needed $in -o $out"
-                " -ltorch -ltorch_cpu\n",
-            ]
         libraries = {"_C.so": ("cxx", "link", CPU_SOURCES)}
         if nvcc:
             libraries["_C_cuda.so"] = ("nvcc", "link_cuda", CUDA_SOURCES)
+            rules += [
+                "rule nvcc\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
+                f"  command = {nvcc} {common} -DUSE_CUDA -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"'"
+                f" -Xcompiler={','.join(hidden.split())} --threads {max(1, jobs // len(CUDA_SOURCES))}"
+                f" {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''} -MMD -MF $out.d -c $in -o $out\n",
+                # libtorch.so pulls in libtorch_cuda.so, where the CUDA shim lives; no symbol of its own is named here.
+                "rule link_cuda\n  description = link $out\n"
+                f"  command = {nvcc} {link} --no-device-link -cudart static -Xlinker --exclude-libs,ALL,--no-as-needed"
+                " $in -o $out -ltorch -ltorch_cpu\n",
+            ]
         else:
             (package / "_C_cuda.so").unlink(missing_ok=True)  # of an earlier build in the same folder
         edges = []

@@ -6,5 +6,5 @@ Imported before torch, so the place to pin its threads: unpinned, two of them ma
 import os
 import sys
 
-if "cuda" not in sys.argv:
+if "cuda" not in sys.argv and "torch" not in sys.modules:
     os.environ.setdefault("OMP_PROC_BIND", "true")

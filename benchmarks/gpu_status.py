@@ -1,4 +1,4 @@
-"""Writes docs/gpu-status.md: for every kernel file, its content hash and what ran on which GPU with exactly that content.
+"""Writes docs/gpu-status.md: for every kernel file its content hash, and what ran on which GPU with that very content.
 
 A claim comes from a benchmarks/results/*/verified.json that benchmarks/gpu.sh wrote; a kernel whose content has changed
 since is shown as not verified. `python -m benchmarks.gpu_status` writes the page, `--check` only compares it.
@@ -99,7 +99,7 @@ def main() -> int:
         page.parent.mkdir(exist_ok=True)
         page.write_text(text)
     elif not page.exists() or page.read_text() != text:
-        print(f"{PAGE} claims what the kernels and records do not: run python -m benchmarks.gpu_status", file=sys.stderr)
+        print(f"{PAGE} is not what kernels and records say: run python -m benchmarks.gpu_status", file=sys.stderr)
         return 1
     return 0
 

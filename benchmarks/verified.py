@@ -1,8 +1,8 @@
 """Writes verified.json, the record of one run of benchmarks/gpu.sh: what ran, on what, and which kernels it verified.
 
-A kernel is verified by the tests of its own column and of every kernel file that includes it, if at least one ran on the
-GPU and none failed. Called by benchmarks/gpu.sh after every stage, so that a run cut short leaves what it had; read by
-benchmarks/gpu_status.py.
+A kernel is verified by the tests of its own column and of every kernel file that includes it, if at least one ran on
+the GPU and none failed. Called by benchmarks/gpu.sh after every stage, so that a run cut short leaves what it had;
+read by benchmarks/gpu_status.py.
 """
 
 import argparse

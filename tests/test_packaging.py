@@ -1,7 +1,7 @@
 """What the two built libraries promise to strangers: torch's stable ABI from 2.10 on, no Python, no CUDA runtime beside
 them, any x86-64 processor, the GPU architectures they were built for, and no trace of the folder they were built in.
 
-Also that the sdist holds all that git tracks, and that setup.py stays small. Needs binutils; without nvcc, no CUDA tests.
+Also that the sdist holds all that git tracks, and that setup.py stays small. Needs binutils.
 """
 
 import importlib

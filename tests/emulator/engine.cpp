@@ -1,0 +1,559 @@
+// Fibers, the shuffled scheduler, barriers and warp operations; see engine.h.
+// A fiber runs until it waits for others. Not instrumented: what this file does is not an access by a kernel.
+#include "engine.h"
+
+#include <link.h>
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+#include "core/half.h"
+#include "memory.h"
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = 64 * 1024;
+constexpr size_t kSharedBytes = 512 * 1024;
+constexpr size_t kRedZone = 128;
+constexpr unsigned kMostThreads = 1024;
+
+enum class State { ready, at_block_barrier, at_warp_operation, returned };
+
+struct AsyncCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  bool valid;
+  int group;  // of this thread; kUncommitted before the commit
+};
+constexpr int kUncommitted = 1 << 30;
+
+struct Thread {
+  State state = State::ready;
+  const char* waits_for = "";  // name of the operation
+  unsigned mask = 0;
+  uint64_t input[5] = {}, output[4] = {};  // of a warp operation
+  bool vote = false;
+  int votes = 0;
+  uint32_t seen[32] = {};
+  bool has_fenced = false, wrote_since_fence = false;
+  std::vector<AsyncCopy> copies;
+  int groups = 0;
+  jmp_buf context;
+  bool has_stack_frame = false;  // the fiber has started and waits in its loop or in the kernel
+};
+
+struct Engine {
+  std::mt19937_64 random;
+  Memory memory;
+  bool in_session = false;
+
+  // the launch
+  const char* name = "";
+  Index3 grid, block;
+  void (*thread_body)(const void*) = nullptr;
+  const void* call = nullptr;
+  size_t dynamic_bytes = 0;
+
+  // the block
+  Index3 block_position;
+  unsigned block_rank = 0, epoch = 0, running_threads = 0;
+  std::vector<std::pair<const void*, void*>> shared_sites;
+  size_t shared_used = 0;
+
+  std::array<Thread, kMostThreads> threads;
+  std::vector<unsigned> ready;
+  Thread* current = nullptr;
+  unsigned current_rank = 0;
+  jmp_buf scheduler;
+  std::string error;
+  char* stacks = nullptr;
+  char* shared = nullptr;
+};
+
+Engine& engine() {
+  static Engine* const e = [] {
+    auto* made = new Engine;
+    made->stacks = static_cast<char*>(mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
+                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    made->shared = static_cast<char*>(
+        mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    for (unsigned i = 0; i < kMostThreads; ++i) mprotect(made->stacks + i * kStackBytes, 4096, PROT_NONE);
+    return made;
+  }();
+  return *e;
+}
+
+Index3 unflatten(unsigned rank, Index3 size) {
+  return {rank % size.x, rank / size.x % size.y, rank / (size.x * size.y)};
+}
+
+Observer observer() {
+  Engine& e = engine();
+  return {e.block_rank, e.current_rank, e.epoch, e.current->seen};
+}
+
+[[noreturn]] void back_to_scheduler() { _longjmp(engine().scheduler, 1); }
+
+// Records what is wrong, with who did it, and gives up the launch: the fibers are simply never resumed.
+[[noreturn]] void fail(const std::string& what) {
+  Engine& e = engine();
+  std::ostringstream text;
+  text << "kernel " << e.name << ", block (" << e.block_position.x << ", " << e.block_position.y << ", "
+       << e.block_position.z << "), thread " << e.current_rank << ": " << what;
+  e.error = text.str();
+  back_to_scheduler();
+}
+
+void fail_if(const std::string& what) {
+  if (!what.empty()) fail(what);
+}
+
+// The fiber waits until somebody makes it ready.
+void wait(State state, const char* operation) {
+  Thread& me = *engine().current;
+  me.state = state;
+  me.waits_for = operation;
+  if (_setjmp(me.context) == 0) back_to_scheduler();
+}
+
+void make_ready(unsigned rank) {
+  Engine& e = engine();
+  e.threads[rank].state = State::ready;
+  e.ready.push_back(rank);
+}
+
+// Where a fiber lives: runs the kernel for one thread after another, block after block.
+void fiber_main() {
+  for (;;) {
+    Engine& e = engine();
+    e.thread_body(e.call);
+    engine().current->state = State::returned;
+    if (_setjmp(engine().current->context) == 0) back_to_scheduler();
+  }
+}
+
+void resume(unsigned rank) {
+  Engine& e = engine();
+  Thread& thread = e.threads[rank];
+  e.current = &thread;
+  e.current_rank = rank;
+  if (_setjmp(e.scheduler) == 0) {
+    if (thread.has_stack_frame) _longjmp(thread.context, 1);
+    thread.has_stack_frame = true;
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = e.stacks + rank * kStackBytes + 4096;
+    start.uc_stack.ss_size = kStackBytes - 4096;
+    makecontext(&start, fiber_main, 0);
+    setcontext(&start);
+  }
+  e.current = nullptr;
+}
+
+// If every thread that still runs is at the block barrier, all go on.
+void try_block_barrier() {
+  Engine& e = engine();
+  const unsigned count = e.block.x * e.block.y * e.block.z;
+  unsigned waiting = 0;
+  int votes = 0;
+  const char* operation = nullptr;
+  for (unsigned i = 0; i < count; ++i) {
+    const Thread& thread = e.threads[i];
+    if (thread.state != State::at_block_barrier) continue;
+    if (operation && std::strcmp(operation, thread.waits_for) != 0) return;  // reported as a divergence
+    operation = thread.waits_for;
+    ++waiting;
+    votes += thread.vote;
+  }
+  if (waiting == 0 || waiting != e.running_threads) return;
+  ++e.epoch;
+  for (unsigned i = 0; i < count; ++i)
+    if (e.threads[i].state == State::at_block_barrier) {
+      e.threads[i].votes = votes;
+      make_ready(i);
+    }
+}
+
+std::string describe_waiting() {
+  Engine& e = engine();
+  const unsigned count = e.block.x * e.block.y * e.block.z;
+  std::ostringstream text;
+  text << "kernel " << e.name << ", block (" << e.block_position.x << ", " << e.block_position.y << ", "
+       << e.block_position.z << "): divergence: nobody can go on.";
+  for (unsigned i = 0, shown = 0; i < count && shown < 40; ++i) {
+    const Thread& thread = e.threads[i];
+    const unsigned first = i;
+    const auto alike = [&](const Thread& other) {
+      return other.state == thread.state && other.mask == thread.mask && !std::strcmp(other.waits_for, thread.waits_for);
+    };
+    while (i + 1 < count && alike(e.threads[i + 1])) ++i;
+    text << " Thread" << (i > first ? "s " : " ") << first;
+    if (i > first) text << " to " << i;
+    if (thread.state == State::returned)
+      text << (i > first ? " have returned." : " has returned.");
+    else
+      text << " at " << thread.waits_for;
+    if (thread.state == State::at_warp_operation) text << std::hex << " (mask 0x" << thread.mask << std::dec << ")";
+    if (thread.state != State::returned) text << '.';
+    ++shown;
+  }
+  return text.str();
+}
+
+void run_block(unsigned rank) {
+  Engine& e = engine();
+  e.block_rank = rank;
+  e.block_position = unflatten(rank, e.grid);
+  e.epoch = 0;
+  e.shared_sites.clear();
+  e.shared_used = 0;
+  memset(e.shared, 0xff, kSharedBytes);
+  if (e.dynamic_bytes > 0) {
+    e.memory.add_region({"dynamic shared memory", e.shared, e.dynamic_bytes, Content::uninitialised, true, {}});
+    e.shared_used = (e.dynamic_bytes + kRedZone + 127) / 128 * 128;
+  }
+  const unsigned count = e.block.x * e.block.y * e.block.z;
+  e.running_threads = count;
+  e.ready.clear();
+  for (unsigned i = 0; i < count; ++i) {
+    Thread& thread = e.threads[i];
+    memset(thread.seen, 0, sizeof thread.seen);
+    thread.has_fenced = thread.wrote_since_fence = false;
+    thread.copies.clear();
+    thread.groups = 0;
+    thread.mask = 0;
+    thread.waits_for = "";
+    make_ready(i);
+  }
+  while (e.error.empty() && !e.ready.empty()) {
+    std::swap(e.ready[e.random() % e.ready.size()], e.ready.back());
+    const unsigned next = e.ready.back();
+    e.ready.pop_back();
+    resume(next);
+    if (e.threads[next].state == State::returned) {
+      --e.running_threads;
+      try_block_barrier();
+    }
+  }
+  if (e.error.empty() && e.running_threads > 0) e.error = describe_waiting();
+  e.memory.drop_shared_regions();
+  e.memory.forget_acquisitions();
+}
+
+using Complete = void (*)(unsigned warp_start, unsigned mask);
+
+// Waits until every lane of `mask` is at the same operation; the last to come computes all outputs.
+void warp_operation(const char* name, unsigned mask, Complete complete) {
+  Engine& e = engine();
+  Thread& me = *e.current;
+  const unsigned start = e.current_rank / 32 * 32, count = e.block.x * e.block.y * e.block.z;
+  if (!(mask >> (e.current_rank % 32) & 1)) fail(std::string("divergence: calls ") + name + " with a mask without itself");
+  const unsigned lanes = std::min(32u, count - start);
+  if (lanes < 32) mask &= (1u << lanes) - 1;  // lanes that the block does not have
+  me.mask = mask;
+  for (unsigned lane = 0; lane < lanes; ++lane) {
+    if (!(mask >> lane & 1) || start + lane == e.current_rank) continue;
+    const Thread& other = e.threads[start + lane];
+    if (other.state == State::at_warp_operation && other.mask == mask && !std::strcmp(other.waits_for, name)) continue;
+    wait(State::at_warp_operation, name);
+    return;
+  }
+  complete(start, mask);
+  for (unsigned lane = 0; lane < lanes; ++lane)
+    if (mask >> lane & 1 && start + lane != e.current_rank) make_ready(start + lane);
+}
+
+template <typename Function>
+void for_each_lane(unsigned start, unsigned mask, Function&& function) {
+  for (unsigned lane = 0; lane < 32; ++lane)
+    if (mask >> lane & 1) function(lane, engine().threads[start + lane]);
+}
+
+// Read-only data of loaded programs and libraries (constants in kernels) is nobody's buffer and nobody's fault.
+bool is_constant_data(const void* address) {
+  struct Query {
+    uintptr_t address;
+    bool found;
+  } query{reinterpret_cast<uintptr_t>(address), false};
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* data) {
+        auto* q = static_cast<Query*>(data);
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          const auto& segment = info->dlpi_phdr[i];
+          const uintptr_t begin = info->dlpi_addr + segment.p_vaddr;
+          if (segment.p_type == PT_LOAD && !(segment.p_flags & PF_W) && q->address >= begin &&
+              q->address < begin + segment.p_memsz)
+            q->found = true;
+        }
+        return static_cast<int>(q->found);
+      },
+      &query);
+  return query.found;
+}
+
+}  // namespace
+
+// ---- from tests ----
+
+void begin_session(uint64_t seed) {
+  Engine& e = engine();
+  if (e.in_session) throw std::logic_error("the emulator already runs a session");
+  e.in_session = true;
+  e.random.seed(seed);
+}
+
+void add_buffer(const std::string& name, void* address, size_t bytes, Content content) {
+  if (bytes > 0) engine().memory.add_region({name, static_cast<char*>(address), bytes, content, false, {}});
+}
+
+void end_session() {
+  engine().memory.drop_all_regions();
+  engine().in_session = false;
+}
+
+// ---- from launch() ----
+
+void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared_bytes, void (*thread_body)(const void*),
+              const void* call, size_t call_bytes) {
+  Engine& e = engine();
+  const uint64_t threads = static_cast<uint64_t>(block.x) * block.y * block.z;
+  const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+  if (threads == 0 || threads > kMostThreads || blocks == 0 || grid.y > 65535 || grid.z > 65535 || blocks >= 1u << 22 ||
+      dynamic_shared_bytes > 227 * 1024)
+    throw std::runtime_error(std::string("kernel ") + name + ": invalid launch: " + std::to_string(blocks) + " blocks of " +
+                             std::to_string(threads) + " threads, " + std::to_string(dynamic_shared_bytes) +
+                             " bytes of dynamic shared memory");
+  e.name = name;
+  e.grid = grid;
+  e.block = block;
+  e.dynamic_bytes = dynamic_shared_bytes;
+  e.thread_body = thread_body;
+  e.call = call;
+  e.error.clear();
+  char* const call_begin = static_cast<char*>(const_cast<void*>(call));
+  e.memory.add_region({"the kernel's parameters", call_begin, call_bytes, Content::read_only, false, {}});
+  std::vector<unsigned> order(blocks);
+  for (unsigned i = 0; i < blocks; ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), e.random);
+  for (unsigned rank : order) {
+    run_block(rank);
+    if (!e.error.empty()) break;
+  }
+  e.memory.forget_stamps();
+  if (e.error.empty()) return;
+  for (Thread& thread : e.threads) thread.has_stack_frame = false;  // abandoned in the middle of the kernel
+  throw std::runtime_error(e.error);
+}
+
+// ---- from kernels ----
+
+Index3 thread_index() { return unflatten(engine().current_rank, engine().block); }
+Index3 block_index() { return engine().block_position; }
+Index3 block_size() { return engine().block; }
+Index3 grid_size() { return engine().grid; }
+unsigned thread_rank() { return engine().current_rank; }
+
+void* shared_array(const void* site, const char* name, size_t bytes) {
+  Engine& e = engine();
+  for (const auto& [known, address] : e.shared_sites)
+    if (known == site) return address;
+  const size_t begin = e.shared_used + kRedZone, end = (begin + bytes + kRedZone + 127) / 128 * 128;
+  if (begin + bytes + kRedZone > kSharedBytes) fail("static shared memory is used up");
+  char* const address = e.shared + begin;
+  e.memory.add_region({std::string("shared array ") + name, address, bytes, Content::uninitialised, true, {}});
+  e.shared_sites.emplace_back(site, address);
+  e.shared_used = end;
+  return address;
+}
+
+void* dynamic_shared() { return engine().shared; }
+
+int block_barrier(const char* name, bool vote) {
+  Thread& me = *engine().current;
+  me.vote = vote;
+  me.state = State::at_block_barrier;
+  me.waits_for = name;
+  try_block_barrier();  // may make everybody ready, this thread too
+  if (_setjmp(me.context) == 0) back_to_scheduler();
+  return me.votes;
+}
+
+void warp_barrier(unsigned mask) {
+  Engine& e = engine();
+  e.current->seen[e.current_rank % 32] += 1;
+  warp_operation("sync_warp", mask, [](unsigned start, unsigned lanes) {
+    uint32_t joined[32] = {};
+    for_each_lane(start, lanes, [&](unsigned, Thread& thread) {
+      for (int i = 0; i < 32; ++i) joined[i] = std::max(joined[i], thread.seen[i]);
+    });
+    for_each_lane(start, lanes, [&](unsigned, Thread& thread) { memcpy(thread.seen, joined, sizeof joined); });
+  });
+}
+
+uint64_t shuffle(const char* name, uint64_t value, int source_lane, unsigned mask) {
+  Thread& me = *engine().current;
+  const unsigned count = engine().block.x * engine().block.y * engine().block.z;
+  const unsigned source = engine().current_rank / 32 * 32 + static_cast<unsigned>(source_lane);
+  if (!(mask >> source_lane & 1) || source >= count)
+    fail(std::string("undefined: ") + name + " from lane " + std::to_string(source_lane) + ", which does not take part");
+  me.input[0] = value;
+  me.input[1] = static_cast<uint64_t>(source_lane);
+  warp_operation(name, mask, [](unsigned start, unsigned lanes) {
+    for_each_lane(start, lanes, [&](unsigned, Thread& thread) {
+      thread.output[0] = engine().threads[start + thread.input[1]].input[0];
+    });
+  });
+  return me.output[0];
+}
+
+unsigned ballot(const char* name, bool vote, unsigned mask) {
+  Thread& me = *engine().current;
+  me.input[0] = vote;
+  warp_operation(name, mask, [](unsigned start, unsigned lanes) {
+    unsigned votes = 0;
+    for_each_lane(start, lanes, [&](unsigned lane, Thread& thread) { votes |= static_cast<unsigned>(thread.input[0]) << lane; });
+    for_each_lane(start, lanes, [&](unsigned, Thread& thread) { thread.output[0] = votes; });
+  });
+  return static_cast<unsigned>(me.output[0]);
+}
+
+void fence() {
+  engine().current->has_fenced = true;
+  engine().current->wrote_since_fence = false;
+}
+
+void copy_bytes(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+
+void check_access(const void* address, size_t bytes, Access kind, bool aligned) {
+  Engine& e = engine();
+  if (!e.current) return;
+  const char* a = static_cast<const char*>(address);
+  if (aligned && reinterpret_cast<uintptr_t>(a) % bytes != 0)
+    fail("misaligned: an access of " + std::to_string(bytes) + " bytes at an address that is no multiple of it");
+  if (a >= e.stacks && a < e.stacks + kStackBytes * kMostThreads) return;  // a thread's own variables
+  const std::string error = e.memory.access(address, bytes, kind, observer());
+  if (!error.empty()) {
+    if (kind == Access::read && is_constant_data(address)) return;
+    fail(error);
+  }
+  const bool is_shared = a >= e.shared && a < e.shared + kSharedBytes;
+  if (kind == Access::write && !is_shared) e.current->wrote_since_fence = true;
+  if (kind == Access::atomic && !is_shared)
+    e.memory.synchronise(address, e.current->has_fenced && !e.current->wrote_since_fence, observer());
+}
+
+void check_streaming(const void* address, size_t bytes) { fail_if(engine().memory.check_streaming(address, bytes)); }
+
+void copy_async(void* shared, const void* global, size_t bytes, bool valid) {
+  Thread& me = *engine().current;
+  if (reinterpret_cast<uintptr_t>(shared) % bytes || (valid && reinterpret_cast<uintptr_t>(global) % bytes))
+    fail("misaligned: copy_async of " + std::to_string(bytes) + " bytes");
+  if (valid) check_access(global, bytes, Access::read, true);
+  fail_if(engine().memory.begin_async_write(shared, bytes, observer()));
+  me.copies.push_back({shared, global, bytes, valid, kUncommitted});
+}
+
+void copy_async_commit() {
+  Thread& me = *engine().current;
+  for (AsyncCopy& copy : me.copies)
+    if (copy.group == kUncommitted) copy.group = me.groups;
+  ++me.groups;
+}
+
+void copy_async_wait(int pending) {
+  Thread& me = *engine().current;
+  std::vector<AsyncCopy> left;
+  for (const AsyncCopy& copy : me.copies) {
+    if (copy.group >= me.groups - pending) {
+      left.push_back(copy);
+      continue;
+    }
+    if (copy.valid)
+      memcpy(copy.to, copy.from, copy.bytes);
+    else
+      memset(copy.to, 0, copy.bytes);
+    engine().memory.finish_async_write(copy.to, copy.bytes, observer());
+  }
+  me.copies = std::move(left);
+}
+
+void load_matrices(uint32_t* fragment, const void* row, int count, bool transposed) {
+  Thread& me = *engine().current;
+  const unsigned lane = engine().current_rank % 32;
+  if (static_cast<int>(lane) < 8 * count && reinterpret_cast<uintptr_t>(row) % 16 != 0)
+    fail("misaligned: load_matrices needs row addresses that are multiples of 16");
+  me.input[0] = reinterpret_cast<uint64_t>(row);
+  warp_operation(count == 4 ? "load_matrices<4>" : count == 2 ? "load_matrices<2>" : "load_matrices<1>", 0xffffffffu,
+                 [](unsigned start, unsigned) {
+                   for (unsigned l = 0; l < 32; ++l)  // every lane learns every row's address
+                     engine().threads[start + l].output[0] = start;
+                 });
+  const unsigned start = static_cast<unsigned>(me.output[0]);
+  for (int m = 0; m < count; ++m) {
+    uint16_t pair[2];
+    for (unsigned k = 0; k < 2; ++k) {
+      const unsigned i = lane / 4, j = 2 * (lane % 4) + k;
+      const unsigned r = transposed ? j : i, c = transposed ? i : j;
+      const char* address = reinterpret_cast<const char*>(engine().threads[start + 8 * m + r].input[0]) + 2 * c;
+      check_access(address, 2, Access::read, true);
+      memcpy(&pair[k], address, 2);
+    }
+    memcpy(&fragment[m], pair, 4);
+  }
+  // Nobody's addresses may change before everybody has read through them.
+  warp_operation("load_matrices (end)", 0xffffffffu, [](unsigned, unsigned) {});
+}
+
+void multiply(float* d, const uint32_t* a, const uint32_t* b, bool is_bfloat16) {
+  Thread& me = *engine().current;
+  memcpy(me.input, a, 16);
+  memcpy(me.input + 2, b, 8);
+  me.input[4] = is_bfloat16;
+  warp_operation(is_bfloat16 ? "multiply_m16n8k16<bfloat16>" : "multiply_m16n8k16<float16>", 0xffffffffu,
+                 [](unsigned start, unsigned) {
+                   const bool bf16 = engine().threads[start].input[4] != 0;
+                   const auto value = [bf16](uint32_t pair, int k) {
+                     const uint16_t bits = static_cast<uint16_t>(pair >> (16 * k));
+                     return bf16 ? pass_ext::to_float(pass_ext::bfloat16{bits}) : pass_ext::to_float(pass_ext::float16{bits});
+                   };
+                   float A[16][16], B[16][8];
+                   for (unsigned l = 0; l < 32; ++l) {
+                     uint32_t ra[4], rb[2];
+                     memcpy(ra, engine().threads[start + l].input, 16);
+                     memcpy(rb, engine().threads[start + l].input + 2, 8);
+                     const unsigned g = l / 4, t = l % 4;
+                     for (int k = 0; k < 2; ++k) {
+                       A[g][2 * t + k] = value(ra[0], k);
+                       A[g + 8][2 * t + k] = value(ra[1], k);
+                       A[g][2 * t + 8 + k] = value(ra[2], k);
+                       A[g + 8][2 * t + 8 + k] = value(ra[3], k);
+                       B[2 * t + k][g] = value(rb[0], k);
+                       B[2 * t + 8 + k][g] = value(rb[1], k);
+                     }
+                   }
+                   for (unsigned l = 0; l < 32; ++l) {
+                     double sum[4] = {};  // products and their sum in fp64; the accumulator joins in fp64 too
+                     for (int i = 0; i < 4; ++i)
+                       for (int k = 0; k < 16; ++k)
+                         sum[i] += static_cast<double>(A[l / 4 + (i / 2) * 8][k]) * B[k][2 * (l % 4) + i % 2];
+                     memcpy(engine().threads[start + l].output, sum, sizeof sum);
+                   }
+                 });
+  double sum[4];
+  memcpy(sum, me.output, sizeof sum);
+  for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(static_cast<double>(d[i]) + sum[i]);
+}
+
+}  // namespace emulator

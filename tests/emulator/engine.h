@@ -1,0 +1,59 @@
+// The machine behind cuda/primitives.cuh on the host: one fiber per CUDA thread, real barriers and warp operations, the
+// order shuffled by a seed. Blocks run one after another in a shuffled order. See README.md for what is checked.
+// Called by cuda/primitives.cuh (from kernels) and by module.cpp (from tests).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace emulator {
+
+struct Index3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// What a buffer that a launch may touch holds before it.
+enum class Content { read_only, uninitialised, initialised };
+
+// ---- from tests ----
+void begin_session(uint64_t seed);
+void add_buffer(const std::string& name, void* address, size_t bytes, Content content);
+void end_session();
+
+// ---- from launch() ----
+// Runs thread_body(call) once per thread; `call` (the kernel and its parameters) is memory that threads may read.
+void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared_bytes, void (*thread_body)(const void*),
+              const void* call, size_t call_bytes);
+
+// ---- from kernels: about the running thread ----
+Index3 thread_index();
+Index3 block_index();
+Index3 block_size();
+Index3 grid_size();
+unsigned thread_rank();
+
+void* shared_array(const void* site, const char* name, size_t bytes);
+void* dynamic_shared();
+
+int block_barrier(const char* name, bool vote);  // how many threads voted true
+void warp_barrier(unsigned mask);
+uint64_t shuffle(const char* name, uint64_t value, int source_lane, unsigned mask);
+unsigned ballot(const char* name, bool vote, unsigned mask);
+void fence();
+
+enum class Access { read, write, atomic };
+// Checks an access that the compiler does not report itself, or one that must be aligned to its size.
+void check_access(const void* address, size_t bytes, Access access, bool aligned);
+// Copies without a check; the caller has made its own.
+void copy_bytes(void* to, const void* from, size_t bytes);
+void check_streaming(const void* address, size_t bytes);  // global, and not written in this launch
+
+void copy_async(void* shared, const void* global, size_t bytes, bool valid);
+void copy_async_commit();
+void copy_async_wait(int pending);
+
+void load_matrices(uint32_t* fragment, const void* row, int count, bool transposed);
+void multiply(float* d, const uint32_t* a, const uint32_t* b, bool is_bfloat16);
+
+}  // namespace emulator

@@ -1,0 +1,31 @@
+// What tests can run on the emulator, by op. A pointer arrives as a number, a dtype by its torch name.
+// Defined by the <column>.cpp beside this file, which are compiled with the checks on; bound to Python by module.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace emulator {
+
+using Address = uintptr_t;
+
+template <typename T>
+T* as(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// primitives.cpp, planted_faults.cpp
+void run_primitive(const std::string& name, Address in, Address out, Address out2, Address out3, int a, int b, int c);
+void run_planted_fault(const std::string& name, Address in, Address out, bool broken);
+
+// lookahead.cpp
+void lookahead_embed(const std::string& dtype, const std::string& slot_dtype, bool wide_ids, Address ids, Address table,
+                     Address lookahead, Address out, int64_t rows, int64_t dim, int64_t vocabulary, int64_t slots,
+                     int64_t table_stride);
+void lookahead_embed_backward(const std::string& dtype, const std::string& out_dtype, bool wide_ids, Address grad,
+                              Address ids, Address out, Address partial, int64_t rows, int64_t dim, int64_t out_rows,
+                              bool slots);
+int64_t lookahead_embed_backward_splits(int64_t rows);
+
+}  // namespace emulator

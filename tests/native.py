@@ -1,0 +1,43 @@
+"""Builds a pybind11 module of the tests with ninja, under build/tests/, and imports it. Called by emulator and test_core."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pybind11
+
+ROOT = Path(__file__).parent.parent
+
+
+def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
+    """Compiles each source with ``flags`` and its own extra flags, links them, and imports the result; quick if unchanged."""
+    folder = ROOT / "build" / "tests" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    include = f"-isystem {sysconfig.get_path('include')} -isystem {pybind11.get_include()}"
+    compiler = os.environ.get("CXX", "g++")
+    library = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    lines = [
+        "rule compile\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
+        f"  command = {compiler} -std=c++17 -fPIC -fvisibility=hidden {include} {flags} $extra -MMD -MF $out.d -c $in -o $out",
+        f"rule link\n  description = link $out\n  command = {compiler} -shared $in -o $out",
+    ]
+    objects = []
+    for source, extra in sources.items():
+        objects.append(f"{source.name}.o")
+        lines.append(f"build {objects[-1]}: compile {source}\n  extra = {extra}")
+    lines.append(f"build {library}: link {' '.join(objects)}\n")
+    (folder / "build.ninja").write_text("\n".join(lines))
+    ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    result = subprocess.run([ninja or "ninja", "-C", str(folder)], capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"building {name} failed:\n{result.stdout}\n{result.stderr}")
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

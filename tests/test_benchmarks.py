@@ -1,0 +1,111 @@
+"""The benchmarks run, write what they say they write, and refuse to time what is wrong. Speed itself is not tested."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import harness
+
+    return harness
+
+
+def run_module(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
+    done = run_module("benchmarks.bench_lookahead", "--quick", "--device", "cpu", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "bench_lookahead.json").read_text()
+    result = json.loads(text)
+    assert result["quick"] and result["device"] == "cpu"
+    assert result["copy_gb_per_s"] > 0
+    for group, entries in {
+        "machine": ("cpu", "gpu", "kernels"),
+        "versions": ("pass_ext", "torch", "python", "cuda"),
+        "settings": ("seed", "fewest_rounds", "sweep_bytes", "dtype", "clock_overhead_us"),
+    }.items():
+        assert set(entries) <= set(result[group]), group
+    contenders = {(row["labels"]["pass"], row["contender"]) for row in result["rows"]}
+    assert len(contenders) == 10
+    for row in result["rows"]:
+        for measured in ("median_us", "p10_us", "p90_us", "gb_per_s", "of_copy", "times_ours"):
+            assert math.isfinite(row[measured]) and row[measured] > 0, row
+        assert row["p10_us"] <= row["median_us"] <= row["p90_us"]
+        assert row["samples"] >= result["settings"]["fewest_rounds"]
+    assert {(row["cache"], row["how"]) for row in result["rows"]} == {("warm", "call"), ("cold", "call")}
+    assert all(aim["met"] in (True, False) and aim["measured"] for aim in result["aims"])
+    assert str(ROOT) not in text and platform.node() not in text, "a result names no host and no path"
+    assert "pass_ext" in done.stdout and "gain" in done.stdout
+
+
+def test_what_differs_is_not_timed(harness):
+    same = harness.Contender("same", lambda x: x + 1)
+    other = harness.Contender("other", lambda x: x + 1.0001)
+    inputs = [(torch.ones(3),)]
+    harness.check_agreement(harness.Case({}, [same, same], inputs))
+    with pytest.raises(AssertionError, match="nothing was timed"):
+        harness.check_agreement(harness.Case({}, [same, other], inputs))
+    reference = harness.Contender("another job", lambda x: x * 0, same_job=False)
+    harness.check_agreement(harness.Case({}, [same, reference], inputs))
+
+
+def test_rounds_are_interleaved_and_shuffled_alike(harness):
+    settings = harness.settings_for("cpu", True, 0)
+
+    def record():
+        order = []
+
+        def sampler(name):
+            def sample():
+                order.append(name)
+                return 1.0 + 0.01 * len(order) % 0.05
+
+            return sample
+
+        taken = harness.interleave({name: sampler(name) for name in "abc"}, settings, budget_seconds=0.0)
+        return order[6:], taken  # the first two rounds warm up
+
+    order, taken = record()
+    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 1
+    assert {len(samples) for samples in taken.values()} == {len(rounds)} == {settings.fewest_rounds}
+    assert record()[0] == order
+
+
+def test_half_split_measures_noise(harness):
+    assert harness.half_split([2.0] * 10) == 0
+    assert harness.half_split([1.0, 3.0] * 10) == 1
+
+
+def test_the_page_shows_the_committed_results():
+    assert run_module("benchmarks.report", "--check").returncode == 0, "run: python -m benchmarks.report"
+
+
+def test_the_page_changes_with_the_results(tmp_path):
+    assert run_module("benchmarks.report", "--root", tmp_path).returncode == 0
+    assert run_module("benchmarks.report", "--root", tmp_path, "--check").returncode == 0
+    page = tmp_path / "docs/benchmarks.md"
+    page.write_text(page.read_text() + "| forward | 1 | 576 | warm | 0.1 |\n")
+    assert run_module("benchmarks.report", "--root", tmp_path, "--check").returncode == 1
