@@ -20,7 +20,7 @@ unset OUT # the benchmarks get --out
 log=$out/gpu.log tests=$out/tests.xml
 stages=$(mktemp)
 trap 'rm -f "$stages"' EXIT
-rm -f "$tests" "$log" "$out/verified.json" # never let an earlier run speak for this one
+rm -f "$tests" "$log" "$out"/{memcheck,racecheck}.xml "$out/verified.json" # never let an earlier run speak for this one
 
 say() { printf '%s  %s\n' "$(date -u +%H:%M:%S)" "$*" | tee -a "$log"; }
 
@@ -58,7 +58,7 @@ sanitize() {
   # API errors are not kernels': probing for what a driver lacks raises some that mean nothing.
   stage "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" "$@" --error-exitcode 86 \
     --report-api-errors no --kernel-name kns=pass_ext --target-processes all \
-    "$python" -m pytest tests -m sanitizer --device cuda -q -p no:cacheprovider
+    "$python" -m pytest tests -m sanitizer --device cuda -q -p no:cacheprovider --junitxml "$out/$tool.xml"
 }
 
 describe() {

@@ -73,8 +73,8 @@ def describe_state(name: str, current: str, records: list[dict[str, Any]]) -> st
 
 
 def _describe_run(record: dict[str, Any], entry: dict[str, Any]) -> str:
-    stages = [stage for stage, outcome in record["stages"].items() if outcome == "passed" and stage != "tests"]
-    ran = ", ".join([f"{entry['tests_passed']} tests", *stages])
+    sanitized = [f"{count} under {tool}" for tool, count in entry["sanitized"].items()]
+    ran = ", ".join([f"{entry['tests_passed']} tests", *sanitized])
     return f"{record['date'][:10]}, {record['machine']['gpu']['name']}, commit {record['commit']}: {ran}"
 
 

@@ -67,7 +67,7 @@ def settings_for(device: str, quick: bool, last_level_cache: int) -> Settings:
         return Settings(device, quick, 0.1, fewest_rounds=5, most_rounds=200, sweep_bytes=64 * 2**20)
     sweep = max(512 * 2**20 if device == "cuda" else 64 * 2**20, last_level_cache * 3 // 2)
     budget = 0.8 if device == "cuda" else 2.0
-    return Settings(device, quick, budget, fewest_rounds=51, most_rounds=5000, sweep_bytes=sweep)
+    return Settings(device, quick, budget, fewest_rounds=21, most_rounds=5000, sweep_bytes=sweep)
 
 
 def measure_case(case: Case, settings: Settings, copy_bandwidth: float) -> list[Row]:

@@ -17,6 +17,7 @@ from benchmarks import machine
 from benchmarks.gpu_status import ROOT, content_hash, is_verified, kernel_files, with_headers
 
 Counts = dict[str, dict[str, int]]
+SANITIZERS = ("memcheck", "racecheck")
 
 
 def count_tests(report: Path) -> Counts:
@@ -41,8 +42,11 @@ def runs_on_gpu(test: str) -> bool:
     return bool(parameters) and "cuda" in parameters[1].split("-")
 
 
-def judge_kernels(counts: Counts, root: Path) -> dict[str, dict[str, Any]]:
-    """For each kernel file its hash, and the tests that ran it: those of modules test_<column> and test_<column>_*."""
+def judge_kernels(counts: Counts, root: Path, sanitized: dict[str, Counts] | None = None) -> dict[str, dict[str, Any]]:
+    """For each kernel file its hash, and the tests that ran it: those of modules test_<column> and test_<column>_*.
+
+    `sanitized`: the same counts for each sanitizer that found nothing.
+    """
     files = kernel_files(root)
     kernels = {}
     for file in files:
@@ -53,6 +57,11 @@ def judge_kernels(counts: Counts, root: Path) -> dict[str, dict[str, Any]]:
             "tests_passed": sum(counts[module]["passed"] for module in modules),
             "tests_failed": sum(counts[module]["failed"] for module in modules),
             "test_modules": modules,
+            "sanitized": {
+                tool: passed
+                for tool, found in (sanitized or {}).items()
+                if (passed := sum(found[module]["passed"] for module in modules if module in found))
+            },
         }
     return kernels
 
@@ -76,19 +85,26 @@ def show(record: dict[str, Any]) -> None:
 def main() -> int:
     """Entry point of `python -m benchmarks.verified`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", type=Path, required=True, help="pytest's junit file of the run with --device cuda")
+    parser.add_argument(
+        "--tests",
+        type=Path,
+        required=True,
+        help="pytest's junit file of the run with --device cuda; beside it those of the sanitizers",
+    )
     parser.add_argument("--stages", type=Path, required=True, help="a line per stage: name, tab, outcome")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()
+    stages, folder = read_stages(options.stages), options.tests.parent
+    clean = {tool: count_tests(folder / f"{tool}.xml") for tool in SANITIZERS if stages.get(tool) == "passed"}
     record = {
         "format": 1,
         "date": machine.now(),
         "commit": machine.commit(),
         "machine": machine.describe_machine(),
         "versions": machine.describe_versions(),
-        "stages": read_stages(options.stages),
-        "kernels": judge_kernels(count_tests(options.tests), options.root),
+        "stages": stages,
+        "kernels": judge_kernels(count_tests(options.tests), options.root, clean),
     }
     if record["machine"]["gpu"] is None:
         print("verified: torch sees no GPU, so there is nothing to record", file=sys.stderr)

@@ -110,7 +110,9 @@ def _load_cuda() -> str:
             "PASS_EXT_CUDA=1 pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps pass_ext"
         )
     if torch.version.cuda is None:
-        return f"this torch ({torch.__version__}) has no CUDA; pass_ext's CUDA kernels are built and wait for one that has"
+        return (
+            f"this torch ({torch.__version__}) has no CUDA; pass_ext's CUDA kernels are built and wait for one that has"
+        )
     try:
         torch.ops.load_library(path)
     except OSError as error:

@@ -136,7 +136,9 @@ class LookaheadEmbedding(nn.Module):
             weight = file.get_tensor(_TENSOR)
         stated = [int(metadata["num_lookahead"]), int(metadata["hidden_size"])]
         if list(weight.shape) != stated:
-            raise ValueError(f"{os.fspath(path)} is damaged: its metadata says {stated}, the tensor is {list(weight.shape)}")
+            raise ValueError(
+                f"{os.fspath(path)} is damaged: its metadata says {stated}, the tensor is {list(weight.shape)}"
+            )
         embedding = cls(
             *weight.shape,
             base_model=metadata["base_model"],

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from pass_ext import testing
 
 KINDS = ("cpu", "emulated", "cuda")

@@ -97,7 +97,9 @@ def write_record(root, verified, cases, date="2031-02-03T04:05:06Z", gpu="Some G
         "commit": "0123456789ab",
         "machine": {"gpu": {"name": gpu}},
         "stages": {"tests": "passed", "memcheck": "passed", "racecheck": "failed with status 86"},
-        "kernels": verified.judge_kernels(verified.count_tests(report), root),
+        "kernels": verified.judge_kernels(
+            verified.count_tests(report), root, {"memcheck": verified.count_tests(report)}
+        ),
     }
     path = root / "benchmarks/results" / gpu.lower().replace(" ", "-") / "verified.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +126,7 @@ def test_without_a_record_nothing_is_verified(tree):
 def test_a_changed_kernel_or_header_ends_the_claim(tree, verified, changed):
     write_record(tree, verified, [("lookahead", "test_a[cuda]", None)])
     before = state_of("lookahead.cuh", tree)
-    assert before == "2031-02-03, Some GPU, commit 0123456789ab: 1 tests, memcheck"
+    assert before == "2031-02-03, Some GPU, commit 0123456789ab: 1 tests, 1 under memcheck"
     file = tree / "csrc" / changed
     file.write_text(file.read_text() + "\n// changed\n")
     assert not is_honest(tree)

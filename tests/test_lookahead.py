@@ -1,10 +1,11 @@
 """lookahead_embed on every backend: against the reference, against exact gradients, and against every misuse we know."""
 
-import pass_ext
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import pass_ext
 from pass_ext import reference
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
@@ -14,7 +15,9 @@ BEST_CPU = cpu_backends()[-1].name
 embed_backward = torch.ops.pass_ext.lookahead_embed_backward
 
 
-def make_case(backend, shape, dim, *, vocabulary=53, slots=5, dtype=torch.bfloat16, slot_dtype=None, id_dtype=torch.int64):
+def make_case(
+    backend, shape, dim, *, vocabulary=53, slots=5, dtype=torch.bfloat16, slot_dtype=None, id_dtype=torch.int64
+):
     generator = torch.Generator().manual_seed(hash((shape, dim, vocabulary, slots)) % 2**31)
     table = torch.randn(vocabulary, dim, generator=generator, dtype=torch.float64).to(dtype)
     lookahead = torch.randn(slots, dim, generator=generator, dtype=torch.float64).to(slot_dtype or dtype)
@@ -61,7 +64,7 @@ def test_any_shape(backend, shape, dim, vocabulary, slots, dtype):
 
 
 def test_an_empty_table_and_no_slots(backend):
-    ids, table, lookahead = make_case(backend, (6,), 8, vocabulary=3, slots=4)
+    _ids, table, lookahead = make_case(backend, (6,), 8, vocabulary=3, slots=4)
     only_slots = -1 - torch.arange(4, device=backend.device)
     assert_same_bits(pass_ext.lookahead_embed(only_slots, table[:0], lookahead), lookahead)
     only_tokens = torch.arange(3, device=backend.device)
@@ -81,12 +84,14 @@ def test_tensors_need_not_be_contiguous(backend):
 
 def test_rows_that_no_id_picks_are_never_read(backend):
     ids, table, lookahead = make_case(backend, (30,), 48, vocabulary=200)
-    table[torch.arange(200, device=backend.device)[~torch.isin(torch.arange(200), ids.cpu()).to(backend.device)]] = float("nan")
+    table[torch.arange(200, device=backend.device)[~torch.isin(torch.arange(200), ids.cpu()).to(backend.device)]] = (
+        float("nan")
+    )
     assert torch.isfinite(pass_ext.lookahead_embed(ids, table, lookahead)).all()
 
 
 def test_nan_and_infinity_pass_through_untouched(backend):
-    ids, table, lookahead = make_case(backend, (4,), 32, dtype=torch.float32)
+    _ids, table, lookahead = make_case(backend, (4,), 32, dtype=torch.float32)
     table[3], table[4], lookahead[1] = float("nan"), float("-inf"), float("inf")
     case = (torch.tensor([3, 4, -2, 0], device=backend.device), table, lookahead)
     assert_same_bits(pass_ext.lookahead_embed(*case), reference.lookahead_embed(*case))
@@ -198,7 +203,7 @@ def test_gradient_of_empty_and_tiny_shapes(backend, rows, dim, out_rows, slots):
 
 
 def test_gradient_accepts_strided_input(backend):
-    ids, table, lookahead = make_case(backend, (12,), 10, dtype=torch.float32)
+    ids, _table, _lookahead = make_case(backend, (12,), 10, dtype=torch.float32)
     grad = torch.randn(10, 12, device=backend.device).t()
     one = torch.randn(1, 10, device=backend.device).expand(12, 10)
     for strided in (grad, one):
@@ -256,16 +261,25 @@ def test_compiles_whole_forward_and_backward(backend):
 
 # ---- refusals ----
 
-good = dict(ids=torch.tensor([0, -1]), table=torch.zeros(4, 8), lookahead=torch.zeros(2, 8))
+good = {"ids": torch.tensor([0, -1]), "table": torch.zeros(4, 8), "lookahead": torch.zeros(2, 8)}
 REFUSALS = [
-    (dict(ids=torch.tensor([0.0])), r"ids must be int32 or int64, got float32\[1\] on cpu"),
-    (dict(table=torch.zeros(4, 8).int()), r"table must be bfloat16, float16, float32 or float64, got int32\[4, 8\]"),
-    (dict(table=torch.zeros(4)), r"table must have shape \[V, d\], got float32\[4\]"),
-    (dict(lookahead=torch.zeros(2, 8, 1)), r"lookahead must have shape \[L, d\], got float32\[2, 8, 1\]"),
-    (dict(lookahead=torch.zeros(2, 9)), r"lookahead must have 8 \(the table's width d\) in dimension 1, got float32\[2, 9\]"),
-    (dict(lookahead=torch.zeros(2, 8).half()), r"lookahead must be float32, got float16\[2, 8\]"),
-    (dict(table=torch.zeros(4, 8).half(), lookahead=torch.zeros(2, 8).bfloat16()), r"must be float16 or float32, got bfloat16"),
-    (dict(table=torch.zeros(8, 4).t()), r"table must be contiguous in its last dimension, got float32\[4, 8\].*stride 4"),
+    ({"ids": torch.tensor([0.0])}, r"ids must be int32 or int64, got float32\[1\] on cpu"),
+    ({"table": torch.zeros(4, 8).int()}, r"table must be bfloat16, float16, float32 or float64, got int32\[4, 8\]"),
+    ({"table": torch.zeros(4)}, r"table must have shape \[V, d\], got float32\[4\]"),
+    ({"lookahead": torch.zeros(2, 8, 1)}, r"lookahead must have shape \[L, d\], got float32\[2, 8, 1\]"),
+    (
+        {"lookahead": torch.zeros(2, 9)},
+        r"lookahead must have 8 \(the table's width d\) in dimension 1, got float32\[2, 9\]",
+    ),
+    ({"lookahead": torch.zeros(2, 8).half()}, r"lookahead must be float32, got float16\[2, 8\]"),
+    (
+        {"table": torch.zeros(4, 8).half(), "lookahead": torch.zeros(2, 8).bfloat16()},
+        r"must be float16 or float32, got bfloat16",
+    ),
+    (
+        {"table": torch.zeros(8, 4).t()},
+        r"table must be contiguous in its last dimension, got float32\[4, 8\].*stride 4",
+    ),
 ]
 
 

@@ -30,9 +30,7 @@ PASS_EXT_HOST_DEVICE float float_of(uint32_t bits) {
   return value;
 }
 
-PASS_EXT_HOST_DEVICE float to_float(bfloat16 value) {
-  return float_of(static_cast<uint32_t>(value.bits) << 16);
-}
+PASS_EXT_HOST_DEVICE float to_float(bfloat16 value) { return float_of(static_cast<uint32_t>(value.bits) << 16); }
 
 PASS_EXT_HOST_DEVICE float to_float(float16 value) {
 #if defined(__CUDA_ARCH__)
@@ -72,9 +70,9 @@ PASS_EXT_HOST_DEVICE float16 to_float16(float value) {
   const uint32_t bits = bits_of(value);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return {0x7fff};                                   // NaN, as the device writes it
-  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};   // rounds past 65504
-  if (magnitude >= 0x38800000u) {                                                 // normal: round off 13 bits
+  if (magnitude > 0x7f800000u) return {0x7fff};                                  // NaN, as the device writes it
+  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds past 65504
+  if (magnitude >= 0x38800000u) {                                                // normal: round off 13 bits
     const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
     return {static_cast<uint16_t>(sign | (rounded - 0x38000000u) >> 13)};
   }

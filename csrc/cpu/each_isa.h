@@ -1,4 +1,5 @@
-// Compiles PASS_EXT_KERNELS, a kernels header, once per instruction set, each time with simd.h in a namespace of its own:
+// Compiles PASS_EXT_KERNELS, a kernels header, once per instruction set, each time with simd.h in a namespace of its
+// own:
 //   #define PASS_EXT_KERNELS "cpu/lookahead_kernels.h"
 //   #include "cpu/each_isa.h"
 // gives pass_ext::portable::…, pass_ext::avx2::…, pass_ext::avx512::… and pass_ext::avx512_bf16::…
@@ -30,8 +31,7 @@ namespace pass_ext::portable {
   _Pragma(PASS_EXT_STRING(clang attribute push(__attribute__((target(features))), apply_to = function)))
 #define PASS_EXT_TARGET_END _Pragma("clang attribute pop")
 #else
-#define PASS_EXT_TARGET_BEGIN(features) \
-  _Pragma("GCC push_options") _Pragma(PASS_EXT_STRING(GCC target(features)))
+#define PASS_EXT_TARGET_BEGIN(features) _Pragma("GCC push_options") _Pragma(PASS_EXT_STRING(GCC target(features)))
 #define PASS_EXT_TARGET_END _Pragma("GCC pop_options")
 #endif
 #define PASS_EXT_STRING(text) #text

@@ -13,8 +13,7 @@ constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16"};
 Isa best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx512 && __builtin_cpu_supports("avx512bf16")) return Isa::avx512_bf16;

@@ -21,13 +21,13 @@ __attribute__((visibility("default"))) int pass_ext_limit_cpu_isa(const char* na
 
 // Calls function(arguments…) as compiled for the level in use: PASS_EXT_AT_ISA(embed(problem)).
 #if defined(__x86_64__)
-#define PASS_EXT_AT_ISA(call)                                       \
-  do switch (::pass_ext::current_isa()) {                           \
-      case ::pass_ext::Isa::avx512_bf16: avx512_bf16::call; break;  \
-      case ::pass_ext::Isa::avx512: avx512::call; break;            \
-      case ::pass_ext::Isa::avx2: avx2::call; break;                \
-      case ::pass_ext::Isa::portable: portable::call; break;        \
-    }                                                               \
+#define PASS_EXT_AT_ISA(call)                                      \
+  do switch (::pass_ext::current_isa()) {                          \
+      case ::pass_ext::Isa::avx512_bf16: avx512_bf16::call; break; \
+      case ::pass_ext::Isa::avx512: avx512::call; break;           \
+      case ::pass_ext::Isa::avx2: avx2::call; break;               \
+      case ::pass_ext::Isa::portable: portable::call; break;       \
+    }                                                              \
   while (false)
 #else
 #define PASS_EXT_AT_ISA(call) portable::call

@@ -38,9 +38,8 @@ Tensor lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& loo
       PASS_EXT_AT_ISA(embed_rows(problem, 0, problem.rows));
       return;
     }
-    torch::stable::parallel_for(0, problem.rows, rows_per_task, [&](int64_t begin, int64_t end) {
-      PASS_EXT_AT_ISA(embed_rows(problem, begin, end));
-    });
+    torch::stable::parallel_for(0, problem.rows, rows_per_task,
+                                [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(embed_rows(problem, begin, end)); });
   });
   return out;
 }
@@ -79,15 +78,15 @@ Tensor lookahead_embed_backward(const Tensor& grad, const Tensor& ids, int64_t r
     constexpr int64_t kColumns = 512;
     const int64_t blocks = (problem.dim + kColumns - 1) / kColumns;
     const int64_t tasks = problem.out_rows * blocks;
-    const int64_t rows_per_task = static_cast<int64_t>(groups.positions.size()) / std::max<int64_t>(1, problem.out_rows);
+    const int64_t rows_per_task =
+        static_cast<int64_t>(groups.positions.size()) / std::max<int64_t>(1, problem.out_rows);
     const int64_t task_bytes = (1 + rows_per_task) * std::min(kColumns, problem.dim) * sizeof(*problem.grad);
     const auto run = [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         const int64_t row = task / blocks, column = task % blocks * kColumns;
         PASS_EXT_AT_ISA(sum_rows(problem.out + row * problem.dim, problem.grad, problem.dim,
-                                 groups.positions.data() + groups.start[row],
-                                 groups.start[row + 1] - groups.start[row], column,
-                                 std::min(column + kColumns, problem.dim)));
+                                 groups.positions.data() + groups.start[row], groups.start[row + 1] - groups.start[row],
+                                 column, std::min(column + kColumns, problem.dim)));
       }
     };
     const int64_t tasks_per_thread = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, task_bytes));

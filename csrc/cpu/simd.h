@@ -1,5 +1,5 @@
-// One vector of fp32 values at the level PASS_EXT_LEVEL (0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16): loads widen
-// bf16 / fp16 / fp32 exactly, stores round to nearest even, like core/half.h to the bit (NaN payloads apart).
+// One vector of fp32 values at the level PASS_EXT_LEVEL (0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16): loads
+// widen bf16 / fp16 / fp32 exactly, stores round to nearest even, like core/half.h to the bit (NaN payloads apart).
 // Included by cpu/each_isa.h only, inside the level's namespace; used by the kernels headers.
 
 #if PASS_EXT_LEVEL == 0

@@ -27,7 +27,8 @@ Tensor lookahead_embed_backward(const Tensor& grad, const Tensor& ids, int64_t r
   const Tensor flat_ids = torch::stable::contiguous(ids), flat_grad = torch::stable::contiguous(grad);
   const int64_t dim = grad.size(grad.dim() - 1), splits = slots ? gpu::count_splits(ids.numel()) : 1;
   const std::vector<int64_t> shape{rows, dim}, partial_shape{splits > 1 ? splits : 0, rows, dim};
-  const Tensor out = slots ? torch::stable::new_empty(grad, shape, dtype) : torch::stable::new_zeros(grad, shape, dtype);
+  const Tensor out =
+      slots ? torch::stable::new_empty(grad, shape, dtype) : torch::stable::new_zeros(grad, shape, dtype);
   const Tensor partial = torch::stable::new_empty(
       grad, partial_shape, grad.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
   with_lookahead_embed_backward(flat_grad, flat_ids, out, slots, [&](const auto& problem) {

@@ -124,8 +124,8 @@ PASS_EXT_DEVICE S narrow(Sum sum) {
     return from_float<S>(static_cast<float>(sum));
 }
 
-// sum += grad[n][element …] for the n in [begin, end) whose id picks `row`. Called by whole warps; lanes without a column
-// (element >= dim) only help to find the matches.
+// sum += grad[n][element …] for the n in [begin, end) whose id picks `row`. Called by whole warps; lanes without a
+// column (element >= dim) only help to find the matches.
 template <typename T, typename S, typename Id, bool wide>
 PASS_EXT_DEVICE void add_matching_rows(sum_t<T> (&sum)[Chunk<T, wide>::size],
                                        const LookaheadEmbedBackward<T, S, Id>& problem, int64_t row, int64_t begin,
@@ -202,8 +202,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads) sum_table_kernel(Lookahea
   for (int k = 0; k < kElements; ++k) problem.out[row * problem.dim + element + k] = narrow<S>(sum[k]);
 }
 
-// How many splits the look-ahead gradient of `rows` positions takes: from the shape alone, so that sums do not depend on
-// the GPU. The caller provides partial sums [splits, out_rows, dim] where there are several.
+// How many splits the look-ahead gradient of `rows` positions takes: from the shape alone, so that sums do not depend
+// on the GPU. The caller provides partial sums [splits, out_rows, dim] where there are several.
 inline int64_t count_splits(int64_t rows) {
   const int64_t splits = (rows + kPositionsPerSplit - 1) / kPositionsPerSplit;
   return splits < 1 ? 1 : splits > kMostSplits ? kMostSplits : splits;

@@ -31,9 +31,7 @@ PASS_EXT_DEVICE Index3 block_index() { return {blockIdx.x, blockIdx.y, blockIdx.
 PASS_EXT_DEVICE Index3 block_size() { return {blockDim.x, blockDim.y, blockDim.z}; }
 PASS_EXT_DEVICE Index3 grid_size() { return {gridDim.x, gridDim.y, gridDim.z}; }
 
-PASS_EXT_DEVICE unsigned thread_rank() {
-  return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
-}
+PASS_EXT_DEVICE unsigned thread_rank() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 PASS_EXT_DEVICE unsigned lane_index() { return thread_rank() % 32; }
 PASS_EXT_DEVICE unsigned warp_index() { return thread_rank() / 32; }
 
@@ -49,7 +47,8 @@ PASS_EXT_DEVICE T* dynamic_shared() {
 PASS_EXT_DEVICE void sync_block() { __syncthreads(); }
 PASS_EXT_DEVICE int sync_block_count(bool vote) { return __syncthreads_count(vote); }
 PASS_EXT_DEVICE void sync_warp(unsigned mask = kFullWarp) { __syncwarp(mask); }
-// Orders this thread's earlier writes before its later ones as other blocks see them (release half of "last block merges").
+// Orders this thread's earlier writes before its later ones as other blocks see them (release half of "last block
+// merges").
 PASS_EXT_DEVICE void fence_device() { __threadfence(); }
 
 // ---- within a warp; every lane of `mask` must call it. None of these orders memory: that is sync_warp's job ----
@@ -165,9 +164,9 @@ PASS_EXT_DEVICE float unpack_high(uint32_t pair) {
 
 // ---- matrix fragments; every lane of the warp must call it ----
 
-// Loads `count` (1, 2 or 4) 8x8 matrices of 16-bit values from shared memory. Lane 8m + r gives the 16-byte aligned address
-// of row r of matrix m; lane l receives, in fragment[m], elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1), of the
-// matrix or, `transposed`, of its transpose.
+// Loads `count` (1, 2 or 4) 8x8 matrices of 16-bit values from shared memory. Lane 8m + r gives the 16-byte aligned
+// address of row r of matrix m; lane l receives, in fragment[m], elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) +
+// 1), of the matrix or, `transposed`, of its transpose.
 template <int count, bool transposed = false>
 PASS_EXT_DEVICE void load_matrices(uint32_t (&fragment)[count], const void* shared_row) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
@@ -201,8 +200,8 @@ PASS_EXT_DEVICE void load_matrices(uint32_t (&fragment)[count], const void* shar
                  : "memory");
 }
 
-// D = A B + D for one warp: A 16 x 16 (row major), B 16 x 8 (column major), T in {bfloat16, float16}, fp32 accumulation.
-// Lane l, g = l / 4, t = l % 4, holds, two values a register:
+// D = A B + D for one warp: A 16 x 16 (row major), B 16 x 8 (column major), T in {bfloat16, float16}, fp32
+// accumulation. Lane l, g = l / 4, t = l % 4, holds, two values a register:
 //   a = {A[g][2t..], A[g+8][2t..], A[g][2t+8..], A[g+8][2t+8..]},  b = {B[2t..][g], B[2t+8..][g]},
 //   d = {D[g][2t], D[g][2t+1], D[g+8][2t], D[g+8][2t+1]}.
 template <typename T>
@@ -211,14 +210,16 @@ PASS_EXT_DEVICE void multiply_m16n8k16(float (&d)[4], const uint32_t (&a)[4], co
 template <>
 PASS_EXT_DEVICE void multiply_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 template <>
 PASS_EXT_DEVICE void multiply_m16n8k16<float16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }

@@ -42,8 +42,8 @@ inline void check_launch(const char* op) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    refuse(op, "this pass_ext was built for the GPU architectures ", PASS_EXT_CUDA_ARCHITECTURES,
-           ", but this GPU is ", major, ".", minor, ". Rebuild it: TORCH_CUDA_ARCH_LIST=", major, ".", minor,
+    refuse(op, "this pass_ext was built for the GPU architectures ", PASS_EXT_CUDA_ARCHITECTURES, ", but this GPU is ",
+           major, ".", minor, ". Rebuild it: TORCH_CUDA_ARCH_LIST=", major, ".", minor,
            " pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps pass_ext (",
            cudaGetErrorString(error), ")");
   }

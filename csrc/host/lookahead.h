@@ -1,5 +1,5 @@
-// Checks of the look-ahead ops' arguments, the same on every device, and their packing into the structs of core/lookahead.h.
-// Called by cpu/lookahead.cpp and cuda/lookahead.cu.
+// Checks of the look-ahead ops' arguments, the same on every device, and their packing into the structs of
+// core/lookahead.h. Called by cpu/lookahead.cpp and cuda/lookahead.cu.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -45,11 +45,10 @@ void with_lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& 
       using Id = type_of<decltype(index)>;
       const auto call = [&](auto slot) {
         using S = type_of<decltype(slot)>;
-        function(LookaheadEmbed<T, S, Id>{static_cast<const Id*>(ids.const_data_ptr()),
-                                          static_cast<const T*>(table.const_data_ptr()),
-                                          static_cast<const S*>(lookahead.const_data_ptr()),
-                                          static_cast<T*>(out.mutable_data_ptr()), ids.numel(), table.size(1),
-                                          table.size(0), lookahead.size(0), table.stride(0)});
+        function(LookaheadEmbed<T, S, Id>{
+            static_cast<const Id*>(ids.const_data_ptr()), static_cast<const T*>(table.const_data_ptr()),
+            static_cast<const S*>(lookahead.const_data_ptr()), static_cast<T*>(out.mutable_data_ptr()), ids.numel(),
+            table.size(1), table.size(0), lookahead.size(0), table.stride(0)});
       };
       if (lookahead.scalar_type() == table.scalar_type())
         call(TypeTag<T>{});
@@ -81,10 +80,9 @@ void with_lookahead_embed_backward(const Tensor& grad, const Tensor& ids, const 
       using Id = type_of<decltype(index)>;
       const auto call = [&](auto result) {
         using S = type_of<decltype(result)>;
-        function(LookaheadEmbedBackward<T, S, Id>{static_cast<const T*>(grad.const_data_ptr()),
-                                                  static_cast<const Id*>(ids.const_data_ptr()),
-                                                  static_cast<S*>(out.mutable_data_ptr()), ids.numel(),
-                                                  out.size(1), out.size(0), slots});
+        function(LookaheadEmbedBackward<T, S, Id>{
+            static_cast<const T*>(grad.const_data_ptr()), static_cast<const Id*>(ids.const_data_ptr()),
+            static_cast<S*>(out.mutable_data_ptr()), ids.numel(), out.size(1), out.size(0), slots});
       };
       if (out.scalar_type() == grad.scalar_type())
         call(TypeTag<T>{});

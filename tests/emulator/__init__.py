@@ -18,7 +18,9 @@ PLAIN = ("engine.cpp", "memory.cpp", "hooks.cpp", "module.cpp")
 def load() -> ModuleType:
     """The compiled module, built if need be."""
     # -O1 keeps accesses as the kernel wrote them; the instrumentation is the sanitizer's, the functions it calls are ours.
-    sources = {HERE / name: "-O1 -fsanitize=thread -fno-threadsafe-statics" for name in CHECKED} | {HERE / name: "-O2" for name in PLAIN}
+    sources = {HERE / name: "-O1 -fsanitize=thread -fno-threadsafe-statics" for name in CHECKED} | {
+        HERE / name: "-O2" for name in PLAIN
+    }
     return build_module("_emulator", sources, f"-g1 -Wall -Wno-unknown-pragmas -I{HERE} -I{ROOT / 'csrc'}")
 
 
@@ -33,7 +35,9 @@ def session(buffers: Mapping[str, tuple[Tensor, str]], seed: int = 0) -> Iterato
     try:
         for name, (tensor, content) in buffers.items():
             if tensor.numel() > 0:
-                extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                extent = 1 + sum(
+                    (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+                )
                 machine.add_buffer(name, tensor.data_ptr(), extent * tensor.element_size(), content)
         yield machine
     finally:

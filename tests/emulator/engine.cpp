@@ -87,8 +87,8 @@ Engine& engine() {
     auto* made = new Engine;
     made->stacks = static_cast<char*>(mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    made->shared = static_cast<char*>(
-        mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    made->shared =
+        static_cast<char*>(mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     for (unsigned i = 0; i < kMostThreads; ++i) mprotect(made->stacks + i * kStackBytes, 4096, PROT_NONE);
     return made;
   }();
@@ -196,7 +196,8 @@ std::string describe_waiting() {
     const Thread& thread = e.threads[i];
     const unsigned first = i;
     const auto alike = [&](const Thread& other) {
-      return other.state == thread.state && other.mask == thread.mask && !std::strcmp(other.waits_for, thread.waits_for);
+      return other.state == thread.state && other.mask == thread.mask &&
+             !std::strcmp(other.waits_for, thread.waits_for);
     };
     while (i + 1 < count && alike(e.threads[i + 1])) ++i;
     text << " Thread" << (i > first ? "s " : " ") << first;
@@ -259,7 +260,8 @@ void warp_operation(const char* name, unsigned mask, Complete complete) {
   Engine& e = engine();
   Thread& me = *e.current;
   const unsigned start = e.current_rank / 32 * 32, count = e.block.x * e.block.y * e.block.z;
-  if (!(mask >> (e.current_rank % 32) & 1)) fail(std::string("divergence: calls ") + name + " with a mask without itself");
+  if (!(mask >> (e.current_rank % 32) & 1))
+    fail(std::string("divergence: calls ") + name + " with a mask without itself");
   const unsigned lanes = std::min(32u, count - start);
   if (lanes < 32) mask &= (1u << lanes) - 1;  // lanes that the block does not have
   me.mask = mask;
@@ -325,16 +327,16 @@ void end_session() {
 
 // ---- from launch() ----
 
-void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared_bytes, void (*thread_body)(const void*),
-              const void* call, size_t call_bytes) {
+void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared_bytes,
+              void (*thread_body)(const void*), const void* call, size_t call_bytes) {
   Engine& e = engine();
   const uint64_t threads = static_cast<uint64_t>(block.x) * block.y * block.z;
   const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
   if (threads == 0 || threads > kMostThreads || blocks == 0 || grid.y > 65535 || grid.z > 65535 || blocks >= 1u << 22 ||
       dynamic_shared_bytes > 227 * 1024)
-    throw std::runtime_error(std::string("kernel ") + name + ": invalid launch: " + std::to_string(blocks) + " blocks of " +
-                             std::to_string(threads) + " threads, " + std::to_string(dynamic_shared_bytes) +
-                             " bytes of dynamic shared memory");
+    throw std::runtime_error(std::string("kernel ") + name + ": invalid launch: " + std::to_string(blocks) +
+                             " blocks of " + std::to_string(threads) + " threads, " +
+                             std::to_string(dynamic_shared_bytes) + " bytes of dynamic shared memory");
   e.name = name;
   e.grid = grid;
   e.block = block;
@@ -407,7 +409,8 @@ uint64_t shuffle(const char* name, uint64_t value, int source_lane, unsigned mas
   const unsigned count = engine().block.x * engine().block.y * engine().block.z;
   const unsigned source = engine().current_rank / 32 * 32 + static_cast<unsigned>(source_lane);
   if (!(mask >> source_lane & 1) || source >= count)
-    fail(std::string("undefined: ") + name + " from lane " + std::to_string(source_lane) + ", which does not take part");
+    fail(std::string("undefined: ") + name + " from lane " + std::to_string(source_lane) +
+         ", which does not take part");
   me.input[0] = value;
   me.input[1] = static_cast<uint64_t>(source_lane);
   warp_operation(name, mask, [](unsigned start, unsigned lanes) {
@@ -423,7 +426,8 @@ unsigned ballot(const char* name, bool vote, unsigned mask) {
   me.input[0] = vote;
   warp_operation(name, mask, [](unsigned start, unsigned lanes) {
     unsigned votes = 0;
-    for_each_lane(start, lanes, [&](unsigned lane, Thread& thread) { votes |= static_cast<unsigned>(thread.input[0]) << lane; });
+    for_each_lane(start, lanes,
+                  [&](unsigned lane, Thread& thread) { votes |= static_cast<unsigned>(thread.input[0]) << lane; });
     for_each_lane(start, lanes, [&](unsigned, Thread& thread) { thread.output[0] = votes; });
   });
   return static_cast<unsigned>(me.output[0]);
@@ -495,8 +499,10 @@ void load_matrices(uint32_t* fragment, const void* row, int count, bool transpos
   if (static_cast<int>(lane) < 8 * count && reinterpret_cast<uintptr_t>(row) % 16 != 0)
     fail("misaligned: load_matrices needs row addresses that are multiples of 16");
   me.input[0] = reinterpret_cast<uint64_t>(row);
-  warp_operation(count == 4 ? "load_matrices<4>" : count == 2 ? "load_matrices<2>" : "load_matrices<1>", 0xffffffffu,
-                 [](unsigned start, unsigned) {
+  warp_operation(count == 4   ? "load_matrices<4>"
+                 : count == 2 ? "load_matrices<2>"
+                              : "load_matrices<1>",
+                 0xffffffffu, [](unsigned start, unsigned) {
                    for (unsigned l = 0; l < 32; ++l)  // every lane learns every row's address
                      engine().threads[start + l].output[0] = start;
                  });
@@ -526,7 +532,8 @@ void multiply(float* d, const uint32_t* a, const uint32_t* b, bool is_bfloat16) 
                    const bool bf16 = engine().threads[start].input[4] != 0;
                    const auto value = [bf16](uint32_t pair, int k) {
                      const uint16_t bits = static_cast<uint16_t>(pair >> (16 * k));
-                     return bf16 ? pass_ext::to_float(pass_ext::bfloat16{bits}) : pass_ext::to_float(pass_ext::float16{bits});
+                     return bf16 ? pass_ext::to_float(pass_ext::bfloat16{bits})
+                                 : pass_ext::to_float(pass_ext::float16{bits});
                    };
                    float A[16][16], B[16][8];
                    for (unsigned l = 0; l < 32; ++l) {

@@ -23,8 +23,8 @@ void end_session();
 
 // ---- from launch() ----
 // Runs thread_body(call) once per thread; `call` (the kernel and its parameters) is memory that threads may read.
-void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared_bytes, void (*thread_body)(const void*),
-              const void* call, size_t call_bytes);
+void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared_bytes,
+              void (*thread_body)(const void*), const void* call, size_t call_bytes);
 
 // ---- from kernels: about the running thread ----
 Index3 thread_index();

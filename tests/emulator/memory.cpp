@@ -86,7 +86,8 @@ std::string Memory::access(const void* address, size_t bytes, Access kind, const
   static const char* const kVerb[] = {"reads ", "writes ", "atomically updates "};
   const std::string verb = kVerb[static_cast<int>(kind)];
   Region* region = find(address);
-  if (!region) return "out of bounds: " + verb + std::to_string(bytes) + " bytes that no buffer holds" + nearest(address);
+  if (!region)
+    return "out of bounds: " + verb + std::to_string(bytes) + " bytes that no buffer holds" + nearest(address);
   const size_t offset = static_cast<const char*>(address) - region->begin;
   if (offset + bytes > region->size)
     return "out of bounds: " + verb + describe(*region, address, bytes) + ", which has " + std::to_string(region->size);
@@ -97,7 +98,8 @@ std::string Memory::access(const void* address, size_t bytes, Access kind, const
     std::ostringstream text;
     text << "race: " << verb << describe(*region, address, bytes) << ", which thread " << other.thread();
     if (other.block() != me.block) text << " of block " << other.block();
-    text << ' ' << what << (other.block() == me.block ? " with no barrier in between" : " with no fence and atomic in between");
+    text << ' ' << what
+         << (other.block() == me.block ? " with no barrier in between" : " with no fence and atomic in between");
     return text.str();
   };
   const Stamp now(me.block, me.thread, me.epoch, me.clock());
@@ -126,7 +128,8 @@ std::string Memory::access(const void* address, size_t bytes, Access kind, const
 
 std::string Memory::begin_async_write(void* address, size_t bytes, const Observer& me) {
   const Region* target = find(address);
-  if (target && !target->is_shared) return "copy_async: the target " + describe(*target, address, bytes) + " is not shared";
+  if (target && !target->is_shared)
+    return "copy_async: the target " + describe(*target, address, bytes) + " is not shared";
   std::string error = access(address, bytes, Access::write, me);
   if (!error.empty()) return error;
   Region* region = find(address);

@@ -1,6 +1,6 @@
-// What the emulator knows of every byte that a kernel may touch: which buffer it belongs to, whether it was ever written,
-// and which threads touched it last, so that two accesses that nothing orders are found whatever order they ran in.
-// Called by engine.cpp and hooks.cpp.
+// What the emulator knows of every byte that a kernel may touch: which buffer it belongs to, whether it was ever
+// written, and which threads touched it last, so that two accesses that nothing orders are found whatever order they
+// ran in. Called by engine.cpp and hooks.cpp.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@
 
 namespace emulator {
 
-// A moment in one thread's life: bit 63 set, block 22 bits, thread 10, block barriers passed 15, warp barriers passed 16.
+// A moment in one thread's life: bit 63 set, block 22 bits, thread 10, block barriers passed 15, warp barriers
+// passed 16.
 struct Stamp {
   uint64_t bits = 0;
   Stamp() = default;
@@ -63,7 +64,7 @@ class Memory {
   void add_region(Region region);
   void drop_shared_regions();
   void drop_all_regions();
-  void forget_stamps();       // a launch ended: everything before is ordered before everything after
+  void forget_stamps();        // a launch ended: everything before is ordered before everything after
   void forget_acquisitions();  // a block ended
 
   // Checks and records one access; returns "" or what is wrong with it.

@@ -9,14 +9,15 @@
 PYBIND11_MODULE(_emulator, module) {
   module.def("begin_session", &emulator::begin_session);
   module.def("end_session", &emulator::end_session);
-  module.def("add_buffer", [](const std::string& name, emulator::Address address, size_t bytes, const std::string& content) {
-    static const std::map<std::string, emulator::Content> kContents = {
-        {"in", emulator::Content::read_only},
-        {"out", emulator::Content::uninitialised},
-        {"inout", emulator::Content::initialised},
-    };
-    emulator::add_buffer(name, emulator::as<void>(address), bytes, kContents.at(content));
-  });
+  module.def("add_buffer",
+             [](const std::string& name, emulator::Address address, size_t bytes, const std::string& content) {
+               static const std::map<std::string, emulator::Content> kContents = {
+                   {"in", emulator::Content::read_only},
+                   {"out", emulator::Content::uninitialised},
+                   {"inout", emulator::Content::initialised},
+               };
+               emulator::add_buffer(name, emulator::as<void>(address), bytes, kContents.at(content));
+             });
   module.def("run_primitive", &emulator::run_primitive);
   module.def("run_planted_fault", &emulator::run_planted_fault);
   module.def("lookahead_embed", &emulator::lookahead_embed);

@@ -1,4 +1,5 @@
-// Launches of planted_faults.cuh by name: 64 threads, one block, two for the device fence. Called from test_planted_faults.py.
+// Launches of planted_faults.cuh by name: 64 threads, one block, two for the device fence. Called from
+// test_planted_faults.py.
 #include "planted_faults.cuh"
 
 #include <map>

@@ -1,5 +1,5 @@
-// Kernels with one fault each, behind a switch: `broken` takes the needed line away. The emulator must report every broken
-// one and pass every whole one, under every seed. Called by planted_faults.cpp, from test_planted_faults.py.
+// Kernels with one fault each, behind a switch: `broken` takes the needed line away. The emulator must report every
+// broken one and pass every whole one, under every seed. Called by planted_faults.cpp, from test_planted_faults.py.
 #pragma once
 
 #include "cuda/primitives.cuh"

@@ -1,5 +1,5 @@
-// One small kernel per primitive, so that tests can compare each with its definition. Written against the primitives only:
-// nvcc compiles this file too. Called by primitives.cpp (emulator).
+// One small kernel per primitive, so that tests can compare each with its definition. Written against the primitives
+// only: nvcc compiles this file too. Called by primitives.cpp (emulator).
 #pragma once
 
 #include "core/half.h"
@@ -81,7 +81,8 @@ inline PASS_EXT_KERNEL atomics_kernel(const int* in, int* ints, float* sum, unsi
   atomic_add(wide, 1ull << 33);
 }
 
-// Sum over blocks by the last block to arrive: each block's partial sum, fence, ticket; the last one adds them in order.
+// Sum over blocks by the last block to arrive: each block's partial sum, fence, ticket; the last one adds them in
+// order.
 inline PASS_EXT_KERNEL last_arriver_kernel(const float* in, float* partial, unsigned* tickets, float* out) {
   PASS_EXT_SHARED(unsigned, ticket, 1);
   if (thread_index().x == 0) {

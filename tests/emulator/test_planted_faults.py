@@ -1,8 +1,9 @@
 """The emulator must catch every planted fault, under every seed, with the right words, and pass each kernel without it."""
 
-import emulator
 import pytest
 import torch
+
+import emulator
 
 SEEDS = range(25)
 FAULTS = {

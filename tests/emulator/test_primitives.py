@@ -1,9 +1,10 @@
 """Each emulated primitive against its definition, computed with numpy or torch. The kernels: primitive_kernels.cuh."""
 
-import emulator
 import numpy as np
 import pytest
 import torch
+
+import emulator
 
 FULL = 0xFFFFFFFF
 generator = torch.Generator().manual_seed(7)
@@ -91,7 +92,11 @@ def test_atomics():
         ints = torch.zeros(5 + 96, dtype=torch.int32)
         ints[2] = 10**6
         ints, total, wide = run(
-            "atomics", given, [ints, torch.zeros(1), torch.zeros(1, dtype=torch.int64)], seed=seed, contents=("inout",) * 3
+            "atomics",
+            given,
+            [ints, torch.zeros(1), torch.zeros(1, dtype=torch.int64)],
+            seed=seed,
+            contents=("inout",) * 3,
         )
         assert ints[:3].tolist() == [given.sum(), given.max(), given.min()]
         assert ints[3] == 2**31 - 1 and ints[4] in given
@@ -104,7 +109,12 @@ def test_the_last_block_sees_what_the_others_published():
     tickets = torch.zeros(1, dtype=torch.int32)
     for seed in range(20):
         got = run(
-            "last_arriver", given, [torch.zeros(1), torch.zeros(9), tickets.clone()], 9, seed=seed, contents=("out", "out", "inout")
+            "last_arriver",
+            given,
+            [torch.zeros(1), torch.zeros(9), tickets.clone()],
+            9,
+            seed=seed,
+            contents=("out", "out", "inout"),
         )[0]
         torch.testing.assert_close(got[0], given.sum(), atol=1e-4, rtol=0)
 
@@ -134,7 +144,13 @@ def test_matrix_product_on_random_tiles(dtype):
     for _ in range(5):
         a, b = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (16, 8))
         c = torch.randn(16, 8, generator=generator)
-        d, _ = run("multiply", torch.cat([a, b]), [torch.zeros(16, 8), c], dtype == torch.bfloat16, contents=("out", "inout", "out"))
+        d, _ = run(
+            "multiply",
+            torch.cat([a, b]),
+            [torch.zeros(16, 8), c],
+            dtype == torch.bfloat16,
+            contents=("out", "inout", "out"),
+        )
         exact = a.double() @ b.double().T + c.double()
         assert (d - exact).abs().max() <= 2e-6 * exact.abs().max()
 
@@ -149,7 +165,11 @@ def test_matrix_product_puts_every_element_where_it_belongs(dtype):
             a[i, k] = 1
             given = torch.cat([a, b.T.contiguous()])
             d, _ = run(
-                "multiply", given, [torch.zeros(16, 8), torch.zeros(16, 8)], dtype == torch.bfloat16, contents=("out", "inout", "out")
+                "multiply",
+                given,
+                [torch.zeros(16, 8), torch.zeros(16, 8)],
+                dtype == torch.bfloat16,
+                contents=("out", "inout", "out"),
             )
             assert torch.equal(d, a.float() @ b.float())
 
@@ -182,11 +202,22 @@ def test_floats_narrow_as_in_torch():
     for dtype in (torch.bfloat16, torch.float16):
         exact = torch.arange(65536).to(torch.int16).view(dtype).float()
         bits = exact.view(torch.int32)
-        parts += [exact, (bits + 1).view(torch.float32), (bits - 1).view(torch.float32), (bits ^ 0x8000).view(torch.float32)]
-        parts += [(bits + 0x1000).view(torch.float32), (bits + 0x1001).view(torch.float32), (bits + 0x0FFF).view(torch.float32)]
+        parts += [
+            exact,
+            (bits + 1).view(torch.float32),
+            (bits - 1).view(torch.float32),
+            (bits ^ 0x8000).view(torch.float32),
+        ]
+        parts += [
+            (bits + 0x1000).view(torch.float32),
+            (bits + 0x1001).view(torch.float32),
+            (bits + 0x0FFF).view(torch.float32),
+        ]
     parts.append(torch.randint(-(2**31), 2**31, (65536,), generator=generator).int().view(torch.float32))
     values = torch.cat(parts)
-    outputs = [torch.zeros(len(values), dtype=torch.int16) for _ in range(2)] + [torch.zeros(len(values), dtype=torch.int32)]
+    outputs = [torch.zeros(len(values), dtype=torch.int16) for _ in range(2)] + [
+        torch.zeros(len(values), dtype=torch.int32)
+    ]
     bfloats, halves, pairs = run("narrow", values, outputs, len(values) // 256)
     for got, dtype in ((bfloats, torch.bfloat16), (halves, torch.float16)):
         expected, nan = values.to(dtype), values.isnan()
@@ -216,6 +247,8 @@ def test_philox_known_answers_inside_a_kernel():
         counters[row], keys[row] = torch.tensor(counter), key
     given = torch.from_numpy(counters.numpy().astype(np.uint32).view(np.int32))
     key_tensor = torch.from_numpy(keys.view(np.int64))
-    words, _ = run("philox", given, [torch.zeros(32, 4, dtype=torch.int32), key_tensor], 1, contents=("out", "inout", "out"))
+    words, _ = run(
+        "philox", given, [torch.zeros(32, 4, dtype=torch.int32), key_tensor], 1, contents=("out", "inout", "out")
+    )
     for row, (_, _, expected) in enumerate(PHILOX):
         assert words[row].numpy().view(np.uint32).tolist() == expected

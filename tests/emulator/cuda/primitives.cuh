@@ -1,6 +1,6 @@
-// The host's implementation of csrc/cuda/primitives.cuh, name for name: kernels that include "cuda/primitives.cuh" get this
-// one where tests/emulator comes first on the include path. What each name means is said there; the work is in engine.cpp.
-// Kernel files that include it are compiled with -fsanitize=thread, whose calls hooks.cpp answers.
+// The host's implementation of csrc/cuda/primitives.cuh, name for name: kernels that include "cuda/primitives.cuh" get
+// this one where tests/emulator comes first on the include path. What each name means is said there; the work is in
+// engine.cpp. Kernel files that include it are compiled with -fsanitize=thread, whose calls hooks.cpp answers.
 #pragma once
 
 #include <cstddef>
@@ -15,18 +15,19 @@
 #define PASS_EXT_KERNEL void
 #define PASS_EXT_DEVICE inline
 #define PASS_EXT_LAUNCH_BOUNDS(threads)
-#define PASS_EXT_SHARED(type, name, count)                        \
-  static const char name##_site = 0;                              \
-  type(&name)[count] = *reinterpret_cast<type(*)[count]>(::emulator::shared_array(&name##_site, #name, sizeof(type[count])))
+#define PASS_EXT_SHARED(type, name, count) \
+  static const char name##_site = 0;       \
+  type(&name)[count] =                     \
+      *reinterpret_cast<type(*)[count]>(::emulator::shared_array(&name##_site, #name, sizeof(type[count])))
 
 namespace pass_ext::gpu {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-using emulator::Index3;
 using emulator::block_index;
 using emulator::block_size;
 using emulator::grid_size;
+using emulator::Index3;
 using emulator::thread_index;
 using emulator::thread_rank;
 

