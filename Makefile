@@ -33,7 +33,8 @@ lint: build $(VENV)/.dev
 	@$(BIN)/mypy
 
 bench: build $(VENV)/.dev
-	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench $(BENCH) || exit 1; done
+	@for bench in benchmarks/bench_*.py; do name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(BENCH) || exit 1; done
+	@$(BIN)/python -m benchmarks.report
 
 gpu:
 	@bash benchmarks/gpu.sh

@@ -233,6 +233,26 @@ def test_gradcheck(backend):
     assert torch.autograd.gradcheck(pass_ext.lookahead_embed, inputs)
 
 
+def test_the_op_itself_gives_the_wrappers_gradient(backend):
+    """Eager calls of the wrapper and calls of torch.ops.pass_ext reach the formula by different ways."""
+    ids, table, lookahead = make_case(backend, (20,), 12, dtype=torch.float32)
+    grad = torch.randn(20, 12, device=backend.device)
+    expected = gradients(pass_ext.lookahead_embed, ids, table, lookahead, grad)[1]
+    direct = gradients(torch.ops.pass_ext.lookahead_embed, ids, table, lookahead, grad)[1]
+    assert_same_bits(direct, expected)
+
+
+def test_a_second_derivative_is_refused(backend):
+    ids, table, lookahead = make_case(backend, (3,), 4, dtype=torch.float32)
+    lookahead.requires_grad_()
+    weight = torch.ones(3, 4, device=backend.device, requires_grad=True)
+    (first,) = torch.autograd.grad(
+        (pass_ext.lookahead_embed(ids, table, lookahead) * weight).sum(), lookahead, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 def test_a_frozen_table_gets_no_gradient_and_costs_none(backend):
     ids, table, lookahead = make_case(backend, (6,), 8)
     out = pass_ext.lookahead_embed(ids, table, lookahead.requires_grad_())
