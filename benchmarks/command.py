@@ -61,6 +61,7 @@ def run(
     judge: Callable[[list[Row]], list[Aim]],
 ) -> None:
     """Measures every case of the plan, shows the table, judges the aims, and writes the result."""
+    date, commit, load = machine.now(), machine.commit(), os.getloadavg()[0]  # before: the tree may change meanwhile
     console = Console(width=None if sys.stdout.isatty() else 140)
     gpu = machine.describe_gpu() if options.device == "cuda" else None
     cache = (gpu["l2_cache_bytes"] or 64 * 2**20) if gpu else machine.last_level_cache_bytes()
@@ -87,12 +88,13 @@ def run(
     result = {
         "bench": name,
         "format": report.FORMAT,
-        "date": machine.now(),
-        "commit": machine.commit(),
+        "date": date,
+        "commit": commit,
         "quick": options.quick,
         "device": options.device,
         "machine": machine.describe_machine(),
         "versions": machine.describe_versions(),
+        "load_average": {"before": load, "after": os.getloadavg()[0]},
         "settings": {**asdict(settings), **extra},
         "copy_gb_per_s": copy_bandwidth / 1e9,
         "rows": rows,

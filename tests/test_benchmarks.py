@@ -39,7 +39,7 @@ def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
     text = (tmp_path / "bench_lookahead.json").read_text()
     result = json.loads(text)
     assert result["quick"] and result["device"] == "cpu"
-    assert result["copy_gb_per_s"] > 0
+    assert result["copy_gb_per_s"] > 0 and set(result["load_average"]) == {"before", "after"}
     for group, entries in {
         "machine": ("cpu", "gpu", "kernels"),
         "versions": ("pass_ext", "torch", "python", "cuda"),

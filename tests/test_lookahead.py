@@ -242,15 +242,14 @@ def test_the_op_itself_gives_the_wrappers_gradient(backend):
     assert_same_bits(direct, expected)
 
 
-def test_a_second_derivative_is_refused(backend):
-    ids, table, lookahead = make_case(backend, (3,), 4, dtype=torch.float32)
-    lookahead.requires_grad_()
-    weight = torch.ones(3, 4, device=backend.device, requires_grad=True)
-    (first,) = torch.autograd.grad(
-        (pass_ext.lookahead_embed(ids, table, lookahead) * weight).sum(), lookahead, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+def test_gradgradcheck(backend):
+    ids, table, lookahead = make_case(backend, (2, 4), 3, vocabulary=4, slots=3, dtype=torch.float64)
+    inputs = (ids, table.requires_grad_(), lookahead.requires_grad_())
+    assert torch.autograd.gradgradcheck(lambda *arguments: pass_ext.lookahead_embed(*arguments) ** 3, inputs)
+    weight = torch.ones(2, 4, 3, dtype=torch.float64, device=backend.device, requires_grad=True)
+    (first,) = torch.autograd.grad((pass_ext.lookahead_embed(*inputs) * weight).sum(), lookahead, create_graph=True)
+    first.sum().backward()
+    assert torch.equal(weight.grad[..., 0], (ids < 0).double())
 
 
 def test_a_frozen_table_gets_no_gradient_and_costs_none(backend):

@@ -24,6 +24,7 @@ def lookahead_embed_backward(device):
     grad = torch.randn(4, 8, device=device)
     yield grad, ids, 5, False, torch.float32
     yield grad.half(), ids.int(), 2, True, torch.float32
+    yield grad.clone().requires_grad_(), ids, 5, False, torch.float32
 
 
 # A few argument tuples for each op: an op without an entry fails the test below.

@@ -6,7 +6,6 @@ csrc/cuda/lookahead.cu. Called by decoders, the decoding loop, and training.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pass_ext import _library
 
@@ -78,14 +77,37 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     (ids,) = ctx.saved_tensors
-    rows, dtype = ctx.table_like
-    to_table = _backward_op(grad, ids, rows, False, dtype) if ctx.needs_input_grad[1] else None
-    rows, dtype = ctx.lookahead_like
-    to_lookahead = _backward_op(grad, ids, rows, True, dtype) if ctx.needs_input_grad[2] else None
+    to_table = _gradient(grad, ids, *ctx.table_like, slots=False) if ctx.needs_input_grad[1] else None
+    to_lookahead = _gradient(grad, ids, *ctx.lookahead_like, slots=True) if ctx.needs_input_grad[2] else None
     return None, to_table, to_lookahead
 
 
+def _gradient(grad: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, *, slots: bool) -> Tensor:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a second derivative may be wanted
+        return _backward_op(grad, ids, rows, slots, dtype)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_op(grad, ids, rows, slots, dtype)
+
+
 torch.library.register_autograd("pass_ext::lookahead_embed", _backward, setup_context=_save)
+
+
+def _save_for_second(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    grad, ids, rows, slots, _ = inputs
+    ctx.save_for_backward(ids)
+    ctx.rows, ctx.slots, ctx.dtype = rows, slots, grad.dtype
+
+
+def _second(ctx, grad_of_gradient):  # type: ignore[no-untyped-def]
+    # The gradient is linear in grad: row n went to the row that its id picks, so that row's derivative comes back to n.
+    (ids,) = ctx.saved_tensors
+    picked = -1 - ids if ctx.slots else ids
+    inside = ((picked >= 0) & (picked < ctx.rows)).unsqueeze(-1)
+    rows = grad_of_gradient[picked.clamp(0, max(ctx.rows - 1, 0))] if ctx.rows else grad_of_gradient.new_zeros(())
+    return torch.where(inside, rows, 0).to(ctx.dtype), None, None, None, None
+
+
+torch.library.register_autograd("pass_ext::lookahead_embed_backward", _second, setup_context=_save_for_second)
 
 
 class _Recorded(torch.autograd.Function):
@@ -96,4 +118,4 @@ class _Recorded(torch.autograd.Function):
         _save(ctx, (ids, table, lookahead), None)
         return _embed(ids, table, lookahead)
 
-    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
+    backward = staticmethod(_backward)
