@@ -55,7 +55,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.built: $(VENV)/.installed setup.py $(CSRC)
 	@echo "== Building the libraries"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace 2>&1 | grep -v -E "^(running|copying)"
+	@$(BIN)/python setup.py -q build_ext --inplace
 	@$(BIN)/python -m pass_ext info
 	@touch $@
 

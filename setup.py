@@ -83,7 +83,7 @@ class NinjaBuild(build_ext):
         started = time.perf_counter()
         torch, nvcc = find_torch(), find_nvcc()
         package = ROOT / "pass_ext" if self.inplace else Path(self.build_lib).resolve() / "pass_ext"
-        work = Path(self.build_temp).resolve()
+        work = ROOT / "build" / "inplace" if self.inplace else Path(self.build_temp).resolve()  # kept: incremental
         work.mkdir(parents=True, exist_ok=True)
         package.mkdir(parents=True, exist_ok=True)
         architectures = choose_architectures(nvcc) if nvcc else []
