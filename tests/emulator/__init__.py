@@ -18,9 +18,10 @@ PLAIN = ("engine.cpp", "memory.cpp", "hooks.cpp", "module.cpp")
 def load() -> ModuleType:
     """The compiled module, built if need be."""
     # -O1 keeps accesses as the kernel wrote them; the instrumentation is the sanitizer's, the functions it calls are ours.
-    sources = {HERE / name: "-O1 -fsanitize=thread -fno-threadsafe-statics" for name in CHECKED} | {
-        HERE / name: "-O2" for name in PLAIN
-    }
+    sources = {
+        HERE / name: f"-O1 -fsanitize=thread -fno-threadsafe-statics -include {HERE / 'checked_memory.h'}"
+        for name in CHECKED
+    } | {HERE / name: "-O2" for name in PLAIN}
     return build_module("_emulator", sources, f"-g1 -Wall -Wno-unknown-pragmas -I{HERE} -I{ROOT / 'csrc'}")
 
 

@@ -26,13 +26,14 @@ namespace {
 constexpr size_t kStackBytes = 64 * 1024;
 constexpr size_t kSharedBytes = 512 * 1024;
 constexpr size_t kRedZone = 128;
-constexpr unsigned kMostThreads = 1024;
+constexpr unsigned kMostAtomicsInARow = 1 << 18;
 
 enum class State { ready, at_block_barrier, at_warp_operation, returned };
 
 struct AsyncCopy {
   void* to;
   const void* from;
+  char before[16];  // what `from` held at the issue
   size_t bytes;
   bool valid;
   int group;  // of this thread; kUncommitted before the commit
@@ -46,9 +47,11 @@ struct Thread {
   uint64_t input[5] = {}, output[4] = {};  // of a warp operation
   bool vote = false;
   int votes = 0;
-  uint32_t seen[32] = {};
-  bool has_fenced = false, wrote_since_fence = false;
+  uint32_t seen[32] = {};    // the past of each lane of my warp that I know, my own clock among them
+  uint32_t fenced[32] = {};  // of that, what I know to lie behind a fence
+  std::shared_ptr<const Past> fenced_by_barrier;  // and of the block's past that came by block barriers
   std::vector<AsyncCopy> copies;
+  unsigned atomics_in_a_row = 0;
   int groups = 0;
   jmp_buf context;
   bool has_stack_frame = false;  // the fiber has started and waits in its loop or in the kernel
@@ -56,7 +59,7 @@ struct Thread {
 
 struct Engine {
   std::mt19937_64 random;
-  Memory memory;
+  std::unique_ptr<Memory> memory;
   bool in_session = false;
 
   // the launch
@@ -68,7 +71,10 @@ struct Engine {
 
   // the block
   Index3 block_position;
-  unsigned block_rank = 0, epoch = 0, running_threads = 0;
+  unsigned block_rank = 0, running_threads = 0, waiting_threads = 0;  // waiting: at the block barrier
+  std::shared_ptr<Past> by_barrier;  // the past of every thread that the last block barrier made known to all
+  bool has_fenced = false;
+  Past fenced;  // the part of it that lies behind a fence
   std::vector<std::pair<const void*, void*>> shared_sites;
   size_t shared_used = 0;
 
@@ -89,6 +95,7 @@ Engine& engine() {
                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     made->shared =
         static_cast<char*>(mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    made->memory = std::make_unique<Memory>(made->shared, kSharedBytes);
     for (unsigned i = 0; i < kMostThreads; ++i) mprotect(made->stacks + i * kStackBytes, 4096, PROT_NONE);
     return made;
   }();
@@ -101,7 +108,7 @@ Index3 unflatten(unsigned rank, Index3 size) {
 
 Observer observer() {
   Engine& e = engine();
-  return {e.block_rank, e.current_rank, e.epoch, e.current->seen};
+  return {e.block_rank, e.current_rank, e.by_barrier->data(), e.current->seen};
 }
 
 [[noreturn]] void back_to_scheduler() { _longjmp(engine().scheduler, 1); }
@@ -149,6 +156,7 @@ void resume(unsigned rank) {
   Thread& thread = e.threads[rank];
   e.current = &thread;
   e.current_rank = rank;
+  thread.atomics_in_a_row = 0;
   if (_setjmp(e.scheduler) == 0) {
     if (thread.has_stack_frame) _longjmp(thread.context, 1);
     thread.has_stack_frame = true;
@@ -162,11 +170,29 @@ void resume(unsigned rank) {
   e.current = nullptr;
 }
 
+// Everybody's past becomes known to all, and with it what each knows to be fenced.
+void join_pasts(unsigned count) {
+  Engine& e = engine();
+  if (e.by_barrier.use_count() > 1) e.by_barrier = std::make_shared<Past>(*e.by_barrier);
+  for (unsigned i = 0; i < count; ++i) {
+    Thread& thread = e.threads[i];
+    (*e.by_barrier)[i] = ++thread.seen[i % 32];
+    if (!e.has_fenced) continue;
+    for (unsigned lane = 0; lane < 32 && i / 32 * 32 + lane < count; ++lane) {
+      uint32_t& fenced = e.fenced[i / 32 * 32 + lane];
+      fenced = std::max(fenced, thread.fenced[lane]);
+    }
+    if (thread.fenced_by_barrier)
+      for (unsigned k = 0; k < count; ++k) e.fenced[k] = std::max(e.fenced[k], (*thread.fenced_by_barrier)[k]);
+    thread.fenced_by_barrier = nullptr;
+  }
+}
+
 // If every thread that still runs is at the block barrier, all go on.
 void try_block_barrier() {
   Engine& e = engine();
+  if (e.waiting_threads == 0 || e.waiting_threads != e.running_threads) return;
   const unsigned count = e.block.x * e.block.y * e.block.z;
-  unsigned waiting = 0;
   int votes = 0;
   const char* operation = nullptr;
   for (unsigned i = 0; i < count; ++i) {
@@ -174,11 +200,10 @@ void try_block_barrier() {
     if (thread.state != State::at_block_barrier) continue;
     if (operation && std::strcmp(operation, thread.waits_for) != 0) return;  // reported as a divergence
     operation = thread.waits_for;
-    ++waiting;
     votes += thread.vote;
   }
-  if (waiting == 0 || waiting != e.running_threads) return;
-  ++e.epoch;
+  e.waiting_threads = 0;
+  join_pasts(count);
   for (unsigned i = 0; i < count; ++i)
     if (e.threads[i].state == State::at_block_barrier) {
       e.threads[i].votes = votes;
@@ -196,6 +221,7 @@ std::string describe_waiting() {
     const Thread& thread = e.threads[i];
     const unsigned first = i;
     const auto alike = [&](const Thread& other) {
+      if (other.state == State::returned || thread.state == State::returned) return other.state == thread.state;
       return other.state == thread.state && other.mask == thread.mask &&
              !std::strcmp(other.waits_for, thread.waits_for);
     };
@@ -217,21 +243,24 @@ void run_block(unsigned rank) {
   Engine& e = engine();
   e.block_rank = rank;
   e.block_position = unflatten(rank, e.grid);
-  e.epoch = 0;
+  const unsigned count = e.block.x * e.block.y * e.block.z;
+  e.by_barrier = std::make_shared<Past>(count);
+  e.fenced.assign(count, 0);
+  e.has_fenced = false;
+  e.waiting_threads = 0;
   e.shared_sites.clear();
   e.shared_used = 0;
-  memset(e.shared, 0xff, kSharedBytes);
   if (e.dynamic_bytes > 0) {
-    e.memory.add_region({"dynamic shared memory", e.shared, e.dynamic_bytes, Content::uninitialised, true, {}});
+    e.memory->add_shared("dynamic shared memory", e.shared, e.dynamic_bytes);
     e.shared_used = (e.dynamic_bytes + kRedZone + 127) / 128 * 128;
   }
-  const unsigned count = e.block.x * e.block.y * e.block.z;
   e.running_threads = count;
   e.ready.clear();
   for (unsigned i = 0; i < count; ++i) {
     Thread& thread = e.threads[i];
     memset(thread.seen, 0, sizeof thread.seen);
-    thread.has_fenced = thread.wrote_since_fence = false;
+    memset(thread.fenced, 0, sizeof thread.fenced);
+    thread.fenced_by_barrier = nullptr;
     thread.copies.clear();
     thread.groups = 0;
     thread.mask = 0;
@@ -249,8 +278,7 @@ void run_block(unsigned rank) {
     }
   }
   if (e.error.empty() && e.running_threads > 0) e.error = describe_waiting();
-  e.memory.drop_shared_regions();
-  e.memory.forget_acquisitions();
+  e.memory->forget_shared();
 }
 
 using Complete = void (*)(unsigned warp_start, unsigned mask);
@@ -317,11 +345,11 @@ void begin_session(uint64_t seed) {
 }
 
 void add_buffer(const std::string& name, void* address, size_t bytes, Content content) {
-  if (bytes > 0) engine().memory.add_region({name, static_cast<char*>(address), bytes, content, false, {}});
+  if (bytes > 0) engine().memory->add_buffer(name, address, bytes, content);
 }
 
 void end_session() {
-  engine().memory.drop_all_regions();
+  engine().memory->forget_all();
   engine().in_session = false;
 }
 
@@ -345,7 +373,8 @@ void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared
   e.call = call;
   e.error.clear();
   char* const call_begin = static_cast<char*>(const_cast<void*>(call));
-  e.memory.add_region({"the kernel's parameters", call_begin, call_bytes, Content::read_only, false, {}});
+  e.memory->mark_temporary();
+  e.memory->add_buffer("the kernel's parameters", call_begin, call_bytes, Content::read_only);
   std::vector<unsigned> order(blocks);
   for (unsigned i = 0; i < blocks; ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), e.random);
@@ -353,7 +382,8 @@ void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared
     run_block(rank);
     if (!e.error.empty()) break;
   }
-  e.memory.forget_stamps();
+  e.memory->forget_temporary();
+  e.memory->forget_order();
   if (e.error.empty()) return;
   for (Thread& thread : e.threads) thread.has_stack_frame = false;  // abandoned in the middle of the kernel
   throw std::runtime_error(e.error);
@@ -374,7 +404,7 @@ void* shared_array(const void* site, const char* name, size_t bytes) {
   const size_t begin = e.shared_used + kRedZone, end = (begin + bytes + kRedZone + 127) / 128 * 128;
   if (begin + bytes + kRedZone > kSharedBytes) fail("static shared memory is used up");
   char* const address = e.shared + begin;
-  e.memory.add_region({std::string("shared array ") + name, address, bytes, Content::uninitialised, true, {}});
+  e.memory->add_shared(std::string("shared array ") + name, address, bytes);
   e.shared_sites.emplace_back(site, address);
   e.shared_used = end;
   return address;
@@ -386,6 +416,7 @@ int block_barrier(const char* name, bool vote) {
   Thread& me = *engine().current;
   me.vote = vote;
   me.state = State::at_block_barrier;
+  ++engine().waiting_threads;
   me.waits_for = name;
   try_block_barrier();  // may make everybody ready, this thread too
   if (_setjmp(me.context) == 0) back_to_scheduler();
@@ -396,11 +427,20 @@ void warp_barrier(unsigned mask) {
   Engine& e = engine();
   e.current->seen[e.current_rank % 32] += 1;
   warp_operation("sync_warp", mask, [](unsigned start, unsigned lanes) {
-    uint32_t joined[32] = {};
+    uint32_t seen[32] = {}, fenced[32] = {};
+    std::shared_ptr<const Past> fenced_by_barrier;
     for_each_lane(start, lanes, [&](unsigned, Thread& thread) {
-      for (int i = 0; i < 32; ++i) joined[i] = std::max(joined[i], thread.seen[i]);
+      for (int i = 0; i < 32; ++i) seen[i] = std::max(seen[i], thread.seen[i]);
+      if (!engine().has_fenced) return;
+      for (int i = 0; i < 32; ++i) fenced[i] = std::max(fenced[i], thread.fenced[i]);
+      if (thread.fenced_by_barrier) fenced_by_barrier = thread.fenced_by_barrier;
     });
-    for_each_lane(start, lanes, [&](unsigned, Thread& thread) { memcpy(thread.seen, joined, sizeof joined); });
+    for_each_lane(start, lanes, [&](unsigned, Thread& thread) {
+      memcpy(thread.seen, seen, sizeof seen);
+      if (!engine().has_fenced) return;
+      memcpy(thread.fenced, fenced, sizeof fenced);
+      thread.fenced_by_barrier = fenced_by_barrier;
+    });
   });
 }
 
@@ -434,8 +474,25 @@ unsigned ballot(const char* name, bool vote, unsigned mask) {
 }
 
 void fence() {
-  engine().current->has_fenced = true;
-  engine().current->wrote_since_fence = false;
+  Engine& e = engine();
+  Thread& me = *e.current;
+  ++me.seen[e.current_rank % 32];  // what I do from here on lies behind no fence
+  memcpy(me.fenced, me.seen, sizeof me.fenced);
+  me.fenced_by_barrier = e.by_barrier;
+  e.has_fenced = true;
+}
+
+// What of its block's past the running thread knows to lie behind a fence.
+static Past fenced_past() {
+  Engine& e = engine();
+  const Thread& me = *e.current;
+  Past past = e.fenced;
+  if (me.fenced_by_barrier)
+    for (size_t i = 0; i < past.size(); ++i) past[i] = std::max(past[i], (*me.fenced_by_barrier)[i]);
+  const unsigned start = e.current_rank / 32 * 32;
+  for (unsigned lane = 0; lane < 32 && start + lane < past.size(); ++lane)
+    past[start + lane] = std::max(past[start + lane], me.fenced[lane]);
+  return past;
 }
 
 void copy_bytes(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
@@ -447,26 +504,31 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
   if (aligned && reinterpret_cast<uintptr_t>(a) % bytes != 0)
     fail("misaligned: an access of " + std::to_string(bytes) + " bytes at an address that is no multiple of it");
   if (a >= e.stacks && a < e.stacks + kStackBytes * kMostThreads) return;  // a thread's own variables
-  const std::string error = e.memory.access(address, bytes, kind, observer());
+  const std::string error = e.memory->access(address, bytes, kind, observer());
   if (!error.empty()) {
     if (kind == Access::read && is_constant_data(address)) return;
     fail(error);
   }
-  const bool is_shared = a >= e.shared && a < e.shared + kSharedBytes;
-  if (kind == Access::write && !is_shared) e.current->wrote_since_fence = true;
-  if (kind == Access::atomic && !is_shared)
-    e.memory.synchronise(address, e.current->has_fenced && !e.current->wrote_since_fence, observer());
+  if (kind != Access::atomic) return;
+  if (++e.current->atomics_in_a_row > kMostAtomicsInARow)
+    fail("endless: " + std::to_string(kMostAtomicsInARow) +
+         " atomics without a barrier; blocks and threads run one after " +
+         "another here, so waiting in a loop for somebody else never ends");
+  if (e.memory->is_shared(address)) return;
+  const Past fenced = e.has_fenced ? fenced_past() : Past();
+  e.memory->synchronise(address, e.has_fenced ? &fenced : nullptr, observer());
 }
 
-void check_streaming(const void* address, size_t bytes) { fail_if(engine().memory.check_streaming(address, bytes)); }
+void check_streaming(const void* address, size_t bytes) { fail_if(engine().memory->check_streaming(address, bytes)); }
 
 void copy_async(void* shared, const void* global, size_t bytes, bool valid) {
   Thread& me = *engine().current;
   if (reinterpret_cast<uintptr_t>(shared) % bytes || (valid && reinterpret_cast<uintptr_t>(global) % bytes))
     fail("misaligned: copy_async of " + std::to_string(bytes) + " bytes");
   if (valid) check_access(global, bytes, Access::read, true);
-  fail_if(engine().memory.begin_async_write(shared, bytes, observer()));
-  me.copies.push_back({shared, global, bytes, valid, kUncommitted});
+  fail_if(engine().memory->begin_async_write(shared, bytes, observer()));
+  me.copies.push_back({shared, global, {}, bytes, valid, kUncommitted});
+  if (valid) memcpy(me.copies.back().before, global, bytes);
 }
 
 void copy_async_commit() {
@@ -484,11 +546,16 @@ void copy_async_wait(int pending) {
       left.push_back(copy);
       continue;
     }
+    if (copy.valid) {  // it may read its source at any time until now
+      check_access(copy.from, copy.bytes, Access::read, true);
+      if (memcmp(copy.before, copy.from, copy.bytes) != 0)
+        fail("asynchronous copy: its source was written before copy_async_wait");
+    }
     if (copy.valid)
       memcpy(copy.to, copy.from, copy.bytes);
     else
       memset(copy.to, 0, copy.bytes);
-    engine().memory.finish_async_write(copy.to, copy.bytes, observer());
+    engine().memory->finish_async_write(copy.to, copy.bytes, observer());
   }
   me.copies = std::move(left);
 }

@@ -1,6 +1,7 @@
 // The functions that -fsanitize=thread makes a kernel call at every load and store: each becomes a checked access.
 // We link these instead of the sanitizer's own runtime. Called by compiled kernels.
 #include <cstddef>
+#include <cstring>
 
 #include "engine.h"
 
@@ -29,3 +30,21 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}
 }
+
+// ---- the calls of checked_memory.h ----
+
+namespace emulator {
+
+void* checked_move(void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return to;
+  check_access(from, bytes, Access::read, false);
+  check_access(to, bytes, Access::write, false);
+  return memmove(to, from, bytes);
+}
+
+void* checked_set(void* to, int value, size_t bytes) {
+  if (bytes > 0) check_access(to, bytes, Access::write, false);
+  return memset(to, value, bytes);
+}
+
+}  // namespace emulator

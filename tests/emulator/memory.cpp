@@ -1,46 +1,93 @@
 // Bounds, initialisation and happens-before, byte by byte; see memory.h.
 #include "memory.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <stdexcept>
 
 namespace emulator {
+namespace {
 
-void Memory::add_region(Region region) {
-  if (region.content != Content::read_only) region.bytes.resize(region.size);
-  if (region.content == Content::uninitialised) memset(region.begin, 0xff, region.size);
-  if (region.content == Content::initialised)
-    for (Byte& byte : region.bytes) byte.initialised = true;
-  regions_.push_back(std::make_unique<Region>(std::move(region)));
+constexpr uint8_t kWritten = 1, kInFlight = 2;
+
+// Zero pages that cost nothing until they are touched, so that a large buffer is no slower than its accesses.
+Byte* reserve_bytes(size_t count) {
+  void* const pages =
+      mmap(nullptr, count * sizeof(Byte), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (pages == MAP_FAILED) throw std::bad_alloc();
+  madvise(pages, count * sizeof(Byte), MADV_NOHUGEPAGE);
+  return static_cast<Byte*>(pages);
+}
+
+// Keeps the stamps of two threads, and in global memory of two blocks where there were two, else a block's own many
+// accesses would drive out the one of another block.
+void remember(Stamp (&stamps)[2], Stamp now, bool is_shared) {
+  const bool holds_other_block = stamps[1] && stamps[1].block() != now.block() && stamps[0].block() == now.block();
+  if (!now.is_of_same_thread(stamps[0]) && (is_shared || !holds_other_block)) stamps[1] = stamps[0];
+  stamps[0] = now;
+}
+
+}  // namespace
+
+Memory::Memory(char* shared, size_t shared_bytes)
+    : shared_(shared), shared_bytes_(shared_bytes), shared_stamps_(reserve_bytes(shared_bytes)) {}
+
+void Memory::add_buffer(const std::string& name, void* address, size_t bytes, Content content) {
+  auto region = std::make_unique<Region>(Region{name, static_cast<char*>(address), bytes, content, false, nullptr, {}});
+  if (content != Content::read_only) region->bytes = reserve_bytes(bytes);
+  if (content == Content::uninitialised) {
+    region->flags.resize(bytes);
+    memset(address, 0xff, bytes);
+  }
+  regions_.push_back(std::move(region));
   last_ = nullptr;
 }
 
-void Memory::drop_shared_regions() {
+void Memory::add_shared(const std::string& name, void* address, size_t bytes) {
+  char* const begin = static_cast<char*>(address);
+  regions_.push_back(std::make_unique<Region>(Region{name, begin, bytes, Content::uninitialised, true,
+                                                     shared_stamps_ + (begin - shared_), std::vector<uint8_t>(bytes)}));
+  memset(address, 0xff, bytes);
+  last_ = nullptr;
+}
+
+void Memory::release_bytes(Region& region) {
+  if (region.bytes && !region.is_shared) munmap(region.bytes, region.size * sizeof(Byte));
+}
+
+void Memory::forget_shared() {
   regions_.erase(std::remove_if(regions_.begin(), regions_.end(), [](const auto& r) { return r->is_shared; }),
                  regions_.end());
   last_ = nullptr;
+  acquired_.clear();
 }
 
-void Memory::drop_all_regions() {
-  regions_.clear();
+void Memory::forget_order() {
+  for (auto& region : regions_)
+    if (region->bytes && !region->is_shared) madvise(region->bytes, region->size * sizeof(Byte), MADV_DONTNEED);
+  madvise(shared_stamps_, shared_bytes_ * sizeof(Byte), MADV_DONTNEED);
+  published_.clear();
+}
+
+void Memory::forget_temporary() {
+  while (regions_.size() > permanent_) {
+    release_bytes(*regions_.back());
+    regions_.pop_back();
+  }
   last_ = nullptr;
+}
+
+void Memory::forget_all() {
+  permanent_ = 0;
+  forget_temporary();
   published_.clear();
   acquired_.clear();
 }
 
-void Memory::forget_stamps() {
-  for (auto& region : regions_)
-    for (Byte& byte : region->bytes) {
-      byte.write = byte.atomic = byte.read[0] = byte.read[1] = Stamp();
-      byte.in_flight = false;
-    }
-  published_.clear();
-}
-
-void Memory::forget_acquisitions() { acquired_.clear(); }
-
-Region* Memory::find(const void* address) {
+Memory::Region* Memory::find(const void* address) {
   const char* a = static_cast<const char*>(address);
   const auto holds = [a](const Region* r) { return a >= r->begin && a < r->begin + r->size; };
   if (last_ && holds(last_)) return last_;
@@ -66,62 +113,80 @@ std::string Memory::describe(const Region& region, const void* address, size_t b
   return text.str();
 }
 
-bool Memory::is_ordered(Stamp earlier, const Observer& me) const {
+bool Memory::knows_address(const std::vector<Acquisition>& acquisitions, const Observer& me) const {
+  return std::any_of(acquisitions.begin(), acquisitions.end(),
+                     [&](const Acquisition& a) { return me.knows(a.thread, a.clock); });
+}
+
+bool Memory::is_ordered(const Region& region, Stamp earlier, const Observer& me) const {
   if (!earlier) return true;
-  if (earlier.block() != me.block) {
-    const auto found = acquired_.find(earlier.block());
-    if (found == acquired_.end()) return false;
-    const Acquired& acquired = found->second;
-    const bool was_published =
-        earlier.epoch() < acquired.release.epoch ||
-        (earlier.thread() == acquired.release.thread && earlier.epoch() == acquired.release.epoch);
-    const bool reached_me = acquired.by_thread == me.thread || acquired.at_epoch < me.epoch;
-    return was_published && reached_me;
+  if (earlier.block() == me.block) return me.knows(earlier.thread(), earlier.clock());
+  if (region.is_shared) return true;  // left behind by a block that is gone, with its shared memory
+  for (const auto& [address, acquisitions] : acquired_) {
+    const auto& at_address = published_.at(address);
+    const auto past = at_address.find(earlier.block());
+    if (past != at_address.end() && earlier.clock() < past->second[earlier.thread()] && knows_address(acquisitions, me))
+      return true;
   }
-  if (earlier.thread() == me.thread || earlier.epoch() < me.epoch) return true;
-  return earlier.thread() / 32 == me.thread / 32 && earlier.clock() < me.seen[earlier.thread() % 32];
+  return false;
 }
 
 std::string Memory::access(const void* address, size_t bytes, Access kind, const Observer& me) {
   static const char* const kVerb[] = {"reads ", "writes ", "atomically updates "};
-  const std::string verb = kVerb[static_cast<int>(kind)];
-  Region* region = find(address);
-  if (!region)
-    return "out of bounds: " + verb + std::to_string(bytes) + " bytes that no buffer holds" + nearest(address);
-  const size_t offset = static_cast<const char*>(address) - region->begin;
-  if (offset + bytes > region->size)
-    return "out of bounds: " + verb + describe(*region, address, bytes) + ", which has " + std::to_string(region->size);
-  if (region->content == Content::read_only)
-    return kind == Access::read ? "" : "read-only: " + verb + describe(*region, address, bytes);
-
-  const auto conflict = [&](Stamp other, const char* what) {
+  const std::string_view verb = kVerb[static_cast<int>(kind)];
+  const auto say = [&](auto&&... parts) {
     std::ostringstream text;
-    text << "race: " << verb << describe(*region, address, bytes) << ", which thread " << other.thread();
-    if (other.block() != me.block) text << " of block " << other.block();
-    text << ' ' << what
-         << (other.block() == me.block ? " with no barrier in between" : " with no fence and atomic in between");
+    (text << ... << parts);
     return text.str();
   };
-  const Stamp now(me.block, me.thread, me.epoch, me.clock());
+  Region* const found = find(address);
+  if (!found) return say("out of bounds: ", verb, bytes, " bytes that no buffer holds", nearest(address));
+  Region& region = *found;
+  const size_t offset = static_cast<const char*>(address) - region.begin;
+  if (bytes > region.size - offset)
+    return say("out of bounds: ", verb, describe(region, address, bytes), ", which has ", region.size);
+  if (region.content == Content::read_only)
+    return kind == Access::read ? "" : say("read-only: ", verb, describe(region, address, bytes));
+
+  Stamp known[8];  // the neighbouring bytes mostly have the same stamps, and those need no second look
+  const auto is_known = [&](Stamp stamp, int slot) {
+    if (stamp.bits == known[slot].bits) return true;
+    if (!is_ordered(region, stamp, me)) return false;
+    known[slot] = stamp;
+    return true;
+  };
+  const auto conflict = [&](Stamp other, const char* what) {
+    const bool same_block = other.block() == me.block;
+    return say("race: ", verb, describe(region, address, bytes), ", which thread ", other.thread(),
+               same_block ? "" : say(" of block ", other.block()), ' ', what,
+               same_block ? " with no barrier in between" : " with no fence and atomic in between");
+  };
+  const Stamp now(me.block, me.thread, me.clock());
   for (size_t i = offset; i < offset + bytes; ++i) {
-    Byte& byte = region->bytes[i];
-    if (byte.in_flight)
-      return "asynchronous copy: " + verb + describe(*region, address, bytes) +
-             ", into which a copy is still under way (no copy_async_wait)";
-    if (kind != Access::write && !byte.initialised)
-      return "uninitialised: " + verb + describe(*region, address, bytes) + ", which nothing has written";
-    if (!is_ordered(byte.write, me)) return conflict(byte.write, "wrote");
-    if (kind != Access::atomic && !is_ordered(byte.atomic, me)) return conflict(byte.atomic, "updated atomically");
-    if (kind != Access::read)
-      for (Stamp read : byte.read)
-        if (!is_ordered(read, me)) return conflict(read, "read");
-    if (kind == Access::read) {
-      if (byte.read[0].thread() != me.thread || byte.read[0].block() != me.block) byte.read[1] = byte.read[0];
-      byte.read[0] = now;
-    } else {
-      (kind == Access::write ? byte.write : byte.atomic) = now;
-      byte.initialised = true;
+    Byte& byte = region.bytes[i];
+    if (!region.flags.empty()) {
+      if (region.flags[i] & kInFlight)
+        return say("asynchronous copy: ", verb, describe(region, address, bytes),
+                   ", into which a copy is still under way (no copy_async_wait)");
+      if (kind != Access::write && !(region.flags[i] & kWritten))
+        return say("uninitialised: ", verb, describe(region, address, bytes), ", which nothing has written");
     }
+    if (!is_known(byte.write, 0)) return conflict(byte.write, "wrote");
+    if (kind != Access::atomic)
+      for (int k = 0; k < 2; ++k)
+        if (!is_known(byte.update[k], 1 + k)) return conflict(byte.update[k], "updated atomically");
+    if (kind != Access::read)
+      for (int k = 0; k < 2; ++k)
+        if (!is_known(byte.read[k], 3 + k)) return conflict(byte.read[k], "read");
+    if (kind == Access::read) {
+      remember(byte.read, now, region.is_shared);
+      continue;
+    }
+    if (kind == Access::atomic)
+      remember(byte.update, now, region.is_shared);
+    else
+      byte = Byte{now, {}, {}};  // whoever is ordered behind this write is ordered behind all before it
+    if (!region.flags.empty()) region.flags[i] |= kWritten;
   }
   return "";
 }
@@ -132,23 +197,19 @@ std::string Memory::begin_async_write(void* address, size_t bytes, const Observe
     return "copy_async: the target " + describe(*target, address, bytes) + " is not shared";
   std::string error = access(address, bytes, Access::write, me);
   if (!error.empty()) return error;
-  Region* region = find(address);
-  const size_t offset = static_cast<char*>(address) - region->begin;
-  for (size_t i = offset; i < offset + bytes; ++i) {
-    region->bytes[i].in_flight = true;
-    region->bytes[i].initialised = false;
-  }
+  Region& region = *find(address);
+  const size_t offset = static_cast<char*>(address) - region.begin;
+  std::fill_n(region.flags.begin() + static_cast<long>(offset), bytes, kInFlight);
   memset(address, 0xff, bytes);
   return "";
 }
 
 void Memory::finish_async_write(void* address, size_t bytes, const Observer& me) {
-  Region* region = find(address);
-  const size_t offset = static_cast<char*>(address) - region->begin;
+  Region& region = *find(address);
+  const size_t offset = static_cast<char*>(address) - region.begin;
   for (size_t i = offset; i < offset + bytes; ++i) {
-    region->bytes[i].in_flight = false;
-    region->bytes[i].initialised = true;
-    region->bytes[i].write = Stamp(me.block, me.thread, me.epoch, me.clock());
+    region.flags[i] = kWritten;
+    region.bytes[i] = Byte{Stamp(me.block, me.thread, me.clock()), {}, {}};
   }
 }
 
@@ -159,18 +220,28 @@ std::string Memory::check_streaming(const void* address, size_t bytes) {
   if (region->content == Content::read_only) return "";
   const size_t offset = static_cast<const char*>(address) - region->begin;
   for (size_t i = offset; i < std::min(offset + bytes, region->size); ++i)
-    if (region->bytes[i].write || region->bytes[i].atomic)
+    if (region->bytes[i].write || region->bytes[i].update[0])
       return "load16_streaming: " + describe(*region, address, bytes) + " was written in this launch";
   return "";
 }
 
-void Memory::synchronise(const void* address, bool publishes, const Observer& me) {
-  auto& published = published_[address];
-  for (const auto& [block, release] : published)
-    if (block != me.block) acquired_[block] = Acquired{release, me.thread, me.epoch};
-  if (!publishes) return;
-  published[me.block] = Release{me.epoch, me.thread};
-  for (const auto& [block, acquired] : acquired_) published.emplace(block, acquired.release);
+void Memory::synchronise(const void* address, const Past* fenced, const Observer& me) {
+  auto& at_address = published_[address];
+  if (at_address.size() > at_address.count(me.block)) {
+    auto& acquisitions = acquired_[address];
+    if (!knows_address(acquisitions, me)) acquisitions.push_back({me.thread, me.clock()});
+  }
+  if (!fenced) return;
+  const auto publish = [&](unsigned block, const Past& past) {
+    Past& known = at_address[block];
+    known.resize(kMostThreads);
+    for (size_t i = 0; i < past.size(); ++i) known[i] = std::max(known[i], past[i]);
+  };
+  publish(me.block, *fenced);
+  for (const auto& [other, acquisitions] : acquired_)  // and what this thread learned elsewhere it passes on
+    if (other != address && knows_address(acquisitions, me))
+      for (const auto& [block, past] : published_.at(other))
+        if (block != me.block) publish(block, past);
 }
 
 }  // namespace emulator

@@ -1,6 +1,6 @@
 // What the emulator knows of every byte that a kernel may touch: which buffer it belongs to, whether it was ever
 // written, and which threads touched it last, so that two accesses that nothing orders are found whatever order they
-// ran in. Called by engine.cpp and hooks.cpp.
+// ran in. Called by engine.cpp.
 #pragma once
 
 #include <cstdint>
@@ -13,78 +13,95 @@
 
 namespace emulator {
 
-// A moment in one thread's life: bit 63 set, block 22 bits, thread 10, block barriers passed 15, warp barriers
-// passed 16.
+constexpr unsigned kMostThreads = 1024;
+
+// A moment in one thread's life: bit 63 set, block 22 bits, thread 10, the thread's clock 31.
+// The clock counts what may make the thread's past known to others: barriers, warp barriers, fences.
 struct Stamp {
   uint64_t bits = 0;
   Stamp() = default;
-  Stamp(unsigned block, unsigned thread, unsigned epoch, unsigned clock)
+  Stamp(unsigned block, unsigned thread, uint32_t clock)
       : bits(1ull << 63 | static_cast<uint64_t>(block & 0x3fffff) << 41 | static_cast<uint64_t>(thread & 0x3ff) << 31 |
-             static_cast<uint64_t>(epoch & 0x7fff) << 16 | (clock & 0xffff)) {}
+             (clock & 0x7fffffff)) {}
   explicit operator bool() const { return bits != 0; }
   unsigned block() const { return bits >> 41 & 0x3fffff; }
   unsigned thread() const { return bits >> 31 & 0x3ff; }
-  unsigned epoch() const { return bits >> 16 & 0x7fff; }
-  unsigned clock() const { return bits & 0xffff; }
+  uint32_t clock() const { return bits & 0x7fffffff; }
+  bool is_of_same_thread(Stamp other) const { return bits >> 31 == other.bits >> 31; }
 };
 
+// Who touched a byte last. read, update: of two different threads, of two different blocks where there were two.
 struct Byte {
-  Stamp write, atomic, read[2];  // read: of the two threads that read last
-  bool initialised = false;
-  bool in_flight = false;  // an asynchronous copy into it has not been waited for
+  Stamp write, update[2], read[2];
 };
 
-struct Region {
-  std::string name;
-  char* begin;
-  size_t size;
-  Content content;
-  bool is_shared;
-  std::vector<Byte> bytes;  // empty where read-only
-};
+// A past that somebody knows, of the threads of one block: all that thread t did while its clock was below past[t].
+using Past = std::vector<uint32_t>;
 
-// Another block's writes become visible through: fence, atomic by that block; atomic on the same address by this one.
-struct Release {
-  unsigned epoch, thread;
-};
-struct Acquired {
-  Release release;
-  unsigned by_thread, at_epoch;
-};
-
-// The running thread, as far as ordering is concerned.
+// The running thread: what it knows of its block through block barriers, and of its warp beyond that.
 struct Observer {
-  unsigned block, thread, epoch;
-  const uint32_t* seen;  // [32]: warp barriers of each lane of my warp that I know to have passed
-  unsigned clock() const { return seen[thread % 32]; }
+  unsigned block, thread;
+  const uint32_t* by_barrier;  // [threads]
+  const uint32_t* by_warp;     // [32]
+  uint32_t clock() const { return by_warp[thread % 32]; }
+  bool knows(unsigned other, uint32_t moment) const {
+    return other == thread || moment < by_barrier[other] || (other / 32 == thread / 32 && moment < by_warp[other % 32]);
+  }
 };
 
 class Memory {
  public:
-  void add_region(Region region);
-  void drop_shared_regions();
-  void drop_all_regions();
-  void forget_stamps();        // a launch ended: everything before is ordered before everything after
-  void forget_acquisitions();  // a block ended
+  Memory(char* shared, size_t shared_bytes);
+
+  void add_buffer(const std::string& name, void* address, size_t bytes, Content content);
+  void add_shared(const std::string& name, void* address, size_t bytes);
+  void forget_shared();     // a block ended
+  void forget_order();      // a launch ended: everything before is ordered before everything after
+  void forget_temporary();  // the buffers added since the last mark_temporary
+  void mark_temporary() { permanent_ = regions_.size(); }
+  void forget_all();
+
+  bool is_shared(const void* address) const { return address >= shared_ && address < shared_ + shared_bytes_; }
 
   // Checks and records one access; returns "" or what is wrong with it.
   std::string access(const void* address, size_t bytes, Access kind, const Observer& observer);
   std::string begin_async_write(void* address, size_t bytes, const Observer& observer);
   void finish_async_write(void* address, size_t bytes, const Observer& observer);
   std::string check_streaming(const void* address, size_t bytes);
-  // An atomic of a thread that has fenced publishes its block's ordered writes; every atomic sees what was published.
-  void synchronise(const void* address, bool publishes, const Observer& observer);
+  // An atomic on global memory: `fenced`, the past of its block that a fence lies behind (null for none), is published
+  // at the address, and what other blocks have published there becomes known.
+  void synchronise(const void* address, const Past* fenced, const Observer& observer);
 
  private:
+  struct Region {
+    std::string name;
+    char* begin;
+    size_t size;
+    Content content;
+    bool is_shared;
+    Byte* bytes;                 // null where read-only
+    std::vector<uint8_t> flags;  // per byte, of kWritten and kInFlight; empty where initialised
+  };
+  struct Acquisition {
+    unsigned thread;
+    uint32_t clock;
+  };
+
   Region* find(const void* address);
   std::string describe(const Region& region, const void* address, size_t bytes) const;
-  bool is_ordered(Stamp earlier, const Observer& observer) const;
   std::string nearest(const void* address) const;
+  bool is_ordered(const Region& region, Stamp earlier, const Observer& observer) const;
+  bool knows_address(const std::vector<Acquisition>& acquisitions, const Observer& observer) const;
+  void release_bytes(Region& region);
 
+  char* shared_;
+  size_t shared_bytes_;
+  Byte* shared_stamps_;
   std::vector<std::unique_ptr<Region>> regions_;
+  size_t permanent_ = 0;
   Region* last_ = nullptr;
-  std::map<const void*, std::map<unsigned, Release>> published_;
-  std::map<unsigned, Acquired> acquired_;
+  std::map<const void*, std::map<unsigned, Past>> published_;  // address -> block -> what it published there
+  std::map<const void*, std::vector<Acquisition>> acquired_;   // by the running block
 };
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-// Launches of planted_faults.cuh by name: 64 threads, one block, two for the device fence. Called from
+// Launches of planted_faults.cuh by name: 64 threads, one block, two for the device fences. Called from
 // test_planted_faults.py.
 #include "planted_faults.cuh"
 
@@ -25,6 +25,18 @@ void run_planted_fault(const std::string& name, Address in, Address out, bool br
       {"read_only", read_only_kernel},
       {"misaligned", misaligned_kernel},
       {"device_fence", device_fence_kernel},
+      {"device_fence_order", device_fence_order_kernel},
+      {"device_late_write", device_late_write_kernel},
+      {"device_warp_release", device_warp_release_kernel},
+      {"device_warp_acquire", device_warp_acquire_kernel},
+      {"device_sum", device_sum_kernel},
+      {"endless", endless_kernel},
+      {"copy_bounds", copy_bounds_kernel},
+      {"fill", fill_kernel},
+      {"async_source", async_source_kernel},
+      {"async_target", async_target_kernel},
+      {"different_masks", different_masks_kernel},
+      {"own_lane", own_lane_kernel},
       {"async_wait", async_wait_kernel},
       {"async_commit", async_commit_kernel},
       {"async_barrier", async_barrier_kernel},
@@ -35,7 +47,7 @@ void run_planted_fault(const std::string& name, Address in, Address out, bool br
   };
   const auto found = kKernels.find(name);
   if (found == kKernels.end()) throw std::invalid_argument("no planted fault is called " + name);
-  const unsigned blocks = name == "device_fence" ? 2 : 1;
+  const unsigned blocks = name.rfind("device_", 0) == 0 ? 2 : 1;
   launch(found->first.c_str(), found->second, {{blocks}, {64}, 256}, {}, as<int>(in), as<int>(out), broken);
 }
 

@@ -2,7 +2,7 @@
 // broken one and pass every whole one, under every seed. Called by planted_faults.cpp, from test_planted_faults.py.
 #pragma once
 
-#include "cuda/primitives.cuh"
+#include <cuda/primitives.cuh>  // not in quotes: nvcc must find the one in csrc/, not the one beside this file
 
 namespace pass_ext::gpu {
 
@@ -102,6 +102,121 @@ inline PASS_EXT_KERNEL device_fence_kernel(const int* in, int* out, bool broken)
   sync_block();
   if (ticket[0] != 1 || i >= 31) return;
   out[1 + i] = out[1 + i] + out[32 + i];
+}
+
+// As above, with one fence behind a barrier instead of every thread's own; before the barrier it covers thread 0 alone.
+inline PASS_EXT_KERNEL device_fence_order_kernel(const int* in, int* out, bool broken) {
+  PASS_EXT_SHARED(int, ticket, 1);
+  const unsigned i = thread_index().x, block = block_index().x;
+  if (broken && i == 0) fence_device();
+  if (i > 0 && i < 31) out[1 + 31 * block + i] = in[i];
+  sync_block();
+  if (!broken && i == 0) fence_device();
+  if (i == 0) ticket[0] = atomic_add(out, 1);
+  sync_block();
+  if (ticket[0] != 1 || i >= 31) return;
+  out[1 + i] = out[1 + i] + out[32 + i];
+}
+
+// What a thread writes behind its ticket is not published by it.
+inline PASS_EXT_KERNEL device_late_write_kernel(const int* in, int* out, bool broken) {
+  const unsigned block = block_index().x;
+  if (thread_index().x != 0) return;
+  if (!broken) out[1 + block] = in[0];
+  fence_device();
+  const int ticket = atomic_add(out, 1);
+  if (broken) out[1 + block] = in[0];
+  if (ticket == 1) out[3] = out[1] + out[2];
+}
+
+// One warp a block, ordered by sync_warp alone: before the fence of lane 0, and behind its ticket.
+inline PASS_EXT_KERNEL device_warp_release_kernel(const int* in, int* out, bool broken) {
+  const unsigned i = thread_index().x, block = block_index().x;
+  if (i >= 31) return;
+  out[1 + 31 * block + i] = in[i];
+  if (!broken) sync_warp(0x7fffffffu);
+  int ticket = 0;
+  if (i == 0) {
+    fence_device();
+    ticket = atomic_add(out, 1);
+  }
+  sync_warp(0x7fffffffu);
+  if (shuffle(ticket, 0, 0x7fffffffu) == 1) out[1 + i] = out[1 + i] + out[32 + i];
+}
+inline PASS_EXT_KERNEL device_warp_acquire_kernel(const int* in, int* out, bool broken) {
+  const unsigned i = thread_index().x, block = block_index().x;
+  if (i >= 31) return;
+  out[1 + 31 * block + i] = in[i];
+  sync_warp(0x7fffffffu);
+  int ticket = 0;
+  if (i == 0) {
+    fence_device();
+    ticket = atomic_add(out, 1);
+  }
+  if (!broken) sync_warp(0x7fffffffu);
+  if (shuffle(ticket, 0, 0x7fffffffu) == 1) out[1 + i] = out[1 + i] + out[32 + i];
+}
+
+// A sum by relaxed atomics, read plainly by the last block: its own atomic on it orders nothing.
+inline PASS_EXT_KERNEL device_sum_kernel(const int* in, int* out, bool broken) {
+  if (thread_index().x != 0) return;
+  atomic_add(&out[1], in[block_index().x]);
+  if (!broken) fence_device();
+  if (atomic_add(out, 1) == 1) out[2] = out[1];
+}
+
+// Waiting for another block in a loop; blocks need not run at the same time.
+inline PASS_EXT_KERNEL endless_kernel(const int* in, int* out, bool broken) {
+  const unsigned i = thread_index().x;
+  if (i > 0) out[i] = in[i];
+  while (broken && i == 0 && atomic_add(out, 0) == 0) {
+  }
+}
+
+// Copies that the compiler does not turn into loads and stores are checked too.
+inline PASS_EXT_KERNEL copy_bounds_kernel(const int* in, int* out, bool broken) {
+  if (thread_index().x == 0) memcpy(out, in + (broken ? 60 : 58), 24);
+}
+inline PASS_EXT_KERNEL fill_kernel(const int* in, int* out, bool broken) {
+  const unsigned i = thread_index().x;
+  if (i < 2) memset(out + 4 * i, 0, (broken ? 16 : 12) + in[0]);  // in[0] is 1
+}
+
+// The source of a copy must stay as it is until the copy is waited for.
+inline PASS_EXT_KERNEL async_source_kernel(const int* in, int* out, bool broken) {
+  PASS_EXT_SHARED(int, tile, 64);
+  const unsigned i = thread_index().x;
+  out[i] = in[i];
+  copy_async4(&tile[i], out + i);
+  copy_async_commit();
+  if (broken) out[i] = 0;
+  copy_async_wait<0>();
+  out[i] = tile[i];
+}
+
+// A copy may land at once, on what a neighbour still reads.
+inline PASS_EXT_KERNEL async_target_kernel(const int* in, int* out, bool broken) {
+  PASS_EXT_SHARED(int, tile, 64);
+  const unsigned i = thread_index().x;
+  tile[i] = in[i];
+  sync_block();
+  const int other = tile[63 - i];
+  if (!broken) sync_block();
+  copy_async4(&tile[i], in + i);
+  copy_async_commit();
+  copy_async_wait<0>();
+  out[i] = tile[i] + other;
+}
+
+inline PASS_EXT_KERNEL different_masks_kernel(const int* in, int* out, bool broken) {
+  const unsigned i = thread_index().x;
+  sync_warp(broken && i % 32 < 16 ? 0xffffu : kFullWarp);
+  out[i] = in[i];
+}
+
+inline PASS_EXT_KERNEL own_lane_kernel(const int* in, int* out, bool broken) {
+  const unsigned i = thread_index().x;
+  if (i < (broken ? 17 : 16)) out[i] = any(in[i] > 0, 0xffffu);
 }
 
 inline PASS_EXT_KERNEL async_wait_kernel(const int* in, int* out, bool broken) {

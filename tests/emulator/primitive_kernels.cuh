@@ -2,9 +2,9 @@
 // only: nvcc compiles this file too. Called by primitives.cpp (emulator).
 #pragma once
 
+#include <cuda/primitives.cuh>  // not in quotes: nvcc must find the one in csrc/, not the one beside this file
 #include "core/half.h"
 #include "core/philox.h"
-#include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
 

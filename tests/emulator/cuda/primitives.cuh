@@ -76,7 +76,7 @@ T shuffle_down(T value, unsigned delta, unsigned mask = kFullWarp) {
 }
 inline unsigned ballot(bool vote, unsigned mask = kFullWarp) { return emulator::ballot("ballot", vote, mask); }
 inline bool any(bool vote, unsigned mask = kFullWarp) { return emulator::ballot("any", vote, mask) != 0; }
-inline bool all(bool vote, unsigned mask = kFullWarp) { return emulator::ballot("all", vote, mask) == mask; }
+inline bool all(bool vote, unsigned mask = kFullWarp) { return emulator::ballot("all", !vote, mask) == 0; }
 
 inline int first_set_bit(unsigned bits) { return bits == 0 ? -1 : __builtin_ctz(bits); }
 inline int count_set_bits(unsigned bits) { return __builtin_popcount(bits); }
