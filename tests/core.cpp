@@ -19,37 +19,27 @@ namespace {
 template <typename T>
 using Array = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::forcecast>;
 
-template <typename Half>
-struct ByIsa {
-  static void widen(const std::string& isa, const Half* in, float* out, int64_t n) {
+template <typename From, typename To>
+void convert_at(const std::string& isa, const From* in, To* out, int64_t n) {
 #if defined(__x86_64__)
-    if (isa == "avx512_bf16") return pass_ext::avx512_bf16::convert(in, out, n);
-    if (isa == "avx512") return pass_ext::avx512::convert(in, out, n);
-    if (isa == "avx2") return pass_ext::avx2::convert(in, out, n);
+  if (isa == "avx512_bf16") return pass_ext::avx512_bf16::convert(in, out, n);
+  if (isa == "avx512") return pass_ext::avx512::convert(in, out, n);
+  if (isa == "avx2") return pass_ext::avx2::convert(in, out, n);
 #endif
-    pass_ext::portable::convert(in, out, n);
-  }
-  static void narrow(const std::string& isa, const float* in, Half* out, int64_t n) {
-#if defined(__x86_64__)
-    if (isa == "avx512_bf16") return pass_ext::avx512_bf16::convert(in, out, n);
-    if (isa == "avx512") return pass_ext::avx512::convert(in, out, n);
-    if (isa == "avx2") return pass_ext::avx2::convert(in, out, n);
-#endif
-    pass_ext::portable::convert(in, out, n);
-  }
-};
+  pass_ext::portable::convert(in, out, n);
+}
 
 template <typename Half>
 pybind11::array_t<float> widen(const std::string& isa, const Array<uint16_t>& in) {
   pybind11::array_t<float> out(in.size());
-  ByIsa<Half>::widen(isa, reinterpret_cast<const Half*>(in.data()), out.mutable_data(), in.size());
+  convert_at(isa, reinterpret_cast<const Half*>(in.data()), out.mutable_data(), in.size());
   return out;
 }
 
 template <typename Half>
 pybind11::array_t<uint16_t> narrow(const std::string& isa, const Array<float>& in) {
   pybind11::array_t<uint16_t> out(in.size());
-  ByIsa<Half>::narrow(isa, in.data(), reinterpret_cast<Half*>(out.mutable_data()), in.size());
+  convert_at(isa, in.data(), reinterpret_cast<Half*>(out.mutable_data()), in.size());
   return out;
 }
 
