@@ -63,8 +63,11 @@ def status() -> Status:
 
 
 def limit_cpu_isa(name: str) -> str:
-    """Use at most this instruction set from now on (``""``: no limit); returns the one in use. For tests and benchmarks."""
-    if _native.pass_ext_limit_cpu_isa(name.encode()) != 0:
+    """Use at most this instruction set from now on; returns the one in use. For tests and benchmarks.
+
+    ``""`` goes back to what the process started with: the best there is, or what ``PASS_EXT_CPU_ISA`` says.
+    """
+    if _native.pass_ext_limit_cpu_isa((name or os.environ.get("PASS_EXT_CPU_ISA", "")).encode()) != 0:
         raise ValueError(f"CPU instruction set must be portable, avx2, avx512, avx512_bf16 or '', got {name!r}")
     return str(_native.pass_ext_cpu_isa().decode())
 

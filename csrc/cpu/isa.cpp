@@ -2,7 +2,6 @@
 #include "cpu/isa.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 
 namespace pass_ext {
@@ -31,17 +30,8 @@ int level_of(const char* name) {
   return -1;
 }
 
-Isa limited(int level) {
-  const int best = static_cast<int>(best_isa());
-  return static_cast<Isa>(level < best ? level : best);
-}
-
 std::atomic<Isa>& chosen_isa() {
-  static std::atomic<Isa> isa = [] {
-    const char* wish = std::getenv("PASS_EXT_CPU_ISA");
-    const int level = wish ? level_of(wish) : 3;
-    return limited(level < 0 ? 3 : level);  // an unknown name is reported by pass_ext/_library.py
-  }();
+  static std::atomic<Isa> isa = best_isa();
   return isa;
 }
 
@@ -56,6 +46,7 @@ const char* pass_ext_cpu_isa() { return pass_ext::kNames[static_cast<int>(pass_e
 int pass_ext_limit_cpu_isa(const char* name) {
   const int level = pass_ext::level_of(name);
   if (level < 0) return 1;
-  pass_ext::chosen_isa().store(pass_ext::limited(level));
+  const int best = static_cast<int>(pass_ext::best_isa());
+  pass_ext::chosen_isa().store(static_cast<pass_ext::Isa>(level < best ? level : best));
   return 0;
 }

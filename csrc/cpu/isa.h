@@ -7,7 +7,7 @@ namespace pass_ext {
 
 enum class Isa { portable, avx2, avx512, avx512_bf16 };
 
-// The level in use: the best this processor has, or lower where limit_isa or PASS_EXT_CPU_ISA says so.
+// The level in use: the best this processor has, or lower where pass_ext_limit_cpu_isa said so.
 Isa current_isa();
 
 }  // namespace pass_ext
