@@ -34,11 +34,8 @@ def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
     if _library.debug_enabled():
         check_ids(ids, table.shape[0], lookahead.shape[0])
     if torch.is_grad_enabled() and (lookahead.requires_grad or table.requires_grad):
-        return _op(ids, table, lookahead)
-    with (
-        torch._C._AutoDispatchBelowAutograd()
-    ):  # nothing to record: spares the decoding loop torch's Python autograd layer
-        return _op(ids, table, lookahead)
+        return _Recorded.apply(ids, table, lookahead)
+    return _embed(ids, table, lookahead)
 
 
 def _embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
