@@ -2,7 +2,6 @@
 // core/lookahead.h. Called by cpu/lookahead.cpp and cuda/lookahead.cu.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <vector>
@@ -10,6 +9,7 @@
 #include "core/lookahead.h"
 #include "host/checks.h"
 #include "host/dispatch.h"
+#include "host/tensor.h"
 
 namespace pass_ext {
 
@@ -32,7 +32,7 @@ inline void check_lookahead_embed(const Tensor& ids, const Tensor& table, const 
 inline Tensor empty_lookahead_embed(const Tensor& ids, const Tensor& table) {
   std::vector<int64_t> shape(ids.sizes().begin(), ids.sizes().end());
   shape.push_back(table.size(1));
-  return torch::stable::new_empty(table, shape);
+  return empty_of_shape(table, shape);
 }
 
 // Calls function(problem) with the LookaheadEmbed for the tensors' types; ids, lookahead and out are contiguous.

@@ -33,6 +33,8 @@ def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
         return _op(ids, table, lookahead)
     if _library.debug_enabled():
         check_ids(ids, table.shape[0], lookahead.shape[0])
+    if torch.is_inference_mode_enabled():  # autograd is out of the way already
+        return _op(ids, table, lookahead)
     if torch.is_grad_enabled() and (lookahead.requires_grad or table.requires_grad):
         return _Recorded.apply(ids, table, lookahead)
     return _embed(ids, table, lookahead)
