@@ -13,7 +13,7 @@ namespace {
 Tensor lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& lookahead) {
   check_lookahead_embed(ids, table, lookahead);
   const CudaScope scope(table);
-  const Tensor flat_ids = torch::stable::contiguous(ids), slots = torch::stable::contiguous(lookahead);
+  const Tensor flat_ids = contiguous_of(ids), slots = contiguous_of(lookahead);
   const Tensor out = empty_lookahead_embed(ids, table);
   with_lookahead_embed(flat_ids, table, slots, out,
                        [&](const auto& problem) { gpu::launch_lookahead_embed(problem, scope.stream()); });
@@ -24,11 +24,10 @@ Tensor lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& loo
 Tensor lookahead_embed_backward(const Tensor& grad, const Tensor& ids, int64_t rows, bool slots, ScalarType dtype) {
   check_lookahead_embed_backward(grad, ids, rows, dtype);
   const CudaScope scope(grad);
-  const Tensor flat_ids = torch::stable::contiguous(ids), flat_grad = torch::stable::contiguous(grad);
+  const Tensor flat_ids = contiguous_of(ids), flat_grad = contiguous_of(grad);
   const int64_t dim = grad.size(grad.dim() - 1), splits = slots ? gpu::count_splits(ids.numel()) : 1;
   const std::vector<int64_t> shape{rows, dim}, partial_shape{splits > 1 ? splits : 0, rows, dim};
-  const Tensor out =
-      slots ? torch::stable::new_empty(grad, shape, dtype) : torch::stable::new_zeros(grad, shape, dtype);
+  const Tensor out = slots ? empty_of_shape(grad, shape, dtype) : torch::stable::new_zeros(grad, shape, dtype);
   const Tensor partial = torch::stable::new_empty(
       grad, partial_shape, grad.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
   with_lookahead_embed_backward(flat_grad, flat_ids, out, slots, [&](const auto& problem) {
