@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pass_ext._library import set_debug, status
 from pass_ext.lookahead import LookaheadEmbedding
+from pass_ext.ops.accept import RULES, AcceptResult, accept_chain, accept_tree
+from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.lookahead import lookahead_embed
 
 try:
@@ -14,4 +16,15 @@ try:
 except PackageNotFoundError:  # imported from a source tree that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["LookaheadEmbedding", "__version__", "lookahead_embed", "set_debug", "status"]
+__all__ = [
+    "RULES",
+    "AcceptResult",
+    "LookaheadEmbedding",
+    "__version__",
+    "accept_chain",
+    "accept_tree",
+    "draft_sample",
+    "lookahead_embed",
+    "set_debug",
+    "status",
+]

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/platform.h"
+#include "core/scalar.h"
 
 namespace pass_ext {
 
@@ -15,17 +15,7 @@ struct PhiloxBlock {
 };
 
 PASS_EXT_HOST_DEVICE PhiloxBlock philox4x32(PhiloxBlock counter, uint64_t key) {
-  constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
-  constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
-  uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = static_cast<uint64_t>(kMultiplier0) * counter.word[0];
-    const uint64_t product1 = static_cast<uint64_t>(kMultiplier1) * counter.word[2];
-    counter = {{static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ key0, static_cast<uint32_t>(product1),
-                static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ key1, static_cast<uint32_t>(product0)}};
-    key0 += kWeyl0;
-    key1 += kWeyl1;
-  }
+  philox_rounds(counter.word, key);
   return counter;
 }
 

@@ -10,9 +10,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/accept.h"
+#include "core/draft.h"
 #include "core/half.h"
 #include "core/lookahead.h"
+#include "core/scalar.h"
 #include "cpu/isa.h"
+#include "cpu/rows.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -20,6 +24,8 @@
 #define PASS_EXT_LEVEL 0
 namespace pass_ext::portable {
 #include "cpu/simd.h"
+#include "core/elementary.h"
+#include "core/weights.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::portable
 #undef PASS_EXT_LEVEL
@@ -40,6 +46,8 @@ namespace pass_ext::portable {
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c")
 namespace pass_ext::avx2 {
 #include "cpu/simd.h"
+#include "core/elementary.h"
+#include "core/weights.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::avx2
 PASS_EXT_TARGET_END
@@ -49,6 +57,8 @@ PASS_EXT_TARGET_END
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace pass_ext::avx512 {
 #include "cpu/simd.h"
+#include "core/elementary.h"
+#include "core/weights.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::avx512
 PASS_EXT_TARGET_END
@@ -58,6 +68,8 @@ PASS_EXT_TARGET_END
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 namespace pass_ext::avx512_bf16 {
 #include "cpu/simd.h"
+#include "core/elementary.h"
+#include "core/weights.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::avx512_bf16
 PASS_EXT_TARGET_END

@@ -39,13 +39,13 @@ void sum_rows(S* out, const T* grad, int64_t dim, const int64_t* positions, int6
       for (int u = 0; u < kUnrolled; ++u) sum[u] = zeros();
       for (int64_t k = 0; k < count; ++k) {
         const T* row = grad + positions[k] * dim + i;
-        for (int u = 0; u < kUnrolled; ++u) sum[u] = add(sum[u], load(row + u * Floats::width));
+        for (int u = 0; u < kUnrolled; ++u) sum[u] = sum[u] + load(row + u * Floats::width);
       }
       for (int u = 0; u < kUnrolled; ++u) store(out + i + u * Floats::width, sum[u]);
     }
     for (; i + Floats::width <= end; i += Floats::width) {
       Floats sum = zeros();
-      for (int64_t k = 0; k < count; ++k) sum = add(sum, load(grad + positions[k] * dim + i));
+      for (int64_t k = 0; k < count; ++k) sum = sum + load(grad + positions[k] * dim + i);
       store(out + i, sum);
     }
     for (; i < end; ++i) {

@@ -1,6 +1,21 @@
 // One vector of fp32 values at the level PASS_EXT_LEVEL (0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16): loads
 // widen bf16 / fp16 / fp32 exactly, stores round to nearest even, like core/half.h to the bit (NaN payloads apart).
-// Included by cpu/each_isa.h only, inside the level's namespace; used by the kernels headers.
+// Words are as many 32-bit integers, Mask as many truths; the operations are those of core/scalar.h, same bits.
+// Included by cpu/each_isa.h only, inside the level's namespace; used by the kernels headers and core/elementary.h.
+
+using ::pass_ext::bits_of;
+using ::pass_ext::constant;
+using ::pass_ext::float_of;
+using ::pass_ext::float_of_signed;
+using ::pass_ext::float_of_unsigned;
+using ::pass_ext::fused;
+using ::pass_ext::less;
+using ::pass_ext::maximum;
+using ::pass_ext::minimum;
+using ::pass_ext::multiply_wide;
+using ::pass_ext::select;
+using ::pass_ext::shift_left;
+using ::pass_ext::shift_right_signed;
 
 #if PASS_EXT_LEVEL == 0
 
@@ -23,9 +38,67 @@ inline void store(T* to, Floats value) {
   for (int i = 0; i < Floats::width; ++i) to[i] = from_float<T>(value.lane[i]);
 }
 
-inline Floats add(Floats a, Floats b) {
-  for (int i = 0; i < Floats::width; ++i) a.lane[i] += b.lane[i];
-  return a;
+struct Words {
+  static constexpr int width = 8;
+  uint32_t lane[width];
+};
+
+struct Mask {
+  uint32_t bits;  // bit i: lane i
+};
+
+#define PASS_EXT_EACH_LANE(type, expression)                            \
+  do {                                                                  \
+    type result;                                                        \
+    for (int i = 0; i < type::width; ++i) result.lane[i] = expression;  \
+    return result;                                                      \
+  } while (false)
+
+inline Floats constant(Floats, float value) { PASS_EXT_EACH_LANE(Floats, value); }
+inline Words constant(Words, uint32_t value) { PASS_EXT_EACH_LANE(Words, value); }
+inline Words counting(uint32_t first) { PASS_EXT_EACH_LANE(Words, first + i); }
+inline Words load_words(const uint32_t* from) { PASS_EXT_EACH_LANE(Words, from[i]); }
+inline void store_words(uint32_t* to, Words value) { memcpy(to, value.lane, sizeof value.lane); }
+
+inline Floats operator+(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] + b.lane[i]); }
+inline Floats operator-(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] - b.lane[i]); }
+inline Floats operator*(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] * b.lane[i]); }
+inline Floats fused(Floats a, Floats b, Floats c) { PASS_EXT_EACH_LANE(Floats, fused(a.lane[i], b.lane[i], c.lane[i])); }
+inline Floats maximum(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, maximum(a.lane[i], b.lane[i])); }
+inline Floats minimum(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, minimum(a.lane[i], b.lane[i])); }
+inline Mask less(Floats a, Floats b) {
+  Mask mask{0};
+  for (int i = 0; i < Floats::width; ++i) mask.bits |= static_cast<uint32_t>(a.lane[i] < b.lane[i]) << i;
+  return mask;
+}
+inline Floats select(Mask m, Floats yes, Floats no) { PASS_EXT_EACH_LANE(Floats, m.bits >> i & 1 ? yes.lane[i] : no.lane[i]); }
+inline uint32_t bits_of_mask(Mask mask) { return mask.bits; }
+inline Mask mask_of_bits(uint32_t bits) { return {bits & 0xffu}; }
+inline Mask operator&(Mask a, Mask b) { return {a.bits & b.bits}; }
+
+inline Words operator+(Words a, Words b) { PASS_EXT_EACH_LANE(Words, a.lane[i] + b.lane[i]); }
+inline Words operator-(Words a, Words b) { PASS_EXT_EACH_LANE(Words, a.lane[i] - b.lane[i]); }
+inline Words operator^(Words a, Words b) { PASS_EXT_EACH_LANE(Words, a.lane[i] ^ b.lane[i]); }
+inline Words operator~(Words a) { PASS_EXT_EACH_LANE(Words, ~a.lane[i]); }
+inline Words shift_left(Words a, int bits) { PASS_EXT_EACH_LANE(Words, a.lane[i] << bits); }
+inline Words shift_right_signed(Words a, int bits) { PASS_EXT_EACH_LANE(Words, shift_right_signed(a.lane[i], bits)); }
+inline Words truncated(Floats a) { PASS_EXT_EACH_LANE(Words, static_cast<uint32_t>(static_cast<int32_t>(a.lane[i]))); }
+inline Words bits_of(Floats a) { PASS_EXT_EACH_LANE(Words, bits_of(a.lane[i])); }
+inline Floats float_of(Words a) { PASS_EXT_EACH_LANE(Floats, float_of(a.lane[i])); }
+inline Floats float_of_signed(Words a) { PASS_EXT_EACH_LANE(Floats, float_of_signed(a.lane[i])); }
+inline Floats float_of_unsigned(Words a) { PASS_EXT_EACH_LANE(Floats, float_of_unsigned(a.lane[i])); }
+inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
+  for (int i = 0; i < Words::width; ++i) multiply_wide(a.lane[i], b.lane[i], high.lane[i], low.lane[i]);
+}
+#undef PASS_EXT_EACH_LANE
+
+inline float largest_lane(Floats a) {
+  float largest = a.lane[0];
+  for (int i = 1; i < Floats::width; ++i) largest = maximum(largest, a.lane[i]);
+  return largest;
+}
+inline float sum_lanes(Floats a) {
+  return ((a.lane[0] + a.lane[4]) + (a.lane[2] + a.lane[6])) + ((a.lane[1] + a.lane[5]) + (a.lane[3] + a.lane[7]));
 }
 
 #elif PASS_EXT_LEVEL == 1
@@ -36,7 +109,6 @@ struct Floats {
 };
 
 inline Floats zeros() { return {_mm256_setzero_ps()}; }
-inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.lanes, b.lanes)}; }
 
 inline Floats load(const float* from) { return {_mm256_loadu_ps(from)}; }
 inline Floats load(const float16* from) {
@@ -63,6 +135,75 @@ inline void store(bfloat16* to, Floats value) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
 }
 
+struct Words {
+  static constexpr int width = 8;
+  __m256i lanes;
+};
+
+struct Mask {
+  __m256 lanes;
+};
+
+inline Floats constant(Floats, float value) { return {_mm256_set1_ps(value)}; }
+inline Words constant(Words, uint32_t value) { return {_mm256_set1_epi32(static_cast<int>(value))}; }
+inline Words counting(uint32_t first) {
+  return {_mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))};
+}
+inline Words load_words(const uint32_t* from) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))}; }
+inline void store_words(uint32_t* to, Words value) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value.lanes);
+}
+
+inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.lanes, b.lanes)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.lanes, b.lanes)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.lanes, b.lanes)}; }
+inline Floats fused(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.lanes, b.lanes, c.lanes)}; }
+inline Floats maximum(Floats a, Floats b) { return {_mm256_max_ps(a.lanes, b.lanes)}; }
+inline Floats minimum(Floats a, Floats b) { return {_mm256_min_ps(a.lanes, b.lanes)}; }
+inline Mask less(Floats a, Floats b) { return {_mm256_cmp_ps(a.lanes, b.lanes, _CMP_LT_OQ)}; }
+inline Floats select(Mask m, Floats yes, Floats no) { return {_mm256_blendv_ps(no.lanes, yes.lanes, m.lanes)}; }
+inline uint32_t bits_of_mask(Mask mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask.lanes)); }
+inline Mask mask_of_bits(uint32_t bits) {
+  const __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return {_mm256_castsi256_ps(
+      _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), own), own))};
+}
+
+inline Mask operator&(Mask a, Mask b) { return {_mm256_and_ps(a.lanes, b.lanes)}; }
+
+inline Words operator+(Words a, Words b) { return {_mm256_add_epi32(a.lanes, b.lanes)}; }
+inline Words operator-(Words a, Words b) { return {_mm256_sub_epi32(a.lanes, b.lanes)}; }
+inline Words operator^(Words a, Words b) { return {_mm256_xor_si256(a.lanes, b.lanes)}; }
+inline Words operator~(Words a) { return {_mm256_xor_si256(a.lanes, _mm256_set1_epi32(-1))}; }
+inline Words shift_left(Words a, int bits) { return {_mm256_slli_epi32(a.lanes, bits)}; }
+inline Words shift_right_signed(Words a, int bits) { return {_mm256_srai_epi32(a.lanes, bits)}; }
+inline Words truncated(Floats a) { return {_mm256_cvttps_epi32(a.lanes)}; }
+inline Words bits_of(Floats a) { return {_mm256_castps_si256(a.lanes)}; }
+inline Floats float_of(Words a) { return {_mm256_castsi256_ps(a.lanes)}; }
+inline Floats float_of_signed(Words a) { return {_mm256_cvtepi32_ps(a.lanes)}; }
+inline Floats float_of_unsigned(Words a) {  // both halves are exact, their sum is rounded once
+  const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(a.lanes, 16));
+  const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(a.lanes, _mm256_set1_epi32(0xffff)));
+  return {_mm256_fmadd_ps(high, _mm256_set1_ps(65536.0f), low)};
+}
+inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
+  const __m256i even = _mm256_mul_epu32(a.lanes, b.lanes);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a.lanes, 32), _mm256_srli_epi64(b.lanes, 32));
+  high.lanes = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  low.lanes = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+
+inline float largest_lane(Floats a) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(a.lanes), _mm256_extractf128_ps(a.lanes, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+inline float sum_lanes(Floats a) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(a.lanes), _mm256_extractf128_ps(a.lanes, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+
 #else
 
 struct Floats {
@@ -71,7 +212,6 @@ struct Floats {
 };
 
 inline Floats zeros() { return {_mm512_setzero_ps()}; }
-inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.lanes, b.lanes)}; }
 
 inline Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
 inline Floats load(const float16* from) {
@@ -104,5 +244,58 @@ inline void store(bfloat16* to, Floats value) {
   const __m512i words = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fff));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(words));
 }
+
+struct Words {
+  static constexpr int width = 16;
+  __m512i lanes;
+};
+
+struct Mask {
+  __mmask16 lanes;
+};
+
+inline Floats constant(Floats, float value) { return {_mm512_set1_ps(value)}; }
+inline Words constant(Words, uint32_t value) { return {_mm512_set1_epi32(static_cast<int>(value))}; }
+inline Words counting(uint32_t first) {
+  return {_mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)),
+                           _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
+}
+inline Words load_words(const uint32_t* from) { return {_mm512_loadu_si512(from)}; }
+inline void store_words(uint32_t* to, Words value) { _mm512_storeu_si512(to, value.lanes); }
+
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.lanes, b.lanes)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.lanes, b.lanes)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.lanes, b.lanes)}; }
+inline Floats fused(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.lanes, b.lanes, c.lanes)}; }
+inline Floats maximum(Floats a, Floats b) { return {_mm512_max_ps(a.lanes, b.lanes)}; }
+inline Floats minimum(Floats a, Floats b) { return {_mm512_min_ps(a.lanes, b.lanes)}; }
+inline Mask less(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.lanes, b.lanes, _CMP_LT_OQ)}; }
+inline Floats select(Mask m, Floats yes, Floats no) { return {_mm512_mask_blend_ps(m.lanes, no.lanes, yes.lanes)}; }
+inline uint32_t bits_of_mask(Mask mask) { return mask.lanes; }
+inline Mask mask_of_bits(uint32_t bits) { return {static_cast<__mmask16>(bits)}; }
+inline Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.lanes & b.lanes)}; }
+
+inline Words operator+(Words a, Words b) { return {_mm512_add_epi32(a.lanes, b.lanes)}; }
+inline Words operator-(Words a, Words b) { return {_mm512_sub_epi32(a.lanes, b.lanes)}; }
+inline Words operator^(Words a, Words b) { return {_mm512_xor_si512(a.lanes, b.lanes)}; }
+inline Words operator~(Words a) { return {_mm512_xor_si512(a.lanes, _mm512_set1_epi32(-1))}; }
+inline Words shift_left(Words a, int bits) { return {_mm512_slli_epi32(a.lanes, static_cast<unsigned>(bits))}; }
+inline Words shift_right_signed(Words a, int bits) {
+  return {_mm512_srai_epi32(a.lanes, static_cast<unsigned>(bits))};
+}
+inline Words truncated(Floats a) { return {_mm512_cvttps_epi32(a.lanes)}; }
+inline Words bits_of(Floats a) { return {_mm512_castps_si512(a.lanes)}; }
+inline Floats float_of(Words a) { return {_mm512_castsi512_ps(a.lanes)}; }
+inline Floats float_of_signed(Words a) { return {_mm512_cvtepi32_ps(a.lanes)}; }
+inline Floats float_of_unsigned(Words a) { return {_mm512_cvtepu32_ps(a.lanes)}; }
+inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
+  const __m512i even = _mm512_mul_epu32(a.lanes, b.lanes);
+  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.lanes, 32), _mm512_srli_epi64(b.lanes, 32));
+  high.lanes = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+  low.lanes = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+}
+
+inline float largest_lane(Floats a) { return _mm512_reduce_max_ps(a.lanes); }
+inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.lanes); }
 
 #endif

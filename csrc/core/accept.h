@@ -1,0 +1,506 @@
+// The accept step: from logits to accepted tokens. Every rule, once, for all devices. p is the target's law at a node, q
+// the law its children were drawn from, (x)+ = max(x, 0), u a fresh uniform in [0, 1) for each child or leaf.
+//
+//   coupled    the token at a node is argmax(ln p - ln E), E the noise of seed and position; go on at the child that is it
+//   rejection  child x: accept iff u < p(x) / q(x), else p <- norm((p - q)+), q <- norm(q without x); none: y ~ p
+//   rejection_with_replacement    the same, q stays
+//   kseq       beta(rho) = sum min(p / rho, q); the smallest rho in [1, K] with 1 - (1 - beta)^K <= rho beta;
+//              accept iff rho u q(x) < p(x); none: y ~ norm((p - min(p / rho, q) (1 - (1 - beta)^K) / beta)+)
+//   traversal  w(root) = 1, w(x) = min(1, w p(x) / q(x)); the first leaf in depth-first order: accept its whole path iff
+//              u < w, y ~ p there; else delete it, and at its parent, with S = sum (w p - q)+:
+//              p <- norm((w p - q)+), q <- norm(q without x), w <- S / (S + 1 - w); go on with the next leaf
+//   block      traversal on a chain, which is block verification
+//   typical    accept iff p(x) > min(threshold, alpha exp(-H(p))); the longest accepted path, then y ~ p
+//
+// A child outside q's remaining support is a fixed proposal: q is one at it. Then rejecting it takes its p away.
+// After drafts from q were rejected p is always a multiple of (p_0 - beta q_0)+ for one number beta, but for deleted
+// tokens, whose beta froze ("cut") when they were deleted. So a rule needs sums over a row, never a stored law.
+//
+// `Rows` is the device's way to work on rows: all its threads run this code together, and every method returns the same
+// value to all of them. Called by cpu/accept.cpp and cuda/accept.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "core/law.h"
+#include "core/noise.h"
+#include "core/platform.h"
+
+namespace pass_ext {
+
+// The order of pass_ext.ops.accept.RULES.
+enum class Rule : int32_t { coupled, rejection, rejection_with_replacement, block, traversal, kseq, typical };
+
+constexpr int kMostNodes = 1024;  // of one request
+constexpr int kOverlaps = 7;      // values of rho tried in one pass over a row
+
+struct AcceptProblem {
+  LogitRows target, draft;
+  // A tree: parents, tokens [nodes], cu_nodes [requests + 1]. A chain: parents null, tokens [requests, chain_nodes - 1],
+  // and row i of request b is row i behind b times the request stride.
+  const int64_t* tokens;
+  const int32_t* parents;
+  const int32_t* cu_nodes;
+  const int32_t* draft_rows;  // [nodes] or null: a node's own index
+  int64_t target_request_stride, draft_request_stride;  // in elements, of a chain
+  int32_t chain_nodes;
+  int32_t draft_row_count;
+  LawParameterArrays target_law, draft_law;
+  const int64_t* seeds;      // [requests] or null: 0
+  const int64_t* positions;  // [requests] or null: 0
+  int64_t requests, nodes;
+  int32_t max_depth;
+  Rule rule;
+  float threshold, alpha;
+  int64_t* emitted;  // [requests, max_depth + 1]
+  int32_t* path;     // [requests, max_depth + 1]
+  int32_t* num_accepted;
+  int32_t* status;
+};
+
+// One request's part of a problem.
+struct AcceptRequest {
+  const AcceptProblem& problem;
+  int64_t index, first;
+  int32_t nodes;
+
+  PASS_EXT_HOST_DEVICE int32_t parent(int32_t node) const {
+    return problem.parents == nullptr ? node - 1 : problem.parents[first + node];
+  }
+  PASS_EXT_HOST_DEVICE int64_t token(int32_t node) const {  // of a node other than the root
+    return problem.parents == nullptr ? problem.tokens[index * (problem.chain_nodes - 1) + node - 1]
+                                      : problem.tokens[first + node];
+  }
+  PASS_EXT_HOST_DEVICE LogitRow target_row(int32_t node) const {
+    if (problem.parents != nullptr) return row_of(problem.target, first + node, first + node);
+    LogitRows rows = problem.target;
+    rows.data = row_of(rows, 0, 0).logits;
+    const int64_t element = rows.type == LogitType::float32 ? 4 : 2;
+    rows.data = static_cast<const char*>(rows.data) + index * problem.target_request_stride * element;
+    return row_of(rows, node, first + node);
+  }
+  // The row that the node's children were drawn from, or -1.
+  PASS_EXT_HOST_DEVICE int32_t draft_index(int32_t node) const {
+    if (problem.draft.data == nullptr) return -1;
+    if (problem.parents == nullptr) return node;
+    return problem.draft_rows == nullptr ? static_cast<int32_t>(first) + node : problem.draft_rows[first + node];
+  }
+  PASS_EXT_HOST_DEVICE LogitRow draft_row(int32_t draft_index) const {
+    if (problem.parents != nullptr) return row_of(problem.draft, draft_index, draft_index);
+    LogitRows rows = problem.draft;
+    const int64_t element = rows.type == LogitType::float32 ? 4 : 2;
+    rows.data = static_cast<const char*>(rows.data) + index * problem.draft_request_stride * element;
+    return row_of(rows, draft_index, index * (problem.chain_nodes - 1) + draft_index);
+  }
+};
+
+// p and q at a node while its children are judged. p is (p_0 - beta q_0)+ / total, q is q_0 / remaining.
+struct Judge {
+  int32_t node;
+  bool has_q;
+  LogitRow p_row, q_row;
+  Law p, q;
+  double weight;     // w of the node; 1 where the rule goes from the root down
+  double total;      // sum of (p_0 - beta q_0)+
+  double remaining;  // sum of q_0 over tokens not deleted
+  double beta;
+};
+
+// Over a row: of (p_0 - beta q_0)+, and of q_0 without the deleted tokens.
+struct ResidualSums {
+  double weight, remaining;
+};
+
+// What a final draw draws from: p - or, where drafts from q were rejected, what is left of it.
+struct Weight {
+  enum Kind : int32_t { plain, residual, kseq } kind;
+  float first, second;  // residual: beta; kseq: 1 / rho, share
+};
+
+#include "core/weights.h"
+
+constexpr float kNotCut = -1.0f;
+
+template <typename Rows>
+class AcceptWalk {
+ public:
+  PASS_EXT_HOST_DEVICE AcceptWalk(Rows& rows, const AcceptRequest& request) : rows_(rows), request_(request) {}
+
+  PASS_EXT_HOST_DEVICE void run() {
+    const AcceptProblem& problem = request_.problem;
+    if (request_.nodes <= 0 || request_.first < 0 || request_.first + request_.nodes > problem.nodes) {
+      write(-1, -1, request_.nodes == 0 ? 0 : kBadTree);
+      return;
+    }
+    int32_t status = 0;
+    if (!is_tree()) {  // the drafts are ignored, the target still gives its token
+      status = kBadTree;
+      request_.nodes = 1;
+    }
+    const bool greedy =
+        problem.target_law.temperature == nullptr || is_greedy(problem.target_law.temperature[request_.index]);
+    p_parameters_ = parameters_of(problem.target_law, request_.index, problem.target.vocabulary, 0.0f);
+    q_parameters_ = parameters_of(problem.draft_law, request_.index, problem.target.vocabulary, 0.0f);
+    seed_ = problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[request_.index]);
+    position_ = problem.positions == nullptr ? 0 : problem.positions[request_.index];
+    if (greedy || problem.rule == Rule::coupled)
+      walk_coupled(greedy);  // at temperature 0 every rule comes to this
+    else if (problem.rule == Rule::traversal || problem.rule == Rule::block)
+      walk_traversal();
+    else if (problem.rule == Rule::typical)
+      walk_typical();
+    else
+      walk_down();
+    write(stop_, token_, status | status_);
+  }
+
+ private:
+  struct Odds {
+    double p, q;   // of the child's token, now; q 0: it is a fixed proposal
+    double left;   // (p_0 - cut q_0)+, unnormalised
+    int32_t twin;  // an earlier deleted child with the same token, or -1
+  };
+
+  PASS_EXT_HOST_DEVICE bool is_tree() {
+    if (request_.nodes > kMostNodes) return false;
+    if (request_.problem.parents == nullptr) return true;
+    const bool chain_only = request_.problem.rule == Rule::block;
+    return rows_.first_node(0, request_.nodes, [&](int32_t i) {
+      const int32_t parent = request_.parent(i);
+      return i == 0 ? parent != -1 : parent < 0 || parent >= i || (chain_only && parent != i - 1);
+    }) < 0;
+  }
+
+  PASS_EXT_HOST_DEVICE bool is_token(int64_t token) const {
+    return token >= 0 && token < request_.problem.target.vocabulary;
+  }
+
+  // The first child of `node` from index `from` on whose token is in the vocabulary, or -1.
+  PASS_EXT_HOST_DEVICE int32_t next_child(int32_t node, int32_t from) {
+    return rows_.first_node(from, request_.nodes,
+                            [&](int32_t i) { return request_.parent(i) == node && is_token(request_.token(i)); });
+  }
+
+  PASS_EXT_HOST_DEVICE Law describe_target(int32_t node, bool needs_mass) {
+    const Law law = rows_.describe(request_.target_row(node), p_parameters_, needs_mass);
+    status_ |= law.status;
+    return law;
+  }
+
+  // p at a node and, if there are children to judge, q. False where they cannot be judged: the draft row is no law.
+  PASS_EXT_HOST_DEVICE bool open(int32_t node, bool has_children, Judge& judge) {
+    judge = {};
+    judge.node = node;
+    judge.weight = judge.total = judge.remaining = 1.0;
+    judge.p_row = request_.target_row(node);
+    judge.p = describe_target(node, true);
+    const int32_t draft_index = has_children ? request_.draft_index(node) : -1;
+    if (judge.p.status != 0 || draft_index == -1) return true;
+    if (draft_index < 0 || draft_index >= request_.problem.draft_row_count) {
+      status_ |= kBadTree;
+      return false;
+    }
+    judge.q_row = request_.draft_row(draft_index);
+    judge.q = rows_.describe(judge.q_row, q_parameters_, true);
+    status_ |= judge.q.status;
+    judge.has_q = judge.q.status == 0;
+    return judge.has_q;
+  }
+
+  PASS_EXT_HOST_DEVICE float target_probability(const Judge& judge, int32_t id) {
+    return probability(judge.p, rows_.logit(judge.p_row, id), id);
+  }
+  PASS_EXT_HOST_DEVICE float draft_probability(const Judge& judge, int32_t id) {
+    return judge.has_q ? probability(judge.q, rows_.logit(judge.q_row, id), id) : 0.0f;
+  }
+
+  PASS_EXT_HOST_DEVICE Odds odds_of(const Judge& judge, int32_t child) {
+    const int64_t token = request_.token(child);
+    const int32_t id = static_cast<int32_t>(token);
+    const float p = target_probability(judge, id), q = draft_probability(judge, id);
+    const int32_t twin = rows_.first_node(judge.node + 1, child, [&](int32_t i) {
+      return request_.parent(i) == judge.node && request_.token(i) == token && rows_.cut(i) != kNotCut;
+    });
+    const float beta = twin < 0 ? static_cast<float>(judge.beta) : rows_.cut(twin);
+    Odds odds;
+    odds.twin = twin;
+    odds.left = beta == kInfinity ? 0.0 : residual_weight(p, q, beta);
+    odds.p = judge.total > 0.0 ? odds.left / judge.total : 0.0;
+    odds.q = twin < 0 && judge.remaining > 0.0 ? q / judge.remaining : 0.0;
+    return odds;
+  }
+
+  // Rejecting a child: p, q and w of its parent from now on. `replaced`: drawn with replacement, q stays.
+  // Without `needs_sums` only a draw from p follows, and that needs neither total nor remaining.
+  PASS_EXT_HOST_DEVICE void reject(Judge& judge, int32_t child, const Odds& odds, bool replaced, bool needs_sums) {
+    const double weight = judge.weight, total = judge.total;
+    if (!(weight > 0.0) || !(total > 0.0)) {
+      judge.weight = weight >= 1.0 ? 1.0 : 0.0;
+      return;
+    }
+    double mass;  // S
+    if (odds.q > 0.0) {
+      judge.beta += total / (weight * judge.remaining);
+      if (!replaced) rows_.set_cut(child, static_cast<float>(judge.beta));
+      if (!needs_sums) return;
+      const ResidualSums sums = rows_.residual_sums(judge, request_);
+      judge.total = sums.weight;
+      if (!replaced) judge.remaining = sums.remaining;
+      mass = weight * judge.total / total;
+    } else {
+      rows_.set_cut(odds.twin < 0 ? child : odds.twin, kInfinity);
+      judge.total = total - odds.left;
+      mass = weight * judge.total / total;
+    }
+    const double rest = mass + 1.0 - weight;
+    judge.weight = weight >= 1.0 ? 1.0 : rest > 0.0 ? mass / rest : 0.0;
+  }
+
+  PASS_EXT_HOST_DEVICE Noise noise(Purpose purpose, int32_t depth) const {
+    return {seed_, position_ + depth, purpose, 0, 0};
+  }
+
+  // y ~ p as it stands at a node; from p_0 where rounding left nothing.
+  PASS_EXT_HOST_DEVICE int32_t draw(const Judge& judge, const Weight& weight, bool rejected, int32_t depth) {
+    const Noise chosen = noise(rejected ? Purpose::residual : Purpose::bonus, depth);
+    const int32_t id = rows_.draw(judge, weight, request_, rejected, chosen);
+    return id >= 0 ? id : rows_.draw(judge, {Weight::plain, 0, 0}, request_, false, chosen);
+  }
+  PASS_EXT_HOST_DEVICE int32_t draw(const Judge& judge, bool rejected, int32_t depth) {
+    const Weight weight{judge.beta > 0.0 ? Weight::residual : Weight::plain, static_cast<float>(judge.beta), 0};
+    return draw(judge, weight, rejected, depth);
+  }
+
+  PASS_EXT_HOST_DEVICE double throw_coin(int32_t node) const { return coin(seed_, position_, node); }
+
+  // The walk ends at a row that is no law: the token that led there is the last one emitted.
+  PASS_EXT_HOST_DEVICE void stop_before(int32_t node) {
+    stop_ = node == 0 ? 0 : request_.parent(node);
+    token_ = node == 0 ? -1 : request_.token(node);
+  }
+  PASS_EXT_HOST_DEVICE void stop_at(int32_t node, int64_t token) {
+    stop_ = node;
+    token_ = token;
+  }
+
+  PASS_EXT_HOST_DEVICE void walk_coupled(bool greedy) {
+    int32_t node = 0;
+    for (int32_t depth = 0;; ++depth) {
+      Judge judge{};
+      judge.node = node;
+      judge.p_row = request_.target_row(node);
+      judge.p = describe_target(node, false);
+      if (judge.p.status != 0) return stop_before(node);
+      const Noise coupled = noise(Purpose::coupled, depth);
+      const int64_t token = greedy ? judge.p.tie : rows_.draw(judge, {Weight::plain, 0, 0}, request_, false, coupled);
+      const int32_t child = depth == request_.problem.max_depth
+                                ? -1
+                                : rows_.first_node(node + 1, request_.nodes, [&](int32_t i) {
+                                    return request_.parent(i) == node && request_.token(i) == token;
+                                  });
+      if (child < 0) return stop_at(node, token);
+      node = child;
+    }
+  }
+
+  PASS_EXT_HOST_DEVICE void walk_down() {
+    reset_cuts();
+    int32_t node = 0;
+    for (int32_t depth = 0;; ++depth) {
+      const int32_t first = depth < request_.problem.max_depth ? next_child(node, node + 1) : -1;
+      Judge judge;
+      const bool judged = open(node, first >= 0, judge);
+      if (judge.p.status != 0) return stop_before(node);
+      if (first < 0 || !judged) return stop_at(node, draw(judge, false, depth));
+      Weight weight{Weight::plain, 0, 0};
+      const int32_t accepted = request_.problem.rule == Rule::kseq && judge.has_q
+                                   ? judge_kseq(judge, first, weight)
+                                   : judge_in_turn(judge, first, weight);
+      if (accepted < 0) return stop_at(node, draw(judge, weight, true, depth));
+      node = accepted;
+    }
+  }
+
+  // rejection, with and without replacement: the accepted child, or -1 and what to draw from.
+  PASS_EXT_HOST_DEVICE int32_t judge_in_turn(Judge& judge, int32_t child, Weight& weight) {
+    const bool replaced = request_.problem.rule == Rule::rejection_with_replacement;
+    while (child >= 0) {
+      const Odds odds = odds_of(judge, child);
+      const double bound = odds.q > 0.0 ? odds.p / odds.q : odds.p;
+      if (odds.p > 0.0 && throw_coin(child) < bound) return child;
+      const int32_t next = next_child(judge.node, child + 1);
+      reject(judge, child, odds, replaced, next >= 0);
+      child = next;
+    }
+    if (judge.beta > 0.0) weight = {Weight::residual, static_cast<float>(judge.beta), 0};
+    return -1;
+  }
+
+  PASS_EXT_HOST_DEVICE int32_t judge_kseq(const Judge& judge, int32_t first, Weight& weight) {
+    int32_t count = 0;
+    for (int32_t child = first; child >= 0; child = next_child(judge.node, child + 1))
+      count += draft_probability(judge, static_cast<int32_t>(request_.token(child))) > 0.0f;
+    double rho = 1.0, share = 1.0;  // share: 1 - (1 - beta)^K over beta
+    if (count > 0) choose_rho(judge, count, rho, share);
+    for (int32_t child = first; child >= 0; child = next_child(judge.node, child + 1)) {
+      const int32_t id = static_cast<int32_t>(request_.token(child));
+      const double p = target_probability(judge, id), q = draft_probability(judge, id);
+      if (q > 0.0 && rho * throw_coin(child) * q < p) return child;
+    }
+    if (count > 0) weight = {Weight::kseq, static_cast<float>(1.0 / rho), static_cast<float>(share)};
+    return -1;
+  }
+
+  // Any rho that meets the condition is exact; the smallest accepts most. Three passes narrow it to (K - 1) / 448.
+  PASS_EXT_HOST_DEVICE void choose_rho(const Judge& judge, int32_t count, double& rho, double& share) {
+    double low = 1.0, high = count;
+    bool done = false;
+    for (int pass = 0; pass < 3 && !done; ++pass) {
+      float inverse[kOverlaps];
+      double tried[kOverlaps], overlap[kOverlaps];
+      for (int i = 0; i < kOverlaps; ++i) {  // the first pass tries its lower end too
+        tried[i] = low + (high - low) * (pass == 0 ? i / 7.0 : (i + 1) / 8.0);
+        inverse[i] = static_cast<float>(1.0 / tried[i]);
+      }
+      rows_.overlap_sums(judge, inverse, overlap);
+      const double former_high = high;
+      double new_low = low;
+      bool found = false;
+      for (int i = 0; i < kOverlaps && !found; ++i) {
+        const double accepted = accepted_by_any(overlap[i], count);
+        if (accepted <= tried[i] * overlap[i]) {
+          high = rho = tried[i];
+          share = overlap[i] > 0.0 ? accepted / overlap[i] : 0.0;
+          found = true;
+          done = pass == 0 && i == 0;
+        } else {
+          new_low = tried[i];
+        }
+      }
+      low = new_low;
+      if (!found) {
+        high = former_high;
+        if (pass == 0) {  // rho = K always meets it, but its share is not known yet
+          const float last[kOverlaps] = {1.0f / count, 1.0f / count, 1.0f / count, 1.0f / count,
+                                         1.0f / count, 1.0f / count, 1.0f / count};
+          rows_.overlap_sums(judge, last, overlap);
+          rho = count;
+          share = overlap[0] > 0.0 ? accepted_by_any(overlap[0], count) / overlap[0] : 0.0;
+        }
+      }
+    }
+  }
+
+  // 1 - (1 - beta)^K
+  PASS_EXT_HOST_DEVICE static double accepted_by_any(double beta, int32_t count) {
+    double refused = 1.0;
+    for (int32_t i = 0; i < count; ++i) refused *= 1.0 - beta;
+    return 1.0 - refused;
+  }
+
+  PASS_EXT_HOST_DEVICE void walk_traversal() {
+    reset_cuts();
+    int32_t node = 0, depth = 0;
+    int32_t child = request_.problem.max_depth > 0 ? next_child(0, 1) : -1;  // the next to visit
+    Judge judge;
+    if (!open(0, child >= 0, judge)) child = -1;
+    if (judge.p.status != 0) return stop_before(0);
+    for (;;) {
+      if (child >= 0) {  // down: the child inherits its weight
+        const Odds odds = odds_of(judge, child);
+        const double weight = judge.weight * (odds.q > 0.0 ? odds.p / odds.q : odds.p);
+        rows_.save(node, judge);
+        node = child;
+        child = ++depth < request_.problem.max_depth ? next_child(node, node + 1) : -1;
+        if (!open(node, child >= 0, judge) || judge.p.status != 0) child = -1;
+        judge.weight = weight < 1.0 ? weight : 1.0;
+        continue;
+      }
+      if (node == 0 || throw_coin(node) < judge.weight) {
+        if (judge.p.status != 0) return stop_before(node);
+        return stop_at(node, draw(judge, judge.beta > 0.0 || judge.total != 1.0, depth));
+      }
+      const int32_t refused = node;  // up: delete it at its parent
+      node = request_.parent(node);
+      --depth;
+      judge = rows_.saved(node);
+      child = next_child(node, refused + 1);
+      const bool last = node == 0 && child < 0;
+      reject(judge, refused, odds_of(judge, refused), false, !last);
+    }
+  }
+
+  PASS_EXT_HOST_DEVICE void walk_typical() {
+    // A node's cut tells whether it is accepted: kNotCut no, else its depth. Nodes come after their parents.
+    reset_cuts();
+    int32_t best = 0, best_depth = 0;
+    for (int32_t node = 0; node >= 0; node = next_accepted(node)) {
+      const int32_t depth = node == 0 ? 0 : static_cast<int32_t>(rows_.cut(node));
+      if (depth > best_depth) {
+        best = node;
+        best_depth = depth;
+      }
+      const int32_t first = depth < request_.problem.max_depth ? next_child(node, node + 1) : -1;
+      if (first < 0) continue;
+      Judge judge{};
+      judge.p_row = request_.target_row(node);
+      judge.p = describe_target(node, true);
+      if (judge.p.status != 0) continue;
+      const float entropy = static_cast<float>(rows_.entropy(judge));
+      const float bound =
+          minimum(request_.problem.threshold, request_.problem.alpha * exponential(minimum(-entropy, 0.0f)));
+      for (int32_t child = first; child >= 0; child = next_child(node, child + 1))
+        if (target_probability(judge, static_cast<int32_t>(request_.token(child))) > bound)
+          rows_.set_cut(child, static_cast<float>(depth + 1));
+    }
+    Judge judge{};
+    judge.node = best;
+    judge.p_row = request_.target_row(best);
+    judge.p = describe_target(best, false);
+    if (judge.p.status != 0) return stop_before(best);
+    stop_at(best, draw(judge, {Weight::plain, 0, 0}, false, best_depth));
+  }
+
+  PASS_EXT_HOST_DEVICE int32_t next_accepted(int32_t node) {
+    return rows_.first_node(node + 1, request_.nodes, [&](int32_t i) { return rows_.cut(i) != kNotCut; });
+  }
+
+  PASS_EXT_HOST_DEVICE void reset_cuts() { rows_.reset_cuts(request_.nodes); }
+
+  // The path to node `stop` (-1: nothing at all), `token` behind it, -1 in the rest.
+  PASS_EXT_HOST_DEVICE void write(int32_t stop, int64_t token, int32_t status) {
+    if (!rows_.is_leader()) return;
+    const int64_t width = request_.problem.max_depth + 1;
+    int64_t* emitted = request_.problem.emitted + request_.index * width;
+    int32_t* path = request_.problem.path + request_.index * width;
+    int32_t depth = 0;
+    for (int32_t node = stop; node > 0; node = request_.parent(node)) ++depth;
+    for (int64_t i = depth + (stop < 0 ? 0 : 1); i < width; ++i) emitted[i] = path[i] = -1;
+    if (stop >= 0) emitted[depth] = token;
+    int32_t node = stop;
+    for (int32_t i = depth; i >= 0 && stop >= 0; --i) {
+      path[i] = node;
+      if (i > 0) emitted[i - 1] = request_.token(node);
+      node = node > 0 ? request_.parent(node) : 0;
+    }
+    request_.problem.num_accepted[request_.index] = depth;
+    request_.problem.status[request_.index] = status;
+  }
+
+  Rows& rows_;
+  AcceptRequest request_;
+  LawParameters p_parameters_, q_parameters_;
+  uint64_t seed_;
+  int64_t position_;
+  int32_t stop_ = -1, status_ = 0;
+  int64_t token_ = -1;
+};
+
+// The request at `index`; the walk checks that it lies inside.
+PASS_EXT_HOST_DEVICE AcceptRequest request_of(const AcceptProblem& problem, int64_t index) {
+  if (problem.parents == nullptr) return {problem, index, index * problem.chain_nodes, problem.chain_nodes};
+  const int32_t first = problem.cu_nodes[index];
+  return {problem, index, first, problem.cu_nodes[index + 1] - first};
+}
+
+}  // namespace pass_ext

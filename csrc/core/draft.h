@@ -1,0 +1,63 @@
+// Drawing candidates from rows of logits. law: core/law.h; E: core/noise.h.
+//   coupled  the k largest of ln p(v) - ln E_v, E the target's own noise of seed and position: the first is the token
+//            that the target itself would draw
+//   without  the same with noise of the draft's own: k draws without replacement, in the order of drawing
+//   with     k independent draws
+//   top      the k most probable
+// At temperature 0 all of them mean the limit: tokens in the order of their logits, the first has all the probability.
+// `Rows` as in core/accept.h. Called by cpu/draft.cpp and cuda/draft.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "core/law.h"
+#include "core/noise.h"
+#include "core/platform.h"
+
+namespace pass_ext {
+
+// The order of pass_ext.ops.draft.MODES.
+enum class DraftMode : int32_t { coupled, without, with, top };
+
+struct DraftProblem {
+  LogitRows logits;
+  LawParameterArrays law;
+  const int64_t* seeds;      // [rows] or null: 0
+  const int64_t* positions;  // [rows] or null: 0
+  const int32_t* nodes;      // [rows] or null: 0
+  int64_t rows;
+  int32_t count;
+  DraftMode mode;
+  int64_t* tokens;  // [rows, count]
+  float* logprobs;  // [rows, count]
+};
+
+template <typename Rows>
+PASS_EXT_HOST_DEVICE void draft_row(Rows& rows, const DraftProblem& problem, int64_t index) {
+  const LogitRow row = row_of(problem.logits, index, index);
+  const float default_temperature = problem.mode == DraftMode::coupled ? 0.0f : 1.0f;
+  const float temperature = problem.law.temperature == nullptr ? default_temperature : problem.law.temperature[index];
+  LawParameters parameters = parameters_of(problem.law, index, row.vocabulary, default_temperature);
+  const bool greedy = is_greedy(temperature);
+  if (greedy) parameters.top_k = 0;
+  const Law law = rows.describe(row, parameters, true);
+  int64_t* tokens = problem.tokens + index * problem.count;
+  float* logprobs = problem.logprobs + index * problem.count;
+  const bool is_coupled = problem.mode == DraftMode::coupled;
+  Noise noise{problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[index]),
+              problem.positions == nullptr ? 0 : problem.positions[index],
+              is_coupled ? Purpose::coupled : Purpose::draft,
+              is_coupled || problem.nodes == nullptr ? 0u : static_cast<uint32_t>(problem.nodes[index]), 0};
+  const bool ranked = greedy || problem.mode == DraftMode::top;  // without noise
+  if (law.status != 0) {
+    rows.fill(tokens, logprobs, 0, problem.count);
+  } else if (problem.mode == DraftMode::with) {
+    for (; noise.draw < static_cast<uint32_t>(problem.count); ++noise.draw)
+      rows.best(row, law, ranked ? nullptr : &noise, 1, tokens + noise.draw, logprobs + noise.draw);
+  } else {
+    rows.best(row, law, ranked ? nullptr : &noise, problem.count, tokens, logprobs);
+  }
+  if (greedy && law.status == 0) rows.concentrate(logprobs, problem.count, problem.mode == DraftMode::with);
+}
+
+}  // namespace pass_ext

@@ -1,0 +1,134 @@
+// A row of logits as a law (a distribution over the vocabulary), and what a kernel must know of it:
+//   allowed mask -> temperature -> top-k -> top-p -> min-p -> renormalise
+//   prob(v) = exp((z_v - max z) / T) / mass   for v in the support,  0 elsewhere
+// Filters keep a prefix of the order (z descending, id ascending), so the support is one cut: z > cut, or z == cut and
+// id <= tie. Temperature 0 is the limit: top-k 1. Target and draft rows are processed by the same code.
+// Called by core/draft.h and core/accept.h, and by the rows of each device, which fill in a Law.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/half.h"
+#include "core/platform.h"
+#include "core/scalar.h"
+
+namespace pass_ext {
+
+constexpr float kInfinity = __builtin_huge_valf();
+
+enum class LogitType : int32_t { bfloat16, float16, float32 };
+
+// One row of logits. `allowed`: bit v % 32 of word v / 32 set = token v is allowed; null: all are.
+struct LogitRow {
+  const void* logits;
+  const uint32_t* allowed;
+  LogitType type;
+  int32_t vocabulary;
+};
+
+PASS_EXT_HOST_DEVICE float load_logit(const void* logits, LogitType type, int64_t index) {
+  if (type == LogitType::bfloat16) return to_float(static_cast<const bfloat16*>(logits)[index]);
+  if (type == LogitType::float16) return to_float(static_cast<const float16*>(logits)[index]);
+  return static_cast<const float*>(logits)[index];
+}
+
+PASS_EXT_HOST_DEVICE bool is_allowed(const LogitRow& row, int32_t id) {
+  return row.allowed == nullptr || (row.allowed[id / 32] >> (id % 32) & 1u) != 0;
+}
+
+PASS_EXT_HOST_DEVICE float logit_at(const LogitRow& row, int32_t id) {
+  return is_allowed(row, id) ? load_logit(row.logits, row.type, id) : -kInfinity;
+}
+
+// A matrix of logits, rows `stride` elements apart, with its mask. data null: there is none.
+struct LogitRows {
+  const void* data;
+  const int32_t* allowed;  // [rows, ceil(vocabulary / 32)], or null
+  int64_t stride;
+  LogitType type;
+  int32_t vocabulary;
+};
+
+PASS_EXT_HOST_DEVICE LogitRow row_of(const LogitRows& rows, int64_t index, int64_t allowed_index) {
+  const int64_t element = rows.type == LogitType::float32 ? 4 : 2, words = (rows.vocabulary + 31) / 32;
+  return {static_cast<const char*>(rows.data) + index * rows.stride * element,
+          rows.allowed == nullptr ? nullptr : reinterpret_cast<const uint32_t*>(rows.allowed) + allowed_index * words,
+          rows.type, rows.vocabulary};
+}
+
+// Per request, each [B] or null. What is not a number, or outside its range, switches its filter off.
+struct LawParameterArrays {
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+};
+
+struct LawParameters {
+  float scale;    // 1 / temperature
+  int32_t top_k;  // 0: off
+  float top_p;    // 1: off
+  float min_p;    // 0: off
+};
+
+PASS_EXT_HOST_DEVICE bool is_greedy(float temperature) { return !(temperature > 0.0f); }
+
+// `default_temperature` is what a null array means.
+PASS_EXT_HOST_DEVICE LawParameters parameters_of(const LawParameterArrays& arrays, int64_t request, int32_t vocabulary,
+                                                 float default_temperature) {
+  const float temperature = arrays.temperature == nullptr ? default_temperature : arrays.temperature[request];
+  if (is_greedy(temperature)) return {1.0f, 1, 1.0f, 0.0f};
+  const float inverse = 1.0f / temperature;
+  LawParameters law{minimum(maximum(inverse, 0x1p-126f), 0x1p126f), 0, 1.0f, 0.0f};
+  if (arrays.top_k != nullptr && arrays.top_k[request] > 0 && arrays.top_k[request] < vocabulary)
+    law.top_k = arrays.top_k[request];
+  if (arrays.top_p != nullptr && arrays.top_p[request] < 1.0f) law.top_p = maximum(arrays.top_p[request], 0.0f);
+  if (arrays.min_p != nullptr && arrays.min_p[request] > 0.0f) law.min_p = minimum(arrays.min_p[request], 1.0f);
+  return law;
+}
+
+PASS_EXT_HOST_DEVICE bool has_filter(const LawParameters& parameters) {
+  return parameters.top_k > 0 || parameters.top_p < 1.0f || parameters.min_p > 0.0f;
+}
+
+// Status bits, as AcceptResult.status and the drafting kernels report them.
+enum Status : int32_t { kBadLogits = 1, kEmptySupport = 2, kBadTree = 4 };
+
+struct Law {
+  float maximum;  // of the allowed logits
+  float scale;
+  float cut;
+  int32_t tie;
+  float inverse_mass;  // 1 / sum over the support of exp((z - maximum) scale); 0 where nobody asked for it
+  float log_mass;
+  int32_t status;  // 0, kBadLogits (NaN or +inf among the allowed) or kEmptySupport
+};
+
+PASS_EXT_HOST_DEVICE bool in_support(const Law& law, float logit, int32_t id) {
+  return logit > law.cut || (logit == law.cut && id <= law.tie);
+}
+
+// ln of the unnormalised probability. The difference first: it is exact for the logits that matter.
+PASS_EXT_HOST_DEVICE float log_weight(const Law& law, float logit) { return (logit - law.maximum) * law.scale; }
+
+PASS_EXT_HOST_DEVICE float probability(const Law& law, float logit, int32_t id) {
+  return in_support(law, logit, id) ? exponential(log_weight(law, logit)) * law.inverse_mass : 0.0f;
+}
+
+PASS_EXT_HOST_DEVICE void set_mass(Law& law, double mass) {
+  law.inverse_mass = static_cast<float>(1.0 / mass);
+  law.log_mass = logarithm(static_cast<float>(mass));
+}
+
+// Masses that decide top-p are integers, so that adding them in any order, on any device, gives the same bits.
+// 2^40 per e^0: 2^22 tokens fit 64 bits with room to spare, and what is below e^-27 weighs nothing here.
+constexpr float kMassUnit = 0x1p40f;
+PASS_EXT_HOST_DEVICE uint64_t integer_mass(float weight) { return static_cast<uint64_t>(weight * kMassUnit); }
+
+// The integer mass that top-p must reach, of `total`.
+PASS_EXT_HOST_DEVICE uint64_t mass_to_reach(float top_p, uint64_t total) {
+  return static_cast<uint64_t>(static_cast<double>(top_p) * static_cast<double>(total));
+}
+
+}  // namespace pass_ext

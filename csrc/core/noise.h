@@ -1,0 +1,50 @@
+// The random numbers of drafting and accepting. Key = the request's seed; the counter says which draw it is:
+//   (block | draw << 20,  purpose << 1 | level | node << 8,  position low, position high)
+//
+// A race draws token v with probability w_v / sum(w): argmin over v of E_v / w_v, E_v independent and exponential.
+// E is made so that almost none of it needs computing: among the 64 tokens of a group g,
+//   E_v = first_g                      for one uniformly chosen token, the group's leader; first_g is exponential / 64
+//   E_v = first_g + an exponential     for the others
+// which is 64 independent exponentials (the minimum of n of them is exponential / n, wherever it lies, and what the
+// others have above it is exponential again). No token of a group can beat max(w) / first_g, so one draw and the
+// largest logit dismiss most groups. A token's E depends on seed, position, purpose and its own id, on nothing else.
+// Called by core/race.h, cpu/rows_kernels.h and cuda/rows.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "core/philox.h"
+#include "core/platform.h"
+
+namespace pass_ext {
+
+constexpr int kGroup = 64;           // tokens that share a first_g
+constexpr int kBlocksPerGroup = 16;  // Philox blocks for a group's tokens: block i serves tokens i, i + 16, i + 32, i + 48
+
+enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft };
+
+// Which draw: everything of the counter but the block.
+struct Noise {
+  uint64_t seed;
+  int64_t position;
+  Purpose purpose;
+  uint32_t node;  // distinguishes draws of one request at one position: the tree node concerned
+  uint32_t draw;  // distinguishes repeated draws from one row
+};
+
+enum class NoiseLevel : uint32_t { group, token };
+
+PASS_EXT_HOST_DEVICE PhiloxBlock counter_of(const Noise& noise, NoiseLevel level, uint32_t block) {
+  const uint64_t position = static_cast<uint64_t>(noise.position);
+  return {{block | noise.draw << 20,
+           static_cast<uint32_t>(noise.purpose) << 1 | static_cast<uint32_t>(level) | noise.node << 8,
+           static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32)}};
+}
+
+// Uniform in [0, 1), a multiple of 2^-32: the coin thrown for `node` in the step whose first token is at `position`.
+PASS_EXT_HOST_DEVICE double coin(uint64_t seed, int64_t position, int node) {
+  const Noise noise{seed, position, Purpose::coin, static_cast<uint32_t>(node), 0};
+  return philox4x32(counter_of(noise, NoiseLevel::group, 0), seed).word[0] * 0x1p-32;
+}
+
+}  // namespace pass_ext

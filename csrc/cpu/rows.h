@@ -1,0 +1,106 @@
+// The CPU's way to work on rows of logits: describe a row as a law, sum over it, draw from it. It is the `Rows` of
+// core/accept.h and core/draft.h. Passes over a row are vectorised (cpu/rows_kernels.h) and, where `parallel` says that
+// requests do not fill the threads, split into slices whose results are merged in order: same bits with any number of
+// threads. Buffers belong to the thread and are kept, so a call allocates nothing once it has seen its sizes.
+// Called by cpu/accept.cpp and cpu/draft.cpp.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/accept.h"
+#include "core/draft.h"
+#include "core/law.h"
+
+namespace pass_ext {
+
+struct Candidate {
+  float logit;
+  int32_t id;
+};
+
+// Deleted children of the node being judged: the ids, and the beta at which each was cut.
+struct Removed {
+  const int32_t* ids;
+  const float* cuts;
+  int32_t count;
+};
+
+class CpuRows {
+ public:
+  explicit CpuRows(bool parallel) : parallel_(parallel) {}
+
+  bool is_leader() const { return true; }
+
+  // The smallest index in [from, count) for which predicate(index) holds, or -1.
+  template <typename Predicate>
+  int32_t first_node(int32_t from, int32_t count, Predicate&& predicate) const {
+    for (int32_t i = from; i < count; ++i)
+      if (predicate(i)) return i;
+    return -1;
+  }
+
+  // One number per node, see AcceptWalk.
+  void reset_cuts(int32_t nodes) { cuts_.assign(nodes, kNotCut); }
+  float cut(int32_t node) const { return cuts_[node]; }
+  void set_cut(int32_t node, float value) { cuts_[node] = value; }
+
+  void save(int32_t node, const Judge& judge) {
+    if (static_cast<size_t>(node) >= judges_.size()) judges_.resize(kMostNodes);
+    judges_[node] = judge;
+  }
+  const Judge& saved(int32_t node) const { return judges_[node]; }
+
+  Law describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass);
+  float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
+  double entropy(const Judge& judge);
+  ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request);
+  void overlap_sums(const Judge& judge, const float* inverse_rho, double* sums);
+  // A token with probability proportional to its weight, or -1 where none has any. `rejected`: deleted children count.
+  int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
+               const Noise& noise);
+
+  // The `count` best of a race, or without noise of the logits, and their log probabilities; -1, -inf behind the last.
+  void best(const LogitRow& row, const Law& law, const Noise* noise, int32_t count, int64_t* tokens, float* logprobs);
+  void fill(int64_t* tokens, float* logprobs, int32_t begin, int32_t end);
+  void concentrate(float* logprobs, int32_t count, bool everywhere);
+
+ private:
+  // The largest logit of each group of a row; the two rows used last are kept.
+  struct Maxima {
+    LogitRow row{};
+    std::vector<float> values;
+    bool good = false;
+  };
+
+  Maxima& maxima_of(const LogitRow& row);
+  void select_support(const Maxima& maxima, const LawParameters& parameters, Law& law);
+  double mass_of(const Maxima& maxima, const Law& law, double* log_moment);
+  Removed removed_of(const Judge& judge, const AcceptRequest& request);
+  template <typename Function>
+  void for_each_slice(int32_t groups, Function&& function) const;
+
+  bool parallel_;
+  Maxima kept_[2];
+  int next_kept_ = 0;
+  std::vector<float> cuts_, bounds_, scratch_;
+  std::vector<Judge> judges_;
+  std::vector<Candidate> candidates_;
+  std::vector<int32_t> removed_ids_;
+  std::vector<float> removed_cuts_;
+  std::vector<double> partial_;
+  std::vector<uint64_t> integer_sums_;
+
+ public:
+  // A new problem: what was kept of its rows is of no use any more.
+  CpuRows& begin(bool parallel) {
+    parallel_ = parallel;
+    for (Maxima& kept : kept_) kept.row = {};
+    return *this;
+  }
+};
+
+// This thread's rows, buffers kept from call to call.
+CpuRows& thread_rows(bool parallel);
+
+}  // namespace pass_ext

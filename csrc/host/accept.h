@@ -1,0 +1,160 @@
+// Checks of accept_tree's and accept_chain's arguments, the same on every device, and their packing into core/accept.h's
+// AcceptProblem. Called by cpu/accept.cpp and cuda/accept.cu.
+#pragma once
+
+#include <tuple>
+
+#include "core/accept.h"
+#include "host/law.h"
+
+namespace pass_ext {
+
+inline const char* name_of(Rule rule) {
+  switch (rule) {
+    case Rule::coupled: return "coupled";
+    case Rule::rejection: return "rejection";
+    case Rule::rejection_with_replacement: return "rejection_with_replacement";
+    case Rule::block: return "block";
+    case Rule::traversal: return "traversal";
+    case Rule::kseq: return "kseq";
+    case Rule::typical: return "typical";
+  }
+  return "another rule";
+}
+
+// What both ops take.
+struct AcceptArguments {
+  const char* op;
+  const Tensor& target_logits;
+  int64_t rule;
+  const OptionalTensor& draft_logits;
+  LawArguments target_law, draft_law;
+  const OptionalTensor &allowed, &draft_allowed, &seeds, &positions;
+  double threshold, alpha;
+};
+
+using AcceptResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // emitted, path, num_accepted, status
+
+inline void check_rule(const AcceptArguments& arguments) {
+  if (arguments.rule < 0 || arguments.rule > static_cast<int64_t>(Rule::typical))
+    refuse(arguments.op, "rule must be the index of a rule, 0 to 6, got ", arguments.rule);
+  const Rule rule = static_cast<Rule>(arguments.rule);
+  if ((rule == Rule::kseq || rule == Rule::rejection_with_replacement) && !arguments.draft_logits.has_value())
+    refuse(arguments.op, "rule '", name_of(rule),
+           "' needs draft_logits, the law that the children were drawn from (coupled and rejection do without)");
+}
+
+// Everything but the tree itself and its rows.
+inline AcceptResult prepare_accept(const AcceptArguments& arguments, int64_t requests, int64_t max_depth,
+                                   AcceptProblem& problem) {
+  const char* op = arguments.op;
+  const PerRow rows{op, arguments.target_logits, "target_logits", requests, "one for each request"};
+  problem.target_law = law_parameters_of(rows, arguments.target_law);
+  problem.draft_law = law_parameters_of(rows, arguments.draft_law, true);
+  problem.seeds = column_of<int64_t>(rows, "seeds", arguments.seeds, ScalarType::Long);
+  problem.positions = column_of<int64_t>(rows, "positions", arguments.positions, ScalarType::Long);
+  problem.requests = requests;
+  problem.max_depth = static_cast<int32_t>(max_depth);
+  problem.rule = static_cast<Rule>(arguments.rule);
+  problem.threshold = static_cast<float>(arguments.threshold);
+  problem.alpha = static_cast<float>(arguments.alpha);
+  const Tensor& like = arguments.target_logits;
+  const Tensor emitted = empty_of_shape(like, {requests, max_depth + 1}, ScalarType::Long);
+  const Tensor path = empty_of_shape(like, {requests, max_depth + 1}, ScalarType::Int);
+  const Tensor num_accepted = empty_of_shape(like, {requests}, ScalarType::Int);
+  const Tensor status = empty_of_shape(like, {requests}, ScalarType::Int);
+  problem.emitted = static_cast<int64_t*>(emitted.mutable_data_ptr());
+  problem.path = static_cast<int32_t*>(path.mutable_data_ptr());
+  problem.num_accepted = static_cast<int32_t*>(num_accepted.mutable_data_ptr());
+  problem.status = static_cast<int32_t*>(status.mutable_data_ptr());
+  return {emitted, path, num_accepted, status};
+}
+
+inline void check_draft_logits(const AcceptArguments& arguments, int64_t dim, const char* shape) {
+  const Tensor& target = arguments.target_logits;
+  const Tensor& draft = *arguments.draft_logits;
+  check_logits(arguments.op, "draft_logits", draft, dim, shape);
+  check_size(arguments.op, "draft_logits", draft, dim - 1, target.size(dim - 1), "the target's vocabulary");
+  check_same_device(arguments.op, "draft_logits", draft, "target_logits", target);
+}
+
+inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const Tensor& tokens, const Tensor& parents,
+                                        const Tensor& cu_nodes, int64_t max_depth, const OptionalTensor& draft_rows,
+                                        AcceptProblem& problem) {
+  constexpr const char* op = "accept_tree";
+  const Tensor& target = arguments.target_logits;
+  check_logits(op, "target_logits", target, 2, "[N, V]");
+  check_rule(arguments);
+  const int64_t nodes = target.size(0);
+  const PerRow rows{op, target, "target_logits", nodes, "one for each row of target_logits"};
+  check_column(rows, "tokens", tokens, ScalarType::Long);
+  check_column(rows, "parents", parents, ScalarType::Int);
+  if (max_depth < 0 || max_depth >= kMostNodes)
+    refuse(op, "max_depth must be in [0, ", kMostNodes, "), got ", max_depth);
+  check_dtype(op, "cu_nodes", cu_nodes, {ScalarType::Int});
+  check_dim(op, "cu_nodes", cu_nodes, 1, "[B + 1]");
+  if (cu_nodes.size(0) < 1) refuse(op, "cu_nodes must have shape [B + 1], got ", describe(cu_nodes));
+  check_column({op, target, "target_logits", cu_nodes.size(0), "B + 1"}, "cu_nodes", cu_nodes, ScalarType::Int);
+  const int64_t requests = cu_nodes.size(0) - 1;
+  if (static_cast<Rule>(arguments.rule) == Rule::block && nodes > requests * (max_depth + 1))
+    refuse(op, "rule 'block' fits chains only, but ", nodes, " nodes in ", requests, " requests of depth ", max_depth,
+           " at most must branch (traversal is its form for trees)");
+
+  problem = {};
+  problem.target =
+      logit_rows_of(target, allowed_of(op, "allowed", arguments.allowed, target, "target_logits", nodes));
+  if (arguments.draft_logits.has_value()) {
+    const Tensor& draft = *arguments.draft_logits;
+    check_draft_logits(arguments, 2, "[R, V]");
+    if (!draft_rows.has_value() && draft.size(0) != nodes)
+      refuse(op, "draft_rows must be given unless draft_logits has a row for each of the ", nodes, " nodes, got ",
+             describe(draft));
+    problem.draft = logit_rows_of(
+        draft, allowed_of(op, "draft_allowed", arguments.draft_allowed, draft, "draft_logits", draft.size(0)));
+    problem.draft_row_count = static_cast<int32_t>(draft.size(0));
+  }
+  problem.tokens = static_cast<const int64_t*>(tokens.const_data_ptr());
+  problem.parents = static_cast<const int32_t*>(parents.const_data_ptr());
+  problem.cu_nodes = static_cast<const int32_t*>(cu_nodes.const_data_ptr());
+  problem.draft_rows = column_of<int32_t>(rows, "draft_rows", draft_rows, ScalarType::Int);
+  problem.nodes = nodes;
+  return prepare_accept(arguments, requests, max_depth, problem);
+}
+
+inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const Tensor& draft_tokens,
+                                         AcceptProblem& problem) {
+  constexpr const char* op = "accept_chain";
+  const Tensor& target = arguments.target_logits;
+  check_logits(op, "target_logits", target, 3, "[B, K + 1, V]");
+  check_rule(arguments);
+  check_dtype(op, "draft_tokens", draft_tokens, {ScalarType::Long});
+  check_dim(op, "draft_tokens", draft_tokens, 2, "[B, K]");
+  const int64_t requests = target.size(0), nodes = target.size(1);
+  if (nodes < 1 || nodes > kMostNodes)
+    refuse(op, "target_logits must have 1 to ", kMostNodes, " rows (K + 1) for each request, got ", describe(target));
+  check_size(op, "draft_tokens", draft_tokens, 0, requests, "the requests of target_logits");
+  check_size(op, "draft_tokens", draft_tokens, 1, nodes - 1, "one less than target_logits has rows");
+  check_same_device(op, "draft_tokens", draft_tokens, "target_logits", target);
+  if (!draft_tokens.is_contiguous()) refuse(op, "draft_tokens must be contiguous, got ", describe(draft_tokens));
+
+  problem = {};
+  problem.target =
+      logit_rows_of(target, allowed_of(op, "allowed", arguments.allowed, target, "target_logits", requests * nodes));
+  problem.target_request_stride = target.stride(0);
+  if (arguments.draft_logits.has_value()) {
+    const Tensor& draft = *arguments.draft_logits;
+    check_draft_logits(arguments, 3, "[B, K, V]");
+    check_size(op, "draft_logits", draft, 0, requests, "the requests of target_logits");
+    check_size(op, "draft_logits", draft, 1, nodes - 1, "one for each draft token");
+    problem.draft = logit_rows_of(draft, allowed_of(op, "draft_allowed", arguments.draft_allowed, draft,
+                                                    "draft_logits", requests * (nodes - 1)));
+    problem.draft_request_stride = draft.stride(0);
+    problem.draft_row_count = static_cast<int32_t>(nodes - 1);
+  }
+  problem.tokens = static_cast<const int64_t*>(draft_tokens.const_data_ptr());
+  problem.chain_nodes = static_cast<int32_t>(nodes);
+  problem.nodes = requests * nodes;
+  return prepare_accept(arguments, requests, nodes - 1, problem);
+}
+
+}  // namespace pass_ext

@@ -1,0 +1,49 @@
+// Checks of draft_sample's arguments, the same on every device, and their packing into core/draft.h's DraftProblem.
+// Called by cpu/draft.cpp and cuda/draft.cu.
+#pragma once
+
+#include <tuple>
+
+#include "core/draft.h"
+#include "host/law.h"
+
+namespace pass_ext {
+
+constexpr int64_t kMostCandidates = 1024;
+
+struct DraftArguments {
+  const Tensor& logits;
+  int64_t k, mode;
+  LawArguments law;
+  const OptionalTensor &allowed, &seeds, &positions, &nodes;
+};
+
+using DraftResult = std::tuple<Tensor, Tensor>;  // tokens, logprobs
+
+// Makes the outputs and the problem that fills them.
+inline DraftResult prepare_draft(const DraftArguments& arguments, DraftProblem& problem) {
+  constexpr const char* op = "draft_sample";
+  const Tensor& logits = arguments.logits;
+  check_logits(op, "logits", logits, 2, "[R, V]");
+  if (arguments.k < 1 || arguments.k > kMostCandidates)
+    refuse(op, "k must be in [1, ", kMostCandidates, "], got ", arguments.k);
+  if (arguments.mode < 0 || arguments.mode > static_cast<int64_t>(DraftMode::top))
+    refuse(op, "mode must be the index of a mode, 0 to 3, got ", arguments.mode);
+  const int64_t count = logits.size(0);
+  const PerRow rows{op, logits, "logits", count, "one for each row of logits"};
+  problem.law = law_parameters_of(rows, arguments.law);
+  problem.seeds = column_of<int64_t>(rows, "seeds", arguments.seeds, ScalarType::Long);
+  problem.positions = column_of<int64_t>(rows, "positions", arguments.positions, ScalarType::Long);
+  problem.nodes = column_of<int32_t>(rows, "nodes", arguments.nodes, ScalarType::Int);
+  problem.logits = logit_rows_of(logits, allowed_of(op, "allowed", arguments.allowed, logits, "logits", count));
+  problem.rows = count;
+  problem.count = static_cast<int32_t>(arguments.k);
+  problem.mode = static_cast<DraftMode>(arguments.mode);
+  const Tensor tokens = empty_of_shape(logits, {count, arguments.k}, ScalarType::Long);
+  const Tensor logprobs = empty_of_shape(logits, {count, arguments.k}, ScalarType::Float);
+  problem.tokens = static_cast<int64_t*>(tokens.mutable_data_ptr());
+  problem.logprobs = static_cast<float*>(logprobs.mutable_data_ptr());
+  return {tokens, logprobs};
+}
+
+}  // namespace pass_ext

@@ -1,0 +1,92 @@
+// Checks of logits and of the parameters that make a law of them, the same on every device, and their packing into the
+// structs of core/law.h. Called by host/draft.h and host/accept.h.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "core/law.h"
+#include "host/checks.h"
+#include "host/tensor.h"
+
+namespace pass_ext {
+
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kMostVocabulary = 1 << 22;  // integer masses and counters are made for it
+
+// What a per-request or per-row argument is measured against.
+struct PerRow {
+  const char* op;
+  const Tensor& logits;  // for the device
+  const char* logits_name;
+  int64_t count;
+  const char* meaning;  // of count
+};
+
+inline LogitType logit_type_of(const Tensor& logits) {
+  return logits.scalar_type() == ScalarType::BFloat16 ? LogitType::bfloat16
+         : logits.scalar_type() == ScalarType::Half   ? LogitType::float16
+                                                      : LogitType::float32;
+}
+
+inline void check_logits(const char* op, const char* argument, const Tensor& logits, int64_t dim, const char* shape) {
+  check_dtype(op, argument, logits, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
+  check_dim(op, argument, logits, dim, shape);
+  check_contiguous_rows(op, argument, logits);
+  const int64_t vocabulary = logits.size(dim - 1);
+  if (vocabulary < 1 || vocabulary > kMostVocabulary)
+    refuse(op, argument, " must have a vocabulary of 1 to ", kMostVocabulary, ", got ", describe(logits));
+}
+
+inline void check_column(const PerRow& rows, const char* argument, const Tensor& column, ScalarType type) {
+  check_dtype(rows.op, argument, column, {type});
+  check_dim(rows.op, argument, column, 1, "one number each");
+  check_size(rows.op, argument, column, 0, rows.count, rows.meaning);
+  check_same_device(rows.op, argument, column, rows.logits_name, rows.logits);
+  if (!column.is_contiguous())
+    refuse(rows.op, argument, " must be contiguous, got ", describe(column), " with stride ", column.stride(0));
+}
+
+// The data of an optional column: null where there is none.
+template <typename T>
+const T* column_of(const PerRow& rows, const char* argument, const OptionalTensor& column, ScalarType type) {
+  if (!column.has_value()) return nullptr;
+  check_column(rows, argument, *column, type);
+  return static_cast<const T*>(column->const_data_ptr());
+}
+
+struct LawArguments {
+  const OptionalTensor &temperature, &top_k, &top_p, &min_p;
+};
+
+inline LawParameterArrays law_parameters_of(const PerRow& rows, const LawArguments& law, bool draft = false) {
+  return {column_of<float>(rows, draft ? "draft_temperature" : "temperature", law.temperature, ScalarType::Float),
+          column_of<int32_t>(rows, draft ? "draft_top_k" : "top_k", law.top_k, ScalarType::Int),
+          column_of<float>(rows, draft ? "draft_top_p" : "top_p", law.top_p, ScalarType::Float),
+          column_of<float>(rows, draft ? "draft_min_p" : "min_p", law.min_p, ScalarType::Float)};
+}
+
+// A mask of `rows` rows of ceil(vocabulary / 32) words, or null.
+inline const int32_t* allowed_of(const char* op, const char* argument, const OptionalTensor& allowed,
+                                 const Tensor& logits, const char* logits_name, int64_t rows) {
+  if (!allowed.has_value()) return nullptr;
+  const int64_t words = (logits.size(logits.dim() - 1) + 31) / 32;
+  check_dtype(op, argument, *allowed, {ScalarType::Int});
+  check_same_device(op, argument, *allowed, logits_name, logits);
+  if (allowed->dim() < 2 || allowed->size(allowed->dim() - 1) != words || allowed->numel() != rows * words)
+    refuse(op, argument, " must have shape [", rows, ", ", words, "] (a word for 32 tokens), got ",
+           describe(*allowed));
+  if (!allowed->is_contiguous()) refuse(op, argument, " must be contiguous, got ", describe(*allowed));
+  return static_cast<const int32_t*>(allowed->const_data_ptr());
+}
+
+// Rows of a matrix; of a batch of matrices, the first one's.
+inline LogitRows logit_rows_of(const Tensor& logits, const int32_t* allowed) {
+  const int64_t dim = logits.dim();
+  return {logits.const_data_ptr(), allowed, logits.stride(dim - 2), logit_type_of(logits),
+          static_cast<int32_t>(logits.size(dim - 1))};
+}
+
+}  // namespace pass_ext

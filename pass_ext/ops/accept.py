@@ -1,0 +1,250 @@
+"""``accept_tree`` and ``accept_chain``: straight from logits to accepted tokens, distributed as the target model's own.
+
+The rules, with their formulas: csrc/core/accept.h; which one when: docs/accept.md. Kernels: csrc/cpu/accept.cpp,
+csrc/cuda/accept.cuh. Called by decoders after every model call that verified drafts.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pass_ext import _library
+from pass_ext.ops.parameters import Parameter, column, seeds_for
+
+RULES = {
+    "coupled": "exact",
+    "rejection": "exact",
+    "rejection_with_replacement": "exact",
+    "block": "exact",
+    "traversal": "exact",
+    "kseq": "exact",
+    "typical": "approximate",
+}
+"""Every accept rule and its exactness: "exact" emits the target's own distribution, "approximate" does not."""
+
+STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
+"""The bits of ``AcceptResult.status``."""
+
+_RULE_NAMES = tuple(RULES)
+_tree_op = torch.ops.pass_ext.accept_tree.default
+_chain_op = torch.ops.pass_ext.accept_chain.default
+
+
+class AcceptResult(NamedTuple):
+    """What one step accepted, for each of B requests."""
+
+    emitted: Tensor
+    """``[B, max_depth + 1]`` int64: the accepted draft tokens, the one token that the target adds, then -1."""
+    path: Tensor
+    """``[B, max_depth + 1]`` int32: 0 (the root), the accepted nodes, then -1. A padded request has -1 only."""
+    num_accepted: Tensor
+    """``[B]`` int32: accepted draft tokens."""
+    status: Tensor
+    """``[B]`` int32: 0, or bits of ``pass_ext.ops.accept.STATUS``."""
+
+
+def accept_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    cu_nodes: Tensor,
+    max_depth: int,
+    *,
+    rule: str = "coupled",
+    draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    temperature: Parameter = None,
+    top_k: Parameter = None,
+    top_p: Parameter = None,
+    min_p: Parameter = None,
+    draft_temperature: Parameter = None,
+    draft_top_k: Parameter = None,
+    draft_top_p: Parameter = None,
+    draft_min_p: Parameter = None,
+    allowed: Tensor | None = None,
+    draft_allowed: Tensor | None = None,
+    seeds: Parameter = None,
+    positions: Parameter = None,
+    threshold: float = 0.09,
+    alpha: float = 0.3,
+    generator: torch.Generator | None = None,
+) -> AcceptResult:
+    """Verifies a tree of drafted tokens per request.
+
+    Args:
+        target_logits: ``[N, V]`` bfloat16, float16 or float32, rows may be strided: row i is the target's distribution after
+            node i. Only the rows that a decision needs are looked at.
+        tokens: ``[N]`` int64, node i's token; a root's is ignored. Tokens outside [0, V), such as -1, are never accepted.
+        parents: ``[N]`` int32, each node's parent inside its own request, -1 for the root, which is node 0;
+            ``parents[i] < i``. At most 1,024 nodes per request.
+        cu_nodes: ``[B + 1]`` int32: request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. None of its own: a padded request.
+        max_depth: the depth of the deepest tree, from shapes, not read back; deeper nodes are ignored.
+        rule: one of ``pass_ext.RULES``; docs/accept.md says which one when. Rules other than "coupled" and "typical" judge by
+            the law that the children were drawn from: ``draft_logits``.
+        draft_logits: ``[R, V]``, any of the dtypes: the very logits that the drafts were sampled from.
+        draft_rows: ``[N]`` int32, the row of ``draft_logits`` that node i's children were drawn from; -1: its children are
+            fixed proposals (n-grams, top-k candidates), not drawn. Not needed where ``draft_logits`` has a row per node.
+        temperature, top_k, top_p, min_p: one number per request (``[B]``), one for all, or None for off. Temperature 0 or
+            None is greedy: the arg-max, lowest id first, whatever the rule.
+        draft_temperature, draft_top_k, draft_top_p, draft_min_p: what the drafts were sampled with; None: as the target.
+        allowed: ``[N, ceil(V / 32)]`` int32 words, bit set = allowed: grammar masks of the target's rows.
+        draft_allowed: ``[R, ceil(V / 32)]``: the masks that the drafts were sampled under, if any.
+        seeds: ``[B]`` int64. Without, fresh ones are drawn from ``generator``, or torch's own.
+        positions: ``[B]`` int64, the text position of the first token that this step can emit. The same seeds without
+            positions repeat the same noise in every step.
+        threshold, alpha: of rule "typical": accept where p > min(threshold, alpha exp(-entropy)).
+
+    Returns:
+        AcceptResult. A row that is needed and holds NaN or +inf, or allows nothing, ends its request before that row: the
+        token that led there is the last one emitted (at the root: -1), and ``status`` says so. A malformed tree is ignored:
+        the root's row gives one token. Other requests are never touched.
+    """
+    nodes, requests, device = target_logits.shape[0], cu_nodes.shape[0] - 1, target_logits.device
+    del nodes
+    shared = _shared(
+        "accept_tree", rule, requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
+        draft_top_p, draft_min_p, allowed, draft_allowed, seeds, positions, threshold, alpha, generator,
+    )  # fmt: skip
+    return _call(
+        _tree_op, target_logits, _as(tokens, torch.int64), _as(parents, torch.int32), _as(cu_nodes, torch.int32),
+        max_depth, _rule_index("accept_tree", rule), draft_logits, _as(draft_rows, torch.int32), *shared,
+    )  # fmt: skip
+
+
+def accept_chain(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    *,
+    rule: str = "coupled",
+    draft_logits: Tensor | None = None,
+    temperature: Parameter = None,
+    top_k: Parameter = None,
+    top_p: Parameter = None,
+    min_p: Parameter = None,
+    draft_temperature: Parameter = None,
+    draft_top_k: Parameter = None,
+    draft_top_p: Parameter = None,
+    draft_min_p: Parameter = None,
+    allowed: Tensor | None = None,
+    draft_allowed: Tensor | None = None,
+    seeds: Parameter = None,
+    positions: Parameter = None,
+    threshold: float = 0.09,
+    alpha: float = 0.3,
+    generator: torch.Generator | None = None,
+) -> AcceptResult:
+    """Verifies one chain of K drafted tokens per request: ``accept_tree`` for chains, on batched tensors.
+
+    Args:
+        target_logits: ``[B, K + 1, V]``: row i is the target's distribution after i drafts. Strided in the first two.
+        draft_tokens: ``[B, K]`` int64. A request with fewer drafts than K is padded with -1.
+        draft_logits: ``[B, K, V]``: row i is what draft i was sampled from.
+        allowed, draft_allowed: ``[B, K + 1, ceil(V / 32)]`` and ``[B, K, ceil(V / 32)]`` int32 words.
+
+    The others are those of ``accept_tree``, and so is the result; ``path`` counts 0, 1, 2, …
+    """
+    requests, device = target_logits.shape[0], target_logits.device
+    shared = _shared(
+        "accept_chain", rule, requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
+        draft_top_p, draft_min_p, allowed, draft_allowed, seeds, positions, threshold, alpha, generator,
+    )  # fmt: skip
+    return _call(
+        _chain_op, target_logits, _as(draft_tokens, torch.int64), _rule_index("accept_chain", rule), draft_logits,
+        *shared,
+    )  # fmt: skip
+
+
+def _rule_index(op: str, rule: str) -> int:
+    if rule not in RULES:
+        raise ValueError(f"pass_ext::{op}: rule must be one of {', '.join(RULES)}, got {rule!r}")
+    return _RULE_NAMES.index(rule)
+
+
+def _as(tensor: Any, dtype: torch.dtype) -> Any:
+    if tensor is None or tensor.dtype in (dtype, torch.bool) or tensor.is_floating_point():
+        return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()  # a wrong dtype is refused
+    return tensor.to(dtype).contiguous()
+
+
+def _shared(
+    op: str,
+    rule: str,
+    requests: int,
+    device: torch.device,
+    temperature: Parameter,
+    top_k: Parameter,
+    top_p: Parameter,
+    min_p: Parameter,
+    draft_temperature: Parameter,
+    draft_top_k: Parameter,
+    draft_top_p: Parameter,
+    draft_min_p: Parameter,
+    allowed: Tensor | None,
+    draft_allowed: Tensor | None,
+    seeds: Parameter,
+    positions: Parameter,
+    threshold: float,
+    alpha: float,
+    generator: torch.Generator | None,
+) -> tuple[Any, ...]:
+    """The arguments that both ops end with, as the kernels read them."""
+    law = tuple(
+        column(value, requests, torch.int32 if i == 1 else torch.float32, device)
+        for i, value in enumerate((temperature, top_k, top_p, min_p))
+    )
+    draft_law = tuple(
+        own if given is None else column(given, requests, torch.int32 if i == 1 else torch.float32, device)
+        for i, (given, own) in enumerate(
+            zip((draft_temperature, draft_top_k, draft_top_p, draft_min_p), law, strict=True)
+        )
+    )
+    is_greedy = temperature is None  # draws nothing
+    return (
+        *law,
+        *draft_law,
+        allowed,
+        draft_allowed,
+        None if is_greedy else seeds_for(seeds, requests, device, generator),
+        column(positions, requests, torch.int64, device),
+        threshold,
+        alpha,
+    )
+
+
+def _call(op: Any, *arguments: Any) -> AcceptResult:
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return AcceptResult(*op(*arguments))
+    with torch._C._AutoDispatchBelowAutograd():  # decisions have no gradient
+        result = AcceptResult(*op(*arguments))
+    if _library.debug_enabled():
+        _raise_on_status(op, result.status)
+    return result
+
+
+def _raise_on_status(op: Any, status: Tensor) -> None:
+    """Debug mode: trouble in the data is an error at once. Waits for the device."""
+    bad = status.nonzero().flatten().tolist()
+    if bad:
+        code = int(status[bad[0]])
+        reasons = " and ".join(text for bit, text in STATUS.items() if code & bit)
+        raise RuntimeError(f"pass_ext::{op._schema.name.split('::')[1]}: request {bad[0]}: {reasons} (of {len(bad)} in all)")
+
+
+def _fake(requests: Any, width: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        like.new_empty((requests, width), dtype=torch.int64),
+        like.new_empty((requests, width), dtype=torch.int32),
+        like.new_empty((requests,), dtype=torch.int32),
+        like.new_empty((requests,), dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("pass_ext::accept_tree")
+def _tree_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
+    return _fake(cu_nodes.shape[0] - 1, max_depth + 1, target_logits)
+
+
+@torch.library.register_fake("pass_ext::accept_chain")
+def _chain_shape(target_logits, draft_tokens, *rest):  # type: ignore[no-untyped-def]
+    return _fake(target_logits.shape[0], target_logits.shape[1], target_logits)

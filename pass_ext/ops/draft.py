@@ -1,0 +1,90 @@
+"""``draft_sample``: candidate tokens from rows of logits, in one pass, without materialised probabilities.
+
+prob(v) = softmax over the support of logits / T, after the allowed mask, top-k, top-p and min-p. Kernels: csrc/core/draft.h on
+csrc/cpu/rows.cpp and csrc/cuda/rows.cuh. Called by decoders to draft, and as their plain sampler (mode "coupled", k = 1).
+"""
+
+import torch
+from torch import Tensor
+
+from pass_ext.ops.parameters import Parameter, column, seeds_for
+
+MODES = ("coupled", "without", "with", "top")
+
+_op = torch.ops.pass_ext.draft_sample.default
+
+
+def draft_sample(
+    logits: Tensor,
+    k: int,
+    *,
+    mode: str = "without",
+    temperature: Parameter = None,
+    top_k: Parameter = None,
+    top_p: Parameter = None,
+    min_p: Parameter = None,
+    allowed: Tensor | None = None,
+    seeds: Parameter = None,
+    positions: Parameter = None,
+    nodes: Parameter = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draws ``k`` candidates from each row.
+
+    Args:
+        logits: ``[R, V]`` bfloat16, float16 or float32; rows may be strided, each row contiguous.
+        k: candidates per row, 1 to 1,024.
+        mode: ``"without"``: k draws without replacement, in the order of drawing. ``"with"``: k independent draws. ``"top"``:
+            the k most probable. ``"coupled"``: the k best under the target's own noise for that seed and position; the first
+            is the very token that ``accept_tree(rule="coupled")`` emits there, so ``k=1`` is the plain sampler.
+        temperature, top_k, top_p, min_p: one number per row (``[R]``), one for all, or None for off. No temperature means 1,
+            but in mode "coupled" greedy, as in ``accept_tree``. Temperature 0 is the limit: tokens in the order of their
+            logits, and the first has all the probability. Ties at a filter's edge keep the lower id.
+        allowed: ``[R, ceil(V / 32)]`` int32, bit ``v % 32`` of word ``v // 32`` set = token v may be drawn.
+        seeds, positions: ``[R]`` int64, what the draw depends on besides the row. Mode "coupled": ``positions`` is the text
+            position of the token drawn. Other modes: give the position of the step's first token and ``nodes``, then no draw
+            of a generation is ever repeated. Without seeds, fresh ones come from ``generator``; without positions, 0.
+        nodes: ``[R]`` int32, the tree node whose children are drawn; tells draws with the same seed and position apart.
+
+    Returns:
+        ``(tokens [R, k] int64, logprobs [R, k] float32)``: log probabilities under the processed law. Slots beyond the
+        support, and rows with NaN, +inf or nothing allowed: token -1, log probability -inf.
+    """
+    if mode not in MODES:
+        raise ValueError(f"pass_ext::draft_sample: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    rows, device = logits.shape[0], logits.device
+    arguments = (
+        logits,
+        k,
+        MODES.index(mode),
+        column(temperature, rows, torch.float32, device),
+        column(top_k, rows, torch.int32, device),
+        column(top_p, rows, torch.float32, device),
+        column(min_p, rows, torch.float32, device),
+        allowed,
+        None if mode == "top" else seeds_for(seeds, rows, device, generator),
+        column(positions, rows, torch.int64, device),
+        column(nodes, rows, torch.int32, device),
+    )
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return _op(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():  # a draw has no gradient, so torch's autograd layer has nothing to add
+        return _op(*arguments)
+
+
+@torch.library.register_fake("pass_ext::draft_sample")
+def _shape(
+    logits: Tensor,
+    k: int,
+    mode: int,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    allowed: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    nodes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
