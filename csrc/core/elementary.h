@@ -3,14 +3,14 @@
 // Text, not a header of its own: included once by core/scalar.h for floats and once per instruction set by cpu/each_isa.h,
 // each time inside a namespace that has the operations. Called by every kernel that needs a probability or a draw.
 
-// e^x for x <= 0. Below -86, where a float starts to lose digits, 0.
+// e^x for -86 <= x <= 0
 template <typename F>
-PASS_EXT_HOST_DEVICE F exponential(F x) {
+PASS_EXT_HOST_DEVICE F exponential_in_range(F x) {
   // x = n ln2 + r; adding 1.5 2^23 rounds n to an integer and leaves it in the low bits of the sum.
-  const F lowest = constant(x, -86.0f), magic = constant(x, 12582912.0f);
-  const F shifted = fused(maximum(x, lowest), constant(x, 1.44269504f), magic);
+  const F magic = constant(x, 12582912.0f);
+  const F shifted = fused(x, constant(x, 1.44269504f), magic);
   const F n = shifted - magic;
-  F r = fused(n, constant(x, -0.693359375f), maximum(x, lowest));
+  F r = fused(n, constant(x, -0.693359375f), x);
   r = fused(n, constant(x, 2.12194440e-4f), r);
   F sum = constant(x, 0.0013814467237f);
   sum = fused(sum, r, constant(x, 0.0083687808365f));
@@ -18,8 +18,14 @@ PASS_EXT_HOST_DEVICE F exponential(F x) {
   sum = fused(sum, r, constant(x, 0.1666651964188f));
   sum = fused(sum, r, constant(x, 0.4999999403954f));
   const F power = fused(r * r, sum, r) + constant(x, 1.0f);
-  const F scaled = float_of(bits_of(power) + shift_left(bits_of(shifted), 23));
-  return select(less(x, lowest), constant(x, 0.0f), scaled);
+  return float_of(bits_of(power) + shift_left(bits_of(shifted), 23));
+}
+
+// e^x for x <= 0. Below -86, where a float starts to lose digits, 0.
+template <typename F>
+PASS_EXT_HOST_DEVICE F exponential(F x) {
+  const F lowest = constant(x, -86.0f);
+  return select(less(x, lowest), constant(x, 0.0f), exponential_in_range(maximum(x, lowest)));
 }
 
 // ln x for normal x > 0

@@ -121,14 +121,14 @@ PASS_EXT_HOST_DEVICE void set_mass(Law& law, double mass) {
   law.log_mass = logarithm(static_cast<float>(mass));
 }
 
-// Masses that decide top-p are integers, so that adding them in any order, on any device, gives the same bits.
-// 2^40 per e^0: 2^22 tokens fit 64 bits with room to spare, and what is below e^-27 weighs nothing here.
+// The masses that decide top-p are integers: adding them in any order gives the same bits. 2^40 per e^0: 2^22 tokens
+// fit 64 bits with room to spare, and what is below e^-27 weighs nothing here.
 constexpr float kMassUnit = 0x1p40f;
 PASS_EXT_HOST_DEVICE uint64_t integer_mass(float weight) { return static_cast<uint64_t>(weight * kMassUnit); }
 
-// The integer mass that top-p must reach, of `total`.
-PASS_EXT_HOST_DEVICE uint64_t mass_to_reach(float top_p, uint64_t total) {
-  return static_cast<uint64_t>(static_cast<double>(top_p) * static_cast<double>(total));
+// The integer mass that top-p must reach, of a row's `mass`.
+PASS_EXT_HOST_DEVICE uint64_t mass_to_reach(float top_p, double mass) {
+  return static_cast<uint64_t>(static_cast<double>(top_p) * mass * static_cast<double>(kMassUnit));
 }
 
 }  // namespace pass_ext

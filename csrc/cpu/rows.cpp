@@ -13,8 +13,9 @@ namespace pass_ext {
 namespace {
 
 constexpr int32_t kSliceGroups = 128;    // 8,192 tokens: what one task reads at least
-constexpr int32_t kFewCandidates = 2048;  // sorted at once; more are first divided into bins
-constexpr int32_t kBins = 1024;
+constexpr int64_t kFewCandidates = 512;  // sorted at once; more are first divided into bins
+constexpr int32_t kBins = 2048;
+constexpr int32_t kPadding = 16;  // no vector is longer
 
 int32_t groups_of(int32_t vocabulary) { return (vocabulary + kGroup - 1) / kGroup; }
 
@@ -28,43 +29,14 @@ void cut_behind(Law& law, const Candidate& last) {
   law.tie = last.id;
 }
 
-uint64_t mass_of_candidate(const Law& law, const Candidate& candidate) {
-  return integer_mass(exponential(log_weight(law, candidate.logit)));
-}
-
-// Cuts behind the candidate at which the mass reaches `wanted`; [begin, end) in order, `before` lies in front of it.
-void cut_at_mass(Law& law, const Candidate* begin, const Candidate* end, uint64_t before, uint64_t wanted) {
-  for (const Candidate* candidate = begin; candidate != end; ++candidate) {
-    before += mass_of_candidate(law, *candidate);
-    if (before >= wanted || candidate + 1 == end) {
-      cut_behind(law, *candidate);
-      return;
-    }
-  }
-}
-
-// The same for candidates in any order: bins by logit first, then the bin in which the mass is reached.
-void cut_at_mass_unordered(Law& law, std::vector<Candidate>& candidates, float lowest, uint64_t wanted) {
-  if (candidates.size() > static_cast<size_t>(kFewCandidates)) {
-    const float width = std::max((law.maximum - lowest) / kBins, 1e-30f), per_bin = 1.0f / width;
-    const auto bin_of = [&](float logit) {
-      return std::min(kBins - 1, static_cast<int32_t>((law.maximum - logit) * per_bin));
-    };
-    uint64_t masses[kBins] = {};
-    for (const Candidate& candidate : candidates) masses[bin_of(candidate.logit)] += mass_of_candidate(law, candidate);
-    uint64_t before = 0;
-    int32_t bin = 0;
-    while (bin + 1 < kBins && before + masses[bin] < wanted) before += masses[bin++];
-    const auto end = std::partition(candidates.begin(), candidates.end(),
-                                    [&](const Candidate& candidate) { return bin_of(candidate.logit) == bin; });
-    if (end != candidates.begin()) {
-      std::sort(candidates.begin(), end, comes_before);
-      cut_at_mass(law, candidates.data(), candidates.data() + (end - candidates.begin()), before, wanted);
-      return;
-    }
-  }
+// Cuts behind the candidate at which the mass reaches `wanted`; `before` lies in front of them all.
+void cut_at_mass(Law& law, std::vector<Candidate>& candidates, uint64_t before, uint64_t wanted) {
   std::sort(candidates.begin(), candidates.end(), comes_before);
-  cut_at_mass(law, candidates.data(), candidates.data() + candidates.size(), 0, wanted);
+  for (const Candidate& candidate : candidates) {
+    before += integer_mass(exponential(log_weight(law, candidate.logit)));
+    cut_behind(law, candidate);
+    if (before >= wanted) return;
+  }
 }
 
 // Keeps the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id.
@@ -109,7 +81,8 @@ CpuRows::Maxima& CpuRows::maxima_of(const LogitRow& row) {
   next_kept_ ^= 1;
   const int32_t groups = groups_of(row.vocabulary);
   maxima.row = row;
-  maxima.values.resize(groups);
+  maxima.values.resize(groups + kPadding);
+  std::fill(maxima.values.begin() + groups, maxima.values.end(), -kInfinity);
   partial_.assign(groups / kSliceGroups + 1, 1.0);
   for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) {
     bool good = true;
@@ -120,87 +93,105 @@ CpuRows::Maxima& CpuRows::maxima_of(const LogitRow& row) {
   return maxima;
 }
 
-double CpuRows::mass_of(const Maxima& maxima, const Law& law, double* log_moment) {
-  const int32_t groups = groups_of(maxima.row.vocabulary), slices = groups / kSliceGroups + 1;
-  partial_.assign(2 * slices, 0.0);
-  for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) {
-    PASS_EXT_AT_ISA(sum_mass(maxima.row, law, maxima.values.data(), begin, end, &partial_[slice],
-                             log_moment == nullptr ? nullptr : &partial_[slices + slice]));
+// The sum over slices of function(first group, last group), added in order.
+template <typename Function>
+double CpuRows::sum_slices(int32_t groups, Function&& function) {
+  partial_.assign(groups / kSliceGroups + 1, 0.0);
+  for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) { partial_[slice] = function(begin, end); });
+  double sum = 0.0;
+  for (double part : partial_) sum += part;
+  return sum;
+}
+
+double CpuRows::mass_of(const Maxima& maxima, const Law& law) {
+  return sum_slices(groups_of(maxima.row.vocabulary), [&](int32_t begin, int32_t end) {
+    double mass;
+    PASS_EXT_AT_ISA(sum_mass(maxima.row, law, maxima.values.data(), begin, end, &mass));
+    return mass;
   });
-  double mass = 0.0;
-  for (int32_t slice = 0; slice < slices; ++slice) mass += partial_[slice];
-  if (log_moment != nullptr)
-    for (int32_t slice = 0; slice < slices; ++slice) *log_moment += partial_[slices + slice];
-  return mass;
 }
 
 Law CpuRows::describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass) {
   Maxima& maxima = maxima_of(row);
   Law law{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
-  for (float value : maxima.values) law.maximum = maximum(value, law.maximum);
+  int32_t largest;
+  PASS_EXT_AT_ISA(find_largest(maxima.values.data(), static_cast<int32_t>(maxima.values.size()), &largest));
+  if (largest >= 0) law.maximum = maxima.values[largest];
   if (!maxima.good) law.status = kBadLogits;
   if (law.status == 0 && law.maximum == -kInfinity) law.status = kEmptySupport;
   if (law.status != 0) return law;
   if (has_filter(parameters)) select_support(maxima, parameters, law);
-  if (needs_mass) set_mass(law, mass_of(maxima, law, nullptr));
+  if (needs_mass) set_mass(law, mass_of(maxima, law));
   return law;
 }
 
-void CpuRows::select_support(const Maxima& maxima, const LawParameters& parameters, Law& law) {
+// The tokens of the support with floor <= logit <= ceiling, in candidates_; `limit` or more: perhaps not all of them.
+void CpuRows::gather(const Maxima& maxima, const Law& law, float floor, float ceiling, int64_t limit) {
+  candidates_.resize(maxima.row.vocabulary);
+  int64_t count = 0;
+  PASS_EXT_AT_ISA(collect(maxima.row, law, maxima.values.data(), 0, groups_of(maxima.row.vocabulary), floor, ceiling,
+                          limit, candidates_.data(), &count));
+  candidates_.resize(count);
+}
+
+void CpuRows::cut_top_k(const Maxima& maxima, int32_t top_k, Law& law) {
   const int32_t groups = groups_of(maxima.row.vocabulary);
-  const float* values = maxima.values.data();
-  const auto gather = [&](float floor) {
-    candidates_.resize(maxima.row.vocabulary);
-    int64_t count = 0;
-    PASS_EXT_AT_ISA(collect(maxima.row, law, values, 0, groups, floor, candidates_.data(), &count));
-    candidates_.resize(count);
+  // k groups have a largest logit that is at least the k-th largest of these: no token below it is among the top k.
+  float floor = -kInfinity;
+  if (top_k <= groups) {
+    scratch_.assign(maxima.values.begin(), maxima.values.begin() + groups);
+    std::nth_element(scratch_.begin(), scratch_.begin() + top_k - 1, scratch_.end(), std::greater<>());
+    floor = scratch_[top_k - 1];
+  }
+  gather(maxima, law, floor, law.maximum, maxima.row.vocabulary);
+  if (candidates_.size() <= static_cast<size_t>(top_k)) return;
+  const auto last = candidates_.begin() + top_k - 1;
+  std::nth_element(candidates_.begin(), last, candidates_.end(), comes_before);
+  cut_behind(law, *last);
+}
+
+void CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
+  const int32_t vocabulary = maxima.row.vocabulary, groups = groups_of(vocabulary);
+  const double mass = mass_of(maxima, law);
+  const uint64_t wanted = mass_to_reach(top_p, mass);
+  // Tokens so improbable that even the whole vocabulary of them weighs less than what top-p leaves out.
+  const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / vocabulary * 0.99);
+  const float floor = std::min(law.maximum + logarithm(maximum(spare, 0x1p-60f)) / law.scale, law.maximum);
+  gather(maxima, law, floor, law.maximum, kFewCandidates);
+  if (candidates_.size() < static_cast<size_t>(kFewCandidates)) return cut_at_mass(law, candidates_, 0, wanted);
+  const float per_bin = kBins / std::max(law.maximum - floor, 1e-30f);
+  bins_.assign(kBins, 0);
+  PASS_EXT_AT_ISA(fill_bins(maxima.row, law, maxima.values.data(), 0, groups, floor, per_bin, kBins, bins_.data()));
+  uint64_t before = 0;
+  int32_t bin = 0, last = kBins - 1;
+  while (last > 0 && bins_[last] == 0) --last;
+  while (bin < last && before + bins_[bin] < wanted) before += bins_[bin++];
+  // The bin's tokens, with a margin for the rounding of its edges: those that belong to a bin in front are dropped.
+  const auto bin_of = [&](float logit) {
+    return static_cast<int32_t>(std::min((law.maximum - logit) * per_bin, static_cast<float>(kBins - 1)));
   };
-  bool gathered = false;
-  if (parameters.top_k > 0) {
-    // k groups have a largest logit that is at least the k-th largest of these: no token below it is among the top k.
-    float floor = -kInfinity;
-    if (parameters.top_k <= groups) {
-      scratch_.assign(values, values + groups);
-      std::nth_element(scratch_.begin(), scratch_.begin() + parameters.top_k - 1, scratch_.end(), std::greater<>());
-      floor = scratch_[parameters.top_k - 1];
-    }
-    gather(floor);
-    if (candidates_.size() > static_cast<size_t>(parameters.top_k)) {
-      const auto last = candidates_.begin() + parameters.top_k - 1;
-      std::nth_element(candidates_.begin(), last, candidates_.end(), comes_before);
-      cut_behind(law, *last);
-      candidates_.resize(parameters.top_k);
-    }
-    gathered = true;
-  }
-  if (parameters.top_p < 1.0f) {
-    uint64_t total = 0;
-    if (gathered) {
-      for (const Candidate& candidate : candidates_) total += mass_of_candidate(law, candidate);
-    } else {
-      integer_sums_.assign(groups / kSliceGroups + 1, 0);
-      for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) {
-        PASS_EXT_AT_ISA(sum_integer_mass(maxima.row, law, values, begin, end, &integer_sums_[slice]));
-      });
-      for (uint64_t sum : integer_sums_) total += sum;
-    }
-    const uint64_t wanted = mass_to_reach(parameters.top_p, total);
-    if (!gathered) {
-      // Tokens so improbable that even the whole vocabulary of them weighs less than what top-p leaves out.
-      const double spare = static_cast<double>(total - wanted) / kMassUnit / maxima.row.vocabulary;
-      const float floor = law.maximum + logarithm(maximum(static_cast<float>(spare), 0x1p-100f)) / law.scale - 1.0f;
-      gather(spare > 0x1p-100 ? std::min(floor, law.maximum) : -kInfinity);
-    }
-    float lowest = law.maximum;
-    for (const Candidate& candidate : candidates_) lowest = std::min(lowest, candidate.logit);
-    cut_at_mass_unordered(law, candidates_, lowest, wanted);
-  }
+  gather(maxima, law, std::max(floor, law.maximum - (bin + 1.5f) / per_bin), law.maximum - (bin - 0.5f) / per_bin,
+         vocabulary);
+  const auto end = std::remove_if(candidates_.begin(), candidates_.end(),
+                                  [&](const Candidate& candidate) { return bin_of(candidate.logit) != bin; });
+  candidates_.erase(end, candidates_.end());
+  cut_at_mass(law, candidates_, before, wanted);
+}
+
+void CpuRows::select_support(const Maxima& maxima, const LawParameters& parameters, Law& law) {
+  if (parameters.top_k > 0) cut_top_k(maxima, parameters.top_k, law);
+  if (parameters.top_p < 1.0f) cut_top_p(maxima, parameters.top_p, law);
   if (parameters.min_p > 0.0f) cut_at_floor(law, parameters.min_p);
 }
 
 double CpuRows::entropy(const Judge& judge) {
-  double log_moment = 0.0;
-  const double mass = mass_of(maxima_of(judge.p_row), judge.p, &log_moment);
+  const Maxima& maxima = maxima_of(judge.p_row);
+  const double mass = mass_of(maxima, judge.p);
+  const double log_moment = sum_slices(groups_of(judge.p_row.vocabulary), [&](int32_t begin, int32_t end) {
+    double moment;
+    PASS_EXT_AT_ISA(sum_log_moment(judge.p_row, judge.p, maxima.values.data(), begin, end, &moment));
+    return moment;
+  });
   return std::log(mass) - log_moment / mass;
 }
 
@@ -242,22 +233,37 @@ void CpuRows::overlap_sums(const Judge& judge, const float* inverse_rho, double*
   }
 }
 
+// Visits every group that may hold one of the `count` best of a race, given bounds_: visit(group) returns what a score must
+// reach by then, -inf while fewer than `count` are known.
+template <typename Visit>
+void CpuRows::visit_groups(int32_t groups, const Visit& visit) {
+  float threshold = -kInfinity;
+  int32_t group;
+  while (threshold == -kInfinity) {
+    PASS_EXT_AT_ISA(find_largest(bounds_.data(), groups, &group));
+    if (group < 0) return;
+    bounds_[group] = -kInfinity;
+    threshold = visit(group);
+  }
+  for (int32_t from = 0;; from = group + 1) {
+    PASS_EXT_AT_ISA(find_at_least(bounds_.data(), from, groups, threshold, &group));
+    if (group < 0) return;
+    threshold = visit(group);
+  }
+}
+
 int32_t CpuRows::draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
                       const Noise& noise) {
   const Maxima& maxima = maxima_of(judge.p_row);
   const Removed removed = rejected ? removed_of(judge, request) : Removed{nullptr, nullptr, 0};
   const int32_t groups = groups_of(judge.p_row.vocabulary);
   const bool is_plain = weight.kind == Weight::plain;
-  bounds_.resize(groups);
+  bounds_.resize(groups + kPadding);
   PASS_EXT_AT_ISA(
       bound_groups(judge.p, maxima.values.data(), groups, &noise, is_plain ? 0.0f : -judge.p.log_mass, bounds_.data()));
   float best_score = -kInfinity;
   int32_t best_id = -1;
-  for (;;) {
-    int32_t group;
-    PASS_EXT_AT_ISA(find_largest(bounds_.data(), groups, &group));
-    if (group < 0 || bounds_[group] < best_score) return best_id;
-    bounds_[group] = -kInfinity;
+  visit_groups(groups, [&](int32_t group) {
     float scores[kGroup];
     if (is_plain) {
       PASS_EXT_AT_ISA(score_group(judge.p_row, judge.p, &noise, group, scores));
@@ -266,48 +272,46 @@ int32_t CpuRows::draw(const Judge& judge, const Weight& weight, const AcceptRequ
     } else {
       PASS_EXT_AT_ISA(score_group_left(judge, weight, removed, noise, group, scores));
     }
-    for (int32_t i = 0; i < kGroup; ++i)
-      if (scores[i] > best_score || (scores[i] == best_score && scores[i] > -kInfinity && group * kGroup + i < best_id)) {
-        best_score = scores[i];
-        best_id = group * kGroup + i;
-      }
-  }
+    int32_t i;
+    PASS_EXT_AT_ISA(find_largest(scores, kGroup, &i));
+    const int32_t id = group * kGroup + i;
+    if (i >= 0 && (scores[i] > best_score || (scores[i] == best_score && id < best_id))) {
+      best_score = scores[i];
+      best_id = id;
+    }
+    return best_score;
+  });
+  return best_id;
 }
 
 void CpuRows::best(const LogitRow& row, const Law& law, const Noise* noise, int32_t count, int64_t* tokens,
                    float* logprobs) {
   const Maxima& maxima = maxima_of(row);
   const int32_t groups = groups_of(row.vocabulary);
-  bounds_.resize(groups);
+  bounds_.resize(groups + kPadding);
   PASS_EXT_AT_ISA(bound_groups(law, maxima.values.data(), groups, noise, 0.0f, bounds_.data()));
-  // The best so far, in order; scores beside candidates because a candidate keeps its logit.
+  candidates_.resize(count);  // the best so far, in order; in place of its logit each has its score
   int32_t found = 0;
-  scratch_.resize(count);
-  candidates_.resize(count);
-  for (;;) {
-    int32_t group;
-    PASS_EXT_AT_ISA(find_largest(bounds_.data(), groups, &group));
-    if (group < 0 || (found == count && bounds_[group] < scratch_[count - 1])) break;
-    bounds_[group] = -kInfinity;
+  visit_groups(groups, [&](int32_t group) {
     float scores[kGroup];
     PASS_EXT_AT_ISA(score_group(row, law, noise, group, scores));
-    for (int32_t i = 0; i < kGroup; ++i) {
-      const int32_t id = group * kGroup + i;
-      const float score = scores[i];
-      if (score == -kInfinity) continue;
-      const auto is_worse = [&](int32_t at) {
-        return scratch_[at] < score || (scratch_[at] == score && candidates_[at].id > id);
-      };
-      if (found == count && !is_worse(count - 1)) continue;
+    float threshold = found < count ? -kInfinity : candidates_[count - 1].logit;
+    int32_t i = -1;
+    for (;;) {
+      if (threshold == -kInfinity)
+        while (++i < kGroup && scores[i] == -kInfinity) {
+        }
+      else
+        PASS_EXT_AT_ISA(find_at_least(scores, i + 1, kGroup, threshold, &i));
+      if (i < 0 || i >= kGroup) return threshold;
+      const Candidate candidate{scores[i], group * kGroup + i};
+      if (found == count && !comes_before(candidate, candidates_[count - 1])) continue;
       int32_t at = found < count ? found++ : count - 1;
-      for (; at > 0 && is_worse(at - 1); --at) {
-        scratch_[at] = scratch_[at - 1];
-        candidates_[at] = candidates_[at - 1];
-      }
-      scratch_[at] = score;
-      candidates_[at] = {0.0f, id};
+      for (; at > 0 && comes_before(candidate, candidates_[at - 1]); --at) candidates_[at] = candidates_[at - 1];
+      candidates_[at] = candidate;
+      if (found == count) threshold = candidates_[count - 1].logit;
     }
-  }
+  });
   for (int32_t i = 0; i < found; ++i) {
     tokens[i] = candidates_[i].id;
     logprobs[i] = log_weight(law, logit_at(row, candidates_[i].id)) - law.log_mass;

@@ -74,11 +74,18 @@ class CpuRows {
   };
 
   Maxima& maxima_of(const LogitRow& row);
+  double mass_of(const Maxima& maxima, const Law& law);
+  void gather(const Maxima& maxima, const Law& law, float floor, float ceiling, int64_t limit);
+  void cut_top_k(const Maxima& maxima, int32_t top_k, Law& law);
+  void cut_top_p(const Maxima& maxima, float top_p, Law& law);
   void select_support(const Maxima& maxima, const LawParameters& parameters, Law& law);
-  double mass_of(const Maxima& maxima, const Law& law, double* log_moment);
   Removed removed_of(const Judge& judge, const AcceptRequest& request);
   template <typename Function>
   void for_each_slice(int32_t groups, Function&& function) const;
+  template <typename Function>
+  double sum_slices(int32_t groups, Function&& function);
+  template <typename Visit>
+  void visit_groups(int32_t groups, const Visit& visit);
 
   bool parallel_;
   Maxima kept_[2];
@@ -89,7 +96,7 @@ class CpuRows {
   std::vector<int32_t> removed_ids_;
   std::vector<float> removed_cuts_;
   std::vector<double> partial_;
-  std::vector<uint64_t> integer_sums_;
+  std::vector<uint64_t> bins_;
 
  public:
   // A new problem: what was kept of its rows is of no use any more.

@@ -49,23 +49,6 @@ inline bool scan_whole_groups(const T* logits, int32_t begin, int32_t end, float
   return bits_of_mask(fine) == bits_of_mask(mask_of_bits(0xffffu));
 }
 
-// The largest logit of each group; good: whether none is NaN or +inf.
-void scan_groups(const LogitRow& row, int32_t begin, int32_t end, float* maxima, bool* good) {
-  const int32_t whole = row.allowed == nullptr ? row.vocabulary / kGroup : 0;
-  const int32_t direct = whole < begin ? begin : whole < end ? whole : end;
-  if (row.type == LogitType::bfloat16)
-    *good = scan_whole_groups(static_cast<const bfloat16*>(row.logits), begin, direct, maxima);
-  else if (row.type == LogitType::float16)
-    *good = scan_whole_groups(static_cast<const float16*>(row.logits), begin, direct, maxima);
-  else
-    *good = scan_whole_groups(static_cast<const float*>(row.logits), begin, direct, maxima);
-  for (int32_t group = direct; group < end; ++group) {
-    float z[kGroup];
-    load_group(row, group, z);
-    *good = scan_whole_groups(z - static_cast<int64_t>(group) * kGroup, group, group + 1, maxima) && *good;
-  }
-}
-
 // Lanes of z, ids from `first` on, that are in the law's support.
 inline Mask support_of(const Law& law, Floats z, int32_t first) {
   const Floats cut = splat(law.cut);
@@ -87,62 +70,123 @@ inline bool is_negligible(const Law& law, float group_maximum) {
   return group_maximum < law.cut || !(log_weight(law, group_maximum) > kNegligible);
 }
 
-// Sum over the support of exp((z - maximum) scale); log_moment: of that times (z - maximum) scale.
-void sum_mass(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end, double* mass,
-              double* log_moment) {
-  Floats sum = splat(0.0f), moment = splat(0.0f);
+// function(logits, first group, last group) on the part of [begin, end) that lies in memory as whole unmasked groups of a
+// typed row, or per_group(group) for the others.
+template <typename Whole, typename Single>
+inline void split_groups(const LogitRow& row, int32_t begin, int32_t end, const Whole& on_whole, const Single& on_one) {
+  const int32_t whole = row.allowed == nullptr ? row.vocabulary / kGroup : 0;
+  const int32_t direct = whole < begin ? begin : whole < end ? whole : end;
+  if (row.type == LogitType::bfloat16)
+    on_whole(static_cast<const bfloat16*>(row.logits), begin, direct);
+  else if (row.type == LogitType::float16)
+    on_whole(static_cast<const float16*>(row.logits), begin, direct);
+  else
+    on_whole(static_cast<const float*>(row.logits), begin, direct);
+  for (int32_t group = direct; group < end; ++group) on_one(group);
+}
+
+// The largest logit of each group; good: whether none is NaN or +inf.
+void scan_groups(const LogitRow& row, int32_t begin, int32_t end, float* maxima, bool* good) {
+  *good = true;
+  split_groups(
+      row, begin, end,
+      [&](const auto* logits, int32_t first, int32_t last) { *good = scan_whole_groups(logits, first, last, maxima); },
+      [&](int32_t group) {
+        float z[kGroup];
+        load_group(row, group, z);
+        *good = scan_whole_groups(z, 0, 1, maxima + group) && *good;
+      });
+}
+
+// One group's addition to sums over the whole vocabulary: what is -inf counts e^-86, which no sum notices.
+template <typename T>
+inline void add_mass(const T* z, const Law& law, Floats (&sum)[2]) {
+  const Floats largest = splat(law.maximum), scale = splat(law.scale), lowest = splat(-86.0f);
+  for (int i = 0; i < kVectors; i += 2) {
+    sum[0] = sum[0] + exponential_in_range(maximum((load(z + i * Floats::width) - largest) * scale, lowest));
+    sum[1] = sum[1] + exponential_in_range(maximum((load(z + (i + 1) * Floats::width) - largest) * scale, lowest));
+  }
+}
+
+// Sum over the support of exp((z - maximum) scale).
+void sum_mass(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end, double* mass) {
+  Floats sum[2] = {splat(0.0f), splat(0.0f)};
+  const bool everything = law.cut == -kInfinity;
+  const auto add_one = [&](int32_t group) {
+    if (is_negligible(law, maxima[group])) return;
+    float z[kGroup];
+    load_group(row, group, z);
+    if (everything) return add_mass(z, law, sum);
+    for (int i = 0; i < kGroup; i += Floats::width)
+      sum[0] = sum[0] + weights_in_support(law, load(z + i), group * kGroup + i);
+  };
+  const auto add_whole = [&](const auto* logits, int32_t first, int32_t last) {
+    for (int32_t group = first; group < last; ++group) {
+      if (!everything)
+        add_one(group);
+      else if (!is_negligible(law, maxima[group]))
+        add_mass(logits + static_cast<int64_t>(group) * kGroup, law, sum);
+    }
+  };
+  split_groups(row, begin, end, add_whole, add_one);
+  *mass = sum_lanes(sum[0] + sum[1]);
+}
+
+// Sum over the support of w (z - maximum) scale, w = exp((z - maximum) scale).
+void sum_log_moment(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end,
+                    double* log_moment) {
+  Floats moment = splat(0.0f);
   for (int32_t group = begin; group < end; ++group) {
     if (is_negligible(law, maxima[group])) continue;
     float z[kGroup];
     load_group(row, group, z);
     for (int i = 0; i < kGroup; i += Floats::width) {
       const Floats weight = weights_in_support(law, load(z + i), group * kGroup + i);
-      sum = sum + weight;
-      if (log_moment != nullptr) {
-        const Floats exponent = maximum((load(z + i) - splat(law.maximum)) * splat(law.scale), splat(-100.0f));
-        moment = fused(weight, exponent, moment);
-      }
+      const Floats exponent = maximum((load(z + i) - splat(law.maximum)) * splat(law.scale), splat(-100.0f));
+      moment = fused(weight, exponent, moment);
     }
   }
-  *mass = sum_lanes(sum);
-  if (log_moment != nullptr) *log_moment = sum_lanes(moment);
+  *log_moment = sum_lanes(moment);
 }
 
-// Sum of the integer masses (core/law.h), split as high 2^20 + low so that each half is exact in 32 bits.
-void sum_integer_mass(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end,
-                      uint64_t* mass) {
-  const Floats unit = splat(0x1p20f);
-  uint64_t total = 0;
-  for (int32_t group = begin; group < end; ++group) {
-    if (is_negligible(law, maxima[group])) continue;
-    float z[kGroup];
-    load_group(row, group, z);
-    Words high = constant(Words{}, 0u), low = constant(Words{}, 0u);
-    for (int i = 0; i < kGroup; i += Floats::width) {
-      const Floats scaled = weights_in_support(law, load(z + i), group * kGroup + i) * unit;
-      const Words whole = truncated(scaled);
-      high = high + whole;
-      low = low + truncated((scaled - float_of_signed(whole)) * unit);
-    }
-    uint32_t highs[Words::width], lows[Words::width];
-    store_words(highs, high);
-    store_words(lows, low);
-    for (int i = 0; i < Words::width; ++i) total += (static_cast<uint64_t>(highs[i]) << 20) + lows[i];
-  }
-  *mass = total;
-}
-
-// Appends (z, id) of every token in the support whose logit is at least `floor`; returns how many there are now.
-void collect(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end, float floor,
-             Candidate* to, int64_t* count) {
-  int64_t found = *count;
+// Adds the integer mass (core/law.h) of every token in the support with a logit of at least `floor` to its bin:
+// bin 0 holds the largest, `per_bin` is one over a bin's width.
+void fill_bins(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end, float floor,
+               float per_bin, int32_t bins, uint64_t* masses) {
+  const Floats lowest = splat(floor), last = splat(static_cast<float>(bins - 1));
   for (int32_t group = begin; group < end; ++group) {
     if (maxima[group] < floor || maxima[group] < law.cut) continue;
     float z[kGroup];
     load_group(row, group, z);
     for (int i = 0; i < kGroup; i += Floats::width) {
       const Floats value = load(z + i);
-      uint32_t bits = bits_of_mask(support_of(law, value, group * kGroup + i)) & ~bits_of_mask(less(value, splat(floor)));
+      uint32_t bits = bits_of_mask(support_of(law, value, group * kGroup + i)) & ~bits_of_mask(less(value, lowest));
+      if (bits == 0) continue;
+      float weight[Floats::width];
+      uint32_t bin[Words::width];
+      store(weight, exponential((value - splat(law.maximum)) * splat(law.scale)));
+      store_words(bin, truncated(minimum((splat(law.maximum) - maximum(value, lowest)) * splat(per_bin), last)));
+      for (; bits != 0; bits &= bits - 1) {
+        const int lane = __builtin_ctz(bits);
+        masses[bin[lane]] += integer_mass(weight[lane]);
+      }
+    }
+  }
+}
+
+// Appends (z, id) of every token in the support with floor <= z <= ceiling; stops soon after `limit` of them.
+void collect(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end, float floor,
+             float ceiling, int64_t limit, Candidate* to, int64_t* count) {
+  int64_t found = *count;
+  for (int32_t group = begin; group < end && found < limit; ++group) {
+    if (maxima[group] < floor || maxima[group] < law.cut) continue;
+    float z[kGroup];
+    load_group(row, group, z);
+    for (int i = 0; i < kGroup; i += Floats::width) {
+      const Floats value = load(z + i);
+      uint32_t bits = ~(bits_of_mask(less(value, splat(floor))) | bits_of_mask(less(splat(ceiling), value)));
+      bits &= bits_of_mask(mask_of_bits(0xffffu));
+      if (bits != 0) bits &= bits_of_mask(support_of(law, value, group * kGroup + i));
       for (; bits != 0; bits &= bits - 1) {
         const int lane = __builtin_ctz(bits);
         to[found++] = {z[i + lane], group * kGroup + i + lane};
@@ -214,12 +258,18 @@ void sum_overlaps(const Judge& judge, const float* inverse_rho, int32_t begin, i
 }
 
 // What no token of a group can exceed in a race over `law`: (its largest log weight + offset) - ln first_g. Without
-// noise ln first_g is 0. A little above, against rounding.
+// noise ln first_g is 0. A little above, against rounding. Both arrays are padded to whole vectors, the maxima with -inf.
 void bound_groups(const Law& law, const float* maxima, int32_t groups, const Noise* noise, float offset,
                   float* bounds) {
+  const Floats cut = splat(law.cut), none = splat(-kInfinity);
+  const uint32_t all = bits_of_mask(mask_of_bits(0xffffu));
   for (int32_t group = 0; group < groups; group += Floats::width) {
-    float z[Floats::width], bound[Floats::width];
-    for (int i = 0; i < Floats::width; ++i) z[i] = group + i < groups ? maxima[group + i] : -kInfinity;
+    const Floats z = load(maxima + group);
+    const Mask outside = less(z, cut);
+    if (bits_of_mask(outside) == all) {
+      store(bounds + group, none);
+      continue;
+    }
     Floats log_e = splat(0.0f);
     if (noise != nullptr) {
       const PhiloxBlock counter = counter_of(*noise, NoiseLevel::group, 0);
@@ -228,9 +278,8 @@ void bound_groups(const Law& law, const float* maxima, int32_t groups, const Noi
       philox_rounds(word, noise->seed);
       log_e = logarithm(exponential_variate(word[0]) * splat(1.0f / kGroup));
     }
-    const Floats score = race_score(load(z), law.maximum, law.scale, log_e);
-    store(bound, select(less(load(z), splat(law.cut)), splat(-kInfinity), score + splat(offset + 0.001f)));
-    for (int i = 0; i < Floats::width && group + i < groups; ++i) bounds[group + i] = bound[i];
+    const Floats score = race_score(z, law.maximum, law.scale, log_e);
+    store(bounds + group, select(outside, none, score + splat(offset + 0.001f)));
   }
 }
 
@@ -304,4 +353,22 @@ void find_largest(const float* values, int32_t count, int32_t* index) {
       *index = i;
       return;
     }
+}
+
+// The first index from `from` on whose value is at least `threshold` (which is finite), or -1.
+void find_at_least(const float* values, int32_t from, int32_t count, float threshold, int32_t* index) {
+  int32_t i = from;
+  for (; i + Floats::width <= count; i += Floats::width) {
+    const uint32_t not_less =
+        ~bits_of_mask(less(load(values + i), splat(threshold))) & bits_of_mask(mask_of_bits(0xffffu));
+    if (not_less == 0) continue;
+    *index = i + __builtin_ctz(not_less);
+    return;
+  }
+  for (; i < count; ++i)
+    if (values[i] >= threshold) {
+      *index = i;
+      return;
+    }
+  *index = -1;
 }
