@@ -109,7 +109,7 @@ class NinjaBuild(build_ext):
             libraries["_C_cuda.so"] = ("nvcc", "link_cuda", CUDA_SOURCES)
             rules += [
                 "rule nvcc\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
-                f"  command = {nvcc} {common} -DUSE_CUDA -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"'"
+                f"  command = {nvcc} {common} -fmad=false -DUSE_CUDA -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"'"
                 f" -Xcompiler={','.join(hidden.split())} --threads {max(1, jobs // len(CUDA_SOURCES))}"
                 f" {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''} -MMD -MF $out.d -c $in -o $out\n",
                 # libtorch.so pulls in libtorch_cuda.so, where the CUDA shim lives; no symbol of its own is named here.

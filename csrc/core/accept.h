@@ -1,12 +1,13 @@
-// The accept step: from logits to accepted tokens. Every rule, once, for all devices. p is the target's law at a node, q
-// the law its children were drawn from, (x)+ = max(x, 0), u a fresh uniform in [0, 1) for each child or leaf.
+// The accept step: from logits to accepted tokens. Every rule, once, for all devices. p is the target's law at a node,
+// q the law its children were drawn from, (x)+ = max(x, 0), u a fresh uniform in [0, 1) for each child or leaf.
 //
-//   coupled    the token at a node is argmax(ln p - ln E), E the noise of seed and position; go on at the child that is it
-//   rejection  child x: accept iff u < p(x) / q(x), else p <- norm((p - q)+), q <- norm(q without x); none: y ~ p
+//   coupled    the token at a node is argmax(ln p - ln E), E the noise of seed and position; go on at the child that is
+//   it rejection  child x: accept iff u < p(x) / q(x), else p <- norm((p - q)+), q <- norm(q without x); none: y ~ p
 //   rejection_with_replacement    the same, q stays
 //   kseq       beta(rho) = sum min(p / rho, q); the smallest rho in [1, K] with 1 - (1 - beta)^K <= rho beta;
 //              accept iff rho u q(x) < p(x); none: y ~ norm((p - min(p / rho, q) (1 - (1 - beta)^K) / beta)+)
-//   traversal  w(root) = 1, w(x) = min(1, w p(x) / q(x)); the first leaf in depth-first order: accept its whole path iff
+//   traversal  w(root) = 1, w(x) = min(1, w p(x) / q(x)); the first leaf in depth-first order: accept its whole path
+//   iff
 //              u < w, y ~ p there; else delete it, and at its parent, with S = sum (w p - q)+:
 //              p <- norm((w p - q)+), q <- norm(q without x), w <- S / (S + 1 - w); go on with the next leaf
 //   block      traversal on a chain, which is block verification
@@ -36,12 +37,12 @@ constexpr int kOverlaps = 7;      // values of rho tried in one pass over a row
 
 struct AcceptProblem {
   LogitRows target, draft;
-  // A tree: parents, tokens [nodes], cu_nodes [requests + 1]. A chain: parents null, tokens [requests, chain_nodes - 1],
-  // and row i of request b is row i behind b times the request stride.
+  // A tree: parents, tokens [nodes], cu_nodes [requests + 1]. A chain: parents null, tokens [requests, chain_nodes -
+  // 1], and row i of request b is row i behind b times the request stride.
   const int64_t* tokens;
   const int32_t* parents;
   const int32_t* cu_nodes;
-  const int32_t* draft_rows;  // [nodes] or null: a node's own index
+  const int32_t* draft_rows;                            // [nodes] or null: a node's own index
   int64_t target_request_stride, draft_request_stride;  // in elements, of a chain
   int32_t chain_nodes;
   int32_t draft_row_count;
@@ -72,12 +73,10 @@ struct AcceptRequest {
                                       : problem.tokens[first + node];
   }
   PASS_EXT_HOST_DEVICE LogitRow target_row(int32_t node) const {
-    if (problem.parents != nullptr) return row_of(problem.target, first + node, first + node);
-    LogitRows rows = problem.target;
-    rows.data = row_of(rows, 0, 0).logits;
-    const int64_t element = rows.type == LogitType::float32 ? 4 : 2;
-    rows.data = static_cast<const char*>(rows.data) + index * problem.target_request_stride * element;
-    return row_of(rows, node, first + node);
+    const int64_t row = first + node, stride = problem.target.stride;
+    const int64_t offset =
+        problem.parents == nullptr ? index * problem.target_request_stride + node * stride : row * stride;
+    return row_at(problem.target, offset, row, row);
   }
   // The row that the node's children were drawn from, or -1.
   PASS_EXT_HOST_DEVICE int32_t draft_index(int32_t node) const {
@@ -85,12 +84,11 @@ struct AcceptRequest {
     if (problem.parents == nullptr) return node;
     return problem.draft_rows == nullptr ? static_cast<int32_t>(first) + node : problem.draft_rows[first + node];
   }
-  PASS_EXT_HOST_DEVICE LogitRow draft_row(int32_t draft_index) const {
-    if (problem.parents != nullptr) return row_of(problem.draft, draft_index, draft_index);
-    LogitRows rows = problem.draft;
-    const int64_t element = rows.type == LogitType::float32 ? 4 : 2;
-    rows.data = static_cast<const char*>(rows.data) + index * problem.draft_request_stride * element;
-    return row_of(rows, draft_index, index * (problem.chain_nodes - 1) + draft_index);
+  PASS_EXT_HOST_DEVICE LogitRow draft_row(int32_t node, int32_t draft_index) const {
+    const int64_t stride = problem.draft.stride, slot = problem.nodes + first + node;
+    if (problem.parents != nullptr) return row_at(problem.draft, draft_index * stride, draft_index, slot);
+    return row_at(problem.draft, index * problem.draft_request_stride + draft_index * stride,
+                  index * (problem.chain_nodes - 1) + draft_index, slot);
   }
 };
 
@@ -200,7 +198,7 @@ class AcceptWalk {
       status_ |= kBadTree;
       return false;
     }
-    judge.q_row = request_.draft_row(draft_index);
+    judge.q_row = request_.draft_row(node, draft_index);
     judge.q = rows_.describe(judge.q_row, q_parameters_, true);
     status_ |= judge.q.status;
     judge.has_q = judge.q.status == 0;
@@ -293,11 +291,10 @@ class AcceptWalk {
       if (judge.p.status != 0) return stop_before(node);
       const Noise coupled = noise(Purpose::coupled, depth);
       const int64_t token = greedy ? judge.p.tie : rows_.draw(judge, {Weight::plain, 0, 0}, request_, false, coupled);
-      const int32_t child = depth == request_.problem.max_depth
-                                ? -1
-                                : rows_.first_node(node + 1, request_.nodes, [&](int32_t i) {
-                                    return request_.parent(i) == node && request_.token(i) == token;
-                                  });
+      const int32_t child =
+          depth == request_.problem.max_depth ? -1 : rows_.first_node(node + 1, request_.nodes, [&](int32_t i) {
+            return request_.parent(i) == node && request_.token(i) == token;
+          });
       if (child < 0) return stop_at(node, token);
       node = child;
     }
@@ -313,9 +310,8 @@ class AcceptWalk {
       if (judge.p.status != 0) return stop_before(node);
       if (first < 0 || !judged) return stop_at(node, draw(judge, false, depth));
       Weight weight{Weight::plain, 0, 0};
-      const int32_t accepted = request_.problem.rule == Rule::kseq && judge.has_q
-                                   ? judge_kseq(judge, first, weight)
-                                   : judge_in_turn(judge, first, weight);
+      const int32_t accepted = request_.problem.rule == Rule::kseq && judge.has_q ? judge_kseq(judge, first, weight)
+                                                                                  : judge_in_turn(judge, first, weight);
       if (accepted < 0) return stop_at(node, draw(judge, weight, true, depth));
       node = accepted;
     }

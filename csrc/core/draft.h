@@ -34,7 +34,7 @@ struct DraftProblem {
 
 template <typename Rows>
 PASS_EXT_HOST_DEVICE void draft_row(Rows& rows, const DraftProblem& problem, int64_t index) {
-  const LogitRow row = row_of(problem.logits, index, index);
+  const LogitRow row = row_at(problem.logits, index * problem.logits.stride, index, index);
   const float default_temperature = problem.mode == DraftMode::coupled ? 0.0f : 1.0f;
   const float temperature = problem.law.temperature == nullptr ? default_temperature : problem.law.temperature[index];
   LawParameters parameters = parameters_of(problem.law, index, row.vocabulary, default_temperature);

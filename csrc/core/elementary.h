@@ -1,7 +1,8 @@
-// exp, log and an exponentially distributed number, as polynomials in the operations of core/scalar.h: at most 2 ulp from
-// exact, and the same bits on every processor. F is a float or a vector of floats, W its unsigned 32-bit counterpart.
-// Text, not a header of its own: included once by core/scalar.h for floats and once per instruction set by cpu/each_isa.h,
-// each time inside a namespace that has the operations. Called by every kernel that needs a probability or a draw.
+// exp, log and an exponentially distributed number, as polynomials in the operations of core/scalar.h: at most 2 ulp
+// from exact, and the same bits on every processor. F is a float or a vector of floats, W its unsigned 32-bit
+// counterpart. Text, not a header of its own: included once by core/scalar.h for floats and once per instruction set by
+// cpu/each_isa.h, each time inside a namespace that has the operations. Called by every kernel that needs a probability
+// or a draw.
 
 // e^x for -86 <= x <= 0
 template <typename F>

@@ -23,6 +23,7 @@ enum class LogitType : int32_t { bfloat16, float16, float32 };
 struct LogitRow {
   const void* logits;
   const uint32_t* allowed;
+  int64_t slot;  // tells the rows of one problem apart
   LogitType type;
   int32_t vocabulary;
 };
@@ -50,11 +51,12 @@ struct LogitRows {
   int32_t vocabulary;
 };
 
-PASS_EXT_HOST_DEVICE LogitRow row_of(const LogitRows& rows, int64_t index, int64_t allowed_index) {
+// The row `offset` elements behind the first; row `allowed_index` of the mask is its own.
+PASS_EXT_HOST_DEVICE LogitRow row_at(const LogitRows& rows, int64_t offset, int64_t allowed_index, int64_t slot) {
   const int64_t element = rows.type == LogitType::float32 ? 4 : 2, words = (rows.vocabulary + 31) / 32;
-  return {static_cast<const char*>(rows.data) + index * rows.stride * element,
+  return {static_cast<const char*>(rows.data) + offset * element,
           rows.allowed == nullptr ? nullptr : reinterpret_cast<const uint32_t*>(rows.allowed) + allowed_index * words,
-          rows.type, rows.vocabulary};
+          slot, rows.type, rows.vocabulary};
 }
 
 // Per request, each [B] or null. What is not a number, or outside its range, switches its filter off.
@@ -92,6 +94,18 @@ PASS_EXT_HOST_DEVICE bool has_filter(const LawParameters& parameters) {
   return parameters.top_k > 0 || parameters.top_p < 1.0f || parameters.min_p > 0.0f;
 }
 
+// An integer with the order of the float; -0 counts as 0.
+PASS_EXT_HOST_DEVICE uint32_t ordered_bits(float value) {
+  const uint32_t bits = bits_of(value + 0.0f);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+PASS_EXT_HOST_DEVICE float float_of_ordered(uint32_t key) { return float_of(key >> 31 ? key & 0x7fffffffu : ~key); }
+
+// The next float above or below.
+PASS_EXT_HOST_DEVICE float neighbour(float value, bool above) {
+  return float_of_ordered(ordered_bits(value) + (above ? 1u : 0xffffffffu));
+}
+
 // Status bits, as AcceptResult.status and the drafting kernels report them.
 enum Status : int32_t { kBadLogits = 1, kEmptySupport = 2, kBadTree = 4 };
 
@@ -114,6 +128,19 @@ PASS_EXT_HOST_DEVICE float log_weight(const Law& law, float logit) { return (log
 
 PASS_EXT_HOST_DEVICE float probability(const Law& law, float logit, int32_t id) {
   return in_support(law, logit, id) ? exponential(log_weight(law, logit)) * law.inverse_mass : 0.0f;
+}
+
+// Moves the cut up to the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id.
+PASS_EXT_HOST_DEVICE void cut_at_floor(Law& law, float min_p) {
+  const float floor = logarithm(maximum(min_p, 0x1p-126f));
+  float lowest = law.maximum + floor / law.scale;  // up to rounding
+  if (lowest == -kInfinity) return;
+  while (lowest > -kInfinity && log_weight(law, lowest) >= floor) lowest = neighbour(lowest, false);
+  while (log_weight(law, lowest) < floor) lowest = neighbour(lowest, true);
+  if (lowest > law.cut) {
+    law.cut = lowest;
+    law.tie = INT32_MAX;
+  }
 }
 
 PASS_EXT_HOST_DEVICE void set_mass(Law& law, double mass) {

@@ -18,8 +18,9 @@
 
 namespace pass_ext {
 
-constexpr int kGroup = 64;           // tokens that share a first_g
-constexpr int kBlocksPerGroup = 16;  // Philox blocks for a group's tokens: block i serves tokens i, i + 16, i + 32, i + 48
+constexpr int kGroup = 64;  // tokens that share a first_g
+constexpr int kBlocksPerGroup =
+    16;  // Philox blocks for a group's tokens: block i serves tokens i, i + 16, i + 32, i + 48
 
 enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft };
 

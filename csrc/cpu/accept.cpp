@@ -1,5 +1,5 @@
-// torch.ops.pass_ext.accept_tree and accept_chain on the CPU: parallel split and registration. The rules: core/accept.h,
-// the rows they work on: cpu/rows.h. Called by torch's dispatcher.
+// torch.ops.pass_ext.accept_tree and accept_chain on the CPU: parallel split and registration. The rules:
+// core/accept.h, the rows they work on: cpu/rows.h. Called by torch's dispatcher.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/rows.h"
@@ -34,8 +34,7 @@ AcceptResult accept_tree(const Tensor& target_logits, const Tensor& tokens, cons
                          const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
                          const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
                          const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
-                         const OptionalTensor& seeds, const OptionalTensor& positions, double threshold,
-                         double alpha) {
+                         const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha) {
   AcceptProblem problem{};
   const AcceptResult result = prepare_accept_tree({"accept_tree",
                                                    target_logits,

@@ -14,17 +14,13 @@ DraftResult draft_sample(const Tensor& logits, int64_t k, int64_t mode, const Op
                          const OptionalTensor& allowed, const OptionalTensor& seeds, const OptionalTensor& positions,
                          const OptionalTensor& nodes) {
   DraftProblem problem{};
-  const DraftResult result = prepare_draft(
-      {logits, k, mode, {temperature, top_k, top_p, min_p}, allowed, seeds, positions, nodes}, problem);
-  for_each_request(problem.rows, [&](int64_t index, bool alone) {
-    draft_row(thread_rows(alone), problem, index);
-  });
+  const DraftResult result =
+      prepare_draft({logits, k, mode, {temperature, top_k, top_p, min_p}, allowed, seeds, positions, nodes}, problem);
+  for_each_request(problem.rows, [&](int64_t index, bool alone) { draft_row(thread_rows(alone), problem, index); });
   return result;
 }
 
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
-  library.impl("draft_sample", TORCH_BOX(&pass_ext::draft_sample));
-}
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) { library.impl("draft_sample", TORCH_BOX(&pass_ext::draft_sample)); }

@@ -23,9 +23,9 @@
 
 #define PASS_EXT_LEVEL 0
 namespace pass_ext::portable {
-#include "cpu/simd.h"
 #include "core/elementary.h"
 #include "core/weights.h"
+#include "cpu/simd.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::portable
 #undef PASS_EXT_LEVEL
@@ -45,9 +45,9 @@ namespace pass_ext::portable {
 #define PASS_EXT_LEVEL 1
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c")
 namespace pass_ext::avx2 {
-#include "cpu/simd.h"
 #include "core/elementary.h"
 #include "core/weights.h"
+#include "cpu/simd.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::avx2
 PASS_EXT_TARGET_END
@@ -56,9 +56,9 @@ PASS_EXT_TARGET_END
 #define PASS_EXT_LEVEL 2
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace pass_ext::avx512 {
-#include "cpu/simd.h"
 #include "core/elementary.h"
 #include "core/weights.h"
+#include "cpu/simd.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::avx512
 PASS_EXT_TARGET_END
@@ -67,9 +67,9 @@ PASS_EXT_TARGET_END
 #define PASS_EXT_LEVEL 3
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 namespace pass_ext::avx512_bf16 {
-#include "cpu/simd.h"
 #include "core/elementary.h"
 #include "core/weights.h"
+#include "cpu/simd.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::avx512_bf16
 PASS_EXT_TARGET_END

@@ -39,18 +39,6 @@ void cut_at_mass(Law& law, std::vector<Candidate>& candidates, uint64_t before, 
   }
 }
 
-// Keeps the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id.
-void cut_at_floor(Law& law, float min_p) {
-  const float floor = logarithm(maximum(min_p, 0x1p-126f));
-  float lowest = law.maximum + floor / law.scale;
-  while (lowest > -kInfinity && log_weight(law, lowest) >= floor) lowest = std::nextafter(lowest, -kInfinity);
-  while (log_weight(law, lowest) < floor) lowest = std::nextafter(lowest, kInfinity);
-  if (lowest > law.cut) {
-    law.cut = lowest;
-    law.tie = INT32_MAX;
-  }
-}
-
 }  // namespace
 
 CpuRows& thread_rows(bool parallel) {
@@ -76,7 +64,7 @@ void CpuRows::for_each_slice(int32_t groups, Function&& function) const {
 
 CpuRows::Maxima& CpuRows::maxima_of(const LogitRow& row) {
   for (Maxima& kept : kept_)
-    if (kept.row.logits == row.logits && kept.row.allowed == row.allowed) return kept;
+    if (kept.row.logits != nullptr && kept.row.slot == row.slot) return kept;
   Maxima& maxima = kept_[next_kept_];
   next_kept_ ^= 1;
   const int32_t groups = groups_of(row.vocabulary);
@@ -233,8 +221,8 @@ void CpuRows::overlap_sums(const Judge& judge, const float* inverse_rho, double*
   }
 }
 
-// Visits every group that may hold one of the `count` best of a race, given bounds_: visit(group) returns what a score must
-// reach by then, -inf while fewer than `count` are known.
+// Visits every group that may hold one of the `count` best of a race, given bounds_: visit(group) returns what a score
+// must reach by then, -inf while fewer than `count` are known.
 template <typename Visit>
 void CpuRows::visit_groups(int32_t groups, const Visit& visit) {
   float threshold = -kInfinity;

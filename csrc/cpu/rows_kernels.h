@@ -70,8 +70,8 @@ inline bool is_negligible(const Law& law, float group_maximum) {
   return group_maximum < law.cut || !(log_weight(law, group_maximum) > kNegligible);
 }
 
-// function(logits, first group, last group) on the part of [begin, end) that lies in memory as whole unmasked groups of a
-// typed row, or per_group(group) for the others.
+// function(logits, first group, last group) on the part of [begin, end) that lies in memory as whole unmasked groups of
+// a typed row, or per_group(group) for the others.
 template <typename Whole, typename Single>
 inline void split_groups(const LogitRow& row, int32_t begin, int32_t end, const Whole& on_whole, const Single& on_one) {
   const int32_t whole = row.allowed == nullptr ? row.vocabulary / kGroup : 0;
@@ -258,7 +258,8 @@ void sum_overlaps(const Judge& judge, const float* inverse_rho, int32_t begin, i
 }
 
 // What no token of a group can exceed in a race over `law`: (its largest log weight + offset) - ln first_g. Without
-// noise ln first_g is 0. A little above, against rounding. Both arrays are padded to whole vectors, the maxima with -inf.
+// noise ln first_g is 0. A little above, against rounding. Both arrays are padded to whole vectors, the maxima with
+// -inf.
 void bound_groups(const Law& law, const float* maxima, int32_t groups, const Noise* noise, float offset,
                   float* bounds) {
   const Floats cut = splat(law.cut), none = splat(-kInfinity);
@@ -317,9 +318,8 @@ void score_group_left(const Judge& judge, const Weight& weight, const Removed& r
   load_probabilities(judge.q_row, judge.q, group, q);
   load_noise(noise, group, log_e);
   for (int i = 0; i < kGroup; i += Floats::width)
-    store(left + i, weight.kind == Weight::kseq
-                        ? kseq_weight(load(p + i), load(q + i), weight.first, weight.second)
-                        : residual_weight(load(p + i), load(q + i), weight.first));
+    store(left + i, weight.kind == Weight::kseq ? kseq_weight(load(p + i), load(q + i), weight.first, weight.second)
+                                                : residual_weight(load(p + i), load(q + i), weight.first));
   for (int32_t k = 0; k < removed.count; ++k) {
     const int32_t i = removed.ids[k] - group * kGroup;
     if (i < 0 || i >= kGroup) continue;

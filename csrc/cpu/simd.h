@@ -47,11 +47,11 @@ struct Mask {
   uint32_t bits;  // bit i: lane i
 };
 
-#define PASS_EXT_EACH_LANE(type, expression)                            \
-  do {                                                                  \
-    type result;                                                        \
-    for (int i = 0; i < type::width; ++i) result.lane[i] = expression;  \
-    return result;                                                      \
+#define PASS_EXT_EACH_LANE(type, expression)                           \
+  do {                                                                 \
+    type result;                                                       \
+    for (int i = 0; i < type::width; ++i) result.lane[i] = expression; \
+    return result;                                                     \
   } while (false)
 
 inline Floats constant(Floats, float value) { PASS_EXT_EACH_LANE(Floats, value); }
@@ -63,7 +63,9 @@ inline void store_words(uint32_t* to, Words value) { memcpy(to, value.lane, size
 inline Floats operator+(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] + b.lane[i]); }
 inline Floats operator-(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] - b.lane[i]); }
 inline Floats operator*(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] * b.lane[i]); }
-inline Floats fused(Floats a, Floats b, Floats c) { PASS_EXT_EACH_LANE(Floats, fused(a.lane[i], b.lane[i], c.lane[i])); }
+inline Floats fused(Floats a, Floats b, Floats c) {
+  PASS_EXT_EACH_LANE(Floats, fused(a.lane[i], b.lane[i], c.lane[i]));
+}
 inline Floats maximum(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, maximum(a.lane[i], b.lane[i])); }
 inline Floats minimum(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, minimum(a.lane[i], b.lane[i])); }
 inline Mask less(Floats a, Floats b) {
@@ -71,7 +73,9 @@ inline Mask less(Floats a, Floats b) {
   for (int i = 0; i < Floats::width; ++i) mask.bits |= static_cast<uint32_t>(a.lane[i] < b.lane[i]) << i;
   return mask;
 }
-inline Floats select(Mask m, Floats yes, Floats no) { PASS_EXT_EACH_LANE(Floats, m.bits >> i & 1 ? yes.lane[i] : no.lane[i]); }
+inline Floats select(Mask m, Floats yes, Floats no) {
+  PASS_EXT_EACH_LANE(Floats, m.bits >> i & 1 ? yes.lane[i] : no.lane[i]);
+}
 inline uint32_t bits_of_mask(Mask mask) { return mask.bits; }
 inline Mask mask_of_bits(uint32_t bits) { return {bits & 0xffu}; }
 inline Mask operator&(Mask a, Mask b) { return {a.bits & b.bits}; }
@@ -150,9 +154,7 @@ inline Words counting(uint32_t first) {
   return {_mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))};
 }
 inline Words load_words(const uint32_t* from) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))}; }
-inline void store_words(uint32_t* to, Words value) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value.lanes);
-}
+inline void store_words(uint32_t* to, Words value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value.lanes); }
 
 inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.lanes, b.lanes)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.lanes, b.lanes)}; }
@@ -165,8 +167,8 @@ inline Floats select(Mask m, Floats yes, Floats no) { return {_mm256_blendv_ps(n
 inline uint32_t bits_of_mask(Mask mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask.lanes)); }
 inline Mask mask_of_bits(uint32_t bits) {
   const __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-  return {_mm256_castsi256_ps(
-      _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), own), own))};
+  return {
+      _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), own), own))};
 }
 
 inline Mask operator&(Mask a, Mask b) { return {_mm256_and_ps(a.lanes, b.lanes)}; }
@@ -280,9 +282,7 @@ inline Words operator-(Words a, Words b) { return {_mm512_sub_epi32(a.lanes, b.l
 inline Words operator^(Words a, Words b) { return {_mm512_xor_si512(a.lanes, b.lanes)}; }
 inline Words operator~(Words a) { return {_mm512_xor_si512(a.lanes, _mm512_set1_epi32(-1))}; }
 inline Words shift_left(Words a, int bits) { return {_mm512_slli_epi32(a.lanes, static_cast<unsigned>(bits))}; }
-inline Words shift_right_signed(Words a, int bits) {
-  return {_mm512_srai_epi32(a.lanes, static_cast<unsigned>(bits))};
-}
+inline Words shift_right_signed(Words a, int bits) { return {_mm512_srai_epi32(a.lanes, static_cast<unsigned>(bits))}; }
 inline Words truncated(Floats a) { return {_mm512_cvttps_epi32(a.lanes)}; }
 inline Words bits_of(Floats a) { return {_mm512_castps_si512(a.lanes)}; }
 inline Floats float_of(Words a) { return {_mm512_castsi512_ps(a.lanes)}; }

@@ -27,6 +27,16 @@ class CudaScope {
 
   cudaStream_t stream() const { return stream_; }
 
+  // Of the current device, asked once per process and device.
+  int multiprocessors() const {
+    static int counts[64] = {};
+    int device = 0;
+    cudaGetDevice(&device);
+    int& count = counts[device % 64];
+    if (count == 0) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+  }
+
  private:
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;

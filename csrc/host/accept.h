@@ -1,5 +1,5 @@
-// Checks of accept_tree's and accept_chain's arguments, the same on every device, and their packing into core/accept.h's
-// AcceptProblem. Called by cpu/accept.cpp and cuda/accept.cu.
+// Checks of accept_tree's and accept_chain's arguments, the same on every device, and their packing into
+// core/accept.h's AcceptProblem. Called by cpu/accept.cpp and cuda/accept.cu.
 #pragma once
 
 #include <tuple>
@@ -101,8 +101,7 @@ inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const 
            " at most must branch (traversal is its form for trees)");
 
   problem = {};
-  problem.target =
-      logit_rows_of(target, allowed_of(op, "allowed", arguments.allowed, target, "target_logits", nodes));
+  problem.target = logit_rows_of(target, allowed_of(op, "allowed", arguments.allowed, target, "target_logits", nodes));
   if (arguments.draft_logits.has_value()) {
     const Tensor& draft = *arguments.draft_logits;
     check_draft_logits(arguments, 2, "[R, V]");
@@ -146,8 +145,8 @@ inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const
     check_draft_logits(arguments, 3, "[B, K, V]");
     check_size(op, "draft_logits", draft, 0, requests, "the requests of target_logits");
     check_size(op, "draft_logits", draft, 1, nodes - 1, "one for each draft token");
-    problem.draft = logit_rows_of(draft, allowed_of(op, "draft_allowed", arguments.draft_allowed, draft,
-                                                    "draft_logits", requests * (nodes - 1)));
+    problem.draft = logit_rows_of(
+        draft, allowed_of(op, "draft_allowed", arguments.draft_allowed, draft, "draft_logits", requests * (nodes - 1)));
     problem.draft_request_stride = draft.stride(0);
     problem.draft_row_count = static_cast<int32_t>(nodes - 1);
   }

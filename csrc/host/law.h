@@ -76,8 +76,7 @@ inline const int32_t* allowed_of(const char* op, const char* argument, const Opt
   check_dtype(op, argument, *allowed, {ScalarType::Int});
   check_same_device(op, argument, *allowed, logits_name, logits);
   if (allowed->dim() < 2 || allowed->size(allowed->dim() - 1) != words || allowed->numel() != rows * words)
-    refuse(op, argument, " must have shape [", rows, ", ", words, "] (a word for 32 tokens), got ",
-           describe(*allowed));
+    refuse(op, argument, " must have shape [", rows, ", ", words, "] (a word for 32 tokens), got ", describe(*allowed));
   if (!allowed->is_contiguous()) refuse(op, argument, " must be contiguous, got ", describe(*allowed));
   return static_cast<const int32_t*>(allowed->const_data_ptr());
 }

@@ -10,7 +10,7 @@ from native import ROOT, build_module
 from torch import Tensor
 
 HERE = Path(__file__).parent
-CHECKED = ("primitives.cpp", "planted_faults.cpp", "lookahead.cpp")  # these hold kernels: every access is reported
+CHECKED = ("primitives.cpp", "planted_faults.cpp", "lookahead.cpp", "accept.cpp")  # these hold kernels: every access is reported
 PLAIN = ("engine.cpp", "memory.cpp", "hooks.cpp", "module.cpp")
 
 

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 
 namespace emulator {
@@ -14,6 +15,8 @@ template <typename T>
 T* as(Address address) {
   return reinterpret_cast<T*>(address);
 }
+
+using Numbers = std::map<std::string, int64_t>;  // addresses among them; a missing one is 0
 
 // primitives.cpp, planted_faults.cpp
 void run_primitive(const std::string& name, Address in, Address out, Address out2, Address out3, int a, int b, int c);
@@ -27,5 +30,11 @@ void lookahead_embed_backward(const std::string& dtype, const std::string& out_d
                               Address ids, Address out, Address partial, int64_t rows, int64_t dim, int64_t out_rows,
                               bool slots);
 int64_t lookahead_embed_backward_splits(int64_t rows);
+
+// accept.cpp
+int64_t draft_workspace(const Numbers& numbers);
+void draft(const Numbers& numbers);
+int64_t accept_workspace(const Numbers& numbers);
+void accept(const Numbers& numbers, float threshold, float alpha);
 
 }  // namespace emulator

@@ -1,5 +1,6 @@
 // The Python module _emulator: sessions, buffers, and every launch of launches.h.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <map>
 
@@ -23,4 +24,8 @@ PYBIND11_MODULE(_emulator, module) {
   module.def("lookahead_embed", &emulator::lookahead_embed);
   module.def("lookahead_embed_backward", &emulator::lookahead_embed_backward);
   module.def("lookahead_embed_backward_splits", &emulator::lookahead_embed_backward_splits);
+  module.def("draft_workspace", &emulator::draft_workspace);
+  module.def("draft", &emulator::draft);
+  module.def("accept_workspace", &emulator::accept_workspace);
+  module.def("accept", &emulator::accept);
 }
