@@ -17,7 +17,7 @@ FULL = 0xFFFFFFFF
 
 @cache
 def core():
-    flags = f"-O2 -Wall -Wextra -Wno-maybe-uninitialized -I{ROOT / 'csrc'} -I{ROOT / 'tests'}"
+    flags = f"-O2 -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized -I{ROOT / 'csrc'} -I{ROOT / 'tests'}"
     return build_module("_core", {ROOT / "tests" / "core.cpp": ""}, flags)
 
 
@@ -62,3 +62,65 @@ def test_floats_narrow_as_in_torch(isa, name):
     number = ~values.isnan().numpy()
     assert torch.from_numpy(got.view(np.int16)).view(HALVES[name])[~number].isnan().all()
     assert np.array_equal(got[number], expected.view(torch.int16).numpy().view(np.uint16)[number])
+
+
+# ---- core/elementary.h: accurate, and the same bits at every instruction set and for single floats ----
+
+
+def same_bits_everywhere(compute):
+    expected = compute("scalar")
+    for isa in ISAS:
+        assert np.array_equal(compute(isa).view(np.int32), expected.view(np.int32)), isa
+    return expected
+
+
+def ulps(got, exact):
+    """Distance in units of the last place of the exact result."""
+    return np.abs(got.astype(np.float64) - exact) / np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
+
+
+def test_exponential_is_within_two_ulp():
+    x = -np.abs(np.random.default_rng(0).normal(0, 25, 400_000)).astype(np.float32)
+    x[:64] = [0, -1e-30, -1e-8, -86, *[-0.34657359 * k for k in range(60)]]
+    got = same_bits_everywhere(lambda isa: core().exponentials(isa, x))
+    inside = x >= -86
+    assert ulps(got[inside], np.exp(x[inside].astype(np.float64))).max() <= 2
+    assert (got[~inside] == 0).all() and got[0] == 1
+    far = np.full(64, -np.inf, dtype=np.float32)
+    assert (same_bits_everywhere(lambda isa: core().exponentials(isa, far)) == 0).all()
+
+
+def test_logarithm_is_within_two_ulp():
+    random = np.random.default_rng(1)
+    x = np.concatenate([np.exp(random.uniform(-87, 88, 200_000)), 1 + random.normal(0, 1e-3, 200_000)])
+    x = x.astype(np.float32)
+    x[:4] = [1, 2**-126, np.nextafter(np.float32(1), np.float32(0)), np.nextafter(np.float32(1), np.float32(2))]
+    got = same_bits_everywhere(lambda isa: core().logarithms(isa, x))
+    exact = np.log(x.astype(np.float64))
+    assert got[0] == 0
+    assert ulps(got[exact != 0], exact[exact != 0]).max() <= 2
+
+
+def test_exponential_variate_keeps_relative_precision_at_both_ends():
+    ends = np.concatenate([np.arange(512), 2**31 - 256 + np.arange(512), 2**32 - 512 + np.arange(512)])
+    words = np.concatenate([ends, np.random.default_rng(2).integers(0, 2**32, 400_000)]).astype(np.uint32)[:401_536]
+    got = same_bits_everywhere(lambda isa: core().exponential_variates(isa, words))
+    exact = -np.log1p(-(words.astype(np.float64) + 0.5) * 2.0**-32)
+    assert (got > 0).all() and np.isfinite(got).all()
+    assert (np.abs(got - exact) / exact).max() <= 4 * 2.0**-24
+
+
+def test_philox_on_vectors_is_philox():
+    counters = np.random.default_rng(3).integers(0, 2**32, 4096).astype(np.uint32)
+    expected = core().philox_words("scalar", counters, 0x299F31D0A4093822)
+    for isa in ISAS:
+        assert np.array_equal(core().philox_words(isa, counters, 0x299F31D0A4093822), expected), isa
+
+
+def test_the_other_vector_operations_agree():
+    a, b = np.random.default_rng(4).normal(0, 2, (2, 4096)).astype(np.float32)
+    lane0 = {8: a.reshape(-1, 8)[:, :1].repeat(8, 1).ravel(), 16: a.reshape(-1, 16)[:, :1].repeat(16, 1).ravel()}
+    picked = np.where((a < b) & (a > -1), np.minimum(a, b), np.maximum(a, b))
+    for isa in ISAS:
+        expected = (picked + np.trunc(a + b)) + lane0[16 if isa.startswith("avx512") else 8]
+        assert np.array_equal(core().other_operations(isa, a, b), expected), isa

@@ -15,7 +15,7 @@ CPP_LAW = {
     "core": ("core/",),
     "host": ("core/", "host/"),
     "cpu": ("core/", "host/", "cpu/"),
-    "cuda/*.cuh": ("core/", "cuda/primitives.cuh"),
+    "cuda/*.cuh": ("core/", "cuda/primitives.cuh", "cuda/rows.cuh", "cuda/block.cuh"),
     "cuda/*.cu": ("core/", "host/", "cuda/runtime.h"),
     "cuda/*.h": ("host/",),
     "schema.cpp": (),

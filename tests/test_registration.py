@@ -27,8 +27,54 @@ def lookahead_embed_backward(device):
     yield grad.clone().requires_grad_(), ids, 5, False, torch.float32
 
 
+LAWS = [None] * 4
+SOME_LAW = ([0.7, 0.0], [3, 0], [0.9, 1.0], [0.0, 0.01])
+
+
+def law(device):
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
+    return [torch.tensor(values, dtype=dtype, device=device) for values, dtype in zip(SOME_LAW, dtypes, strict=True)]
+
+
+def draft_sample(device):
+    logits = torch.randn(2, 70, device=device)
+    seeds = torch.tensor([1, 2], device=device)
+    for mode in range(4):
+        yield logits, 3, mode, *LAWS, None, seeds, seeds, None
+    allowed = torch.tensor([[-1, 5, 1], [0, 0, 0]], dtype=torch.int32, device=device)
+    yield logits.bfloat16(), 80, 1, *law(device), allowed, seeds, None, seeds.int()
+    yield logits[:0], 3, 3, *LAWS, None, None, None, None
+
+
+def accept_tree(device):
+    integers = dict(dtype=torch.int32, device=device)
+    target, draft = torch.randn(5, 70, device=device), torch.randn(5, 70, device=device).half()
+    tokens = torch.tensor([0, 3, 4, 0, 9], device=device)
+    parents, cu_nodes = torch.tensor([-1, 0, 0, -1, 0], **integers), torch.tensor([0, 3, 5], **integers)
+    seeds = torch.tensor([1, 2], device=device)
+    for rule in range(7):
+        if rule == 3:  # block: chains only
+            continue
+        tree = (target, tokens, parents, cu_nodes, 1, rule)
+        yield *tree, draft, None, *law(device), *law(device), None, None, seeds, seeds, 0.09, 0.3
+    yield *tree[:5], 0, None, None, *LAWS, *LAWS, None, None, None, None, 0.09, 0.3
+
+
+def accept_chain(device):
+    target, draft = torch.randn(2, 4, 70, device=device), torch.randn(2, 3, 70, device=device)
+    tokens, seeds = torch.randint(0, 70, (2, 3), device=device), torch.tensor([1, 2], device=device)
+    for rule in range(7):
+        yield target, tokens, rule, draft, *law(device), *law(device), None, None, seeds, seeds, 0.09, 0.3
+
+
 # A few argument tuples for each op: an op without an entry fails the test below.
-SAMPLES = {"lookahead_embed": lookahead_embed, "lookahead_embed_backward": lookahead_embed_backward}
+SAMPLES = {
+    "lookahead_embed": lookahead_embed,
+    "lookahead_embed_backward": lookahead_embed_backward,
+    "draft_sample": draft_sample,
+    "accept_tree": accept_tree,
+    "accept_chain": accept_chain,
+}
 
 
 def test_every_op_has_samples():
