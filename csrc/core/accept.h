@@ -96,6 +96,7 @@ struct AcceptRequest {
 struct Judge {
   int32_t node;
   bool has_q;
+  bool changed;  // a child was rejected
   LogitRow p_row, q_row;
   Law p, q;
   double weight;     // w of the node; 1 where the rule goes from the root down
@@ -232,6 +233,7 @@ class AcceptWalk {
   // Without `needs_sums` only a draw from p follows, and that needs neither total nor remaining.
   PASS_EXT_HOST_DEVICE void reject(Judge& judge, int32_t child, const Odds& odds, bool replaced, bool needs_sums) {
     const double weight = judge.weight, total = judge.total;
+    judge.changed = true;
     if (!(weight > 0.0) || !(total > 0.0)) {
       judge.weight = weight >= 1.0 ? 1.0 : 0.0;
       return;
@@ -414,7 +416,7 @@ class AcceptWalk {
       }
       if (node == 0 || throw_coin(node) < judge.weight) {
         if (judge.p.status != 0) return stop_before(node);
-        return stop_at(node, draw(judge, judge.beta > 0.0 || judge.total != 1.0, depth));
+        return stop_at(node, draw(judge, judge.changed, depth));
       }
       const int32_t refused = node;  // up: delete it at its parent
       node = request_.parent(node);

@@ -132,7 +132,7 @@ void CpuRows::cut_top_k(const Maxima& maxima, int32_t top_k, Law& law) {
     floor = scratch_[top_k - 1];
   }
   gather(maxima, law, floor, law.maximum, maxima.row.vocabulary);
-  if (candidates_.size() <= static_cast<size_t>(top_k)) return;
+  if (candidates_.size() < static_cast<size_t>(top_k)) return;
   const auto last = candidates_.begin() + top_k - 1;
   std::nth_element(candidates_.begin(), last, candidates_.end(), comes_before);
   cut_behind(law, *last);

@@ -471,7 +471,7 @@ class BlockRows {
     for_each_high_piece(row, summary, floor, [&](int32_t, const float (&z)[kPiece]) {
       for (int i = 0; i < kPiece; ++i) count += z[i] >= floor && z[i] > -kInfinity;
     });
-    if (sum_of_block(scratch_, count) <= top_k) return;
+    if (sum_of_block(scratch_, count) < top_k) return;
     const Law whole = law;
     const Selected selected = select_key(scratch_, top_k, [&](const auto& take) {
       for_each_high_piece(row, summary, floor, [&](int32_t, const float (&z)[kPiece]) {

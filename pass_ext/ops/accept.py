@@ -228,7 +228,9 @@ def _raise_on_status(op: Any, status: Tensor) -> None:
     if bad:
         code = int(status[bad[0]])
         reasons = " and ".join(text for bit, text in STATUS.items() if code & bit)
-        raise RuntimeError(f"pass_ext::{op._schema.name.split('::')[1]}: request {bad[0]}: {reasons} (of {len(bad)} in all)")
+        raise RuntimeError(
+            f"pass_ext::{op._schema.name.split('::')[1]}: request {bad[0]}: {reasons} (of {len(bad)} in all)"
+        )
 
 
 def _fake(requests: Any, width: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,575 @@
+"""The accept step: from logits to accepted tokens, in the textbook form of every rule.
+
+p is the target's law at a node, q the law its children were drawn from, (x)+ = max(x, 0), norm(x) = x / sum(x), u a fresh
+uniform in [0, 1) for each child or leaf. K children:
+
+    coupled    the token at a node is argmax(p / E), E the noise of seed and position; go on at the first child that is it
+    rejection  child x: accept iff u < p(x) / q(x), else p <- norm((p - q)+), q <- norm(q without x); none: y ~ p
+    rejection_with_replacement    the same, q stays
+    kseq       beta(rho) = sum min(p / rho, q), p_acc = 1 - (1 - beta)^K; the smallest rho in [1, K] with p_acc <= rho beta;
+               accept iff rho u q(x) < p(x); none: y ~ norm((p - min(p / rho, q) p_acc / beta)+)
+    traversal  w(root) = 1, w(x) = min(1, w p(x) / q(x)); the first leaf in depth-first order: accept its whole path iff
+               u < w, y ~ p there; else delete it, and at its parent, with S = sum (w p - q)+:
+               p <- norm((w p - q)+), q <- norm(q without x), w <- S / (S + 1 - w); go on with the next leaf
+    block      traversal on a chain, which is block verification
+    typical    accept iff p(x) > min(threshold, alpha exp(-H(p))); the longest accepted path, then y ~ p
+
+At temperature 0 every rule is greedy verification: the token at a node is the arg-max. A child whose token q cannot give (any
+more) is a fixed proposal: q is one at it. So are all children of a node whose draft row is -1 (kseq ignores such a child where
+there is a draft row). A child whose token is not in the vocabulary is ignored, and so are nodes deeper than max_depth. A
+target row that is no law: the walk stops before it, with the token that led there. A draft row that is no law: the children
+that were drawn from it are ignored. Parents that make no tree: all drafts are ignored.
+
+The rules ask a `Chance` for coins and draws, so the same code runs on the random numbers of noise.py and under enumeration of
+everything that can happen.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pass_ext.reference.law import BAD_TREE, Law, is_greedy, process
+from pass_ext.reference.noise import Purpose, coin, exponentials
+
+MOST_NODES = 1024  # of one request
+RULES = {
+    "coupled": "exact",
+    "rejection": "exact",
+    "rejection_with_replacement": "exact",
+    "block": "exact",
+    "traversal": "exact",
+    "kseq": "exact",
+    "typical": "approximate",
+}
+
+
+class Accepted(NamedTuple):
+    """emitted int64 and path int32 [B, max_depth + 1], -1 behind the end; num_accepted and status int32 [B];
+    margin fp64 [B]: the smallest relative change of a probability that could have changed the result, about."""
+
+    emitted: Tensor
+    path: Tensor
+    num_accepted: Tensor
+    status: Tensor
+    margin: Tensor
+
+
+# ---- chance ----
+
+
+class Chance(Protocol):
+    """Whatever decides. `size`: how much a relative error of probabilities is magnified in what is compared here."""
+
+    def coin(self, node: int, bound: float, size: float) -> bool:
+        """u < bound, u uniform in [0, 1) and the node's own."""
+
+    def draw(self, weights: Tensor, sizes: Tensor, purpose: Purpose, depth: int) -> int:
+        """A token with probability weights / sum(weights)."""
+
+    def near(self, margin: float) -> None:
+        """Some other decision was this near to going the other way."""
+
+
+class PhiloxChance:
+    """The random numbers of noise.py for one request. Remembers the nearest decision as `margin`."""
+
+    def __init__(self, seed: int, position: int) -> None:
+        self.seed, self.position, self.margin = seed, position, math.inf
+
+    def coin(self, node: int, bound: float, size: float) -> bool:
+        u = coin(self.seed, self.position, node)
+        self.near(abs(u - bound) / size if size > 0.0 else math.inf)
+        return u < bound
+
+    def draw(self, weights: Tensor, sizes: Tensor, purpose: Purpose, depth: int) -> int:
+        noise = exponentials(self.seed, self.position + depth, purpose, len(weights))
+        scores, changes = weights / noise, sizes / noise
+        token = int(scores.argmax())
+        others = (torch.arange(len(weights)) != token) & (sizes > 0.0)
+        margins = (scores[token] - scores[others]) / (changes[token] + changes[others])
+        self.near(min([math.inf, *margins.tolist()]))
+        return token
+
+    def near(self, margin: float) -> None:
+        self.margin = min(self.margin, margin)
+
+
+# ---- one request ----
+
+
+class Request(Protocol):
+    """A tree of drafts and the laws at its nodes."""
+
+    parents: list[int]
+    max_depth: int
+    vocabulary: int
+
+    def token(self, node: int) -> int: ...
+
+    def target(self, node: int) -> Law: ...
+
+    def draft(self, node: int) -> Law | None:
+        """The law that the node's children were drawn from; None if they are fixed proposals."""
+
+
+class BadDraftRow(Exception):
+    """A node names a draft row that does not exist."""
+
+
+def is_tree(parents: list[int], rule: str) -> bool:
+    """Whether the root comes first and parents before children; for block, whether it is a chain."""
+    if len(parents) > MOST_NODES or parents[0] != -1:
+        return False
+    chain_only = rule == "block"
+    return all(0 <= p < i and (p == i - 1 or not chain_only) for i, p in enumerate(parents) if i > 0)
+
+
+def residual(p: Tensor, q: Tensor, weight: float = 1.0) -> tuple[Tensor, float]:
+    """norm((w p - q)+), and the sum that it was divided by."""
+    rest = (weight * p - q).clamp(min=0.0)
+    total = float(rest.sum())
+    return (rest / total if total > 0.0 else rest), total
+
+
+def without(q: Tensor, token: int) -> Tensor:
+    """norm(q without the token); zero if nothing is left."""
+    rest = q.index_fill(0, torch.tensor(token), 0.0)
+    total = float(rest.sum())
+    return rest / total if total > 0.0 else rest
+
+
+@dataclass
+class Judge:
+    """p, q and w at a node while its children are judged.
+
+    `size`: p(v) in floats is off by some ulp of size(v), which exceeds p(v) where p is what is left of a difference.
+    """
+
+    node: int
+    depth: int
+    target: Law
+    children: Iterator[int]  # still to be judged
+    q: Tensor | None = None
+    weight: float = 1.0
+    weight_size: float = 1.0
+    changed: bool = False  # p is not the target's own law any more
+
+    def __post_init__(self) -> None:
+        self.p = self.size = self.target.probs
+
+    def q_at(self, token: int) -> Tensor:
+        """q, or the law that a fixed proposal comes from: one at its token."""
+        if self.q is not None and self.q[token] > 0.0:
+            return self.q
+        return torch.zeros_like(self.p).index_fill_(0, torch.tensor(token), 1.0)
+
+    def ratio(self, token: int) -> tuple[float, float]:
+        """p / q at a token, and the size of its error."""
+        p, size, q = float(self.p[token]), float(self.size[token]), float(self.q_at(token)[token])
+        return p / q, (p + size) / q
+
+    def inherit(self, parent: "Judge", token: int) -> None:
+        """w <- min(1, w p(x) / q(x)), of the parent, which this node's token x comes from"""
+        ratio, size = parent.ratio(token)
+        weight = parent.weight * ratio
+        self.weight = min(1.0, weight)
+        self.weight_size = (parent.weight * size + parent.weight_size * ratio) / max(1.0, weight)
+
+    def reject(self, token: int, replaced: bool = False) -> None:
+        """p <- norm((w p - q)+), q <- norm(q without the token) if it is not replaced, w <- S / (S + 1 - w)"""
+        if self.weight <= 0.0:
+            return
+        q, w = self.q_at(token), self.weight
+        size = self.weight_size * self.p + w * self.size + q
+        p, total = residual(self.p, q, w)
+        self.changed = self.changed or q is self.q or 1.0 - float(self.p[token]) != 1.0
+        if q is self.q and not replaced:
+            self.q = without(q, token)
+        self.p = p
+        if total > 0.0:
+            self.size = (size + p * size.sum()) / total
+        if w < 1.0:
+            rest = total + 1.0 - w
+            self.weight = total / rest
+            self.weight_size = self.weight + ((1.0 - w) * float(size.sum()) + total * self.weight_size) / rest**2
+
+
+class Walk:
+    """A rule at work on one request. run() returns the node it stops at and the token behind it; `status` gathers bits."""
+
+    def __init__(
+        self,
+        request: Request,
+        chance: Chance,
+        rule: str,
+        greedy: bool = False,
+        threshold: float = 0.09,
+        alpha: float = 0.3,
+    ) -> None:
+        self.request, self.chance, self.rule, self.greedy = request, chance, rule, greedy
+        self.threshold, self.alpha = threshold, alpha
+        self.status = 0
+
+    def run(self) -> tuple[int, int]:
+        if self.greedy or self.rule == "coupled":
+            return self.walk_coupled()
+        if self.rule in ("traversal", "block"):
+            return self.walk_traversal()
+        if self.rule == "typical":
+            return self.walk_typical()
+        return self.walk_down()
+
+    # -- what the rules share --
+
+    def children(self, node: int, depth: int) -> Iterator[int]:
+        """The children of a node at `depth` that are judged, in order."""
+        if depth < self.request.max_depth:
+            for i in range(node + 1, len(self.request.parents)):
+                if self.request.parents[i] == node and 0 <= self.request.token(i) < self.request.vocabulary:
+                    yield i
+
+    def target(self, node: int) -> Law:
+        law = self.request.target(node)
+        self.status |= law.status
+        self.chance.near(law.margin)
+        return law
+
+    def open(self, node: int, depth: int) -> Judge:
+        judge = Judge(node, depth, self.target(node), iter(()))
+        if judge.target.status != 0 or next(self.children(node, depth), None) is None:
+            return judge
+        try:
+            draft = self.request.draft(node)
+        except BadDraftRow:
+            self.status |= BAD_TREE
+            return judge
+        if draft is not None:
+            self.status |= draft.status
+            self.chance.near(draft.margin)
+            if draft.status != 0:
+                return judge
+            judge.q = draft.probs
+        judge.children = self.children(node, depth)
+        return judge
+
+    def draw(self, judge: Judge, rejected: bool) -> int:
+        """y ~ p as it stands; the target's own where rounding left nothing."""
+        purpose = Purpose.residual if rejected else Purpose.bonus
+        if not judge.p.any():
+            return self.chance.draw(judge.target.probs, judge.target.probs, purpose, judge.depth)
+        return self.chance.draw(judge.p, judge.size, purpose, judge.depth)
+
+    def stop_before(self, node: int) -> tuple[int, int]:
+        """At a row that is no law: the token that led there is the last one."""
+        return (0, -1) if node == 0 else (self.request.parents[node], self.request.token(node))
+
+    # -- the rules --
+
+    def walk_coupled(self) -> tuple[int, int]:
+        node, depth = 0, 0
+        while True:
+            law = self.target(node)
+            if law.status != 0:
+                return self.stop_before(node)
+            token = (
+                int(law.probs.argmax())
+                if self.greedy
+                else self.chance.draw(law.probs, law.probs, Purpose.coupled, depth)
+            )
+            child = next((i for i in self.children(node, depth) if self.request.token(i) == token), None)
+            if child is None:
+                return node, token
+            node, depth = child, depth + 1
+
+    def walk_down(self) -> tuple[int, int]:
+        node, depth = 0, 0
+        while True:
+            judge = self.open(node, depth)
+            if judge.target.status != 0:
+                return self.stop_before(node)
+            judge_all = self.judge_kseq if self.rule == "kseq" and judge.q is not None else self.judge_in_turn
+            accepted, judged = judge_all(judge)
+            if accepted is None:
+                return node, self.draw(judge, rejected=judged)
+            node, depth = accepted, depth + 1
+
+    def judge_in_turn(self, judge: Judge) -> tuple[int | None, bool]:
+        """The child that is accepted, and whether there was one to judge. If none is, p is what to draw from."""
+        judged = False
+        for child in judge.children:
+            judged, token = True, self.request.token(child)
+            if self.chance.coin(child, *judge.ratio(token)):
+                return child, True
+            judge.reject(token, replaced=self.rule == "rejection_with_replacement")
+        return None, judged
+
+    def judge_kseq(self, judge: Judge) -> tuple[int | None, bool]:
+        """The same for K-SEQ."""
+        children, p, q = list(judge.children), judge.p, judge.q
+        assert q is not None
+        drawn = [i for i in children if q[self.request.token(i)] > 0.0]
+        if drawn:
+            rho = self.choose_rho(p, q, len(drawn))
+            for child in drawn:
+                ratio, size = judge.ratio(self.request.token(child))
+                if self.chance.coin(child, ratio / rho, size / rho):
+                    return child, True
+            overlap = torch.minimum(p / rho, q)
+            beta = float(overlap.sum())
+            taken = overlap * (accepted_by_any(beta, len(drawn)) / beta if beta > 0.0 else 0.0)
+            judge.p, total = residual(p, taken)
+            judge.size = (p + taken + 2.0 * judge.p) / total if total > 0.0 else p
+        return None, len(children) > 0
+
+    def choose_rho(self, p: Tensor, q: Tensor, count: int) -> float:
+        """The smallest of the tried rho with p_acc <= rho beta. Any such rho is exact; the smallest accepts most. Three
+        passes narrow it to (K - 1) / 448: the first tries 7 of the 8 borders of 7 equal parts of [1, K], where K itself
+        always meets the condition, and the others the 7 inner borders of 8 parts of what is left."""
+        if count == 1:
+            return 1.0
+        low, high = 1.0, float(count)
+        for attempt in range(3):
+            tried = [low + (high - low) * (i / 7.0 if attempt == 0 else (i + 1) / 8.0) for i in range(7)]
+            for i, rho in enumerate(tried):
+                beta = float(torch.minimum(p / rho, q).sum())
+                accepted = accepted_by_any(beta, count)
+                if beta > 0.0:
+                    self.chance.near(abs(accepted - rho * beta) / (accepted + rho * beta))
+                if accepted <= rho * beta:
+                    high = rho
+                    if attempt == 0 and i == 0:
+                        return rho
+                    break
+                low = rho
+        return high
+
+    def walk_traversal(self) -> tuple[int, int]:
+        trail = [self.open(0, 0)]  # the nodes from the root to where the walk is
+        while True:
+            judge = trail[-1]
+            child = next(judge.children, None)
+            if child is not None:
+                trail.append(self.open(child, len(trail)))
+                trail[-1].inherit(judge, self.request.token(child))
+            elif judge.node == 0 or self.chance.coin(judge.node, judge.weight, judge.weight_size):
+                if judge.target.status != 0:
+                    return self.stop_before(judge.node)
+                return judge.node, self.draw(judge, rejected=judge.changed)
+            else:
+                trail.pop()
+                trail[-1].reject(self.request.token(judge.node))
+
+    def walk_typical(self) -> tuple[int, int]:
+        depths = {0: 0}  # of accepted nodes; parents come before their children
+        for node in range(len(self.request.parents)):
+            if node not in depths or not (children := list(self.children(node, depths[node]))):
+                continue
+            law = self.target(node)
+            if law.status != 0:
+                continue
+            entropy = -float(torch.special.xlogy(law.probs, law.probs).sum())
+            bound = min(self.threshold, self.alpha * math.exp(-entropy))
+            for child in children:
+                p = float(law.probs[self.request.token(child)])
+                self.chance.near(abs(p - bound) / (p + bound))
+                if p > bound:
+                    depths[child] = depths[node] + 1
+        best = max(depths, key=lambda node: (depths[node], -node))
+        law = self.target(best)
+        if law.status != 0:
+            return self.stop_before(best)
+        return best, self.chance.draw(law.probs, law.probs, Purpose.bonus, depths[best])
+
+
+def accepted_by_any(beta: float, count: int) -> float:
+    """1 - (1 - beta)^K"""
+    return 1.0 - (1.0 - beta) ** count
+
+
+# ---- tensors ----
+
+Parameters = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
+
+
+@dataclass
+class TensorRequest:
+    """Request b of accept_tree's arguments."""
+
+    parents: list[int]
+    max_depth: int
+    vocabulary: int
+    tokens: list[int]
+    target_logits: Tensor
+    allowed: Tensor | None
+    draft_rows: list[int]
+    draft_logits: Tensor | None
+    draft_allowed: Tensor | None
+    target_parameters: Parameters
+    draft_parameters: Parameters
+
+    def token(self, node: int) -> int:
+        return self.tokens[node]
+
+    def target(self, node: int) -> Law:
+        return process(
+            self.target_logits[node], None if self.allowed is None else self.allowed[node], *self.target_parameters
+        )
+
+    def draft(self, node: int) -> Law | None:
+        row = self.draft_rows[node]
+        if self.draft_logits is None or row == -1:
+            return None
+        if not 0 <= row < len(self.draft_logits):
+            raise BadDraftRow
+        return process(
+            self.draft_logits[row],
+            None if self.draft_allowed is None else self.draft_allowed[row],
+            *self.draft_parameters,
+        )
+
+
+def accept_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    cu_nodes: Tensor,
+    max_depth: int,
+    *,
+    rule: str = "coupled",
+    draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    draft_temperature: Tensor | None = None,
+    draft_top_k: Tensor | None = None,
+    draft_top_p: Tensor | None = None,
+    draft_min_p: Tensor | None = None,
+    allowed: Tensor | None = None,
+    draft_allowed: Tensor | None = None,
+    seeds: Tensor,
+    positions: Tensor,
+    threshold: float = 0.09,
+    alpha: float = 0.3,
+) -> Accepted:
+    """target_logits [N, V]; tokens, parents [N]; cu_nodes [B + 1]; draft_logits [R, V]; draft_rows [N], else a node's own
+    index; parameters, seeds and positions [B], a draft's own or else the target's; allowed int32 words [N, ceil(V / 32)]
+    for target rows, draft_allowed [R, ceil(V / 32)] for draft rows."""
+    requests, (nodes, vocabulary) = len(cu_nodes) - 1, target_logits.shape
+    emitted = torch.full((requests, max_depth + 1), -1)
+    path = torch.full((requests, max_depth + 1), -1, dtype=torch.int32)
+    num_accepted, status = torch.zeros(requests, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+    margin = torch.full((requests,), math.inf, dtype=torch.float64)
+    rows = torch.arange(nodes) if draft_rows is None else draft_rows
+
+    def parameters_of(
+        b: int, heat: Tensor | None, k: Tensor | None, p: Tensor | None, least: Tensor | None
+    ) -> Parameters:
+        return (
+            0.0 if heat is None else float(heat[b]),
+            0 if k is None else int(k[b]),
+            1.0 if p is None else float(p[b]),
+            0.0 if least is None else float(least[b]),
+        )
+
+    def own_or(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+        return other if own is None else own
+
+    for b in range(requests):
+        first, last = int(cu_nodes[b]), int(cu_nodes[b + 1])
+        if last <= first or first < 0 or last > nodes:
+            status[b] = 0 if first == last else BAD_TREE
+            continue
+        own_parents = [int(i) for i in parents[first:last]]
+        if not is_tree(own_parents, rule):
+            status[b], own_parents = BAD_TREE, [-1]
+        target_parameters = parameters_of(b, temperature, top_k, top_p, min_p)
+        request = TensorRequest(
+            own_parents,
+            max_depth,
+            vocabulary,
+            tokens[first:last].tolist(),
+            target_logits[first:last],
+            None if allowed is None else allowed[first:last],
+            rows[first:last].tolist(),
+            draft_logits,
+            draft_allowed,
+            target_parameters,
+            parameters_of(
+                b,
+                own_or(draft_temperature, temperature),
+                own_or(draft_top_k, top_k),
+                own_or(draft_top_p, top_p),
+                own_or(draft_min_p, min_p),
+            ),
+        )
+        chance = PhiloxChance(int(seeds[b]), int(positions[b]))
+        walk = Walk(request, chance, rule, is_greedy(target_parameters[0]), threshold, alpha)
+        node, token = walk.run()
+        status[b] |= walk.status
+        margin[b] = chance.margin
+        accepted = [node]
+        while accepted[0] != 0:
+            accepted.insert(0, own_parents[accepted[0]])
+        num_accepted[b] = len(accepted) - 1
+        path[b, : len(accepted)] = torch.tensor(accepted)
+        emitted[b, : len(accepted)] = torch.tensor([*(request.tokens[i] for i in accepted[1:]), token])
+    return Accepted(emitted, path, num_accepted, status, margin)
+
+
+def accept_chain(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    *,
+    rule: str = "coupled",
+    draft_logits: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    draft_temperature: Tensor | None = None,
+    draft_top_k: Tensor | None = None,
+    draft_top_p: Tensor | None = None,
+    draft_min_p: Tensor | None = None,
+    allowed: Tensor | None = None,
+    draft_allowed: Tensor | None = None,
+    seeds: Tensor,
+    positions: Tensor,
+    threshold: float = 0.09,
+    alpha: float = 0.3,
+) -> Accepted:
+    """accept_tree of chains: target_logits [B, K + 1, V], draft_tokens [B, K], draft_logits [B, K, V]; allowed and
+    draft_allowed one row of words for each row of their logits."""
+    requests, count, vocabulary = target_logits.shape
+    draft_rows = torch.full((requests, count), -1)
+    if draft_logits is not None:
+        draft_rows[:, :-1] = torch.arange(requests * (count - 1)).view(requests, count - 1)
+    return accept_tree(
+        target_logits.reshape(-1, vocabulary),
+        torch.cat([torch.full((requests, 1), -1), draft_tokens], 1).flatten(),
+        torch.arange(-1, count - 1).repeat(requests),
+        torch.arange(requests + 1) * count,
+        count - 1,
+        rule=rule,
+        draft_logits=None if draft_logits is None else draft_logits.reshape(-1, vocabulary),
+        draft_rows=draft_rows.flatten(),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        draft_temperature=draft_temperature,
+        draft_top_k=draft_top_k,
+        draft_top_p=draft_top_p,
+        draft_min_p=draft_min_p,
+        allowed=None if allowed is None else allowed.reshape(requests * count, -1),
+        draft_allowed=None if draft_allowed is None else draft_allowed.reshape(requests * (count - 1), -1),
+        seeds=seeds,
+        positions=positions,
+        threshold=threshold,
+        alpha=alpha,
+    )

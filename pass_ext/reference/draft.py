@@ -1,0 +1,95 @@
+"""Candidates from rows of logits; the law of a row as in law.py, E as in noise.py:
+
+    coupled  the k largest of ln p(v) - ln E_v, E the target's own noise of seed and position: the first is the token
+             that the target itself would draw
+    without  the same with noise of the draft's own: k draws without replacement, in the order of drawing
+    with     k independent draws
+    top      the k most probable
+At temperature 0 all of them mean the limit: tokens in the order of their logits, the first has all the probability.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pass_ext.reference.law import is_greedy, log_process
+from pass_ext.reference.noise import Purpose, exponentials
+
+
+class Drafts(NamedTuple):
+    """tokens int64 [R, k], -1 beyond the support or in a row that is no law; logprobs fp64 [R, k], -inf there.
+    margin fp64 [R]: the smallest gap between neighbouring scores that decided the order, or of a filter's decision."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    margin: Tensor
+
+
+def best(scores: Tensor, count: int) -> tuple[Tensor, float]:
+    """The ids of the `count` largest scores above -inf, and the smallest gap below one of them."""
+    values, ids = scores.sort(descending=True, stable=True)
+    values, ids = values[values > -math.inf], ids[values > -math.inf]
+    return ids[:count], min([math.inf, *(values[:-1] - values[1:])[:count].tolist()])
+
+
+def draft_sample(
+    logits: Tensor,
+    k: int,
+    *,
+    mode: str = "without",
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    allowed: Tensor | None = None,
+    seeds: Tensor,
+    positions: Tensor,
+    nodes: Tensor | None = None,
+) -> Drafts:
+    """logits [R, V]; parameters, seeds, positions and nodes [R]; allowed int32 [R, ceil(V / 32)].
+    No temperature means 0 for coupled and 1 for the others."""
+    rows, vocabulary = logits.shape
+    tokens = torch.full((rows, k), -1)
+    logprobs = torch.full((rows, k), -math.inf, dtype=torch.float64)
+    margin = torch.full((rows,), math.inf, dtype=torch.float64)
+    coupled, draws = mode == "coupled", range(k if mode == "with" else 1)
+    for row in range(rows):
+        heat = (0.0 if coupled else 1.0) if temperature is None else float(temperature[row])
+        greedy = is_greedy(heat)
+        mask = None if allowed is None else allowed[row]
+        if greedy:  # the order of all logits, whatever the filters
+            law = log_process(logits[row], mask)
+        else:
+            law = log_process(
+                logits[row],
+                mask,
+                heat,
+                top_k=0 if top_k is None else int(top_k[row]),
+                top_p=1.0 if top_p is None else float(top_p[row]),
+                min_p=0.0 if min_p is None else float(min_p[row]),
+            )
+        if law.status != 0:
+            continue
+
+        log_probs = law.log_weights - law.log_weights.logsumexp(0)
+        if greedy or mode == "top":  # exact: logits are compared as they are
+            ranked = [
+                best(logits[row].double().where(log_probs > -math.inf, -math.inf), k // len(draws))[0] for _ in draws
+            ]
+            margin[row] = law.margin
+        else:
+            purpose = Purpose.coupled if coupled else Purpose.draft
+            node = 0 if coupled or nodes is None else int(nodes[row])
+            key = int(seeds[row]), int(positions[row]), purpose, vocabulary, node
+            races = [best(log_probs - exponentials(*key, draw).log(), k // len(draws)) for draw in draws]
+            ranked = [ids for ids, _ in races]
+            margin[row] = min([law.margin, *(gap for _, gap in races)])
+        ids = torch.cat(ranked)
+        tokens[row, : len(ids)] = ids
+        logprobs[row, : len(ids)] = log_probs[ids]
+        if greedy:
+            logprobs[row, : len(ids)] = -math.inf
+            logprobs[row, : len(ids) if mode == "with" else 1] = 0.0
+    return Drafts(tokens, logprobs, margin)

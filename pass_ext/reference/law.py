@@ -1,0 +1,97 @@
+"""A row of logits as a law (a distribution over the vocabulary):
+
+    allowed mask -> temperature -> top-k -> top-p -> min-p -> renormalise
+    p(v) = exp((z_v - max z) / T) / mass   for v in the support, 0 elsewhere; less than e^-86 of the largest counts as 0
+
+Every filter keeps a prefix of the order (z descending, id ascending), so ties at a boundary keep the lower id:
+top-k the first k; top-p the shortest prefix that has at least top_p of the mass that top-k left, and at least one token;
+min-p what is at least min_p times as probable as the most probable. Temperature 0 is the limit: all on the arg-max, lowest id.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BAD_LOGITS, EMPTY_SUPPORT, BAD_TREE = 1, 2, 4  # bits of a status
+LEAST_LOG_WEIGHT = -86.0
+
+
+class Law(NamedTuple):
+    """`margin`: how near the nearest filter decision was to going the other way, as a relative change of probabilities."""
+
+    probs: Tensor
+    status: int
+    margin: float
+
+
+class LogLaw(NamedTuple):
+    """ln of the unnormalised probabilities, 0 for the largest, -inf outside the support."""
+
+    log_weights: Tensor
+    status: int
+    margin: float
+
+
+def is_allowed(allowed: Tensor, vocabulary: int) -> Tensor:
+    """int32 words -> bool [vocabulary]: bit v % 32 of word v / 32."""
+    ids = torch.arange(vocabulary)
+    return (allowed.long()[ids // 32] >> ids % 32 & 1).bool()
+
+
+def is_greedy(temperature: float) -> bool:
+    """NaN counts as 0 too."""
+    return not temperature > 0.0
+
+
+def log_process(
+    logits: Tensor,
+    allowed: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> LogLaw:
+    """One row of logits [V]. Filters off: top_k <= 0 or >= V, top_p >= 1 or NaN, min_p <= 0 or NaN."""
+    z = logits.double()
+    if allowed is not None:
+        z = z.where(is_allowed(allowed, len(z)), -math.inf)
+    nothing = torch.full_like(z, -math.inf)
+    if (z.isnan() | (z == math.inf)).any():
+        return LogLaw(nothing, BAD_LOGITS, math.inf)
+    if (z == -math.inf).all():
+        return LogLaw(nothing, EMPTY_SUPPORT, math.inf)
+    sorted_z, order = z.sort(descending=True, stable=True)
+    if is_greedy(temperature):
+        nothing[order[0]] = 0.0
+        return LogLaw(nothing, 0, math.inf)
+
+    log_weights = (sorted_z - sorted_z[0]) * min(max(1.0 / temperature, 2.0**-126), 2.0**126)
+    margin = math.inf
+    kept = top_k if 0 < top_k < len(z) else len(z)
+    if top_p < 1.0:
+        weights = log_weights[:kept].exp()
+        cumulative = weights.cumsum(0) / weights.sum()
+        margin = min([math.inf, *(cumulative - top_p).abs()[:-1].tolist()])
+        kept = min(kept, int((cumulative < top_p).sum()) + 1)
+    if min_p > 0.0:
+        distance = log_weights[:kept] - math.log(min(min_p, 1.0))
+        margin = min([margin, *distance[sorted_z[:kept] < sorted_z[0]].abs().tolist()])
+        kept = int((distance >= 0.0).sum())
+    log_weights[kept:] = -math.inf
+    return LogLaw(torch.empty_like(z).scatter_(0, order, log_weights), 0, margin)
+
+
+def process(
+    logits: Tensor,
+    allowed: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Law:
+    """The probabilities of one row of logits, fp64 [V]; all zero if the status is not 0."""
+    log_weights, status, margin = log_process(logits, allowed, temperature, top_k, top_p, min_p)
+    weights = log_weights.exp().where(log_weights >= LEAST_LOG_WEIGHT, 0.0)
+    return Law(weights / weights.sum() if status == 0 else weights, status, margin)
