@@ -17,7 +17,8 @@ FULL = 0xFFFFFFFF
 
 @cache
 def core():
-    flags = f"-O2 -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized -I{ROOT / 'csrc'} -I{ROOT / 'tests'}"
+    warnings = "-Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized"
+    flags = f"-O2 -ffp-contract=off {warnings} -I{ROOT / 'csrc'} -I{ROOT / 'tests'}"
     return build_module("_core", {ROOT / "tests" / "core.cpp": ""}, flags)
 
 

@@ -156,7 +156,7 @@ class Judge:
     q: Tensor | None = None
     weight: float = 1.0
     weight_size: float = 1.0
-    changed: bool = False  # p is not the target's own law any more
+    changed: bool = False  # a child was rejected
 
     def __post_init__(self) -> None:
         self.p = self.size = self.target.probs
@@ -186,7 +186,7 @@ class Judge:
         q, w = self.q_at(token), self.weight
         size = self.weight_size * self.p + w * self.size + q
         p, total = residual(self.p, q, w)
-        self.changed = self.changed or q is self.q or 1.0 - float(self.p[token]) != 1.0
+        self.changed = True
         if q is self.q and not replaced:
             self.q = without(q, token)
         self.p = p
