@@ -148,8 +148,13 @@ void CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
   gather(maxima, law, floor, law.maximum, kFewCandidates);
   if (candidates_.size() < static_cast<size_t>(kFewCandidates)) return cut_at_mass(law, candidates_, 0, wanted);
   const float per_bin = kBins / std::max(law.maximum - floor, 1e-30f);
-  bins_.assign(kBins, 0);
-  PASS_EXT_AT_ISA(fill_bins(maxima.row, law, maxima.values.data(), 0, groups, floor, per_bin, kBins, bins_.data()));
+  const int32_t slices = groups / kSliceGroups + 1;
+  bins_.assign(parallel_ ? slices * kBins : kBins, 0);
+  for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) {
+    uint64_t* own = bins_.data() + (parallel_ ? slice * kBins : 0);
+    PASS_EXT_AT_ISA(fill_bins(maxima.row, law, maxima.values.data(), begin, end, floor, per_bin, kBins, own));
+  });
+  for (size_t i = kBins; i < bins_.size(); ++i) bins_[i % kBins] += bins_[i];
   uint64_t before = 0;
   int32_t bin = 0, last = kBins - 1;
   while (last > 0 && bins_[last] == 0) --last;

@@ -149,29 +149,45 @@ void sum_log_moment(const LogitRow& row, const Law& law, const float* maxima, in
   *log_moment = sum_lanes(moment);
 }
 
-// Adds the integer mass (core/law.h) of every token in the support with a logit of at least `floor` to its bin:
-// bin 0 holds the largest, `per_bin` is one over a bin's width.
+// Adds the integer mass (core/law.h) of each of `count` logits to its bin; room for a vector behind them.
+inline void add_to_bins(float* z, int32_t count, const Law& law, float per_bin, int32_t bins, uint64_t* masses) {
+  const Floats last = splat(static_cast<float>(bins - 1));
+  float weight[Floats::width];
+  uint32_t bin[Words::width];
+  store(z + count, splat(law.maximum));
+  for (int32_t i = 0; i < count; i += Floats::width) {
+    const Floats distance = splat(law.maximum) - load(z + i);
+    store(weight, exponential((load(z + i) - splat(law.maximum)) * splat(law.scale)) * splat(kMassUnit));
+    store_words(bin, truncated(minimum(distance * splat(per_bin), last)));
+    const int32_t lanes = count - i < Floats::width ? count - i : Floats::width;
+    for (int32_t lane = 0; lane < lanes; ++lane) masses[bin[lane]] += static_cast<uint64_t>(weight[lane]);
+  }
+}
+
+// Does so for every token in the support with a logit of at least `floor`: bin 0 holds the largest, `per_bin` is one
+// over a bin's width.
 void fill_bins(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end, float floor,
                float per_bin, int32_t bins, uint64_t* masses) {
-  const Floats lowest = splat(floor), last = splat(static_cast<float>(bins - 1));
+  constexpr int32_t kRoom = 1024;
+  float selected[kRoom + kGroup + Floats::width];
+  int32_t count = 0;
+  const Mask all = mask_of_bits(0xffffu);
   for (int32_t group = begin; group < end; ++group) {
     if (maxima[group] < floor || maxima[group] < law.cut) continue;
     float z[kGroup];
     load_group(row, group, z);
     for (int i = 0; i < kGroup; i += Floats::width) {
       const Floats value = load(z + i);
-      uint32_t bits = bits_of_mask(support_of(law, value, group * kGroup + i)) & ~bits_of_mask(less(value, lowest));
-      if (bits == 0) continue;
-      float weight[Floats::width];
-      uint32_t bin[Words::width];
-      store(weight, exponential((value - splat(law.maximum)) * splat(law.scale)));
-      store_words(bin, truncated(minimum((splat(law.maximum) - maximum(value, lowest)) * splat(per_bin), last)));
-      for (; bits != 0; bits &= bits - 1) {
-        const int lane = __builtin_ctz(bits);
-        masses[bin[lane]] += integer_mass(weight[lane]);
-      }
+      const uint32_t high = ~bits_of_mask(less(value, splat(floor))) & bits_of_mask(all);
+      if (high == 0) continue;
+      const Mask chosen = support_of(law, value, group * kGroup + i) & mask_of_bits(high);
+      count += store_selected(selected + count, value, chosen);
     }
+    if (count < kRoom) continue;
+    add_to_bins(selected, count, law, per_bin, bins, masses);
+    count = 0;
   }
+  add_to_bins(selected, count, law, per_bin, bins, masses);
 }
 
 // Appends (z, id) of every token in the support with floor <= z <= ceiling; stops soon after `limit` of them.
@@ -204,6 +220,15 @@ inline void load_probabilities(const LogitRow& row, const Law& law, int32_t grou
     store(to + i, weights_in_support(law, load(z + i), group * kGroup + i) * splat(law.inverse_mass));
 }
 
+// The same for sums: where nothing is filtered, a token of probability 0 counts e^-86 of the largest.
+inline void load_terms(const LogitRow& row, const Law& law, int32_t group, float* to) {
+  if (law.cut != -kInfinity) return load_probabilities(row, law, group, to);
+  load_group(row, group, to);
+  const Floats largest = splat(law.maximum), scale = splat(law.scale), lowest = splat(-86.0f);
+  for (int i = 0; i < kGroup; i += Floats::width)
+    store(to + i, exponential_in_range(maximum((load(to + i) - largest) * scale, lowest)) * splat(law.inverse_mass));
+}
+
 inline bool touches(const Removed& removed, int32_t group) {
   for (int32_t i = 0; i < removed.count; ++i)
     if (removed.ids[i] / kGroup == group) return true;
@@ -217,8 +242,8 @@ void sum_residual(const Judge& judge, const Removed& removed, int32_t begin, int
   Floats weights = splat(0.0f), rest = splat(0.0f);
   for (int32_t group = begin; group < end; ++group) {
     float p[kGroup], q[kGroup];
-    load_probabilities(judge.p_row, judge.p, group, p);
-    load_probabilities(judge.q_row, judge.q, group, q);
+    load_terms(judge.p_row, judge.p, group, p);
+    load_terms(judge.q_row, judge.q, group, q);
     if (touches(removed, group)) {
       float weight[kGroup];
       for (int i = 0; i < kGroup; ++i) weight[i] = residual_weight(p[i], q[i], beta);
@@ -249,8 +274,8 @@ void sum_overlaps(const Judge& judge, const float* inverse_rho, int32_t begin, i
   for (Floats& one : sum) one = splat(0.0f);
   for (int32_t group = begin; group < end; ++group) {
     float p[kGroup], q[kGroup];
-    load_probabilities(judge.p_row, judge.p, group, p);
-    load_probabilities(judge.q_row, judge.q, group, q);
+    load_terms(judge.p_row, judge.p, group, p);
+    load_terms(judge.q_row, judge.q, group, q);
     for (int i = 0; i < kGroup; i += Floats::width)
       for (int k = 0; k < kOverlaps; ++k) sum[k] = sum[k] + kseq_overlap(load(p + i), load(q + i), inverse_rho[k]);
   }

@@ -96,6 +96,15 @@ inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
 }
 #undef PASS_EXT_EACH_LANE
 
+// Stores the lanes of the mask one behind the other; returns how many. May overwrite up to a vector from `to` on.
+inline int store_selected(float* to, Floats value, Mask mask) {
+  float lanes[Floats::width];
+  store(lanes, value);
+  int count = 0;
+  for (uint32_t bits = bits_of_mask(mask); bits != 0; bits &= bits - 1) to[count++] = lanes[__builtin_ctz(bits)];
+  return count;
+}
+
 inline float largest_lane(Floats a) {
   float largest = a.lane[0];
   for (int i = 1; i < Floats::width; ++i) largest = maximum(largest, a.lane[i]);
@@ -193,6 +202,15 @@ inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
   const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a.lanes, 32), _mm256_srli_epi64(b.lanes, 32));
   high.lanes = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
   low.lanes = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+
+// Stores the lanes of the mask one behind the other; returns how many. May overwrite up to a vector from `to` on.
+inline int store_selected(float* to, Floats value, Mask mask) {
+  float lanes[Floats::width];
+  store(lanes, value);
+  int count = 0;
+  for (uint32_t bits = bits_of_mask(mask); bits != 0; bits &= bits - 1) to[count++] = lanes[__builtin_ctz(bits)];
+  return count;
 }
 
 inline float largest_lane(Floats a) {
@@ -293,6 +311,12 @@ inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
   const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.lanes, 32), _mm512_srli_epi64(b.lanes, 32));
   high.lanes = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
   low.lanes = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+}
+
+// Stores the lanes of the mask one behind the other; returns how many. May overwrite up to a vector from `to` on.
+inline int store_selected(float* to, Floats value, Mask mask) {
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(mask.lanes, value.lanes));
+  return __builtin_popcount(mask.lanes);
 }
 
 inline float largest_lane(Floats a) { return _mm512_reduce_max_ps(a.lanes); }
