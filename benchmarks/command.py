@@ -6,6 +6,7 @@ A bench calls `run(name, plan, judge)` with a plan of cases, built one after the
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine, report
-from benchmarks.harness import Case, Row, measure_case, settings_for
+from benchmarks.harness import Bandwidth, Case, Row, measure_case, settings_for
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -48,6 +49,9 @@ def parse(description: str, arguments: list[str] | None = None) -> argparse.Name
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="a few seconds, few shapes; no file unless told where")
     parser.add_argument("--out", type=Path, help="result file; default: $OUT/, or benchmarks/results/<device>/")
+    parser.add_argument(
+        "--seconds", type=float, help="measure no further cases after this long; those left out are listed"
+    )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
@@ -73,17 +77,24 @@ def run(
     extra: dict[str, Any] = {"dtype": options.dtype, "omp_proc_bind": os.environ.get("OMP_PROC_BIND")}
     if options.device == "cpu":
         extra["clock_overhead_us"] = timing.clock_overhead() * 1e6
-    copy_bandwidth = timing.copy_bandwidth(settings, cache)
+    bandwidth = Bandwidth(timing.copy_bandwidth(settings, cache), timing.read_bandwidth(settings, cache))
 
     rows: list[Row] = []
-    plan = make_plan(options)
+    plan, started = make_plan(options), time.monotonic()
+    left_out: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(name, total=len(plan.labels))
-        for label, case in zip(plan.labels, plan.cases, strict=True):
+        cases = iter(plan.cases)
+        for index, label in enumerate(plan.labels):
+            if options.seconds is not None and time.monotonic() - started > options.seconds and rows:
+                left_out = plan.labels[index:]
+                break
             progress.update(task, description=f"{name}: {label}")
-            rows += measure_case(case, settings, copy_bandwidth)
+            rows += measure_case(next(cases), settings, bandwidth)
             progress.advance(task)
+        else:
+            assert next(cases, None) is None, "more cases than labels"
 
     result = {
         "bench": name,
@@ -96,11 +107,15 @@ def run(
         "versions": machine.describe_versions(),
         "load_average": {"before": load, "after": os.getloadavg()[0]},
         "settings": {**asdict(settings), **extra},
-        "copy_gb_per_s": copy_bandwidth / 1e9,
+        "copy_gb_per_s": bandwidth.copy / 1e9,
+        "read_gb_per_s": bandwidth.read / 1e9,
+        "left_out": left_out,
         "rows": rows,
         "aims": [asdict(aim) for aim in judge(rows)],
     }
     report.show(result, console)
+    if left_out:
+        console.print(f"left out for lack of time: {'; '.join(left_out)}")
     path = result_path(name, options)
     if path is not None:
         report.save(result, path)

@@ -46,12 +46,23 @@ def copy_bandwidth(settings: Settings, last_level_cache: int) -> float:
     """Bytes read plus written per second by `tensor.copy_`, between two buffers of the last-level cache's size."""
     size = 32 * 2**20 if settings.quick else max(256 * 2**20, last_level_cache)
     source, target = torch.ones(size // 4), torch.ones(size // 4)
+    return 2 * source.numel() * source.element_size() / _median_time(lambda: target.copy_(source), settings)
+
+
+def read_bandwidth(settings: Settings, last_level_cache: int) -> float:
+    """Bytes per second that the best of torch's reductions reads, from a buffer of twice the last-level cache's size."""
+    size = 64 * 2**20 if settings.quick else max(512 * 2**20, 2 * last_level_cache)
+    source = torch.ones(size // 4)
+    return size / min(_median_time(read, settings) for read in (source.sum, source.max, lambda: source.dot(source)))
+
+
+def _median_time(function: Callable[[], object], settings: Settings) -> float:
     times = []
     for _ in range(5 if settings.quick else 25):
         started = time.perf_counter()
-        target.copy_(source)
+        function()
         times.append(time.perf_counter() - started)
-    return 2 * source.numel() * source.element_size() / median(times)
+    return median(times)
 
 
 def clock_overhead() -> float:

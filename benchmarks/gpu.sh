@@ -4,7 +4,8 @@
 # is cut short leaves what it had. The exit status is that of the whole: 0 only if every stage passed or was left out.
 #
 # Environment: OUT (where everything goes; default benchmarks/results/<GPU>), PYTHON (default python3), PASS_EXT_PREBUILT=1
-# (do not build), STAGE_SECONDS (limit of one stage, default 280), PASS_EXT_COMMIT (what to record outside a git tree).
+# (do not build), STAGE_SECONDS (limit of one stage, default 280), BENCH_SECONDS (a bench begins no further case after that,
+# default 130), PASS_EXT_COMMIT (what to record outside a git tree).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -82,9 +83,14 @@ fi
 stage tests "$python" -m pytest tests -m "not slow" --device cuda --maxfail 25 -q -p no:cacheprovider --junitxml "$tests"
 
 sanitize memcheck
+# The most important first; then whatever else there is. Each begins with its own most important cases.
+benches=(bench_accept bench_draft)
 for bench in benchmarks/bench_*.py; do
   name=$(basename "$bench" .py)
-  stage "$name" "$python" -m "benchmarks.$name" --device cuda --out "$out/$name.json"
+  [[ " ${benches[*]} " == *" $name "* ]] || benches+=("$name")
+done
+for name in "${benches[@]}"; do
+  stage "$name" "$python" -m "benchmarks.$name" --device cuda --seconds "${BENCH_SECONDS:-130}" --out "$out/$name.json"
 done
 sanitize racecheck
 

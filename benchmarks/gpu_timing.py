@@ -4,6 +4,7 @@ Graph replay gives the GPU's own time per call; eager gives what a Python loop s
 are reported. Called by benchmarks/harness.py and benchmarks/command.py.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -24,16 +25,33 @@ HEAD_START_CYCLES = 200_000
 def samplers(case: Case, settings: Settings) -> Iterator[tuple[tuple[str, str], dict[str, Sample]]]:
     """For each way to measure, (how, cache), a sampler per contender. What no graph can hold runs eagerly only."""
     calls = MOST_CALLS
-    if case.fewest_bytes:
-        calls = max(8, min(MOST_CALLS, BYTES_PER_REPLAY // case.fewest_bytes))
+    moved = case.fewest_bytes
+    if moved:
+        calls = max(8, min(MOST_CALLS, BYTES_PER_REPLAY // (moved if isinstance(moved, int) else max(moved))))
     capturable = [contender for contender in case.contenders if contender.capturable]
     warm = [case.inputs[0]]
-    yield ("graph", "warm"), {c.name: _graph_sampler(c, warm, calls, None) for c in capturable}
+    yield ("graph", "warm"), _graph_samplers(capturable, warm, calls, None)
     flush = torch.ones(settings.sweep_bytes // 4, device="cuda")
     # Every call of a replay has inputs of its own; the flush before the replay makes all of them cold.
     calls = min(calls, len(case.inputs))
-    yield ("graph", "cold"), {c.name: _graph_sampler(c, case.inputs, calls, flush) for c in capturable}
+    yield ("graph", "cold"), _graph_samplers(capturable, case.inputs, calls, flush)
     yield ("eager", "warm"), {c.name: _eager_sampler(c, case.inputs[0]) for c in case.contenders}
+
+
+def _graph_samplers(
+    contenders: Sequence[Contender], inputs: Sequence[tuple[Any, ...]], calls: int, flush: Tensor | None
+) -> dict[str, Sample]:
+    """One for each that can be captured. Ours, the first, must be; somebody else's failure is told and has no number."""
+    samplers = {}
+    for contender in contenders:
+        try:
+            samplers[contender.name] = _graph_sampler(contender, inputs, calls, flush)
+        except RuntimeError as error:
+            if contender is contenders[0]:
+                raise
+            print(f"{contender.name} in no CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr)
+            torch.cuda.synchronize()
+    return samplers
 
 
 def _graph_sampler(contender: Contender, inputs: Sequence[tuple[Any, ...]], calls: int, flush: Tensor | None) -> Sample:
@@ -89,19 +107,32 @@ def _eager_sampler(contender: Contender, arguments: tuple[Any, ...]) -> Sample:
 
 def copy_bandwidth(settings: Settings, last_level_cache: int) -> float:
     """Bytes read plus bytes written per second by a device-to-device copy, both buffers far larger than the L2."""
-    size = max(64 * 2**20 if settings.quick else 1 << 30, 4 * last_level_cache)
-    source = torch.ones(size // 4, device="cuda")
+    source = torch.ones(_large(settings, last_level_cache) // 4, device="cuda")
     target = torch.empty_like(source)
+    return 2 * source.numel() * source.element_size() / _median_time(lambda: target.copy_(source), settings)
+
+
+def read_bandwidth(settings: Settings, last_level_cache: int) -> float:
+    """Bytes per second that the better of torch's reductions reads, from a buffer far larger than the L2."""
+    source = torch.ones(_large(settings, last_level_cache) // 4, device="cuda")
+    return source.numel() * 4 / min(_median_time(read, settings) for read in (source.sum, source.max))
+
+
+def _large(settings: Settings, last_level_cache: int) -> int:
+    return max(64 * 2**20 if settings.quick else 1 << 30, 4 * last_level_cache)
+
+
+def _median_time(function: Callable[[], object], settings: Settings) -> float:
     started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
     for _ in range(5 if settings.quick else 25):
         torch.cuda._sleep(HEAD_START_CYCLES)
         started.record()
-        target.copy_(source)
+        function()
         ended.record()
         ended.synchronize()
         times.append(started.elapsed_time(ended) * 1e-3)
-    return 2 * source.numel() * source.element_size() / median(times)
+    return median(times)
 
 
 def count_kernels(function: Callable[..., object], arguments: tuple[Any, ...]) -> int | None:

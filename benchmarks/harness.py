@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -39,11 +39,15 @@ class Case:
     contenders: Sequence[Contender]
     inputs: Sequence[tuple[Any, ...]]
     """Sets of arguments. Warm cache: the first, always. Cold cache: all in turn."""
-    fewest_bytes: int | None = None
-    """What one call must read and write at least: every byte once."""
+    fewest_bytes: int | Sequence[int] | None = None
+    """What one call must read and write at least: every byte once. Several: for each set of inputs its own."""
     grad: bool = False
     check_inputs: tuple[Any, ...] | None = None
     """Arguments on which the contenders must agree to the bit; default: the first and the last of `inputs`."""
+    check: Callable[["Case"], None] | None = None
+    """Instead of agreement to the bit, where contenders draw random numbers of their own: raises if they do other jobs."""
+    reads: bool = False
+    """The job reads much and writes next to nothing, so its rows are also held against the bandwidth of reading."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,16 @@ def settings_for(device: str, quick: bool, last_level_cache: int) -> Settings:
     return Settings(device, quick, budget, fewest_rounds=21, most_rounds=5000, sweep_bytes=sweep)
 
 
-def measure_case(case: Case, settings: Settings, copy_bandwidth: float) -> list[Row]:
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second, measured in this run on buffers that no cache holds."""
+
+    copy: float
+    """Read plus written."""
+    read: float
+
+
+def measure_case(case: Case, settings: Settings, bandwidth: Bandwidth) -> list[Row]:
     """Checks one case, then measures it in every way the device offers: a row per way and contender."""
     check_agreement(case)
     if settings.device == "cuda":
@@ -82,12 +95,14 @@ def measure_case(case: Case, settings: Settings, copy_bandwidth: float) -> list[
         for (how, cache), contenders in samplers(case, settings):
             budget = settings.budget_seconds * (3 if cache == "cold" else 1)
             samples = interleave(contenders, settings, budget)
-            rows += _summarise(case, how, cache, samples, copy_bandwidth)
+            rows += _summarise(case, how, cache, samples, bandwidth)
     return rows
 
 
 def check_agreement(case: Case) -> None:
-    """Raises unless every contender that does the same job gives the same bits as the first."""
+    """Raises unless every contender that does the same job gives the same bits as the first, or passes the case's check."""
+    if case.check is not None:
+        return case.check(case)
     first, *others = [contender for contender in case.contenders if contender.same_job]
     for arguments in [case.check_inputs] if case.check_inputs else [case.inputs[0], case.inputs[-1]]:
         expected = first.function(*arguments)
@@ -142,10 +157,11 @@ def half_split(samples: Sequence[float]) -> float:
     return abs(median(samples[::2]) - median(samples[1::2])) / median(samples)
 
 
-def _summarise(
-    case: Case, how: str, cache: str, samples: Mapping[str, list[float]], copy_bandwidth: float
-) -> list[Row]:
+def _summarise(case: Case, how: str, cache: str, samples: Mapping[str, list[float]], bandwidth: Bandwidth) -> list[Row]:
     ours = median(samples[case.contenders[0].name])
+    moved = case.fewest_bytes
+    if moved is not None and not isinstance(moved, int):
+        moved = moved[0] if cache == "warm" else round(fmean(moved))
     rows = []
     for contender in case.contenders:
         row: Row = {"labels": dict(case.labels), "how": how, "cache": cache, "contender": contender.name}
@@ -163,12 +179,10 @@ def _summarise(
             "half_split": half_split(taken),
             "times_ours": middle / ours,
         }
-        if case.fewest_bytes is not None:
-            bandwidth = case.fewest_bytes / middle
-            row |= {
-                "fewest_bytes": case.fewest_bytes,
-                "gb_per_s": bandwidth / 1e9,
-                "of_copy": bandwidth / copy_bandwidth,
-            }
+        if moved is not None:
+            speed = moved / middle
+            row |= {"fewest_bytes": moved, "gb_per_s": speed / 1e9, "of_copy": speed / bandwidth.copy}
+            if case.reads:
+                row["of_read"] = speed / bandwidth.read
         rows.append(row)
     return rows

@@ -26,7 +26,7 @@ and what is and is not counted: [benchmarks/README.md](../benchmarks/README.md).
 
 Microseconds per call, median (10th–90th percentile). *gain*: the fastest other way that does the same job ÷ ours. Ways
 in italics do not do the same job and are there for comparison. *GB/s* counts the fewest bytes that ours must move;
-*of copy* is that over the bandwidth of a large copy in the same run.
+*of copy* is that over the bandwidth of a large copy in the same run, *of read* over that of reading a large buffer.
 """
 
 
@@ -72,7 +72,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     table = Table(title=f"{_describe(result)}, µs per call", title_justify="left")
     table.add_column(", ".join(labels))
     table.add_column("cache")
-    for column in [*names, "gain", "GB/s", "of copy"]:
+    for column in [*names, *_gain_heads(result)]:
         table.add_column(column, justify="right")
     for line in lines_of(result):
         by_name = {row["contender"]: row for row in line}
@@ -82,7 +82,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             row = by_name.get(name)
             style = "green" if row and row["median_us"] in racing and row["median_us"] == min(racing) else ""
             cells.append(Text(_number(row and row["median_us"]), style if row and row["same_job"] else "dim"))
-        table.add_row(*cells, *_gain_cells(line))
+        table.add_row(*cells, *_gain_cells(line, result))
     console.print(table)
     for aim in result["aims"]:
         console.print(Text.assemble(WORDS[aim["met"]], f"  {aim['aim']}: {aim['measured']}"))
@@ -93,7 +93,7 @@ def render(result: dict[str, Any]) -> str:
     names = contender_names(result)
     same_job = {row["contender"]: row["same_job"] for row in result["rows"]}
     labels = list(result["rows"][0]["labels"])
-    heads = [*labels, "cache", *(name if same_job[name] else f"*{name}*" for name in names), "gain", "GB/s", "of copy"]
+    heads = [*labels, "cache", *(name if same_job[name] else f"*{name}*" for name in names), *_gain_heads(result)]
     left = len(labels) + 1
     out = [f"## {_describe(result)}", "", _provenance(result), ""]
     out += [_markdown_row(heads), _markdown_row(["---"] * left + ["---:"] * (len(heads) - left))]
@@ -101,7 +101,9 @@ def render(result: dict[str, Any]) -> str:
         by_name = {row["contender"]: row for row in line}
         cells = [*(str(line[0]["labels"][label]) for label in labels), _cache(line[0])]
         cells += [_with_spread(by_name.get(name)) for name in names]
-        out.append(_markdown_row([*cells, *_gain_cells(line)]))
+        out.append(_markdown_row([*cells, *_gain_cells(line, result)]))
+    if result.get("left_out"):
+        out += ["", f"Left out for lack of time: {'; '.join(result['left_out'])}."]
     if result["aims"]:
         out += ["", "| aim | | measured |", "| --- | --- | --- |"]
         words = {True: "met", False: "**not met**", None: "not tested"}
@@ -130,16 +132,25 @@ def _provenance(result: dict[str, Any]) -> str:
     return (
         f"{result['date'][:10]}, commit {result['commit']}; {device}; "
         f"torch {versions['torch']}, Python {versions['python']}; "
-        f"a large copy moves {result['copy_gb_per_s']:.4g} GB/s (read + written)."
+        f"a large copy moves {result['copy_gb_per_s']:.4g} GB/s (read + written)"
+        + (f", a large read {result['read_gb_per_s']:.4g} GB/s." if _is_held_against_reading(result) else ".")
     )
 
 
-def _gain_cells(line: list[dict[str, Any]]) -> list[str]:
+def _is_held_against_reading(result: dict[str, Any]) -> bool:
+    return any("of_read" in row for row in result["rows"])
+
+
+def _gain_heads(result: dict[str, Any]) -> list[str]:
+    return ["gain", "GB/s", "of copy", *(["of read"] if _is_held_against_reading(result) else [])]
+
+
+def _gain_cells(line: list[dict[str, Any]], result: dict[str, Any]) -> list[str]:
     ours, times = line[0], gain(line)
-    if ours["median_us"] is None:
-        return ["–"] * 3
-    moved = [f"{ours['gb_per_s']:.3g}", f"{ours['of_copy']:.0%}"] if "gb_per_s" in ours else ["–"] * 2
-    return ["–" if times is None else f"{times:.2f} ×", *moved]
+    moved = [f"{ours['gb_per_s']:.3g}" if "gb_per_s" in ours else "–"]
+    moved += [f"{ours[share]:.0%}" if share in ours else "–" for share in ("of_copy", "of_read")]
+    cells = ["–" if times is None else f"{times:.2f} ×", *moved] if ours["median_us"] is not None else ["–"] * 4
+    return cells[: len(_gain_heads(result))]
 
 
 def _cache(row: dict[str, Any]) -> str:

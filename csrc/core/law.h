@@ -130,17 +130,17 @@ PASS_EXT_HOST_DEVICE float probability(const Law& law, float logit, int32_t id) 
   return in_support(law, logit, id) ? exponential(log_weight(law, logit)) * law.inverse_mass : 0.0f;
 }
 
-// Moves the cut up to the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id.
-PASS_EXT_HOST_DEVICE void cut_at_floor(Law& law, float min_p) {
+// Moves the cut up to the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id; whether it moved.
+PASS_EXT_HOST_DEVICE bool cut_at_floor(Law& law, float min_p) {
   const float floor = logarithm(maximum(min_p, 0x1p-126f));
   float lowest = law.maximum + floor / law.scale;  // up to rounding
-  if (lowest == -kInfinity) return;
+  if (lowest == -kInfinity) return false;
   while (lowest > -kInfinity && log_weight(law, lowest) >= floor) lowest = neighbour(lowest, false);
   while (log_weight(law, lowest) < floor) lowest = neighbour(lowest, true);
-  if (lowest > law.cut) {
-    law.cut = lowest;
-    law.tie = INT32_MAX;
-  }
+  if (lowest <= law.cut) return false;
+  law.cut = lowest;
+  law.tie = INT32_MAX;
+  return true;
 }
 
 PASS_EXT_HOST_DEVICE void set_mass(Law& law, double mass) {

@@ -29,14 +29,15 @@ void cut_behind(Law& law, const Candidate& last) {
   law.tie = last.id;
 }
 
-// Cuts behind the candidate at which the mass reaches `wanted`; `before` lies in front of them all.
-void cut_at_mass(Law& law, std::vector<Candidate>& candidates, uint64_t before, uint64_t wanted) {
+// Cuts behind the candidate at which the mass reaches `wanted`; `before` lies in front of them all. Returns what is kept.
+uint64_t cut_at_mass(Law& law, std::vector<Candidate>& candidates, uint64_t before, uint64_t wanted) {
   std::sort(candidates.begin(), candidates.end(), comes_before);
   for (const Candidate& candidate : candidates) {
     before += integer_mass(exponential(log_weight(law, candidate.logit)));
     cut_behind(law, candidate);
-    if (before >= wanted) return;
+    if (before >= wanted) break;
   }
+  return before;
 }
 
 }  // namespace
@@ -108,8 +109,11 @@ Law CpuRows::describe(const LogitRow& row, const LawParameters& parameters, bool
   if (!maxima.good) law.status = kBadLogits;
   if (law.status == 0 && law.maximum == -kInfinity) law.status = kEmptySupport;
   if (law.status != 0) return law;
-  if (has_filter(parameters)) select_support(maxima, parameters, law);
-  if (needs_mass) set_mass(law, mass_of(maxima, law));
+  double mass = 0.0;  // not known
+  if (parameters.top_k > 0) cut_top_k(maxima, parameters.top_k, law);
+  if (parameters.top_p < 1.0f) mass = cut_top_p(maxima, parameters.top_p, law);
+  if (parameters.min_p > 0.0f && cut_at_floor(law, parameters.min_p)) mass = 0.0;
+  if (needs_mass) set_mass(law, mass > 0.0 ? mass : mass_of(maxima, law));
   return law;
 }
 
@@ -138,7 +142,8 @@ void CpuRows::cut_top_k(const Maxima& maxima, int32_t top_k, Law& law) {
   cut_behind(law, *last);
 }
 
-void CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
+// Returns the mass of what is kept.
+double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
   const int32_t vocabulary = maxima.row.vocabulary, groups = groups_of(vocabulary);
   const double mass = mass_of(maxima, law);
   const uint64_t wanted = mass_to_reach(top_p, mass);
@@ -146,7 +151,7 @@ void CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
   const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / vocabulary * 0.99);
   const float floor = std::min(law.maximum + logarithm(maximum(spare, 0x1p-60f)) / law.scale, law.maximum);
   gather(maxima, law, floor, law.maximum, kFewCandidates);
-  if (candidates_.size() < static_cast<size_t>(kFewCandidates)) return cut_at_mass(law, candidates_, 0, wanted);
+  if (candidates_.size() < static_cast<size_t>(kFewCandidates)) return static_cast<double>(cut_at_mass(law, candidates_, 0, wanted)) / kMassUnit;
   const float per_bin = kBins / std::max(law.maximum - floor, 1e-30f);
   const int32_t slices = groups / kSliceGroups + 1;
   bins_.assign(parallel_ ? slices * kBins : kBins, 0);
@@ -168,13 +173,7 @@ void CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
   const auto end = std::remove_if(candidates_.begin(), candidates_.end(),
                                   [&](const Candidate& candidate) { return bin_of(candidate.logit) != bin; });
   candidates_.erase(end, candidates_.end());
-  cut_at_mass(law, candidates_, before, wanted);
-}
-
-void CpuRows::select_support(const Maxima& maxima, const LawParameters& parameters, Law& law) {
-  if (parameters.top_k > 0) cut_top_k(maxima, parameters.top_k, law);
-  if (parameters.top_p < 1.0f) cut_top_p(maxima, parameters.top_p, law);
-  if (parameters.min_p > 0.0f) cut_at_floor(law, parameters.min_p);
+  return static_cast<double>(cut_at_mass(law, candidates_, before, wanted)) / kMassUnit;
 }
 
 double CpuRows::entropy(const Judge& judge) {

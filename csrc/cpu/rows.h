@@ -77,8 +77,7 @@ class CpuRows {
   double mass_of(const Maxima& maxima, const Law& law);
   void gather(const Maxima& maxima, const Law& law, float floor, float ceiling, int64_t limit);
   void cut_top_k(const Maxima& maxima, int32_t top_k, Law& law);
-  void cut_top_p(const Maxima& maxima, float top_p, Law& law);
-  void select_support(const Maxima& maxima, const LawParameters& parameters, Law& law);
+  double cut_top_p(const Maxima& maxima, float top_p, Law& law);
   Removed removed_of(const Judge& judge, const AcceptRequest& request);
   template <typename Function>
   void for_each_slice(int32_t groups, Function&& function) const;
