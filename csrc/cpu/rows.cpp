@@ -29,12 +29,13 @@ void cut_behind(Law& law, const Candidate& last) {
   law.tie = last.id;
 }
 
-// Cuts behind the candidate at which the mass reaches `wanted`; `before` lies in front of them all. Returns what is kept.
-uint64_t cut_at_mass(Law& law, std::vector<Candidate>& candidates, uint64_t before, uint64_t wanted) {
-  std::sort(candidates.begin(), candidates.end(), comes_before);
-  for (const Candidate& candidate : candidates) {
-    before += integer_mass(exponential(log_weight(law, candidate.logit)));
-    cut_behind(law, candidate);
+// Cuts behind the candidate at which the mass reaches `wanted`; `before` lies in front of them all. Returns what is
+// kept.
+uint64_t cut_at_mass(Law& law, Candidate* begin, Candidate* end, uint64_t before, uint64_t wanted) {
+  std::sort(begin, end, comes_before);
+  for (const Candidate* candidate = begin; candidate != end; ++candidate) {
+    before += integer_mass(exponential(log_weight(law, candidate->logit)));
+    cut_behind(law, *candidate);
     if (before >= wanted) break;
   }
   return before;
@@ -100,6 +101,22 @@ double CpuRows::mass_of(const Maxima& maxima, const Law& law) {
   });
 }
 
+// The mass of the whole row, and in `above` that of its tokens with a logit of at least `floor`.
+double CpuRows::mass_above(const Maxima& maxima, const Law& law, float floor, double& above) {
+  const int32_t groups = groups_of(maxima.row.vocabulary), slices = groups / kSliceGroups + 1;
+  partial_.assign(2 * slices, 0.0);
+  for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) {
+    PASS_EXT_AT_ISA(sum_mass_above(maxima.row, law, maxima.values.data(), floor, begin, end, &partial_[slice],
+                                   &partial_[slices + slice]));
+  });
+  double mass = 0.0;
+  for (int32_t slice = 0; slice < slices; ++slice) {
+    mass += partial_[slice];
+    above += partial_[slices + slice];
+  }
+  return mass;
+}
+
 Law CpuRows::describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass) {
   Maxima& maxima = maxima_of(row);
   Law law{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
@@ -117,41 +134,70 @@ Law CpuRows::describe(const LogitRow& row, const LawParameters& parameters, bool
   return law;
 }
 
-// The tokens of the support with floor <= logit <= ceiling, in candidates_; `limit` or more: perhaps not all of them.
-void CpuRows::gather(const Maxima& maxima, const Law& law, float floor, float ceiling, int64_t limit) {
-  candidates_.resize(maxima.row.vocabulary);
+// Puts the tokens of the support with floor <= logit <= ceiling into candidates_ and returns the end of them; with
+// `limit` or more, perhaps not all of them.
+Candidate* CpuRows::gather(const Maxima& maxima, const Law& law, float floor, float ceiling, int64_t limit) {
+  const size_t room = static_cast<size_t>(maxima.row.vocabulary);
+  if (candidates_.size() < room) candidates_.resize(room);
   int64_t count = 0;
   PASS_EXT_AT_ISA(collect(maxima.row, law, maxima.values.data(), 0, groups_of(maxima.row.vocabulary), floor, ceiling,
                           limit, candidates_.data(), &count));
-  candidates_.resize(count);
+  return candidates_.data() + count;
+}
+
+// How many groups have a logit of at least `threshold`.
+int32_t CpuRows::count_groups(const Maxima& maxima, float threshold) const {
+  int32_t count;
+  PASS_EXT_AT_ISA(count_at_least(maxima.values.data(), groups_of(maxima.row.vocabulary), threshold, &count));
+  return count;
 }
 
 void CpuRows::cut_top_k(const Maxima& maxima, int32_t top_k, Law& law) {
   const int32_t groups = groups_of(maxima.row.vocabulary);
-  // k groups have a largest logit that is at least the k-th largest of these: no token below it is among the top k.
+  // Where k groups have a largest logit of at least some floor, no token below it is among the top k. A floor that not
+  // many more groups reach is good enough.
   float floor = -kInfinity;
   if (top_k <= groups) {
-    scratch_.assign(maxima.values.begin(), maxima.values.begin() + groups);
-    std::nth_element(scratch_.begin(), scratch_.begin() + top_k - 1, scratch_.end(), std::greater<>());
-    floor = scratch_[top_k - 1];
+    float low = -kInfinity, high = law.maximum;
+    for (float step = 4.0f; low == -kInfinity && step < 1e6f; step *= 2.0f) {
+      const float tried = law.maximum - step;
+      (count_groups(maxima, tried) >= top_k ? low : high) = tried;
+    }
+    for (int halving = 0; halving < 24 && low > -kInfinity; ++halving) {
+      const float middle = low + 0.5f * (high - low);
+      const int32_t count = count_groups(maxima, middle);
+      (count >= top_k ? low : high) = middle;
+      if (count >= top_k && count <= top_k + top_k / 4 + 4) break;
+    }
+    floor = low;
   }
-  gather(maxima, law, floor, law.maximum, maxima.row.vocabulary);
-  if (candidates_.size() < static_cast<size_t>(top_k)) return;
-  const auto last = candidates_.begin() + top_k - 1;
-  std::nth_element(candidates_.begin(), last, candidates_.end(), comes_before);
-  cut_behind(law, *last);
+  Candidate* const end = gather(maxima, law, floor, law.maximum, maxima.row.vocabulary);
+  Candidate* const begin = candidates_.data();
+  if (end - begin < top_k) return;
+  std::nth_element(begin, begin + top_k - 1, end, comes_before);
+  cut_behind(law, begin[top_k - 1]);
 }
 
 // Returns the mass of what is kept.
 double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
   const int32_t vocabulary = maxima.row.vocabulary, groups = groups_of(vocabulary);
-  const double mass = mass_of(maxima, law);
+  // A floor below which the cut cannot lie: tokens so improbable that even the whole vocabulary of them weighs less
+  // than what top-p leaves out; or a guess, if what lies above it turns out to be enough.
+  float guess = law.maximum;
+  double mass, above = 0.0;
+  if (law.cut == -kInfinity) {
+    PASS_EXT_AT_ISA(guess_floor(maxima.row, law, groups, 0.5f + 0.5f * top_p, &guess));
+    mass = mass_above(maxima, law, guess, above);
+  } else {
+    mass = mass_of(maxima, law);
+  }
   const uint64_t wanted = mass_to_reach(top_p, mass);
-  // Tokens so improbable that even the whole vocabulary of them weighs less than what top-p leaves out.
   const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / vocabulary * 0.99);
-  const float floor = std::min(law.maximum + logarithm(maximum(spare, 0x1p-60f)) / law.scale, law.maximum);
-  gather(maxima, law, floor, law.maximum, kFewCandidates);
-  if (candidates_.size() < static_cast<size_t>(kFewCandidates)) return static_cast<double>(cut_at_mass(law, candidates_, 0, wanted)) / kMassUnit;
+  float floor = std::min(law.maximum + logarithm(maximum(spare, 0x1p-60f)) / law.scale, law.maximum);
+  if (above > mass * (top_p + 1e-5) && guess > floor) floor = guess;
+  Candidate* end = gather(maxima, law, floor, law.maximum, kFewCandidates);
+  Candidate* const begin = candidates_.data();
+  if (end - begin < kFewCandidates) return static_cast<double>(cut_at_mass(law, begin, end, 0, wanted)) / kMassUnit;
   const float per_bin = kBins / std::max(law.maximum - floor, 1e-30f);
   const int32_t slices = groups / kSliceGroups + 1;
   bins_.assign(parallel_ ? slices * kBins : kBins, 0);
@@ -168,12 +214,10 @@ double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
   const auto bin_of = [&](float logit) {
     return static_cast<int32_t>(std::min((law.maximum - logit) * per_bin, static_cast<float>(kBins - 1)));
   };
-  gather(maxima, law, std::max(floor, law.maximum - (bin + 1.5f) / per_bin), law.maximum - (bin - 0.5f) / per_bin,
-         vocabulary);
-  const auto end = std::remove_if(candidates_.begin(), candidates_.end(),
-                                  [&](const Candidate& candidate) { return bin_of(candidate.logit) != bin; });
-  candidates_.erase(end, candidates_.end());
-  return static_cast<double>(cut_at_mass(law, candidates_, before, wanted)) / kMassUnit;
+  end = gather(maxima, law, std::max(floor, law.maximum - (bin + 1.5f) / per_bin), law.maximum - (bin - 0.5f) / per_bin,
+               vocabulary);
+  end = std::remove_if(begin, end, [&](const Candidate& candidate) { return bin_of(candidate.logit) != bin; });
+  return static_cast<double>(cut_at_mass(law, begin, end, before, wanted)) / kMassUnit;
 }
 
 double CpuRows::entropy(const Judge& judge) {
@@ -282,7 +326,8 @@ void CpuRows::best(const LogitRow& row, const Law& law, const Noise* noise, int3
   const int32_t groups = groups_of(row.vocabulary);
   bounds_.resize(groups + kPadding);
   PASS_EXT_AT_ISA(bound_groups(law, maxima.values.data(), groups, noise, 0.0f, bounds_.data()));
-  candidates_.resize(count);  // the best so far, in order; in place of its logit each has its score
+  if (candidates_.size() < static_cast<size_t>(count))
+    candidates_.resize(count);  // the best so far, in order; in place of its logit each has its score
   int32_t found = 0;
   visit_groups(groups, [&](int32_t group) {
     float scores[kGroup];

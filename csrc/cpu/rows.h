@@ -75,7 +75,9 @@ class CpuRows {
 
   Maxima& maxima_of(const LogitRow& row);
   double mass_of(const Maxima& maxima, const Law& law);
-  void gather(const Maxima& maxima, const Law& law, float floor, float ceiling, int64_t limit);
+  double mass_above(const Maxima& maxima, const Law& law, float floor, double& above);
+  int32_t count_groups(const Maxima& maxima, float threshold) const;
+  Candidate* gather(const Maxima& maxima, const Law& law, float floor, float ceiling, int64_t limit);
   void cut_top_k(const Maxima& maxima, int32_t top_k, Law& law);
   double cut_top_p(const Maxima& maxima, float top_p, Law& law);
   Removed removed_of(const Judge& judge, const AcceptRequest& request);

@@ -132,6 +132,70 @@ void sum_mass(const LogitRow& row, const Law& law, const float* maxima, int32_t 
   *mass = sum_lanes(sum[0] + sum[1]);
 }
 
+// The same without a cut, and of the tokens with a logit of at least `floor` alone.
+void sum_mass_above(const LogitRow& row, const Law& law, const float* maxima, float floor, int32_t begin, int32_t end,
+                    double* mass, double* above) {
+  const Floats largest = splat(law.maximum), scale = splat(law.scale), lowest = splat(-86.0f), zero = splat(0.0f);
+  Floats sum = zero, high = zero;
+  const auto add = [&](const auto* z) {
+    for (int i = 0; i < kGroup; i += Floats::width) {
+      const Floats value = load(z + i);
+      const Floats weight = exponential_in_range(maximum((value - largest) * scale, lowest));
+      sum = sum + weight;
+      high = high + select(less(value, splat(floor)), zero, weight);
+    }
+  };
+  split_groups(
+      row, begin, end,
+      [&](const auto* logits, int32_t first, int32_t last) {
+        for (int32_t group = first; group < last; ++group)
+          if (!is_negligible(law, maxima[group])) add(logits + static_cast<int64_t>(group) * kGroup);
+      },
+      [&](int32_t group) {
+        if (is_negligible(law, maxima[group])) return;
+        float z[kGroup];
+        load_group(row, group, z);
+        add(z);
+      });
+  *mass = sum_lanes(sum);
+  *above = sum_lanes(high);
+}
+
+// A logit above which about `share` of the mass lies, judged by a sample of the groups.
+void guess_floor(const LogitRow& row, const Law& law, int32_t groups, float share, float* floor) {
+  constexpr int32_t kSample = 16;
+  float z[kSample * kGroup], weight[kSample * kGroup];
+  const int32_t step = groups / kSample > 0 ? groups / kSample : 1, count = groups < kSample ? groups : kSample;
+  Floats total = splat(0.0f);
+  float low = law.maximum, high = law.maximum;
+  for (int32_t k = 0; k < count; ++k) {
+    load_group(row, k * step, z + k * kGroup);
+    for (int i = k * kGroup; i < (k + 1) * kGroup; i += Floats::width) {
+      store(weight + i, weights_in_support(law, load(z + i), (k * step) * kGroup + i - k * kGroup));
+      total = total + load(weight + i);
+    }
+  }
+  const float wanted = sum_lanes(total) * share;
+  low = law.maximum - 30.0f / law.scale;
+  for (int halving = 0; halving < 10; ++halving) {  // 30 nats to 0.03
+    const float middle = 0.5f * (low + high);
+    Floats sum = splat(0.0f);
+    for (int32_t i = 0; i < count * kGroup; i += Floats::width)
+      sum = sum + select(less(load(z + i), splat(middle)), splat(0.0f), load(weight + i));
+    (sum_lanes(sum) >= wanted ? low : high) = middle;
+  }
+  *floor = low;
+}
+
+// How many of the values are at least `threshold`.
+void count_at_least(const float* values, int32_t count, float threshold, int32_t* found) {
+  int32_t total = 0, i = 0;
+  for (; i + Floats::width <= count; i += Floats::width)
+    total += Floats::width - __builtin_popcount(bits_of_mask(less(load(values + i), splat(threshold))));
+  for (; i < count; ++i) total += values[i] >= threshold;
+  *found = total;
+}
+
 // Sum over the support of w (z - maximum) scale, w = exp((z - maximum) scale).
 void sum_log_moment(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end,
                     double* log_moment) {
