@@ -270,14 +270,15 @@ void CpuRows::overlap_sums(const Judge& judge, const float* inverse_rho, double*
 }
 
 // Visits every group that may hold one of the `count` best of a race, given bounds_: visit(group) returns what a score
-// must reach by then, -inf while fewer than `count` are known.
+// must reach by then, -inf while fewer than `count` are known. The most promising groups first, then the others in
+// turn.
 template <typename Visit>
-void CpuRows::visit_groups(int32_t groups, const Visit& visit) {
+void CpuRows::visit_groups(int32_t groups, int32_t count, const Visit& visit) {
   float threshold = -kInfinity;
   int32_t group;
-  while (threshold == -kInfinity) {
+  for (int32_t pick = 0; threshold == -kInfinity || pick < 3 + 2 * count; ++pick) {
     PASS_EXT_AT_ISA(find_largest(bounds_.data(), groups, &group));
-    if (group < 0) return;
+    if (group < 0 || bounds_[group] < threshold) return;
     bounds_[group] = -kInfinity;
     threshold = visit(group);
   }
@@ -299,10 +300,10 @@ int32_t CpuRows::draw(const Judge& judge, const Weight& weight, const AcceptRequ
       bound_groups(judge.p, maxima.values.data(), groups, &noise, is_plain ? 0.0f : -judge.p.log_mass, bounds_.data()));
   float best_score = -kInfinity;
   int32_t best_id = -1;
-  visit_groups(groups, [&](int32_t group) {
+  visit_groups(groups, 1, [&](int32_t group) {
     float scores[kGroup];
     if (is_plain) {
-      PASS_EXT_AT_ISA(score_group(judge.p_row, judge.p, &noise, group, scores));
+      PASS_EXT_AT_ISA(score_group(judge.p_row, judge.p, &noise, group, best_score, scores));
       for (int32_t k = 0; k < removed.count; ++k)
         if (removed.ids[k] / kGroup == group) scores[removed.ids[k] % kGroup] = -kInfinity;
     } else {
@@ -329,10 +330,9 @@ void CpuRows::best(const LogitRow& row, const Law& law, const Noise* noise, int3
   if (candidates_.size() < static_cast<size_t>(count))
     candidates_.resize(count);  // the best so far, in order; in place of its logit each has its score
   int32_t found = 0;
-  visit_groups(groups, [&](int32_t group) {
-    float scores[kGroup];
-    PASS_EXT_AT_ISA(score_group(row, law, noise, group, scores));
-    float threshold = found < count ? -kInfinity : candidates_[count - 1].logit;
+  visit_groups(groups, count, [&](int32_t group) {
+    float scores[kGroup], threshold = found < count ? -kInfinity : candidates_[count - 1].logit;
+    PASS_EXT_AT_ISA(score_group(row, law, noise, group, threshold, scores));
     int32_t i = -1;
     for (;;) {
       if (threshold == -kInfinity)

@@ -86,7 +86,7 @@ class CpuRows {
   template <typename Function>
   double sum_slices(int32_t groups, Function&& function);
   template <typename Visit>
-  void visit_groups(int32_t groups, const Visit& visit);
+  void visit_groups(int32_t groups, int32_t count, const Visit& visit);
 
   bool parallel_;
   Maxima kept_[2];

@@ -388,11 +388,42 @@ inline void load_noise(const Noise& noise, int32_t group, float* log_e) {
   log_e[drawn.word[1] % kGroup] = logarithm(first);
 }
 
-// The group's scores in a race over `law`, without noise the log weights; -inf outside the support.
-void score_group(const LogitRow& row, const Law& law, const Noise* noise, int32_t group, float* scores) {
+// ln E of one token, the same bits as load_noise gives it.
+inline float noise_of(const Noise& noise, int32_t group, int32_t place, float first, int32_t leader) {
+  if (place == leader) return logarithm(first);
+  const uint32_t block = static_cast<uint32_t>(group * kBlocksPerGroup + place % kBlocksPerGroup);
+  const PhiloxBlock drawn = philox4x32(counter_of(noise, NoiseLevel::token, block), noise.seed);
+  return logarithm(first + exponential_variate(drawn.word[place / kBlocksPerGroup]));
+}
+
+// The group's scores in a race over `law`, without noise the log weights; -inf outside the support, and for tokens that
+// cannot reach `threshold`.
+void score_group(const LogitRow& row, const Law& law, const Noise* noise, int32_t group, float threshold,
+                 float* scores) {
   float z[kGroup], log_e[kGroup] = {};
   load_group(row, group, z);
-  if (noise != nullptr) load_noise(*noise, group, log_e);
+  if (noise != nullptr) {
+    const PhiloxBlock drawn =
+        philox4x32(counter_of(*noise, NoiseLevel::group, static_cast<uint32_t>(group)), noise->seed);
+    const float first = exponential_variate(drawn.word[0]) * (1.0f / kGroup), most = logarithm(first);
+    uint64_t reaching = 0;
+    for (int i = 0; i < kGroup; i += Floats::width) {
+      const Floats bound = race_score(load(z + i), law.maximum, law.scale, splat(most)) + splat(0.001f);
+      const uint32_t bits = ~bits_of_mask(less(bound, splat(threshold))) & bits_of_mask(mask_of_bits(0xffffu));
+      reaching |= static_cast<uint64_t>(bits) << i;
+      store(scores + i, splat(-kInfinity));
+    }
+    if (__builtin_popcountll(reaching) <= 3) {  // usually one: the group's largest
+      for (; reaching != 0; reaching &= reaching - 1) {
+        const int32_t i = __builtin_ctzll(reaching), id = group * kGroup + i;
+        if (!in_support(law, z[i], id)) continue;
+        const int32_t leader = static_cast<int32_t>(drawn.word[1] % kGroup);
+        scores[i] = race_score(z[i], law.maximum, law.scale, noise_of(*noise, group, i, first, leader));
+      }
+      return;
+    }
+    load_noise(*noise, group, log_e);
+  }
   for (int i = 0; i < kGroup; i += Floats::width) {
     const Floats score = race_score(load(z + i), law.maximum, law.scale, load(log_e + i));
     store(scores + i, select(support_of(law, load(z + i), group * kGroup + i), score, splat(-kInfinity)));
