@@ -45,6 +45,16 @@ for ours in results[1:]:
     assert torch.equal(ours[0], results[0][0]), "forward"
     for gradient, expected in zip(ours[1:], results[0][1:]):
         torch.testing.assert_close(gradient, expected)
+target, noise = torch.randn(4, 5, 100, generator=random) * 2, torch.randn(4, 4, 100, generator=random)
+keys = {"seeds": torch.arange(4), "positions": torch.arange(4) + 7, "temperature": torch.full((4,), 0.9)}
+draft = target[:, :4] + noise * 0.3
+drafted = [module.draft_sample(draft[:, 0], 3, top_k=torch.full((4,), 9).int(), **keys)[0] for module in (reference, pass_ext)]
+assert torch.equal(*drafted), "draft_sample"
+tokens = draft.argmax(-1)
+for rule in pass_ext.RULES:
+    arguments = (target, tokens), {"rule": rule, "draft_logits": draft, **keys}
+    expected, ours = (module.accept_chain(*arguments[0], **arguments[1]) for module in (reference, pass_ext))
+    assert torch.equal(expected.emitted, ours.emitted), rule
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 status = pass_ext.status()
 print(json.dumps({

@@ -10,7 +10,8 @@ from native import ROOT, build_module
 from torch import Tensor
 
 HERE = Path(__file__).parent
-CHECKED = ("primitives.cpp", "planted_faults.cpp", "lookahead.cpp", "accept.cpp")  # these hold kernels: every access is reported
+# These hold kernels: every access is reported.
+CHECKED = ("primitives.cpp", "planted_faults.cpp", "lookahead.cpp", "accept.cpp")
 PLAIN = ("engine.cpp", "memory.cpp", "hooks.cpp", "module.cpp")
 
 
