@@ -11,6 +11,7 @@ from emulator import session
 from torch import Tensor
 
 seeds = itertools.count()
+launches = itertools.count()
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -61,7 +62,7 @@ DRAFT_LAW = tuple(f"draft_{name}" for name in LAW)
 
 def multiprocessors() -> int:
     """Every other launch finds a GPU so large that all rows are summarised beforehand, the others one that has no room."""
-    return next(seeds) % 2 * 100_000
+    return next(launches) % 2 * 100_000
 
 
 def logits_as(name: str, logits: Tensor, allowed: Tensor | None) -> dict[str, int]:
@@ -115,7 +116,7 @@ def accept(target, draft, requests, max_depth, rule, tensors, law, allowed, draf
     numbers = dict(numbers, requests=requests, max_depth=max_depth, rule=rule, vocabulary=target.shape[-1])
     numbers |= logits_as("target", target, allowed)
     if draft is not None:
-        numbers |= logits_as("draft", draft, draft_allowed) | {"draft_row_count": draft.shape[-2]}
+        numbers |= logits_as("draft", draft, draft_allowed) | {"draft_row_count": draft.shape[-2], "has_draft": 1}
     return launch("accept", numbers, inputs, outputs, threshold, alpha)
 
 
@@ -136,6 +137,7 @@ def accept_chain(target, tokens, rule, draft, *rest):
     numbers = {
         "nodes": requests * nodes,
         "chain_nodes": nodes,
+        "is_chain": 1,
         "target_request_stride": target.stride(0),
         "draft_request_stride": 0 if draft is None else draft.stride(0),
     }

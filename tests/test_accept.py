@@ -412,6 +412,17 @@ def test_top_k_of_exactly_as_many_tokens_as_reach_the_floor(backend):
         assert set(result.emitted.flatten().tolist()) == set(range(0, 64 * count, 64))
 
 
+@pytest.mark.parametrize("largest", [0.0, -0.0, math.log(10), math.log(4), math.log(2), 3.0, 1e-20, -5.0])
+def test_min_p_where_its_edge_is_near_zero(backend, largest):
+    """The floats around 0 are many: the edge must be found all the same."""
+    lone = dict(tokens=torch.zeros(1).long(), parents=torch.full((1,), -1), cu_nodes=torch.arange(2), max_depth=0)
+    for min_p in (0.1, 0.25, 0.5, math.exp(-3), 1.0, 5.0):
+        step = dict(
+            target_logits=torch.tensor([[largest, largest - 20.0, -math.inf]]), temperature=1.0, seeds=1, **lone
+        )
+        assert accept(backend, step | {"min_p": min_p}).emitted.tolist() == [[0]]
+
+
 def test_min_p_keeps_all_ties_at_its_edge(backend):
     logits = torch.zeros(300, 130)
     logits[:, 7] = math.log(2.0) + 1e-3
@@ -448,15 +459,63 @@ def test_malformed_trees_give_the_targets_token_and_their_bit(backend):
             assert (result.num_accepted.item(), result.status.item()) == (0, 4)
 
 
-def test_malformed_bounds_of_a_request_touch_no_other(backend):
+@pytest.mark.parametrize(
+    "bounds",
+    [[0, 3, 50, 10], [0, 3, -4, 10], [0, 3, 2**31 - 1, 10], [0, 8, 4, 10], [0, 8, 4, 4], [-(2**31), 2**31 - 1, 10, 10]],
+)
+def test_bounds_that_divide_nothing_refuse_every_request(backend, bounds):
+    """Nobody knows whose row is whose, so nothing is emitted."""
     random = torch.Generator().manual_seed(11)
-    step = random_step("coupled", [3, 4, 3], 20, random)
-    good = accept(backend, step)
-    for bad in ([0, 3, 50, 10], [0, 3, -4, 10], [0, 3, 2**31 - 1, 10]):
-        step["cu_nodes"] = torch.tensor(bad, dtype=torch.int32)
+    for rule in ("coupled", "rejection", "typical"):
+        step = random_step(rule, [3, 4, 3], 20, random)
+        step["cu_nodes"] = torch.tensor(bounds, dtype=torch.int32)
         result = accept(backend, step)
-        assert torch.equal(result.emitted[0], good.emitted[0])
-        assert result.status[1] == 4 and (result.emitted[1] == -1).all() and (result.path[1] == -1).all()
+        assert (result.emitted == -1).all() and (result.path == -1).all()
+        assert (result.num_accepted == 0).all() and (result.status == 4).all()
+
+
+def test_rows_behind_the_last_request_are_padding(backend):
+    random = torch.Generator().manual_seed(12)
+    for rule in pass_ext.RULES:
+        step = random_step(rule, [3, 4, 3], 20, random)
+        expected = accept(backend, step)
+        for name in ("target_logits", "draft_logits"):
+            step[name] = torch.cat([step[name], torch.full((6, 20), math.nan)])
+        for name in ("tokens", "parents", "draft_rows"):
+            step[name] = torch.cat([step[name], torch.full((6,), -9, dtype=step[name].dtype)])
+        for one, other in zip(accept(backend, step), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_empty_tensors_are_not_missing_ones(backend):
+    """No node at all is no chain, and draft_logits without a row is not none."""
+    nothing = dict(
+        target_logits=torch.zeros(0, 9), tokens=torch.zeros(0).long(), parents=torch.zeros(0).int(), max_depth=1
+    )
+    assert accept(backend, nothing | {"cu_nodes": torch.tensor([0, 3]).int()}).status.tolist() == [4]
+    assert accept(backend, nothing | {"cu_nodes": torch.tensor([0, 0]).int()}).status.tolist() == [0]
+    assert accept(backend, nothing | {"cu_nodes": torch.tensor([0]).int()}).emitted.shape == (0, 2)
+    result = greedy_step(
+        backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule="rejection", temperature=1.0, seeds=1,
+        draft_logits=torch.zeros(0, 9), draft_rows=torch.tensor([0, 0]),
+    )  # fmt: skip
+    assert result.emitted.tolist() == [[4, -1]] and result.status.item() == 4
+    chain = pass_ext.accept_chain(
+        one_hot(9, 4, 5)[:, None].to(backend.device), torch.zeros(2, 0, device=backend.device).long()
+    )
+    assert chain.emitted.tolist() == [[4], [5]]
+
+
+def test_traversal_looks_at_no_row_that_no_decision_needs(backend):
+    """A leaf that its coin refuses, and what hangs below a token without probability."""
+    logits = torch.zeros(4, 32)
+    logits[:, 0] = 20.0
+    logits[1] = logits[3] = math.nan
+    for parents in ([-1, 0, 0, 1], [-1, 0, 0, 0]):
+        result = greedy_step(
+            backend, logits, [0, 9, 0, 9], parents, rule="traversal", temperature=1.0, top_k=4, seeds=1, depth=3
+        )
+        assert (result.num_accepted.item(), result.status.item()) == (1, 0)
 
 
 def test_a_draft_row_that_is_not_there_sets_its_bit(backend):
@@ -480,12 +539,6 @@ def test_nodes_deeper_than_max_depth_are_ignored(backend):
             seeds=1,
             rule=rule,
         )
-        if rule == "block" and backend.name == "emulated":  # it runs the kernels, not the checks in front of them
-            continue
-        if rule == "block":  # there, shapes alone say that a chain so long does not fit
-            with pytest.raises(RuntimeError, match="fits chains only"):
-                pass_ext.accept_tree(max_depth=2, **to(step, torch.device("cpu")))
-            continue
         for max_depth in range(4):
             result = accept(backend, step | {"max_depth": max_depth})
             assert result.emitted[0].tolist() == [4, 5, 6, 7][: max_depth + 1]
@@ -559,8 +612,9 @@ def test_results_are_the_same_bits_with_any_thread_count():
 def test_debug_mode_raises_where_a_status_is_set():
     former = pass_ext.set_debug(True)
     try:
-        with pytest.raises(RuntimeError, match=r"pass_ext::accept_tree: request 0: NaN or \+inf among the logits"):
-            pass_ext.accept_tree(torch.full((1, 4), math.nan), torch.zeros(1).long(), *LONE)
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode, pytest.raises(RuntimeError, match=r"accept_tree: request 0: NaN or \+inf among the logits"):
+                pass_ext.accept_tree(torch.full((1, 4), math.nan), torch.zeros(1).long(), *LONE)
     finally:
         pass_ext.set_debug(former)
 
@@ -610,7 +664,9 @@ REFUSALS = [
     ({"rule": "kseq"}, r"rule 'kseq' needs draft_logits"),
     ({"rule": "rejection_with_replacement"}, r"rule 'rejection_with_replacement' needs draft_logits"),
     ({"rule": "block"}, r"rule 'block' fits chains only, but in request 0 node 2 hangs below node 0"),
-    ({"rule": "block", "max_depth": 1}, r"rule 'block' fits chains only, but 3 nodes in 1 requests of depth 1"),
+    ({"draft_allowed": torch.zeros(3, 1).int()}, r"draft_allowed is the mask of draft_logits, which were not given"),
+    ({"rule": "typical", "threshold": -1.0}, r"threshold and alpha must not be negative, got -1 and 0.3"),
+    ({"rule": "typical", "alpha": math.nan}, r"threshold and alpha must not be negative, got 0.09 and nan"),
 ]
 
 

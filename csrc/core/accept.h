@@ -37,8 +37,9 @@ constexpr int kOverlaps = 7;      // values of rho tried in one pass over a row
 
 struct AcceptProblem {
   LogitRows target, draft;
-  // A tree: parents, tokens [nodes], cu_nodes [requests + 1]. A chain: parents null, tokens [requests, chain_nodes -
-  // 1], and row i of request b is row i behind b times the request stride.
+  bool is_chain, has_draft;
+  // A tree: parents and tokens [nodes], cu_nodes [requests + 1]. A chain: tokens [requests, chain_nodes - 1], and row i
+  // of request b lies b request strides behind row i of the first.
   const int64_t* tokens;
   const int32_t* parents;
   const int32_t* cu_nodes;
@@ -66,27 +67,26 @@ struct AcceptRequest {
   int32_t nodes;
 
   PASS_EXT_HOST_DEVICE int32_t parent(int32_t node) const {
-    return problem.parents == nullptr ? node - 1 : problem.parents[first + node];
+    return problem.is_chain ? node - 1 : problem.parents[first + node];
   }
   PASS_EXT_HOST_DEVICE int64_t token(int32_t node) const {  // of a node other than the root
-    return problem.parents == nullptr ? problem.tokens[index * (problem.chain_nodes - 1) + node - 1]
-                                      : problem.tokens[first + node];
+    return problem.is_chain ? problem.tokens[index * (problem.chain_nodes - 1) + node - 1]
+                            : problem.tokens[first + node];
   }
   PASS_EXT_HOST_DEVICE LogitRow target_row(int32_t node) const {
     const int64_t row = first + node, stride = problem.target.stride;
-    const int64_t offset =
-        problem.parents == nullptr ? index * problem.target_request_stride + node * stride : row * stride;
+    const int64_t offset = problem.is_chain ? index * problem.target_request_stride + node * stride : row * stride;
     return row_at(problem.target, offset, row, row);
   }
   // The row that the node's children were drawn from, or -1.
   PASS_EXT_HOST_DEVICE int32_t draft_index(int32_t node) const {
-    if (problem.draft.data == nullptr) return -1;
-    if (problem.parents == nullptr) return node;
+    if (!problem.has_draft) return -1;
+    if (problem.is_chain) return node;
     return problem.draft_rows == nullptr ? static_cast<int32_t>(first) + node : problem.draft_rows[first + node];
   }
   PASS_EXT_HOST_DEVICE LogitRow draft_row(int32_t node, int32_t draft_index) const {
     const int64_t stride = problem.draft.stride, slot = problem.nodes + first + node;
-    if (problem.parents != nullptr) return row_at(problem.draft, draft_index * stride, draft_index, slot);
+    if (!problem.is_chain) return row_at(problem.draft, draft_index * stride, draft_index, slot);
     return row_at(problem.draft, index * problem.draft_request_stride + draft_index * stride,
                   index * (problem.chain_nodes - 1) + draft_index, slot);
   }
@@ -127,10 +127,8 @@ class AcceptWalk {
 
   PASS_EXT_HOST_DEVICE void run() {
     const AcceptProblem& problem = request_.problem;
-    if (request_.nodes <= 0 || request_.first < 0 || request_.first + request_.nodes > problem.nodes) {
-      write(-1, -1, request_.nodes == 0 ? 0 : kBadTree);
-      return;
-    }
+    if (!are_bounds()) return write(-1, -1, kBadTree);
+    if (request_.nodes == 0) return write(-1, -1, 0);
     int32_t status = 0;
     if (!is_tree()) {  // the drafts are ignored, the target still gives its token
       status = kBadTree;
@@ -160,9 +158,19 @@ class AcceptWalk {
     int32_t twin;  // an earlier deleted child with the same token, or -1
   };
 
+  // Whether cu_nodes divides the rows at all: if not, nobody knows whose row is whose.
+  PASS_EXT_HOST_DEVICE bool are_bounds() {
+    const AcceptProblem& problem = request_.problem;
+    if (problem.is_chain) return true;
+    return rows_.first_node(0, static_cast<int32_t>(problem.requests), [&](int32_t i) {
+      const int32_t begin = problem.cu_nodes[i], end = problem.cu_nodes[i + 1];
+      return begin < 0 || end < begin || end > problem.nodes;
+    }) < 0;
+  }
+
   PASS_EXT_HOST_DEVICE bool is_tree() {
     if (request_.nodes > kMostNodes) return false;
-    if (request_.problem.parents == nullptr) return true;
+    if (request_.problem.is_chain) return true;
     const bool chain_only = request_.problem.rule == Rule::block;
     return rows_.first_node(0, request_.nodes, [&](int32_t i) {
       const int32_t parent = request_.parent(i);
@@ -306,7 +314,7 @@ class AcceptWalk {
     reset_cuts();
     int32_t node = 0;
     for (int32_t depth = 0;; ++depth) {
-      const int32_t first = depth < request_.problem.max_depth ? next_child(node, node + 1) : -1;
+      const int32_t first = first_child(node, depth);
       Judge judge;
       const bool judged = open(node, first >= 0, judge);
       if (judge.p.status != 0) return stop_before(node);
@@ -338,8 +346,8 @@ class AcceptWalk {
     int32_t count = 0;
     for (int32_t child = first; child >= 0; child = next_child(judge.node, child + 1))
       count += draft_probability(judge, static_cast<int32_t>(request_.token(child))) > 0.0f;
-    double rho = 1.0, share = 1.0;  // share: 1 - (1 - beta)^K over beta
-    if (count > 0) choose_rho(judge, count, rho, share);
+    double rho = 1.0, share = 1.0;                        // share: 1 - (1 - beta)^K over beta
+    if (count > 1) choose_rho(judge, count, rho, share);  // of one child it is 1, and so is its share
     for (int32_t child = first; child >= 0; child = next_child(judge.node, child + 1)) {
       const int32_t id = static_cast<int32_t>(request_.token(child));
       const double p = target_probability(judge, id), q = draft_probability(judge, id);
@@ -399,22 +407,29 @@ class AcceptWalk {
   PASS_EXT_HOST_DEVICE void walk_traversal() {
     reset_cuts();
     int32_t node = 0, depth = 0;
-    int32_t child = request_.problem.max_depth > 0 ? next_child(0, 1) : -1;  // the next to visit
+    int32_t child = first_child(0, 0);  // the next to visit
     Judge judge;
     if (!open(0, child >= 0, judge)) child = -1;
     if (judge.p.status != 0) return stop_before(0);
+    bool opened = true;  // a leaf's row matters only if its coin accepts it
     for (;;) {
       if (child >= 0) {  // down: the child inherits its weight
         const Odds odds = odds_of(judge, child);
         const double weight = judge.weight * (odds.q > 0.0 ? odds.p / odds.q : odds.p);
         rows_.save(node, judge);
         node = child;
-        child = ++depth < request_.problem.max_depth ? next_child(node, node + 1) : -1;
-        if (!open(node, child >= 0, judge) || judge.p.status != 0) child = -1;
+        ++depth;
+        child = weight > 0.0 ? first_child(node, depth) : -1;
+        opened = child >= 0;
+        if (!opened)
+          judge = {};
+        else if (!open(node, true, judge) || judge.p.status != 0)
+          child = -1;
         judge.weight = weight < 1.0 ? weight : 1.0;
         continue;
       }
       if (node == 0 || throw_coin(node) < judge.weight) {
+        if (!opened) open(node, false, judge);
         if (judge.p.status != 0) return stop_before(node);
         return stop_at(node, draw(judge, judge.changed, depth));
       }
@@ -422,10 +437,15 @@ class AcceptWalk {
       node = request_.parent(node);
       --depth;
       judge = rows_.saved(node);
+      opened = true;
       child = next_child(node, refused + 1);
       const bool last = node == 0 && child < 0;
       reject(judge, refused, odds_of(judge, refused), false, !last);
     }
+  }
+
+  PASS_EXT_HOST_DEVICE int32_t first_child(int32_t node, int32_t depth) {
+    return depth < request_.problem.max_depth ? next_child(node, node + 1) : -1;
   }
 
   PASS_EXT_HOST_DEVICE void walk_typical() {
@@ -438,7 +458,7 @@ class AcceptWalk {
         best = node;
         best_depth = depth;
       }
-      const int32_t first = depth < request_.problem.max_depth ? next_child(node, node + 1) : -1;
+      const int32_t first = first_child(node, depth);
       if (first < 0) continue;
       Judge judge{};
       judge.p_row = request_.target_row(node);
@@ -447,9 +467,10 @@ class AcceptWalk {
       const float entropy = static_cast<float>(rows_.entropy(judge));
       const float bound =
           minimum(request_.problem.threshold, request_.problem.alpha * exponential(minimum(-entropy, 0.0f)));
-      for (int32_t child = first; child >= 0; child = next_child(node, child + 1))
-        if (target_probability(judge, static_cast<int32_t>(request_.token(child))) > bound)
-          rows_.set_cut(child, static_cast<float>(depth + 1));
+      for (int32_t child = first; child >= 0; child = next_child(node, child + 1)) {
+        const float p = target_probability(judge, static_cast<int32_t>(request_.token(child)));
+        if (p > bound && p > 0.0f) rows_.set_cut(child, static_cast<float>(depth + 1));
+      }
     }
     Judge judge{};
     judge.node = best;
@@ -496,9 +517,9 @@ class AcceptWalk {
 
 // The request at `index`; the walk checks that it lies inside.
 PASS_EXT_HOST_DEVICE AcceptRequest request_of(const AcceptProblem& problem, int64_t index) {
-  if (problem.parents == nullptr) return {problem, index, index * problem.chain_nodes, problem.chain_nodes};
-  const int32_t first = problem.cu_nodes[index];
-  return {problem, index, first, problem.cu_nodes[index + 1] - first};
+  if (problem.is_chain) return {problem, index, index * problem.chain_nodes, problem.chain_nodes};
+  const int64_t first = problem.cu_nodes[index], nodes = problem.cu_nodes[index + 1] - first;
+  return {problem, index, first, nodes > INT32_MAX ? INT32_MAX : static_cast<int32_t>(nodes)};
 }
 
 }  // namespace pass_ext

@@ -82,7 +82,7 @@ PASS_EXT_HOST_DEVICE LawParameters parameters_of(const LawParameterArrays& array
   const float temperature = arrays.temperature == nullptr ? default_temperature : arrays.temperature[request];
   if (is_greedy(temperature)) return {1.0f, 1, 1.0f, 0.0f};
   const float inverse = 1.0f / temperature;
-  LawParameters law{minimum(maximum(inverse, 0x1p-126f), 0x1p126f), 0, 1.0f, 0.0f};
+  LawParameters law{minimum(maximum(inverse, 0x1p-96f), 0x1p96f), 0, 1.0f, 0.0f};
   if (arrays.top_k != nullptr && arrays.top_k[request] > 0 && arrays.top_k[request] < vocabulary)
     law.top_k = arrays.top_k[request];
   if (arrays.top_p != nullptr && arrays.top_p[request] < 1.0f) law.top_p = maximum(arrays.top_p[request], 0.0f);
@@ -100,11 +100,6 @@ PASS_EXT_HOST_DEVICE uint32_t ordered_bits(float value) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 PASS_EXT_HOST_DEVICE float float_of_ordered(uint32_t key) { return float_of(key >> 31 ? key & 0x7fffffffu : ~key); }
-
-// The next float above or below.
-PASS_EXT_HOST_DEVICE float neighbour(float value, bool above) {
-  return float_of_ordered(ordered_bits(value) + (above ? 1u : 0xffffffffu));
-}
 
 // Status bits, as AcceptResult.status and the drafting kernels report them.
 enum Status : int32_t { kBadLogits = 1, kEmptySupport = 2, kBadTree = 4 };
@@ -131,12 +126,15 @@ PASS_EXT_HOST_DEVICE float probability(const Law& law, float logit, int32_t id) 
 }
 
 // Moves the cut up to the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id; whether it moved.
+// That is monotone in z, so it is found by halving the floats below the maximum.
 PASS_EXT_HOST_DEVICE bool cut_at_floor(Law& law, float min_p) {
   const float floor = logarithm(maximum(min_p, 0x1p-126f));
-  float lowest = law.maximum + floor / law.scale;  // up to rounding
-  if (lowest == -kInfinity) return false;
-  while (lowest > -kInfinity && log_weight(law, lowest) >= floor) lowest = neighbour(lowest, false);
-  while (log_weight(law, lowest) < floor) lowest = neighbour(lowest, true);
+  uint32_t below = ordered_bits(-kInfinity), reaches = ordered_bits(law.maximum);
+  while (reaches - below > 1) {
+    const uint32_t middle = below + (reaches - below) / 2;
+    (log_weight(law, float_of_ordered(middle)) >= floor ? reaches : below) = middle;
+  }
+  const float lowest = float_of_ordered(reaches);
   if (lowest <= law.cut) return false;
   law.cut = lowest;
   law.tie = INT32_MAX;

@@ -35,7 +35,7 @@ struct AcceptSource {
  private:
   // The last request that begins at or before a packed node; cu_nodes that are not in order find some request.
   PASS_EXT_DEVICE int64_t owner_of(int64_t packed) const {
-    if (problem.parents == nullptr) return packed / problem.chain_nodes;
+    if (problem.is_chain) return packed / problem.chain_nodes;
     int64_t low = 0, high = problem.requests;
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
@@ -53,7 +53,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) accept_kernel(AcceptProblem problem,
 }
 
 inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
-  const int64_t rows = problem.nodes * (problem.draft.data == nullptr || problem.rule == Rule::coupled ? 1 : 2);
+  const int64_t rows =
+      problem.nodes * (!problem.has_draft || problem.rule == Rule::coupled || problem.rule == Rule::typical ? 1 : 2);
   return plan_rows(rows, problem.requests, problem.nodes, problem.target.vocabulary, multiprocessors);
 }
 

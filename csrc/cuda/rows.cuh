@@ -414,7 +414,7 @@ class BlockRows {
     });
   }
 
-  // function(piece, first id) for the pieces of groups whose largest logit is at least `floor`, each by one lane.
+  // function(first id, piece) for the pieces of groups whose largest logit is at least `floor`, each by one lane.
   template <typename Function>
   PASS_EXT_DEVICE void for_each_high_piece(const LogitRow& row, const RowSummary& summary, float floor,
                                            const Function& function) {
@@ -446,7 +446,7 @@ class BlockRows {
     return sum_of_block(scratch_, mass);
   }
 
-  // The r-th lowest id among the tokens of the support whose logit is `tied`; INT32_MAX where there are fewer.
+  // The r-th lowest id among the tokens of the support whose logit is `tied`; the last of them where they are fewer.
   PASS_EXT_DEVICE_CALL int32_t select_tie(const LogitRow& row, const RowSummary& summary, const Law& law, float tied,
                                           unsigned long long rank) {
     const auto ties = [&](const auto& take) {

@@ -7,6 +7,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <atomic>
+
 #include "host/checks.h"
 
 #ifndef PASS_EXT_CUDA_ARCHITECTURES
@@ -29,11 +31,14 @@ class CudaScope {
 
   // Of the current device, asked once per process and device.
   int multiprocessors() const {
-    static int counts[64] = {};
+    static std::atomic<int> counts[64] = {};
     int device = 0;
     cudaGetDevice(&device);
-    int& count = counts[device % 64];
-    if (count == 0) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    int count = counts[device % 64];
+    if (count == 0) {
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+      counts[device % 64] = count;
+    }
     return count;
   }
 

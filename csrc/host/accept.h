@@ -42,6 +42,11 @@ inline void check_rule(const AcceptArguments& arguments) {
   if ((rule == Rule::kseq || rule == Rule::rejection_with_replacement) && !arguments.draft_logits.has_value())
     refuse(arguments.op, "rule '", name_of(rule),
            "' needs draft_logits, the law that the children were drawn from (coupled and rejection do without)");
+  if (!arguments.draft_logits.has_value() && arguments.draft_allowed.has_value())
+    refuse(arguments.op, "draft_allowed is the mask of draft_logits, which were not given");
+  if (!(arguments.threshold >= 0.0) || !(arguments.alpha >= 0.0))
+    refuse(arguments.op, "threshold and alpha must not be negative, got ", arguments.threshold, " and ",
+           arguments.alpha);
 }
 
 // Everything but the tree itself and its rows.
@@ -96,10 +101,6 @@ inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const 
   if (cu_nodes.size(0) < 1) refuse(op, "cu_nodes must have shape [B + 1], got ", describe(cu_nodes));
   check_column({op, target, "target_logits", cu_nodes.size(0), "B + 1"}, "cu_nodes", cu_nodes, ScalarType::Int);
   const int64_t requests = cu_nodes.size(0) - 1;
-  if (static_cast<Rule>(arguments.rule) == Rule::block && nodes > requests * (max_depth + 1))
-    refuse(op, "rule 'block' fits chains only, but ", nodes, " nodes in ", requests, " requests of depth ", max_depth,
-           " at most must branch (traversal is its form for trees)");
-
   problem = {};
   problem.target = logit_rows_of(target, allowed_of(op, "allowed", arguments.allowed, target, "target_logits", nodes));
   if (arguments.draft_logits.has_value()) {
@@ -110,6 +111,7 @@ inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const 
              describe(draft));
     problem.draft = logit_rows_of(
         draft, allowed_of(op, "draft_allowed", arguments.draft_allowed, draft, "draft_logits", draft.size(0)));
+    problem.has_draft = true;
     problem.draft_row_count = static_cast<int32_t>(draft.size(0));
   }
   problem.tokens = static_cast<const int64_t*>(tokens.const_data_ptr());
@@ -148,9 +150,11 @@ inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const
     problem.draft = logit_rows_of(
         draft, allowed_of(op, "draft_allowed", arguments.draft_allowed, draft, "draft_logits", requests * (nodes - 1)));
     problem.draft_request_stride = draft.stride(0);
+    problem.has_draft = true;
     problem.draft_row_count = static_cast<int32_t>(nodes - 1);
   }
   problem.tokens = static_cast<const int64_t*>(draft_tokens.const_data_ptr());
+  problem.is_chain = true;
   problem.chain_nodes = static_cast<int32_t>(nodes);
   problem.nodes = requests * nodes;
   return prepare_accept(arguments, requests, nodes - 1, problem);

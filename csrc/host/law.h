@@ -42,7 +42,7 @@ inline void check_logits(const char* op, const char* argument, const Tensor& log
 
 inline void check_column(const PerRow& rows, const char* argument, const Tensor& column, ScalarType type) {
   check_dtype(rows.op, argument, column, {type});
-  check_dim(rows.op, argument, column, 1, "one number each");
+  check_dim(rows.op, argument, column, 1, "[n], one number each");
   check_size(rows.op, argument, column, 0, rows.count, rows.meaning);
   check_same_device(rows.op, argument, column, rows.logits_name, rows.logits);
   if (!column.is_contiguous())

@@ -100,8 +100,7 @@ def accept_tree(
         token that led there is the last one emitted (at the root: -1), and ``status`` says so. A malformed tree is ignored:
         the root's row gives one token. Other requests are never touched.
     """
-    nodes, requests, device = target_logits.shape[0], cu_nodes.shape[0] - 1, target_logits.device
-    del nodes
+    requests, device = cu_nodes.shape[0] - 1, target_logits.device
     shared = _shared(
         "accept_tree", rule, requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
         draft_top_p, draft_min_p, allowed, draft_allowed, seeds, positions, threshold, alpha, generator,
@@ -213,7 +212,7 @@ def _shared(
 
 
 def _call(op: Any, *arguments: Any) -> AcceptResult:
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling():
         return AcceptResult(*op(*arguments))
     with torch._C._AutoDispatchBelowAutograd():  # decisions have no gradient
         result = AcceptResult(*op(*arguments))

@@ -53,6 +53,7 @@ def draft_sample(
     if mode not in MODES:
         raise ValueError(f"pass_ext::draft_sample: mode must be one of {', '.join(MODES)}, got {mode!r}")
     rows, device = logits.shape[0], logits.device
+    draws_nothing = mode == "top" or (mode == "coupled" and temperature is None)
     arguments = (
         logits,
         k,
@@ -62,11 +63,11 @@ def draft_sample(
         column(top_p, rows, torch.float32, device),
         column(min_p, rows, torch.float32, device),
         allowed,
-        None if mode == "top" else seeds_for(seeds, rows, device, generator),
+        None if draws_nothing else seeds_for(seeds, rows, device, generator),
         column(positions, rows, torch.int64, device),
         column(nodes, rows, torch.int32, device),
     )
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling():
         return _op(*arguments)
     with torch._C._AutoDispatchBelowAutograd():  # a draw has no gradient, so torch's autograd layer has nothing to add
         return _op(*arguments)

@@ -142,6 +142,9 @@ def without(q: Tensor, token: int) -> Tensor:
     return rest / total if total > 0.0 else rest
 
 
+UNKNOWN = Law(torch.zeros(0), 0, math.inf)  # of a leaf that was not looked at yet
+
+
 @dataclass
 class Judge:
     """p, q and w at a node while its children are judged.
@@ -353,9 +356,14 @@ class Walk:
             judge = trail[-1]
             child = next(judge.children, None)
             if child is not None:
-                trail.append(self.open(child, len(trail)))
+                # A leaf's row matters only if its coin accepts it, and below weight 0 nothing is ever accepted.
+                depth, weight = len(trail), judge.weight * judge.ratio(self.request.token(child))[0]
+                is_leaf = weight <= 0.0 or next(self.children(child, depth), None) is None
+                trail.append(Judge(child, depth, UNKNOWN, iter(())) if is_leaf else self.open(child, depth))
                 trail[-1].inherit(judge, self.request.token(child))
             elif judge.node == 0 or self.chance.coin(judge.node, judge.weight, judge.weight_size):
+                if judge.target is UNKNOWN:
+                    judge = self.open(judge.node, judge.depth)
                 if judge.target.status != 0:
                     return self.stop_before(judge.node)
                 return judge.node, self.draw(judge, rejected=judge.changed)
@@ -480,10 +488,12 @@ def accept_tree(
     def own_or(own: Tensor | None, other: Tensor | None) -> Tensor | None:
         return other if own is None else own
 
+    bounds = [0, *cu_nodes.tolist(), nodes]
+    if bounds != sorted(bounds):  # nobody knows whose row is whose
+        return Accepted(emitted, path, num_accepted, status + BAD_TREE, margin)
     for b in range(requests):
         first, last = int(cu_nodes[b]), int(cu_nodes[b + 1])
-        if last <= first or first < 0 or last > nodes:
-            status[b] = 0 if first == last else BAD_TREE
+        if first == last:
             continue
         own_parents = [int(i) for i in parents[first:last]]
         if not is_tree(own_parents, rule):

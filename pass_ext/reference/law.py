@@ -67,7 +67,7 @@ def log_process(
         nothing[order[0]] = 0.0
         return LogLaw(nothing, 0, math.inf)
 
-    log_weights = (sorted_z - sorted_z[0]) * min(max(1.0 / temperature, 2.0**-126), 2.0**126)
+    log_weights = (sorted_z - sorted_z[0]) * min(max(1.0 / temperature, 2.0**-96), 2.0**96)
     margin = math.inf
     kept = top_k if 0 < top_k < len(z) else len(z)
     if top_p < 1.0:

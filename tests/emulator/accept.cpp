@@ -51,6 +51,8 @@ pass_ext::AcceptProblem accept_problem(const Arguments& given, float threshold, 
   pass_ext::AcceptProblem problem{};
   problem.target = given.rows("target");
   problem.draft = given.rows("draft");
+  problem.is_chain = given("is_chain") != 0;
+  problem.has_draft = given("has_draft") != 0;
   problem.tokens = given.at<int64_t>("tokens");
   problem.parents = given.at<int32_t>("parents");
   problem.cu_nodes = given.at<int32_t>("cu_nodes");
