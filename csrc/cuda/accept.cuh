@@ -45,7 +45,8 @@ struct AcceptSource {
   }
 };
 
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) accept_kernel(AcceptProblem problem, RowsWorkspace workspace) {
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512)
+    accept_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace) {
   BlockRows rows(workspace, *dynamic_shared<BlockShared>());
   const AcceptRequest request = request_of(problem, block_index().x);
   rows.begin(request.first);

@@ -76,42 +76,69 @@ PASS_EXT_DEVICE int32_t smallest_of_block(BlockScratch& scratch, int32_t value) 
   return smallest;
 }
 
+// One warp: the first bin at which the measure, counted from `before`, reaches `wanted`; else the last that is not
+// empty.
+PASS_EXT_DEVICE void find_bin(BlockScratch& scratch, unsigned long long wanted, unsigned long long before) {
+  constexpr int kBinsPerLane = kDigit / 32;
+  const int first = static_cast<int>(lane_index()) * kBinsPerLane;
+  unsigned long long own = 0;
+  int last = -1;
+  for (int i = first; i < first + kBinsPerLane; ++i) {
+    own += scratch.bins[i];
+    if (scratch.bins[i] > 0) last = i;
+  }
+  unsigned long long up_to = own;  // of this lane's bins and all before
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const unsigned long long other = shuffle_up(up_to, step);
+    if (lane_index() >= step) up_to += other;
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    const int other = shuffle_xor(last, step);
+    if (other > last) last = other;
+  }
+  const unsigned reaching = ballot(before + up_to >= wanted);
+  const int owner = reaching != 0 ? first_set_bit(reaching) : (last < 0 ? 0 : last) / kBinsPerLane;
+  if (static_cast<int>(lane_index()) != owner) return;
+  before += up_to - own;
+  int digit = first;
+  while (digit < first + kBinsPerLane - 1 && digit < last && before + scratch.bins[digit] < wanted)
+    before += scratch.bins[digit++];
+  scratch.found_digit = digit;
+  scratch.found_before = before;
+}
+
 struct Selected {
   uint32_t key;
   unsigned long long before;  // measure of the keys above it
 };
 
 // The largest key K with measure(keys >= K) >= wanted, or the smallest key of any measure where all together do not
-// reach it. for_each(take) calls take(key, measure) for this thread's share of the elements; it runs four times.
+// reach it. All keys lie in [lowest, highest]; digits are of the distance from the highest, scaled to the range, so
+// that the first of them tells keys apart. for_each(take) calls take(key, measure) for this thread's share of the
+// elements; it runs up to four times.
 template <typename ForEach>
-PASS_EXT_DEVICE Selected select_key(BlockScratch& scratch, unsigned long long wanted, const ForEach& for_each) {
-  Selected selected{0, 0};
-  for (int shift = 24; shift >= 0; shift -= 8) {
+PASS_EXT_DEVICE Selected select_key(BlockScratch& scratch, unsigned long long wanted, uint32_t lowest, uint32_t highest,
+                                    const ForEach& for_each) {
+  int unused = 0;  // leading zeros of the range
+  while (unused < 24 && (highest - lowest) >> (31 - unused) == 0) ++unused;
+  uint32_t prefix = 0;
+  unsigned long long before = 0;
+  for (int shift = 24; shift >= 0 && shift + 8 > unused; shift -= 8) {
     for (unsigned i = thread_rank(); i < kDigit; i += block_size().x) scratch.bins[i] = 0;
     sync_block();
     for_each([&](uint32_t key, unsigned long long measure) {
-      const bool in_prefix = shift == 24 || key >> (shift + 8) == selected.key >> (shift + 8);
-      if (in_prefix && measure > 0) atomic_add(&scratch.bins[key >> shift & (kDigit - 1)], measure);
+      const uint32_t distance = (highest - key) << unused;
+      const bool in_prefix = shift == 24 || distance >> (shift + 8) == prefix >> (shift + 8);
+      if (in_prefix && measure > 0) atomic_add(&scratch.bins[distance >> shift & (kDigit - 1)], measure);
     });
     sync_block();
-    if (thread_rank() == 0) {
-      unsigned long long before = selected.before;
-      int digit = kDigit - 1, last = kDigit - 1;
-      for (int i = 0; i < kDigit; ++i)
-        if (scratch.bins[i] > 0) {
-          last = i;
-          break;
-        }
-      while (digit > last && before + scratch.bins[digit] < wanted) before += scratch.bins[digit--];
-      scratch.found_digit = digit;
-      scratch.found_before = before;
-    }
+    if (warp_index() == 0) find_bin(scratch, wanted, before);
     sync_block();
-    selected.key |= static_cast<uint32_t>(scratch.found_digit) << shift;
-    selected.before = scratch.found_before;
+    prefix |= static_cast<uint32_t>(scratch.found_digit) << shift;
+    before = scratch.found_before;
     sync_block();
   }
-  return selected;
+  return {highest - (prefix >> unused), before};
 }
 
 }  // namespace pass_ext::gpu

@@ -21,7 +21,8 @@ struct DraftSource {
   }
 };
 
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) draft_kernel(DraftProblem problem, RowsWorkspace workspace) {
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512)
+    draft_kernel(PASS_EXT_PARAMETER DraftProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace) {
   BlockRows rows(workspace, *dynamic_shared<BlockShared>());
   draft_row(rows, problem, block_index().x);
 }

@@ -455,32 +455,42 @@ class BlockRows {
           if (z[i] == tied && in_support(law, z[i], first + i)) take(~static_cast<uint32_t>(first + i), 1ull);
       });
     };
-    return static_cast<int32_t>(~select_key(scratch_, rank, ties).key);
+    return static_cast<int32_t>(~select_key(scratch_, rank, ~static_cast<uint32_t>(row.vocabulary - 1), ~0u, ties).key);
   }
 
   PASS_EXT_DEVICE_CALL void cut_top_k(const LogitRow& row, const RowSummary& summary, int32_t top_k, Law& law) {
     // k groups have a largest logit that is at least the k-th largest of these: no token below it is among the top k.
-    float floor = -kInfinity;
-    if (top_k <= workspace_.groups) {
-      floor = float_of_ordered(select_key(scratch_, top_k, [&](const auto& take) {
-                                 for (int32_t i = first_index(); i < workspace_.groups; i += stride())
-                                   take(ordered_bits(summary.maxima[i]), 1ull);
-                               }).key);
-    }
+    const uint32_t highest = ordered_bits(law.maximum);
+    float floor = law.maximum;
+    if (top_k > 1) floor = top_k <= workspace_.groups ? select_group_maximum(summary, top_k, highest) : -kInfinity;
     double count = 0.0;
     for_each_high_piece(row, summary, floor, [&](int32_t, const float (&z)[kPiece]) {
       for (int i = 0; i < kPiece; ++i) count += z[i] >= floor && z[i] > -kInfinity;
     });
     if (sum_of_block(scratch_, count) < top_k) return;
     const Law whole = law;
-    const Selected selected = select_key(scratch_, top_k, [&](const auto& take) {
-      for_each_high_piece(row, summary, floor, [&](int32_t, const float (&z)[kPiece]) {
-        for (int i = 0; i < kPiece; ++i)
-          if (z[i] >= floor && z[i] > -kInfinity) take(ordered_bits(z[i]), 1ull);
+    Selected selected{highest, 0};
+    if (top_k > 1)
+      selected = select_key(scratch_, top_k, ordered_bits(floor), highest, [&](const auto& take) {
+        for_each_high_piece(row, summary, floor, [&](int32_t, const float (&z)[kPiece]) {
+          for (int i = 0; i < kPiece; ++i)
+            if (z[i] >= floor && z[i] > -kInfinity) take(ordered_bits(z[i]), 1ull);
+        });
       });
-    });
     law.cut = float_of_ordered(selected.key);
     law.tie = select_tie(row, summary, whole, law.cut, top_k - selected.before);
+  }
+
+  // The k-th largest of the groups' largest logits.
+  PASS_EXT_DEVICE float select_group_maximum(const RowSummary& summary, int32_t k, uint32_t highest) {
+    float smallest = kInfinity;
+    for (int32_t i = first_index(); i < workspace_.groups; i += stride())
+      smallest = minimum(summary.maxima[i], smallest);
+    smallest = -best_of_block(scratch_, {-smallest, 0}).score;
+    return float_of_ordered(select_key(scratch_, k, ordered_bits(smallest), highest, [&](const auto& take) {
+                              for (int32_t i = first_index(); i < workspace_.groups; i += stride())
+                                take(ordered_bits(summary.maxima[i]), 1ull);
+                            }).key);
   }
 
   PASS_EXT_DEVICE_CALL void cut_top_p(const LogitRow& row, const RowSummary& summary, float top_p, double mass,
@@ -490,7 +500,8 @@ class BlockRows {
     const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / row.vocabulary * 0.99);
     const float floor = minimum(law.maximum + logarithm(maximum(spare, 0x1p-60f)) / law.scale, law.maximum);
     const Law whole = law;
-    const Selected selected = select_key(scratch_, wanted, [&](const auto& take) {
+    const uint32_t highest = ordered_bits(law.maximum);
+    const Selected selected = select_key(scratch_, wanted, ordered_bits(floor), highest, [&](const auto& take) {
       for_each_high_piece(row, summary, maximum(floor, whole.cut), [&](int32_t first, const float (&z)[kPiece]) {
         for (int i = 0; i < kPiece; ++i)
           if (z[i] >= floor && in_support(whole, z[i], first + i))
