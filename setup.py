@@ -91,16 +91,16 @@ class NinjaBuild(build_ext):
         version = re.search(r"release ([\d.]+)", subprocess.check_output([nvcc, "-V"], text=True))[1] if nvcc else None
         cuda = f"yes (nvcc {version}, architectures {names})" if nvcc else "no"
         print(f"pass_ext: CPU yes; CUDA {cuda}", flush=True)
-
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         include = f"-I{ROOT}/csrc -isystem {torch}/include"
         common = f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} {include} {'-O0 -g' if DEBUG else '-O3 -DNDEBUG'}"
         relative = f"-fmacro-prefix-map={ROOT}/= -fmacro-prefix-map={torch}/include/="  # what __FILE__ leaves behind
-        hidden = f"-fPIC -fvisibility=hidden -ffp-contract=off {relative} -Wall"
+        hidden = f"-fPIC -fvisibility=hidden -ffp-contract=off {relative} -Wall"  # what is written is what is computed
+        quiet = "-Wno-maybe-uninitialized -Wno-uninitialized"  # GCC 12's own AVX-512 headers
         link, cxx = f"-shared -L{torch}/lib", os.environ.get("CXX", "g++")
         rules = [
             "rule cxx\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
-            f"  command = {cxx} {common} {hidden} -Wextra -Wno-maybe-uninitialized -Wno-uninitialized -MMD -MF $out.d -c $in -o $out\n",
+            f"  command = {cxx} {common} {hidden} -Wextra {quiet} -MMD -MF $out.d -c $in -o $out\n",
             "rule link\n  description = link $out\n"
             f"  command = {cxx} {link} -Wl,--exclude-libs,ALL $in -o $out -ltorch_cpu\n",
         ]
