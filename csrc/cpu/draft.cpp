@@ -9,18 +9,13 @@
 namespace pass_ext {
 namespace {
 
-DraftResult draft_sample(const Tensor& logits, int64_t k, int64_t mode, const OptionalTensor& temperature,
-                         const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
-                         const OptionalTensor& allowed, const OptionalTensor& seeds, const OptionalTensor& positions,
-                         const OptionalTensor& nodes) {
-  DraftProblem problem{};
-  const DraftResult result =
-      prepare_draft({logits, k, mode, {temperature, top_k, top_p, min_p}, allowed, seeds, positions, nodes}, problem);
+void draft_on_cpu(const DraftProblem& problem, const Tensor&) {
   for_each_request(problem.rows, [&](int64_t index, bool alone) { draft_row(thread_rows(alone), problem, index); });
-  return result;
 }
 
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) { library.impl("draft_sample", TORCH_BOX(&pass_ext::draft_sample)); }
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+  library.impl("draft_sample", TORCH_BOX(&pass_ext::draft_sample<pass_ext::draft_on_cpu>));
+}

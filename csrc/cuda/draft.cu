@@ -10,22 +10,17 @@
 namespace pass_ext {
 namespace {
 
-DraftResult draft_sample(const Tensor& logits, int64_t k, int64_t mode, const OptionalTensor& temperature,
-                         const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
-                         const OptionalTensor& allowed, const OptionalTensor& seeds, const OptionalTensor& positions,
-                         const OptionalTensor& nodes) {
-  DraftProblem problem{};
+void draft_on_cuda(const DraftProblem& problem, const Tensor& logits) {
   const CudaScope scope(logits);
-  const DraftResult result =
-      prepare_draft({logits, k, mode, {temperature, top_k, top_p, min_p}, allowed, seeds, positions, nodes}, problem);
   const gpu::RowsPlan plan = gpu::plan_draft(problem, scope.multiprocessors());
   const Tensor workspace = empty_of_shape(logits, {plan.bytes()}, ScalarType::Byte);
   gpu::launch_draft(problem, plan.carve(workspace.mutable_data_ptr()), scope.stream());
   check_launch("draft_sample");
-  return result;
 }
 
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) { library.impl("draft_sample", TORCH_BOX(&pass_ext::draft_sample)); }
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+  library.impl("draft_sample", TORCH_BOX(&pass_ext::draft_sample<pass_ext::draft_on_cuda>));
+}

@@ -1,5 +1,5 @@
 // Checks of accept_tree's and accept_chain's arguments, the same on every device, and their packing into
-// core/accept.h's AcceptProblem. Called by cpu/accept.cpp and cuda/accept.cu.
+// core/accept.h's AcceptProblem; the ops themselves but for the running. Used by cpu/accept.cpp and cuda/accept.cu.
 #pragma once
 
 #include <tuple>
@@ -158,6 +158,64 @@ inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const
   problem.chain_nodes = static_cast<int32_t>(nodes);
   problem.nodes = requests * nodes;
   return prepare_accept(arguments, requests, nodes - 1, problem);
+}
+
+// The ops as torch calls them, on the device whose `run` fills in the outputs.
+
+using RunAccept = void (*)(const char* op, const AcceptProblem& problem, const Tensor& target_logits);
+
+template <RunAccept run>
+AcceptResult accept_tree(const Tensor& target_logits, const Tensor& tokens, const Tensor& parents,
+                         const Tensor& cu_nodes, int64_t max_depth, int64_t rule, const OptionalTensor& draft_logits,
+                         const OptionalTensor& draft_rows, const OptionalTensor& temperature,
+                         const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+                         const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
+                         const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
+                         const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
+                         const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha) {
+  AcceptProblem problem{};
+  const AcceptResult result = prepare_accept_tree({"accept_tree",
+                                                   target_logits,
+                                                   rule,
+                                                   draft_logits,
+                                                   {temperature, top_k, top_p, min_p},
+                                                   {draft_temperature, draft_top_k, draft_top_p, draft_min_p},
+                                                   allowed,
+                                                   draft_allowed,
+                                                   seeds,
+                                                   positions,
+                                                   threshold,
+                                                   alpha},
+                                                  tokens, parents, cu_nodes, max_depth, draft_rows, problem);
+  run("accept_tree", problem, target_logits);
+  return result;
+}
+
+template <RunAccept run>
+AcceptResult accept_chain(const Tensor& target_logits, const Tensor& draft_tokens, int64_t rule,
+                          const OptionalTensor& draft_logits, const OptionalTensor& temperature,
+                          const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+                          const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
+                          const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
+                          const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
+                          const OptionalTensor& seeds, const OptionalTensor& positions, double threshold,
+                          double alpha) {
+  AcceptProblem problem{};
+  const AcceptResult result = prepare_accept_chain({"accept_chain",
+                                                    target_logits,
+                                                    rule,
+                                                    draft_logits,
+                                                    {temperature, top_k, top_p, min_p},
+                                                    {draft_temperature, draft_top_k, draft_top_p, draft_min_p},
+                                                    allowed,
+                                                    draft_allowed,
+                                                    seeds,
+                                                    positions,
+                                                    threshold,
+                                                    alpha},
+                                                   draft_tokens, problem);
+  run("accept_chain", problem, target_logits);
+  return result;
 }
 
 }  // namespace pass_ext

@@ -1,5 +1,5 @@
-// Checks of draft_sample's arguments, the same on every device, and their packing into core/draft.h's DraftProblem.
-// Called by cpu/draft.cpp and cuda/draft.cu.
+// Checks of draft_sample's arguments, the same on every device, and their packing into core/draft.h's DraftProblem; the
+// op itself but for the running. Used by cpu/draft.cpp and cuda/draft.cu.
 #pragma once
 
 #include <tuple>
@@ -44,6 +44,22 @@ inline DraftResult prepare_draft(const DraftArguments& arguments, DraftProblem& 
   problem.tokens = static_cast<int64_t*>(tokens.mutable_data_ptr());
   problem.logprobs = static_cast<float*>(logprobs.mutable_data_ptr());
   return {tokens, logprobs};
+}
+
+// The op as torch calls it, on the device whose `run` fills in the outputs.
+
+using RunDraft = void (*)(const DraftProblem& problem, const Tensor& logits);
+
+template <RunDraft run>
+DraftResult draft_sample(const Tensor& logits, int64_t k, int64_t mode, const OptionalTensor& temperature,
+                         const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+                         const OptionalTensor& allowed, const OptionalTensor& seeds, const OptionalTensor& positions,
+                         const OptionalTensor& nodes) {
+  DraftProblem problem{};
+  const DraftResult result =
+      prepare_draft({logits, k, mode, {temperature, top_k, top_p, min_p}, allowed, seeds, positions, nodes}, problem);
+  run(problem, logits);
+  return result;
 }
 
 }  // namespace pass_ext
