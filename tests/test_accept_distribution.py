@@ -313,7 +313,7 @@ def test_a_million_texts(backend, rule):
 
 @pytest.mark.parametrize("rule", EXACT)
 def test_deeper_trees(backend, rule):
-    """Of more than one order: parents first, otherwise anyhow."""
+    """Whose nodes are in no order but parents first."""
     parents, requests = shape_for(rule, "deep"), how_many(backend, 50_000, 2_000)
     world = World(10, 4, max(depths_of(parents)))
     counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
@@ -438,12 +438,12 @@ def test_step_after_step(backend, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["star", "tree", "deep"])
 @pytest.mark.parametrize("rule", EXACT)
 def test_a_million_texts_of_other_worlds(backend, rule, name, seed):
     parents = shape_for(rule, name)
-    world = World(100 + seed, 3 + seed % 3, max(depths_of(parents)), near=seed / 6)
+    world = World(100 + seed, 3 + seed % 3, max(depths_of(parents)), near=seed / 3)
     requests = how_many(backend, 1_000_000, 20_000)
     counts, _, _ = emitted_counts(backend, world, parents, rule, requests, seed=seed)
     assert chi_square(counts, world.joint(max(depths_of(parents)) + 1)) > SUSPICIOUS
@@ -486,7 +486,7 @@ def everything(world, parents, rule):
     return law, sum(p * depths[stop] for (_, stop, _), p in law.items())
 
 
-def place(drawn, stop, last, vocabulary, nodes):
+def place(drawn, stop, last, vocabulary):
     number = stop * vocabulary + last
     for token in drawn:
         number = number * vocabulary + token
@@ -503,14 +503,14 @@ def test_drafts_decisions_and_the_last_token_together(backend, rule, name):
     law, mean = everything(world, parents, rule)
     exact = torch.zeros(len(parents) * world.vocabulary ** len(parents), dtype=torch.float64)
     for (drawn, stop, last), probability in law.items():
-        exact[place(drawn, stop, last, world.vocabulary, len(parents))] += probability
+        exact[place(drawn, stop, last, world.vocabulary)] += probability
     counts, accepted = torch.zeros(len(exact), dtype=torch.int64), []
     mode = "without" if rule == "coupled" else None
     for seeds, positions in requests_of(backend.device, requests, 3):
         one = step(on_device, parents, rule, seeds, positions, mode=mode)
         depth = one.result.num_accepted.long()[:, None]
         stop, last = (x.long().gather(1, depth)[:, 0] for x in (one.result.path, one.result.emitted))
-        cells = place(one.tokens[:, 1:].unbind(1), stop, last, world.vocabulary, len(parents))
+        cells = place(one.tokens[:, 1:].unbind(1), stop, last, world.vocabulary)
         counts += torch.bincount(cells, minlength=len(counts)).cpu()
         accepted.append(one.result.num_accepted.double().cpu())
     assert chi_square(counts, exact) > SUSPICIOUS
@@ -734,7 +734,6 @@ def test_draws_for_different_purposes_are_independent(backend):
         counts = torch.bincount(values[one] * size + values[other], minlength=len(laws[one]) * size)
         tails[one, other] = chi_square(counts, laws[one][:, None] * laws[other])
     assert min(tails.values()) > SUSPICIOUS / len(tails), min(tails, key=tails.get)
-    assert tails["coupled", "bonus"] < 1.0  # they were different draws
 
 
 # ---- planted faults ----

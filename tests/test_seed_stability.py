@@ -190,7 +190,7 @@ def strided(rows, generator):
     return wide[..., left : left + rows.shape[-1]]
 
 
-def check_step(case, who, known, result, horizon):
+def check_step(case, who, known, result):
     """Emitted tokens are the next plain ones; how many there are is returned."""
     emitted, count = result.emitted, result.num_accepted.long() + 1
     assert not result.status.any()
@@ -265,7 +265,7 @@ def generate_with_trees(case, seed, most, drafter="text", poison=True):
         assert (result.emitted[empty] == -1).all() and (result.path[empty] == -1).all()
         assert (result.num_accepted[empty] == 0).all() and (result.status[empty] == 0).all()
         mine = SimpleNamespace(**{name: getattr(result, name)[where] for name in result._fields})
-        count = check_step(case, who, known[who], mine, length)
+        count = check_step(case, who, known[who], mine)
         accepted += int(count.sum()) - len(count)
         known[who] += count
     return steps, accepted
@@ -294,7 +294,7 @@ def generate_with_chains(case, seed, most, drafter="text"):
             allowed=None if case.allowed is None else case.allowed[states.to(device)],
             **of(case.law, who),
         )
-        emitted = check_step(case, who, known[who], result, length)
+        emitted = check_step(case, who, known[who], result)
         accepted, steps = accepted + int(emitted.sum()) - len(emitted), steps + len(who)
         known[who] += emitted
     return steps, accepted
