@@ -474,6 +474,21 @@ def test_bounds_that_divide_nothing_refuse_every_request(backend, bounds):
         assert (result.num_accepted == 0).all() and (result.status == 4).all()
 
 
+def test_bounds_of_many_requests(backend):
+    """More than look at cu_nodes each for themselves."""
+    requests = 1100
+    step = dict(
+        target_logits=one_hot(4, *[i % 4 for i in range(requests)]),
+        tokens=torch.zeros(requests).long(),
+        parents=torch.full((requests,), -1),
+        cu_nodes=torch.arange(requests + 1),
+        max_depth=0,
+    )
+    assert accept(backend, step).emitted.flatten().tolist() == [i % 4 for i in range(requests)]
+    step["cu_nodes"][700] = 900
+    assert (accept(backend, step).status == 4).all()
+
+
 def test_rows_behind_the_last_request_are_padding(backend):
     random = torch.Generator().manual_seed(12)
     for rule in pass_ext.RULES:

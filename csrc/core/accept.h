@@ -43,6 +43,7 @@ struct AcceptProblem {
   const int64_t* tokens;
   const int32_t* parents;
   const int32_t* cu_nodes;
+  const int32_t* divided;  // whether cu_nodes divides the rows, if somebody found out already; null: each request looks
   const int32_t* draft_rows;                            // [nodes] or null: a node's own index
   int64_t target_request_stride, draft_request_stride;  // in elements, of a chain
   int32_t chain_nodes;
@@ -59,6 +60,12 @@ struct AcceptProblem {
   int32_t* num_accepted;
   int32_t* status;
 };
+
+// Whether the bounds of a tree's request are none: then cu_nodes does not divide the rows.
+PASS_EXT_HOST_DEVICE bool breaks_bounds(const AcceptProblem& problem, int64_t request) {
+  const int32_t begin = problem.cu_nodes[request], end = problem.cu_nodes[request + 1];
+  return begin < 0 || end < begin || end > problem.nodes;
+}
 
 // One request's part of a problem.
 struct AcceptRequest {
@@ -162,10 +169,9 @@ class AcceptWalk {
   PASS_EXT_HOST_DEVICE bool are_bounds() {
     const AcceptProblem& problem = request_.problem;
     if (problem.is_chain) return true;
-    return rows_.first_node(0, static_cast<int32_t>(problem.requests), [&](int32_t i) {
-      const int32_t begin = problem.cu_nodes[i], end = problem.cu_nodes[i + 1];
-      return begin < 0 || end < begin || end > problem.nodes;
-    }) < 0;
+    if (problem.divided != nullptr) return *problem.divided != 0;
+    return rows_.first_node(0, static_cast<int32_t>(problem.requests),
+                            [&](int32_t i) { return breaks_bounds(problem, i); }) < 0;
   }
 
   PASS_EXT_HOST_DEVICE bool is_tree() {

@@ -13,7 +13,6 @@ namespace {
 void check_is_chain(const AcceptProblem& problem) {
   for (int64_t request = 0; request < problem.requests; ++request)
     for (int64_t node = problem.cu_nodes[request]; node < problem.cu_nodes[request + 1]; ++node) {
-      if (node < 0 || node >= problem.nodes) return;
       const int64_t own = node - problem.cu_nodes[request], parent = problem.parents[node];
       if (parent >= 0 && parent < own && parent != own - 1)
         refuse("accept_tree", "rule 'block' fits chains only, but in request ", request, " node ", own,
@@ -21,8 +20,13 @@ void check_is_chain(const AcceptProblem& problem) {
     }
 }
 
-void accept_on_cpu(const char*, const AcceptProblem& problem, const Tensor&) {
-  if (problem.rule == Rule::block && !problem.is_chain) check_is_chain(problem);
+void accept_on_cpu(const char*, const AcceptProblem& given, const Tensor&) {
+  AcceptProblem problem = given;
+  int32_t divided = 1;
+  for (int64_t index = 0; index < problem.requests && !problem.is_chain; ++index)
+    if (breaks_bounds(problem, index)) divided = 0;
+  problem.divided = &divided;
+  if (problem.rule == Rule::block && !problem.is_chain && divided) check_is_chain(problem);
   for_each_request(problem.requests, [&](int64_t index, bool alone) {
     AcceptWalk<CpuRows>(thread_rows(alone), request_of(problem, index)).run();
   });

@@ -53,14 +53,29 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512)
   AcceptWalk<BlockRows>(rows, request).run();
 }
 
+constexpr int64_t kRequestsThatLookThemselves = 1024;  // at whether cu_nodes divides the rows; for more, one block does
+
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) check_bounds_kernel(AcceptProblem problem, int32_t* divided) {
+  bool broken = false;
+  for (int64_t i = thread_rank(); i < problem.requests; i += block_size().x)
+    broken = broken || breaks_bounds(problem, i);
+  const int count = sync_block_count(broken);
+  if (thread_rank() == 0) *divided = count == 0;
+}
+
 inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
   const int64_t rows =
       problem.nodes * (!problem.has_draft || problem.rule == Rule::coupled || problem.rule == Rule::typical ? 1 : 2);
   return plan_rows(rows, problem.requests, problem.nodes, problem.target.vocabulary, multiprocessors);
 }
 
-inline void launch_accept(const AcceptProblem& problem, const RowsWorkspace& workspace, Stream stream) {
+inline void launch_accept(const AcceptProblem& given, const RowsWorkspace& workspace, Stream stream) {
+  AcceptProblem problem = given;
   if (problem.requests == 0) return;
+  if (!problem.is_chain && problem.requests > kRequestsThatLookThemselves) {
+    launch("accept (bounds)", check_bounds_kernel, LaunchShape{{1}, {512}}, stream, problem, workspace.divided);
+    problem.divided = workspace.divided;
+  }
   if (workspace.rows > 0)
     launch_scan_rows("accept (scan)", AcceptSource{problem}, workspace,
                      problem.rule != Rule::coupled || problem.target_law.top_p != nullptr, stream);

@@ -47,6 +47,7 @@ struct RowsWorkspace {
   float* bounds;     // [blocks, groups]
   float* cuts;       // [nodes]
   Judge* judges;     // [nodes]
+  int32_t* divided;  // one: AcceptProblem::divided
   int64_t rows;
   int32_t groups, chunks_per_row;
 };
@@ -60,7 +61,7 @@ struct RowsPlan {
   int64_t bytes() const {
     return nodes * static_cast<int64_t>(sizeof(Judge)) +
            summaries() * chunks_per_row * static_cast<int64_t>(sizeof(ChunkSum)) +
-           ((summaries() + blocks) * groups + nodes) * static_cast<int64_t>(sizeof(float));
+           ((summaries() + blocks) * groups + nodes + 1) * static_cast<int64_t>(sizeof(float));
   }
   RowsWorkspace carve(void* memory) const {
     RowsWorkspace workspace{};
@@ -69,6 +70,7 @@ struct RowsPlan {
     workspace.maxima = reinterpret_cast<float*>(workspace.chunks + summaries() * chunks_per_row);
     workspace.bounds = workspace.maxima + summaries() * groups;
     workspace.cuts = workspace.bounds + blocks * groups;
+    workspace.divided = reinterpret_cast<int32_t*>(workspace.cuts + nodes);
     workspace.rows = rows;
     workspace.groups = groups;
     workspace.chunks_per_row = chunks_per_row;
