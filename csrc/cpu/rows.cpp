@@ -44,7 +44,7 @@ uint64_t cut_at_mass(Law& law, Candidate* begin, Candidate* end, uint64_t before
 }  // namespace
 
 CpuRows& thread_rows(bool parallel) {
-  thread_local CpuRows rows(false);
+  thread_local CpuRows rows;
   return rows.begin(parallel);
 }
 

@@ -28,7 +28,12 @@ struct Removed {
 
 class CpuRows {
  public:
-  explicit CpuRows(bool parallel) : parallel_(parallel) {}
+  // A new problem: what was kept of the rows of another is of no use any more.
+  CpuRows& begin(bool parallel) {
+    parallel_ = parallel;
+    for (Maxima& kept : kept_) kept.row = {};
+    return *this;
+  }
 
   bool is_leader() const { return true; }
 
@@ -88,24 +93,16 @@ class CpuRows {
   template <typename Visit>
   void visit_groups(int32_t groups, int32_t count, const Visit& visit);
 
-  bool parallel_;
+  bool parallel_ = false;
   Maxima kept_[2];
   int next_kept_ = 0;
-  std::vector<float> cuts_, bounds_, scratch_;
+  std::vector<float> cuts_, bounds_;
   std::vector<Judge> judges_;
   std::vector<Candidate> candidates_;
   std::vector<int32_t> removed_ids_;
   std::vector<float> removed_cuts_;
   std::vector<double> partial_;
   std::vector<uint64_t> bins_;
-
- public:
-  // A new problem: what was kept of its rows is of no use any more.
-  CpuRows& begin(bool parallel) {
-    parallel_ = parallel;
-    for (Maxima& kept : kept_) kept.row = {};
-    return *this;
-  }
 };
 
 // This thread's rows, buffers kept from call to call.
