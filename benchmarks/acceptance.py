@@ -44,9 +44,14 @@ CASES = [
     ("coupled", "top", ("chain", "tree"), "p on the path"),
     ("rejection", "without", ("chain", "tree"), "p and q on the path; again after a rejection, if a sibling is left"),
     ("rejection_with_replacement", "with", ("chain", "tree"), "as rejection"),
-    ("kseq", "with", ("chain", "tree"), "p and q on the path; again once to four times at each node"),
+    ("kseq", "with", ("chain", "tree"), "p and q on the path; again up to four times at a node with siblings"),
     ("block", "without", ("chain",), "p and q of the whole chain; again for each draft taken back"),
-    ("traversal", "without", ("tree",), "p and q of one branch to its leaf, then on; again for each node taken back"),
+    (
+        "traversal",
+        "without",
+        ("tree",),
+        "p and q of one branch above its leaf, then on; again for each node taken back",
+    ),
     ("typical", "without", ("chain", "tree"), "p of all accepted nodes, on every branch; again for the entropy"),
 ]
 FITS = {"block": "chain", "traversal": "tree; on a chain it is block"}  # the others: both

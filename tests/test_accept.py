@@ -93,8 +93,6 @@ def test_odd_vocabularies(backend, vocabulary):
 
 
 def test_the_largest_vocabulary(backend):
-    if backend.name in ("cpu-portable", "cpu-avx2", "cpu-avx512"):
-        pytest.skip("minutes at the slow levels; indices are the same at each")
     random = torch.Generator().manual_seed(3)
     for rule in ("coupled", "rejection"):
         step = random_step(rule, [3], 262_144, random, dtype=torch.bfloat16, filters=False, closeness=0.05)

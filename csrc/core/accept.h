@@ -1,15 +1,16 @@
 // The accept step: from logits to accepted tokens. Every rule, once, for all devices. p is the target's law at a node,
 // q the law its children were drawn from, (x)+ = max(x, 0), u a fresh uniform in [0, 1) for each child or leaf.
 //
-//   coupled    the token at a node is argmax(ln p - ln E), E the noise of seed and position; go on at the child that is
-//   it rejection  child x: accept iff u < p(x) / q(x), else p <- norm((p - q)+), q <- norm(q without x); none: y ~ p
+//   coupled    the token at a node is argmax(ln p - ln E), E the noise of seed and position;
+//              go on at the child that is it
+//   rejection  child x: accept iff u < p(x) / q(x), else p <- norm((p - q)+), q <- norm(q without x); none: y ~ p
 //   rejection_with_replacement    the same, q stays
 //   kseq       beta(rho) = sum min(p / rho, q); the smallest rho in [1, K] with 1 - (1 - beta)^K <= rho beta;
 //              accept iff rho u q(x) < p(x); none: y ~ norm((p - min(p / rho, q) (1 - (1 - beta)^K) / beta)+)
-//   traversal  w(root) = 1, w(x) = min(1, w p(x) / q(x)); the first leaf in depth-first order: accept its whole path
-//   iff
-//              u < w, y ~ p there; else delete it, and at its parent, with S = sum (w p - q)+:
-//              p <- norm((w p - q)+), q <- norm(q without x), w <- S / (S + 1 - w); go on with the next leaf
+//   traversal  w(root) = 1, w(x) = min(1, w p(x) / q(x)); the first leaf in depth-first order:
+//              accept its whole path iff u < w, y ~ p there; else delete it, and at its parent,
+//              with S = sum (w p - q)+: p <- norm((w p - q)+), q <- norm(q without x), w <- S / (S + 1 - w);
+//              go on with the next leaf
 //   block      traversal on a chain, which is block verification
 //   typical    accept iff p(x) > min(threshold, alpha exp(-H(p))); the longest accepted path, then y ~ p
 //

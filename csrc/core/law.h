@@ -6,7 +6,6 @@
 // Called by core/draft.h and core/accept.h, and by the rows of each device, which fill in a Law.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "core/half.h"
@@ -42,7 +41,7 @@ PASS_EXT_HOST_DEVICE float logit_at(const LogitRow& row, int32_t id) {
   return is_allowed(row, id) ? load_logit(row.logits, row.type, id) : -kInfinity;
 }
 
-// A matrix of logits, rows `stride` elements apart, with its mask. data null: there is none.
+// A matrix of logits, rows `stride` elements apart, with its mask.
 struct LogitRows {
   const void* data;
   const int32_t* allowed;  // [rows, ceil(vocabulary / 32)], or null

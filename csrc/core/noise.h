@@ -24,6 +24,8 @@ constexpr int kBlocksPerGroup =
 
 enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft };
 
+PASS_EXT_HOST_DEVICE int32_t groups_of(int32_t vocabulary) { return (vocabulary + kGroup - 1) / kGroup; }
+
 // Which draw: everything of the counter but the block.
 struct Noise {
   uint64_t seed;

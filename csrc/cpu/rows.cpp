@@ -17,8 +17,6 @@ constexpr int64_t kFewCandidates = 512;  // sorted at once; more are first divid
 constexpr int32_t kBins = 2048;
 constexpr int32_t kPadding = 16;  // no vector is longer
 
-int32_t groups_of(int32_t vocabulary) { return (vocabulary + kGroup - 1) / kGroup; }
-
 // The order of filters: larger logits first, lower ids first among equals.
 bool comes_before(const Candidate& a, const Candidate& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
@@ -194,7 +192,7 @@ double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
   const uint64_t wanted = mass_to_reach(top_p, mass);
   const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / vocabulary * 0.99);
   float floor = std::min(law.maximum + logarithm(maximum(spare, 0x1p-60f)) / law.scale, law.maximum);
-  if (above > mass * (top_p + 1e-5) && guess > floor) floor = guess;
+  if (above > mass * (top_p + 1e-4) && guess > floor) floor = guess;
   Candidate* end = gather(maxima, law, floor, law.maximum, kFewCandidates);
   Candidate* const begin = candidates_.data();
   if (end - begin < kFewCandidates) return static_cast<double>(cut_at_mass(law, begin, end, 0, wanted)) / kMassUnit;

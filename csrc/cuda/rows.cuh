@@ -26,7 +26,6 @@ constexpr int kLanesPerGroup = kGroup / kPiece;   // 8
 constexpr float kLowestExponent = -86.0f;         // e^-86 for -inf: no sum notices
 
 PASS_EXT_HOST_DEVICE int32_t chunks_of(int32_t vocabulary) { return (vocabulary + kChunk - 1) / kChunk; }
-PASS_EXT_HOST_DEVICE int32_t groups_of(int32_t vocabulary) { return (vocabulary + kGroup - 1) / kGroup; }
 
 // A chunk's largest logit and sum of exp((z - largest) scale); the sum is NaN where a logit is NaN or +inf.
 struct ChunkSum {

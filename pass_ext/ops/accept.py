@@ -98,11 +98,12 @@ def accept_tree(
     Returns:
         AcceptResult. A row that is needed and holds NaN or +inf, or allows nothing, ends its request before that row: the
         token that led there is the last one emitted (at the root: -1), and ``status`` says so. A malformed tree is ignored:
-        the root's row gives one token. Other requests are never touched.
+        the root's row gives one token. Other requests are never touched. Only ``cu_nodes`` that do not divide the rows end
+        all requests with -1.
     """
     requests, device = cu_nodes.shape[0] - 1, target_logits.device
     shared = _shared(
-        "accept_tree", rule, requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
+        requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
         draft_top_p, draft_min_p, allowed, draft_allowed, seeds, positions, threshold, alpha, generator,
     )  # fmt: skip
     return _call(
@@ -145,7 +146,7 @@ def accept_chain(
     """
     requests, device = target_logits.shape[0], target_logits.device
     shared = _shared(
-        "accept_chain", rule, requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
+        requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
         draft_top_p, draft_min_p, allowed, draft_allowed, seeds, positions, threshold, alpha, generator,
     )  # fmt: skip
     return _call(
@@ -167,8 +168,6 @@ def _as(tensor: Any, dtype: torch.dtype) -> Any:
 
 
 def _shared(
-    op: str,
-    rule: str,
     requests: int,
     device: torch.device,
     temperature: Parameter,

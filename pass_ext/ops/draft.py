@@ -44,7 +44,8 @@ def draft_sample(
         seeds, positions: ``[R]`` int64, what the draw depends on besides the row. Mode "coupled": ``positions`` is the text
             position of the token drawn. Other modes: give the position of the step's first token and ``nodes``, then no draw
             of a generation is ever repeated. Without seeds, fresh ones come from ``generator``; without positions, 0.
-        nodes: ``[R]`` int32, the tree node whose children are drawn; tells draws with the same seed and position apart.
+        nodes: ``[R]`` int32 below 2^24, the tree node whose children are drawn; tells draws with the same seed and position
+            apart.
 
     Returns:
         ``(tokens [R, k] int64, logprobs [R, k] float32)``: log probabilities under the processed law. Slots beyond the
