@@ -8,6 +8,24 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
   library.def("lookahead_embed(Tensor ids, Tensor table, Tensor lookahead) -> Tensor");
   library.def("lookahead_embed_backward(Tensor grad, Tensor ids, int rows, bool slots, ScalarType dtype) -> Tensor");
 
+  // tree
+  library.def("tree_prepare(Tensor parents, Tensor cu_nodes, int max_nodes) -> (Tensor visible, Tensor depths)");
+  library.def(
+      "tree_mask(Tensor visible, Tensor cu_nodes, int max_nodes, Tensor prefix_lens, int kv_len, ScalarType dtype) "
+      "-> Tensor");
+
+  // attention
+  library.def(
+      "attention_tree(Tensor q, Tensor k_cache, Tensor v_cache, Tensor prefix_lens, Tensor cu_nodes, Tensor visible, "
+      "int max_nodes, Tensor? k_new, Tensor? v_new, Tensor? block_table, Tensor? depths, float? scale, float softcap, "
+      "int window) -> (Tensor out, Tensor lse)");
+  library.def("attention_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
+
+  // cache
+  library.def(
+      "cache_commit_(Tensor(a!)[] caches, Tensor prefix_lens, Tensor cu_nodes, Tensor path, Tensor num_accepted, "
+      "Tensor[]? new, Tensor? block_table) -> ()");
+
   // draft
   library.def(
       "draft_sample(Tensor logits, int k, int mode, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "core/accept.h"
+#include "core/attention.h"
 #include "core/draft.h"
 #include "core/half.h"
 #include "core/lookahead.h"

@@ -4,15 +4,11 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <optional>
-
 #include "core/law.h"
 #include "host/checks.h"
 #include "host/tensor.h"
 
 namespace pass_ext {
-
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kMostVocabulary = 1 << 22;  // integer masses and counters are made for it
 

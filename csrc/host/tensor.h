@@ -14,6 +14,7 @@ namespace pass_ext {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 // Uninitialised, on the device and in the dtype (unless another is given) of `like`. torch::stable::new_empty
 // costs as much as a small gather; this is the C shim below it.

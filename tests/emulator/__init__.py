@@ -11,7 +11,9 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 # These hold kernels: every access is reported.
-CHECKED = ("primitives.cpp", "planted_faults.cpp", "lookahead.cpp", "accept.cpp")
+CHECKED = (
+    "primitives.cpp", "planted_faults.cpp", "lookahead.cpp", "tree.cpp", "attention.cpp", "accept.cpp", "cache.cpp",
+)  # fmt: skip
 PLAIN = ("engine.cpp", "memory.cpp", "hooks.cpp", "module.cpp")
 
 

@@ -10,18 +10,7 @@ namespace {
 
 using pass_ext::LogitType;
 
-// Numbers by name; 0, which as a pointer means "none", for what was not given.
-struct Arguments {
-  const Numbers& numbers;
-
-  int64_t operator()(const std::string& name) const {
-    const auto found = numbers.find(name);
-    return found == numbers.end() ? 0 : found->second;
-  }
-  template <typename T>
-  T* at(const std::string& name) const {
-    return as<T>(static_cast<Address>((*this)(name)));
-  }
+struct LogitArguments : Arguments {
   pass_ext::LogitRows rows(const std::string& name) const {
     return {at<void>(name), at<int32_t>(name + "_allowed"), (*this)(name + "_stride"),
             static_cast<LogitType>((*this)(name + "_type")), static_cast<int32_t>((*this)("vocabulary"))};
@@ -32,7 +21,7 @@ struct Arguments {
   }
 };
 
-pass_ext::DraftProblem draft_problem(const Arguments& given) {
+pass_ext::DraftProblem draft_problem(const LogitArguments& given) {
   pass_ext::DraftProblem problem{};
   problem.logits = given.rows("logits");
   problem.law = given.law("");
@@ -47,7 +36,7 @@ pass_ext::DraftProblem draft_problem(const Arguments& given) {
   return problem;
 }
 
-pass_ext::AcceptProblem accept_problem(const Arguments& given, float threshold, float alpha) {
+pass_ext::AcceptProblem accept_problem(const LogitArguments& given, float threshold, float alpha) {
   pass_ext::AcceptProblem problem{};
   problem.target = given.rows("target");
   problem.draft = given.rows("draft");
@@ -81,24 +70,24 @@ pass_ext::AcceptProblem accept_problem(const Arguments& given, float threshold, 
 }  // namespace
 
 int64_t draft_workspace(const Numbers& numbers) {
-  const Arguments given{numbers};
+  const LogitArguments given{{numbers}};
   return pass_ext::gpu::plan_draft(draft_problem(given), static_cast<int>(given("multiprocessors"))).bytes();
 }
 
 void draft(const Numbers& numbers) {
-  const Arguments given{numbers};
+  const LogitArguments given{{numbers}};
   const pass_ext::DraftProblem problem = draft_problem(given);
   const auto plan = pass_ext::gpu::plan_draft(problem, static_cast<int>(given("multiprocessors")));
   pass_ext::gpu::launch_draft(problem, plan.carve(given.at<void>("workspace")), {});
 }
 
 int64_t accept_workspace(const Numbers& numbers) {
-  const Arguments given{numbers};
+  const LogitArguments given{{numbers}};
   return pass_ext::gpu::plan_accept(accept_problem(given, 0, 0), static_cast<int>(given("multiprocessors"))).bytes();
 }
 
 void accept(const Numbers& numbers, float threshold, float alpha) {
-  const Arguments given{numbers};
+  const LogitArguments given{{numbers}};
   const pass_ext::AcceptProblem problem = accept_problem(given, threshold, alpha);
   const auto plan = pass_ext::gpu::plan_accept(problem, static_cast<int>(given("multiprocessors")));
   pass_ext::gpu::launch_accept(problem, plan.carve(given.at<void>("workspace")), {});

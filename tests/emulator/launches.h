@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace emulator {
 
@@ -17,6 +18,20 @@ T* as(Address address) {
 }
 
 using Numbers = std::map<std::string, int64_t>;  // addresses among them; a missing one is 0
+
+// Numbers by name; 0, which as a pointer means "none", for what was not given.
+struct Arguments {
+  const Numbers& numbers;
+
+  int64_t operator()(const std::string& name) const {
+    const auto found = numbers.find(name);
+    return found == numbers.end() ? 0 : found->second;
+  }
+  template <typename T>
+  T* at(const std::string& name) const {
+    return as<T>(static_cast<Address>((*this)(name)));
+  }
+};
 
 // primitives.cpp, planted_faults.cpp
 void run_primitive(const std::string& name, Address in, Address out, Address out2, Address out3, int a, int b, int c);
@@ -36,5 +51,11 @@ int64_t draft_workspace(const Numbers& numbers);
 void draft(const Numbers& numbers);
 int64_t accept_workspace(const Numbers& numbers);
 void accept(const Numbers& numbers, float threshold, float alpha);
+
+// tree.cpp, attention.cpp, cache.cpp: `name` is the op's
+void tree(const std::string& name, const Numbers& numbers);
+int64_t attention_workspace(const Numbers& numbers);
+void attention(const std::string& name, const Numbers& numbers, float scale, float softcap);
+void cache_commit(const Numbers& numbers, const std::vector<Address>& caches, const std::vector<Address>& fresh);
 
 }  // namespace emulator

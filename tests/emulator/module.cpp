@@ -28,4 +28,8 @@ PYBIND11_MODULE(_emulator, module) {
   module.def("draft", &emulator::draft);
   module.def("accept_workspace", &emulator::accept_workspace);
   module.def("accept", &emulator::accept);
+  module.def("tree", &emulator::tree);
+  module.def("attention_workspace", &emulator::attention_workspace);
+  module.def("attention", &emulator::attention);
+  module.def("cache_commit", &emulator::cache_commit);
 }

@@ -1,0 +1,165 @@
+// Attention of a step's nodes to the prefix and to the nodes that their bits let them see: the problem as raw pointers,
+// who may see whom, and the formulas that every kernel shares. With s = scale q k, softcapped to cap tanh(s / cap):
+//   out = sum over visible keys of e^(s - lse) v        lse = ln of the sum over visible keys of e^s
+// A row that sees nothing: out 0, lse -inf. Called by cpu/attention_kernels.h and cuda/attention.cuh.
+//
+// Keys of a request are numbered along its text: [0, prefix) are the prefix, [prefix, prefix + nodes) this step's
+// nodes. Rows of a tile: the nodes of a request times the query heads that share a key head; row r is node r / group,
+// head r % group of them.
+#pragma once
+
+#include <cstdint>
+
+#include "core/half.h"
+#include "core/platform.h"
+#include "core/scalar.h"
+
+namespace pass_ext {
+
+// Where rows of one of K, V lie, strides in elements. A cache: [outer, slot, head, head_dim] with outer the request, or
+// the page where there is a block table. New rows: [node, head, head_dim], outer unused.
+struct KeyRows {
+  const void* data;
+  int64_t outer, slot, head;
+};
+
+enum class FloatType : int32_t { bfloat16, float16, float32 };
+
+struct AttentionProblem {
+  const void* q;  // [rows, heads, head_dim]
+  KeyRows k_cache, v_cache;
+  KeyRows k_new, v_new;        // data null: the nodes are in the cache, behind the prefix
+  const int32_t* prefix_lens;  // [requests]
+  const int32_t* cu_nodes;     // [requests + 1]
+  const int64_t* visible;      // [rows, words]
+  const int32_t* depths;       // [rows], each below its request's nodes; null without a window
+  const int32_t* block_table;  // [requests, pages of one]; null for a dense cache
+  int64_t table_stride;
+  int64_t requests, rows;
+  int64_t slots;      // that the cache has for one request: of a dense cache, or pages of one times page_size
+  int32_t page_size;  // slots of one outer of a paged cache
+  int32_t pages;      // outers of a paged cache
+  int32_t heads, kv_heads, group, head_dim, max_nodes, words;
+  float scale, softcap;  // softcap 0: none
+  int32_t window;        // keys at most so far back in the text, itself included; -1: all
+  FloatType type;        // of q, K, V and out
+  void* out;             // [rows, heads, head_dim]
+  float* lse;            // [rows, heads]
+};
+
+// Two results for the same rows over disjoint keys, made one:
+//   lse = ln(e^lse_a + e^lse_b)        out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
+struct MergeProblem {
+  const void *out_a, *out_b;
+  const float *lse_a, *lse_b;
+  void* out;
+  float* lse;
+  int64_t rows;  // times heads
+  int32_t head_dim;
+  FloatType type;
+};
+
+// One request's share. cu_nodes and lengths that promise more than there is are cut to what there is.
+struct AttentionRequest {
+  int64_t index;
+  int32_t first, nodes;  // rows of q
+  int32_t prefix;
+  int32_t begin;  // keys below this no row sees, because of the window
+
+  PASS_EXT_HOST_DEVICE int32_t keys() const { return prefix + nodes; }
+};
+
+PASS_EXT_HOST_DEVICE int64_t between(int64_t value, int64_t low, int64_t high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+PASS_EXT_HOST_DEVICE AttentionRequest request_of(const AttentionProblem& problem, int64_t index) {
+  AttentionRequest request{};
+  request.index = index;
+  const int64_t first = between(problem.cu_nodes[index], 0, problem.rows);
+  const int64_t nodes = between(problem.cu_nodes[index + 1] - first, 0, problem.rows - first);
+  request.first = static_cast<int32_t>(first);
+  request.nodes = static_cast<int32_t>(nodes < problem.max_nodes ? nodes : problem.max_nodes);
+  const int64_t room = problem.k_new.data ? problem.slots : problem.slots - request.nodes;
+  request.prefix = static_cast<int32_t>(between(problem.prefix_lens[index], 0, room < 0 ? 0 : room));
+  // The root, at depth 0, sees furthest back.
+  if (problem.window >= 0)
+    request.begin = static_cast<int32_t>(between(request.prefix - int64_t{problem.window} + 1, 0, request.prefix));
+  return request;
+}
+
+// The row of `key` for one key head, or null where the block table names no page. Cache and new: of K, or of V.
+template <typename T>
+PASS_EXT_HOST_DEVICE const T* key_row(const AttentionProblem& problem, const AttentionRequest& request,
+                                      const KeyRows& cache, const KeyRows& fresh, int32_t key, int32_t head) {
+  if (fresh.data && key >= request.prefix)
+    return static_cast<const T*>(fresh.data) + (request.first + (key - request.prefix)) * fresh.slot +
+           head * fresh.head;
+  if (!problem.block_table)
+    return static_cast<const T*>(cache.data) + request.index * cache.outer + key * cache.slot + head * cache.head;
+  const int32_t page = problem.block_table[request.index * problem.table_stride + key / problem.page_size];
+  if (page < 0 || page >= problem.pages) return nullptr;
+  return static_cast<const T*>(cache.data) + page * cache.outer + key % problem.page_size * cache.slot +
+         head * cache.head;
+}
+
+// Whether every node of the request sees all of keys [first, first + count).
+PASS_EXT_HOST_DEVICE bool all_see(const AttentionProblem& problem, const AttentionRequest& request, int32_t first,
+                                  int32_t count) {
+  if (first + count > request.prefix) return false;
+  // The deepest node possible, at depth nodes - 1, sees least far back.
+  return problem.window < 0 || first > int64_t{request.prefix} + request.nodes - 1 - problem.window;
+}
+
+PASS_EXT_HOST_DEVICE uint64_t ones_below(int64_t count) {
+  return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+}
+
+PASS_EXT_HOST_DEVICE int32_t depth_of(const AttentionProblem& problem, const AttentionRequest& request, int32_t node) {
+  return static_cast<int32_t>(between(problem.depths[request.first + node], 0, request.nodes - 1));
+}
+
+// Which of keys [first, first + 64) node `node` of the request sees: bit i for key first + i.
+PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, const AttentionRequest& request,
+                                           int32_t node, int32_t first) {
+  const int32_t start = first - request.prefix;  // of the 64, counted in nodes
+  uint64_t seen = ones_below(-int64_t{start});   // the prefix
+  uint64_t nodes = 0;
+  if (start > -64 && start < request.nodes) {
+    const int64_t* words = problem.visible + int64_t{request.first + node} * problem.words;
+    if (start <= 0) {
+      nodes = static_cast<uint64_t>(words[0]) << -start;
+    } else {
+      const int32_t word = start / 64, shift = start % 64;
+      nodes = static_cast<uint64_t>(words[word]) >> shift;
+      if (shift > 0 && word + 1 < problem.words) nodes |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
+    }
+    nodes &= ones_below(int64_t{request.nodes} - start);
+  }
+  if (problem.window >= 0) {
+    const int32_t depth = depth_of(problem, request, node);
+    const int64_t lowest = int64_t{request.prefix} + depth - problem.window + 1;  // position of the first key in reach
+    seen &= ~ones_below(lowest - first);
+    if (depth >= problem.window)
+      for (int32_t i = 0; i < 64; ++i)
+        if (nodes >> i & 1 && depth - depth_of(problem, request, start + i) >= problem.window)
+          nodes &= ~(uint64_t{1} << i);
+  }
+  return seen | nodes;
+}
+
+// cap tanh(s / cap)
+PASS_EXT_HOST_DEVICE float softcapped(float s, float cap) {
+  const float y = s / cap;
+  const float e = exponential(-2.0f * (y < 0.0f ? -y : y));
+  const float t = (1.0f - e) / (1.0f + e);
+  return y != y ? y : cap * (y < 0.0f ? -t : t);
+}
+
+// Natural log of 2^maximum sum, the form in which kernels keep a row's total.
+PASS_EXT_HOST_DEVICE float log_of_total(float maximum, float sum) {
+  if (!(sum > 0.0f)) return sum == 0.0f ? float_of(0xff800000u) : sum;
+  return fused(maximum, 0.693147181f, logarithm(sum));
+}
+
+}  // namespace pass_ext

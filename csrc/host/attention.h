@@ -1,0 +1,185 @@
+// Checks of the attention ops' arguments, the same on every device, and their packing into core/attention.h's
+// AttentionProblem; the ops themselves but for the running. Used by cpu/attention.cpp and cuda/attention.cu.
+#pragma once
+
+#include <cmath>
+#include <tuple>
+
+#include "core/attention.h"
+#include "host/packed.h"
+
+namespace pass_ext {
+
+using AttentionResult = std::tuple<Tensor, Tensor>;  // out, lse
+
+inline FloatType float_type_of(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::BFloat16 ? FloatType::bfloat16
+         : tensor.scalar_type() == ScalarType::Half   ? FloatType::float16
+                                                      : FloatType::float32;
+}
+
+struct AttentionArguments {
+  const Tensor &q, &k_cache, &v_cache, &prefix_lens, &cu_nodes, &visible;
+  int64_t max_nodes;
+  const OptionalTensor &k_new, &v_new, &block_table, &depths;
+  std::optional<double> scale;
+  double softcap;
+  int64_t window;
+};
+
+// A cache's rows: [outer, slot, head, head_dim].
+inline KeyRows cache_rows_of(const AttentionArguments& arguments, const char* argument, const Tensor& cache) {
+  constexpr const char* op = "attention_tree";
+  const Tensor& q = arguments.q;
+  check_dtype(op, argument, cache, {q.scalar_type()});
+  check_dim(op, argument, cache, 4, arguments.block_table ? "[pages, page, Hkv, D]" : "[B, S, Hkv, D]");
+  check_size(op, argument, cache, 3, q.size(2), "q's head size D");
+  check_same_device(op, argument, cache, "q", q);
+  check_contiguous_rows(op, argument, cache);
+  return {cache.const_data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
+}
+
+// The nodes' own rows: [N, head, head_dim].
+inline KeyRows new_rows_of(const AttentionArguments& arguments, const char* argument, const Tensor& fresh) {
+  constexpr const char* op = "attention_tree";
+  const Tensor& q = arguments.q;
+  check_dtype(op, argument, fresh, {q.scalar_type()});
+  check_dim(op, argument, fresh, 3, "[N, Hkv, D]");
+  check_size(op, argument, fresh, 0, q.size(0), "the packed nodes of q");
+  check_size(op, argument, fresh, 1, arguments.k_cache.size(2), "the heads of k_cache");
+  check_size(op, argument, fresh, 2, q.size(2), "q's head size D");
+  check_same_device(op, argument, fresh, "q", q);
+  check_contiguous_rows(op, argument, fresh);
+  return {fresh.const_data_ptr(), 0, fresh.stride(0), fresh.stride(1)};
+}
+
+inline void check_head_dim(const char* op, const Tensor& q) {
+  for (int64_t known : {64, 80, 96, 128, 256})
+    if (q.size(2) == known) return;
+  refuse(op, "q must have a head size of 64, 80, 96, 128 or 256, got ", describe(q));
+}
+
+// Makes the outputs and the problem that fills them. `q` is contiguous.
+inline AttentionResult prepare_attention(const AttentionArguments& arguments, AttentionProblem& problem) {
+  constexpr const char* op = "attention_tree";
+  const Tensor &q = arguments.q, &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
+  check_dtype(op, "q", q, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
+  check_dim(op, "q", q, 3, "[N, Hq, D]");
+  check_head_dim(op, q);
+  check_max_nodes(op, arguments.max_nodes);
+  problem.k_cache = cache_rows_of(arguments, "k_cache", k_cache);
+  problem.v_cache = cache_rows_of(arguments, "v_cache", v_cache);
+  for (int64_t i = 0; i < 3; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i), "as k_cache");
+  if (k_cache.size(2) < 1 || q.size(1) % k_cache.size(2) != 0)
+    refuse(op, "q must have a multiple of the ", k_cache.size(2), " heads of k_cache, got ", describe(q));
+  if (arguments.k_new.has_value() != arguments.v_new.has_value())
+    refuse(op, "k_new and v_new must come together, got only ", arguments.k_new ? "k_new" : "v_new");
+  if (arguments.k_new) {
+    problem.k_new = new_rows_of(arguments, "k_new", *arguments.k_new);
+    problem.v_new = new_rows_of(arguments, "v_new", *arguments.v_new);
+  }
+  problem.requests = check_cu_nodes(op, arguments.cu_nodes, "q", q);
+  problem.cu_nodes = static_cast<const int32_t*>(arguments.cu_nodes.const_data_ptr());
+  problem.prefix_lens = check_integers(op, "prefix_lens", arguments.prefix_lens, "q", q);
+  check_size(op, "prefix_lens", arguments.prefix_lens, 0, problem.requests, "the requests of cu_nodes");
+  problem.visible = check_visible(op, arguments.visible, arguments.max_nodes, q.size(0), "q", q);
+  if (arguments.block_table) {
+    const Tensor& table = *arguments.block_table;
+    problem.block_table = check_block_table(op, table, problem.requests, "q", q);
+    problem.table_stride = table.stride(0);
+    if (k_cache.size(1) < 1) refuse(op, "k_cache must have pages of at least 1 slot, got ", describe(k_cache));
+    problem.slots = table.size(1) * k_cache.size(1);
+  } else {
+    check_size(op, "k_cache", k_cache, 0, problem.requests, "the requests of cu_nodes; no block_table was given");
+    problem.slots = k_cache.size(1);
+  }
+  if (problem.slots > INT32_MAX || k_cache.size(0) > INT32_MAX || k_cache.size(1) > INT32_MAX)
+    refuse(op, "k_cache must have less than 2^31 slots and pages, got ", describe(k_cache));
+  problem.page_size = static_cast<int32_t>(k_cache.size(1));
+  problem.pages = static_cast<int32_t>(k_cache.size(0));
+  if (arguments.window < -1 || arguments.window == 0 || arguments.window > INT32_MAX)
+    refuse(op, "window must be positive, or -1 for none, got ", arguments.window);
+  problem.window = static_cast<int32_t>(arguments.window);
+  if (arguments.depths) {
+    check_integers(op, "depths", *arguments.depths, "q", q);
+    check_size(op, "depths", *arguments.depths, 0, q.size(0), "the packed nodes of q");
+  }
+  if (problem.window >= 0) {
+    if (!arguments.depths) refuse(op, "depths must be given with a window (tree_prepare makes them), got None");
+    problem.depths = static_cast<const int32_t*>(arguments.depths->const_data_ptr());
+  }
+  if (!(arguments.softcap >= 0) || std::isinf(arguments.softcap))
+    refuse(op, "softcap must be positive, or 0 for none, got ", arguments.softcap);
+  problem.scale = static_cast<float>(arguments.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2)))));
+  if (!std::isfinite(problem.scale)) refuse(op, "scale must be finite, got ", problem.scale);
+  problem.softcap = static_cast<float>(arguments.softcap);
+  problem.q = q.const_data_ptr();
+  problem.rows = q.size(0);
+  if (problem.rows > INT32_MAX) refuse(op, "q must have less than 2^31 rows, got ", describe(q));
+  problem.heads = static_cast<int32_t>(q.size(1));
+  problem.kv_heads = static_cast<int32_t>(k_cache.size(2));
+  problem.group = problem.heads / problem.kv_heads;
+  problem.head_dim = static_cast<int32_t>(q.size(2));
+  problem.max_nodes = static_cast<int32_t>(arguments.max_nodes);
+  problem.words = static_cast<int32_t>(words_for(arguments.max_nodes));
+  problem.type = float_type_of(q);
+  const Tensor out = empty_of_shape(q, {q.size(0), q.size(1), q.size(2)});
+  const Tensor lse = empty_of_shape(q, {q.size(0), q.size(1)}, ScalarType::Float);
+  problem.out = out.mutable_data_ptr();
+  problem.lse = static_cast<float*>(lse.mutable_data_ptr());
+  return {out, lse};
+}
+
+// The op as torch calls it, on the device whose `run` fills in the outputs.
+
+using RunAttention = void (*)(const AttentionProblem& problem, const Tensor& q);
+
+template <RunAttention run>
+AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& prefix_lens,
+                               const Tensor& cu_nodes, const Tensor& visible, int64_t max_nodes,
+                               const OptionalTensor& k_new, const OptionalTensor& v_new,
+                               const OptionalTensor& block_table, const OptionalTensor& depths,
+                               std::optional<double> scale, double softcap, int64_t window) {
+  AttentionProblem problem{};
+  const Tensor flat_q = contiguous_of(q);
+  const AttentionResult result = prepare_attention({flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes,
+                                                    k_new, v_new, block_table, depths, scale, softcap, window},
+                                                   problem);
+  run(problem, flat_q);
+  return result;
+}
+
+using RunMerge = void (*)(const MergeProblem& problem, const Tensor& out);
+
+template <RunMerge run>
+AttentionResult attention_merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
+  constexpr const char* op = "attention_merge";
+  check_dtype(op, "out_a", out_a, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
+  check_dtype(op, "out_b", out_b, {out_a.scalar_type()});
+  if (out_a.dim() < 1) refuse(op, "out_a must have shape [..., D], got ", describe(out_a));
+  const int64_t dim = out_a.dim() - 1;
+  check_dim(op, "out_b", out_b, dim + 1, "as out_a");
+  for (int64_t i = 0; i <= dim; ++i) check_size(op, "out_b", out_b, i, out_a.size(i), "as out_a");
+  std::vector<int64_t> shape;
+  for (int64_t i = 0; i < dim; ++i) shape.push_back(out_a.size(i));
+  for (const auto& [name, lse] : {std::pair{"lse_a", &lse_a}, std::pair{"lse_b", &lse_b}}) {
+    check_dtype(op, name, *lse, {ScalarType::Float});
+    check_dim(op, name, *lse, dim, "out_a's without the last dimension");
+    for (int64_t i = 0; i < dim; ++i) check_size(op, name, *lse, i, shape[i], "as out_a");
+    check_same_device(op, name, *lse, "out_a", out_a);
+  }
+  check_same_device(op, "out_b", out_b, "out_a", out_a);
+  const Tensor flat_out_a = contiguous_of(out_a), flat_out_b = contiguous_of(out_b);
+  const Tensor flat_lse_a = contiguous_of(lse_a), flat_lse_b = contiguous_of(lse_b);
+  const Tensor lse = empty_of_shape(out_a, shape, ScalarType::Float);
+  shape.push_back(out_a.size(dim));
+  const Tensor out = empty_of_shape(out_a, shape);
+  run({flat_out_a.const_data_ptr(), flat_out_b.const_data_ptr(), static_cast<const float*>(flat_lse_a.const_data_ptr()),
+       static_cast<const float*>(flat_lse_b.const_data_ptr()), out.mutable_data_ptr(),
+       static_cast<float*>(lse.mutable_data_ptr()), lse.numel(), static_cast<int32_t>(out_a.size(dim)),
+       float_type_of(out_a)},
+      out);
+  return {out, lse};
+}
+
+}  // namespace pass_ext

@@ -1,0 +1,160 @@
+"""``attention_tree``: a step's nodes attend to one long prefix and to the nodes that their bits let them see.
+``attention_merge``: two attention results over disjoint keys, made one.
+
+The formulas: csrc/core/attention.h. Kernels: csrc/cpu/attention.cpp, csrc/cuda/attention.cuh. Called by decoders in place of
+their attention function, once per layer.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pass_ext import _library
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MOST_NODES = 1024
+
+_op = torch.ops.pass_ext.attention_tree.default
+_merge_op = torch.ops.pass_ext.attention_merge.default
+
+
+def attention_tree(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    visible: Tensor,
+    max_nodes: int,
+    *,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    block_table: Tensor | None = None,
+    depths: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """Attention of N packed nodes of B requests; row i sees its request's whole prefix and the nodes in ``visible[i]``.
+
+    Args:
+        q: ``[N, Hq, D]`` bfloat16, float16 or float32; D is 64, 80, 96, 128 or 256.
+        k_cache, v_cache: ``[B, S, Hkv, D]`` with any strides, D contiguous (a ``[B, Hkv, S, D]`` cache comes through
+            ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a ``block_table``. Hq is any multiple of Hkv.
+        prefix_lens: ``[B]`` int32, committed tokens of each request: its slots ``[0, prefix_len)``.
+        cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. Rows
+            behind the last bound belong to nobody.
+        visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits.
+        max_nodes: no request has more nodes than this; at most 1,024.
+        k_new, v_new: ``[N, Hkv, D]``, the nodes' own keys and values, where they are not in the cache. Without them node j
+            is at slot ``prefix_len + j``.
+        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request.
+        depths: ``[N]`` int32, edges from the root (``tree_prepare`` gives them); needed with a window only.
+        scale: of the logits; None is ``D ** -0.5``.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is none.
+        window: a node sees keys at most this far back in the text, itself included: those with
+            ``position - window < key position``, a node's position being ``prefix_len + depth``. -1 is all.
+
+    Returns:
+        ``(out [N, Hq, D] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials. A row that
+        sees nothing, and a row that belongs to nobody: out 0, lse -inf.
+
+    What no row sees is never read into a result: unused slots, page padding and hidden nodes may hold NaN. Sums run in a
+    fixed order: the same call gives the same bits.
+
+    The CPU refuses lengths, bounds and pages that do not fit. On CUDA nobody waits for the GPU to look: lengths and bounds
+    are cut to what there is, and a page that the pool does not have reads as zeros; ``pass_ext.set_debug(True)`` checks them
+    there too. No gradients: it raises where one is wanted.
+    """
+    if torch.compiler.is_compiling():
+        return _op(
+            q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
+            softcap, window,
+        )  # fmt: skip
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        raise RuntimeError(
+            "pass_ext::attention_tree: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
+        )
+    if _library.debug_enabled() and q.is_cuda:
+        check_fits(k_cache, prefix_lens, cu_nodes, q.shape[0], max_nodes, block_table, nodes_in_cache=k_new is None)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _op(
+            q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
+            softcap, window,
+        )  # fmt: skip
+
+
+def check_fits(
+    cache: Tensor,
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    rows: int,
+    max_nodes: int,
+    block_table: Tensor | None,
+    *,
+    nodes_in_cache: bool,
+    op: str = "attention_tree",
+) -> None:
+    """Raises IndexError for bounds, lengths or pages that the CPU would refuse. Waits for the device."""
+    bounds, prefixes = cu_nodes.tolist(), prefix_lens.tolist()
+    slots = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    for b, (first, last) in enumerate(pairwise(bounds)):
+        nodes = last - first
+        if not 0 <= first <= last <= rows or nodes > max_nodes:
+            raise IndexError(f"pass_ext::{op}: cu_nodes must rise to at most {rows} in steps of at most {max_nodes}, got "
+                             f"{first} and {last} at {b}")  # fmt: skip
+        needed = prefixes[b] + (nodes if nodes_in_cache else 0)
+        if prefixes[b] < 0 or needed > slots:
+            raise IndexError(f"pass_ext::{op}: request {b} needs {needed} slots (prefix_lens {prefixes[b]}, {nodes} nodes), "
+                             f"the cache has {slots}")  # fmt: skip
+        if block_table is not None and nodes:
+            pages = block_table[b, : -(-needed // cache.shape[1])]
+            if bool(((pages < 0) | (pages >= cache.shape[0])).any()):
+                raise IndexError(f"pass_ext::{op}: block_table must name pages below {cache.shape[0]} for the first {needed} "
+                                 f"slots, got {pages.tolist()} at {b}")  # fmt: skip
+
+
+def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two attention results for the same rows over disjoint keys, made one.
+
+    Args:
+        out_a, out_b: ``[..., D]`` bfloat16, float16 or float32.
+        lse_a, lse_b: ``[...]`` float32, natural log of each one's sum of exponentials; -inf where it saw nothing.
+
+    Returns:
+        ``(out [..., D], lse [...])``, as one attention over all the keys would give.
+    """
+    if torch.compiler.is_compiling():
+        return _merge_op(out_a, lse_a, out_b, lse_b)
+    if torch.is_grad_enabled() and (out_a.requires_grad or out_b.requires_grad):
+        raise RuntimeError(
+            "pass_ext::attention_merge: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return _merge_op(out_a, lse_a, out_b, lse_b)
+
+
+@torch.library.register_fake("pass_ext::attention_tree")
+def _attention_shape(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    visible: Tensor,
+    max_nodes: int,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    block_table: Tensor | None,
+    depths: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.register_fake("pass_ext::attention_merge")
+def _merge_shape(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)

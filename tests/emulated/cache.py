@@ -1,0 +1,6 @@
+"""The cache ops on the emulator."""
+
+from collections.abc import Callable
+from typing import Any
+
+KERNELS: dict[str, Callable[..., Any]] = {}
