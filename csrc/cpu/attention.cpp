@@ -44,19 +44,6 @@ class Buffer {
   size_t size_ = 0;
 };
 
-AttentionScratch thread_scratch(int32_t dim) {
-  thread_local Buffer buffer;
-  const size_t sizes[] = {size_t(dim) * kTaskRows, size_t(dim) * kTileKeys,        size_t(dim) * kTileKeys,
-                          kTileKeys * kTileKeys,   static_cast<size_t>(kTileKeys), size_t(dim) * 2};
-  size_t total = 0;
-  for (size_t size : sizes) total += size;
-  float* parts[6];
-  parts[0] = buffer.at_least(total);
-  for (int i = 1; i < 6; ++i) parts[i] = parts[i - 1] + sizes[i - 1];
-  const auto words = [](float* part) { return reinterpret_cast<uint32_t*>(part); };
-  return {words(parts[0]), words(parts[1]), words(parts[2]), words(parts[3]), parts[4], parts[5]};
-}
-
 // Rows of one request and key head: the chunks of their keys are tasks, the last one done merges them. How keys are cut
 // depends on the request alone, so neither the batch around it nor the number of threads changes a bit of its result.
 struct Unit {
@@ -116,6 +103,28 @@ class Pool {
   std::vector<Buffer*> free_;
 };
 
+// Work space of one thread for one call.
+class Worker {
+ public:
+  explicit Worker(size_t dim) {
+    thread_local Buffer buffer;
+    const size_t sizes[] = {dim * kTaskRows,       dim * kTileKeys, dim * kTileKeys,
+                            kTileKeys * kTileKeys, kTileKeys,       dim * 2};
+    size_t total = 0;
+    for (size_t size : sizes) total += size;
+    float* parts[6] = {buffer.at_least(total)};
+    for (int i = 1; i < 6; ++i) parts[i] = parts[i - 1] + sizes[i - 1];
+    const auto words = [](float* part) { return reinterpret_cast<uint32_t*>(part); };
+    scratch_ = {words(parts[0]), words(parts[1]), words(parts[2]), words(parts[3]), parts[4], parts[5]};
+  }
+
+  void run(Unit& unit, int32_t chunk, Pool& pool);
+
+ private:
+  AttentionScratch scratch_;
+  const Unit* arranged_ = nullptr;  // whose queries the scratch holds
+};
+
 std::vector<std::unique_ptr<Unit>> units_of(const AttentionProblem& problem) {
   std::vector<std::unique_ptr<Unit>> units;
   for (int64_t b = 0; b < problem.requests; ++b) {
@@ -134,12 +143,13 @@ std::vector<std::unique_ptr<Unit>> units_of(const AttentionProblem& problem) {
   return units;
 }
 
-void run_task(Unit& unit, int32_t chunk, Pool& pool) {
+void Worker::run(Unit& unit, int32_t chunk, Pool& pool) {
   float* const memory = pool.memory_of(unit);
-  const AttentionScratch scratch = thread_scratch(unit.task.problem->head_dim);
-  const AttentionTask task = unit.chunk(chunk);
+  AttentionTask task = unit.chunk(chunk);
+  task.has_queries = arranged_ == &unit;
+  arranged_ = &unit;
   const PartialRows result = unit.result(memory, chunk);
-  PASS_EXT_AT_ISA(attend(task, scratch, result));
+  PASS_EXT_AT_ISA(attend(task, scratch_, result));
   if (unit.unfinished.fetch_sub(1) != 1) return;
   PartialRows parts[kMostChunks];
   for (int32_t i = 0; i < unit.chunks; ++i) parts[i] = unit.result(memory, i);
@@ -197,7 +207,8 @@ void attend_on_cpu(const AttentionProblem& problem, const Tensor&) {
   static Pool pool;
   std::atomic<size_t> next{0};
   const auto run = [&](int64_t, int64_t) {
-    for (size_t i = next++; i < tasks.size(); i = next++) run_task(*tasks[i].first, tasks[i].second, pool);
+    Worker worker(problem.head_dim);
+    for (size_t i = next++; i < tasks.size(); i = next++) worker.run(*tasks[i].first, tasks[i].second, pool);
   };
   const int64_t threads = work < kAloneBelow ? 1 : std::min<int64_t>(tasks.size(), torch::stable::get_num_threads());
   if (threads <= 1)

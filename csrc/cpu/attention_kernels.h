@@ -27,6 +27,25 @@ inline Words lanes_at(const uint32_t* from) { return load_words(from); }
 inline Floats add_product(Floats sum, Words a, Words b) { return sum_of_products(sum, a, b); }
 #endif
 
+// Cache lines that will be needed soon, asked for a few at a time while the processor multiplies: a tile's rows arrive
+// before it is their turn.
+struct Ahead {
+  const void* const* rows[2] = {};  // of keys, of values
+  int32_t count = 0, row_bytes = 0, lines_at_once = 0;
+  int32_t next = 0, offset = 0;
+
+  void fetch() {
+    for (int32_t i = 0; i < lines_at_once && next < 2 * count; ++i) {
+      __builtin_prefetch(static_cast<const char*>(rows[next >= count][next % count]) + offset, 0, 2);
+      offset += 64;
+      if (offset >= row_bytes) {
+        offset = 0;
+        ++next;
+      }
+    }
+  }
+};
+
 // A [rows, steps] with strides, B [steps, columns], C [rows, columns]: overwritten, or first multiplied by scale[row].
 template <typename E>
 struct Product {
@@ -69,11 +88,17 @@ inline void multiply_block(const Product<E>& p, int64_t first_row, int64_t first
 }
 
 template <int V, typename E>
-void multiply_columns(const Product<E>& p, int64_t rows, int64_t column) {
+void multiply_columns(const Product<E>& p, int64_t rows, int64_t column, Ahead& ahead) {
   int64_t m = 0;
   if constexpr (V == 1 && kMostVectors == 4)  // six sums would wait for one another
-    for (; rows - m >= 12; m += 12) multiply_block<12, V>(p, m, column);
-  for (; rows - m >= kMostRows; m += kMostRows) multiply_block<kMostRows, V>(p, m, column);
+    for (; rows - m >= 12; m += 12) {
+      ahead.fetch();
+      multiply_block<12, V>(p, m, column);
+    }
+  for (; rows - m >= kMostRows; m += kMostRows) {
+    ahead.fetch();
+    multiply_block<kMostRows, V>(p, m, column);
+  }
   switch (rows - m) {
     case 5: return multiply_block<5, V>(p, m, column);
     case 4: return multiply_block<4, V>(p, m, column);
@@ -85,22 +110,22 @@ void multiply_columns(const Product<E>& p, int64_t rows, int64_t column) {
 
 // `columns` is a multiple of the vector.
 template <typename E>
-void multiply(const Product<E>& p, int64_t rows, int64_t columns) {
+void multiply(const Product<E>& p, int64_t rows, int64_t columns, Ahead& ahead) {
   for (int64_t n = 0; n < columns;) {
     const int64_t left = (columns - n) / Floats::width;
     // Five and six vectors go better as three and the rest than as four and the rest.
     const int64_t vectors = left == 5 || left == 6 ? minimum_of(3, kMostVectors) : minimum_of(left, kMostVectors);
     switch (vectors) {
       case 4:
-        if constexpr (kMostVectors >= 4) multiply_columns<4>(p, rows, n);
+        if constexpr (kMostVectors >= 4) multiply_columns<4>(p, rows, n, ahead);
         break;
       case 3:
-        if constexpr (kMostVectors >= 3) multiply_columns<3>(p, rows, n);
+        if constexpr (kMostVectors >= 3) multiply_columns<3>(p, rows, n, ahead);
         break;
       case 2:
-        if constexpr (kMostVectors >= 2) multiply_columns<2>(p, rows, n);
+        if constexpr (kMostVectors >= 2) multiply_columns<2>(p, rows, n, ahead);
         break;
-      default: multiply_columns<1>(p, rows, n);
+      default: multiply_columns<1>(p, rows, n, ahead);
     }
     n += vectors * Floats::width;
   }
@@ -113,7 +138,8 @@ template <typename T>
 struct Singles {
   using Storage = T;
   using Element = float;
-  static constexpr int size = 1;  // keys, or components, in an element
+  static constexpr int size = 1;                        // keys, or components, in an element
+  static constexpr bool is_stored_so = sizeof(T) == 4;  // keys in a cache are rows of elements
 
   static float query(const T* row, int32_t i) { return to_float(row[i]); }
 
@@ -138,6 +164,7 @@ struct Pairs {
   using Storage = bfloat16;
   using Element = uint32_t;
   static constexpr int size = 2;
+  static constexpr bool is_stored_so = true;
 
   static uint32_t query(const bfloat16* row, int32_t i) {
     return static_cast<uint32_t>(row[2 * i].bits) | static_cast<uint32_t>(row[2 * i + 1].bits) << 16;
@@ -159,29 +186,42 @@ struct Pairs {
 
 // ---- a tile ----
 
-// Rows of K or V in order of keys, found page by page.
-template <typename T>
-struct RowFinder {
-  const AttentionTask& task;
-  const KeyRows &cache, &fresh;
-  const T* next = nullptr;
-  int64_t stride = 0;
-  int32_t left = 0;  // rows that lie `stride` apart from here
+template <typename Form>
+struct Keys {
+  const typename Form::Element* data;
+  int64_t row;
+};
 
-  const T* operator()(int32_t key) {
-    if (left == 0) {
-      const AttentionProblem& problem = *task.problem;
-      next = key_row<T>(problem, task.request, cache, fresh, key, task.head);
-      const bool is_fresh = fresh.data && key >= task.request.prefix;
-      stride = is_fresh ? fresh.slot : cache.slot;
-      left = fresh.data && !is_fresh ? task.request.prefix - key : task.end_key - key;
-      if (problem.block_table && !is_fresh)
-        left = static_cast<int32_t>(minimum_of(left, problem.page_size - key % problem.page_size));
+// Where the rows of a tile lie.
+template <typename T>
+struct TileRows {
+  const T *key[kTileKeys], *value[kTileKeys];
+  int32_t count = 0;
+  bool is_even = false;  // one distance between neighbours all along, for keys and for values
+
+  void find(const AttentionTask& task, int32_t first) {
+    const AttentionProblem& problem = *task.problem;
+    const AttentionRequest& request = task.request;
+    count = static_cast<int32_t>(minimum_of(kTileKeys, task.end_key - first));
+    is_even = true;
+    for (int32_t i = 0; i < count;) {
+      const int32_t from = first + i;
+      const bool is_fresh = problem.k_new.data && from >= request.prefix;
+      int64_t run = problem.k_new.data && !is_fresh ? request.prefix - from : count - i;
+      if (problem.block_table && !is_fresh) run = minimum_of(run, problem.page_size - from % problem.page_size);
+      const int32_t end = static_cast<int32_t>(minimum_of(i + run, count));
+      is_even = is_even && end - i == count;
+      put(key, i, end, key_row<T>(problem, request, problem.k_cache, problem.k_new, from, task.head),
+          is_fresh ? problem.k_new.slot : problem.k_cache.slot);
+      put(value, i, end, key_row<T>(problem, request, problem.v_cache, problem.v_new, from, task.head),
+          is_fresh ? problem.v_new.slot : problem.v_cache.slot);
+      i = end;
     }
-    const T* row = next;
-    next += stride;
-    --left;
-    return row;
+  }
+
+ private:
+  static void put(const T** rows, int32_t begin, int32_t end, const T* row, int64_t stride) {
+    for (int32_t i = begin; i < end; ++i) rows[i] = row + (i - begin) * stride;
   }
 };
 
@@ -203,32 +243,39 @@ const T* cleaned(const T* row, T* to, int32_t dim) {
   return to;
 }
 
-// Fills the tiles with `keys` keys from `first` on, and up to a whole element with zeros. Where not all rows see all of
-// them, values that are not finite are left out; returns whether there were any.
+// The keys as the product reads them: where they lie, if they lie there as elements already.
 template <typename Form>
-bool fill_tiles(const AttentionTask& task, const AttentionScratch& scratch, RowFinder<typename Form::Storage>& find_key,
-                RowFinder<typename Form::Storage>& find_value, int32_t first, int32_t keys, bool all_seen) {
-  using T = typename Form::Storage;
+Keys<Form> keys_of(const TileRows<typename Form::Storage>& rows, const AttentionScratch& scratch, int32_t dim) {
   using E = typename Form::Element;
-  const int32_t dim = task.problem->head_dim;
-  for (int32_t key = 0; key < keys; ++key)
-    Form::put_key(reinterpret_cast<E*>(scratch.keys), key, find_key(first + key), dim);
+  if constexpr (Form::is_stored_so)
+    if (rows.is_even && (rows.count == 1 || (rows.key[1] - rows.key[0]) % Form::size == 0))
+      return {reinterpret_cast<const E*>(rows.key[0]), rows.count == 1 ? 0 : (rows.key[1] - rows.key[0]) / Form::size};
+  E* const tile = reinterpret_cast<E*>(scratch.keys);
+  for (int32_t i = 0; i < rows.count; ++i) Form::put_key(tile, i, rows.key[i], dim);
+  return {tile, dim / Form::size};
+}
+
+// Fills the tile of values, up to a whole element with zeros. Where not all rows see all keys, values that are not
+// finite are left out; returns whether there were any.
+template <typename Form>
+bool fill_values(const TileRows<typename Form::Storage>& rows, const AttentionScratch& scratch, int32_t dim,
+                 bool all_seen) {
+  using T = typename Form::Storage;
   T* const spare = static_cast<T*>(scratch.row);
   bool left_out = false;
-  for (int32_t key = 0; key < keys; key += Form::size) {
-    const T* rows[Form::size];
+  for (int32_t first = 0; first < rows.count; first += Form::size) {
+    const T* sources[Form::size];
     for (int i = 0; i < Form::size; ++i) {
       T* const own = spare + i * dim;
-      if (key + i >= keys) {
+      if (first + i >= rows.count) {
         memset(own, 0, dim * sizeof(T));
-        rows[i] = own;
+        sources[i] = own;
         continue;
       }
-      const T* row = find_value(first + key + i);
-      rows[i] = all_seen ? row : cleaned(row, own, dim);
-      left_out |= rows[i] != row;
+      sources[i] = all_seen ? rows.value[first + i] : cleaned(rows.value[first + i], own, dim);
+      left_out |= sources[i] != rows.value[first + i];
     }
-    Form::put_values(reinterpret_cast<E*>(scratch.values), key, rows, dim);
+    Form::put_values(reinterpret_cast<typename Form::Element*>(scratch.values), first, sources, dim);
   }
   return left_out;
 }
@@ -342,24 +389,36 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
   const int32_t padded = (task.rows + kBlockRows - 1) / kBlockRows * kBlockRows;
   E* const queries = reinterpret_cast<E*>(scratch.queries);
   float* const scores = reinterpret_cast<float*>(scratch.scores);
-  arrange_queries<Form>(task, queries, padded);
+  if (!task.has_queries) arrange_queries<Form>(task, queries, padded);
   memset(result.values, 0, sizeof(float) * task.rows * dim);
   for (int32_t r = 0; r < padded; ++r) {
     result.maximum[r] = -kLargest;
     result.total[r] = result.exact_total[r] = 0.0f;
   }
-  RowFinder<T> find_key{task, problem.k_cache, problem.k_new}, find_value{task, problem.v_cache, problem.v_new};
-  for (int32_t first = task.first_key; first < task.end_key; first += kTileKeys) {
-    const int32_t keys = static_cast<int32_t>(minimum_of(kTileKeys, task.end_key - first));
+  TileRows<T> tiles[2];
+  tiles[0].find(task, task.first_key);
+  for (int32_t first = task.first_key, turn = 0; first < task.end_key; first += kTileKeys, turn = 1 - turn) {
+    const TileRows<T>& tile = tiles[turn];
+    const int32_t keys = tile.count;
     const bool all_seen = all_see(problem, task.request, first, keys);
-    const bool left_out = fill_tiles<Form>(task, scratch, find_key, find_value, first, keys, all_seen);
+    const Keys<Form> key_rows = keys_of<Form>(tile, scratch, dim);
+    const bool left_out = fill_values<Form>(tile, scratch, dim, all_seen);
+    Ahead ahead;
+    if (first + keys < task.end_key) {
+      tiles[1 - turn].find(task, first + keys);
+      ahead.rows[0] = reinterpret_cast<const void* const*>(tiles[1 - turn].key);
+      ahead.rows[1] = reinterpret_cast<const void* const*>(tiles[1 - turn].value);
+      ahead.count = tiles[1 - turn].count;
+      ahead.row_bytes = dim * static_cast<int32_t>(sizeof(T));
+      ahead.lines_at_once = 12;
+    }
     const bool is_raw = all_seen && problem.softcap == 0.0f;
     for (int32_t row = 0; row < task.rows; row += kBlockRows) {
       const int32_t rows = static_cast<int32_t>(minimum_of(kBlockRows, task.rows - row));
       const int32_t width = (rows + Floats::width - 1) / Floats::width * Floats::width;
-      multiply(Product<E>{reinterpret_cast<const E*>(scratch.keys), steps, 1, queries + int64_t{row} * steps,
-                          kBlockRows, steps, scores, width, nullptr},
-               keys, width);
+      multiply(Product<E>{key_rows.data, key_rows.row, 1, queries + int64_t{row} * steps, kBlockRows, steps, scores,
+                          width, nullptr},
+               keys, width, ahead);
       if (!is_raw) finish_scores(task, scores, width, row, rows, first, keys, all_seen);
       const float factor = is_raw ? problem.scale * kLog2E : 1.0f;
       for (int32_t r = 0; r < width; r += Floats::width)
@@ -367,7 +426,7 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
                                              result.total + row + r, result.exact_total + row + r));
       multiply(Product<E>{reinterpret_cast<const E*>(scores), 1, width, reinterpret_cast<const E*>(scratch.values), dim,
                           (keys + Form::size - 1) / Form::size, result.values + int64_t{row} * dim, dim, scratch.scale},
-               rows, dim);
+               rows, dim, ahead);
     }
     if (left_out) add_left_out<T>(task, first, keys, result);
   }
