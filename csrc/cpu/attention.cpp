@@ -149,7 +149,7 @@ void Worker::run(Unit& unit, int32_t chunk, Pool& pool) {
   task.has_queries = arranged_ == &unit;
   arranged_ = &unit;
   const PartialRows result = unit.result(memory, chunk);
-  PASS_EXT_AT_ISA(attend(task, scratch_, result));
+  PASS_EXT_AT_LEVEL(product_isa(), attend(task, scratch_, result));
   if (unit.unfinished.fetch_sub(1) != 1) return;
   PartialRows parts[kMostChunks];
   for (int32_t i = 0; i < unit.chunks; ++i) parts[i] = unit.result(memory, i);

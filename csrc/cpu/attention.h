@@ -19,7 +19,7 @@ struct AttentionTask {
   int32_t head;             // of the keys
   int32_t first_row, rows;  // of the request's nodes times group
   int32_t first_key, end_key;
-  bool has_queries;  // the scratch holds them already, from another chunk of the same rows
+  bool has_queries = false;  // the scratch holds them already, from another chunk of the same rows
 
   int32_t node_of(int32_t row) const { return (first_row + row) / problem->group; }
   // Among the rows of q and out, [rows, heads].

@@ -30,13 +30,15 @@ inline Floats add_product(Floats sum, Words a, Words b) { return sum_of_products
 // Cache lines that will be needed soon, asked for a few at a time while the processor multiplies: a tile's rows arrive
 // before it is their turn.
 struct Ahead {
-  const void* const* rows[2] = {};  // of keys, of values
+  const void* const* keys = nullptr;  // rows
+  const void* const* values = nullptr;
   int32_t count = 0, row_bytes = 0, lines_at_once = 0;
   int32_t next = 0, offset = 0;
 
   void fetch() {
-    for (int32_t i = 0; i < lines_at_once && next < 2 * count; ++i) {
-      __builtin_prefetch(static_cast<const char*>(rows[next >= count][next % count]) + offset, 0, 2);
+    for (int32_t i = 0; i < lines_at_once && next < count; ++i) {
+      __builtin_prefetch(static_cast<const char*>(keys[next]) + offset, 0, 2);
+      __builtin_prefetch(static_cast<const char*>(values[next]) + offset, 0, 2);
       offset += 64;
       if (offset >= row_bytes) {
         offset = 0;
@@ -345,21 +347,26 @@ Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, floa
 
 // ---- a task ----
 
+// Rows of the block that begins at `row`, up to a whole vector: how far its columns lie apart.
+inline int32_t width_of_block(const AttentionTask& task, int32_t row) {
+  const int32_t rows = static_cast<int32_t>(minimum_of(kBlockRows, task.rows - row));
+  return (rows + Floats::width - 1) / Floats::width * Floats::width;
+}
+
+// [block of rows][step][row in block], rows that there are not zero.
 template <typename Form>
-void arrange_queries(const AttentionTask& task, typename Form::Element* to, int32_t padded) {
+void arrange_queries(const AttentionTask& task, typename Form::Element* to) {
   using T = typename Form::Storage;
   const int32_t dim = task.problem->head_dim, steps = dim / Form::size;
   const T* q = static_cast<const T*>(task.problem->q);
-  for (int32_t first = 0; first < padded; first += kBlockRows)  // [block of rows][step][row in block]
-    for (int32_t r = 0; r < kBlockRows; ++r) {
+  for (int32_t first = 0; first < task.rows; first += kBlockRows) {
+    const int32_t width = width_of_block(task, first);
+    for (int32_t r = 0; r < width; ++r) {
       typename Form::Element* column = to + int64_t{first} * steps + r;
-      if (first + r >= task.rows) {
-        for (int32_t i = 0; i < steps; ++i) column[i * kBlockRows] = 0;
-        continue;
-      }
-      const T* row = q + task.packed_row(first + r) * dim;
-      for (int32_t i = 0; i < steps; ++i) column[i * kBlockRows] = Form::query(row, i);
+      const T* row = first + r < task.rows ? q + task.packed_row(first + r) * dim : nullptr;
+      for (int32_t i = 0; i < steps; ++i) column[i * width] = row ? Form::query(row, i) : 0;
     }
+  }
 }
 
 // Rows that see keys whose values are not finite get those: a sum with NaN or infinity in it, and no other is touched.
@@ -389,7 +396,7 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
   const int32_t padded = (task.rows + kBlockRows - 1) / kBlockRows * kBlockRows;
   E* const queries = reinterpret_cast<E*>(scratch.queries);
   float* const scores = reinterpret_cast<float*>(scratch.scores);
-  if (!task.has_queries) arrange_queries<Form>(task, queries, padded);
+  if (!task.has_queries) arrange_queries<Form>(task, queries);
   memset(result.values, 0, sizeof(float) * task.rows * dim);
   for (int32_t r = 0; r < padded; ++r) {
     result.maximum[r] = -kLargest;
@@ -406,18 +413,20 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
     Ahead ahead;
     if (first + keys < task.end_key) {
       tiles[1 - turn].find(task, first + keys);
-      ahead.rows[0] = reinterpret_cast<const void* const*>(tiles[1 - turn].key);
-      ahead.rows[1] = reinterpret_cast<const void* const*>(tiles[1 - turn].value);
+      ahead.keys = reinterpret_cast<const void* const*>(tiles[1 - turn].key);
+      ahead.values = reinterpret_cast<const void* const*>(tiles[1 - turn].value);
       ahead.count = tiles[1 - turn].count;
       ahead.row_bytes = dim * static_cast<int32_t>(sizeof(T));
-      ahead.lines_at_once = 12;
+      const int32_t blocks = (task.rows + kBlockRows - 1) / kBlockRows * (keys / kMostRows) +
+                             task.rows / kMostRows * ((dim + kBlockRows - 1) / kBlockRows);
+      ahead.lines_at_once = ahead.count * (ahead.row_bytes / 32) / 2 / (blocks + 1) + 1;
     }
     const bool is_raw = all_seen && problem.softcap == 0.0f;
     for (int32_t row = 0; row < task.rows; row += kBlockRows) {
       const int32_t rows = static_cast<int32_t>(minimum_of(kBlockRows, task.rows - row));
-      const int32_t width = (rows + Floats::width - 1) / Floats::width * Floats::width;
-      multiply(Product<E>{key_rows.data, key_rows.row, 1, queries + int64_t{row} * steps, kBlockRows, steps, scores,
-                          width, nullptr},
+      const int32_t width = width_of_block(task, row);
+      multiply(Product<E>{key_rows.data, key_rows.row, 1, queries + int64_t{row} * steps, width, steps, scores, width,
+                          nullptr},
                keys, width, ahead);
       if (!is_raw) finish_scores(task, scores, width, row, rows, first, keys, all_seen);
       const float factor = is_raw ? problem.scale * kLog2E : 1.0f;

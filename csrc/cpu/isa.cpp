@@ -35,9 +35,30 @@ std::atomic<Isa>& chosen_isa() {
   return isa;
 }
 
+std::atomic<bool>& was_named() {
+  static std::atomic<bool> named = false;
+  return named;
+}
+
+bool has_fast_dot_products() {
+#if defined(__x86_64__)
+  static const bool is_amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  return is_amd;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 Isa current_isa() { return chosen_isa().load(std::memory_order_relaxed); }
+
+Isa product_isa() {
+  const Isa isa = current_isa();
+  return isa == Isa::avx512_bf16 && !was_named().load(std::memory_order_relaxed) && !has_fast_dot_products()
+             ? Isa::avx512
+             : isa;
+}
 
 }  // namespace pass_ext
 
@@ -46,6 +67,7 @@ const char* pass_ext_cpu_isa() { return pass_ext::kNames[static_cast<int>(pass_e
 int pass_ext_limit_cpu_isa(const char* name) {
   const int level = pass_ext::level_of(name);
   if (level < 0) return 1;
+  pass_ext::was_named().store(*name != '\0');
   const int best = static_cast<int>(pass_ext::best_isa());
   pass_ext::chosen_isa().store(static_cast<pass_ext::Isa>(level < best ? level : best));
   return 0;

@@ -10,6 +10,11 @@ enum class Isa { portable, avx2, avx512, avx512_bf16 };
 // The level in use: the best this processor has, or lower where pass_ext_limit_cpu_isa said so.
 Isa current_isa();
 
+// The level for matrix products: avx512 instead of avx512_bf16 on processors whose bf16 dot products do less work per
+// second than fp32 multiplications (Intel's: one in two cycles against two in one, measured), unless it was asked for
+// by name.
+Isa product_isa();
+
 }  // namespace pass_ext
 
 // The diagnostics that pass_ext/_library.py calls through ctypes. Names: "portable", "avx2", "avx512", "avx512_bf16".
@@ -20,9 +25,10 @@ __attribute__((visibility("default"))) int pass_ext_limit_cpu_isa(const char* na
 }
 
 // Calls function(arguments…) as compiled for the level in use: PASS_EXT_AT_ISA(embed(problem)).
+#define PASS_EXT_AT_ISA(call) PASS_EXT_AT_LEVEL(::pass_ext::current_isa(), call)
 #if defined(__x86_64__)
-#define PASS_EXT_AT_ISA(call)                                      \
-  do switch (::pass_ext::current_isa()) {                          \
+#define PASS_EXT_AT_LEVEL(isa, call)                               \
+  do switch (isa) {                                                \
       case ::pass_ext::Isa::avx512_bf16: avx512_bf16::call; break; \
       case ::pass_ext::Isa::avx512: avx512::call; break;           \
       case ::pass_ext::Isa::avx2: avx2::call; break;               \
@@ -30,5 +36,5 @@ __attribute__((visibility("default"))) int pass_ext_limit_cpu_isa(const char* na
     }                                                              \
   while (false)
 #else
-#define PASS_EXT_AT_ISA(call) portable::call
+#define PASS_EXT_AT_LEVEL(isa, call) portable::call
 #endif
