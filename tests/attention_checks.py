@@ -100,8 +100,8 @@ def assert_within(what: str, actual: Tensor, exact: Tensor, bound: Tensor) -> No
     if excess.numel() and excess.max() > 1:
         place = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
         raise AssertionError(
-            f"{what}: {int((excess > 1).sum())} of {excess.numel()} elements beyond their bound, at most {excess.max():.3g} times, "
-            f"at {place}: {actual[place].item()!r}, exact {exact[place].item()!r}"
+            f"{what}: {int((excess > 1).sum())} of {excess.numel()} elements beyond their bound, at most "
+            f"{excess.max():.3g} times, at {place}: {actual[place].item()!r}, exact {exact[place].item()!r}"
         )
 
 

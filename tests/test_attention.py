@@ -1,11 +1,11 @@
 """attention_tree on every backend: against fp64 with a bound on each element, and what must not change a bit.
 
-Who sees whom: test_attention_masks.py. attention_merge: test_attention_merge.py. That these tests can fail: test_attention_faults.py.
+Who sees whom: test_attention_masks.py. That these tests can fail: test_attention_faults.py.
 """
 
 import pytest
 import torch
-from attention_cases import BITS, FLAT, FULL, INPUTS, LAYOUTS, MASKS, PEAKY, RANDOM, SINK
+from attention_cases import BITS, FLAT, FULL, INPUTS, LAYOUTS, MASKS, PEAKY, RANDOM, SINK, UNUSED_PAGES
 from attention_checks import (
     FLOATS,
     assert_right,
@@ -62,8 +62,8 @@ def test_every_length(backend, prefix):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_a_very_long_prefix(backend, dtype, inputs):
-    if is_small(backend) or backend.name not in ("cuda"):
-        pytest.skip("minutes")
+    if not is_thorough(backend):
+        pytest.skip("seconds each, or minutes")
     check(backend, [131_072], [4], heads=(1, 4), dim=128, dtype=dtype, inputs=inputs, layout="paged 16")
 
 
@@ -162,6 +162,16 @@ def test_anything(backend):
         check(backend, **case)
 
     right()
+
+
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 200])
+def test_a_window_far_behind_the_start(backend, window):
+    """Whole tiles of keys, and whole pages, that nobody reaches; they are poison."""
+    for prefix, nodes in sized(backend, [(190, 4)], [(1000, 30), (5003, 3), (64, 70)]):
+        for dtype in sized(backend, [torch.bfloat16], FLOATS):
+            check(
+                backend, [prefix], [nodes], window=window, heads=(1, 3), layout="paged 16", dtype=dtype, new=window > 64
+            )
 
 
 # ---- the shapes that a decoder pads with ----
@@ -280,6 +290,44 @@ def _contents_of(case):
         yield _rows_of(case["v_cache"], case["v_new"], b, table, prefix, bounds[b], keys)
 
 
+def test_numbers_that_do_not_fit_are_cut_on_a_gpu(backend):
+    """Nothing is read out of bounds and no neighbour touched, though the first request's numbers are nonsense."""
+    if backend.name.startswith("cpu"):
+        pytest.skip("refused there: test_attention_refusals.py")
+    for layout in ("rows", "paged 16"):
+        case, _ = solved([30, 9], [3, 4], layout=layout, window=20)
+        expected = runs(backend, case)
+        deep = torch.full((7,), 2**31 - 1, dtype=torch.int32)
+        deep[3:] = case["depths"][3:]
+        changes = [
+            {"prefix_lens": torch.tensor([2**31 - 1, 9], dtype=torch.int32)},
+            {"prefix_lens": torch.tensor([-5, 9], dtype=torch.int32)},
+            {"cu_nodes": torch.tensor([-7, 3, 7], dtype=torch.int32)},
+            {"depths": deep},
+        ]
+        if layout != "rows":
+            table = case["block_table"].clone()
+            table[0] = torch.tensor(UNUSED_PAGES, dtype=torch.int32).repeat(len(table[0]))[: len(table[0])]
+            changes.append({"block_table": table})
+        for change in changes:
+            assert_same_runs(runs(backend, case | change), expected, slice(3, 7))
+
+
+@pytest.mark.parametrize("layout", ["rows", "paged 1"])
+def test_a_cache_with_no_room_for_the_nodes_on_a_gpu(backend, layout):
+    """Nothing is read out of bounds; what comes out does not matter."""
+    if backend.name.startswith("cpu"):
+        pytest.skip("refused there: test_attention_refusals.py")
+    case, _ = solved([1, 2], [6, 5], layout=layout)
+    for slots in (3, 1, 0):
+        if layout == "rows":
+            small = {name: case[name][:, :slots].contiguous() for name in ("k_cache", "v_cache")}
+        else:
+            small = {"block_table": case["block_table"][:, :slots].contiguous()}
+        out, lse = run(backend, case | small)
+        assert out.shape == case["q"].shape and lse.shape == out.shape[:2]
+
+
 # ---- torch ----
 
 
@@ -379,21 +427,3 @@ def test_debug_mode_checks_on_the_gpu_what_the_cpu_always_checks(cuda):
                 pass_ext.attention_tree(**to(case | change, cuda.device))
     finally:
         pass_ext.set_debug(former)
-
-
-def test_what_does_not_fit_is_cut_on_the_gpu(cuda):
-    """No crash and no neighbour touched, though the first request's numbers are nonsense."""
-    for layout in ("rows", "paged 16"):
-        case, _ = solved([30, 9], [3, 4], layout=layout, window=20)
-        expected = run(cuda, case)
-        for change in (
-            {"prefix_lens": torch.tensor([2**31 - 1, 9], dtype=torch.int32)},
-            {"prefix_lens": torch.tensor([-5, 9], dtype=torch.int32)},
-            {"cu_nodes": torch.tensor([-7, 3, 7], dtype=torch.int32)},
-            {
-                "depths": torch.full((7,), 2**31 - 1, dtype=torch.int32).index_copy(
-                    0, torch.arange(3, 7), case["depths"][3:]
-                )
-            },
-        ):
-            assert_same_runs(run(cuda, case | change), expected, slice(3, 7))
