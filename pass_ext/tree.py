@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -135,7 +135,7 @@ class Tree:
     def branching(self) -> tuple[int, ...] | None:
         """What ``from_branching`` makes these nodes from; None where there is no such thing."""
         widths = [self.depths[: self._num_nodes].count(depth) for depth in range(self.max_depth + 1)]
-        branching = tuple(below // above for above, below in zip(widths, widths[1:], strict=False))
+        branching = tuple(below // above for above, below in pairwise(widths))
         if self._num_nodes != sum(accumulate((1, *branching), int.__mul__)):
             return None
         return branching if Tree.from_branching(branching)._parents == self._parents[: self._num_nodes] else None
@@ -154,7 +154,7 @@ class Tree:
             raise ValueError(
                 "a tree with look-ahead slots cannot be sliced: slice it first, then give it look-ahead slots"
             )
-        if any(above > below for above, below in zip(self.depths, self.depths[1:], strict=False)):
+        if any(above > below for above, below in pairwise(self.depths)):
             raise ValueError(
                 "only a tree whose nodes are numbered level by level can be sliced: breadth_first() gives that"
             )

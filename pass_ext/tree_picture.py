@@ -100,8 +100,7 @@ def _draw_mask(tree: Tree, start: float, ax: Axes) -> None:
 
 
 def _write(ax: Axes, x: float, y: float, text: str, **style: Any) -> None:
-    # The size in points follows the figure: half a unit high, whatever a unit is.
-    figure = ax.get_figure()
-    height = figure.get_size_inches()[1] * 72 if figure is not None else 300.0
-    unit = height / (abs(ax.get_ylim()[1] - ax.get_ylim()[0]) + 1)
-    ax.text(x, y, text, ha="center", va="center", fontsize=max(4.0, min(10.0, 0.5 * unit)), **style)
+    # The size follows the picture's: about half a unit high.
+    (left, top), (right, bottom) = ax.transData.transform([(0, 0), (1, 1)])
+    unit = min(abs(right - left), abs(bottom - top)) * 72 / ax.figure.dpi
+    ax.text(x, y, text, ha="center", va="center", fontsize=max(4.0, min(10.0, 0.55 * unit)), **style)
