@@ -51,13 +51,13 @@ PASS_EXT_HOST_DEVICE TreeRows tree_rows(const int32_t* cu_nodes, int64_t request
 }
 
 // One row of the mask: columns [0, prefix) are seen, column prefix + j is where bit j says so for j < nodes, the others
-// are not. A row that belongs to no node sees nothing. prefix + nodes <= kv_len.
+// are not. A row that belongs to no node sees nothing. The CPU has refused prefix + nodes > kv_len.
 struct MaskRow {
   const int64_t* words;
   int64_t prefix, nodes;
 };
 
-// Row `row` counts through requests and their max_nodes. What does not fit in kv_len is left out.
+// Row `row` counts through requests and their max_nodes.
 template <typename T>
 PASS_EXT_HOST_DEVICE MaskRow mask_row(const TreeMask<T>& problem, int64_t row) {
   const int64_t request = row / problem.max_nodes, node = row - request * problem.max_nodes;
@@ -65,8 +65,8 @@ PASS_EXT_HOST_DEVICE MaskRow mask_row(const TreeMask<T>& problem, int64_t row) {
   if (node >= own.count) return {nullptr, 0, 0};
   const int64_t given = problem.prefix_lens[request];
   const int64_t prefix = given < 0 ? 0 : given < problem.kv_len ? given : problem.kv_len;
-  const int64_t room = problem.kv_len - prefix, nodes = own.count < problem.max_nodes ? own.count : problem.max_nodes;
-  return {problem.visible + (own.first + node) * problem.words, prefix, nodes < room ? nodes : room};
+  const int64_t nodes = own.count < problem.max_nodes ? own.count : problem.max_nodes;
+  return {problem.visible + (own.first + node) * problem.words, prefix, nodes};
 }
 
 // The lowest finite number, which softmax turns into 0 and which, unlike -inf, leaves a row without any column finite.
