@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from steps import depths_of, random_tree
+from steps import depths_of, random_tree, to
 
 import pass_ext
 from pass_ext import reference
@@ -453,12 +453,7 @@ REFUSALS = [("tree_prepare", TREE, *one) for one in PREPARE_REFUSALS] + [
 def test_bad_input_is_refused_in_words(backend, op, good, change, message):
     if backend.name == "emulated":
         pytest.skip("the emulator runs the kernels, not the argument checks in front of them")
-    place = lambda value: value.to(backend.device) if isinstance(value, torch.Tensor) else value  # noqa: E731
-    arguments = {name: place(value) for name, value in (good | change).items()}
-    if change.get("visible") is not None and arguments["visible"].dim() == 2 and "contiguous" in message:
-        arguments["visible"] = torch.ones(4, 2, dtype=torch.int64, device=backend.device)[:, :1]
-    if "stride 2" in message:
-        arguments["parents"] = torch.zeros(8, dtype=torch.int32, device=backend.device)[::2]
+    arguments = to(good | change, backend.device)
     with pytest.raises(RuntimeError, match=f"pass_ext::{op}: .*{message}"):
         getattr(pass_ext, op)(**arguments)
 
