@@ -10,6 +10,8 @@ from pass_ext.lookahead import LookaheadEmbedding
 from pass_ext.ops.accept import RULES, AcceptResult, accept_chain, accept_tree
 from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.lookahead import lookahead_embed
+from pass_ext.ops.tree import tree_mask, tree_prepare
+from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 try:
     __version__ = version("pass_ext")
@@ -20,11 +22,16 @@ __all__ = [
     "RULES",
     "AcceptResult",
     "LookaheadEmbedding",
+    "PackedTrees",
+    "Tree",
     "__version__",
     "accept_chain",
     "accept_tree",
     "draft_sample",
     "lookahead_embed",
+    "pack_trees",
     "set_debug",
     "status",
+    "tree_mask",
+    "tree_prepare",
 ]
