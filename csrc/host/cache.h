@@ -55,7 +55,7 @@ inline void check_commit_tensors(const CommitStep& step, int64_t index, const Te
   check_same_device(op, argument, cache, "caches[0]", first);
   check_contiguous_rows(op, argument, cache);
   for (int i = 0; i < 4; ++i) {
-    if (layout.sizes[i] > 1 && layout.strides[i] == 0)
+    if (layout.sizes[i] > 1 && layout.strides[i] == 0 && cache.numel() > 0)
       refuse(op, argument, " must not be expanded, got ", describe(cache), " with stride 0 in dimension ", i);
     if (layout.sizes[i] > INT32_MAX)
       refuse(op, argument, " must have less than 2^31 elements in every dimension, got ", describe(cache));
