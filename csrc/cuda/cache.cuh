@@ -112,11 +112,10 @@ PASS_EXT_DEVICE void commit_staged(const CommitLaunch& launch, const RequestComm
     for_each_piece([](const RowMove& move, const Column<bytes, true>& column, Piece<bytes>& staged) {
       staged = load_piece<bytes>(column.from + move.from);
     });
-    sync_block();
+    sync_block();  // `stage` needs none: a thread writes what it read; the caches do
     for_each_piece([](const RowMove& move, const Column<bytes, true>& column, Piece<bytes>& staged) {
       store_piece<bytes>(column.to + move.to, staged);
     });
-    sync_block();
   }
 }
 
