@@ -77,89 +77,47 @@ GroupMoves find_moves(const CommitStep& step, const CommitGroup& group) {
   return found;
 }
 
-// The rows of one request in one head of one tensor, which lie close together; all heads at once where they touch.
-struct Strip {
-  char* to;
-  const char* from;
-  const RowMove* moves;
-  size_t count;
-  bool goes_back;
-};
-
-// The strips of a group, numbered request by request within a tensor.
-class Strips {
- public:
-  Strips(const CommitGroup& group, const GroupMoves& found, bool in_place)
-      : group_(group), found_(found), in_place_(in_place) {
-    const CacheShape& shape = group.shape;
-    source_head_ = in_place ? shape.head : shape.fresh_head;
-    const bool merged = shape.head == shape.head_bytes && source_head_ == shape.head_bytes;
-    heads_ = merged ? 1 : shape.heads;
-    bytes_ = static_cast<size_t>(merged ? shape.heads * shape.head_bytes : shape.head_bytes);
-  }
-
-  size_t bytes() const { return bytes_; }  // of one row
-  int64_t count() const { return static_cast<int64_t>(group_.caches.size() * found_.requests.size()) * heads_; }
-
-  Strip operator[](int64_t index) const {
-    const int64_t requests = static_cast<int64_t>(found_.requests.size());
-    const int64_t head = index % heads_, tensor = index / heads_ / requests;
-    const RequestMoves& own = found_.requests[index / heads_ % requests];
-    char* const cache = static_cast<char*>(group_.caches[tensor]);
-    const char* const source = in_place_ ? cache : static_cast<const char*>(group_.fresh[tensor]);
-    return {cache + head * group_.shape.head, source + head * source_head_, found_.moves.data() + own.begin,
-            own.end - own.begin, own.goes_back};
-  }
-
- private:
-  const CommitGroup& group_;
-  const GroupMoves& found_;
-  bool in_place_;
-  int64_t source_head_, heads_;
-  size_t bytes_;
-};
-
-// Rows that nobody has touched since the last step come from memory; what follows in a row the processor sees coming.
-void prefetch(const Strip& strip, size_t bytes) {
-  constexpr size_t kMostBytes = 256, kLine = 64;
-  for (size_t i = 0; i < strip.count; ++i)
-    for (size_t byte = 0; byte < std::min(bytes, kMostBytes); byte += kLine) {
-      __builtin_prefetch(strip.from + strip.moves[i].from + byte);
-      __builtin_prefetch(strip.to + strip.moves[i].to + byte, 1);
+// One request's rows of one tensor, head by head, so that neighbouring slots of a head are written one after the other.
+void move_rows(char* cache, const char* source, const CacheShape& shape, const RowMove* moves, size_t count,
+               bool in_place, bool goes_back) {
+  const int64_t source_head = in_place ? shape.head : shape.fresh_head;
+  const bool merged = shape.head == shape.head_bytes && source_head == shape.head_bytes;
+  const int64_t heads = merged ? 1 : shape.heads;
+  const size_t bytes = static_cast<size_t>(merged ? shape.heads * shape.head_bytes : shape.head_bytes);
+  std::vector<char> staged(goes_back ? count * bytes : 0);
+  for (int64_t head = 0; head < heads; ++head) {
+    char* const to = cache + head * shape.head;
+    const char* const from = source + head * source_head;
+    if (!goes_back) {
+      for (size_t i = 0; i < count; ++i) std::memcpy(to + moves[i].to, from + moves[i].from, bytes);
+      continue;
     }
-}
-
-void move_rows(const Strip& strip, size_t bytes) {
-  if (!strip.goes_back) {
-    for (size_t i = 0; i < strip.count; ++i)
-      std::memcpy(strip.to + strip.moves[i].to, strip.from + strip.moves[i].from, bytes);
-    return;
+    for (size_t i = 0; i < count; ++i) std::memcpy(staged.data() + i * bytes, from + moves[i].from, bytes);
+    for (size_t i = 0; i < count; ++i) std::memcpy(to + moves[i].to, staged.data() + i * bytes, bytes);
   }
-  std::vector<char> staged(strip.count * bytes);
-  for (size_t i = 0; i < strip.count; ++i)
-    std::memcpy(staged.data() + i * bytes, strip.from + strip.moves[i].from, bytes);
-  for (size_t i = 0; i < strip.count; ++i) std::memcpy(strip.to + strip.moves[i].to, staged.data() + i * bytes, bytes);
 }
 
 void commit_group(const CommitGroup& group, const GroupMoves& found, bool in_place) {
-  const Strips strips(group, found, in_place);
-  const int64_t count = strips.count();
-  if (count == 0 || strips.bytes() == 0) return;
+  const int64_t requests = static_cast<int64_t>(found.requests.size());
+  const int64_t tasks = static_cast<int64_t>(group.caches.size()) * requests;
+  const int64_t row_bytes = group.shape.heads * group.shape.head_bytes;
+  if (tasks == 0 || row_bytes == 0) return;
   const auto run = [&](int64_t begin, int64_t end) {
-    Strip strip = strips[begin];
-    for (int64_t i = begin; i < end; ++i) {
-      const Strip next = i + 1 < end ? strips[i + 1] : Strip{};
-      prefetch(next, strips.bytes());
-      move_rows(strip, strips.bytes());
-      strip = next;
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t tensor = task / requests;
+      const RequestMoves& own = found.requests[task % requests];
+      char* const cache = static_cast<char*>(group.caches[tensor]);
+      const char* const source = in_place ? cache : static_cast<const char*>(group.fresh[tensor]);
+      move_rows(cache, source, group.shape, found.moves.data() + own.begin, own.end - own.begin, in_place,
+                own.goes_back);
     }
   };
-  const int64_t strip_bytes = static_cast<int64_t>(found.moves.size() * strips.bytes() / found.requests.size());
-  const int64_t strips_per_task = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, strip_bytes));
-  if (count <= strips_per_task)
-    run(0, count);
+  const int64_t task_bytes = static_cast<int64_t>(found.moves.size()) * row_bytes / requests;
+  const int64_t tasks_per_thread = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, task_bytes));
+  if (tasks <= tasks_per_thread)
+    run(0, tasks);
   else
-    torch::stable::parallel_for(0, count, strips_per_task, run);
+    torch::stable::parallel_for(0, tasks, tasks_per_thread, run);
 }
 
 void cache_commit(const TensorList& caches, const Tensor& prefix_lens, const Tensor& cu_nodes, const Tensor& path,
