@@ -9,8 +9,11 @@ from pass_ext._library import set_debug, status
 from pass_ext.lookahead import LookaheadEmbedding
 from pass_ext.ops.accept import RULES, AcceptResult, accept_chain, accept_tree
 from pass_ext.ops.attention import attention_merge, attention_tree
+from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.lookahead import lookahead_embed
+from pass_ext.ops.tree import tree_mask, tree_prepare
+from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 try:
     __version__ = version("pass_ext")
@@ -21,13 +24,19 @@ __all__ = [
     "RULES",
     "AcceptResult",
     "LookaheadEmbedding",
+    "PackedTrees",
+    "Tree",
     "__version__",
     "accept_chain",
     "accept_tree",
     "attention_merge",
     "attention_tree",
+    "cache_commit_",
     "draft_sample",
     "lookahead_embed",
+    "pack_trees",
     "set_debug",
     "status",
+    "tree_mask",
+    "tree_prepare",
 ]

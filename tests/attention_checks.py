@@ -69,8 +69,8 @@ def run(backend: Backend, case: dict[str, object]) -> tuple[Tensor, Tensor]:
 
 
 def runs(backend: Backend, case: dict[str, object]) -> list[Tensor]:
-    """Results to be compared bit by bit with other runs: the emulator's launches alternate between two sizes of GPU."""
-    return [tensor for _ in range(sized(backend, 2, 1)) for tensor in run(backend, case)]
+    """Results to be compared bit by bit with other runs: the emulator's launches go around four sizes of GPU."""
+    return [tensor for _ in range(sized(backend, 4, 1)) for tensor in run(backend, case)]
 
 
 def assert_same_runs(ours: list[Tensor], theirs: list[Tensor], rows: object = ...) -> None:

@@ -40,10 +40,12 @@ PYTHON_LAW = {
     "reference": {"reference"},
     "ops": {"_library", "ops"},
     "lookahead": {"ops"},
+    "tree": {"ops", "tree_picture"},
+    "tree_picture": {"tree"},
     "testing": {"_library"},
     "demo": {"", "reference"},
     "__main__": {"", "_library", "demo"},
-    "__init__": {"_library", "lookahead", "ops"},
+    "__init__": {"_library", "lookahead", "ops", "tree"},
 }
 
 

@@ -88,10 +88,40 @@ def accept_chain(device):
         yield target, tokens, rule, draft, *law(device), *law(device), None, None, seeds, seeds, 0.09, 0.3
 
 
+def tree_prepare(device):
+    integers = dict(dtype=torch.int32, device=device)
+    parents, cu_nodes = torch.tensor([-1, 0, 0, -1, 0, 7], **integers), torch.tensor([0, 3, 3, 5], **integers)
+    yield parents, cu_nodes, 3
+    yield parents, cu_nodes, 65
+    yield parents[:0], cu_nodes[:1], 1
+
+
+def tree_mask(device):
+    integers = dict(dtype=torch.int32, device=device)
+    visible, cu_nodes = torch.tensor([[1], [3], [5], [1], [-1]], device=device), torch.tensor([0, 3, 3, 5], **integers)
+    prefix_lens = torch.tensor([4, 0, 9], **integers)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield visible, cu_nodes, 3, prefix_lens, 13, dtype
+    yield visible[:0], cu_nodes[:1], 3, prefix_lens[:0], 0, dtype
+
+
+def cache_commit_(device):
+    integers = dict(dtype=torch.int32, device=device)
+    step = [torch.tensor(v, **integers) for v in ([2, 1], [0, 4, 6], [[0, 2, 3], [0, -1, -1]], [2, 0])]
+    caches = [torch.randn(2, 9, 2, 8, device=device), torch.randn(2, 2, 9, 8, device=device).transpose(1, 2).half()]
+    yield caches, *step, None, None
+    yield caches, *step, [torch.randn(6, 2, 8, device=device).to(cache.dtype) for cache in caches], None
+    pages = [torch.randn(5, 3, 2, 8, device=device) for _ in range(2)]
+    yield pages, *step, None, torch.tensor([[4, 0, 2], [1, 3, 3]], **integers)
+
+
 # A few argument tuples for each op: an op without an entry fails the test below.
 SAMPLES = {
     "lookahead_embed": lookahead_embed,
     "lookahead_embed_backward": lookahead_embed_backward,
+    "tree_prepare": tree_prepare,
+    "tree_mask": tree_mask,
+    "cache_commit_": cache_commit_,
     "draft_sample": draft_sample,
     "accept_tree": accept_tree,
     "accept_chain": accept_chain,

@@ -1,0 +1,88 @@
+// A step's trees as bits, and those bits as a dense mask: the problems as raw pointers, and whose rows are whose.
+//   visible[i] = {i} and all its ancestors, bit j for node j of i's own request      depths[i] = number of ancestors
+//   mask[b][i][c] = 0 for c < prefix and where visible[i] has bit c - prefix, else the lowest finite number
+// Called by cpu/tree_kernels.h and cuda/tree.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "core/half.h"
+#include "core/platform.h"
+
+namespace pass_ext {
+
+struct TreePrepare {
+  const int32_t* parents;   // [rows]
+  const int32_t* cu_nodes;  // [requests + 1]
+  int64_t* visible;         // [rows, words]
+  int32_t* depths;          // [rows]
+  int64_t requests, rows;
+  int32_t max_nodes, words;
+};
+
+// T: the mask's type.
+template <typename T>
+struct TreeMask {
+  const int64_t* visible;      // [rows, words]
+  const int32_t* cu_nodes;     // [requests + 1]
+  const int32_t* prefix_lens;  // [requests]
+  T* out;                      // [requests, max_nodes, kv_len]
+  int64_t requests, rows, kv_len;
+  int32_t max_nodes, words;
+};
+
+// The parent of a request's node, -1 for a root. What is not in [-1, node) makes a root too, so that whoever follows
+// parents goes down in steps of at least one, and ends.
+PASS_EXT_HOST_DEVICE int32_t parent_or_root(int32_t parent, int32_t node) {
+  return parent >= 0 && parent < node ? parent : -1;
+}
+
+// A request's rows. Bounds that promise more than there is are cut to what there is.
+struct TreeRows {
+  int64_t first;
+  int64_t count;  // may exceed max_nodes: the rest is not looked at
+};
+
+PASS_EXT_HOST_DEVICE TreeRows tree_rows(const int32_t* cu_nodes, int64_t request, int64_t rows) {
+  const int64_t begin = cu_nodes[request], end = cu_nodes[request + 1];
+  const int64_t first = begin < 0 ? 0 : begin < rows ? begin : rows;
+  const int64_t last = end < first ? first : end < rows ? end : rows;
+  return {first, last - first};
+}
+
+// One row of the mask: columns [0, prefix) are seen, column prefix + j is where bit j says so for j < nodes, the others
+// are not. A row that belongs to no node sees nothing. The CPU has refused prefix + nodes > kv_len.
+struct MaskRow {
+  const int64_t* words;
+  int64_t prefix, nodes;
+};
+
+// Row `row` counts through requests and their max_nodes.
+template <typename T>
+PASS_EXT_HOST_DEVICE MaskRow mask_row(const TreeMask<T>& problem, int64_t row) {
+  const int64_t request = row / problem.max_nodes, node = row - request * problem.max_nodes;
+  const TreeRows own = tree_rows(problem.cu_nodes, request, problem.rows);
+  if (node >= own.count) return {nullptr, 0, 0};
+  const int64_t given = problem.prefix_lens[request];
+  const int64_t prefix = given < 0 ? 0 : given < problem.kv_len ? given : problem.kv_len;
+  const int64_t nodes = own.count < problem.max_nodes ? own.count : problem.max_nodes;
+  return {problem.visible + (own.first + node) * problem.words, prefix, nodes};
+}
+
+// The lowest finite number, which softmax turns into 0 and which, unlike -inf, leaves a row without any column finite.
+template <typename T>
+PASS_EXT_HOST_DEVICE T lowest_finite();
+template <>
+PASS_EXT_HOST_DEVICE bfloat16 lowest_finite<bfloat16>() {
+  return {0xff7f};
+}
+template <>
+PASS_EXT_HOST_DEVICE float16 lowest_finite<float16>() {
+  return {0xfbff};
+}
+template <>
+PASS_EXT_HOST_DEVICE float lowest_finite<float>() {
+  return float_of(0xff7fffffu);
+}
+
+}  // namespace pass_ext

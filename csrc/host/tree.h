@@ -1,0 +1,73 @@
+// Checks of the tree ops' arguments, the same on every device, and their packing into the structs of core/tree.h; the
+// ops themselves but for the running. Used by cpu/tree.cpp and cuda/tree.cu.
+#pragma once
+
+#include <tuple>
+
+#include "core/tree.h"
+#include "host/dispatch.h"
+#include "host/packed.h"
+
+namespace pass_ext {
+
+using TreeResult = std::tuple<Tensor, Tensor>;  // visible, depths
+
+// The ops as torch calls them, on the device whose `run` fills in the outputs.
+
+using RunPrepare = void (*)(const TreePrepare& problem, const Tensor& parents);
+
+template <RunPrepare run>
+TreeResult tree_prepare(const Tensor& parents, const Tensor& cu_nodes, int64_t max_nodes) {
+  constexpr const char* op = "tree_prepare";
+  TreePrepare problem{};
+  problem.parents = check_integers(op, "parents", parents, "parents", parents);
+  problem.requests = check_cu_nodes(op, cu_nodes, "parents", parents);
+  problem.cu_nodes = static_cast<const int32_t*>(cu_nodes.const_data_ptr());
+  check_max_nodes(op, max_nodes);
+  problem.rows = parents.size(0);
+  problem.max_nodes = static_cast<int32_t>(max_nodes);
+  problem.words = static_cast<int32_t>(words_for(max_nodes));
+  const Tensor visible = empty_of_shape(parents, {problem.rows, problem.words}, ScalarType::Long);
+  const Tensor depths = empty_of_shape(parents, {problem.rows});
+  problem.visible = static_cast<int64_t*>(visible.mutable_data_ptr());
+  problem.depths = static_cast<int32_t*>(depths.mutable_data_ptr());
+  run(problem, parents);
+  return {visible, depths};
+}
+
+// Calls function(TypeTag<T>) for the types that a mask may have.
+template <typename Function>
+void dispatch_mask(const char* op, ScalarType dtype, Function&& function) {
+  switch (dtype) {
+    case ScalarType::BFloat16: return function(TypeTag<bfloat16>{});
+    case ScalarType::Half: return function(TypeTag<float16>{});
+    case ScalarType::Float: return function(TypeTag<float>{});
+    default: refuse(op, "dtype must be bfloat16, float16 or float32, got ", name_of(dtype));
+  }
+}
+
+// `Run` has a static run(problem, visible) for the problem of each type.
+template <typename Run>
+Tensor tree_mask(const Tensor& visible, const Tensor& cu_nodes, int64_t max_nodes, const Tensor& prefix_lens,
+                 int64_t kv_len, ScalarType dtype) {
+  constexpr const char* op = "tree_mask";
+  check_max_nodes(op, max_nodes);
+  check_dim(op, "visible", visible, 2, "[N, ceil(max_nodes / 64)]");
+  const int64_t* words = check_visible(op, visible, max_nodes, visible.size(0), "visible", visible);
+  const int64_t requests = check_cu_nodes(op, cu_nodes, "visible", visible);
+  const int32_t* lengths = check_integers(op, "prefix_lens", prefix_lens, "visible", visible);
+  check_size(op, "prefix_lens", prefix_lens, 0, requests, "the requests of cu_nodes");
+  if (kv_len < 0 || kv_len > INT32_MAX) refuse(op, "kv_len must be in [0, 2^31), got ", kv_len);
+  Tensor out;
+  dispatch_mask(op, dtype, [&](auto tag) {
+    using T = type_of<decltype(tag)>;
+    out = empty_of_shape(visible, {requests, 1, max_nodes, kv_len}, dtype);
+    Run::run(TreeMask<T>{words, static_cast<const int32_t*>(cu_nodes.const_data_ptr()), lengths,
+                         static_cast<T*>(out.mutable_data_ptr()), requests, visible.size(0), kv_len,
+                         static_cast<int32_t>(max_nodes), static_cast<int32_t>(visible.size(1))},
+             visible);
+  });
+  return out;
+}
+
+}  // namespace pass_ext
