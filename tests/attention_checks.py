@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from attention_cases import attention_case
+from attention_cases import UNALIGNED, attention_case
 from steps import to
 from torch import Tensor
 
@@ -32,6 +32,11 @@ def sized(backend: Backend, small, large):
 def is_thorough(backend: Backend) -> bool:
     """Whether what does not depend on the CPU's instruction set is tested in full here."""
     return backend.name in (BEST_CPU, "cuda")
+
+
+def allowed(backend: Backend, layout: str) -> str:
+    """This layout of caches, or the nearest that the backend takes."""
+    return layout if backend.name.startswith("cpu") else {UNALIGNED: "gaps"}.get(layout, layout)
 
 
 @contextmanager

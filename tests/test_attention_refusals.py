@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from attention_cases import UNALIGNED
 from attention_checks import solved
 from steps import to
 
@@ -204,3 +205,10 @@ def test_tensors_on_two_devices_are_refused(cuda):
             if isinstance(value, torch.Tensor) and name != "q":
                 with pytest.raises(RuntimeError, match=f"{name} must be on the device of q"):
                     pass_ext.attention_tree(**case | {name: value.cpu()})
+
+
+def test_addresses_that_16_bytes_do_not_divide_are_refused_on_cuda(cuda):
+    """Only in 16 bits: rows are copied 16 bytes at a time."""
+    case = case_of(dict(layout=UNALIGNED))
+    with pytest.raises(RuntimeError, match="k_cache must (start at|have strides that are) a? ?multiples? of"):
+        pass_ext.attention_tree(**to(case, cuda.device))
