@@ -162,18 +162,29 @@ PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, cons
   return seen | nodes;
 }
 
-// cap tanh(s / cap)
-PASS_EXT_HOST_DEVICE float softcapped(float s, float cap) {
-  const float y = s / cap;
-  const float e = exponential(-2.0f * (y < 0.0f ? -y : y));
-  const float t = (1.0f - e) / (1.0f + e);
-  return y != y ? y : cap * (y < 0.0f ? -t : t);
-}
+constexpr float kLog2E = 1.44269504f;
+constexpr float kLargest = 3.40282347e38f;  // minus this: the maximum of a row that has seen nothing yet
 
 // Natural log of 2^maximum sum, the form in which kernels keep a row's total.
 PASS_EXT_HOST_DEVICE float log_of_total(float maximum, float sum) {
   if (!(sum > 0.0f)) return sum == 0.0f ? float_of(0xff800000u) : sum;
   return fused(maximum, 0.693147181f, logarithm(sum));
+}
+
+// What each of two results weighs in the one over both their keys. A weight of 0: that side does not count, whatever it
+// holds.
+struct MergeWeights {
+  float a, b, lse;
+};
+
+PASS_EXT_HOST_DEVICE MergeWeights weights_of(float lse_a, float lse_b) {
+  const float none = float_of(0xff800000u);
+  if (lse_a == none || lse_b == none)
+    return {lse_a == none ? 0.0f : 1.0f, lse_b == none ? 0.0f : 1.0f, lse_a == none ? lse_b : lse_a};
+  const float highest = lse_a > lse_b ? lse_a : lse_b;
+  const float a = power_of_two((lse_a - highest) * kLog2E), b = power_of_two((lse_b - highest) * kLog2E);
+  const float sum = a + b;
+  return {a / sum, b / sum, highest + logarithm(sum)};
 }
 
 }  // namespace pass_ext

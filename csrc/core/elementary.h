@@ -1,5 +1,5 @@
-// exp, log and an exponentially distributed number, as polynomials in the operations of core/scalar.h: at most 2 ulp
-// from exact, and the same bits on every processor. F is a float or a vector of floats, W its unsigned 32-bit
+// exp, log, softcap and an exponentially distributed number, as polynomials in the operations of core/scalar.h: at most
+// 2 ulp from exact, and the same bits on every processor. F is a float or a vector of floats, W its unsigned 32-bit
 // counterpart. Text, not a header of its own: included once by core/scalar.h for floats and once per instruction set by
 // cpu/each_isa.h, each time inside a namespace that has the operations. Called by every kernel that needs a probability
 // or a draw.
@@ -27,6 +27,32 @@ template <typename F>
 PASS_EXT_HOST_DEVICE F exponential(F x) {
   const F lowest = constant(x, -86.0f);
   return select(less(x, lowest), constant(x, 0.0f), exponential_in_range(maximum(x, lowest)));
+}
+
+// 2^x for x <= 127; below -126, where a float starts to lose digits, 0. NaN stays NaN.
+template <typename F>
+PASS_EXT_HOST_DEVICE F power_of_two(F x) {
+  // x = n + r; adding 1.5 2^23 + 127 rounds n to an integer and leaves n + 127, the exponent of 2^n, in the low bits.
+  const F magic = constant(x, 12583039.0f);
+  const F shifted = x + magic;
+  const F r = x - (shifted - magic);
+  F sum = constant(x, 0.0013264726f);
+  sum = fused(sum, r, constant(x, 0.0096715130f));
+  sum = fused(sum, r, constant(x, 0.0555073358f));
+  sum = fused(sum, r, constant(x, 0.2402224243f));
+  sum = fused(sum, r, constant(x, 0.6931470037f));
+  sum = fused(sum, r, constant(x, 1.0f));
+  const F power = sum * float_of(shift_left(bits_of(shifted), 23));
+  return select(less(x, constant(x, -126.0f)), constant(x, 0.0f), power);
+}
+
+// cap tanh(s / cap)
+template <typename F>
+PASS_EXT_HOST_DEVICE F softcapped(F s, F cap) {
+  const F y = s / cap, zero = constant(s, 0.0f), one = constant(s, 1.0f);
+  const F e = power_of_two(constant(s, -2.88539008f) * maximum(zero - y, y));  // e^(-2 |y|)
+  const F t = (one - e) / (one + e);
+  return cap * select(less(y, zero), zero - t, t);
 }
 
 // ln x for normal x > 0

@@ -16,6 +16,7 @@
 #include "core/half.h"
 #include "core/lookahead.h"
 #include "core/scalar.h"
+#include "cpu/attention.h"
 #include "cpu/isa.h"
 #include "cpu/rows.h"
 #if defined(__x86_64__)

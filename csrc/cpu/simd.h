@@ -63,6 +63,7 @@ inline void store_words(uint32_t* to, Words value) { memcpy(to, value.lane, size
 inline Floats operator+(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] + b.lane[i]); }
 inline Floats operator-(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] - b.lane[i]); }
 inline Floats operator*(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] * b.lane[i]); }
+inline Floats operator/(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] / b.lane[i]); }
 inline Floats fused(Floats a, Floats b, Floats c) {
   PASS_EXT_EACH_LANE(Floats, fused(a.lane[i], b.lane[i], c.lane[i]));
 }
@@ -168,6 +169,7 @@ inline void store_words(uint32_t* to, Words value) { _mm256_storeu_si256(reinter
 inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.lanes, b.lanes)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.lanes, b.lanes)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.lanes, b.lanes)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.lanes, b.lanes)}; }
 inline Floats fused(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.lanes, b.lanes, c.lanes)}; }
 inline Floats maximum(Floats a, Floats b) { return {_mm256_max_ps(a.lanes, b.lanes)}; }
 inline Floats minimum(Floats a, Floats b) { return {_mm256_min_ps(a.lanes, b.lanes)}; }
@@ -286,6 +288,7 @@ inline void store_words(uint32_t* to, Words value) { _mm512_storeu_si512(to, val
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.lanes, b.lanes)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.lanes, b.lanes)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.lanes, b.lanes)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.lanes, b.lanes)}; }
 inline Floats fused(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.lanes, b.lanes, c.lanes)}; }
 inline Floats maximum(Floats a, Floats b) { return {_mm512_max_ps(a.lanes, b.lanes)}; }
 inline Floats minimum(Floats a, Floats b) { return {_mm512_min_ps(a.lanes, b.lanes)}; }
@@ -312,6 +315,25 @@ inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
   high.lanes = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
   low.lanes = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
 }
+
+#if PASS_EXT_LEVEL == 3
+// Pairs of bf16, one in each half of a word.
+inline Floats sum_of_products(Floats sum, Words a, Words b) {
+  return {_mm512_dpbf16_ps(sum.lanes, reinterpret_cast<__m512bh>(a.lanes), reinterpret_cast<__m512bh>(b.lanes))};
+}
+inline Words interleaved(const bfloat16* low, const bfloat16* high) {
+  const __m512i l = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
+  const __m512i h = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
+  return {_mm512_or_si512(l, _mm512_slli_epi32(h, 16))};
+}
+// Rounded to nearest, halves up: for weights, which are not negative, half of what is given away by even.
+inline Words paired(Floats low, Floats high) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i l = _mm512_add_epi32(_mm512_castps_si512(low.lanes), half);
+  const __m512i h = _mm512_add_epi32(_mm512_castps_si512(high.lanes), half);
+  return {_mm512_or_si512(_mm512_srli_epi32(l, 16), _mm512_and_si512(h, _mm512_set1_epi32(-65536)))};
+}
+#endif
 
 // Stores the lanes of the mask one behind the other; returns how many. May overwrite up to a vector from `to` on.
 inline int store_selected(float* to, Floats value, Mask mask) {

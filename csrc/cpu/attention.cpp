@@ -1,0 +1,225 @@
+// torch.ops.pass_ext.attention_tree and attention_merge on the CPU: checks, tasks and who runs them, registration. The
+// sums: cpu/attention_kernels.h. Called by torch's dispatcher.
+#include "host/attention.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cpu/attention.h"
+
+#define PASS_EXT_KERNELS "cpu/attention_kernels.h"
+#include "cpu/each_isa.h"
+
+namespace pass_ext {
+namespace {
+
+constexpr int32_t kChunkKeys = 512;  // a task has at least so many keys, where there are
+constexpr int32_t kMostChunks = 16;  // of one unit
+constexpr double kAloneBelow = 4e6;  // multiplications that one thread does sooner than others wake up
+
+// 64-byte aligned floats that only ever grow.
+class Buffer {
+ public:
+  float* at_least(size_t floats) {
+    if (floats > size_) {
+      memory_.reset(static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64)));
+      if (!memory_) throw std::bad_alloc();
+      size_ = floats;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<float, Free> memory_;
+  size_t size_ = 0;
+};
+
+AttentionScratch thread_scratch(int32_t dim) {
+  thread_local Buffer buffer;
+  const size_t sizes[] = {size_t(dim) * kTaskRows, size_t(dim) * kTileKeys,        size_t(dim) * kTileKeys,
+                          kTileKeys * kTileKeys,   static_cast<size_t>(kTileKeys), size_t(dim) * 2};
+  size_t total = 0;
+  for (size_t size : sizes) total += size;
+  float* parts[6];
+  parts[0] = buffer.at_least(total);
+  for (int i = 1; i < 6; ++i) parts[i] = parts[i - 1] + sizes[i - 1];
+  const auto words = [](float* part) { return reinterpret_cast<uint32_t*>(part); };
+  return {words(parts[0]), words(parts[1]), words(parts[2]), words(parts[3]), parts[4], parts[5]};
+}
+
+// Rows of one request and key head: the chunks of their keys are tasks, the last one done merges them. How keys are cut
+// depends on the request alone, so neither the batch around it nor the number of threads changes a bit of its result.
+struct Unit {
+  AttentionTask task;  // with all its keys
+  int32_t chunks;
+  std::atomic<int32_t> unfinished;
+  Buffer* memory = nullptr;
+
+  Unit(const AttentionTask& task, int32_t chunks) : task(task), chunks(chunks), unfinished(chunks) {}
+
+  int32_t padded_rows() const { return (task.rows + kTileKeys - 1) / kTileKeys * kTileKeys; }
+  size_t chunk_floats() const { return size_t(padded_rows()) * (task.problem->head_dim + 3); }
+
+  AttentionTask chunk(int32_t index) const {
+    const int32_t tiles = (task.end_key - task.first_key + kTileKeys - 1) / kTileKeys;
+    const auto bound = [&](int32_t i) {
+      return std::min(task.end_key, task.first_key + static_cast<int32_t>(int64_t{tiles} * i / chunks) * kTileKeys);
+    };
+    AttentionTask part = task;
+    part.first_key = bound(index);
+    part.end_key = bound(index + 1);
+    return part;
+  }
+
+  PartialRows result(float* data, int32_t index) const {
+    float* values = data + index * chunk_floats();
+    float* rest = values + size_t(padded_rows()) * task.problem->head_dim;
+    return {values, rest, rest + padded_rows(), rest + 2 * padded_rows()};
+  }
+};
+
+// Memory for the units under way: tasks are handed out in the order of units, so there are never more than threads + 1.
+class Pool {
+ public:
+  // The unit's memory: the first of its tasks to come takes it.
+  float* memory_of(Unit& unit) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!unit.memory) {
+      if (free_.empty()) {
+        all_.push_back(std::make_unique<Buffer>());
+        unit.memory = all_.back().get();
+      } else {
+        unit.memory = free_.back();
+        free_.pop_back();
+      }
+    }
+    return unit.memory->at_least(unit.chunks * unit.chunk_floats());
+  }
+  void give_back(Buffer* buffer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(buffer);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Buffer>> all_;
+  std::vector<Buffer*> free_;
+};
+
+std::vector<std::unique_ptr<Unit>> units_of(const AttentionProblem& problem) {
+  std::vector<std::unique_ptr<Unit>> units;
+  for (int64_t b = 0; b < problem.requests; ++b) {
+    const AttentionRequest request = request_of(problem, b);
+    const int32_t rows = request.nodes * problem.group, keys = request.keys() - request.begin;
+    const int32_t groups = (rows + kTaskRows - 1) / kTaskRows;
+    if (groups == 0) continue;
+    const int32_t chunks = std::clamp(keys / kChunkKeys, 1, std::max(1, kMostChunks / groups));
+    for (int32_t head = 0; head < problem.kv_heads; ++head)
+      for (int32_t first = 0; first < rows; first += kTaskRows)
+        units.push_back(
+            std::make_unique<Unit>(AttentionTask{&problem, request, head, first, std::min(kTaskRows, rows - first),
+                                                 request.begin, request.keys()},
+                                   chunks));
+  }
+  return units;
+}
+
+void run_task(Unit& unit, int32_t chunk, Pool& pool) {
+  float* const memory = pool.memory_of(unit);
+  const AttentionScratch scratch = thread_scratch(unit.task.problem->head_dim);
+  const AttentionTask task = unit.chunk(chunk);
+  const PartialRows result = unit.result(memory, chunk);
+  PASS_EXT_AT_ISA(attend(task, scratch, result));
+  if (unit.unfinished.fetch_sub(1) != 1) return;
+  PartialRows parts[kMostChunks];
+  for (int32_t i = 0; i < unit.chunks; ++i) parts[i] = unit.result(memory, i);
+  PASS_EXT_AT_ISA(finish_rows(task, parts, unit.chunks));
+  pool.give_back(unit.memory);
+}
+
+// What only the CPU can look at without waiting for anybody.
+void check_values(const AttentionProblem& problem) {
+  constexpr const char* op = "attention_tree";
+  check_bounds(op, problem.cu_nodes, problem.requests, problem.rows, problem.max_nodes);
+  for (int64_t b = 0; b < problem.requests; ++b) {
+    const int64_t first = problem.cu_nodes[b], nodes = problem.cu_nodes[b + 1] - first;
+    if (nodes == 0) continue;
+    const int64_t prefix = problem.prefix_lens[b], needed = prefix + (problem.k_new.data ? 0 : nodes);
+    if (prefix < 0 || needed > problem.slots)
+      refuse(op, problem.block_table ? "block_table" : "k_cache", " must have room for the prefix",
+             problem.k_new.data ? "" : " and the nodes", " of every request, got ", problem.slots,
+             " slots, but request ", b, " has prefix_lens ", prefix, " and ", nodes, " nodes");
+    if (problem.block_table)
+      for (int64_t i = 0; i * problem.page_size < needed; ++i) {
+        const int32_t page = problem.block_table[b * problem.table_stride + i];
+        if (page < 0 || page >= problem.pages)
+          refuse(op, "block_table must name pages in [0, ", problem.pages, ") for the ", needed, " slots of request ",
+                 b, ", got ", page, " at ", i);
+      }
+    if (problem.depths)
+      for (int64_t i = first; i < first + nodes; ++i)
+        if (problem.depths[i] < 0 || problem.depths[i] >= nodes)
+          refuse(op, "depths must be in [0, ", nodes, ") (the nodes of request ", b, "), got ", problem.depths[i],
+                 " at ", i);
+  }
+}
+
+// Rows that belong to no request: out 0, lse -inf.
+void clear_rows(const AttentionProblem& problem, int64_t begin, int64_t end) {
+  const int64_t row_bytes = int64_t{problem.heads} * problem.head_dim * (problem.type == FloatType::float32 ? 4 : 2);
+  std::memset(static_cast<char*>(problem.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
+  std::fill(problem.lse + begin * problem.heads, problem.lse + end * problem.heads, -kInfinity);
+}
+
+void attend_on_cpu(const AttentionProblem& problem, const Tensor&) {
+  check_values(problem);
+  if (problem.rows == 0) return;
+  clear_rows(problem, 0, problem.requests ? problem.cu_nodes[0] : problem.rows);
+  if (problem.requests) clear_rows(problem, problem.cu_nodes[problem.requests], problem.rows);
+
+  const std::vector<std::unique_ptr<Unit>> units = units_of(problem);
+  std::vector<std::pair<Unit*, int32_t>> tasks;
+  double work = 0.0;
+  for (const auto& unit : units) {
+    for (int32_t chunk = 0; chunk < unit->chunks; ++chunk) tasks.emplace_back(unit.get(), chunk);
+    work += double(unit->task.rows) * (unit->task.end_key - unit->task.first_key) * problem.head_dim * 2;
+  }
+  static Pool pool;
+  std::atomic<size_t> next{0};
+  const auto run = [&](int64_t, int64_t) {
+    for (size_t i = next++; i < tasks.size(); i = next++) run_task(*tasks[i].first, tasks[i].second, pool);
+  };
+  const int64_t threads = work < kAloneBelow ? 1 : std::min<int64_t>(tasks.size(), torch::stable::get_num_threads());
+  if (threads <= 1)
+    run(0, 1);
+  else
+    torch::stable::parallel_for(0, threads, 1, run);
+}
+
+void merge_on_cpu(const MergeProblem& problem, const Tensor&) {
+  const int64_t grain = std::max<int64_t>(1, 32768 / std::max(1, problem.head_dim));
+  if (problem.rows <= grain) {
+    PASS_EXT_AT_ISA(merge_results(problem, 0, problem.rows));
+    return;
+  }
+  torch::stable::parallel_for(0, problem.rows, grain,
+                              [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(merge_results(problem, begin, end)); });
+}
+
+}  // namespace
+}  // namespace pass_ext
+
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+  library.impl("attention_tree", TORCH_BOX(&pass_ext::attention_tree<pass_ext::attend_on_cpu>));
+  library.impl("attention_merge", TORCH_BOX(&pass_ext::attention_merge<pass_ext::merge_on_cpu>));
+}

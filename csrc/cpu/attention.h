@@ -1,0 +1,49 @@
+// Attention on the CPU, cut to tasks: some rows of one request and key head against one chunk of its keys. A task
+// leaves its rows unnormalised, so that chunks can be merged. Between attention.cpp, which shares tasks among threads,
+// and attention_kernels.h, which computes them.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attention.h"
+
+namespace pass_ext {
+
+constexpr int32_t kTileKeys = 64;   // one word of visible_keys
+constexpr int32_t kTaskRows = 256;  // most rows of a task
+constexpr int32_t kMostHeadDim = 256;
+
+struct AttentionTask {
+  const AttentionProblem* problem;
+  AttentionRequest request;
+  int32_t head;             // of the keys
+  int32_t first_row, rows;  // of the request's nodes times group
+  int32_t first_key, end_key;
+
+  int32_t node_of(int32_t row) const { return (first_row + row) / problem->group; }
+  // Among the rows of q and out, [rows, heads].
+  int64_t packed_row(int32_t row) const {
+    return int64_t{request.first + node_of(row)} * problem->heads + head * problem->group +
+           (first_row + row) % problem->group;
+  }
+};
+
+// What is known of a task's rows after its keys: out = values / total, lse = log_of_total(maximum, exact_total).
+struct PartialRows {
+  float* values;       // [rows, head_dim], times 2^-maximum
+  float* maximum;      // [rows], in powers of two
+  float* total;        // [rows], of the weights as they multiplied the values
+  float* exact_total;  // [rows], of the weights before they were rounded
+};
+
+// Work space of one thread, 64-byte aligned. One element of the first four is a number, or a pair of bf16.
+struct AttentionScratch {
+  uint32_t* queries;  // [head_dim, kTaskRows]
+  uint32_t* keys;     // [kTileKeys, head_dim]
+  uint32_t* values;   // [kTileKeys, head_dim]
+  uint32_t* scores;   // [kTileKeys, kTileKeys]; no level has blocks of more rows than kTileKeys
+  float* scale;       // [kTileKeys]
+  void* row;          // [head_dim] of any type
+};
+
+}  // namespace pass_ext

@@ -1,0 +1,456 @@
+// Attention of packed rows on the CPU, at one instruction set (see each_isa.h). Keys and values come in tiles of 64,
+// converted once for all rows of a task. Scores lie [key, row]: everything about a row happens in its own lane, nothing
+// is summed across lanes. Both products are the same loop,
+//   C[m][n] = sum over k of A[m][k] B[k][n],    A read number by number, B and C as vectors along n:
+//   scores [key][row]  = K [key][d] Q^T [d][row]            values [row][d] += P [row][key] V [key][d]
+// in fp32, or in pairs of bf16 (Pairs) where the processor multiplies those. Called by cpu/attention.cpp.
+
+// ---- the product ----
+
+// Vectors of B, and rows of A beside them, that the registers hold.
+#if PASS_EXT_LEVEL >= 2
+constexpr int kMostVectors = 4, kMostRows = 6;
+#elif PASS_EXT_LEVEL == 1
+constexpr int kMostVectors = 2, kMostRows = 6;
+#else
+constexpr int kMostVectors = 1, kMostRows = 4;
+#endif
+constexpr int kBlockRows = kMostVectors * Floats::width;  // rows whose scores are made at once
+
+inline int64_t minimum_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline Floats spread(float value) { return constant(Floats{}, value); }
+inline Floats lanes_at(const float* from) { return load(from); }
+inline Floats add_product(Floats sum, Floats a, Floats b) { return fused(a, b, sum); }
+#if PASS_EXT_LEVEL == 3
+inline Words spread(uint32_t pair) { return constant(Words{}, pair); }
+inline Words lanes_at(const uint32_t* from) { return load_words(from); }
+inline Floats add_product(Floats sum, Words a, Words b) { return sum_of_products(sum, a, b); }
+#endif
+
+// A [rows, steps] with strides, B [steps, columns], C [rows, columns]: overwritten, or first multiplied by scale[row].
+template <typename E>
+struct Product {
+  const E* a;
+  int64_t a_row, a_step;
+  const E* b;
+  int64_t b_step, steps;
+  float* c;
+  int64_t c_row;
+  const float* scale;
+};
+
+template <int M, int V, typename E>
+inline void multiply_block(const Product<E>& p, int64_t first_row, int64_t first_column) {
+  const E *a = p.a + first_row * p.a_row, *b = p.b + first_column;
+  float* c = p.c + first_row * p.c_row + first_column;
+  Floats sum[M][V];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[m][v] = zeros();
+  for (int64_t k = 0; k < p.steps; ++k) {
+    decltype(lanes_at(b)) right[V];
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) right[v] = lanes_at(b + k * p.b_step + v * Floats::width);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      const auto left = spread(a[m * p.a_row + k * p.a_step]);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) sum[m][v] = add_product(sum[m][v], left, right[v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) {
+      float* to = c + m * p.c_row + v * Floats::width;
+      store(to, p.scale ? fused(load(to), spread(p.scale[first_row + m]), sum[m][v]) : sum[m][v]);
+    }
+}
+
+template <int V, typename E>
+void multiply_columns(const Product<E>& p, int64_t rows, int64_t column) {
+  int64_t m = 0;
+  if constexpr (V == 1 && kMostVectors == 4)  // six sums would wait for one another
+    for (; rows - m >= 12; m += 12) multiply_block<12, V>(p, m, column);
+  for (; rows - m >= kMostRows; m += kMostRows) multiply_block<kMostRows, V>(p, m, column);
+  switch (rows - m) {
+    case 5: return multiply_block<5, V>(p, m, column);
+    case 4: return multiply_block<4, V>(p, m, column);
+    case 3: return multiply_block<3, V>(p, m, column);
+    case 2: return multiply_block<2, V>(p, m, column);
+    case 1: return multiply_block<1, V>(p, m, column);
+  }
+}
+
+// `columns` is a multiple of the vector.
+template <typename E>
+void multiply(const Product<E>& p, int64_t rows, int64_t columns) {
+  for (int64_t n = 0; n < columns;) {
+    const int64_t left = (columns - n) / Floats::width;
+    // Five and six vectors go better as three and the rest than as four and the rest.
+    const int64_t vectors = left == 5 || left == 6 ? minimum_of(3, kMostVectors) : minimum_of(left, kMostVectors);
+    switch (vectors) {
+      case 4:
+        if constexpr (kMostVectors >= 4) multiply_columns<4>(p, rows, n);
+        break;
+      case 3:
+        if constexpr (kMostVectors >= 3) multiply_columns<3>(p, rows, n);
+        break;
+      case 2:
+        if constexpr (kMostVectors >= 2) multiply_columns<2>(p, rows, n);
+        break;
+      default: multiply_columns<1>(p, rows, n);
+    }
+    n += vectors * Floats::width;
+  }
+}
+
+// ---- the two forms of operands ----
+
+// Numbers in fp32, whatever the storage type T. A tile's rows are keys.
+template <typename T>
+struct Singles {
+  using Storage = T;
+  using Element = float;
+  static constexpr int size = 1;  // keys, or components, in an element
+
+  static float query(const T* row, int32_t i) { return to_float(row[i]); }
+
+  static void put_key(float* tile, int32_t key, const T* row, int32_t dim) {
+    for (int32_t d = 0; d < dim; d += Floats::width) store(tile + key * dim + d, load(row + d));
+  }
+  // `rows`: of `size` keys in order.
+  static void put_values(float* tile, int32_t key, const T* const* rows, int32_t dim) {
+    put_key(tile, key, rows[0], dim);
+  }
+  // The weights of `size` keys in order, for a vector of rows; adds to their total what the product will see.
+  static void put_weights(float* to, const Floats* weights, Floats& total) {
+    store(to, weights[0]);
+    total = total + weights[0];
+  }
+};
+
+#if PASS_EXT_LEVEL == 3
+// Two bf16 in a word, the earlier in the low half: neighbouring components of a query or key, neighbouring keys'
+// values.
+struct Pairs {
+  using Storage = bfloat16;
+  using Element = uint32_t;
+  static constexpr int size = 2;
+
+  static uint32_t query(const bfloat16* row, int32_t i) {
+    return static_cast<uint32_t>(row[2 * i].bits) | static_cast<uint32_t>(row[2 * i + 1].bits) << 16;
+  }
+  static void put_key(uint32_t* tile, int32_t key, const bfloat16* row, int32_t dim) {
+    memcpy(tile + key * (dim / 2), row, dim * sizeof *row);
+  }
+  static void put_values(uint32_t* tile, int32_t key, const bfloat16* const* rows, int32_t dim) {
+    for (int32_t d = 0; d < dim; d += Words::width)
+      store_words(tile + key / 2 * dim + d, interleaved(rows[0] + d, rows[1] + d));
+  }
+  static void put_weights(uint32_t* to, const Floats* weights, Floats& total) {
+    const Words pair = paired(weights[0], weights[1]);
+    store_words(to, pair);
+    total = sum_of_products(total, pair, constant(pair, 0x3f803f80u));  // times one, one
+  }
+};
+#endif
+
+// ---- a tile ----
+
+// Rows of K or V in order of keys, found page by page.
+template <typename T>
+struct RowFinder {
+  const AttentionTask& task;
+  const KeyRows &cache, &fresh;
+  const T* next = nullptr;
+  int64_t stride = 0;
+  int32_t left = 0;  // rows that lie `stride` apart from here
+
+  const T* operator()(int32_t key) {
+    if (left == 0) {
+      const AttentionProblem& problem = *task.problem;
+      next = key_row<T>(problem, task.request, cache, fresh, key, task.head);
+      const bool is_fresh = fresh.data && key >= task.request.prefix;
+      stride = is_fresh ? fresh.slot : cache.slot;
+      left = fresh.data && !is_fresh ? task.request.prefix - key : task.end_key - key;
+      if (problem.block_table && !is_fresh)
+        left = static_cast<int32_t>(minimum_of(left, problem.page_size - key % problem.page_size));
+    }
+    const T* row = next;
+    next += stride;
+    --left;
+    return row;
+  }
+};
+
+template <typename T>
+bool is_finite(const T* row, int32_t dim) {
+  Floats sum = zeros();  // of zeros, unless one is NaN or infinite
+  for (int32_t d = 0; d < dim; d += Floats::width) sum = fused(load(row + d), zeros(), sum);
+  return sum_lanes(sum) == 0.0f;
+}
+
+// The row with zeros for what is not finite: a hidden key's weight is 0, but 0 times infinity is not.
+template <typename T>
+const T* cleaned(const T* row, T* to, int32_t dim) {
+  if (is_finite(row, dim)) return row;
+  for (int32_t d = 0; d < dim; ++d) {
+    const float value = to_float(row[d]);
+    to[d] = value - value == 0.0f ? row[d] : from_float<T>(0.0f);
+  }
+  return to;
+}
+
+// Fills the tiles with `keys` keys from `first` on, and up to a whole element with zeros. Where not all rows see all of
+// them, values that are not finite are left out; returns whether there were any.
+template <typename Form>
+bool fill_tiles(const AttentionTask& task, const AttentionScratch& scratch, RowFinder<typename Form::Storage>& find_key,
+                RowFinder<typename Form::Storage>& find_value, int32_t first, int32_t keys, bool all_seen) {
+  using T = typename Form::Storage;
+  using E = typename Form::Element;
+  const int32_t dim = task.problem->head_dim;
+  for (int32_t key = 0; key < keys; ++key)
+    Form::put_key(reinterpret_cast<E*>(scratch.keys), key, find_key(first + key), dim);
+  T* const spare = static_cast<T*>(scratch.row);
+  bool left_out = false;
+  for (int32_t key = 0; key < keys; key += Form::size) {
+    const T* rows[Form::size];
+    for (int i = 0; i < Form::size; ++i) {
+      T* const own = spare + i * dim;
+      if (key + i >= keys) {
+        memset(own, 0, dim * sizeof(T));
+        rows[i] = own;
+        continue;
+      }
+      const T* row = find_value(first + key + i);
+      rows[i] = all_seen ? row : cleaned(row, own, dim);
+      left_out |= rows[i] != row;
+    }
+    Form::put_values(reinterpret_cast<E*>(scratch.values), key, rows, dim);
+  }
+  return left_out;
+}
+
+// Bit c of word r becomes bit r of word c.
+inline void transpose_bits(uint64_t (&word)[64]) {
+  uint64_t mask = 0x00000000ffffffffull;
+  for (int half = 32; half != 0; half /= 2, mask ^= mask << half)
+    for (int r = 0; r < 64; r = ((r | half) + 1) & ~half) {
+      const uint64_t swapped = (word[r] >> half ^ word[r | half]) & mask;
+      word[r] ^= swapped << half;
+      word[r | half] ^= swapped;
+    }
+}
+
+// Raw products become logits in powers of two; -inf where a row does not see a key.
+inline void finish_scores(const AttentionTask& task, float* scores, int64_t row_length, int32_t first_row, int32_t rows,
+                          int32_t first, int32_t keys, bool all_seen) {
+  const AttentionProblem& problem = *task.problem;
+  uint64_t seen[64] = {};
+  if (!all_seen) {
+    for (int32_t r = 0; r < rows; ++r)
+      seen[r] = r > 0 && task.node_of(first_row + r) == task.node_of(first_row + r - 1)
+                    ? seen[r - 1]
+                    : visible_keys(problem, task.request, task.node_of(first_row + r), first);
+    transpose_bits(seen);
+  }
+  const Floats scale = spread(problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E);
+  const Floats cap = spread(problem.softcap), log2e = spread(kLog2E), nothing = spread(-kInfinity);
+  for (int32_t key = 0; key < keys; ++key)
+    for (int64_t r = 0; r < row_length; r += Floats::width) {
+      Floats s = load(scores + key * row_length + r) * scale;
+      if (problem.softcap > 0.0f) s = softcapped(s, cap) * log2e;
+      if (!all_seen) s = select(mask_of_bits(static_cast<uint32_t>(seen[key] >> r)), s, nothing);
+      store(scores + key * row_length + r, s);
+    }
+}
+
+// One vector of rows: their scores [keys, row_length] times `factor` become weights 2^(s - maximum), in place; totals
+// and maximum are brought up to date. Returns what the rows' values so far have to be multiplied by.
+template <typename Form>
+Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, float* row_maximum, float* total,
+             float* exact_total) {
+  const Floats times = spread(factor), before = load(row_maximum);
+  Floats highest[2] = {before, before};
+  int32_t key = 0;
+  for (; key + 2 <= keys; key += 2)
+    for (int i = 0; i < 2; ++i) highest[i] = maximum(highest[i], load(scores + (key + i) * row_length) * times);
+  if (key < keys) highest[0] = maximum(highest[0], load(scores + key * row_length) * times);
+  const Floats now = maximum(highest[0], highest[1]);
+  const Floats minus = zeros() - now, scale = power_of_two(before - now);
+  Floats sum = zeros(), exact = zeros();
+  auto* to = reinterpret_cast<typename Form::Element*>(scores);
+  for (key = 0; key < keys; key += Form::size) {
+    Floats weights[Form::size];
+    for (int i = 0; i < Form::size; ++i) {
+      weights[i] = key + i < keys ? power_of_two(fused(load(scores + (key + i) * row_length), times, minus)) : zeros();
+      exact = exact + weights[i];
+    }
+    Form::put_weights(to + key / Form::size * row_length, weights, sum);
+  }
+  store(row_maximum, now);
+  store(total, fused(load(total), scale, sum));
+  store(exact_total, fused(load(exact_total), scale, exact));
+  return scale;
+}
+
+// ---- a task ----
+
+template <typename Form>
+void arrange_queries(const AttentionTask& task, typename Form::Element* to, int32_t padded) {
+  using T = typename Form::Storage;
+  const int32_t dim = task.problem->head_dim, steps = dim / Form::size;
+  const T* q = static_cast<const T*>(task.problem->q);
+  for (int32_t first = 0; first < padded; first += kBlockRows)  // [block of rows][step][row in block]
+    for (int32_t r = 0; r < kBlockRows; ++r) {
+      typename Form::Element* column = to + int64_t{first} * steps + r;
+      if (first + r >= task.rows) {
+        for (int32_t i = 0; i < steps; ++i) column[i * kBlockRows] = 0;
+        continue;
+      }
+      const T* row = q + task.packed_row(first + r) * dim;
+      for (int32_t i = 0; i < steps; ++i) column[i * kBlockRows] = Form::query(row, i);
+    }
+}
+
+// Rows that see keys whose values are not finite get those: a sum with NaN or infinity in it, and no other is touched.
+template <typename T>
+void add_left_out(const AttentionTask& task, int32_t first, int32_t keys, const PartialRows& result) {
+  const AttentionProblem& problem = *task.problem;
+  const int32_t dim = problem.head_dim;
+  for (int32_t key = 0; key < keys; ++key) {
+    const T* row = key_row<T>(problem, task.request, problem.v_cache, problem.v_new, first + key, task.head);
+    if (is_finite(row, dim)) continue;
+    for (int32_t r = 0; r < task.rows; ++r) {
+      if (!(visible_keys(problem, task.request, task.node_of(r), first) >> key & 1)) continue;
+      for (int32_t d = 0; d < dim; ++d) {
+        const float value = to_float(row[d]);
+        if (value - value != 0.0f) result.values[int64_t{r} * dim + d] += value;
+      }
+    }
+  }
+}
+
+template <typename Form>
+void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const PartialRows& result) {
+  using T = typename Form::Storage;
+  using E = typename Form::Element;
+  const AttentionProblem& problem = *task.problem;
+  const int32_t dim = problem.head_dim, steps = dim / Form::size;
+  const int32_t padded = (task.rows + kBlockRows - 1) / kBlockRows * kBlockRows;
+  E* const queries = reinterpret_cast<E*>(scratch.queries);
+  float* const scores = reinterpret_cast<float*>(scratch.scores);
+  arrange_queries<Form>(task, queries, padded);
+  memset(result.values, 0, sizeof(float) * task.rows * dim);
+  for (int32_t r = 0; r < padded; ++r) {
+    result.maximum[r] = -kLargest;
+    result.total[r] = result.exact_total[r] = 0.0f;
+  }
+  RowFinder<T> find_key{task, problem.k_cache, problem.k_new}, find_value{task, problem.v_cache, problem.v_new};
+  for (int32_t first = task.first_key; first < task.end_key; first += kTileKeys) {
+    const int32_t keys = static_cast<int32_t>(minimum_of(kTileKeys, task.end_key - first));
+    const bool all_seen = all_see(problem, task.request, first, keys);
+    const bool left_out = fill_tiles<Form>(task, scratch, find_key, find_value, first, keys, all_seen);
+    const bool is_raw = all_seen && problem.softcap == 0.0f;
+    for (int32_t row = 0; row < task.rows; row += kBlockRows) {
+      const int32_t rows = static_cast<int32_t>(minimum_of(kBlockRows, task.rows - row));
+      const int32_t width = (rows + Floats::width - 1) / Floats::width * Floats::width;
+      multiply(Product<E>{reinterpret_cast<const E*>(scratch.keys), steps, 1, queries + int64_t{row} * steps,
+                          kBlockRows, steps, scores, width, nullptr},
+               keys, width);
+      if (!is_raw) finish_scores(task, scores, width, row, rows, first, keys, all_seen);
+      const float factor = is_raw ? problem.scale * kLog2E : 1.0f;
+      for (int32_t r = 0; r < width; r += Floats::width)
+        store(scratch.scale + r, weigh<Form>(scores + r, width, keys, factor, result.maximum + row + r,
+                                             result.total + row + r, result.exact_total + row + r));
+      multiply(Product<E>{reinterpret_cast<const E*>(scores), 1, width, reinterpret_cast<const E*>(scratch.values), dim,
+                          (keys + Form::size - 1) / Form::size, result.values + int64_t{row} * dim, dim, scratch.scale},
+               rows, dim);
+    }
+    if (left_out) add_left_out<T>(task, first, keys, result);
+  }
+}
+
+inline void attend(const AttentionTask& task, const AttentionScratch& scratch, const PartialRows& result) {
+  switch (task.problem->type) {
+#if PASS_EXT_LEVEL == 3
+    case FloatType::bfloat16: return attend_in<Pairs>(task, scratch, result);
+#else
+    case FloatType::bfloat16: return attend_in<Singles<bfloat16>>(task, scratch, result);
+#endif
+    case FloatType::float16: return attend_in<Singles<float16>>(task, scratch, result);
+    case FloatType::float32: return attend_in<Singles<float>>(task, scratch, result);
+  }
+}
+
+// ---- merging and writing ----
+
+// to += from, for one row of `dim` numbers: both in powers of two of their own maximum.
+inline void merge_row(PartialRows& to, const PartialRows& from, int32_t row, int32_t dim) {
+  const float highest = maximum(to.maximum[row], from.maximum[row]);
+  const float keep = power_of_two(to.maximum[row] - highest), add = power_of_two(from.maximum[row] - highest);
+  to.maximum[row] = highest;
+  to.total[row] = fused(from.total[row], add, to.total[row] * keep);
+  to.exact_total[row] = fused(from.exact_total[row], add, to.exact_total[row] * keep);
+  float* values = to.values + int64_t{row} * dim;
+  const float* others = from.values + int64_t{row} * dim;
+  for (int32_t d = 0; d < dim; d += Floats::width)
+    store(values + d, fused(load(others + d), spread(add), load(values + d) * spread(keep)));
+}
+
+template <typename T>
+void write_row(T* to, const float* values, float total, int32_t dim) {
+  const Floats inverse = spread(total == 0.0f ? 0.0f : 1.0f / total);
+  for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, load(values + d) * inverse);
+}
+
+// out and lse of a task's rows, from one part for each chunk of keys, added up in their order into the first.
+inline void finish_rows(const AttentionTask& task, PartialRows* parts, int32_t count) {
+  const AttentionProblem& problem = *task.problem;
+  const int32_t dim = problem.head_dim;
+  for (int32_t r = 0; r < task.rows; ++r) {
+    for (int32_t part = 1; part < count; ++part) merge_row(parts[0], parts[part], r, dim);
+    const int64_t row = task.packed_row(r);
+    const float* values = parts[0].values + int64_t{r} * dim;
+    const float total = parts[0].total[r];
+    switch (problem.type) {
+      case FloatType::bfloat16: write_row(static_cast<bfloat16*>(problem.out) + row * dim, values, total, dim); break;
+      case FloatType::float16: write_row(static_cast<float16*>(problem.out) + row * dim, values, total, dim); break;
+      case FloatType::float32: write_row(static_cast<float*>(problem.out) + row * dim, values, total, dim); break;
+    }
+    problem.lse[row] = log_of_total(parts[0].maximum[r], parts[0].exact_total[r]);
+  }
+}
+
+// ---- attention_merge ----
+
+// out = weight_a a + weight_b b. A side of weight 0 may hold anything.
+template <typename T>
+void add_weighted(T* out, const T* a, float weight_a, const T* b, float weight_b, int32_t dim) {
+  int32_t d = 0;
+  const auto part = [](float weight, float value) { return weight == 0.0f ? 0.0f : weight * value; };
+  if (weight_a != 0.0f && weight_b != 0.0f)
+    for (; d + Floats::width <= dim; d += Floats::width)
+      store(out + d, fused(load(a + d), spread(weight_a), load(b + d) * spread(weight_b)));
+  for (; d < dim; ++d) out[d] = from_float<T>(part(weight_a, to_float(a[d])) + part(weight_b, to_float(b[d])));
+}
+
+inline void merge_results(const MergeProblem& problem, int64_t begin, int64_t end) {
+  const int32_t dim = problem.head_dim;
+  for (int64_t row = begin; row < end; ++row) {
+    const MergeWeights weights = weights_of(problem.lse_a[row], problem.lse_b[row]);
+    problem.lse[row] = weights.lse;
+    const auto add = [&](auto tag) {
+      using T = decltype(tag);
+      add_weighted(static_cast<T*>(problem.out) + row * dim, static_cast<const T*>(problem.out_a) + row * dim,
+                   weights.a, static_cast<const T*>(problem.out_b) + row * dim, weights.b, dim);
+    };
+    switch (problem.type) {
+      case FloatType::bfloat16: add(bfloat16{}); break;
+      case FloatType::float16: add(float16{}); break;
+      case FloatType::float32: add(0.0f); break;
+    }
+  }
+}
