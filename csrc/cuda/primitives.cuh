@@ -149,11 +149,31 @@ PASS_EXT_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// ---- arithmetic with an instruction of its own ----
+
+// 2^x, within 2 ulp; results below 2^-126 are 0. NaN stays NaN.
+PASS_EXT_DEVICE float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ---- pairs of 16-bit floats in one register; `low` sits at the lower address ----
 
 template <typename T>
-PASS_EXT_DEVICE uint32_t pack2(float low, float high) {
-  return static_cast<uint32_t>(from_float<T>(low).bits) | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+PASS_EXT_DEVICE uint32_t pack2(float low, float high);
+
+template <>
+PASS_EXT_DEVICE uint32_t pack2<bfloat16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <>
+PASS_EXT_DEVICE uint32_t pack2<float16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 template <typename T>
 PASS_EXT_DEVICE float unpack_low(uint32_t pair) {
