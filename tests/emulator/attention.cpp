@@ -56,11 +56,11 @@ int64_t attention_workspace(const Numbers& numbers) {
 void attention(const std::string& name, const Numbers& numbers, float scale, float softcap) {
   const Arguments given{numbers};
   if (name == "attention_merge") {
-    pass_ext::gpu::launch_merge({given.at<void>("out_a"), given.at<void>("out_b"), given.at<float>("lse_a"),
-                                 given.at<float>("lse_b"), given.at<void>("out"), given.at<float>("lse"), given("rows"),
-                                 static_cast<int32_t>(given("head_dim")),
-                                 static_cast<pass_ext::FloatType>(given("type"))},
-                                {});
+    pass_ext::gpu::launch_merge(
+        {given.at<void>("out_a"), given.at<void>("out_b"), given.at<float>("lse_a"), given.at<float>("lse_b"),
+         given.at<void>("out"), given.at<float>("lse"), given("rows"), static_cast<int32_t>(given("head_dim")),
+         static_cast<pass_ext::FloatType>(given("type"))},
+        {});
     return;
   }
   pass_ext::AttentionProblem problem = attention_problem(given);
