@@ -17,9 +17,12 @@
 
 namespace pass_ext::gpu {
 
-// What the threads of a block tell each other besides tiles.
+// What the threads of a block tell each other besides tiles. What is the same for all of them is here rather than in
+// their registers, which results and queries fill.
 struct AttentionScratch {
   ScheduleScratch schedule;
+  Segment segment;
+  Shares shares;
   int32_t ticket;
   int32_t has_non_finite;  // whether a masked tile of this segment had a value that is not finite
 };
@@ -48,7 +51,8 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
 
 // All tiles of a segment; the block's result is then in shared memory, in Shape::kKeyWarps parts.
 template <typename Shape>
-PASS_EXT_DEVICE void attend(const AttentionProblem& problem, const Segment& segment, AttentionScratch& scratch) {
+PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& scratch) {
+  const Segment& segment = scratch.segment;
   constexpr SharedTiles<Shape> shared{};
   constexpr int kAhead = Shape::kStages - 1;  // tiles under way while one is computed with
   const AddressedKey<Shape> own_key{problem, segment};
@@ -130,20 +134,23 @@ PASS_EXT_DEVICE void write_rows_of_nobody(const AttentionProblem& problem) {
 // A variant for sm_90 and later whose tiles come by TMA and are multiplied by wgmma (64 rows a warpgroup) would replace
 // `attend`, and be chosen where with_attention_shape chooses; schedule and merging stay.
 template <typename Shape>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads)
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks)
     attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem, SharedWork work) {
   PASS_EXT_SHARED(AttentionScratch, scratches, 1);
   AttentionScratch& scratch = scratches[0];
   constexpr SharedTiles<Shape> shared{};
-  const Shares shares = shares_of(count_work<Shape>(problem, scratch.schedule), grid_size().x);
+  const Segment& segment = scratch.segment;
+  const Shares& shares = scratch.shares;
+  const int64_t work_of_all = count_work<Shape>(problem, scratch.schedule);
+  if (thread_rank() == 0) scratch.shares = shares_of(work_of_all, grid_size().x);
+  sync_block();
   const int64_t block = block_index().x;
-  const int64_t begin = block < shares.blocks ? shares.begin(block) : shares.work;
-  const int64_t end = block < shares.blocks ? shares.begin(block + 1) : shares.work;
-  Place place{0, 0};
-  for (int64_t position = begin; position < end;) {
-    place = find_request<Shape>(problem, scratch.schedule, position, place);
-    const Segment segment = segment_at<Shape>(problem, place, position, end);
-    attend<Shape>(problem, segment, scratch);
+  for (int64_t position = shares.begin(block); position < shares.begin(block + 1);) {
+    find_request<Shape>(problem, scratch.schedule, position);
+    if (thread_rank() == 0)
+      scratch.segment = segment_at<Shape>(problem, scratch.schedule, position, shares.begin(block + 1));
+    sync_block();
+    attend<Shape>(problem, scratch);
     const auto warp_part = [&](int64_t k) { return shared.parts() + k * Shape::kPart; };
     if (segment.is_whole()) {
       merge_into_result<Shape>(problem, segment, shared.totals(), Shape::kKeyWarps, warp_part);
@@ -155,8 +162,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads)
                                shares.block_of(segment.unit_begin + segment.tiles - 1), block, shared.totals(),
                                &scratch.ticket);
     }
-    sync_block();  // shared memory is free again
     position = segment.unit_begin + segment.end;
+    sync_block();  // shared memory is free again
   }
   write_rows_of_nobody<typename Shape::T>(problem);
 }

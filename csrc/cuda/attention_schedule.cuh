@@ -36,7 +36,7 @@ PASS_EXT_DEVICE RequestTiles tiles_of(const AttentionProblem& problem, const Att
 // Found by all threads of a block together.
 struct ScheduleScratch {
   int64_t sums[kAttentionWarps];
-  int64_t request, before;
+  int64_t request, before;  // the request at work, and the work of all before it
 };
 
 template <typename Shape>
@@ -44,12 +44,14 @@ PASS_EXT_DEVICE int64_t work_of(const AttentionProblem& problem, int64_t request
   return request < problem.requests ? tiles_of<Shape>(problem, request_of(problem, request)).work : 0;
 }
 
+// All work; scratch is at its start.
 template <typename Shape>
 PASS_EXT_DEVICE int64_t count_work(const AttentionProblem& problem, ScheduleScratch& scratch) {
   int64_t work = 0;
   for (int64_t b = thread_rank(); b < problem.requests; b += kAttentionThreads) work += work_of<Shape>(problem, b);
   for (int step = 16; step > 0; step /= 2) work += shuffle_xor(work, step);
   if (lane_index() == 0) scratch.sums[warp_index()] = work;
+  if (thread_rank() == 0) scratch.request = scratch.before = 0;
   sync_block();
   work = 0;
   for (int warp = 0; warp < kAttentionWarps; ++warp) work += scratch.sums[warp];
@@ -57,17 +59,13 @@ PASS_EXT_DEVICE int64_t count_work(const AttentionProblem& problem, ScheduleScra
   return work;
 }
 
-// A request, and the work of all before it.
-struct Place {
-  int64_t request, before;
-};
-
-// The request that tile `position` of the whole work belongs to; `from` is one that does not lie behind it.
+// Moves scratch.request, scratch.before on to the request that tile `position` of the whole work belongs to.
 template <typename Shape>
-PASS_EXT_DEVICE Place find_request(const AttentionProblem& problem, ScheduleScratch& scratch, int64_t position,
-                                   const Place& from) {
-  int64_t before = from.before;
-  for (int64_t first = from.request; first < problem.requests; first += kAttentionThreads) {
+PASS_EXT_DEVICE void find_request(const AttentionProblem& problem, ScheduleScratch& scratch, int64_t position) {
+  int64_t before = scratch.before;
+  const int64_t begin = scratch.request;
+  sync_block();
+  for (int64_t first = begin; first < problem.requests && before <= position; first += kAttentionThreads) {
     const int64_t own = work_of<Shape>(problem, first + thread_rank());
     int64_t up_to = own;  // of this request and of those before it in its warp, then of all before it
     for (unsigned step = 1; step < 32; step *= 2) {
@@ -86,18 +84,14 @@ PASS_EXT_DEVICE Place find_request(const AttentionProblem& problem, ScheduleScra
       scratch.before = up_to - own;
     }
     sync_block();
-    if (position < before) break;
   }
-  const Place place{scratch.request, scratch.before};
-  sync_block();
-  return place;
 }
 
 // How the whole work is shared. Only as many blocks take part as can have kLeastTilesOfBlock.
 struct Shares {
   int64_t work, blocks;
 
-  PASS_EXT_DEVICE int64_t begin(int64_t block) const { return block * work / blocks; }
+  PASS_EXT_DEVICE int64_t begin(int64_t block) const { return block < blocks ? block * work / blocks : work; }
   PASS_EXT_DEVICE int64_t block_of(int64_t tile) const { return ((tile + 1) * blocks - 1) / work; }
 };
 
@@ -118,16 +112,16 @@ struct Segment {
   PASS_EXT_DEVICE bool is_whole() const { return begin == 0 && end == tiles; }
 };
 
-// The segment that starts at tile `position` of the whole work, in the request at `place`, cut where the block's share
+// The segment that starts at tile `position` of the whole work, in the request of `scratch`, cut where the block's share
 // ends.
 template <typename Shape>
-PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, const Place& place, int64_t position,
+PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, const ScheduleScratch& scratch, int64_t position,
                                    int64_t share_end) {
   Segment segment;
-  segment.request = request_of(problem, place.request);
+  segment.request = request_of(problem, scratch.request);
   const RequestTiles tiles = tiles_of<Shape>(problem, segment.request);
-  const int32_t unit = static_cast<int32_t>((position - place.before) / tiles.keys);
-  segment.unit_begin = place.before + int64_t{unit} * tiles.keys;
+  const int32_t unit = static_cast<int32_t>((position - scratch.before) / tiles.keys);
+  segment.unit_begin = scratch.before + int64_t{unit} * tiles.keys;
   segment.head = unit / tiles.rows;
   segment.first_row = unit % tiles.rows * Shape::kRows;
   const int32_t rows = segment.request.nodes * problem.group - segment.first_row;

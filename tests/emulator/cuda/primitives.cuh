@@ -16,7 +16,7 @@
 #define PASS_EXT_KERNEL void
 #define PASS_EXT_DEVICE inline
 #define PASS_EXT_DEVICE_CALL inline
-#define PASS_EXT_LAUNCH_BOUNDS(threads)
+#define PASS_EXT_LAUNCH_BOUNDS(...)
 #define PASS_EXT_PARAMETER const
 #define PASS_EXT_SHARED(type, name, count) \
   static const char name##_site = 0;       \
