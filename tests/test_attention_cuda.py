@@ -32,10 +32,15 @@ class Case:
         width = max(page, 1)
         pages = -(-slots // page) if page else 1
         shape = (requests * pages + 2, page, kv_heads, dim) if page else (requests, slots, kv_heads, dim)
-        self.k_cache, self.v_cache = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+        self.k_cache, self.v_cache = (
+            torch.full(shape, torch.nan, dtype=dtype),
+            torch.full(shape, torch.nan, dtype=dtype),
+        )
         self.block_table = None
         if page:
-            self.block_table = torch.randperm(shape[0], generator=random)[: requests * pages].view(requests, pages).int()
+            self.block_table = (
+                torch.randperm(shape[0], generator=random)[: requests * pages].view(requests, pages).int()
+            )
         self.keys, self.values = [], []
         self.k_new, self.v_new = (
             [torch.full((rows, kv_heads, dim), torch.nan, dtype=dtype) for _ in range(2)] if separate else (None, None)

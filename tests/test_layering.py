@@ -30,9 +30,7 @@ TORCH_LAW = {
     "cuda/*.h": ("torch/csrc/stable/", "torch/csrc/inductor/aoti_torch/c/shim.h"),
     "schema.cpp": ("torch/csrc/stable/library.h",),
 }
-CUDA_HEADERS = {
-    name: ("cuda_runtime.h",) for name in ("cuda/primitives.cuh", "cuda/runtime.h", "cuda/counters.h")
-}
+CUDA_HEADERS = dict.fromkeys(("cuda/primitives.cuh", "cuda/runtime.h", "cuda/counters.h"), ("cuda_runtime.h",))
 BANNED = re.compile(r"ATen/|c10/|torch/extension\.h|torch/torch\.h|pybind11|Python\.h")
 
 # Package -> what of pass_ext it may import.

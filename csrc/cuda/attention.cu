@@ -57,14 +57,11 @@ void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
   if (problem.type == FloatType::float32) {
     gpu::launch_attention(problem, {}, {}, scope.stream());
   } else {
-    const int64_t most_blocks = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
-    const gpu::AttentionPlan plan = gpu::plan_attention(problem, most_blocks);
+    const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
+    const gpu::AttentionPlan plan = gpu::plan_attention(problem, between(resident, 1, kCountersOfSlot / 2));
     const Tensor parts = empty_of_shape(q, {plan.parts}, ScalarType::Float);
-    const Tensor counters = zeroed_counters(q, scope.stream(), plan.counters);
-    gpu::launch_attention(
-        problem, plan,
-        {static_cast<float*>(parts.mutable_data_ptr()), static_cast<int32_t*>(counters.mutable_data_ptr())},
-        scope.stream());
+    int32_t* const counters = CounterSlots::of_device(scope.device()).slot_for("attention_tree", scope.stream());
+    gpu::launch_attention(problem, plan, {static_cast<float*>(parts.mutable_data_ptr()), counters}, scope.stream());
   }
   check_launch("attention_tree");
 }

@@ -191,7 +191,7 @@ decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& 
 struct AttentionPlan {
   unsigned blocks;
   int64_t parts;     // floats
-  int64_t counters;  // int32, zero
+  int64_t counters;  // int32, zero: two for each block
 };
 
 // A grid of at most `most_blocks`, what fits on the GPU at once, and not more than shapes alone say can have work.

@@ -112,8 +112,8 @@ struct Segment {
   PASS_EXT_DEVICE bool is_whole() const { return begin == 0 && end == tiles; }
 };
 
-// The segment that starts at tile `position` of the whole work, in the request of `scratch`, cut where the block's share
-// ends.
+// The segment that starts at tile `position` of the whole work, in the request of `scratch`, cut where the block's
+// share ends.
 template <typename Shape>
 PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, const ScheduleScratch& scratch, int64_t position,
                                    int64_t share_end) {

@@ -104,15 +104,16 @@ PASS_EXT_DEVICE void multiply_queries_keys(Scores<Shape>& scores, const Queries<
 // To logarithms of base 2.
 template <typename Shape>
 PASS_EXT_DEVICE void scale_scores(Scores<Shape>& scores, const AttentionProblem& problem) {
-  const bool has_cap = problem.softcap > 0.0f;
-  const float scale = has_cap ? problem.scale : problem.scale * kLog2E;
+  const float scale = problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E;
 #pragma unroll
   for (auto& block : scores)
 #pragma unroll
-    for (float& score : block) {
-      score *= scale;
-      if (has_cap) score = softcapped(score, problem.softcap) * kLog2E;
-    }
+    for (float& score : block) score *= scale;
+  if (!(problem.softcap > 0.0f)) return;
+#pragma unroll
+  for (auto& block : scores)
+#pragma unroll
+    for (float& score : block) score = softcapped(score, problem.softcap) * kLog2E;
 }
 
 // Scores of the keys that their row does not see become -inf.
