@@ -38,6 +38,7 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
       if (all_see(problem, segment.request, first, Shape::kKeys)) continue;
       for (int row = 0; row < segment.rows; ++row) {
         const uint64_t seen = visible_keys(problem, segment.request, (segment.first_row + row) / problem.group, first);
+#pragma unroll 1
         for (int i = 0; i < Shape::kKeys; ++i) {
           if (!(seen >> i & 1)) continue;
           const T* const from =

@@ -140,9 +140,9 @@ PASS_EXT_DEVICE bool is_last(int32_t* counter, int64_t expected, int32_t* ticket
 
 // After this block has stored its part of a unit that several blocks share: merges what is complete.
 // The unit's members are blocks `first` to `last`. Each has its part in its slot 2 i, for the unit is the first thing
-// in its share, but for the first member, to which it is the last thing: slot 2 i + 1. Those slots' counters are free
-// for this unit alone: 2 first + 1 counts groups, and a group counts at the slot of its first member, the first group
-// at that of its second.
+// in its share, but for the first member, to which it is the last thing: slot 2 i + 1. Counters: of the groups at 2
+// first + 1; of the members of a group at 2 i, i its first member. No other unit counts there: block i may also be the
+// last member of the unit before, but the first of several in a group there it is not.
 template <typename Shape>
 PASS_EXT_DEVICE void merge_shared_unit(const AttentionProblem& problem, const Segment& segment, const SharedWork& work,
                                        int64_t first, int64_t last, int64_t own, float* totals, int32_t* ticket) {
@@ -153,8 +153,7 @@ PASS_EXT_DEVICE void merge_shared_unit(const AttentionProblem& problem, const Se
   const int64_t group_size = members - group_first < kGroup ? members - group_first : kGroup;
   const auto member_of_group = [&](int64_t k) { return part_of(group_first + k); };
   if (group_size > 1) {
-    const int64_t counter = 2 * (first + (group_first == 0 ? 1 : group_first));
-    if (!is_last(work.counters + counter, group_size, ticket)) return;
+    if (!is_last(work.counters + 2 * (first + group_first), group_size, ticket)) return;
     if (groups == 1) return merge_into_result<Shape>(problem, segment, totals, group_size, member_of_group);
     merge_into_part<Shape>(part_of(group_first), totals, segment.rows, group_size, member_of_group);
   }

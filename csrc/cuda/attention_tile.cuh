@@ -127,6 +127,7 @@ template <typename Shape>
 PASS_EXT_DEVICE bool remove_non_finite(typename Shape::T* values) {
   using T = typename Shape::T;
   bool found = false;
+#pragma unroll 1
   for (int i = static_cast<int>(thread_rank()); i < Shape::kKeys * Shape::kChunks; i += kAttentionThreads) {
     T* const chunk = values + chunk_offset<Shape>(i / Shape::kChunks, i % Shape::kChunks);
     Bytes16 bytes = load16(chunk);

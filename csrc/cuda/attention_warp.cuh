@@ -4,6 +4,7 @@
 // lane / 4, t = lane % 4. Called by cuda/attention.cuh.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "core/attention.h"
@@ -135,9 +136,6 @@ PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& pr
       if (!(seen[i / 2] >> (8 * block + i % 2) & 1)) scores[block][i] = float_of(0xff800000u);
 }
 
-// The larger of two, passing NaN over: a score that is NaN makes its row's sums NaN by itself.
-PASS_EXT_DEVICE float larger(float a, float b) { return b > a ? b : a; }
-
 // What a warp knows of its 16 rows so far. `rounded` adds the weights that multiplied values, and divides them in the
 // end; `exact` adds them before rounding, for the lse. Each lane has added its own columns only.
 template <typename Shape>
@@ -164,12 +162,12 @@ struct RowState {
     float shrink[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float highest = maximum[half];
+      float highest = maximum[half];  // fmaxf passes NaN over; a score that is NaN makes its row's sums NaN by itself
 #pragma unroll
       for (int block = 0; block < Shape::kWarpKeys / 8; ++block)
-        highest = larger(larger(highest, scores[block][2 * half]), scores[block][2 * half + 1]);
-      highest = larger(highest, shuffle_xor(highest, 1));
-      highest = larger(highest, shuffle_xor(highest, 2));
+        highest = fmaxf(fmaxf(highest, scores[block][2 * half]), scores[block][2 * half + 1]);
+      highest = fmaxf(highest, shuffle_xor(highest, 1));
+      highest = fmaxf(highest, shuffle_xor(highest, 2));
       shrink[half] = exp2_approximate(maximum[half] - highest);
       maximum[half] = highest;
       rounded[half] *= shrink[half];
