@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine, report
-from benchmarks.harness import Bandwidth, Case, Row, measure_case, settings_for
+from benchmarks.harness import Case, Rates, Row, measure_case, settings_for
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -40,6 +40,10 @@ class Plan:
     labels: list[str]
     """One short line per case, in order: for the progress display."""
     cases: Iterable[Case]
+    counts_flops: bool = False
+    """Cases tell their fewest flops, so the speed of a large product is measured too."""
+    left_out: list[str] = field(default_factory=list)
+    """What is not even planned, because it is too large or takes too long."""
 
 
 def parse(description: str, arguments: list[str] | None = None) -> argparse.Namespace:
@@ -77,21 +81,27 @@ def run(
     extra: dict[str, Any] = {"dtype": options.dtype, "omp_proc_bind": os.environ.get("OMP_PROC_BIND")}
     if options.device == "cpu":
         extra["clock_overhead_us"] = timing.clock_overhead() * 1e6
-    bandwidth = Bandwidth(timing.copy_bandwidth(settings, cache), timing.read_bandwidth(settings, cache))
+    plan = make_plan(options)
+    matmul = sorted({options.dtype, "float32"}) if plan.counts_flops else []
+    rates = Rates(
+        timing.copy_bandwidth(settings, cache),
+        timing.read_bandwidth(settings, cache),
+        {dtype: timing.matmul_rate(DTYPES[dtype]) for dtype in matmul},
+    )
 
     rows: list[Row] = []
-    plan, started = make_plan(options), time.monotonic()
-    left_out: list[str] = []
+    started = time.monotonic()
+    left_out = list(plan.left_out)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(name, total=len(plan.labels))
         cases = iter(plan.cases)
         for index, label in enumerate(plan.labels):
             if options.seconds is not None and time.monotonic() - started > options.seconds and rows:
-                left_out = plan.labels[index:]
+                left_out += plan.labels[index:]
                 break
             progress.update(task, description=f"{name}: {label}")
-            rows += measure_case(next(cases), settings, bandwidth)
+            rows += measure_case(next(cases), settings, rates)
             progress.advance(task)
         else:
             assert next(cases, None) is None, "more cases than labels"
@@ -107,15 +117,16 @@ def run(
         "versions": machine.describe_versions(),
         "load_average": {"before": load, "after": os.getloadavg()[0]},
         "settings": {**asdict(settings), **extra},
-        "copy_gb_per_s": bandwidth.copy / 1e9,
-        "read_gb_per_s": bandwidth.read / 1e9,
+        "copy_gb_per_s": rates.copy / 1e9,
+        "read_gb_per_s": rates.read / 1e9,
+        **({"matmul_gflop_per_s": {key: rate / 1e9 for key, rate in rates.matmul.items()}} if matmul else {}),
         "left_out": left_out,
         "rows": rows,
         "aims": [asdict(aim) for aim in judge(rows)],
     }
     report.show(result, console)
     if left_out:
-        console.print(f"left out for lack of time: {'; '.join(left_out)}")
+        console.print(f"{report.LEFT_OUT}: {'; '.join(left_out)}")
     path = result_path(name, options)
     if path is not None:
         report.save(result, path)

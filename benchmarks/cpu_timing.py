@@ -56,13 +56,25 @@ def read_bandwidth(settings: Settings, last_level_cache: int) -> float:
     return size / min(_median_time(read, settings) for read in (source.sum, source.max, lambda: source.dot(source)))
 
 
+def matmul_rate(dtype: torch.dtype) -> float:
+    """Flops per second of the product of two square matrices, the fastest of all: nobody is held against a limit that a
+    busy machine has lowered."""
+    size = 1024
+    one, other = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / min(_times(lambda: one @ other, 25))
+
+
 def _median_time(function: Callable[[], object], settings: Settings) -> float:
+    return median(_times(function, 5 if settings.quick else 25))
+
+
+def _times(function: Callable[[], object], count: int) -> list[float]:
     times = []
-    for _ in range(5 if settings.quick else 25):
+    for _ in range(count):
         started = time.perf_counter()
         function()
         times.append(time.perf_counter() - started)
-    return median(times)
+    return times
 
 
 def clock_overhead() -> float:

@@ -84,7 +84,7 @@ stage tests "$python" -m pytest tests -m "not slow" --device cuda --maxfail 25 -
 
 sanitize memcheck
 # The most important first; then whatever else there is. Each begins with its own most important cases.
-benches=(bench_accept bench_draft)
+benches=(bench_attention bench_accept bench_draft)
 for bench in benchmarks/bench_*.py; do
   name=$(basename "$bench" .py)
   [[ " ${benches[*]} " == *" $name "* ]] || benches+=("$name")

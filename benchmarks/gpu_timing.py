@@ -118,21 +118,33 @@ def read_bandwidth(settings: Settings, last_level_cache: int) -> float:
     return source.numel() * 4 / min(_median_time(read, settings) for read in (source.sum, source.max))
 
 
+def matmul_rate(dtype: torch.dtype) -> float:
+    """Flops per second of the product of two square matrices, the fastest of all."""
+    size = 4096
+    one, other = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+    torch.mm(one, other)  # creates the library's handle
+    return 2 * size**3 / min(_times(lambda: torch.mm(one, other), 25))
+
+
 def _large(settings: Settings, last_level_cache: int) -> int:
     return max(64 * 2**20 if settings.quick else 1 << 30, 4 * last_level_cache)
 
 
 def _median_time(function: Callable[[], object], settings: Settings) -> float:
+    return median(_times(function, 5 if settings.quick else 25))
+
+
+def _times(function: Callable[[], object], count: int) -> list[float]:
     started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
-    for _ in range(5 if settings.quick else 25):
+    for _ in range(count):
         torch.cuda._sleep(HEAD_START_CYCLES)
         started.record()
         function()
         ended.record()
         ended.synchronize()
         times.append(started.elapsed_time(ended) * 1e-3)
-    return median(times)
+    return times
 
 
 def count_kernels(function: Callable[..., object], arguments: tuple[Any, ...]) -> int | None:

@@ -8,7 +8,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
@@ -48,6 +48,11 @@ class Case:
     """Instead of agreement to the bit, where contenders draw random numbers of their own: raises if they do other jobs."""
     reads: bool = False
     """The job reads much and writes next to nothing, so its rows are also held against the bandwidth of reading."""
+    fewest_flops: int | None = None
+    """What one call must multiply and add at least. With it rows are held against the limit: the longer of reading the
+    fewest bytes and computing the fewest flops."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Contenders that are not timed on this line, and why: each gets a row without a number."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +80,22 @@ def settings_for(device: str, quick: bool, last_level_cache: int) -> Settings:
 
 
 @dataclass(frozen=True)
-class Bandwidth:
-    """Bytes per second, measured in this run on buffers that no cache holds."""
+class Rates:
+    """What the machine does at best, measured in this run; bytes per second on buffers that no cache holds."""
 
     copy: float
     """Read plus written."""
     read: float
+    matmul: Mapping[str, float] = field(default_factory=dict)
+    """Flops per second of a large product, by type of its elements; empty where a bench counts no flops."""
+
+    def fewest_seconds(self, moved: int, flops: int) -> float:
+        """The limit: nobody reads faster than the faster of reading and copying, or computes faster than the fastest
+        product, of the inputs as they are or converted."""
+        return max(moved / max(self.copy, self.read), flops / max(self.matmul.values()))
 
 
-def measure_case(case: Case, settings: Settings, bandwidth: Bandwidth) -> list[Row]:
+def measure_case(case: Case, settings: Settings, rates: Rates) -> list[Row]:
     """Checks one case, then measures it in every way the device offers: a row per way and contender."""
     check_agreement(case)
     if settings.device == "cuda":
@@ -95,7 +107,7 @@ def measure_case(case: Case, settings: Settings, bandwidth: Bandwidth) -> list[R
         for (how, cache), contenders in samplers(case, settings):
             budget = settings.budget_seconds * (3 if cache == "cold" else 1)
             samples = interleave(contenders, settings, budget)
-            rows += _summarise(case, how, cache, samples, bandwidth)
+            rows += _summarise(case, how, cache, samples, rates)
     return rows
 
 
@@ -157,7 +169,7 @@ def half_split(samples: Sequence[float]) -> float:
     return abs(median(samples[::2]) - median(samples[1::2])) / median(samples)
 
 
-def _summarise(case: Case, how: str, cache: str, samples: Mapping[str, list[float]], bandwidth: Bandwidth) -> list[Row]:
+def _summarise(case: Case, how: str, cache: str, samples: Mapping[str, list[float]], rates: Rates) -> list[Row]:
     ours = median(samples[case.contenders[0].name])
     moved = case.fewest_bytes
     if moved is not None and not isinstance(moved, int):
@@ -181,8 +193,15 @@ def _summarise(case: Case, how: str, cache: str, samples: Mapping[str, list[floa
         }
         if moved is not None:
             speed = moved / middle
-            row |= {"fewest_bytes": moved, "gb_per_s": speed / 1e9, "of_copy": speed / bandwidth.copy}
+            row |= {"fewest_bytes": moved, "gb_per_s": speed / 1e9, "of_copy": speed / rates.copy}
             if case.reads:
-                row["of_read"] = speed / bandwidth.read
+                row["of_read"] = speed / rates.read
+            if case.fewest_flops is not None:
+                row |= {"fewest_flops": case.fewest_flops, "gflop_per_s": case.fewest_flops / middle / 1e9}
+                row["of_limit"] = rates.fewest_seconds(moved, case.fewest_flops) / middle
         rows.append(row)
+    labels = dict(case.labels)
+    for absent, reason in case.absent.items():
+        row = {"labels": labels, "how": how, "cache": cache, "contender": absent, "same_job": True}
+        rows.append({**row, "median_us": None, "reason": reason})
     return rows

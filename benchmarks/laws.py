@@ -1,5 +1,6 @@
 """What the benches of sampling share: logits like a language model's, a row of logits as a law in plain PyTorch, and the
-comparison of ways that draw random numbers of their own. Used by bench_accept.py and bench_draft.py.
+comparison of ways that draw random numbers of their own. Used by bench_accept.py and bench_draft.py; `require` also by
+bench_attention.py.
 
 Logits come in two kinds, because filters cost what the shape of a row lets them:
 

@@ -18,6 +18,9 @@ from rich.text import Text
 FORMAT = 1
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path("docs/benchmarks.md")
+LEFT_OUT = "Left out, too large or for lack of time"
+SPEEDS = {"GB/s": "gb_per_s", "GFLOP/s": "gflop_per_s"}
+SHARES = {"of copy": "of_copy", "of read": "of_read", "of limit": "of_limit"}
 WORDS = {True: ("       met", "green"), False: ("   NOT met", "bold red"), None: ("not tested", "yellow")}
 HEADER = """# Benchmarks
 
@@ -65,6 +68,20 @@ def contender_names(result: dict[str, Any]) -> list[str]:
     return sorted(names, key=lambda name: not names[name])
 
 
+def why_absent(result: dict[str, Any]) -> list[str]:
+    """Who has no number, on how many lines, and why: a sentence per contender and reason."""
+    lines: dict[tuple[str, str], int] = {}
+    for row in result["rows"]:
+        if "reason" in row:
+            key = (row["contender"], row["reason"])
+            lines[key] = lines.get(key, 0) + 1
+    return [f"Not timed: {name}, on {_lines(count)}: {reason}." for (name, reason), count in lines.items()]
+
+
+def _lines(count: int) -> str:
+    return f"{count} line{'' if count == 1 else 's'}"
+
+
 def show(result: dict[str, Any], console: Console) -> None:
     """The result as a table with the fastest way of each line in green, then the aims."""
     names = contender_names(result)
@@ -84,6 +101,8 @@ def show(result: dict[str, Any], console: Console) -> None:
             cells.append(Text(_number(row and row["median_us"]), style if row and row["same_job"] else "dim"))
         table.add_row(*cells, *_gain_cells(line, result))
     console.print(table)
+    for sentence in why_absent(result):
+        console.print(sentence)
     for aim in result["aims"]:
         console.print(Text.assemble(WORDS[aim["met"]], f"  {aim['aim']}: {aim['measured']}"))
 
@@ -103,7 +122,8 @@ def render(result: dict[str, Any]) -> str:
         cells += [_with_spread(by_name.get(name)) for name in names]
         out.append(_markdown_row([*cells, *_gain_cells(line, result)]))
     if result.get("left_out"):
-        out += ["", f"Left out for lack of time: {'; '.join(result['left_out'])}."]
+        out += ["", f"{LEFT_OUT}: {'; '.join(result['left_out'])}."]
+    out += [line for sentence in why_absent(result) for line in ("", sentence)]
     if result["aims"]:
         out += ["", "| aim | | measured |", "| --- | --- | --- |"]
         words = {True: "met", False: "**not met**", None: "not tested"}
@@ -133,7 +153,12 @@ def _provenance(result: dict[str, Any]) -> str:
         f"{result['date'][:10]}, commit {result['commit']}; {device}; "
         f"torch {versions['torch']}, Python {versions['python']}; "
         f"a large copy moves {result['copy_gb_per_s']:.4g} GB/s (read + written)"
-        + (f", a large read {result['read_gb_per_s']:.4g} GB/s." if _is_held_against_reading(result) else ".")
+        + (f", a large read {result['read_gb_per_s']:.4g} GB/s" if _is_held_against_reading(result) else "")
+        + "".join(
+            f", a large product in {dtype} computes {rate:.4g} GFLOP/s"
+            for dtype, rate in result.get("matmul_gflop_per_s", {}).items()
+        )
+        + "."
     )
 
 
@@ -141,16 +166,21 @@ def _is_held_against_reading(result: dict[str, Any]) -> bool:
     return any("of_read" in row for row in result["rows"])
 
 
+def _is_held_against_the_limit(result: dict[str, Any]) -> bool:
+    return any("of_limit" in row for row in result["rows"])
+
+
 def _gain_heads(result: dict[str, Any]) -> list[str]:
-    return ["gain", "GB/s", "of copy", *(["of read"] if _is_held_against_reading(result) else [])]
+    heads = ["gain", "GB/s", "of copy", *(["of read"] if _is_held_against_reading(result) else [])]
+    return [*heads, *(["GFLOP/s", "of limit"] if _is_held_against_the_limit(result) else [])]
 
 
 def _gain_cells(line: list[dict[str, Any]], result: dict[str, Any]) -> list[str]:
     ours, times = line[0], gain(line)
-    moved = [f"{ours['gb_per_s']:.3g}" if "gb_per_s" in ours else "–"]
-    moved += [f"{ours[share]:.0%}" if share in ours else "–" for share in ("of_copy", "of_read")]
-    cells = ["–" if times is None else f"{times:.2f} ×", *moved] if ours["median_us"] is not None else ["–"] * 4
-    return cells[: len(_gain_heads(result))]
+    cells = {"gain": "–" if times is None else f"{times:.2f} ×"} if ours["median_us"] is not None else {}
+    cells |= {head: f"{ours[key]:.3g}" for head, key in SPEEDS.items() if key in ours}
+    cells |= {head: f"{ours[key]:.0%}" for head, key in SHARES.items() if key in ours}
+    return [cells.get(head, "–") for head in _gain_heads(result)]
 
 
 def _cache(row: dict[str, Any]) -> str:

@@ -59,6 +59,73 @@ def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
     assert "pass_ext" in done.stdout and "gain" in done.stdout
 
 
+def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path):
+    done = run_module("benchmarks.bench_attention", "--quick", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "bench_attention.json").read_text())
+    assert set(result["matmul_gflop_per_s"]) == {"bfloat16", "float32"}
+    timed = [row for row in result["rows"] if row["median_us"] is not None]
+    assert {"pass_ext", "SDPA", "SDPA, folded", "torch flash + merge"} <= {row["contender"] for row in timed}
+    for row in timed:
+        assert all(row[key] > 0 for key in ("gb_per_s", "gflop_per_s", "of_limit", "times_ours")), row
+    absent = [row for row in result["rows"] if row["median_us"] is None]
+    assert absent and all(row["reason"] for row in absent)
+    page = run_module("benchmarks.report", tmp_path / "bench_attention.json").stdout
+    assert f"Not timed: {absent[0]['contender']}, on " in page and "of limit" in page
+
+
+def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness):
+    from benchmarks import attention_steps as steps
+    from benchmarks.attention_ways import ours, sdpa
+
+    spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=2, prefix=8192, nodes=33)
+    trees = steps.make_trees(spec, torch.bfloat16, "cpu")
+    step = steps.make_step(trees, torch.bfloat16, "cpu", torch.Generator().manual_seed(0))
+    expected = steps.reference(step)
+    assert steps.excess(step, ours(step), expected) < 1 > steps.excess(step, sdpa(step), expected)
+    trees.visible[-1] ^= 1  # the last node no longer sees the root
+    trees.mask[0, 0, -1, spec.prefix] = float("-inf")  # nor does that of the first request
+    assert steps.excess(step, ours(step), expected) > 1 < steps.excess(step, sdpa(step), expected)
+    assert steps.excess(step, torch.full_like(step.q, float("nan")), expected) > 1
+
+
+def test_who_is_wrong_slow_or_failing_is_absent_with_a_reason(harness, monkeypatch):
+    from benchmarks import attention_steps as steps
+    from benchmarks import attention_ways as ways
+    from benchmarks import bench_attention as bench
+
+    def fail(step):
+        raise NotImplementedError("no such kernel")
+
+    given = [
+        ways.Way(ways.OURS, ways.ours),
+        ways.Way("wrong", lambda step: ways.ours(step)[0] * 1.2),
+        ways.Way("fails", fail),
+        ways.Way("right", ways.sdpa),
+        ways.Way("not installed", ways.sdpa, package="no_such_package"),
+        ways.Way("elsewhere", ways.sdpa, ways.GPU),
+    ]
+    monkeypatch.setattr(bench, "WAYS", given)
+    monkeypatch.setattr(bench, "LIBRARIES", [])
+    spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=1, prefix=100, nodes=5)
+    monkeypatch.setitem(bench.MOST_SECONDS, "cpu", 60.0)
+    case = bench.make_case(spec, torch.float32, "cpu", {})
+    assert [contender.name for contender in case.contenders] == [ways.OURS, "right"]
+    assert list(case.absent) == ["wrong", "fails", "not installed"]
+    assert "differs" in case.absent["wrong"] and case.absent["fails"] == "NotImplementedError: no such kernel"
+    monkeypatch.setitem(bench.MOST_SECONDS, "cpu", 0.0)
+    assert "ms a call" in bench.make_case(spec, torch.float32, "cpu", {}).absent["right"]
+    monkeypatch.setattr(bench, "WAYS", [ways.Way(ways.OURS, lambda step: ways.ours(step)[0] * 1.2)])
+    with pytest.raises(AssertionError, match="differs from the reference"):
+        bench.make_case(spec, torch.float32, "cpu", {})
+
+
+def test_the_limit_is_the_longer_of_reading_and_computing(harness):
+    rates = harness.Rates(copy=1.0, read=2.0, matmul={"bfloat16": 4.0, "float32": 8.0})
+    assert rates.fewest_seconds(moved=10, flops=8) == 5
+    assert rates.fewest_seconds(moved=10, flops=80) == 10
+
+
 def test_what_differs_is_not_timed(harness):
     same = harness.Contender("same", lambda x: x + 1)
     other = harness.Contender("other", lambda x: x + 1.0001)

@@ -72,7 +72,8 @@ def attention_tree(
             q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
             softcap, window,
         )  # fmt: skip
-    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+    floats = (q, k_cache, v_cache, k_new, v_new)
+    if torch.is_grad_enabled() and any(given is not None and given.requires_grad for given in floats):
         raise RuntimeError(
             "pass_ext::attention_tree: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
