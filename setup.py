@@ -110,7 +110,7 @@ class NinjaBuild(build_ext):
             rules += [
                 "rule nvcc\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
                 f"  command = {nvcc} {common} -fmad=false -DUSE_CUDA -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"'"
-                f" -Xcompiler={','.join(hidden.split())} --threads {max(1, jobs // len(CUDA_SOURCES))}"
+                f" -Xcompiler={','.join(hidden.split())} --threads {min(jobs, len(architectures))}"
                 f" {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''} -MMD -MF $out.d -c $in -o $out\n",
                 # libtorch.so pulls in libtorch_cuda.so, where the CUDA shim lives; no symbol of its own is named here.
                 "rule link_cuda\n  description = link $out\n"
