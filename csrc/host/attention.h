@@ -87,6 +87,7 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
     const Tensor& table = *arguments.block_table;
     problem.block_table = check_block_table(op, table, problem.requests, "q", q);
     problem.table_stride = table.stride(0);
+    if (table.size(1) < 1) refuse(op, "block_table must have at least 1 page for each request, got ", describe(table));
     if (k_cache.size(1) < 1) refuse(op, "k_cache must have pages of at least 1 slot, got ", describe(k_cache));
     problem.slots = table.size(1) * k_cache.size(1);
   } else {

@@ -45,7 +45,8 @@ def attention_tree(
         prefix_lens: ``[B]`` int32, committed tokens of each request: its slots ``[0, prefix_len)``.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. Rows
             behind the last bound belong to nobody.
-        visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits.
+        visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits;
+            those of nodes that the request does not have count for nothing.
         max_nodes: no request has more nodes than this; at most 1,024.
         k_new, v_new: ``[N, Hkv, D]``, the nodes' own keys and values, where they are not in the cache. Without them node j
             is at slot ``prefix_len + j``.
@@ -105,11 +106,13 @@ def check_fits(
         if not 0 <= first <= last <= rows or nodes > max_nodes:
             raise IndexError(f"pass_ext::{op}: cu_nodes must rise to at most {rows} in steps of at most {max_nodes}, got "
                              f"{first} and {last} at {b}")  # fmt: skip
+        if nodes == 0:
+            continue
         needed = prefixes[b] + (nodes if nodes_in_cache else 0)
         if prefixes[b] < 0 or needed > slots:
             raise IndexError(f"pass_ext::{op}: request {b} needs {needed} slots (prefix_lens {prefixes[b]}, {nodes} nodes), "
                              f"the cache has {slots}")  # fmt: skip
-        if block_table is not None and nodes:
+        if block_table is not None:
             pages = block_table[b, : -(-needed // cache.shape[1])]
             if bool(((pages < 0) | (pages >= cache.shape[0])).any()):
                 raise IndexError(f"pass_ext::{op}: block_table must name pages below {cache.shape[0]} for the first {needed} "
@@ -128,7 +131,7 @@ def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     """
     if torch.compiler.is_compiling():
         return _merge_op(out_a, lse_a, out_b, lse_b)
-    if torch.is_grad_enabled() and (out_a.requires_grad or out_b.requires_grad):
+    if torch.is_grad_enabled() and any(given.requires_grad for given in (out_a, lse_a, out_b, lse_b)):
         raise RuntimeError(
             "pass_ext::attention_merge: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
