@@ -69,14 +69,13 @@ class Case:
     def mask(self, b):
         """[nodes, keys] of one request: who sees whom."""
         prefix, count, first = self.prefixes[b], self.nodes[b], self.bounds[b]
-        mask = torch.zeros(count, prefix + count, dtype=torch.bool)
-        for i in range(count):
-            depth = int(self.depths[first + i])
-            for j in range(prefix + count):
-                node = j - prefix
-                seen = node < 0 or bool(int(self.visible[first + i, node // 64]) >> (node % 64) & 1)
-                position = j if node < 0 else prefix + int(self.depths[first + node])
-                mask[i, j] = seen and (self.window < 0 or prefix + depth - self.window < position)
+        depths = self.depths[first : first + count]
+        positions = torch.cat([torch.arange(prefix), prefix + depths])
+        mask = torch.ones(count, prefix + count, dtype=torch.bool)
+        for i, j in itertools.product(range(count), repeat=2):
+            mask[i, prefix + j] = bool(int(self.visible[first + i, j // 64]) >> (j % 64) & 1)
+        if self.window >= 0:
+            mask &= (prefix + depths)[:, None] - self.window < positions
         return mask
 
     def exact(self):
@@ -97,12 +96,20 @@ class Case:
                 lse[span, h] = scores.logsumexp(-1)
         return out, lse, magnitude
 
-    def run(self, **launch):
-        return attention_tree(
+    def arguments(self):
+        return (
             self.q, self.k_cache, self.v_cache, torch.tensor(self.prefixes, dtype=torch.int32),
             torch.tensor(self.bounds, dtype=torch.int32), self.visible, self.max_nodes, self.k_new, self.v_new,
-            self.block_table, self.depths, self.scale, self.softcap, self.window, **launch,
+            self.block_table, self.depths, self.scale, self.softcap, self.window,
         )  # fmt: skip
+
+    def run(self, **launch):
+        return attention_tree(*self.arguments(), **launch)
+
+    def on(self, device):
+        """The op, and its arguments on a real GPU."""
+        moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in self.arguments()]
+        return torch.ops.pass_ext.attention_tree.default, moved
 
     def check(self, out, lse):
         exact, exact_lse, magnitude = self.exact()
@@ -259,3 +266,70 @@ def test_merge(dtype, dim):
     exact = sum(w[..., None] * o.double().nan_to_num(0.0) for w, o in zip(weights, (out_a, out_b), strict=True))
     assert ((out.double() - exact).abs() <= ROUNDING[dtype] * exact.abs() + 1e-6).all()
     assert not out[0, 1].any() and torch.equal(out[0, 2], out_b[0, 2]) and torch.equal(out[0, 3], out_a[0, 3])
+
+
+# ---- what the emulator cannot show: real grids, streams, graphs ----
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("nodes", [3, 40], ids=["one tile", "many tiles"])
+def test_long_prefixes_on_a_real_grid(cuda, dim, nodes):
+    case = Case([6000, 17, 0, 2500], [nodes, 1, 0, nodes], dim, 8, 2, page=16, behind=3, seed=dim + nodes)
+    op, arguments = case.on(cuda.device)
+    first = op(*arguments)
+    case.check(*(t.cpu() for t in first))
+    for _ in range(20):
+        again = op(*arguments)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+
+
+def test_streams_count_apart(cuda):
+    case = Case([4000], [5], heads=4, kv_heads=2)
+    op, arguments = case.on(cuda.device)
+    expected = op(*arguments)[0]
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(4)], []
+    for _, stream in itertools.product(range(50), streams):
+        with torch.cuda.stream(stream):
+            results.append(op(*arguments)[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_graphs_take_new_lengths_and_run_beside_eager_calls(cuda):
+    case = Case([3000], [6], heads=4, kv_heads=2)
+    op, arguments = case.on(cuda.device)
+    graphs = []
+    for _ in range(6):  # some of them dropped, so that their counters are taken again
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers = [op(*arguments) for _ in range(3)]
+        graphs = [*graphs[-2:], (graph, layers)]
+    for prefix in (3000, 64, 1, 2999):
+        arguments[3].fill_(prefix)
+        expected = op(*arguments)
+        for graph, layers in graphs:
+            graph.replay()
+            eager = op(*arguments)
+            for out, lse in (*layers, eager):
+                assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+def test_compiled_with_graphs(cuda):
+    case = Case([500], [4], heads=2)
+    op, arguments = case.on(cuda.device)
+    compiled = torch.compile(lambda q, *rest: op(q, *rest)[0] + 1, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(*arguments).clone()
+    assert torch.equal(out, op(*arguments)[0] + 1)
+
+
+def test_rows_that_cannot_be_copied_16_bytes_at_a_time_are_refused(cuda):
+    case = Case([20], [2], heads=2, kv_heads=2)
+    op, arguments = case.on(cuda.device)
+    padded = torch.zeros(*case.k_cache.shape[:3], 68, dtype=case.k_cache.dtype, device=cuda.device)
+    with pytest.raises(RuntimeError, match="k_cache must have strides that are multiples of 8"):
+        op(arguments[0], padded[..., :64], *arguments[2:])
+    with pytest.raises(RuntimeError, match="v_cache must start at a multiple of 16 bytes"):
+        op(*arguments[:2], torch.zeros_like(padded[..., :72])[..., 4:68], *arguments[3:])

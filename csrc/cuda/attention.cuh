@@ -73,7 +73,7 @@ PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& s
   }
   own_key.put(segment.begin + kAhead, outer[kAhead]);
 
-  const bool has_rows = first_row_of_warp(Shape::kRowWarps) < segment.rows;
+  const bool has_rows = first_row_of_warp<Shape>() < segment.rows;
   RowState<Shape> state;
   state.clear();
   for (int tile = segment.begin; tile < segment.end; ++tile) {
@@ -152,16 +152,15 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
       scratch.segment = segment_at<Shape>(problem, scratch.schedule, position, shares.begin(block + 1));
     sync_block();
     attend<Shape>(problem, scratch);
-    const auto warp_part = [&](int64_t k) { return shared.parts() + k * Shape::kPart; };
+    RowTotals* const totals = reinterpret_cast<RowTotals*>(shared.behind_parts());
+    const auto warp_part = [&](int k) { return shared.parts() + k * Shape::kPart; };
     if (segment.is_whole()) {
-      merge_into_result<Shape>(problem, segment, shared.totals(), Shape::kKeyWarps, warp_part);
+      merge_into_result<Shape, Shape::kKeyWarps>(problem, segment, totals, Shape::kKeyWarps, warp_part);
     } else {
-      const int64_t slot = 2 * block + (segment.begin == 0 ? 1 : 0);
-      merge_into_part<Shape>(work.parts + slot * Shape::kPart, shared.totals(), segment.rows, Shape::kKeyWarps,
-                             warp_part);
+      float* const own = work.parts + (2 * block + (segment.begin == 0 ? 1 : 0)) * Shape::kPart;
+      merge_into_part<Shape, Shape::kKeyWarps>(own, totals, segment.rows, Shape::kKeyWarps, warp_part);
       merge_shared_unit<Shape>(problem, segment, work, shares.block_of(segment.unit_begin),
-                               shares.block_of(segment.unit_begin + segment.tiles - 1), block, shared.totals(),
-                               &scratch.ticket);
+                               shares.block_of(segment.unit_begin + segment.tiles - 1), block, totals, &scratch.ticket);
     }
     position = segment.unit_begin + segment.end;
     sync_block();  // shared memory is free again

@@ -6,6 +6,7 @@
 // Called by cuda/attention.cuh.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "core/attention.h"
@@ -15,105 +16,97 @@
 
 namespace pass_ext::gpu {
 
-constexpr int64_t kGroup = 8;
+constexpr int kGroup = 8;
+constexpr int kAtOnce = 4;  // parts in global memory whose loads a thread has under way together
 
-// 2^(maximum - highest): what a part with one maximum weighs in a sum with another.
-PASS_EXT_DEVICE float weight_of(const float* part_row, int dim, float highest) {
-  return exp2_approximate(part_row[dim] - highest);
+// Of one row: the last four floats of its line in a part, the fourth unused.
+struct RowTotals {
+  float maximum = -kLargest, rounded = 0.0f, exact = 0.0f;
+};
+
+PASS_EXT_DEVICE void store_totals(float* part_row, int dim, const RowTotals& totals) {
+  store16(part_row + dim, {{bits_of(totals.maximum), bits_of(totals.rounded), bits_of(totals.exact), 0}});
 }
 
-// totals [3][kRows] in shared memory: of each row the maximum and both sums over all parts.
-template <typename Shape, typename PartOf>
-PASS_EXT_DEVICE void merge_totals(float* totals, int rows, int64_t parts, const PartOf& part_of) {
-  constexpr int kDim = Shape::kDim;
-  const int row = static_cast<int>(thread_rank());
-  if (row < rows) {
-    float highest = -kLargest, rounded = 0.0f, exact = 0.0f;
-    for (int64_t k = 0; k < parts; ++k) {
-      const float maximum = part_of(k)[row * Shape::kPartStride + kDim];
-      if (maximum > highest) highest = maximum;
-    }
-    for (int64_t k = 0; k < parts; ++k) {
-      const float* const part = part_of(k) + row * Shape::kPartStride;
-      const float weight = weight_of(part, kDim, highest);
-      rounded = fused(weight, part[kDim + 1], rounded);
-      exact = fused(weight, part[kDim + 2], exact);
-    }
-    totals[row] = highest;
-    totals[Shape::kRows + row] = rounded;
-    totals[2 * Shape::kRows + row] = exact;
-  }
-  sync_block();
-}
-
-// The parts of `rows` rows made one: take_chunk(row, column, sums of 8 columns), then take_totals(row) for each row, by
-// which time nobody reads parts any more.
-template <typename Shape, typename PartOf, typename TakeChunk, typename TakeTotals>
-PASS_EXT_DEVICE void merge_parts(const float* totals, int rows, int64_t parts, const PartOf& part_of,
+// The parts of `rows` rows made one: take_chunk(row, column, sums of 8 columns, RowTotals), then, when nobody reads
+// parts any more, take_totals(row, RowTotals) once for each row. A thread has the loads of `at_once` parts under way
+// together. `totals` is shared memory, [kRows].
+template <typename Shape, int at_once, typename PartOf, typename TakeChunk, typename TakeTotals>
+PASS_EXT_DEVICE void merge_parts(RowTotals* totals, int rows, int parts, const PartOf& part_of,
                                  const TakeChunk& take_chunk, const TakeTotals& take_totals) {
+#pragma unroll 1
   for (int i = static_cast<int>(thread_rank()); i < rows * Shape::kChunks; i += kAttentionThreads) {
     const int row = i / Shape::kChunks, column = i % Shape::kChunks * 8;
-    const float highest = totals[row];
+    RowTotals total;
     float sums[8] = {};
-#pragma unroll 4
-    for (int64_t k = 0; k < parts; ++k) {
-      const float* const part = part_of(k) + row * Shape::kPartStride;
-      const float weight = weight_of(part, Shape::kDim, highest);
-      const Bytes16 low = load16(part + column), high = load16(part + column + 4);
+#pragma unroll 1
+    for (int first = 0; first < parts; first += at_once) {
+      Bytes16 line[at_once][3];  // two with values, one with totals
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        sums[j] = fused(weight, float_of(low.word[j]), sums[j]);
-        sums[4 + j] = fused(weight, float_of(high.word[j]), sums[4 + j]);
+      for (int k = 0; k < at_once; ++k) {
+        if (first + k >= parts) continue;
+        const float* const from = part_of(first + k) + row * Shape::kPartStride;
+        line[k][0] = load16(from + column);
+        line[k][1] = load16(from + column + 4);
+        line[k][2] = load16(from + Shape::kDim);
+      }
+      float highest = total.maximum;
+#pragma unroll
+      for (int k = 0; k < at_once; ++k)
+        if (first + k < parts) highest = fmaxf(highest, float_of(line[k][2].word[0]));
+      const float shrink = exp2_approximate(total.maximum - highest);
+      total = {highest, total.rounded * shrink, total.exact * shrink};
+#pragma unroll
+      for (float& sum : sums) sum *= shrink;
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) {
+        if (first + k >= parts) continue;
+        const float weight = exp2_approximate(float_of(line[k][2].word[0]) - highest);
+        total.rounded = fused(weight, float_of(line[k][2].word[1]), total.rounded);
+        total.exact = fused(weight, float_of(line[k][2].word[2]), total.exact);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sums[j] = fused(weight, float_of(line[k][j / 4].word[j % 4]), sums[j]);
       }
     }
-    take_chunk(row, column, sums);
+    take_chunk(row, column, sums, total);
+    if (column == 0) totals[row] = total;
   }
   sync_block();
-  if (static_cast<int>(thread_rank()) < rows) take_totals(static_cast<int>(thread_rank()));
-}
-
-PASS_EXT_DEVICE void store_floats(float* to, const float (&values)[8]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    Bytes16 bytes;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) bytes.word[j] = bits_of(values[4 * half + j]);
-    store16(to + 4 * half, bytes);
-  }
+  const int row = static_cast<int>(thread_rank());
+  if (row < rows) take_totals(row, totals[row]);
 }
 
 // Parts into one part at `target`, which may be one of them.
-template <typename Shape, typename PartOf>
-PASS_EXT_DEVICE void merge_into_part(float* target, float* totals, int rows, int64_t parts, const PartOf& part_of) {
-  merge_totals<Shape>(totals, rows, parts, part_of);
-  merge_parts<Shape>(
+template <typename Shape, int at_once, typename PartOf>
+PASS_EXT_DEVICE void merge_into_part(float* target, RowTotals* totals, int rows, int parts, const PartOf& part_of) {
+  merge_parts<Shape, at_once>(
       totals, rows, parts, part_of,
-      [&](int row, int column, const float (&sums)[8]) {
-        store_floats(target + row * Shape::kPartStride + column, sums);
+      [&](int row, int column, const float (&sums)[8], const RowTotals&) {
+        float* const to = target + row * Shape::kPartStride + column;
+        store16(to, {{bits_of(sums[0]), bits_of(sums[1]), bits_of(sums[2]), bits_of(sums[3])}});
+        store16(to + 4, {{bits_of(sums[4]), bits_of(sums[5]), bits_of(sums[6]), bits_of(sums[7])}});
       },
-      [&](int row) {
-        for (int i = 0; i < 3; ++i) target[row * Shape::kPartStride + Shape::kDim + i] = totals[i * Shape::kRows + row];
-      });
+      [&](int row, const RowTotals& total) { store_totals(target + row * Shape::kPartStride, Shape::kDim, total); });
 }
 
 // Parts into the rows of the result.
-template <typename Shape, typename PartOf>
-PASS_EXT_DEVICE void merge_into_result(const AttentionProblem& problem, const Segment& segment, float* totals,
-                                       int64_t parts, const PartOf& part_of) {
+template <typename Shape, int at_once, typename PartOf>
+PASS_EXT_DEVICE void merge_into_result(const AttentionProblem& problem, const Segment& segment, RowTotals* totals,
+                                       int parts, const PartOf& part_of) {
   using T = typename Shape::T;
-  const float *const rounded = totals + Shape::kRows, *const exact = totals + 2 * Shape::kRows;
-  merge_totals<Shape>(totals, segment.rows, parts, part_of);
-  merge_parts<Shape>(
+  merge_parts<Shape, at_once>(
       totals, segment.rows, parts, part_of,
-      [&](int row, int column, const float (&sums)[8]) {
+      [&](int row, int column, const float (&sums)[8], const RowTotals& total) {
         if (column >= problem.head_dim) return;
-        const float inverse = rounded[row] == 0.0f ? 0.0f : 1.0f / rounded[row];
+        const float inverse = total.rounded == 0.0f ? 0.0f : 1.0f / total.rounded;
         Bytes16 bytes;
 #pragma unroll
         for (int j = 0; j < 4; ++j) bytes.word[j] = pack2<T>(sums[2 * j] * inverse, sums[2 * j + 1] * inverse);
         store16(static_cast<T*>(problem.out) + row_offset(problem, segment, row) * problem.head_dim + column, bytes);
       },
-      [&](int row) { problem.lse[row_offset(problem, segment, row)] = log_of_total(totals[row], exact[row]); });
+      [&](int row, const RowTotals& total) {
+        problem.lse[row_offset(problem, segment, row)] = log_of_total(total.maximum, total.exact);
+      });
 }
 
 // What blocks share: parts [2 grid] in global memory, of which block i has slots 2 i and 2 i + 1, and counters [2
@@ -125,7 +118,7 @@ struct SharedWork {
 
 // Whether this block is the last of `expected` to come here; if so it sees what the others wrote before they came, and
 // the counter is zero again. `ticket` is shared memory.
-PASS_EXT_DEVICE bool is_last(int32_t* counter, int64_t expected, int32_t* ticket) {
+PASS_EXT_DEVICE bool is_last(int32_t* counter, int32_t expected, int32_t* ticket) {
   sync_block();
   if (thread_rank() == 0) {
     fence_device();
@@ -145,20 +138,22 @@ PASS_EXT_DEVICE bool is_last(int32_t* counter, int64_t expected, int32_t* ticket
 // last member of the unit before, but the first of several in a group there it is not.
 template <typename Shape>
 PASS_EXT_DEVICE void merge_shared_unit(const AttentionProblem& problem, const Segment& segment, const SharedWork& work,
-                                       int64_t first, int64_t last, int64_t own, float* totals, int32_t* ticket) {
-  const auto slot_of = [&](int64_t member) { return 2 * (first + member) + (member == 0 ? 1 : 0); };
-  const auto part_of = [&](int64_t member) { return work.parts + slot_of(member) * Shape::kPart; };
-  const int64_t members = last - first + 1, groups = (members + kGroup - 1) / kGroup;
-  const int64_t group_first = (own - first) / kGroup * kGroup;
-  const int64_t group_size = members - group_first < kGroup ? members - group_first : kGroup;
-  const auto member_of_group = [&](int64_t k) { return part_of(group_first + k); };
+                                       int64_t first, int64_t last, int64_t own, RowTotals* totals, int32_t* ticket) {
+  const auto part_of = [&](int64_t member) {
+    return work.parts + (2 * (first + member) + (member == 0 ? 1 : 0)) * Shape::kPart;
+  };
+  const int members = static_cast<int>(last - first + 1), groups = (members + kGroup - 1) / kGroup;
+  const int group_first = static_cast<int>(own - first) / kGroup * kGroup;
+  const int group_size = members - group_first < kGroup ? members - group_first : kGroup;
   if (group_size > 1) {
+    const auto member_of_group = [&](int k) { return part_of(group_first + k); };
     if (!is_last(work.counters + 2 * (first + group_first), group_size, ticket)) return;
-    if (groups == 1) return merge_into_result<Shape>(problem, segment, totals, group_size, member_of_group);
-    merge_into_part<Shape>(part_of(group_first), totals, segment.rows, group_size, member_of_group);
+    if (groups == 1) return merge_into_result<Shape, kAtOnce>(problem, segment, totals, group_size, member_of_group);
+    merge_into_part<Shape, kAtOnce>(part_of(group_first), totals, segment.rows, group_size, member_of_group);
   }
   if (!is_last(work.counters + 2 * first + 1, groups, ticket)) return;
-  merge_into_result<Shape>(problem, segment, totals, groups, [&](int64_t group) { return part_of(group * kGroup); });
+  merge_into_result<Shape, kAtOnce>(problem, segment, totals, groups,
+                                    [&](int group) { return part_of(group * kGroup); });
 }
 
 }  // namespace pass_ext::gpu

@@ -24,8 +24,10 @@ struct AttentionShape {
   static constexpr int kKeys = dim <= 128 ? 64 : 32;  // of a tile
   static constexpr int kWarpKeys = kKeys / kKeyWarps;
   static constexpr int kStages = dim <= 64 ? 4 : dim <= 128 ? 3 : 2;
-  static constexpr int kChunks = dim / 8;  // of 16 bytes, in a row
+  static constexpr int kChunks = dim / 8;                                   // of 16 bytes, in a row
+  static constexpr int kRowThreads = dim <= 64 ? 8 : dim <= 128 ? 16 : 32;  // that copy a row: a chunk each, or none
   static constexpr bool kIsSwizzled = dim % 64 == 0;
+  static constexpr bool kMayBeWider = dim == 96;               // than head_dim, which may be 80
   static constexpr int kStride = kIsSwizzled ? dim : dim + 8;  // of rows of a tile; unswizzled: an odd number of chunks
   static constexpr int kTile = kKeys * kStride;
   static constexpr bool kKeepsQueries = dim <= 128;  // in registers, which at 256 are full of results
@@ -34,9 +36,10 @@ struct AttentionShape {
   static constexpr int kQueryBytes = kKeepsQueries ? 0 : kRows * kStride * static_cast<int>(sizeof(T));
   static constexpr int kAddressBytes = 2 * 2 * kKeys * static_cast<int>(sizeof(T*));
   static constexpr int kSharedBytes = kRingBytes + kQueryBytes + kAddressBytes;
-  static constexpr int kResidentBlocks = dim <= 64 ? 3 : 2;  // on one multiprocessor: what registers must allow
+  static constexpr int kResidentBlocks =
+      dim <= 64 && row_warps == 1 ? 3 : 2;  // on one multiprocessor: what registers must allow
 
-  // A part of a result: each row's sums, kDim floats, and behind them its maximum and its two totals (RowTotals).
+  // A part of a result: each row's sums, kDim floats, and behind them its totals (attention_parts.cuh).
   static constexpr int kPartStride = dim + 8;
   static constexpr int kPart = kRows * kPartStride;
   static_assert((kKeyWarps * kPart + 3 * kRows) * 4 <= kRingBytes + kQueryBytes, "parts take the ring's place");
@@ -45,7 +48,7 @@ struct AttentionShape {
 // Where a 16-byte chunk of a row lies in a tile. Eight consecutive rows at one chunk, which is what load_matrices
 // reads, lie in different banks.
 template <typename Shape>
-PASS_EXT_DEVICE int chunk_offset(int row, int chunk) {
+PASS_EXT_DEVICE unsigned chunk_offset(unsigned row, unsigned chunk) {
   return row * Shape::kStride + (Shape::kIsSwizzled ? chunk ^ (row & 7) : chunk) * 8;
 }
 
@@ -62,9 +65,9 @@ struct SharedTiles {
     return reinterpret_cast<const T**>(dynamic_shared<char>() + Shape::kRingBytes + Shape::kQueryBytes) +
            tile % 2 * 2 * Shape::kKeys;
   }
-  // Once the ring has run dry: the warps' parts of the result, and the totals of each row.
+  // Once the ring has run dry: the warps' parts of the result, and room for three floats a row.
   PASS_EXT_DEVICE float* parts() const { return dynamic_shared<float>(); }
-  PASS_EXT_DEVICE float* totals() const { return parts() + Shape::kKeyWarps * Shape::kPart; }
+  PASS_EXT_DEVICE float* behind_parts() const { return parts() + Shape::kKeyWarps * Shape::kPart; }
 };
 
 // What this thread contributes to the addresses of each tile: one key's row, of K or of V.
@@ -102,17 +105,18 @@ template <typename Shape>
 PASS_EXT_DEVICE void copy_tile(const AttentionProblem& problem, int tile) {
   using T = typename Shape::T;
   constexpr SharedTiles<Shape> shared{};
+  const unsigned chunk = thread_rank() % Shape::kRowThreads, first = thread_rank() / Shape::kRowThreads;
+  if (chunk >= Shape::kChunks) return;
+  const bool has_column = !Shape::kMayBeWider || static_cast<int32_t>(chunk) * 8 < problem.head_dim;
   const T* const* addresses = shared.addresses(tile);
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     T* const target = which == 0 ? shared.keys(tile) : shared.values(tile);
 #pragma unroll
-    for (int i = 0; i < Shape::kKeys * Shape::kChunks; i += kAttentionThreads) {
-      const int index = i + static_cast<int>(thread_rank());
-      const int row = index / Shape::kChunks, chunk = index % Shape::kChunks;
-      const T* const from = addresses[which * Shape::kKeys + row];
-      const bool is_there = from != nullptr && chunk * 8 < problem.head_dim;
-      copy_async16(target + chunk_offset<Shape>(row, chunk), is_there ? from + chunk * 8 : problem.q, is_there);
+    for (unsigned i = 0; i < Shape::kKeys; i += kAttentionThreads / Shape::kRowThreads) {
+      const T* const from = addresses[which * Shape::kKeys + i + first];
+      // Where nothing is there, the address is not looked at.
+      copy_async16(target + chunk_offset<Shape>(i + first, chunk), from + chunk * 8, has_column && from != nullptr);
     }
   }
 }
@@ -128,7 +132,7 @@ PASS_EXT_DEVICE bool remove_non_finite(typename Shape::T* values) {
   using T = typename Shape::T;
   bool found = false;
 #pragma unroll 1
-  for (int i = static_cast<int>(thread_rank()); i < Shape::kKeys * Shape::kChunks; i += kAttentionThreads) {
+  for (unsigned i = thread_rank(); i < Shape::kKeys * Shape::kChunks; i += kAttentionThreads) {
     T* const chunk = values + chunk_offset<Shape>(i / Shape::kChunks, i % Shape::kChunks);
     Bytes16 bytes = load16(chunk);
     bool is_clean = true;

@@ -8,17 +8,21 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "cuda/attention_parts.cuh"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
 
-PASS_EXT_DEVICE int first_row_of_warp(int row_warps) { return static_cast<int>(warp_index()) % row_warps * 16; }
+template <typename Shape>
+PASS_EXT_DEVICE int first_row_of_warp() {
+  return static_cast<int>(warp_index() % Shape::kRowWarps * 16);
+}
 
 template <typename Shape>
-PASS_EXT_DEVICE int first_key_of_warp() {
-  return static_cast<int>(warp_index()) / Shape::kRowWarps * Shape::kWarpKeys;
+PASS_EXT_DEVICE unsigned first_key_of_warp() {
+  return warp_index() / Shape::kRowWarps * Shape::kWarpKeys;
 }
 
 // The warp's 16 rows of q, as the left side of products.
@@ -34,7 +38,7 @@ struct Queries {
       const int g = static_cast<int>(lane_index() / 4), t = static_cast<int>(lane_index() % 4);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = first_row_of_warp(Shape::kRowWarps) + g + 8 * half;
+        const int row = first_row_of_warp<Shape>() + g + 8 * half;
         const bool is_there = row < segment.rows;
         const T* const from = q + (is_there ? row_offset(problem, segment, row) : 0) * problem.head_dim + 2 * t;
 #pragma unroll
@@ -61,8 +65,7 @@ struct Queries {
 #pragma unroll
       for (int i = 0; i < 4; ++i) fragment[i] = kept[step][i];
     } else {
-      const int lane = static_cast<int>(lane_index());
-      const int row = first_row_of_warp(Shape::kRowWarps) + lane % 16;
+      const unsigned lane = lane_index(), row = first_row_of_warp<Shape>() + lane % 16;
       load_matrices<4>(fragment, SharedTiles<Shape>{}.queries() + chunk_offset<Shape>(row, 2 * step + lane / 16));
     }
   }
@@ -76,7 +79,7 @@ template <typename Shape>
 PASS_EXT_DEVICE void multiply_queries_keys(Scores<Shape>& scores, const Queries<Shape>& queries,
                                            const typename Shape::T* keys) {
   using T = typename Shape::T;
-  const int lane = static_cast<int>(lane_index()), first = first_key_of_warp<Shape>();
+  const unsigned lane = lane_index(), first = first_key_of_warp<Shape>();
 #pragma unroll
   for (auto& block : scores)
 #pragma unroll
@@ -93,7 +96,7 @@ PASS_EXT_DEVICE void multiply_queries_keys(Scores<Shape>& scores, const Queries<
 #pragma unroll
       for (int pair = 0; pair < Shape::kWarpKeys / 16; ++pair) {
         uint32_t k[4];
-        const int row = first + 16 * pair + lane / 16 * 8 + lane % 8;
+        const unsigned row = first + 16 * pair + lane / 16 * 8 + lane % 8;
         load_matrices<4>(k, keys + chunk_offset<Shape>(row, 2 * step + lane / 8 % 2));
         multiply_m16n8k16<T>(scores[2 * pair], q, {k[0], k[1]});
         multiply_m16n8k16<T>(scores[2 * pair + 1], q, {k[2], k[3]});
@@ -123,11 +126,11 @@ PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& pr
                                int32_t first_key) {
   const int lane = static_cast<int>(lane_index());
   // Lane t of a row's four looks for row g + 8 (t % 2); then each takes the bits of both its rows.
-  const int row = first_row_of_warp(Shape::kRowWarps) + lane / 4 + 8 * (lane % 2);
+  const int row = first_row_of_warp<Shape>() + lane / 4 + 8 * (lane % 2);
   uint64_t own = 0;
   if (row < segment.rows)
     own = visible_keys(problem, segment.request, (segment.first_row + row) / problem.group, first_key);
-  const int shift = first_key_of_warp<Shape>() + 2 * (lane % 4);
+  const int shift = static_cast<int>(first_key_of_warp<Shape>()) + 2 * (lane % 4);
   const uint64_t seen[2] = {shuffle(own, lane / 4 * 4) >> shift, shuffle(own, lane / 4 * 4 + 1) >> shift};
 #pragma unroll
   for (int block = 0; block < Shape::kWarpKeys / 8; ++block)
@@ -191,7 +194,7 @@ struct RowState {
 
   PASS_EXT_DEVICE void add_values(const uint32_t (&weights)[Shape::kWarpKeys / 8][2], const typename Shape::T* values) {
     using T = typename Shape::T;
-    const int lane = static_cast<int>(lane_index()), first = first_key_of_warp<Shape>();
+    const unsigned lane = lane_index(), first = first_key_of_warp<Shape>();
     if constexpr (Shape::kWarpKeys == 8) {  // half a product: the other eight keys weigh nothing
       const uint32_t p[4] = {weights[0][0], weights[0][1], 0, 0};
 #pragma unroll
@@ -220,10 +223,10 @@ struct RowState {
   // Into shared memory, as one of the parts of the segment's result.
   PASS_EXT_DEVICE void store() {
     const int g = static_cast<int>(lane_index() / 4), t = static_cast<int>(lane_index() % 4);
-    float* const part = SharedTiles<Shape>{}.parts() + static_cast<int>(warp_index()) / Shape::kRowWarps * Shape::kPart;
+    float* const part = SharedTiles<Shape>{}.parts() + warp_index() / Shape::kRowWarps * Shape::kPart;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float* const row = part + (first_row_of_warp(Shape::kRowWarps) + g + 8 * half) * Shape::kPartStride;
+      float* const row = part + (first_row_of_warp<Shape>() + g + 8 * half) * Shape::kPartStride;
 #pragma unroll
       for (int block = 0; block < Shape::kDim / 8; ++block) {
         row[8 * block + 2 * t] = out[block][2 * half];
@@ -233,10 +236,7 @@ struct RowState {
         rounded[half] += shuffle_xor(rounded[half], step);
         exact[half] += shuffle_xor(exact[half], step);
       }
-      if (t != 0) continue;
-      row[Shape::kDim] = maximum[half];
-      row[Shape::kDim + 1] = rounded[half];
-      row[Shape::kDim + 2] = exact[half];
+      if (t == 0) store_totals(row, Shape::kDim, {maximum[half], rounded[half], exact[half]});
     }
   }
 };
