@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pass_ext._library import set_debug, status
 from pass_ext.lookahead import LookaheadEmbedding
 from pass_ext.ops.accept import RULES, AcceptResult, accept_chain, accept_tree
+from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.tree import tree_mask, tree_prepare
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "accept_chain",
     "accept_tree",
+    "cache_commit_",
     "draft_sample",
     "lookahead_embed",
     "pack_trees",

@@ -1,0 +1,128 @@
+"""``cache_commit_``: the accepted rows of a step become part of the prefix, in the caches of all layers at once.
+
+Slot prefix_len + j takes row path[j], from the nodes' own K/V or from where the step wrote it in the cache:
+csrc/core/cache.h. Kernels: csrc/cpu/cache.cpp, csrc/cuda/cache.cuh. Called by decoders once per step, after ``accept_tree``.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pass_ext import _library
+
+_op = torch.ops.pass_ext.cache_commit_.default
+
+
+def cache_commit_(
+    caches: Sequence[Tensor],
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    path: Tensor,
+    num_accepted: Tensor,
+    *,
+    new: Sequence[Tensor] | None = None,
+    block_table: Tensor | None = None,
+) -> None:
+    """Moves the rows of accepted nodes to the slots behind the prefix, in place, for all layers.
+
+    For request b and j = 0 .. ``num_accepted[b]``, the K/V of node ``path[b, j]`` goes to slot ``prefix_lens[b] + j``. The
+    work grows with the accepted rows, never with the context; a row that is in its place already is not touched.
+
+    Args:
+        caches: the K and V tensors of all layers, each ``[B, S, Hkv, D]`` with any strides, D contiguous (a
+            ``[B, Hkv, S, D]`` cache comes through ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a
+            ``block_table``. Any dtype; tensors may differ in dtype, heads and D. Those that lie alike, in usual models
+            all, share one launch. The same memory twice is refused: a cache that layers share comes once.
+        prefix_lens: ``[B]`` int32, committed tokens of each request before this step.
+        cu_nodes: ``[B + 1]`` int32; request b owns nodes ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request,
+            which nothing is done for.
+        path: ``[B, A]`` int32, as ``accept_tree`` returns it: node 0, then the accepted nodes, then -1; A is at most 1,024.
+            Any order and repeated nodes are legal: the result is as if all rows were read before the first is written.
+        num_accepted: ``[B]`` int32.
+        new: per cache tensor the nodes' own rows ``[N, Hkv, D]`` in its dtype, outside the cache, D contiguous. Without,
+            node i's row is in the cache at slot ``prefix_len + i``.
+        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Pages that are written to must belong
+            to one request.
+
+    The CPU refuses nodes, lengths and pages that do not fit, before anything is written. On CUDA nobody waits for the GPU
+    to look: such rows are left out; ``pass_ext.set_debug(True)`` checks them there too. Raises where a gradient is wanted.
+    """
+    caches = list(caches)
+    if torch.is_grad_enabled() and (_require_grad(caches) or (new is not None and _require_grad(new))):
+        raise RuntimeError(
+            "pass_ext::cache_commit_: it overwrites caches and no gradient is implemented, but a tensor of caches or new "
+            "requires one; call it under torch.no_grad()"
+        )
+    if torch.compiler.is_compiling():
+        _op(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table)
+        return
+    if _library.debug_enabled():
+        check_fits(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table)
+    if torch.is_inference_mode_enabled():
+        _op(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table)
+        return
+    with torch._C._AutoDispatchBelowAutograd():
+        _op(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table)
+    # As every in-place op of torch does: a backward that has saved a cache must notice.
+    torch.autograd.graph.increment_version(caches)
+
+
+def _require_grad(tensors: Sequence[Tensor]) -> bool:
+    return True in [tensor.requires_grad for tensor in tensors]
+
+
+def check_fits(
+    caches: Sequence[Tensor],
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    path: Tensor,
+    num_accepted: Tensor,
+    new: Sequence[Tensor] | None,
+    block_table: Tensor | None,
+) -> None:
+    """Raises IndexError for bounds, nodes, lengths or pages that the CPU would refuse. Waits for the device."""
+    bounds, prefixes, accepted, width = cu_nodes.tolist(), prefix_lens.tolist(), num_accepted.tolist(), path.shape[1]
+    most = new[0].shape[0] if new else 2**31 - 1
+    for b, (first, last) in enumerate(pairwise(bounds)):
+        if not 0 <= first <= last <= most:
+            raise IndexError(
+                f"pass_ext::cache_commit_: cu_nodes must rise to at most {most}, got {first} and {last} at {b}"
+            )
+        if first == last:
+            continue
+        if prefixes[b] < 0:
+            raise IndexError(f"pass_ext::cache_commit_: prefix_lens must not be negative, got {prefixes[b]} at {b}")
+        if not 0 <= accepted[b] < width:
+            raise IndexError(f"pass_ext::cache_commit_: num_accepted must be in [0, {width}), got {accepted[b]} at {b}")
+        nodes = path[b, : accepted[b] + 1].tolist()
+        if min(nodes) < -1 or max(nodes) >= last - first:
+            raise IndexError(f"pass_ext::cache_commit_: path must be in [-1, {last - first}) (the nodes of request {b}), got "
+                             f"{nodes}")  # fmt: skip
+        slots = [prefixes[b] + j for j, node in enumerate(nodes) if node >= 0]
+        if new is None:
+            slots += [prefixes[b] + node for node in nodes if node >= 0]
+        for outers, size in {(cache.shape[0], cache.shape[1]) for cache in caches} if slots else ():
+            room = size * (1 if block_table is None else block_table.shape[1])
+            if max(slots) >= room:
+                raise IndexError(f"pass_ext::cache_commit_: request {b} needs slot {max(slots)} (prefix_lens {prefixes[b]}), "
+                                 f"a cache has {room}")  # fmt: skip
+            if block_table is not None:
+                pages = block_table[b, sorted({slot // size for slot in slots})].tolist()
+                if min(pages) < 0 or max(pages) >= outers:
+                    raise IndexError(f"pass_ext::cache_commit_: block_table must name pages below {outers}, got {pages} "
+                                     f"at {b}")  # fmt: skip
+
+
+@torch.library.register_fake("pass_ext::cache_commit_")
+def _commit_shape(
+    caches: list[Tensor],
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    path: Tensor,
+    num_accepted: Tensor,
+    new: list[Tensor] | None,
+    block_table: Tensor | None,
+) -> None:
+    return None
