@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pass_ext._library import set_debug, status
 from pass_ext.lookahead import LookaheadEmbedding
 from pass_ext.ops.accept import RULES, AcceptResult, accept_chain, accept_tree
+from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.lookahead import lookahead_embed
@@ -28,6 +29,8 @@ __all__ = [
     "__version__",
     "accept_chain",
     "accept_tree",
+    "attention_merge",
+    "attention_tree",
     "cache_commit_",
     "draft_sample",
     "lookahead_embed",

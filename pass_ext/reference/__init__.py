@@ -1,6 +1,7 @@
 """The executable specification: every op in plain PyTorch, readable before fast. Tests compare all devices with it."""
 
 from pass_ext.reference.accept import accept_chain, accept_tree
+from pass_ext.reference.attention import attention_merge, attention_tree
 from pass_ext.reference.cache import cache_commit_
 from pass_ext.reference.draft import draft_sample
 from pass_ext.reference.lookahead import lookahead_embed
@@ -9,6 +10,8 @@ from pass_ext.reference.tree import tree_mask, tree_prepare
 __all__ = [
     "accept_chain",
     "accept_tree",
+    "attention_merge",
+    "attention_tree",
     "cache_commit_",
     "draft_sample",
     "lookahead_embed",

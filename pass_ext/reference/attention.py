@@ -1,0 +1,137 @@
+"""What ``pass_ext.attention_tree`` and ``pass_ext.attention_merge`` compute, in fp64 and one row at a time.
+
+Who sees whom is an explicit boolean mask; only keys that a row sees are gathered for it, so nothing else can reach it.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AttentionTerms(NamedTuple):
+    """A result, and what bounds the error of a computation of it in less precision. p = e^(s - lse)."""
+
+    out: Tensor
+    """``[N, Hq, D]``: sum of p v over the keys that a row sees."""
+    lse: Tensor
+    """``[N, Hq]``: ln of the sum of e^s over them."""
+    magnitude: Tensor
+    """``[N, Hq, D]``: sum of p abs(v)."""
+    reach: Tensor
+    """``[N, Hq]``: the largest sum of abs(q_d k_d) over d."""
+
+
+def attention_mask(prefix: int, visible: Tensor, depths: Tensor | None = None, window: int = -1) -> Tensor:
+    """Which keys the nodes of one request see: bool ``[nodes, prefix + nodes]``. Bits for nodes that are not there: ignored."""
+    nodes = torch.arange(visible.shape[0], device=visible.device)
+    tree = (visible[:, nodes // 64] >> (nodes % 64)) & 1 == 1
+    mask = torch.cat([tree.new_ones(len(nodes), prefix), tree], dim=1)
+    if window >= 0:
+        assert depths is not None, "a window needs depths"
+        positions = torch.cat([torch.arange(prefix, device=visible.device), prefix + depths])
+        mask &= positions[prefix:, None] - window < positions
+    return mask
+
+
+def attention_tree(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    visible: Tensor,
+    max_nodes: int,
+    *,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    block_table: Tensor | None = None,
+    depths: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """``(out [N, Hq, D], lse [N, Hq])``, both fp64."""
+    terms = attention_terms(
+        q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new=k_new, v_new=v_new,
+        block_table=block_table, depths=depths, scale=scale, softcap=softcap, window=window,
+    )  # fmt: skip
+    return terms.out, terms.lse
+
+
+def attention_terms(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    visible: Tensor,
+    max_nodes: int,
+    *,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    block_table: Tensor | None = None,
+    depths: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = -1,
+    precision: torch.dtype = torch.float64,
+) -> AttentionTerms:
+    """``attention_tree`` with what bounds its error; in fp32 it is what plain PyTorch makes of the formula."""
+    rows, heads, dim = q.shape
+    scale = dim**-0.5 if scale is None else scale
+    zeros = q.new_zeros(rows, heads, dim, dtype=precision)
+    terms = AttentionTerms(zeros, zeros[..., 0] - torch.inf, zeros.clone(), zeros[..., 0].clone())
+    for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
+        prefix = int(prefix_lens[b])
+        own = slice(first, last)
+        mask = attention_mask(prefix, visible[own], None if depths is None else depths[own], window)
+        table = None if block_table is None else block_table[b]
+        seen = mask.any(dim=0).nonzero().flatten()
+        keys = _rows_of(k_cache, k_new, b, table, prefix, first, seen).to(precision)
+        values = _rows_of(v_cache, v_new, b, table, prefix, first, seen).to(precision)
+        for i in range(first, last):
+            sees = mask[i - first, seen]
+            if sees.any():
+                _attend(terms, i, q[i].to(precision), keys[sees], values[sees], scale, softcap)
+    return terms
+
+
+def _rows_of(
+    cache: Tensor, new: Tensor | None, request: int, table: Tensor | None, prefix: int, first: int, keys: Tensor
+) -> Tensor:
+    """Rows ``[len(keys), Hkv, D]`` of one request's K or V. ``keys`` counts along its text and rises."""
+    in_cache = keys if new is None else keys[keys < prefix]
+    if table is None:
+        rows = cache[request, in_cache]
+    else:
+        page = cache.shape[1]
+        rows = cache[table[in_cache // page].long(), in_cache % page]
+    return rows if new is None else torch.cat([rows, new[first + keys[keys >= prefix] - prefix]])
+
+
+def _attend(
+    terms: AttentionTerms, row: int, q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float
+) -> None:
+    """One row's attention to all of ``keys``: q ``[Hq, D]``, keys and values ``[n, Hkv, D]``."""
+    grouped = q.unflatten(0, (keys.shape[1], -1))
+    scores = torch.einsum("hgd,nhd->hgn", grouped, keys) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    lse = scores.logsumexp(dim=-1)
+    weights = torch.exp(scores - lse[..., None])
+    terms.out[row] = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
+    terms.lse[row] = lse.flatten()
+    terms.magnitude[row] = torch.einsum("hgn,nhd->hgd", weights, values.abs()).flatten(0, 1)
+    terms.reach[row] = torch.einsum("hgd,nhd->hgn", grouped.abs(), keys.abs()).amax(dim=-1).flatten()
+
+
+def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """``(out [..., D], lse [...])``, both fp64. A side that saw nothing (lse -inf) does not count, whatever its out holds."""
+    lse = torch.logaddexp(lse_a.double(), lse_b.double())
+    out = torch.zeros_like(out_a, dtype=torch.float64)
+    for side, side_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = torch.exp(side_lse.double() - lse)[..., None]
+        out += torch.where((side_lse == -torch.inf)[..., None], 0.0, weight * side.double())
+    return out, lse

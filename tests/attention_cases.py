@@ -1,0 +1,183 @@
+"""Random problems for attention_tree: trees and arbitrary bits, caches in every layout, poison wherever nobody may look.
+
+A case is a dict of the keyword arguments of attention_tree, on the CPU. Called by test_attention.py and planted_attention.py.
+"""
+
+import math
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from pass_ext.reference.attention import attention_mask
+
+CHAIN, STAR, CATERPILLAR, BUSHY, UNIFORM = "chain", "star", "caterpillar", "bushy", "uniform"
+FULL, CAUSAL, BITS = "full", "causal", "bits"
+TREES = (CHAIN, STAR, CATERPILLAR, BUSHY, UNIFORM)
+MASKS = (*TREES, FULL, CAUSAL, BITS)
+
+# Of the dense caches, and of the pages of a paged one: [B, S, Hkv, D] as it is, [B, Hkv, S, D] transposed, and rows with
+# NaN between them at addresses that are a multiple of nothing.
+DENSE = ("rows", "heads", "odd")
+PAGED = ("paged 1", "paged 3", "paged 16", "paged 128")
+LAYOUTS = (*DENSE, *PAGED)
+WITHIN_PAGES = {1: "odd", 3: "rows", 16: "heads", 128: "rows"}
+UNUSED_PAGES = (2**31 - 1, -1, -(2**31), 10_000)
+
+RANDOM, PEAKY, FLAT, SINK, ONE_HOT = "random", "peaky", "flat", "sink", "one-hot"
+INPUTS = (RANDOM, PEAKY, FLAT, SINK)
+
+
+def parents_of(tree: str, nodes: int, random: torch.Generator) -> list[int]:
+    if tree == UNIFORM:
+        return [-1, *(int(torch.randint(0, i, (), generator=random)) for i in range(1, nodes))]
+    parent = {
+        CHAIN: lambda i: i - 1,
+        STAR: lambda i: 0,
+        CATERPILLAR: lambda i: i - 1 if i % 2 else i - 2,
+        BUSHY: lambda i: (i - 1) // 3,
+    }[tree]
+    return [-1, *map(parent, range(1, nodes))]
+
+
+def who_sees_whom(kind: str, nodes: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Bits [nodes, nodes] and depths [nodes]: a tree's ancestors, or bits that no tree gives."""
+    if kind in TREES:
+        bits, depths = torch.eye(nodes, dtype=torch.bool), torch.zeros(nodes, dtype=torch.int32)
+        for i, parent in enumerate(parents_of(kind, nodes, random)[:nodes]):
+            if parent >= 0:
+                bits[i] |= bits[parent]
+                depths[i] = depths[parent] + 1
+        return bits, depths
+    if kind == BITS:
+        bits = torch.rand(nodes, nodes, generator=random) < torch.rand(nodes, 1, generator=random)
+        return bits, torch.randint(0, max(nodes, 1), (nodes,), generator=random).int()
+    bits = torch.ones(nodes, nodes, dtype=torch.bool)
+    return bits.tril() if kind == CAUSAL else bits, torch.arange(nodes, dtype=torch.int32)
+
+
+def packed(bits: Tensor, words: int, random: torch.Generator | None) -> Tensor:
+    """Bits [rows, nodes] as int64 [rows, words]; those of nodes that are not there at random, or 0."""
+    rows, nodes = bits.shape
+    wide = torch.zeros(rows, words * 64, dtype=torch.bool)
+    if random is not None:
+        wide = torch.rand(rows, words * 64, generator=random) < 0.5
+    wide[:, :nodes] = bits
+    return (wide.view(rows, words, 64).long() << torch.arange(64)).sum(dim=-1)
+
+
+def poison(*shape: int, dtype: torch.dtype) -> Tensor:
+    kinds = torch.tensor([math.nan, math.inf, -math.inf, math.nan], dtype=dtype)
+    return kinds[torch.arange(math.prod(shape)) * 2654435761 // 7 % 4].view(shape)
+
+
+def poisoned_rows(layout: str, outer: int, slots: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """A cache [outer, slots, heads, dim] laid out so, all poison."""
+    if layout == "heads":
+        return poison(outer, heads, slots, dim, dtype=dtype).transpose(1, 2)
+    if layout == "rows":
+        return poison(outer, slots, heads, dim, dtype=dtype)
+    head, slot = dim + 3, heads * (dim + 3) + 1
+    return poison(outer * (slots * slot + 5) + 1, dtype=dtype).as_strided(
+        (outer, slots, heads, dim), (slots * slot + 5, slot, head, 1), 1
+    )
+
+
+def contents(inputs: str, nodes: int, keys: int, heads: tuple[int, int], dim: int, random: torch.Generator):
+    """Queries [nodes, Hq, D], keys and values [keys, Hkv, D]."""
+    kv_heads, group = heads
+    q = torch.randn(nodes, kv_heads * group, dim, generator=random)
+    k = torch.randn(keys, kv_heads, dim, generator=random)
+    v = torch.randn(keys, kv_heads, dim, generator=random)
+    if inputs == PEAKY:
+        q *= 6.0
+    elif inputs == FLAT:
+        q *= 0.01
+    elif inputs == SINK:  # key 0 weighs as much as all others together, which are alike
+        direction = torch.randn(dim, generator=random)
+        direction /= direction.norm()
+        q = direction * dim**0.5 + 0.1 * q
+        k = torch.zeros_like(k)
+        k[:1] = direction * math.log(max(keys, 2))
+        v[1:] = 0.7
+    elif inputs == ONE_HOT:  # out[i, head of key head h, d] = whether i sees key h D + d, over how many keys i sees
+        q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        j = torch.arange(keys)
+        v[j, j // dim, j % dim] = 1.0
+    return q, k, v
+
+
+def attention_case(
+    prefixes: list[int],
+    sizes: list[int],
+    *,
+    seed: int = 0,
+    heads: tuple[int, int] = (2, 2),
+    dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "rows",
+    new: bool = False,
+    mask: str = UNIFORM,
+    inputs: str = RANDOM,
+    window: int = -1,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    spare: int = 0,
+) -> dict[str, object]:
+    """A step of requests with so many nodes each (0: padded) behind such prefixes. heads: key heads, query heads of each.
+    new: the nodes' keys and values are k_new, v_new. spare: rows that belong to nobody, and how far max_nodes is too large."""
+    random = torch.Generator().manual_seed(seed)
+    kv_heads, group = heads
+    bounds = [0, *accumulate(sizes)]
+    rows, max_nodes = bounds[-1] + spare, max([1, *sizes]) + spare
+    words = -(-max_nodes // 64)
+    needed = [prefix + (0 if new else nodes) for prefix, nodes in zip(prefixes, sizes, strict=True)]
+
+    q = poisoned_rows("odd", 1, rows, kv_heads * group, dim, dtype)[0]
+    k_new, v_new = (poisoned_rows(kind, 1, rows, kv_heads, dim, dtype)[0] for kind in ("odd", "rows"))
+    visible = packed(torch.ones(rows, 0, dtype=torch.bool), words, random)
+    depths = torch.full((rows,), 2**31 - 1, dtype=torch.int32)
+    table, page = None, 0
+    if layout in DENSE:
+        k_cache, v_cache = (
+            poisoned_rows(kind, len(sizes), max([0, *needed]) + spare, kv_heads, dim, dtype)
+            for kind in (layout, {"odd": "heads"}.get(layout, layout))
+        )
+    else:
+        page = int(layout.split()[1])
+        table, pages = block_table(needed, page, torch.Generator().manual_seed(seed))
+        k_cache, v_cache = (poisoned_rows(WITHIN_PAGES[page], pages, page, kv_heads, dim, dtype) for _ in range(2))
+
+    for b, (prefix, nodes) in enumerate(zip(prefixes, sizes, strict=True)):
+        if nodes == 0:
+            continue  # all that it has stays poison
+        own = slice(bounds[b], bounds[b + 1])
+        bits, depths[own] = who_sees_whom(mask, nodes, random)
+        visible[own] = packed(bits, words, random)
+        queries, k, v = contents(inputs, nodes, prefix + nodes, heads, dim, random)
+        q[own] = queries.to(dtype)
+        seen = attention_mask(prefix, visible[own], depths[own], window).any(dim=0)
+        keys = seen.nonzero().flatten()
+        nodes_seen, in_cache = keys[keys >= prefix], keys[keys < prefix] if new else keys
+        slots = (b, in_cache) if table is None else (table[b, in_cache // page].long(), in_cache % page)
+        for cache, fresh, values in ((k_cache, k_new, k.to(dtype)), (v_cache, v_new, v.to(dtype))):
+            cache[slots] = values[in_cache]
+            fresh[bounds[b] + nodes_seen - prefix] = values[nodes_seen]
+    return dict(
+        q=q, k_cache=k_cache, v_cache=v_cache, prefix_lens=torch.tensor(prefixes, dtype=torch.int32),
+        cu_nodes=torch.tensor(bounds, dtype=torch.int32), visible=visible, max_nodes=max_nodes,
+        k_new=k_new if new else None, v_new=v_new if new else None, block_table=table,
+        depths=depths if window >= 0 else None, scale=scale, softcap=softcap, window=window,
+    )  # fmt: skip
+
+
+def block_table(needed: list[int], page: int, random: torch.Generator) -> tuple[Tensor, int]:
+    """Shuffled pages out of a pool with some to spare, and entries behind the last used one that name no page."""
+    counts = [-(-slots // page) for slots in needed]
+    pages = sum(counts) + 3
+    free = torch.randperm(pages, generator=random).int()
+    wide = torch.tensor(UNUSED_PAGES, dtype=torch.int32).repeat(len(needed), max([0, *counts]) // 4 + 2)
+    table = wide[:, : max([0, *counts]) + 2]
+    for b, (first, count) in enumerate(zip([0, *accumulate(counts)][:-1], counts, strict=True)):
+        table[b, :count] = free[first : first + count]
+    return table, pages
