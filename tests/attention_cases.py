@@ -16,12 +16,13 @@ FULL, CAUSAL, BITS = "full", "causal", "bits"
 TREES = (CHAIN, STAR, CATERPILLAR, BUSHY, UNIFORM)
 MASKS = (*TREES, FULL, CAUSAL, BITS)
 
-# Of the dense caches, and of the pages of a paged one: [B, S, Hkv, D] as it is, [B, Hkv, S, D] transposed, and rows with
-# NaN between them at addresses that are a multiple of nothing.
-DENSE = ("rows", "heads", "odd")
+# Of the dense caches, and of the pages of a paged one: [B, S, Hkv, D] as it is, [B, Hkv, S, D] transposed, rows with poison
+# between them, and such rows at addresses that are a multiple of nothing, which CUDA refuses.
+UNALIGNED = "unaligned"
+DENSE = ("rows", "heads", "gaps", UNALIGNED)
 PAGED = ("paged 1", "paged 3", "paged 16", "paged 128")
 LAYOUTS = (*DENSE, *PAGED)
-WITHIN_PAGES = {1: "odd", 3: "rows", 16: "heads", 128: "rows"}
+WITHIN_PAGES = {1: "gaps", 3: "rows", 16: "heads", 128: "rows"}
 UNUSED_PAGES = (2**31 - 1, -1, -(2**31), 10_000)
 
 RANDOM, PEAKY, FLAT, SINK, ONE_HOT = "random", "peaky", "flat", "sink", "one-hot"
@@ -77,10 +78,11 @@ def poisoned_rows(layout: str, outer: int, slots: int, heads: int, dim: int, dty
         return poison(outer, heads, slots, dim, dtype=dtype).transpose(1, 2)
     if layout == "rows":
         return poison(outer, slots, heads, dim, dtype=dtype)
-    head, slot = dim + 3, heads * (dim + 3) + 1
-    return poison(outer * (slots * slot + 5) + 1, dtype=dtype).as_strided(
-        (outer, slots, heads, dim), (slots * slot + 5, slot, head, 1), 1
-    )
+    gap = 3 if layout == UNALIGNED else 8
+    head = dim + gap
+    slot = heads * head + gap
+    size = slots * slot + gap
+    return poison(outer * size + gap, dtype=dtype).as_strided((outer, slots, heads, dim), (size, slot, head, 1), gap)
 
 
 def contents(inputs: str, nodes: int, keys: int, heads: tuple[int, int], dim: int, random: torch.Generator):
@@ -133,15 +135,15 @@ def attention_case(
     words = -(-max_nodes // 64)
     needed = [prefix + (0 if new else nodes) for prefix, nodes in zip(prefixes, sizes, strict=True)]
 
-    q = poisoned_rows("odd", 1, rows, kv_heads * group, dim, dtype)[0]
-    k_new, v_new = (poisoned_rows(kind, 1, rows, kv_heads, dim, dtype)[0] for kind in ("odd", "rows"))
+    q = poisoned_rows("gaps", 1, rows, kv_heads * group, dim, dtype)[0]
+    k_new, v_new = (poisoned_rows(kind, 1, rows, kv_heads, dim, dtype)[0] for kind in ("gaps", "rows"))
     visible = packed(torch.ones(rows, 0, dtype=torch.bool), words, random)
     depths = torch.full((rows,), 2**31 - 1, dtype=torch.int32)
     table, page = None, 0
     if layout in DENSE:
         k_cache, v_cache = (
             poisoned_rows(kind, len(sizes), max([0, *needed]) + spare, kv_heads, dim, dtype)
-            for kind in (layout, {"odd": "heads"}.get(layout, layout))
+            for kind in (layout, "heads" if layout == "gaps" else layout)
         )
     else:
         page = int(layout.split()[1])

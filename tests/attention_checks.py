@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from attention_cases import attention_case
+from attention_cases import UNALIGNED, attention_case
 from steps import to
 from torch import Tensor
 
@@ -32,6 +32,11 @@ def sized(backend: Backend, small, large):
 def is_thorough(backend: Backend) -> bool:
     """Whether what does not depend on the CPU's instruction set is tested in full here."""
     return backend.name in (BEST_CPU, "cuda")
+
+
+def allowed(backend: Backend, layout: str) -> str:
+    """This layout of caches, or the nearest that the backend takes."""
+    return layout if backend.name.startswith("cpu") else {UNALIGNED: "gaps"}.get(layout, layout)
 
 
 @contextmanager
@@ -69,8 +74,8 @@ def run(backend: Backend, case: dict[str, object]) -> tuple[Tensor, Tensor]:
 
 
 def runs(backend: Backend, case: dict[str, object]) -> list[Tensor]:
-    """Results to be compared bit by bit with other runs: the emulator's launches alternate between two sizes of GPU."""
-    return [tensor for _ in range(sized(backend, 2, 1)) for tensor in run(backend, case)]
+    """Results to be compared bit by bit with other runs: the emulator's launches go around four sizes of GPU."""
+    return [tensor for _ in range(sized(backend, 4, 1)) for tensor in run(backend, case)]
 
 
 def assert_same_runs(ours: list[Tensor], theirs: list[Tensor], rows: object = ...) -> None:
@@ -100,8 +105,8 @@ def assert_within(what: str, actual: Tensor, exact: Tensor, bound: Tensor) -> No
     if excess.numel() and excess.max() > 1:
         place = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
         raise AssertionError(
-            f"{what}: {int((excess > 1).sum())} of {excess.numel()} elements beyond their bound, at most {excess.max():.3g} times, "
-            f"at {place}: {actual[place].item()!r}, exact {exact[place].item()!r}"
+            f"{what}: {int((excess > 1).sum())} of {excess.numel()} elements beyond their bound, at most "
+            f"{excess.max():.3g} times, at {place}: {actual[place].item()!r}, exact {exact[place].item()!r}"
         )
 
 

@@ -13,19 +13,8 @@ import pass_ext
 from pass_ext import reference
 from pass_ext.testing import assert_same_bits
 
-SHAPES = [
-    (64,),
-    (1, 80),
-    (5, 3, 64),
-    (2, 3, 4, 96),
-    (7, 9, 128),
-    (33, 2, 256),
-    (0, 4, 64),
-    (3, 0, 64),
-    (6, 7),
-    (5, 1),
-    (3, 577),
-]
+SHAPES = [(64,), (1, 80), (5, 3, 64), (2, 3, 4, 96), (7, 9, 128), (33, 2, 256)]
+ODD_SHAPES = [(0, 4, 64), (3, 0, 64), (6, 7), (5, 1), (3, 577), (2, 0)]
 
 
 def merge(backend, *sides):
@@ -51,7 +40,7 @@ def check_merge(backend, *sides):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + ODD_SHAPES, ids=str)
 def test_every_shape_and_type(backend, shape, dtype):
     for spread in (0.1, 3.0, 60.0, 1000.0):
         check_merge(backend, *random_sides(shape, dtype, spread=spread))
@@ -176,7 +165,7 @@ def test_a_prefix_by_flash_attn(cuda):
 
 def test_a_wanted_gradient_is_refused(backend):
     sides = [side.to(backend.device) for side in random_sides((4, 64), torch.float32)]
-    for i in (0, 2):
+    for i in range(4):
         wanted = list(sides)
         wanted[i] = sides[i].clone().requires_grad_()
         with pytest.raises(RuntimeError, match="pass_ext::attention_merge: no gradient is implemented"):

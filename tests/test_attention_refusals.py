@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from attention_cases import UNALIGNED
 from attention_checks import solved
 from steps import to
 
@@ -23,13 +24,6 @@ def integers(*values):
 
 def zeros(*shape, dtype=torch.bfloat16):
     return torch.zeros(*shape, dtype=dtype)
-
-
-class Changed:
-    """A change that needs the argument as it is."""
-
-    def __init__(self, change):
-        self.change = change
 
 
 SHAPES = [
@@ -135,28 +129,43 @@ SHAPES = [
 ]
 
 # What only the CPU can look at without waiting for a GPU.
+ROOM = r"k_cache must have room for the prefix and the nodes of every request, got 13 slots, but request "
+PAGES = r"block_table must have room for the prefix of every request, got "
+BOUNDS = r"cu_nodes must rise from 0 to at most 7 \(the packed nodes\), got "
 VALUES = [
-    (DENSE, {"prefix_lens": integers(5, 10)}, "prefix_lens"),
-    (DENSE, {"prefix_lens": integers(-1, 9)}, "prefix_lens"),
-    (DENSE, {"prefix_lens": integers(2**31 - 1, 9)}, "prefix_lens"),
-    (PAGED, {"prefix_lens": integers(5, 49)}, "prefix_lens"),
+    (DENSE, {"prefix_lens": integers(5, 10)}, ROOM + "1 has prefix_lens 10 and 4 nodes"),
+    (DENSE, {"prefix_lens": integers(-1, 9)}, ROOM + "0 has prefix_lens -1 and 3 nodes"),
+    (DENSE, {"prefix_lens": integers(2**31 - 1, 9)}, ROOM + "0 has prefix_lens 2147483647 and 3 nodes"),
+    (PAGED, {"prefix_lens": integers(5, 49)}, PAGES + "48 slots, but request 1 has prefix_lens 49 and 4 nodes"),
     (
-        DENSE,
-        {"cu_nodes": integers(0, 3, 8)},
-        r"cu_nodes must rise from 0 to at most 7 \(the packed nodes\), got 3 and 8 at 1",
+        PAGED,
+        {"block_table": zeros(2, 1, dtype=torch.int32), "prefix_lens": integers(5, 17)},
+        PAGES + "16 slots, but request 1",
     ),
-    (
-        DENSE,
-        {"cu_nodes": integers(0, 4, 3)},
-        r"cu_nodes must rise from 0 to at most 7 \(the packed nodes\), got 4 and 3 at 1",
-    ),
-    (DENSE, {"cu_nodes": integers(-1, 3, 7)}, r"cu_nodes must rise from 0 .* got -1 and 3 at 0"),
+    (DENSE, {"cu_nodes": integers(0, 3, 8)}, BOUNDS + "3 and 8 at 1"),
+    (DENSE, {"cu_nodes": integers(0, 4, 3)}, BOUNDS + "4 and 3 at 1"),
+    (DENSE, {"cu_nodes": integers(-1, 3, 7)}, BOUNDS + "-1 and 3 at 0"),
     (DENSE, {"max_nodes": 3}, "max_nodes must be at least the nodes of every request, got 3, but request 1 has 4"),
-    (PAGED, {"block_table": integers(*[[0, 1, 2]] * 2)[:, :0]}, "prefix_lens|block_table"),
-    (PAGED, {"block_table": integers([0, 1], [5, 1])}, "block_table"),
-    (PAGED, {"block_table": integers([-1, 1], [0, 1])}, "block_table"),
-    (DENSE, {"depths": integers(0, 1, 3, 0, 1, 1, 1)}, "depths"),
-    (DENSE, {"depths": integers(0, 1, 1, 0, -1, 1, 1)}, "depths"),
+    (
+        PAGED,
+        {"block_table": integers([0, 1], [5, 1])},
+        r"block_table must name pages in \[0, 5\) .* request 1, got 5 at 0",
+    ),
+    (
+        PAGED,
+        {"block_table": integers([-1, 1], [0, 1])},
+        r"block_table must name pages in \[0, 5\) .* request 0, got -1 at 0",
+    ),
+    (
+        DENSE,
+        {"depths": integers(0, 1, 3, 0, 1, 1, 1)},
+        r"depths must be in \[0, 3\) \(the nodes of request 0\), got 3 at 2",
+    ),
+    (
+        DENSE,
+        {"depths": integers(0, 1, 1, 0, -1, 1, 1)},
+        r"depths must be in \[0, 4\) \(the nodes of request 1\), got -1 at 4",
+    ),
 ]
 
 
@@ -196,3 +205,10 @@ def test_tensors_on_two_devices_are_refused(cuda):
             if isinstance(value, torch.Tensor) and name != "q":
                 with pytest.raises(RuntimeError, match=f"{name} must be on the device of q"):
                     pass_ext.attention_tree(**case | {name: value.cpu()})
+
+
+def test_addresses_that_16_bytes_do_not_divide_are_refused_on_cuda(cuda):
+    """Only in 16 bits: rows are copied 16 bytes at a time."""
+    case = case_of(dict(layout=UNALIGNED))
+    with pytest.raises(RuntimeError, match=r"k_cache must (start at a multiple|have strides that are multiples) of"):
+        pass_ext.attention_tree(**to(case, cuda.device))

@@ -195,7 +195,7 @@ def test_rows_wider_than_a_block(backend):
 
 def test_new_rows_and_caches_may_have_strides_of_their_own(backend):
     step = make_step([4, 6])
-    caches = [make_cache("heads", 2, slots_for(step), 3, 8, torch.float16)]
+    by_slot, by_head = (make_cache(layout, 2, slots_for(step), 3, 8, torch.float16) for layout in ("slots", "heads"))
     fresh = [
         random_bits((10, 3, 8), torch.float16, gap=8),
         random_bits((3, 10, 8), torch.float16).transpose(0, 1),
@@ -203,7 +203,7 @@ def test_new_rows_and_caches_may_have_strides_of_their_own(backend):
         random_bits((1, 3, 8), torch.float16).expand(10, 3, 8),
     ]
     for new in fresh:
-        check(backend, caches, step, [new])
+        check(backend, [by_slot, by_head], step, [new, new])
 
 
 def test_keys_and_values_in_one_buffer(backend):

@@ -27,6 +27,27 @@ def lookahead_embed_backward(device):
     yield grad.clone().requires_grad_(), ids, 5, False, torch.float32
 
 
+def attention_tree(device):
+    integers = dict(dtype=torch.int32, device=device)
+    bounds, prefixes, depths = (torch.tensor(v, **integers) for v in ([0, 2, 5], [3, 0], [0, 1, 0, 1, 1]))
+    visible = torch.tensor([[1], [3], [1], [3], [5]], device=device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q, nodes = (torch.randn(5, heads, 64, device=device).to(dtype) for heads in (4, 2))
+        cache = torch.randn(2, 8, 2, 64, device=device).to(dtype)
+        shared = (prefixes, bounds, visible, 3)
+        yield q, cache, cache, *shared, None, None, None, None, None, 0.0, -1
+        table = torch.tensor([[1], [0]], **integers)
+        yield q, cache, cache.clone(), *shared, nodes, nodes.clone(), table, depths, 0.1, 5.0, 2
+    yield q[:0], cache, cache, prefixes, bounds * 0, visible[:0], 3, None, None, None, None, None, 0.0, -1
+
+
+def attention_merge(device):
+    for dtype in (torch.float32, torch.bfloat16):
+        out, lse = torch.randn(3, 2, 64, device=device).to(dtype), torch.randn(3, 2, device=device)
+        yield out, lse, out.neg(), lse + 1
+    yield out[:0], lse[:0], out[:0], lse[:0]
+
+
 LAWS = [None] * 4
 SOME_LAW = ([0.7, 0.0], [3, 0], [0.9, 1.0], [0.0, 0.01])
 
@@ -104,6 +125,8 @@ SAMPLES = {
     "draft_sample": draft_sample,
     "accept_tree": accept_tree,
     "accept_chain": accept_chain,
+    "attention_tree": attention_tree,
+    "attention_merge": attention_merge,
 }
 
 
