@@ -5,7 +5,7 @@ Who sees whom: test_attention_masks.py. That these tests can fail: test_attentio
 
 import pytest
 import torch
-from attention_cases import BITS, FLAT, FULL, INPUTS, LAYOUTS, MASKS, PEAKY, RANDOM, SINK, UNUSED_PAGES
+from attention_cases import BITS, CHAIN, FLAT, FULL, INPUTS, LAYOUTS, MASKS, PEAKY, RANDOM, SINK, UNUSED_PAGES
 from attention_checks import (
     FLOATS,
     allowed,
@@ -173,14 +173,13 @@ def test_anything(backend):
     right()
 
 
-@pytest.mark.parametrize("window", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 130, 200])
 def test_a_window_far_behind_the_start(backend, window):
-    """Whole tiles of keys, and whole pages, that nobody reaches; they are poison."""
-    for prefix, nodes in sized(backend, [(190, 4)], [(1000, 30), (5003, 3), (64, 70)]):
+    """Tiles of keys that nobody reaches, which are poison, and tiles that the root sees in full but its descendants do not."""
+    for prefix, nodes in sized(backend, [(190, 40)], [(1000, 30), (5003, 3), (64, 70), (190, 40)]):
+        options = dict(window=window, heads=(1, 3), layout="paged 16", mask=CHAIN, new=window > 64)
         for dtype in sized(backend, [torch.bfloat16], FLOATS):
-            check(
-                backend, [prefix], [nodes], window=window, heads=(1, 3), layout="paged 16", dtype=dtype, new=window > 64
-            )
+            check(backend, [prefix], [nodes], dtype=dtype, **options)
 
 
 # ---- the shapes that a decoder pads with ----

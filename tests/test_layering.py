@@ -15,8 +15,8 @@ CPP_LAW = {
     "core": ("core/",),
     "host": ("core/", "host/"),
     "cpu": ("core/", "host/", "cpu/"),
-    "cuda/*.cuh": ("core/", "cuda/primitives.cuh", "cuda/rows.cuh", "cuda/block.cuh"),
-    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h"),
+    "cuda/*.cuh": ("core/", "cuda/primitives.cuh", "cuda/rows.cuh", "cuda/block.cuh", "cuda/attention_"),
+    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention_"),
     "cuda/*.h": ("host/",),
     "schema.cpp": (),
 }
@@ -30,7 +30,7 @@ TORCH_LAW = {
     "cuda/*.h": ("torch/csrc/stable/", "torch/csrc/inductor/aoti_torch/c/shim.h"),
     "schema.cpp": ("torch/csrc/stable/library.h",),
 }
-CUDA_HEADERS = {"cuda/primitives.cuh": ("cuda_runtime.h",), "cuda/runtime.h": ("cuda_runtime.h",)}
+CUDA_HEADERS = dict.fromkeys(("cuda/primitives.cuh", "cuda/runtime.h", "cuda/counters.h"), ("cuda_runtime.h",))
 BANNED = re.compile(r"ATen/|c10/|torch/extension\.h|torch/torch\.h|pybind11|Python\.h")
 
 # Package -> what of pass_ext it may import.

@@ -79,7 +79,10 @@ PASS_EXT_HOST_DEVICE AttentionRequest request_of(const AttentionProblem& problem
   const int64_t first = between(problem.cu_nodes[index], 0, problem.rows);
   const int64_t nodes = between(problem.cu_nodes[index + 1] - first, 0, problem.rows - first);
   request.first = static_cast<int32_t>(first);
-  request.nodes = static_cast<int32_t>(nodes < problem.max_nodes ? nodes : problem.max_nodes);
+  // Nodes in the cache are at most its slots.
+  const int64_t most =
+      problem.k_new.data || problem.max_nodes < problem.slots ? int64_t{problem.max_nodes} : problem.slots;
+  request.nodes = static_cast<int32_t>(nodes < most ? nodes : most);
   const int64_t room = problem.k_new.data ? problem.slots : problem.slots - request.nodes;
   request.prefix = static_cast<int32_t>(between(problem.prefix_lens[index], 0, room < 0 ? 0 : room));
   // The root, at depth 0, sees furthest back.
@@ -88,19 +91,30 @@ PASS_EXT_HOST_DEVICE AttentionRequest request_of(const AttentionProblem& problem
   return request;
 }
 
+// The page, or without a block table the request, that holds `key` in a cache: the one look-up that an address waits
+// for.
+PASS_EXT_HOST_DEVICE int64_t outer_of(const AttentionProblem& problem, const AttentionRequest& request, int32_t key) {
+  if (!problem.block_table || (problem.k_new.data && key >= request.prefix)) return request.index;
+  return problem.block_table[request.index * problem.table_stride + key / problem.page_size];
+}
+
 // The row of `key` for one key head, or null where the block table names no page. Cache and new: of K, or of V.
 template <typename T>
-PASS_EXT_HOST_DEVICE const T* key_row(const AttentionProblem& problem, const AttentionRequest& request,
-                                      const KeyRows& cache, const KeyRows& fresh, int32_t key, int32_t head) {
+PASS_EXT_HOST_DEVICE const T* row_in(const AttentionProblem& problem, const AttentionRequest& request,
+                                     const KeyRows& cache, const KeyRows& fresh, int64_t outer, int32_t key,
+                                     int32_t head) {
   if (fresh.data && key >= request.prefix)
     return static_cast<const T*>(fresh.data) + (request.first + (key - request.prefix)) * fresh.slot +
            head * fresh.head;
-  if (!problem.block_table)
-    return static_cast<const T*>(cache.data) + request.index * cache.outer + key * cache.slot + head * cache.head;
-  const int32_t page = problem.block_table[request.index * problem.table_stride + key / problem.page_size];
-  if (page < 0 || page >= problem.pages) return nullptr;
-  return static_cast<const T*>(cache.data) + page * cache.outer + key % problem.page_size * cache.slot +
-         head * cache.head;
+  if (problem.block_table && (outer < 0 || outer >= problem.pages)) return nullptr;
+  const int32_t slot = problem.block_table ? key % problem.page_size : key;
+  return static_cast<const T*>(cache.data) + outer * cache.outer + slot * cache.slot + head * cache.head;
+}
+
+template <typename T>
+PASS_EXT_HOST_DEVICE const T* key_row(const AttentionProblem& problem, const AttentionRequest& request,
+                                      const KeyRows& cache, const KeyRows& fresh, int32_t key, int32_t head) {
+  return row_in<T>(problem, request, cache, fresh, outer_of(problem, request, key), key, head);
 }
 
 // Whether every node of the request sees all of keys [first, first + count).

@@ -14,7 +14,7 @@
 #define PASS_EXT_KERNEL __global__ void
 #define PASS_EXT_DEVICE __device__ __forceinline__
 #define PASS_EXT_DEVICE_CALL __device__ __noinline__  // called, not inlined: large, and used in several places
-#define PASS_EXT_LAUNCH_BOUNDS(threads) __launch_bounds__(threads)
+#define PASS_EXT_LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)  // threads; blocks at once on a multiprocessor
 #define PASS_EXT_PARAMETER const __grid_constant__  // a kernel's large parameter: read where it lies, not copied
 #define PASS_EXT_SHARED(type, name, count) __shared__ type name[count]  // static shared memory, inside a kernel
 
@@ -149,11 +149,31 @@ PASS_EXT_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// ---- arithmetic with an instruction of its own ----
+
+// 2^x, within 2 ulp; results below 2^-126 are 0. NaN stays NaN.
+PASS_EXT_DEVICE float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ---- pairs of 16-bit floats in one register; `low` sits at the lower address ----
 
 template <typename T>
-PASS_EXT_DEVICE uint32_t pack2(float low, float high) {
-  return static_cast<uint32_t>(from_float<T>(low).bits) | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+PASS_EXT_DEVICE uint32_t pack2(float low, float high);
+
+template <>
+PASS_EXT_DEVICE uint32_t pack2<bfloat16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <>
+PASS_EXT_DEVICE uint32_t pack2<float16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 template <typename T>
 PASS_EXT_DEVICE float unpack_low(uint32_t pair) {

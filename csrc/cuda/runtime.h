@@ -17,6 +17,8 @@
 
 namespace pass_ext {
 
+constexpr int kMostDevices = 64;
+
 // Makes a tensor's device current for this scope and knows torch's current stream on it.
 class CudaScope {
  public:
@@ -29,15 +31,20 @@ class CudaScope {
 
   cudaStream_t stream() const { return stream_; }
 
-  // Of the current device, asked once per process and device.
-  int multiprocessors() const {
-    static std::atomic<int> counts[64] = {};
+  int device() const {
     int device = 0;
     cudaGetDevice(&device);
-    int count = counts[device % 64];
+    return device;
+  }
+
+  // Of the current device, asked once per process and device.
+  int multiprocessors() const {
+    static std::atomic<int> counts[kMostDevices] = {};
+    const int device = this->device();
+    int count = counts[device % kMostDevices];
     if (count == 0) {
       cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-      counts[device % 64] = count;
+      counts[device % kMostDevices] = count;
     }
     return count;
   }
@@ -45,6 +52,25 @@ class CudaScope {
  private:
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
+};
+
+// How many blocks of one kernel run at once on one multiprocessor of a device, at least 1; asked once per device.
+class ResidentBlocks {
+ public:
+  template <typename Kernel>
+  int count(int device, Kernel* kernel, int threads, size_t dynamic_shared_bytes) {
+    int count = counts_[device % kMostDevices];
+    if (count == 0) {
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(dynamic_shared_bytes));
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, dynamic_shared_bytes);
+      if (count < 1) count = 1;  // the launch will say what is wrong
+      counts_[device % kMostDevices] = count;
+    }
+    return count;
+  }
+
+ private:
+  std::atomic<int> counts_[kMostDevices] = {};
 };
 
 // Raises what the launches since the last check left behind. Does not wait for them.

@@ -1,13 +1,73 @@
-// The kernels of csrc/cuda/attention.cuh through their own launch functions, as attention.cu calls them. Called from
-// tests/emulated/attention.py.
-#include <stdexcept>
+// The kernels of csrc/cuda/attention.cuh and attention_merge.cuh through their own launch functions, as attention.cu
+// calls them. Called from tests/emulated/attention.py.
+#include "cuda/attention.cuh"
 
+#include "cuda/attention_merge.cuh"
 #include "launches.h"
 
 namespace emulator {
+namespace {
 
-int64_t attention_workspace(const Numbers&) { throw std::logic_error("not here yet"); }
+pass_ext::KeyRows key_rows(const Arguments& given, const std::string& name) {
+  return {given.at<void>(name), given(name + "_outer"), given(name + "_slot"), given(name + "_head")};
+}
 
-void attention(const std::string&, const Numbers&, float, float) { throw std::logic_error("not here yet"); }
+pass_ext::AttentionProblem attention_problem(const Arguments& given) {
+  const auto integer = [&](const char* name) { return static_cast<int32_t>(given(name)); };
+  pass_ext::AttentionProblem problem{};
+  problem.q = given.at<void>("q");
+  problem.k_cache = key_rows(given, "k_cache");
+  problem.v_cache = key_rows(given, "v_cache");
+  problem.k_new = key_rows(given, "k_new");
+  problem.v_new = key_rows(given, "v_new");
+  problem.prefix_lens = given.at<int32_t>("prefix_lens");
+  problem.cu_nodes = given.at<int32_t>("cu_nodes");
+  problem.visible = given.at<int64_t>("visible");
+  problem.depths = given.at<int32_t>("depths");
+  problem.block_table = given.at<int32_t>("block_table");
+  problem.table_stride = given("table_stride");
+  problem.requests = given("requests");
+  problem.rows = given("rows");
+  problem.slots = given("slots");
+  problem.page_size = integer("page_size");
+  problem.pages = integer("pages");
+  problem.heads = integer("heads");
+  problem.kv_heads = integer("kv_heads");
+  problem.group = problem.heads / problem.kv_heads;
+  problem.head_dim = integer("head_dim");
+  problem.max_nodes = integer("max_nodes");
+  problem.words = (problem.max_nodes + 63) / 64;
+  problem.window = integer("window");
+  problem.type = static_cast<pass_ext::FloatType>(given("type"));
+  problem.out = given.at<void>("out");
+  problem.lse = given.at<float>("lse");
+  return problem;
+}
+
+}  // namespace
+
+// How many floats the parts take, or how many counters there are.
+int64_t attention_workspace(const Numbers& numbers) {
+  const Arguments given{numbers};
+  const auto plan = pass_ext::gpu::plan_attention(attention_problem(given), given("most_blocks"));
+  return given("wants_parts") ? plan.parts : plan.counters;
+}
+
+void attention(const std::string& name, const Numbers& numbers, float scale, float softcap) {
+  const Arguments given{numbers};
+  if (name == "attention_merge") {
+    pass_ext::gpu::launch_merge(
+        {given.at<void>("out_a"), given.at<void>("out_b"), given.at<float>("lse_a"), given.at<float>("lse_b"),
+         given.at<void>("out"), given.at<float>("lse"), given("rows"), static_cast<int32_t>(given("head_dim")),
+         static_cast<pass_ext::FloatType>(given("type"))},
+        {});
+    return;
+  }
+  pass_ext::AttentionProblem problem = attention_problem(given);
+  problem.scale = scale;
+  problem.softcap = softcap;
+  pass_ext::gpu::launch_attention(problem, pass_ext::gpu::plan_attention(problem, given("most_blocks")),
+                                  {given.at<float>("parts"), given.at<int32_t>("counters")}, {});
+}
 
 }  // namespace emulator

@@ -172,6 +172,11 @@ inline PASS_EXT_KERNEL narrow_kernel(const float* in, uint16_t* bfloats, uint16_
   pairs[i] = pack2<bfloat16>(unpack_low<bfloat16>(pair), unpack_high<bfloat16>(pair));
 }
 
+inline PASS_EXT_KERNEL exp2_kernel(const float* in, float* out) {
+  const unsigned i = block_index().x * block_size().x + thread_index().x;
+  out[i] = exp2_approximate(in[i]);
+}
+
 // words[i] = philox4x32(counters[i], keys[i])
 inline PASS_EXT_KERNEL philox_kernel(const uint32_t* counters, const uint64_t* keys, uint32_t* words) {
   const unsigned i = block_index().x * block_size().x + thread_index().x;

@@ -45,6 +45,8 @@ void run_primitive(const std::string& name, Address in, Address out, Address out
   } else if (name == "narrow") {
     launch("narrow", narrow_kernel, {{unsigned(a)}, {256}}, {}, as<float>(in), as<uint16_t>(out), as<uint16_t>(out2),
            as<uint32_t>(out3));
+  } else if (name == "exp2") {
+    launch("exp2", exp2_kernel, {{unsigned(a)}, {32}}, {}, as<float>(in), as<float>(out));
   } else if (name == "philox") {
     launch("philox", philox_kernel, {{unsigned(a)}, {32}}, {}, as<uint32_t>(in), as<uint64_t>(out2), as<uint32_t>(out));
   } else {

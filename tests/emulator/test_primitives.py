@@ -7,6 +7,7 @@ import torch
 import emulator
 
 FULL = 0xFFFFFFFF
+NONE = float("-inf")
 generator = torch.Generator().manual_seed(7)
 
 
@@ -229,6 +230,17 @@ def test_floats_narrow_as_in_torch():
     pairs = pairs.view(torch.int16).reshape(-1, 2).view(torch.bfloat16)
     finite = ~values.isnan()
     assert torch.equal(pairs[finite], torch.stack([values, -values], 1).to(torch.bfloat16)[finite])
+
+
+def test_powers_of_two():
+    given = torch.cat(
+        [torch.linspace(-140, 10, 1000), torch.tensor([0.0, 1.0, -1.0, 127.0, -126.0, -NONE, NONE, torch.nan])]
+    )
+    given = torch.cat([given, torch.zeros(-given.numel() % 32)])
+    got = run("exp2", given, [torch.zeros_like(given)], given.numel() // 32)
+    exact = torch.exp2(given.double())
+    exact[exact < 2.0**-126] = 0.0
+    torch.testing.assert_close(got.double(), exact, rtol=2.0**-22, atol=0.0, equal_nan=True)
 
 
 # Random123's published known-answer vectors for philox4x32-10: counter, key, result.

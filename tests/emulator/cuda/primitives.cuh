@@ -3,6 +3,7 @@
 // engine.cpp. Kernel files that include it are compiled with -fsanitize=thread, whose calls hooks.cpp answers.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -15,7 +16,7 @@
 #define PASS_EXT_KERNEL void
 #define PASS_EXT_DEVICE inline
 #define PASS_EXT_DEVICE_CALL inline
-#define PASS_EXT_LAUNCH_BOUNDS(threads)
+#define PASS_EXT_LAUNCH_BOUNDS(...)
 #define PASS_EXT_PARAMETER const
 #define PASS_EXT_SHARED(type, name, count) \
   static const char name##_site = 0;       \
@@ -152,6 +153,13 @@ inline void copy_async_commit() { emulator::copy_async_commit(); }
 template <int pending>
 void copy_async_wait() {
   emulator::copy_async_wait(pending);
+}
+
+// ---- arithmetic ----
+
+inline float exp2_approximate(float x) {
+  const float y = std::exp2(x);
+  return y < 0x1p-126f ? 0.0f : y;
 }
 
 // ---- pairs of 16-bit floats ----

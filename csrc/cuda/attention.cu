@@ -1,0 +1,81 @@
+// torch.ops.pass_ext.attention_tree and attention_merge on CUDA: checks, grid, workspace, launch, registration. The
+// kernels: cuda/attention.cuh and cuda/attention_merge.cuh. Called by torch's dispatcher.
+#include "cuda/attention.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include "cuda/attention_merge.cuh"
+#include "cuda/counters.h"
+#include "cuda/runtime.h"
+#include "host/attention.h"
+
+namespace pass_ext {
+namespace {
+
+// Rows of 16-bit K and V are copied 16 bytes at a time. Sizes of 1 are never stepped over, whatever their stride.
+void check_aligned_rows(const char* argument, const KeyRows& rows, int64_t outers, int64_t slots, int64_t heads) {
+  constexpr const char* op = "attention_tree";
+  constexpr int64_t kElements = 8;
+  if (reinterpret_cast<uintptr_t>(rows.data) % 16 != 0)
+    refuse(op, argument, " must start at a multiple of 16 bytes on CUDA, got an address ",
+           reinterpret_cast<uintptr_t>(rows.data) % 16, " beyond one (call .clone() once, outside the decoding loop)");
+  const struct {
+    const char* name;
+    int64_t size, stride;
+  } dims[] = {{"first", outers, rows.outer}, {"slot", slots, rows.slot}, {"head", heads, rows.head}};
+  for (const auto& dim : dims)
+    if (dim.size > 1 && dim.stride % kElements != 0)
+      refuse(op, argument, " must have strides that are multiples of ", kElements, " elements (16 bytes) on CUDA, got ",
+             dim.stride, " in the ", dim.name, " dimension (call .contiguous() once, outside the decoding loop)");
+}
+
+void check_alignment(const AttentionProblem& problem) {
+  if (problem.type == FloatType::float32) return;
+  if (reinterpret_cast<uintptr_t>(problem.q) % 16 != 0)
+    refuse("attention_tree", "q must start at a multiple of 16 bytes on CUDA, got an address ",
+           reinterpret_cast<uintptr_t>(problem.q) % 16, " beyond one (call .clone())");
+  check_aligned_rows("k_cache", problem.k_cache, problem.pages, problem.page_size, problem.kv_heads);
+  check_aligned_rows("v_cache", problem.v_cache, problem.pages, problem.page_size, problem.kv_heads);
+  if (!problem.k_new.data) return;
+  check_aligned_rows("k_new", problem.k_new, 1, problem.rows, problem.kv_heads);
+  check_aligned_rows("v_new", problem.v_new, 1, problem.rows, problem.kv_heads);
+}
+
+// Blocks of the problem's kernel that run at once on one multiprocessor. Asked once per kernel and device.
+int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
+  return gpu::with_attention_shape(problem, [&](auto shape) {
+    using Shape = decltype(shape);
+    static ResidentBlocks resident;
+    return resident.count(scope.device(), gpu::attention_kernel<Shape>, gpu::kAttentionThreads, Shape::kSharedBytes);
+  });
+}
+
+void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
+  check_alignment(problem);
+  if (problem.rows == 0 || problem.heads == 0) return;
+  const CudaScope scope(q);
+  if (problem.type == FloatType::float32) {
+    gpu::launch_attention(problem, {}, {}, scope.stream());
+  } else {
+    const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
+    const gpu::AttentionPlan plan = gpu::plan_attention(problem, between(resident, 1, kCountersOfSlot / 2));
+    const Tensor parts = empty_of_shape(q, {plan.parts}, ScalarType::Float);
+    int32_t* const counters = CounterSlots::of_device(scope.device()).slot_for("attention_tree", scope.stream());
+    gpu::launch_attention(problem, plan, {static_cast<float*>(parts.mutable_data_ptr()), counters}, scope.stream());
+  }
+  check_launch("attention_tree");
+}
+
+void merge_on_cuda(const MergeProblem& problem, const Tensor& out) {
+  const CudaScope scope(out);
+  gpu::launch_merge(problem, scope.stream());
+  check_launch("attention_merge");
+}
+
+}  // namespace
+}  // namespace pass_ext
+
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+  library.impl("attention_tree", TORCH_BOX(&pass_ext::attention_tree<pass_ext::attention_on_cuda>));
+  library.impl("attention_merge", TORCH_BOX(&pass_ext::attention_merge<pass_ext::merge_on_cuda>));
+}

@@ -1,0 +1,91 @@
+// Attention on the GPU in fp32, where no matrix fragments are: one warp for each row and head, 32 keys at a time, each
+// lane with a key for the score and with columns for the result. Correct and plain, not fast. Called by
+// cuda/attention.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attention.h"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+constexpr int kPlainWarps = 4;
+constexpr int kPlainColumns = 8;  // of one lane: 256 in all
+
+// The request that owns a row of q, or -1. Called by whole warps.
+PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
+  for (int64_t first = 0; first < problem.requests; first += 32) {
+    const int64_t b = first + lane_index();
+    bool is_owner = false;
+    if (b < problem.requests) {
+      const AttentionRequest request = request_of(problem, b);
+      is_owner = row >= request.first && row < int64_t{request.first} + request.nodes;
+    }
+    const unsigned owners = ballot(is_owner);
+    if (owners != 0) return first + first_set_bit(owners);
+  }
+  return -1;
+}
+
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
+    plain_attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem) {
+  const int64_t index = int64_t{block_index().x} * kPlainWarps + warp_index();  // row and head
+  if (index >= problem.rows * problem.heads) return;
+  const int64_t row = index / problem.heads, owner = owner_of(problem, row);
+  const int32_t lane = static_cast<int32_t>(lane_index());
+  float sums[kPlainColumns] = {}, highest = -kLargest, total = 0.0f;
+  if (owner >= 0) {
+    const AttentionRequest request = request_of(problem, owner);
+    const int32_t node = static_cast<int32_t>(row - request.first);
+    const int32_t head = static_cast<int32_t>(index % problem.heads) / problem.group;
+    const float* const q = static_cast<const float*>(problem.q) + index * problem.head_dim;
+    for (int32_t first = request.begin / 64 * 64; first < request.keys(); first += 32) {
+      const int32_t key = first + lane;
+      bool is_seen = key < request.keys() && (visible_keys(problem, request, node, first) >> lane & 1);
+      float score = float_of(0xff800000u);
+      if (is_seen) {
+        const float* const k = key_row<float>(problem, request, problem.k_cache, problem.k_new, key, head);
+        float dot = 0.0f;
+        if (k != nullptr)
+          for (int32_t i = 0; i < problem.head_dim; ++i) dot = fused(q[i], k[i], dot);
+        score = dot * problem.scale;
+        if (problem.softcap > 0.0f) score = softcapped(score, problem.softcap);
+        score *= kLog2E;
+      }
+      float new_highest = score > highest ? score : highest;
+      for (int step = 16; step > 0; step /= 2) {
+        const float other = shuffle_xor(new_highest, step);
+        if (other > new_highest) new_highest = other;
+      }
+      const float shrink = exp2_approximate(highest - new_highest), weight = exp2_approximate(score - new_highest);
+      highest = new_highest;
+      total = fused(total, shrink, weight);  // of this lane's keys
+      for (float& sum : sums) sum *= shrink;
+      for (unsigned keys = ballot(is_seen); keys != 0; keys &= keys - 1) {
+        const int32_t i = first_set_bit(keys);
+        const float p = shuffle(weight, i);
+        const float* const v = key_row<float>(problem, request, problem.v_cache, problem.v_new, first + i, head);
+        if (v == nullptr) continue;
+#pragma unroll
+        for (int c = 0; c < kPlainColumns; ++c)
+          if (lane + 32 * c < problem.head_dim) sums[c] = fused(p, v[lane + 32 * c], sums[c]);
+      }
+    }
+    for (int step = 16; step > 0; step /= 2) total += shuffle_xor(total, step);
+  }
+  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+#pragma unroll
+  for (int c = 0; c < kPlainColumns; ++c)
+    if (lane + 32 * c < problem.head_dim)
+      static_cast<float*>(problem.out)[index * problem.head_dim + lane + 32 * c] = sums[c] * inverse;
+  if (lane == 0) problem.lse[index] = log_of_total(highest, total);
+}
+
+inline void launch_plain_attention(const AttentionProblem& problem, Stream stream) {
+  const int64_t blocks = (problem.rows * problem.heads + kPlainWarps - 1) / kPlainWarps;
+  launch("attention_tree", plain_attention_kernel, LaunchShape{{static_cast<unsigned>(blocks)}, {32 * kPlainWarps}},
+         stream, problem);
+}
+
+}  // namespace pass_ext::gpu

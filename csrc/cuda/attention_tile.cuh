@@ -1,0 +1,148 @@
+// Tiles of K and V on their way through shared memory: sizes, a layout without bank conflicts, the addresses of rows
+// that may lie anywhere, and copies that are under way while earlier tiles are computed with.
+// Called by cuda/attention.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attention.h"
+#include "cuda/attention_schedule.cuh"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+// Warps lie row_warps x kKeyWarps: each computes 16 rows and its share of every tile's keys. `dim` is head_dim, rounded
+// up to one that has a kernel. Shared memory stays below the 99 KB that a block gets on every GPU from sm_80 on, and
+// two blocks fit where there are 200 KB (sm_90, sm_100).
+template <typename Element, int dim, int row_warps>
+struct AttentionShape {
+  using T = Element;
+  static constexpr int kDim = dim;
+  static constexpr int kRowWarps = row_warps;
+  static constexpr int kKeyWarps = kAttentionWarps / row_warps;
+  static constexpr int kRows = 16 * row_warps;
+  static constexpr int kKeys = dim <= 128 ? 64 : 32;  // of a tile
+  static constexpr int kWarpKeys = kKeys / kKeyWarps;
+  static constexpr int kStages = dim <= 64 ? 4 : dim <= 128 ? 3 : 2;
+  static constexpr int kChunks = dim / 8;  // of 16 bytes, in a row
+  static constexpr bool kIsSwizzled = dim % 64 == 0;
+  static constexpr int kStride = kIsSwizzled ? dim : dim + 8;  // of rows of a tile; unswizzled: an odd number of chunks
+  static constexpr int kTile = kKeys * kStride;
+  static constexpr bool kKeepsQueries = dim <= 128;  // in registers, which at 256 are full of results
+
+  static constexpr int kRingBytes = kStages * 2 * kTile * static_cast<int>(sizeof(T));
+  static constexpr int kQueryBytes = kKeepsQueries ? 0 : kRows * kStride * static_cast<int>(sizeof(T));
+  static constexpr int kAddressBytes = 2 * 2 * kKeys * static_cast<int>(sizeof(T*));
+  static constexpr int kSharedBytes = kRingBytes + kQueryBytes + kAddressBytes;
+  static constexpr int kResidentBlocks = dim <= 64 ? 3 : 2;  // on one multiprocessor: what registers must allow
+
+  // A part of a result: each row's sums, kDim floats, and behind them its maximum and its two totals (RowTotals).
+  static constexpr int kPartStride = dim + 8;
+  static constexpr int kPart = kRows * kPartStride;
+  static_assert((kKeyWarps * kPart + 3 * kRows) * 4 <= kRingBytes + kQueryBytes, "parts take the ring's place");
+};
+
+// Where a 16-byte chunk of a row lies in a tile. Eight consecutive rows at one chunk, which is what load_matrices
+// reads, lie in different banks.
+template <typename Shape>
+PASS_EXT_DEVICE int chunk_offset(int row, int chunk) {
+  return row * Shape::kStride + (Shape::kIsSwizzled ? chunk ^ (row & 7) : chunk) * 8;
+}
+
+// The dynamic shared memory of a block.
+template <typename Shape>
+struct SharedTiles {
+  using T = typename Shape::T;
+
+  PASS_EXT_DEVICE T* keys(int tile) const { return dynamic_shared<T>() + tile % Shape::kStages * 2 * Shape::kTile; }
+  PASS_EXT_DEVICE T* values(int tile) const { return keys(tile) + Shape::kTile; }
+  PASS_EXT_DEVICE T* queries() const { return dynamic_shared<T>() + Shape::kStages * 2 * Shape::kTile; }
+  // Of the rows of a tile of K, then of V: null where there is nothing to read.
+  PASS_EXT_DEVICE const T** addresses(int tile) const {
+    return reinterpret_cast<const T**>(dynamic_shared<char>() + Shape::kRingBytes + Shape::kQueryBytes) +
+           tile % 2 * 2 * Shape::kKeys;
+  }
+  // Once the ring has run dry: the warps' parts of the result, and the totals of each row.
+  PASS_EXT_DEVICE float* parts() const { return dynamic_shared<float>(); }
+  PASS_EXT_DEVICE float* totals() const { return parts() + Shape::kKeyWarps * Shape::kPart; }
+};
+
+// What this thread contributes to the addresses of each tile: one key's row, of K or of V.
+template <typename Shape>
+struct AddressedKey {
+  const AttentionProblem& problem;
+  const Segment& segment;
+
+  PASS_EXT_DEVICE bool takes_part() const { return thread_rank() < 2 * Shape::kKeys; }
+  PASS_EXT_DEVICE int32_t key(int tile) const {
+    return segment.first_key + tile * Shape::kKeys + static_cast<int32_t>(thread_rank() % Shape::kKeys);
+  }
+
+  // The look-up, to be started early. `tile` may lie behind the segment.
+  PASS_EXT_DEVICE int64_t find(int tile) const {
+    if (!takes_part() || tile >= segment.end || key(tile) >= segment.request.keys()) return 0;
+    return outer_of(problem, segment.request, key(tile));
+  }
+
+  // What comes of it, into shared memory.
+  PASS_EXT_DEVICE void put(int tile, int64_t outer) const {
+    using T = typename Shape::T;
+    if (!takes_part() || tile >= segment.end) return;
+    const bool is_value = thread_rank() >= Shape::kKeys;
+    const T* row = nullptr;
+    if (key(tile) < segment.request.keys())
+      row = row_in<T>(problem, segment.request, is_value ? problem.v_cache : problem.k_cache,
+                      is_value ? problem.v_new : problem.k_new, outer, key(tile), segment.head);
+    SharedTiles<Shape>{}.addresses(tile)[thread_rank()] = row;
+  }
+};
+
+// Starts the copies of a tile of K and V; missing keys, and columns beyond head_dim, become zeros.
+template <typename Shape>
+PASS_EXT_DEVICE void copy_tile(const AttentionProblem& problem, int tile) {
+  using T = typename Shape::T;
+  constexpr SharedTiles<Shape> shared{};
+  const T* const* addresses = shared.addresses(tile);
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    T* const target = which == 0 ? shared.keys(tile) : shared.values(tile);
+#pragma unroll
+    for (int i = 0; i < Shape::kKeys * Shape::kChunks; i += kAttentionThreads) {
+      const int index = i + static_cast<int>(thread_rank());
+      const int row = index / Shape::kChunks, chunk = index % Shape::kChunks;
+      const T* const from = addresses[which * Shape::kKeys + row];
+      const bool is_there = from != nullptr && chunk * 8 < problem.head_dim;
+      copy_async16(target + chunk_offset<Shape>(row, chunk), is_there ? from + chunk * 8 : problem.q, is_there);
+    }
+  }
+}
+
+// Whether a 16-bit float is infinite or NaN.
+PASS_EXT_DEVICE bool is_finite(bfloat16 value) { return (value.bits & 0x7f80) != 0x7f80; }
+PASS_EXT_DEVICE bool is_finite(float16 value) { return (value.bits & 0x7c00) != 0x7c00; }
+
+// Makes the values of a tile finite, because a hidden key's weight of 0 times NaN would be NaN: what is not becomes 0.
+// Whether there was any.
+template <typename Shape>
+PASS_EXT_DEVICE bool remove_non_finite(typename Shape::T* values) {
+  using T = typename Shape::T;
+  bool found = false;
+#pragma unroll 1
+  for (int i = static_cast<int>(thread_rank()); i < Shape::kKeys * Shape::kChunks; i += kAttentionThreads) {
+    T* const chunk = values + chunk_offset<Shape>(i / Shape::kChunks, i % Shape::kChunks);
+    Bytes16 bytes = load16(chunk);
+    bool is_clean = true;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int shift = k % 2 * 16;
+      if (is_finite(T{static_cast<uint16_t>(bytes.word[k / 2] >> shift)})) continue;
+      bytes.word[k / 2] &= ~(0xffffu << shift);
+      is_clean = false;
+    }
+    if (!is_clean) store16(chunk, bytes);
+    found |= !is_clean;
+  }
+  return found;
+}
+
+}  // namespace pass_ext::gpu

@@ -1,0 +1,244 @@
+// One warp's share of a tile: 16 rows times some of its keys. Scores by matrix fragments, the softmax of
+// core/attention.h row by row as keys come, its weights rounded to T and multiplied by the values. Fragments: a lane
+// holds elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1) of each 16 x 8 block of scores and results, g =
+// lane / 4, t = lane % 4. Called by cuda/attention.cuh.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/attention.h"
+#include "cuda/attention_schedule.cuh"
+#include "cuda/attention_tile.cuh"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+PASS_EXT_DEVICE int first_row_of_warp(int row_warps) { return static_cast<int>(warp_index()) % row_warps * 16; }
+
+template <typename Shape>
+PASS_EXT_DEVICE int first_key_of_warp() {
+  return static_cast<int>(warp_index()) / Shape::kRowWarps * Shape::kWarpKeys;
+}
+
+// The warp's 16 rows of q, as the left side of products.
+template <typename Shape>
+struct Queries {
+  using T = typename Shape::T;
+  static constexpr int kSteps = Shape::kDim / 16;
+  uint32_t kept[Shape::kKeepsQueries ? kSteps : 1][4];
+
+  PASS_EXT_DEVICE void load(const AttentionProblem& problem, const Segment& segment) {
+    const T* const q = static_cast<const T*>(problem.q);
+    if constexpr (Shape::kKeepsQueries) {
+      const int g = static_cast<int>(lane_index() / 4), t = static_cast<int>(lane_index() % 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row_of_warp(Shape::kRowWarps) + g + 8 * half;
+        const bool is_there = row < segment.rows;
+        const T* const from = q + (is_there ? row_offset(problem, segment, row) : 0) * problem.head_dim + 2 * t;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            kept[step][half + 2 * k] = is_there && 16 * step < problem.head_dim
+                                           ? *reinterpret_cast<const uint32_t*>(from + 16 * step + 8 * k)
+                                           : 0u;
+      }
+    } else {
+      T* const tile = SharedTiles<Shape>{}.queries();
+      for (int i = static_cast<int>(thread_rank()); i < Shape::kRows * Shape::kChunks; i += kAttentionThreads) {
+        const int row = i / Shape::kChunks, chunk = i % Shape::kChunks;
+        const bool is_there = row < segment.rows;
+        copy_async16(tile + chunk_offset<Shape>(row, chunk),
+                     is_there ? q + row_offset(problem, segment, row) * problem.head_dim + 8 * chunk : q, is_there);
+      }
+    }
+  }
+
+  PASS_EXT_DEVICE void get(int step, uint32_t (&fragment)[4]) const {
+    if constexpr (Shape::kKeepsQueries) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) fragment[i] = kept[step][i];
+    } else {
+      const int lane = static_cast<int>(lane_index());
+      const int row = first_row_of_warp(Shape::kRowWarps) + lane % 16;
+      load_matrices<4>(fragment, SharedTiles<Shape>{}.queries() + chunk_offset<Shape>(row, 2 * step + lane / 16));
+    }
+  }
+};
+
+// Scores of 16 rows and the warp's keys.
+template <typename Shape>
+using Scores = float[Shape::kWarpKeys / 8][4];
+
+template <typename Shape>
+PASS_EXT_DEVICE void multiply_queries_keys(Scores<Shape>& scores, const Queries<Shape>& queries,
+                                           const typename Shape::T* keys) {
+  using T = typename Shape::T;
+  const int lane = static_cast<int>(lane_index()), first = first_key_of_warp<Shape>();
+#pragma unroll
+  for (auto& block : scores)
+#pragma unroll
+    for (float& score : block) score = 0.0f;
+#pragma unroll
+  for (int step = 0; step < Queries<Shape>::kSteps; ++step) {
+    uint32_t q[4];
+    queries.get(step, q);
+    if constexpr (Shape::kWarpKeys == 8) {
+      uint32_t k[2];
+      load_matrices<2>(k, keys + chunk_offset<Shape>(first + lane % 8, 2 * step + lane / 8 % 2));
+      multiply_m16n8k16<T>(scores[0], q, k);
+    } else {
+#pragma unroll
+      for (int pair = 0; pair < Shape::kWarpKeys / 16; ++pair) {
+        uint32_t k[4];
+        const int row = first + 16 * pair + lane / 16 * 8 + lane % 8;
+        load_matrices<4>(k, keys + chunk_offset<Shape>(row, 2 * step + lane / 8 % 2));
+        multiply_m16n8k16<T>(scores[2 * pair], q, {k[0], k[1]});
+        multiply_m16n8k16<T>(scores[2 * pair + 1], q, {k[2], k[3]});
+      }
+    }
+  }
+}
+
+// To logarithms of base 2.
+template <typename Shape>
+PASS_EXT_DEVICE void scale_scores(Scores<Shape>& scores, const AttentionProblem& problem) {
+  const float scale = problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E;
+#pragma unroll
+  for (auto& block : scores)
+#pragma unroll
+    for (float& score : block) score *= scale;
+  if (!(problem.softcap > 0.0f)) return;
+#pragma unroll
+  for (auto& block : scores)
+#pragma unroll
+    for (float& score : block) score = softcapped(score, problem.softcap) * kLog2E;
+}
+
+// Scores of the keys that their row does not see become -inf.
+template <typename Shape>
+PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& problem, const Segment& segment,
+                               int32_t first_key) {
+  const int lane = static_cast<int>(lane_index());
+  // Lane t of a row's four looks for row g + 8 (t % 2); then each takes the bits of both its rows.
+  const int row = first_row_of_warp(Shape::kRowWarps) + lane / 4 + 8 * (lane % 2);
+  uint64_t own = 0;
+  if (row < segment.rows)
+    own = visible_keys(problem, segment.request, (segment.first_row + row) / problem.group, first_key);
+  const int shift = first_key_of_warp<Shape>() + 2 * (lane % 4);
+  const uint64_t seen[2] = {shuffle(own, lane / 4 * 4) >> shift, shuffle(own, lane / 4 * 4 + 1) >> shift};
+#pragma unroll
+  for (int block = 0; block < Shape::kWarpKeys / 8; ++block)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(seen[i / 2] >> (8 * block + i % 2) & 1)) scores[block][i] = float_of(0xff800000u);
+}
+
+// What a warp knows of its 16 rows so far. `rounded` adds the weights that multiplied values, and divides them in the
+// end; `exact` adds them before rounding, for the lse. Each lane has added its own columns only.
+template <typename Shape>
+struct RowState {
+  float out[Shape::kDim / 8][4];
+  float maximum[2], rounded[2], exact[2];
+
+  PASS_EXT_DEVICE void clear() {
+#pragma unroll
+    for (auto& block : out)
+#pragma unroll
+      for (float& value : block) value = 0.0f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      maximum[half] = -kLargest;
+      rounded[half] = exact[half] = 0.0f;
+    }
+  }
+
+  // Scores become weights, packed in pairs: weights[block][half] of row g + 8 half. All sums so far are brought to the
+  // new maximum.
+  PASS_EXT_DEVICE void add_weights(uint32_t (&weights)[Shape::kWarpKeys / 8][2], const Scores<Shape>& scores) {
+    using T = typename Shape::T;
+    float shrink[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float highest = maximum[half];  // fmaxf passes NaN over; a score that is NaN makes its row's sums NaN by itself
+#pragma unroll
+      for (int block = 0; block < Shape::kWarpKeys / 8; ++block)
+        highest = fmaxf(fmaxf(highest, scores[block][2 * half]), scores[block][2 * half + 1]);
+      highest = fmaxf(highest, shuffle_xor(highest, 1));
+      highest = fmaxf(highest, shuffle_xor(highest, 2));
+      shrink[half] = exp2_approximate(maximum[half] - highest);
+      maximum[half] = highest;
+      rounded[half] *= shrink[half];
+      exact[half] *= shrink[half];
+#pragma unroll
+      for (int block = 0; block < Shape::kWarpKeys / 8; ++block) {
+        const float low = exp2_approximate(scores[block][2 * half] - highest);
+        const float high = exp2_approximate(scores[block][2 * half + 1] - highest);
+        const uint32_t pair = pack2<T>(low, high);
+        weights[block][half] = pair;
+        exact[half] += low + high;
+        rounded[half] += unpack_low<T>(pair) + unpack_high<T>(pair);
+      }
+    }
+    if (!any(shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
+#pragma unroll
+    for (auto& block : out)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) block[i] *= shrink[i / 2];
+  }
+
+  PASS_EXT_DEVICE void add_values(const uint32_t (&weights)[Shape::kWarpKeys / 8][2], const typename Shape::T* values) {
+    using T = typename Shape::T;
+    const int lane = static_cast<int>(lane_index()), first = first_key_of_warp<Shape>();
+    if constexpr (Shape::kWarpKeys == 8) {  // half a product: the other eight keys weigh nothing
+      const uint32_t p[4] = {weights[0][0], weights[0][1], 0, 0};
+#pragma unroll
+      for (int chunk = 0; chunk < Shape::kChunks; chunk += 4) {
+        uint32_t v[4];
+        load_matrices<4, true>(v, values + chunk_offset<Shape>(first + lane % 8, chunk + lane / 8));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) multiply_m16n8k16<T>(out[chunk + i], p, {v[i], 0u});
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < Shape::kWarpKeys / 16; ++step) {
+        const uint32_t p[4] = {weights[2 * step][0], weights[2 * step][1], weights[2 * step + 1][0],
+                               weights[2 * step + 1][1]};
+#pragma unroll
+        for (int chunk = 0; chunk < Shape::kChunks; chunk += 2) {
+          uint32_t v[4];
+          load_matrices<4, true>(v, values + chunk_offset<Shape>(first + 16 * step + lane % 16, chunk + lane / 16));
+          multiply_m16n8k16<T>(out[chunk], p, {v[0], v[1]});
+          multiply_m16n8k16<T>(out[chunk + 1], p, {v[2], v[3]});
+        }
+      }
+    }
+  }
+
+  // Into shared memory, as one of the parts of the segment's result.
+  PASS_EXT_DEVICE void store() {
+    const int g = static_cast<int>(lane_index() / 4), t = static_cast<int>(lane_index() % 4);
+    float* const part = SharedTiles<Shape>{}.parts() + static_cast<int>(warp_index()) / Shape::kRowWarps * Shape::kPart;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* const row = part + (first_row_of_warp(Shape::kRowWarps) + g + 8 * half) * Shape::kPartStride;
+#pragma unroll
+      for (int block = 0; block < Shape::kDim / 8; ++block) {
+        row[8 * block + 2 * t] = out[block][2 * half];
+        row[8 * block + 2 * t + 1] = out[block][2 * half + 1];
+      }
+      for (int step = 1; step < 4; step *= 2) {
+        rounded[half] += shuffle_xor(rounded[half], step);
+        exact[half] += shuffle_xor(exact[half], step);
+      }
+      if (t != 0) continue;
+      row[Shape::kDim] = maximum[half];
+      row[Shape::kDim + 1] = rounded[half];
+      row[Shape::kDim + 2] = exact[half];
+    }
+  }
+};
+
+}  // namespace pass_ext::gpu

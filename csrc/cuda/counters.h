@@ -1,0 +1,116 @@
+// Counters that are zero when a kernel starts and that it leaves at zero, so that no call has to clear them.
+// Called by cuda/attention.cu.
+//
+// Kernels of one stream run one after another and each leaves zeros behind: one slot of counters per stream is enough,
+// cleared when it is taken. Two streams run at once and must not count in the same place, hence a slot for each.
+//
+// Under capture nothing runs, and what is recorded will run on some other stream, perhaps beside eager kernels of this
+// one or beside another graph. So every capture takes a slot of its own for each of its streams and records its
+// clearing: once per graph, not per launch, and a replay starts from zeros even after one that was aborted. The graph
+// keeps the slot for as long as it or an executable of it lives (a CUDA user object); then the slot may be taken again.
+//
+// The memory is not torch's. A tensor that outlives the call that made it may not be made inside a graph's pool:
+// torch.compile(mode="reduce-overhead") counts what is alive there, and raises.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "host/checks.h"
+
+namespace pass_ext {
+
+constexpr int64_t kCountersOfSlot = 1024;
+
+class CounterSlots {  // of one device
+ public:
+  // A slot for kernels launched on `stream`, which is on the current device, from now until the stream's capture ends
+  // or begins.
+  int32_t* slot_for(const char* op, cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long stream_id = 0, capture = 0;
+    cudaGraph_t graph = nullptr;
+#if CUDART_VERSION >= 13000
+    check(op, cudaStreamGetCaptureInfo(stream, &status, &capture, &graph));
+#else
+    check(op, cudaStreamGetCaptureInfo_v2(stream, &status, &capture, &graph));
+#endif
+    check(op, cudaStreamGetId(stream, &stream_id));
+    const bool is_captured = status == cudaStreamCaptureStatusActive;
+    const std::lock_guard lock(mutex_);
+    const std::pair key{is_captured ? capture : kEager, stream_id};
+    const auto found = taken_.find(key);
+    if (found != taken_.end()) return found->second;
+    int32_t* const slot = take_free_slot(op);
+    check(op, cudaMemsetAsync(slot, 0, kCountersOfSlot * sizeof(int32_t), stream));
+    if (is_captured) give_to(op, graph, slot);
+    return taken_[key] = slot;
+  }
+
+  static CounterSlots& of_device(int device) {
+    constexpr int kMostDevices = 64;
+    static CounterSlots* const all = new CounterSlots[kMostDevices];  // never destroyed: graphs may outlive us
+    return all[device % kMostDevices];
+  }
+
+ private:
+  static constexpr unsigned long long kEager = ~0ull;  // no capture's id
+
+  struct Ownership {
+    CounterSlots* slots;
+    int32_t* slot;
+  };
+
+  static void check(const char* op, cudaError_t error) {
+    if (error != cudaSuccess) refuse(op, "no counters on this device: ", cudaGetErrorString(error));
+  }
+
+  int32_t* take_free_slot(const char* op) {
+    {
+      const std::lock_guard lock(released_mutex_);
+      for (int32_t* slot : released_) {
+        for (auto i = taken_.begin(); i != taken_.end();) i = i->second == slot ? taken_.erase(i) : std::next(i);
+        free_.push_back(slot);
+      }
+      released_.clear();
+    }
+    if (free_.empty()) {
+      constexpr int64_t kSlots = 256;
+      void* memory = nullptr;
+      cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // an allocation is no part of a capture
+      check(op, cudaThreadExchangeStreamCaptureMode(&mode));
+      const cudaError_t error = cudaMalloc(&memory, kSlots * kCountersOfSlot * sizeof(int32_t));
+      check(op, cudaThreadExchangeStreamCaptureMode(&mode));
+      check(op, error);
+      for (int64_t i = 0; i < kSlots; ++i) free_.push_back(static_cast<int32_t*>(memory) + i * kCountersOfSlot);
+    }
+    int32_t* const slot = free_.back();
+    free_.pop_back();
+    return slot;
+  }
+
+  // The slot comes back when the graph and all that was made of it are gone.
+  void give_to(const char* op, cudaGraph_t graph, int32_t* slot) {
+    cudaUserObject_t object = nullptr;
+    const auto release = [](void* data) {
+      auto* const owned = static_cast<Ownership*>(data);
+      const std::lock_guard lock(owned->slots->released_mutex_);
+      owned->slots->released_.push_back(owned->slot);
+      delete owned;
+    };
+    check(op, cudaUserObjectCreate(&object, new Ownership{this, slot}, release, 1, cudaUserObjectNoDestructorSync));
+    check(op, cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
+  }
+
+  std::mutex mutex_;                                                             // held across CUDA calls
+  std::map<std::pair<unsigned long long, unsigned long long>, int32_t*> taken_;  // by capture and stream
+  std::vector<int32_t*> free_;
+  std::mutex released_mutex_;  // never held across one: graphs are destroyed inside CUDA
+  std::vector<int32_t*> released_;
+};
+
+}  // namespace pass_ext

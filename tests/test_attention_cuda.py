@@ -1,0 +1,261 @@
+"""What only the CUDA kernels of attention have: shares of a grid, parts and their merging, pages by asynchronous copies.
+
+Against fp64 softmax attention with a boolean mask, written here from the definition. On the emulator, so small.
+"""
+
+import itertools
+
+import pytest
+import torch
+from emulated.attention import attention_merge, attention_tree
+
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
+NONE = float("-inf")
+
+
+class Case:
+    """A ragged batch in pages or dense, with everything that no row may see full of NaN."""
+
+    def __init__(
+        self, prefixes, nodes, dim=64, heads=1, kv_heads=1, dtype=torch.bfloat16, page=0, separate=False, window=-1,
+        softcap=0.0, max_nodes=None, seed=0, behind=0, scale=None,
+    ):  # fmt: skip
+        random = torch.Generator().manual_seed(seed)
+        self.prefixes, self.nodes, self.window, self.softcap, self.scale = prefixes, nodes, window, softcap, scale
+        self.max_nodes = max_nodes or max([*nodes, 1])
+        self.group = heads // kv_heads
+        self.bounds = [0, *itertools.accumulate(nodes)]
+        rows, requests = self.bounds[-1] + behind, len(nodes)
+        self.q = torch.randn(rows, heads, dim, generator=random).to(dtype)
+        longest = max([p + (0 if separate else n) for p, n in zip(prefixes, nodes, strict=True)] + [1])
+        slots = longest + 3
+        width = max(page, 1)
+        pages = -(-slots // page) if page else 1
+        shape = (requests * pages + 2, page, kv_heads, dim) if page else (requests, slots, kv_heads, dim)
+        self.k_cache, self.v_cache = (
+            torch.full(shape, torch.nan, dtype=dtype),
+            torch.full(shape, torch.nan, dtype=dtype),
+        )
+        self.block_table = None
+        if page:
+            self.block_table = (
+                torch.randperm(shape[0], generator=random)[: requests * pages].view(requests, pages).int()
+            )
+        self.keys, self.values = [], []
+        self.k_new, self.v_new = (
+            [torch.full((rows, kv_heads, dim), torch.nan, dtype=dtype) for _ in range(2)] if separate else (None, None)
+        )
+        for b, (prefix, count) in enumerate(zip(prefixes, nodes, strict=True)):
+            k, v = (torch.randn(prefix + count, kv_heads, dim, generator=random).to(dtype) for _ in range(2))
+            for whole, cache, new in ((k, self.k_cache, self.k_new), (v, self.v_cache, self.v_new)):
+                stored = prefix if separate else prefix + count
+                for i in range(stored):
+                    place = (int(self.block_table[b, i // width]), i % width) if page else (b, i)
+                    cache[place] = whole[i]
+                if separate:
+                    new[self.bounds[b] : self.bounds[b + 1]] = whole[prefix:]
+            self.keys.append(k)
+            self.values.append(v)
+        words = -(-self.max_nodes // 64)
+        self.visible = torch.randint(-(2**63), 2**63 - 1, (rows, words), generator=random)
+        for b, count in enumerate(nodes):  # each sees itself
+            for i in range(count):
+                self.visible[self.bounds[b] + i, i // 64] |= torch.tensor(1).bitwise_left_shift(i % 64)
+        self.depths = torch.zeros(rows, dtype=torch.int32)
+        for b, count in enumerate(nodes):
+            for i in range(1, count):
+                self.depths[self.bounds[b] + i] = int(self.depths[self.bounds[b] + (i * 7) % i]) + 1 if i > 1 else 1
+
+    def mask(self, b):
+        """[nodes, keys] of one request: who sees whom."""
+        prefix, count, first = self.prefixes[b], self.nodes[b], self.bounds[b]
+        mask = torch.zeros(count, prefix + count, dtype=torch.bool)
+        for i in range(count):
+            depth = int(self.depths[first + i])
+            for j in range(prefix + count):
+                node = j - prefix
+                seen = node < 0 or bool(int(self.visible[first + i, node // 64]) >> (node % 64) & 1)
+                position = j if node < 0 else prefix + int(self.depths[first + node])
+                mask[i, j] = seen and (self.window < 0 or prefix + depth - self.window < position)
+        return mask
+
+    def exact(self):
+        """out, lse and A, the attention over |V|, in fp64."""
+        rows, heads, dim = self.q.shape
+        out, magnitude = (torch.zeros(rows, heads, dim, dtype=torch.float64) for _ in range(2))
+        lse = torch.full((rows, heads), NONE, dtype=torch.float64)
+        for b, count in enumerate(self.nodes):
+            span, mask = slice(self.bounds[b], self.bounds[b] + count), self.mask(b)
+            for h in range(heads):
+                k, v = (t[b][:, h // self.group].double() for t in (self.keys, self.values))
+                scores = self.q[span, h].double() @ k.T * (dim**-0.5 if self.scale is None else self.scale)
+                if self.softcap:
+                    scores = self.softcap * torch.tanh(scores / self.softcap)
+                scores = scores.masked_fill(~mask, NONE)
+                weights = torch.nan_to_num(scores.softmax(-1), nan=0.0)
+                out[span, h], magnitude[span, h] = weights @ v, weights @ v.abs()
+                lse[span, h] = scores.logsumexp(-1)
+        return out, lse, magnitude
+
+    def run(self, **launch):
+        return attention_tree(
+            self.q, self.k_cache, self.v_cache, torch.tensor(self.prefixes, dtype=torch.int32),
+            torch.tensor(self.bounds, dtype=torch.int32), self.visible, self.max_nodes, self.k_new, self.v_new,
+            self.block_table, self.depths, self.scale, self.softcap, self.window, **launch,
+        )  # fmt: skip
+
+    def check(self, out, lse):
+        exact, exact_lse, magnitude = self.exact()
+        unit = ROUNDING[self.q.dtype]
+        bound = unit * exact.abs() + unit * (magnitude + exact.abs()) + 2e-5 * magnitude
+        excess = (out.double() - exact).abs() - bound
+        assert not out.isnan().any()
+        assert (excess <= 0).all(), f"{int((excess > 0).sum())} beyond the bound, by up to {excess.max():.2e}"
+        nothing = exact_lse == NONE
+        assert torch.equal(lse == NONE, nothing)
+        assert ((lse - exact_lse)[~nothing].abs() <= 2e-5 + 2**-20 * exact_lse[~nothing].abs()).all()
+
+
+def test_one_request_in_one_block():
+    case = Case([70], [3])
+    case.check(*case.run(blocks=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads", "nodes"), [(4, 2, 5), (7, 1, 4)], ids=["one tile", "two tiles"])
+def test_every_kernel(dtype, dim, heads, kv_heads, nodes):
+    case = Case([75, 3], [nodes, 1], dim, heads, kv_heads, dtype, seed=dim)
+    case.check(*case.run(blocks=2))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_fp32(dim):
+    case = Case([40, 0, 5], [3, 0, 2], dim, 3, 1, torch.float32, window=20, behind=1)
+    case.check(*case.run())
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+@pytest.mark.parametrize("blocks", [1, 3, 7, 16])
+def test_ragged_batches_on_any_grid(group, blocks):
+    """Padded requests, an empty prefix, more nodes than a word has bits, and rows that nobody owns."""
+    case = Case([0, 33, 130, 64], [1, 0, 70, 6], heads=2 * group, kv_heads=2, behind=2, seed=group)
+    case.check(*case.run(blocks=blocks))
+
+
+@pytest.mark.parametrize("page", [0, 1, 3, 16])
+@pytest.mark.parametrize("separate", [False, True], ids=["in the cache", "beside the cache"])
+def test_pages(page, separate):
+    case = Case([61, 7, 64], [5, 2, 9], heads=4, kv_heads=2, page=page, separate=separate, seed=page)
+    case.check(*case.run(blocks=3))
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 100])
+def test_windows(window):
+    case = Case([150, 20], [6, 9], heads=2, window=window, seed=window)
+    case.check(*case.run(blocks=3))
+
+
+def test_softcap_and_scale():
+    case = Case([90], [7], heads=2, softcap=2.5, scale=-0.4)
+    case.check(*case.run(blocks=2))
+
+
+def test_the_grid_changes_rounding_only_and_the_order_of_threads_nothing():
+    case = Case([300, 0, 70], [9, 2, 20], heads=4, kv_heads=2)
+    results = {}
+    for blocks in (1, 3, 7, 16):
+        results[blocks] = case.run(blocks=blocks, seed=0)
+        for seed in (1, 2):
+            again = case.run(blocks=blocks, seed=seed)
+            assert torch.equal(again[0], results[blocks][0]) and torch.equal(again[1], results[blocks][1])
+    magnitude = case.exact()[2]
+    for out, lse in results.values():
+        assert ((out - results[1][0]).double().abs() <= 2 * ROUNDING[out.dtype] * magnitude).all()
+        torch.testing.assert_close(lse, results[1][1], atol=2e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("blocks", "prefix"), [(9, 64 * 17), (20, 64 * 40), (70, 64 * 140)])
+def test_a_unit_that_many_blocks_share(blocks, prefix):
+    """More than 8 members make several groups, more than 64 several at the second level."""
+    case = Case([prefix], [3], seed=blocks)
+    case.check(*case.run(blocks=blocks))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("separate", [False, True], ids=["in the cache", "beside the cache"])
+def test_what_is_hidden_may_be_anything_and_what_is_seen_shows(value, dim, separate):
+    """Node 2 holds `value` in K, node 3 in V; only rows 1 and 4 see the one, rows 0 and 4 the other."""
+    case = Case([60], [6], dim, heads=4, kv_heads=2, separate=separate, seed=3)
+    bits = [0b001011, 0b000111, 0b000011, 0b010011, 0b111111, 0b110011]
+    case.visible[:, 0] = torch.tensor(bits)
+    clean = case.run(blocks=1)[0]
+    rows = slice(0, 6) if separate else slice(60, 66)
+    k, v = (case.k_new, case.v_new) if separate else (case.k_cache[0], case.v_cache[0])
+    k[rows][2, :, 5] = value
+    v[rows][3, 1, 7] = value
+    for blocks in (1, 2):
+        out, lse = case.run(blocks=blocks)
+        for row in (0, 2, 3, 5):
+            expected = clean[row].clone()
+            if row == 0:
+                assert not out[0, 2:, 7].isfinite().any()
+                expected[2:, 7] = out[0, 2:, 7]
+                if value == value:
+                    assert (out[0, 2:, 7] == value).all()
+            assert out[row, out[row].isfinite()].numel() == expected.numel() - 2 * (row == 0)
+            difference = (out[row] - expected).float().nan_to_num(0.0).abs().max()
+            assert difference < 0.02
+        assert not out[4, 2:, 7].isfinite().any()
+        if value != value:
+            assert out[1].isnan().all() and out[4].isnan().all() and lse[1].isnan().all()
+
+
+def test_pages_that_are_not_there_read_as_zeros():
+    case = Case([40], [2], page=16)
+    case.block_table[0, 1] = -1
+    case.block_table[0, 2] = 10**6
+    case.keys[0][16:], case.values[0][16:] = 0, 0
+    case.check(*case.run(blocks=1))
+
+
+def test_lengths_and_bounds_are_cut_to_what_there_is():
+    case = Case([20, 20], [3, 4], max_nodes=4)
+    case.prefixes, case.bounds = [10**9, -5], [-3, 3, 10**9]
+    out, lse = case.run(blocks=2)
+    assert not out[3:].isnan().any()
+    case.prefixes = [20, 20]
+    case.bounds = [0, 3, 7]
+    case.max_nodes = 2  # rows 2, 5 and 6 are nobody's
+    out, lse = case.run(blocks=2)
+    assert not out[[2, 5, 6]].any() and (lse[[2, 5, 6]] == NONE).all() and lse[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("requests", [0, 1, 200])
+def test_empty_batches(requests):
+    case = Case([5] * requests, [0] * requests, behind=3, heads=2)
+    out, lse = case.run(blocks=3)
+    assert not out.any() and (lse == NONE).all()
+
+
+def test_more_requests_than_a_block_has_threads():
+    case = Case([3] * 300, [int(b % 3 == 0) for b in range(300)], seed=1)
+    case.check(*case.run(blocks=5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dim", [3, 16, 80])
+def test_merge(dtype, dim):
+    random = torch.Generator().manual_seed(dim)
+    out_a, out_b = (torch.randn(2, 5, dim, generator=random).to(dtype) for _ in range(2))
+    lse_a, lse_b = (torch.randn(2, 5, generator=random) * 4 for _ in range(2))
+    lse_a[0, 1] = lse_b[0, 1] = lse_a[0, 2] = lse_b[0, 3] = NONE
+    out_a[0, 1:3] = out_b[0, 1] = out_b[0, 3] = torch.nan  # where nothing was seen
+    out, lse = attention_merge(out_a, lse_a, out_b, lse_b)
+    exact_lse = torch.logaddexp(lse_a.double(), lse_b.double())
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-6)
+    weights = [torch.nan_to_num((side.double() - exact_lse).exp()) for side in (lse_a, lse_b)]
+    exact = sum(w[..., None] * o.double().nan_to_num(0.0) for w, o in zip(weights, (out_a, out_b), strict=True))
+    assert ((out.double() - exact).abs() <= ROUNDING[dtype] * exact.abs() + 1e-6).all()
+    assert not out[0, 1].any() and torch.equal(out[0, 2], out_b[0, 2]) and torch.equal(out[0, 3], out_a[0, 3])
