@@ -1,0 +1,124 @@
+"""The pictures of docs/attention.md: trees and their masks, as `Tree.draw` makes them.
+
+`python -m docs.pictures` writes docs/attention-<name>.svg, which needs matplotlib. `--check` writes nothing and fails where a
+picture does not show its tree. Where the matplotlib that drew it is here, it is drawn again and must be the same to the byte.
+"""
+
+import argparse
+import html
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pass_ext import Tree
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# name: (title, tree)
+PICTURES = {
+    "chain": ("A chain of four drafts", Tree.chain(4)),
+    "tree": ("A tree: three drafts, and two below each", Tree.from_branching((3, 2))),
+    "lookahead": ("Two drafts, and three look-ahead slots behind every node", Tree.chain(2).with_lookahead(3)),
+}
+
+
+def path_of(name: str) -> Path:
+    """Where a picture is, from the repository's root."""
+    return Path("docs") / f"attention-{name}.svg"
+
+
+def story_of(name: str) -> dict[str, Any]:
+    """What a picture shows."""
+    title, tree = PICTURES[name]
+    return {"title": title, "parents": list(tree.parents), "slots": list(tree.slots)}
+
+
+def story_in(svg: str) -> dict[str, Any]:
+    """What a picture says of itself; nothing, if it does not."""
+    found = re.search(r"<dc:description>(.*?)</dc:description>", svg, flags=re.DOTALL)
+    story: dict[str, Any] = json.loads(html.unescape(found[1])) if found else {}
+    return story
+
+
+def draw(name: str, path: Path) -> None:
+    """`path` may end in .svg or .png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {
+        "svg.hashsalt": "pass_ext",
+        "svg.fonttype": "path",
+        "font.family": "DejaVu Sans",
+        "savefig.facecolor": "white",
+    }
+    with pyplot.style.context("default"), pyplot.rc_context(style):
+        title, tree = PICTURES[name]
+        figure = tree.draw().figure
+        if path.suffix == ".svg":
+            story = json.dumps({**story_of(name), "matplotlib": matplotlib.__version__})
+            figure.savefig(path, metadata={"Date": None, "Creator": None, "Title": title, "Description": story})
+            path.write_text(re.sub(r"[ \t]+$", "", path.read_text(), flags=re.MULTILINE))
+        else:
+            figure.savefig(path, dpi=96)
+        pyplot.close(figure)
+
+
+def drawn_here(name: str) -> str:
+    """The SVG as this machine draws it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "picture.svg"
+        draw(name, path)
+        return path.read_text()
+
+
+def version_here() -> str | None:
+    """Of matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    import matplotlib
+
+    return matplotlib.__version__
+
+
+def check(root: Path) -> list[str]:
+    """What is out of date."""
+    wrong = []
+    for name in PICTURES:
+        path = path_of(name)
+        if not (root / path).exists():
+            wrong.append(f"there is no {path}")
+            continue
+        svg = (root / path).read_text()
+        story = story_in(svg)
+        version = story.pop("matplotlib", None)
+        if story != story_of(name):
+            wrong.append(f"{path} does not show the tree of docs/pictures.py")
+        elif version == version_here() and svg != drawn_here(name):
+            wrong.append(f"{path} is not what Tree.draw makes")
+    return wrong
+
+
+def main() -> int:
+    """Entry point of `python -m docs.pictures`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a picture is out of date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    options = parser.parse_args()
+    if options.check:
+        wrong = check(options.root)
+        if wrong:
+            print("; ".join(wrong), ": run python -m docs.pictures", sep="", file=sys.stderr)
+        return 1 if wrong else 0
+    for name in PICTURES:
+        draw(name, options.root / path_of(name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""examples/: each script does what it says when it is run, and what it insists on is able to fail."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pass_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "tree_decoding.py"
+
+needs_examples = pytest.mark.skipif(not SCRIPT.exists(), reason="an sdist has no examples")
+
+
+@pytest.fixture
+def tree_decoding():
+    spec = importlib.util.spec_from_file_location("tree_decoding", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(script, device):
+    command = [sys.executable, "-m", f"examples.{script.stem}", "--device", device, "--new-tokens", "40"]
+    # One thread: more only get in each other's way with a model so small.
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def tokens_per_call(printed):
+    return [float(line.split(":")[1].split()[0]) for line in printed.splitlines()]
+
+
+@needs_examples
+def test_tree_decoding_gives_the_texts_of_plain_decoding():
+    done = run(SCRIPT, "cpu")
+    assert done.returncode == 0, done.stderr
+    greedy, sampled = tokens_per_call(done.stdout)
+    assert greedy > 1.5 and sampled > 1.2, "trees are accepted, and more than one token comes of a call"
+
+
+@needs_examples
+def test_tree_decoding_on_a_gpu(cuda):
+    done = run(SCRIPT, "cuda")
+    assert done.returncode == 0, done.stderr
+
+
+def decode(module, temperature):
+    torch.manual_seed(0)
+    model = module.Model().requires_grad_(False)
+    prompts, seeds = [[1, 2, 3, 4], [9, 8, 7, 6, 5, 4, 3]], [1, 2]
+    texts, per_call = module.decode_by_trees(model, prompts, 40, temperature, seeds)
+    plain = [
+        module.decode_plainly(model, *each, 40, temperature, seed) for *each, seed in zip(prompts, seeds, strict=True)
+    ]
+    return texts, plain, per_call
+
+
+FAULTS = {  # op, which of its arguments, what becomes of it
+    "the cache keeps other nodes than were accepted": (
+        "cache_commit_", 3, lambda path: torch.where(path > 0, path - 1, path),
+    ),
+    "nodes see nobody in the cache": ("attention_tree", 3, torch.zeros_like),
+    "nodes see other branches": ("attention_tree", 5, lambda visible: torch.full_like(visible, -1)),
+}  # fmt: skip
+
+
+@needs_examples
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.replace(" ", "-"))
+def test_a_fault_in_a_step_shows_in_the_texts(tree_decoding, one_thread, monkeypatch, fault):
+    """What the comparison is worth: without the fault the texts are equal, with it they are not."""
+    texts, plain, per_call = decode(tree_decoding, 0.0)
+    assert texts == plain and per_call > 1.0
+    op, place, spoil = FAULTS[fault]
+    original = getattr(pass_ext, op)
+
+    def faulty(*arguments, **named):
+        return original(*arguments[:place], spoil(arguments[place]), *arguments[place + 1 :], **named)
+
+    monkeypatch.setattr(pass_ext, op, faulty)
+    texts, plain, _ = decode(tree_decoding, 0.0)
+    assert texts != plain
