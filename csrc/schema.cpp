@@ -11,13 +11,15 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
   // tree
   library.def("tree_prepare(Tensor parents, Tensor cu_nodes, SymInt max_nodes) -> (Tensor visible, Tensor depths)");
   library.def(
-      "tree_mask(Tensor visible, Tensor cu_nodes, SymInt max_nodes, Tensor prefix_lens, SymInt kv_len, ScalarType dtype) "
+      "tree_mask(Tensor visible, Tensor cu_nodes, SymInt max_nodes, Tensor prefix_lens, SymInt kv_len, ScalarType "
+      "dtype) "
       "-> Tensor");
 
   // attention
   library.def(
       "attention_tree(Tensor q, Tensor k_cache, Tensor v_cache, Tensor prefix_lens, Tensor cu_nodes, Tensor visible, "
-      "SymInt max_nodes, Tensor? k_new, Tensor? v_new, Tensor? block_table, Tensor? depths, float? scale, float softcap, "
+      "SymInt max_nodes, Tensor? k_new, Tensor? v_new, Tensor? block_table, Tensor? depths, float? scale, float "
+      "softcap, "
       "int window) -> (Tensor out, Tensor lse)");
   library.def("attention_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
 
