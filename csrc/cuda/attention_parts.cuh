@@ -43,7 +43,7 @@ PASS_EXT_DEVICE void merge_parts(RowTotals* totals, int rows, int parts, const P
       Bytes16 line[at_once][3];  // two with values, one with totals
 #pragma unroll
       for (int k = 0; k < at_once; ++k) {
-        const int part = first + k < parts ? first + k : first;
+        const int part = first + k < parts ? first + k : first;  // loads that depend on nothing need fewest registers
         const float* const from = part_of(part) + row * Shape::kPartStride;
         line[k][0] = load16(from + column);
         line[k][1] = load16(from + column + 4);
