@@ -157,9 +157,20 @@ def test_pages(page, separate):
     case.check(*case.run(blocks=3))
 
 
+def test_strided_caches():
+    """K as [B, Hkv, S, D] turned round, V in rows of a wider buffer."""
+    case = Case([70, 9], [3, 4], heads=4, kv_heads=2)
+    case.k_cache = case.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.full((*case.v_cache.shape[:3], 96), torch.nan, dtype=case.v_cache.dtype)
+    wide[..., 8:72] = case.v_cache
+    case.v_cache = wide[..., 8:72]
+    case.check(*case.run(blocks=2))
+
+
+@pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("window", [1, 5, 64, 100])
-def test_windows(window):
-    case = Case([150, 20], [6, 9], heads=2, window=window, seed=window)
+def test_windows(window, dim):
+    case = Case([150, 20], [6, 9], dim, heads=2, window=window, seed=window, page=7)
     case.check(*case.run(blocks=3))
 
 

@@ -91,8 +91,7 @@ PASS_EXT_HOST_DEVICE AttentionRequest request_of(const AttentionProblem& problem
   return request;
 }
 
-// The page, or without a block table the request, that holds `key` in a cache: the one look-up that an address waits
-// for.
+// The page, or without a block table the request, that holds `key` in a cache: the look-up that an address waits for.
 PASS_EXT_HOST_DEVICE int64_t outer_of(const AttentionProblem& problem, const AttentionRequest& request, int32_t key) {
   if (!problem.block_table || (problem.k_new.data && key >= request.prefix)) return request.index;
   return problem.block_table[request.index * problem.table_stride + key / problem.page_size];

@@ -17,7 +17,6 @@
 namespace pass_ext::gpu {
 
 constexpr int kGroup = 8;
-constexpr int kAtOnce = 4;  // parts in global memory whose loads a thread has under way together
 
 // Of one row: the last four floats of its line in a part, the fourth unused.
 struct RowTotals {
@@ -44,8 +43,8 @@ PASS_EXT_DEVICE void merge_parts(RowTotals* totals, int rows, int parts, const P
       Bytes16 line[at_once][3];  // two with values, one with totals
 #pragma unroll
       for (int k = 0; k < at_once; ++k) {
-        if (first + k >= parts) continue;
-        const float* const from = part_of(first + k) + row * Shape::kPartStride;
+        const int part = first + k < parts ? first + k : first;  // loads that depend on nothing need fewest registers
+        const float* const from = part_of(part) + row * Shape::kPartStride;
         line[k][0] = load16(from + column);
         line[k][1] = load16(from + column + 4);
         line[k][2] = load16(from + Shape::kDim);
@@ -148,12 +147,12 @@ PASS_EXT_DEVICE void merge_shared_unit(const AttentionProblem& problem, const Se
   if (group_size > 1) {
     const auto member_of_group = [&](int k) { return part_of(group_first + k); };
     if (!is_last(work.counters + 2 * (first + group_first), group_size, ticket)) return;
-    if (groups == 1) return merge_into_result<Shape, kAtOnce>(problem, segment, totals, group_size, member_of_group);
-    merge_into_part<Shape, kAtOnce>(part_of(group_first), totals, segment.rows, group_size, member_of_group);
+    if (groups == 1) return merge_into_result<Shape, kGroup>(problem, segment, totals, group_size, member_of_group);
+    merge_into_part<Shape, kGroup>(part_of(group_first), totals, segment.rows, group_size, member_of_group);
   }
   if (!is_last(work.counters + 2 * first + 1, groups, ticket)) return;
-  merge_into_result<Shape, kAtOnce>(problem, segment, totals, groups,
-                                    [&](int group) { return part_of(group * kGroup); });
+  merge_into_result<Shape, kGroup>(problem, segment, totals, groups,
+                                   [&](int group) { return part_of(group * kGroup); });
 }
 
 }  // namespace pass_ext::gpu

@@ -36,8 +36,7 @@ struct AttentionShape {
   static constexpr int kQueryBytes = kKeepsQueries ? 0 : kRows * kStride * static_cast<int>(sizeof(T));
   static constexpr int kAddressBytes = 2 * 2 * kKeys * static_cast<int>(sizeof(T*));
   static constexpr int kSharedBytes = kRingBytes + kQueryBytes + kAddressBytes;
-  static constexpr int kResidentBlocks =
-      dim <= 64 && row_warps == 1 ? 3 : 2;  // on one multiprocessor: what registers must allow
+  static constexpr int kResidentBlocks = dim <= 64 ? 3 : 2;  // on one multiprocessor: what registers must allow
 
   // A part of a result: each row's sums, kDim floats, and behind them its totals (attention_parts.cuh).
   static constexpr int kPartStride = dim + 8;
