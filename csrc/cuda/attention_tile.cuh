@@ -114,8 +114,9 @@ PASS_EXT_DEVICE void copy_tile(const AttentionProblem& problem, int tile) {
 #pragma unroll
     for (unsigned i = 0; i < Shape::kKeys; i += kAttentionThreads / Shape::kRowThreads) {
       const T* const from = addresses[which * Shape::kKeys + i + first];
-      // Where nothing is there, the address is not looked at.
-      copy_async16(target + chunk_offset<Shape>(i + first, chunk), from + chunk * 8, has_column && from != nullptr);
+      const bool is_there = has_column && from != nullptr;
+      const void* const source = is_there ? static_cast<const void*>(from + chunk * 8) : problem.q;  // any address
+      copy_async16(target + chunk_offset<Shape>(i + first, chunk), source, is_there);
     }
   }
 }

@@ -18,6 +18,9 @@ inline FloatType float_type_of(const Tensor& tensor) {
                                                       : FloatType::float32;
 }
 
+constexpr int64_t kMostSlots =
+    (int64_t{1} << 31) - 1 - 2 * kMostTreeNodes;  // of one request: keys are counted in int32
+
 struct AttentionArguments {
   const Tensor &q, &k_cache, &v_cache, &prefix_lens, &cu_nodes, &visible;
   int64_t max_nodes;
@@ -94,8 +97,9 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
     check_size(op, "k_cache", k_cache, 0, problem.requests, "the requests of cu_nodes; no block_table was given");
     problem.slots = k_cache.size(1);
   }
-  if (problem.slots > INT32_MAX || k_cache.size(0) > INT32_MAX || k_cache.size(1) > INT32_MAX)
-    refuse(op, "k_cache must have less than 2^31 slots and pages, got ", describe(k_cache));
+  if (problem.slots > kMostSlots || k_cache.size(0) > kMostSlots || k_cache.size(1) > kMostSlots)
+    refuse(op, "k_cache must have at most ", kMostSlots, " pages, and slots for a request, got ", describe(k_cache),
+           ", ", problem.slots, " slots");
   problem.page_size = static_cast<int32_t>(k_cache.size(1));
   problem.pages = static_cast<int32_t>(k_cache.size(0));
   if (arguments.window < -1 || arguments.window == 0 || arguments.window > INT32_MAX)
