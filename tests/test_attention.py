@@ -110,10 +110,25 @@ def test_softcap(backend, softcap):
             check(backend, [66], [4], softcap=softcap, inputs=inputs, dtype=dtype, heads=(1, 2))
 
 
+@pytest.mark.parametrize("softcap", [1e4, 1e9, 3e38])
+def test_a_softcap_far_beyond_the_logits_is_none(backend, softcap):
+    case, exact = solved([66], [4], heads=(1, 2), dtype=torch.float32)
+    assert_right(run(backend, case | {"softcap": softcap}), case, exact)
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.05, -0.2, 0.0])
 def test_scale(backend, scale):
     for dtype in sized(backend, [torch.bfloat16], FLOATS):
         check(backend, [66], [4], scale=scale, dtype=dtype, heads=(1, 2), inputs=FLAT if scale == 1.0 else RANDOM)
+
+
+@pytest.mark.parametrize("scale", [1e10, -1e10])
+def test_logits_of_billions_leave_one_key(backend, scale):
+    for dtype in sized(backend, [torch.bfloat16], FLOATS):
+        case, exact = solved([66], [4], scale=scale, dtype=dtype, heads=(1, 2))
+        out, lse = run(backend, case)
+        torch.testing.assert_close(out.double(), exact.out, rtol=2.0**-8, atol=0.0)
+        torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -109,11 +109,11 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
     if (!arguments.depths) refuse(op, "depths must be given with a window (tree_prepare makes them), got None");
     problem.depths = static_cast<const int32_t*>(arguments.depths->const_data_ptr());
   }
-  if (!(arguments.softcap >= 0) || std::isinf(arguments.softcap))
-    refuse(op, "softcap must be positive, or 0 for none, got ", arguments.softcap);
+  problem.softcap = static_cast<float>(arguments.softcap);
+  if (!(arguments.softcap >= 0) || std::isinf(problem.softcap) || (problem.softcap == 0) != (arguments.softcap == 0))
+    refuse(op, "softcap must be positive in float32, or 0 for none, got ", arguments.softcap);
   problem.scale = static_cast<float>(arguments.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2)))));
   if (!std::isfinite(problem.scale)) refuse(op, "scale must be finite, got ", problem.scale);
-  problem.softcap = static_cast<float>(arguments.softcap);
   problem.q = q.const_data_ptr();
   problem.rows = q.size(0);
   if (problem.rows > INT32_MAX) refuse(op, "q must have less than 2^31 rows, got ", describe(q));
