@@ -334,7 +334,9 @@ Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, floa
   for (key = 0; key < keys; key += Form::size) {
     Floats weights[Form::size];
     for (int i = 0; i < Form::size; ++i) {
-      weights[i] = key + i < keys ? power_of_two(fused(load(scores + (key + i) * row_length), times, minus)) : zeros();
+      // Rounded before it is subtracted, as in the maximum: an unrounded product may be far from that, where logits are
+      // billions.
+      weights[i] = key + i < keys ? power_of_two(load(scores + (key + i) * row_length) * times + minus) : zeros();
       exact = exact + weights[i];
     }
     Form::put_weights(to + key / Form::size * row_length, weights, sum);
