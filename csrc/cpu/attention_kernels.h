@@ -250,7 +250,8 @@ template <typename Form>
 Keys<Form> keys_of(const TileRows<typename Form::Storage>& rows, const AttentionScratch& scratch, int32_t dim) {
   using E = typename Form::Element;
   if constexpr (Form::is_stored_so)
-    if (rows.is_even && (rows.count == 1 || (rows.key[1] - rows.key[0]) % Form::size == 0))
+    if (rows.is_even && reinterpret_cast<uintptr_t>(rows.key[0]) % sizeof(E) == 0 &&
+        (rows.count == 1 || (rows.key[1] - rows.key[0]) % Form::size == 0))
       return {reinterpret_cast<const E*>(rows.key[0]), rows.count == 1 ? 0 : (rows.key[1] - rows.key[0]) / Form::size};
   E* const tile = reinterpret_cast<E*>(scratch.keys);
   for (int32_t i = 0; i < rows.count; ++i) Form::put_key(tile, i, rows.key[i], dim);

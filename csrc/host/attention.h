@@ -94,8 +94,11 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
     check_size(op, "k_cache", k_cache, 0, problem.requests, "the requests of cu_nodes; no block_table was given");
     problem.slots = k_cache.size(1);
   }
-  if (problem.slots > INT32_MAX || k_cache.size(0) > INT32_MAX || k_cache.size(1) > INT32_MAX)
-    refuse(op, "k_cache must have less than 2^31 slots and pages, got ", describe(k_cache));
+  // The nodes follow the slots in int32, and a tile's keys both.
+  constexpr int64_t kMostSlots = INT32_MAX - 2 * kMostTreeNodes;
+  if (problem.slots > kMostSlots || k_cache.size(0) > INT32_MAX || k_cache.size(1) > INT32_MAX)
+    refuse(op, "k_cache must have at most ", kMostSlots, " slots for a request and less than 2^31 pages, got ",
+           describe(k_cache));
   problem.page_size = static_cast<int32_t>(k_cache.size(1));
   problem.pages = static_cast<int32_t>(k_cache.size(0));
   if (arguments.window < -1 || arguments.window == 0 || arguments.window > INT32_MAX)
