@@ -437,8 +437,9 @@ def test_replays_in_a_cuda_graph_with_other_lengths_and_trees(cuda, new):
 
 
 def test_debug_mode_checks_on_the_gpu_what_the_cpu_always_checks(cuda):
-    case = to(solved([30, 9], [3, 4], layout="paged 16")[0], cuda.device)
+    case = to(solved([30, 9], [3, 4], layout="paged 16", window=20)[0], cuda.device)
     broken = [
+        ({"depths": torch.tensor([0, 1, 2, 0, 1, 4, 3], dtype=torch.int32)}, "depths must be in"),
         ({"prefix_lens": torch.tensor([30, 2000], dtype=torch.int32)}, "request 1 needs 2004 slots"),
         ({"cu_nodes": torch.tensor([0, 5, 3], dtype=torch.int32)}, "cu_nodes must rise"),
         ({"cu_nodes": torch.tensor([0, 3, 8], dtype=torch.int32)}, "cu_nodes must rise"),
