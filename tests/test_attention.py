@@ -110,10 +110,25 @@ def test_softcap(backend, softcap):
             check(backend, [66], [4], softcap=softcap, inputs=inputs, dtype=dtype, heads=(1, 2))
 
 
+@pytest.mark.parametrize("softcap", [1e4, 1e9, 3e38])
+def test_a_softcap_far_beyond_the_logits_is_none(backend, softcap):
+    case, exact = solved([66], [4], heads=(1, 2), dtype=torch.float32)
+    assert_right(run(backend, case | {"softcap": softcap}), case, exact)
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.05, -0.2, 0.0])
 def test_scale(backend, scale):
     for dtype in sized(backend, [torch.bfloat16], FLOATS):
         check(backend, [66], [4], scale=scale, dtype=dtype, heads=(1, 2), inputs=FLAT if scale == 1.0 else RANDOM)
+
+
+@pytest.mark.parametrize("scale", [1e10, -1e10])
+def test_logits_of_billions_leave_one_key(backend, scale):
+    for dtype in sized(backend, [torch.bfloat16], FLOATS):
+        case, exact = solved([66], [4], scale=scale, dtype=dtype, heads=(1, 2))
+        out, lse = run(backend, case)
+        torch.testing.assert_close(out.double(), exact.out, rtol=2.0**-8, atol=0.0)
+        torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -422,8 +437,9 @@ def test_replays_in_a_cuda_graph_with_other_lengths_and_trees(cuda, new):
 
 
 def test_debug_mode_checks_on_the_gpu_what_the_cpu_always_checks(cuda):
-    case = to(solved([30, 9], [3, 4], layout="paged 16")[0], cuda.device)
+    case = to(solved([30, 9], [3, 4], layout="paged 16", window=20)[0], cuda.device)
     broken = [
+        ({"depths": torch.tensor([0, 1, 2, 0, 1, 4, 3], dtype=torch.int32)}, "depths must be in"),
         ({"prefix_lens": torch.tensor([30, 2000], dtype=torch.int32)}, "request 1 needs 2004 slots"),
         ({"cu_nodes": torch.tensor([0, 5, 3], dtype=torch.int32)}, "cu_nodes must rise"),
         ({"cu_nodes": torch.tensor([0, 3, 8], dtype=torch.int32)}, "cu_nodes must rise"),

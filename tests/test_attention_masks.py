@@ -153,6 +153,16 @@ def test_a_broken_node_breaks_only_rows_that_see_it(backend, place, value, new):
                 assert out.isnan().all() and after[1][sees].isnan().all()
 
 
+@pytest.mark.parametrize("node", [0, 9, 19])
+def test_a_row_that_sees_only_infinity_gets_infinity(backend, node):
+    case, _ = solved([8], [20], mask=BITS, window=20)
+    case = case | {"visible": torch.full((20, 1), 1 << node), "depths": torch.full((20,), 19, dtype=torch.int32)}
+    case |= {"window": 1, "v_cache": case["v_cache"].clone()}
+    case["v_cache"][0, 8 + node] = math.inf
+    out, lse = run(backend, case)
+    assert (out == math.inf).all() and lse.isfinite().all()
+
+
 def test_a_broken_prefix_key_breaks_only_rows_that_reach_it(backend):
     case, _ = solved([40], [8], mask=CHAIN, window=6, heads=(1, 2))
     fine = case["v_cache"].clone()

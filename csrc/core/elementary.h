@@ -1,8 +1,8 @@
 // exp, log, softcap and an exponentially distributed number, as polynomials in the operations of core/scalar.h: at most
-// 2 ulp from exact, and the same bits on every processor. F is a float or a vector of floats, W its unsigned 32-bit
-// counterpart. Text, not a header of its own: included once by core/scalar.h for floats and once per instruction set by
-// cpu/each_isa.h, each time inside a namespace that has the operations. Called by every kernel that needs a probability
-// or a draw.
+// 2 ulp from exact (softcap: 4), and the same bits on every processor. F is a float or a vector of floats, W its
+// unsigned 32-bit counterpart. Text, not a header of its own: included once by core/scalar.h for floats and once per
+// instruction set by cpu/each_isa.h, each time inside a namespace that has the operations. Called by every kernel that
+// needs a probability or a draw.
 
 // e^x for -86 <= x <= 0
 template <typename F>
@@ -50,9 +50,17 @@ PASS_EXT_HOST_DEVICE F power_of_two(F x) {
 template <typename F>
 PASS_EXT_HOST_DEVICE F softcapped(F s, F cap) {
   const F y = s / cap, zero = constant(s, 0.0f), one = constant(s, 1.0f);
-  const F e = power_of_two(constant(s, -2.88539008f) * maximum(zero - y, y));  // e^(-2 |y|)
+  const F size = maximum(zero - y, y);
+  const F e = power_of_two(constant(s, -2.88539008f) * size);  // e^(-2 |y|)
   const F t = (one - e) / (one + e);
-  return cap * select(less(y, zero), zero - t, t);
+  // Near 0, where 1 - e has no digits left: tanh's series.
+  const F square = y * y;
+  F series = constant(s, 0.0218694885f);
+  series = fused(series, square, constant(s, -0.0539682540f));
+  series = fused(series, square, constant(s, 0.1333333333f));
+  series = fused(series, square, constant(s, -0.3333333333f));
+  series = fused(series * square, y, y);
+  return cap * select(less(size, constant(s, 0.25f)), series, select(less(y, zero), zero - t, t));
 }
 
 // ln x for normal x > 0

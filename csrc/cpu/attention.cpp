@@ -29,6 +29,7 @@ class Buffer {
  public:
   float* at_least(size_t floats) {
     if (floats > size_) {
+      size_ = 0;  // should there be no memory
       memory_.reset(static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64)));
       if (!memory_) throw std::bad_alloc();
       size_ = floats;

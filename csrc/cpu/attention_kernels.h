@@ -250,7 +250,8 @@ template <typename Form>
 Keys<Form> keys_of(const TileRows<typename Form::Storage>& rows, const AttentionScratch& scratch, int32_t dim) {
   using E = typename Form::Element;
   if constexpr (Form::is_stored_so)
-    if (rows.is_even && (rows.count == 1 || (rows.key[1] - rows.key[0]) % Form::size == 0))
+    if (rows.is_even && reinterpret_cast<uintptr_t>(rows.key[0]) % sizeof(E) == 0 &&
+        (rows.count == 1 || (rows.key[1] - rows.key[0]) % Form::size == 0))
       return {reinterpret_cast<const E*>(rows.key[0]), rows.count == 1 ? 0 : (rows.key[1] - rows.key[0]) / Form::size};
   E* const tile = reinterpret_cast<E*>(scratch.keys);
   for (int32_t i = 0; i < rows.count; ++i) Form::put_key(tile, i, rows.key[i], dim);
@@ -334,7 +335,9 @@ Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, floa
   for (key = 0; key < keys; key += Form::size) {
     Floats weights[Form::size];
     for (int i = 0; i < Form::size; ++i) {
-      weights[i] = key + i < keys ? power_of_two(fused(load(scores + (key + i) * row_length), times, minus)) : zeros();
+      // Rounded before it is subtracted, as in the maximum: an unrounded product may be far from that, where logits are
+      // billions.
+      weights[i] = key + i < keys ? power_of_two(load(scores + (key + i) * row_length) * times + minus) : zeros();
       exact = exact + weights[i];
     }
     Form::put_weights(to + key / Form::size * row_length, weights, sum);

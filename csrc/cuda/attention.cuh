@@ -28,9 +28,9 @@ struct AttentionScratch {
 };
 
 // Adds to the stored results the non-finite values that remove_non_finite took out, for the rows that do see their
-// keys.
+// keys: to the part of the warp that had the key, for a part that saw nothing counts nothing.
 template <typename Shape>
-PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const Segment& segment, float* part) {
+PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const Segment& segment, float* parts) {
   using T = typename Shape::T;
   for (int column = static_cast<int>(thread_rank()); column < problem.head_dim; column += kAttentionThreads)
     for (int tile = segment.begin; tile < segment.end; ++tile) {
@@ -44,7 +44,7 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
           const T* const from =
               key_row<T>(problem, segment.request, problem.v_cache, problem.v_new, first + i, segment.head);
           if (from != nullptr && !is_finite(from[column]))
-            part[row * Shape::kPartStride + column] += to_float(from[column]);
+            parts[i / Shape::kWarpKeys * Shape::kPart + row * Shape::kPartStride + column] += to_float(from[column]);
         }
       }
     }

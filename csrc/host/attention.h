@@ -97,9 +97,11 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
     check_size(op, "k_cache", k_cache, 0, problem.requests, "the requests of cu_nodes; no block_table was given");
     problem.slots = k_cache.size(1);
   }
-  if (problem.slots > kMostSlots || k_cache.size(0) > kMostSlots || k_cache.size(1) > kMostSlots)
-    refuse(op, "k_cache must have at most ", kMostSlots, " pages, and slots for a request, got ", describe(k_cache),
-           ", ", problem.slots, " slots");
+  // The nodes follow the slots in int32, and a tile's keys both.
+  constexpr int64_t kMostSlots = INT32_MAX - 2 * kMostTreeNodes;
+  if (problem.slots > kMostSlots || k_cache.size(0) > INT32_MAX || k_cache.size(1) > INT32_MAX)
+    refuse(op, "k_cache must have at most ", kMostSlots, " slots for a request and less than 2^31 pages, got ",
+           describe(k_cache));
   problem.page_size = static_cast<int32_t>(k_cache.size(1));
   problem.pages = static_cast<int32_t>(k_cache.size(0));
   if (arguments.window < -1 || arguments.window == 0 || arguments.window > INT32_MAX)
@@ -113,11 +115,11 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
     if (!arguments.depths) refuse(op, "depths must be given with a window (tree_prepare makes them), got None");
     problem.depths = static_cast<const int32_t*>(arguments.depths->const_data_ptr());
   }
-  if (!(arguments.softcap >= 0) || std::isinf(arguments.softcap))
-    refuse(op, "softcap must be positive, or 0 for none, got ", arguments.softcap);
+  problem.softcap = static_cast<float>(arguments.softcap);
+  if (!(arguments.softcap >= 0) || std::isinf(problem.softcap) || (problem.softcap == 0) != (arguments.softcap == 0))
+    refuse(op, "softcap must be positive in float32, or 0 for none, got ", arguments.softcap);
   problem.scale = static_cast<float>(arguments.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2)))));
   if (!std::isfinite(problem.scale)) refuse(op, "scale must be finite, got ", problem.scale);
-  problem.softcap = static_cast<float>(arguments.softcap);
   problem.q = q.const_data_ptr();
   problem.rows = q.size(0);
   if (problem.rows > INT32_MAX) refuse(op, "q must have less than 2^31 rows, got ", describe(q));

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
+from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MOST_NODES = 1024
@@ -64,8 +65,8 @@ def attention_tree(
     What no row sees is never read into a result: unused slots, page padding and hidden nodes may hold NaN. Sums run in a
     fixed order: the same call gives the same bits.
 
-    The CPU refuses lengths, bounds and pages that do not fit. On CUDA nobody waits for the GPU to look: lengths and bounds
-    are cut to what there is, and a page that the pool does not have reads as zeros; ``pass_ext.set_debug(True)`` checks them
+    The CPU refuses lengths, bounds, depths and pages that do not fit. On CUDA nobody waits for the GPU to look: numbers are
+    cut to what there is, and a page that the pool does not have reads as zeros; ``pass_ext.set_debug(True)`` checks them
     there too. No gradients: it raises where one is wanted.
     """
     if torch.compiler.is_compiling():
@@ -79,7 +80,10 @@ def attention_tree(
             "pass_ext::attention_tree: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
     if _library.debug_enabled() and q.is_cuda:
-        check_fits(k_cache, prefix_lens, cu_nodes, q.shape[0], max_nodes, block_table, nodes_in_cache=k_new is None)
+        check_fits(
+            k_cache, prefix_lens, cu_nodes, q.shape[0], max_nodes, block_table, None if window < 0 else depths,
+            nodes_in_cache=k_new is None,
+        )  # fmt: skip
     with torch._C._AutoDispatchBelowAutograd():
         return _op(
             q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
@@ -94,18 +98,17 @@ def check_fits(
     rows: int,
     max_nodes: int,
     block_table: Tensor | None,
+    depths: Tensor | None,
     *,
     nodes_in_cache: bool,
-    op: str = "attention_tree",
 ) -> None:
-    """Raises IndexError for bounds, lengths or pages that the CPU would refuse. Waits for the device."""
-    bounds, prefixes = cu_nodes.tolist(), prefix_lens.tolist()
+    """Raises IndexError for bounds, lengths, pages or depths that the CPU would refuse. Waits for the device."""
+    op = "attention_tree"
+    check_bounds(op, cu_nodes, rows, max_nodes)
+    prefixes = prefix_lens.tolist()
     slots = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    for b, (first, last) in enumerate(pairwise(bounds)):
+    for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
         nodes = last - first
-        if not 0 <= first <= last <= rows or nodes > max_nodes:
-            raise IndexError(f"pass_ext::{op}: cu_nodes must rise to at most {rows} in steps of at most {max_nodes}, got "
-                             f"{first} and {last} at {b}")  # fmt: skip
         if nodes == 0:
             continue
         needed = prefixes[b] + (nodes if nodes_in_cache else 0)
@@ -117,6 +120,10 @@ def check_fits(
             if bool(((pages < 0) | (pages >= cache.shape[0])).any()):
                 raise IndexError(f"pass_ext::{op}: block_table must name pages below {cache.shape[0]} for the first {needed} "
                                  f"slots, got {pages.tolist()} at {b}")  # fmt: skip
+        if depths is not None:
+            own = depths[first:last].tolist()
+            if min(own) < 0 or max(own) >= nodes:
+                raise IndexError(f"pass_ext::{op}: depths must be in [0, {nodes}) (the nodes of request {b}), got {own}")
 
 
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
