@@ -18,9 +18,6 @@ inline FloatType float_type_of(const Tensor& tensor) {
                                                       : FloatType::float32;
 }
 
-constexpr int64_t kMostSlots =
-    (int64_t{1} << 31) - 1 - 2 * kMostTreeNodes;  // of one request: keys are counted in int32
-
 struct AttentionArguments {
   const Tensor &q, &k_cache, &v_cache, &prefix_lens, &cu_nodes, &visible;
   int64_t max_nodes;
