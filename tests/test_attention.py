@@ -383,6 +383,10 @@ def test_a_wanted_gradient_is_refused(backend):
         fresh = to(solved([20, 9], [3, 4], new=True)[0], backend.device)
         with pytest.raises(RuntimeError, match="pass_ext::attention_tree: no gradient is implemented"):
             pass_ext.attention_tree(**fresh | {name: fresh[name].detach().requires_grad_()})
+    if is_thorough(backend):  # Dynamo says in words of its own that the function raises
+        compiled = torch.compile(pass_ext.attention_tree, fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match="no gradient is implemented"):
+            compiled(**case | {"q": case["q"].detach().requires_grad_()})
 
 
 # ---- what only a GPU can show ----

@@ -69,16 +69,16 @@ def attention_tree(
     cut to what there is, and a page that the pool does not have reads as zeros; ``pass_ext.set_debug(True)`` checks them
     there too. No gradients: it raises where one is wanted.
     """
-    if torch.compiler.is_compiling():
-        return _op(
-            q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
-            softcap, window,
-        )  # fmt: skip
     floats = (q, k_cache, v_cache, k_new, v_new)
     if torch.is_grad_enabled() and any(given is not None and given.requires_grad for given in floats):
         raise RuntimeError(
             "pass_ext::attention_tree: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
+    if torch.compiler.is_compiling():
+        return _op(
+            q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
+            softcap, window,
+        )  # fmt: skip
     if _library.debug_enabled() and q.is_cuda:
         check_fits(
             k_cache, prefix_lens, cu_nodes, q.shape[0], max_nodes, block_table, None if window < 0 else depths,
@@ -123,7 +123,9 @@ def check_fits(
         if depths is not None:
             own = depths[first:last].tolist()
             if min(own) < 0 or max(own) >= nodes:
-                raise IndexError(f"pass_ext::{op}: depths must be in [0, {nodes}) (the nodes of request {b}), got {own}")
+                raise IndexError(
+                    f"pass_ext::{op}: depths must be in [0, {nodes}) (the nodes of request {b}), got {own}"
+                )
 
 
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,12 +138,12 @@ def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     Returns:
         ``(out [..., D], lse [...])``, as one attention over all the keys would give.
     """
-    if torch.compiler.is_compiling():
-        return _merge_op(out_a, lse_a, out_b, lse_b)
     if torch.is_grad_enabled() and any(given.requires_grad for given in (out_a, lse_a, out_b, lse_b)):
         raise RuntimeError(
             "pass_ext::attention_merge: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
+    if torch.compiler.is_compiling():
+        return _merge_op(out_a, lse_a, out_b, lse_b)
     with torch._C._AutoDispatchBelowAutograd():
         return _merge_op(out_a, lse_a, out_b, lse_b)
 
