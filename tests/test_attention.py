@@ -234,6 +234,20 @@ def test_queries_need_not_be_contiguous(backend):
     assert_right(run(backend, case | {"q": wide[:, 1]}), case, exact)
 
 
+def test_bits_may_be_a_slice_of_wider_ones(backend):
+    case, exact = solved([20, 9], [4, 3])
+    wide = torch.full((7, 3), -1)
+    wide[:, 1:2] = case["visible"]
+    assert_right(run(backend, case | {"visible": wide[:, 1:2]}), case, exact)
+
+
+def test_pages_before_the_window_may_be_gone(backend):
+    case, exact = solved([100], [3], layout="paged 16", window=20)
+    table = case["block_table"].clone()
+    table[:, : (100 - 20 + 1) // 16] = -1
+    assert_right(run(backend, case | {"block_table": table}), case, exact)
+
+
 def test_two_requests_may_share_pages(backend):
     case, _ = solved([33, 33], [2, 2], layout="paged 16", new=True)
     case["block_table"][1] = case["block_table"][0]

@@ -102,7 +102,11 @@ SHAPES = [
         r"visible must have 1 \(ceil\(max_nodes / 64\)\) in dimension 1",
     ),
     (DENSE, {"max_nodes": 65}, r"visible must have 2 \(ceil\(max_nodes / 64\)\) in dimension 1"),
-    (DENSE, {"visible": torch.zeros(14, 1, dtype=torch.int64)[::2]}, r"visible must be contiguous"),
+    (
+        DENSE,
+        {"visible": torch.zeros(2, 7, dtype=torch.int64).t(), "max_nodes": 65},
+        r"visible must be contiguous in its last",
+    ),
     (PAGED, {"block_table": torch.zeros(2, 3, dtype=torch.int64)}, r"block_table must be int32, got int64\[2, 3\]"),
     (
         PAGED,

@@ -437,7 +437,7 @@ MASK_REFUSALS = [
     ({"visible": torch.ones(4, 1).int()}, r"visible must be int64, got int32\[4, 1\]"),
     ({"visible": torch.tensor(3)}, r"visible must have shape \[N, ceil\(max_nodes / 64\)\], got int64\[\]"),
     ({"max_nodes": 65}, r"visible must have 2 \(ceil\(max_nodes / 64\)\) in dimension 1, got int64\[4, 1\]"),
-    ({"visible": torch.ones(4, 2, dtype=torch.int64)[:, :1]}, r"visible must be contiguous"),
+    ({"visible": torch.ones(2, 4, dtype=torch.int64).t(), "max_nodes": 65}, r"visible must be contiguous in its last"),
     ({"prefix_lens": torch.zeros(3).int()}, r"prefix_lens must have 2 \(the requests of cu_nodes\) in dimension 0"),
     ({"kv_len": -1}, r"kv_len must be in \[0, 2\^31\), got -1"),
     ({"kv_len": 2**31}, r"kv_len must be in \[0, 2\^31\), got 2147483648"),

@@ -31,15 +31,15 @@ struct AttentionProblem {
   KeyRows k_new, v_new;        // data null: the nodes are in the cache, behind the prefix
   const int32_t* prefix_lens;  // [requests]
   const int32_t* cu_nodes;     // [requests + 1]
-  const int64_t* visible;      // [rows, words]
+  const int64_t* visible;      // [rows, 64 nodes to a word]
   const int32_t* depths;       // [rows], each below its request's nodes; null without a window
   const int32_t* block_table;  // [requests, pages of one]; null for a dense cache
-  int64_t table_stride;
+  int64_t visible_stride, table_stride;
   int64_t requests, rows;
   int64_t slots;      // that the cache has for one request: of a dense cache, or pages of one times page_size
   int32_t page_size;  // slots of one outer of a paged cache
   int32_t pages;      // outers of a paged cache
-  int32_t heads, kv_heads, group, head_dim, max_nodes, words;
+  int32_t heads, kv_heads, group, head_dim, max_nodes;
   float scale, softcap;  // softcap 0: none
   int32_t window;        // keys at most so far back in the text, itself included; -1: all
   FloatType type;        // of q, K, V and out
@@ -139,13 +139,13 @@ PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, cons
   uint64_t seen = ones_below(-int64_t{start});   // the prefix
   uint64_t nodes = 0;
   if (start > -64 && start < request.nodes) {
-    const int64_t* words = problem.visible + int64_t{request.first + node} * problem.words;
+    const int64_t* words = problem.visible + (request.first + node) * problem.visible_stride;
     if (start <= 0) {
       nodes = static_cast<uint64_t>(words[0]) << -start;
     } else {
       const int32_t word = start / 64, shift = start % 64;
       nodes = static_cast<uint64_t>(words[word]) >> shift;
-      if (shift > 0 && word + 1 < problem.words) nodes |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
+      if (shift > 0 && 64 * (word + 1) < request.nodes) nodes |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
     }
     nodes &= ones_below(int64_t{request.nodes} - start);
   }

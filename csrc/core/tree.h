@@ -23,12 +23,13 @@ struct TreePrepare {
 // T: the mask's type.
 template <typename T>
 struct TreeMask {
-  const int64_t* visible;      // [rows, words]
+  const int64_t* visible;      // [rows, 64 nodes to a word]
   const int32_t* cu_nodes;     // [requests + 1]
   const int32_t* prefix_lens;  // [requests]
   T* out;                      // [requests, max_nodes, kv_len]
   int64_t requests, rows, kv_len;
-  int32_t max_nodes, words;
+  int32_t max_nodes;
+  int64_t visible_stride;  // from row to row, in words
 };
 
 // The parent of a request's node, -1 for a root. What is not in [-1, node) makes a root too, so that whoever follows
@@ -66,7 +67,7 @@ PASS_EXT_HOST_DEVICE MaskRow mask_row(const TreeMask<T>& problem, int64_t row) {
   const int64_t given = problem.prefix_lens[request];
   const int64_t prefix = given < 0 ? 0 : given < problem.kv_len ? given : problem.kv_len;
   const int64_t nodes = own.count < problem.max_nodes ? own.count : problem.max_nodes;
-  return {problem.visible + (own.first + node) * problem.words, prefix, nodes};
+  return {problem.visible + (own.first + node) * problem.visible_stride, prefix, nodes};
 }
 
 // The lowest finite number, which softmax turns into 0 and which, unlike -inf, leaves a row without any column finite.

@@ -171,7 +171,7 @@ void check_values(const AttentionProblem& problem) {
              problem.k_new.data ? "" : " and the nodes", " of every request, got ", problem.slots,
              " slots, but request ", b, " has prefix_lens ", prefix, " and ", nodes, " nodes");
     if (problem.block_table)
-      for (int64_t i = 0; i * problem.page_size < needed; ++i) {
+      for (int64_t i = request_of(problem, b).begin / problem.page_size; i * problem.page_size < needed; ++i) {
         const int32_t page = problem.block_table[b * problem.table_stride + i];
         if (page < 0 || page >= problem.pages)
           refuse(op, "block_table must name pages in [0, ", problem.pages, ") for the ", needed, " slots of request ",

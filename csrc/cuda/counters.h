@@ -8,6 +8,7 @@
 // one or beside another graph. So every capture takes a slot of its own for each of its streams and records its
 // clearing: once per graph, not per launch, and a replay starts from zeros even after one that was aborted. The graph
 // keeps the slot for as long as it or an executable of it lives (a CUDA user object); then the slot may be taken again.
+// Two executables of one graph share it and must not run at once; torch makes one of each.
 //
 // The memory is not torch's. A tensor that outlives the call that made it may not be made inside a graph's pool:
 // torch.compile(mode="reduce-overhead") counts what is alive there, and raises.

@@ -125,7 +125,7 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
   problem.group = problem.heads / problem.kv_heads;
   problem.head_dim = static_cast<int32_t>(q.size(2));
   problem.max_nodes = static_cast<int32_t>(arguments.max_nodes);
-  problem.words = static_cast<int32_t>(words_for(arguments.max_nodes));
+  problem.visible_stride = arguments.visible.stride(0);
   problem.type = float_type_of(q);
   const Tensor out = empty_of_shape(q, {q.size(0), q.size(1), q.size(2)});
   const Tensor lse = empty_of_shape(q, {q.size(0), q.size(1)}, ScalarType::Float);

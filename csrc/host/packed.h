@@ -34,7 +34,7 @@ inline void check_max_nodes(const char* op, int64_t max_nodes) {
 
 inline int64_t words_for(int64_t max_nodes) { return (max_nodes + 63) / 64; }
 
-// visible [N, ceil(max_nodes / 64)]
+// visible [N, ceil(max_nodes / 64)], rows may be strided: those of a slice of a larger tree are
 inline const int64_t* check_visible(const char* op, const Tensor& visible, int64_t max_nodes, int64_t rows,
                                     const char* other_argument, const Tensor& other) {
   check_dtype(op, "visible", visible, {ScalarType::Long});
@@ -42,7 +42,7 @@ inline const int64_t* check_visible(const char* op, const Tensor& visible, int64
   check_size(op, "visible", visible, 0, rows, "the packed nodes");
   check_size(op, "visible", visible, 1, words_for(max_nodes), "ceil(max_nodes / 64)");
   check_same_device(op, "visible", visible, other_argument, other);
-  if (!visible.is_contiguous()) refuse(op, "visible must be contiguous, got ", describe(visible));
+  check_contiguous_rows(op, "visible", visible);
   return static_cast<const int64_t*>(visible.const_data_ptr());
 }
 

@@ -64,7 +64,7 @@ Tensor tree_mask(const Tensor& visible, const Tensor& cu_nodes, int64_t max_node
     out = empty_of_shape(visible, {requests, 1, max_nodes, kv_len}, dtype);
     Run::run(TreeMask<T>{words, static_cast<const int32_t*>(cu_nodes.const_data_ptr()), lengths,
                          static_cast<T*>(out.mutable_data_ptr()), requests, visible.size(0), kv_len,
-                         static_cast<int32_t>(max_nodes), static_cast<int32_t>(visible.size(1))},
+                         static_cast<int32_t>(max_nodes), visible.stride(0)},
              visible);
   });
   return out;

@@ -47,11 +47,12 @@ def attention_tree(
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. Rows
             behind the last bound belong to nobody.
         visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits;
-            those of nodes that the request does not have count for nothing.
+            those of nodes that the request does not have count for nothing. Rows may be strided (a slice's are).
         max_nodes: no request has more nodes than this; at most 1,024.
         k_new, v_new: ``[N, Hkv, D]``, the nodes' own keys and values, where they are not in the cache. Without them node j
             is at slot ``prefix_len + j``.
-        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request.
+        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request; any numbers where nobody looks: behind the
+            last slot needed, and before the window.
         depths: ``[N]`` int32, edges from the root (``tree_prepare`` gives them); needed with a window only.
         scale: of the logits; None is ``D ** -0.5``.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is none.
@@ -81,9 +82,16 @@ def attention_tree(
         )  # fmt: skip
     if _library.debug_enabled() and q.is_cuda:
         check_fits(
-            k_cache, prefix_lens, cu_nodes, q.shape[0], max_nodes, block_table, None if window < 0 else depths,
+            k_cache,
+            prefix_lens,
+            cu_nodes,
+            q.shape[0],
+            max_nodes,
+            block_table,
+            depths,
+            window,
             nodes_in_cache=k_new is None,
-        )  # fmt: skip
+        )
     with torch._C._AutoDispatchBelowAutograd():
         return _op(
             q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
@@ -99,6 +107,7 @@ def check_fits(
     max_nodes: int,
     block_table: Tensor | None,
     depths: Tensor | None,
+    window: int,
     *,
     nodes_in_cache: bool,
 ) -> None:
@@ -116,11 +125,12 @@ def check_fits(
             raise IndexError(f"pass_ext::{op}: request {b} needs {needed} slots (prefix_lens {prefixes[b]}, {nodes} nodes), "
                              f"the cache has {slots}")  # fmt: skip
         if block_table is not None:
-            pages = block_table[b, : -(-needed // cache.shape[1])]
+            begin = 0 if window < 0 else max(prefixes[b] - window + 1, 0)
+            pages = block_table[b, begin // cache.shape[1] : -(-needed // cache.shape[1])]
             if bool(((pages < 0) | (pages >= cache.shape[0])).any()):
-                raise IndexError(f"pass_ext::{op}: block_table must name pages below {cache.shape[0]} for the first {needed} "
-                                 f"slots, got {pages.tolist()} at {b}")  # fmt: skip
-        if depths is not None:
+                raise IndexError(f"pass_ext::{op}: block_table must name pages below {cache.shape[0]} for slots {begin} to "
+                                 f"{needed}, got {pages.tolist()} at {b}")  # fmt: skip
+        if depths is not None and window >= 0:
             own = depths[first:last].tolist()
             if min(own) < 0 or max(own) >= nodes:
                 raise IndexError(

@@ -39,6 +39,7 @@ def attention_tree(
         rows=rows, heads=heads, head_dim=head_dim, kv_heads=k_cache.shape[2], requests=cu_nodes.numel() - 1,
         max_nodes=max_nodes, slots=pages_of_one * k_cache.shape[1], page_size=k_cache.shape[1], pages=k_cache.shape[0],
         table_stride=0 if block_table is None else block_table.stride(0), window=window, type=FLOAT_TYPES[q.dtype],
+        visible_stride=visible.stride(0),
         most_blocks=next(GRIDS) if blocks is None else blocks,
     )  # fmt: skip
     with session({}) as machine:

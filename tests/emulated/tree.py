@@ -32,10 +32,15 @@ def tree_mask(
 ) -> Tensor:
     requests = cu_nodes.numel() - 1
     out = torch.empty((requests, 1, max_nodes, kv_len), dtype=dtype)
-    rows, words = visible.shape
     launch(
         f"tree_mask {name_of(dtype)}",
-        dict(requests=requests, rows=rows, max_nodes=max_nodes, words=words, kv_len=kv_len),
+        dict(
+            requests=requests,
+            rows=visible.shape[0],
+            max_nodes=max_nodes,
+            visible_stride=visible.stride(0),
+            kv_len=kv_len,
+        ),
         {"visible": visible, "cu_nodes": cu_nodes, "prefix_lens": prefix_lens},
         {"out": out},
     )

@@ -36,7 +36,7 @@ pass_ext::AttentionProblem attention_problem(const Arguments& given) {
   problem.group = problem.heads / problem.kv_heads;
   problem.head_dim = integer("head_dim");
   problem.max_nodes = integer("max_nodes");
-  problem.words = (problem.max_nodes + 63) / 64;
+  problem.visible_stride = given("visible_stride");
   problem.window = integer("window");
   problem.type = static_cast<pass_ext::FloatType>(given("type"));
   problem.out = given.at<void>("out");

@@ -33,7 +33,7 @@ void tree_mask(const Arguments& given) {
   problem.rows = given("rows");
   problem.kv_len = given("kv_len");
   problem.max_nodes = static_cast<int32_t>(given("max_nodes"));
-  problem.words = static_cast<int32_t>(given("words"));
+  problem.visible_stride = given("visible_stride");
   pass_ext::gpu::launch_tree_mask(problem, {});
 }
 
