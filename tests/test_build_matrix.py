@@ -55,6 +55,21 @@ for rule in pass_ext.RULES:
     arguments = (target, tokens), {"rule": rule, "draft_logits": draft, **keys}
     expected, ours = (module.accept_chain(*arguments[0], **arguments[1]) for module in (reference, pass_ext))
     assert torch.equal(expected.emitted, ours.emitted), rule
+trees = pass_ext.pack_trees([pass_ext.Tree.from_branching((2, 2)), None, pass_ext.Tree.chain(3)])
+visible, depths = reference.tree_prepare(trees.parents, trees.cu_nodes, trees.max_nodes)
+assert torch.equal(visible, trees.visible) and torch.equal(depths, trees.depths), "tree_prepare"
+caches, prefix_lens = torch.randn(2, 3, 30, 2, 64, generator=random), torch.tensor([20, 0, 5]).int()
+q, new = torch.randn(11, 6, 64, generator=random), list(torch.randn(2, 11, 2, 64, generator=random))
+step = (prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes)
+ours, exact = (module.attention_tree(q, *caches, *step, k_new=new[0], v_new=new[1]) for module in (pass_ext, reference))
+torch.testing.assert_close(ours, tuple(part.float() for part in exact))
+merged, exact = (module.attention_merge(*ours, *ours) for module in (pass_ext, reference))
+torch.testing.assert_close(merged, tuple(part.float() for part in exact))
+path, accepted = torch.tensor([[0, 2, 6], [-1, -1, -1], [0, 1, -1]]).int(), torch.tensor([2, 0, 1]).int()
+kept = [list(caches.clone()) for _ in range(2)]
+for module, own in zip((pass_ext, reference), kept):
+    module.cache_commit_(own, prefix_lens, trees.cu_nodes, path, accepted, new=new)
+assert all(map(torch.equal, *kept)) and not torch.equal(kept[0][0], caches[0]), "cache_commit_"
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 status = pass_ext.status()
 print(json.dumps({
