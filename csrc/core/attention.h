@@ -13,6 +13,7 @@
 #include "core/half.h"
 #include "core/platform.h"
 #include "core/scalar.h"
+#include "core/tree.h"
 
 namespace pass_ext {
 
@@ -76,13 +77,12 @@ PASS_EXT_HOST_DEVICE int64_t between(int64_t value, int64_t low, int64_t high) {
 PASS_EXT_HOST_DEVICE AttentionRequest request_of(const AttentionProblem& problem, int64_t index) {
   AttentionRequest request{};
   request.index = index;
-  const int64_t first = between(problem.cu_nodes[index], 0, problem.rows);
-  const int64_t nodes = between(problem.cu_nodes[index + 1] - first, 0, problem.rows - first);
-  request.first = static_cast<int32_t>(first);
+  const TreeRows own = tree_rows(problem.cu_nodes, index, problem.rows);
+  request.first = static_cast<int32_t>(own.first);
   // Nodes in the cache are at most its slots.
   const int64_t most =
       problem.k_new.data || problem.max_nodes < problem.slots ? int64_t{problem.max_nodes} : problem.slots;
-  request.nodes = static_cast<int32_t>(nodes < most ? nodes : most);
+  request.nodes = static_cast<int32_t>(own.count < most ? own.count : most);
   const int64_t room = problem.k_new.data ? problem.slots : problem.slots - request.nodes;
   request.prefix = static_cast<int32_t>(between(problem.prefix_lens[index], 0, room < 0 ? 0 : room));
   // The root, at depth 0, sees furthest back.
