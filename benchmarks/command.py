@@ -46,8 +46,12 @@ class Plan:
     """What is not even planned, because it is too large or takes too long."""
 
 
-def parse(description: str, arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options that all benches share."""
+def parse(
+    description: str,
+    arguments: list[str] | None = None,
+    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> argparse.Namespace:
+    """The options that all benches share; `more` adds those of one."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
@@ -56,10 +60,25 @@ def parse(description: str, arguments: list[str] | None = None) -> argparse.Name
     parser.add_argument(
         "--seconds", type=float, help="measure no further cases after this long; those left out are listed"
     )
+    more(parser)
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     return options
+
+
+def provenance(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """How a result begins: what ran, when, and on what. Taken before the run, for the tree may change meanwhile."""
+    return {
+        "bench": name,
+        "format": report.FORMAT,
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "quick": options.quick,
+        "device": options.device,
+        "machine": machine.describe_machine(),
+        "versions": machine.describe_versions(),
+    }
 
 
 def run(
@@ -69,7 +88,7 @@ def run(
     judge: Callable[[list[Row]], list[Aim]],
 ) -> None:
     """Measures every case of the plan, shows the table, judges the aims, and writes the result."""
-    date, commit, load = machine.now(), machine.commit(), os.getloadavg()[0]  # before: the tree may change meanwhile
+    begun, load = provenance(name, options), os.getloadavg()[0]
     console = Console(width=None if sys.stdout.isatty() else 140)
     gpu = machine.describe_gpu() if options.device == "cuda" else None
     cache = (gpu["l2_cache_bytes"] or 64 * 2**20) if gpu else machine.last_level_cache_bytes()
@@ -107,14 +126,7 @@ def run(
             assert next(cases, None) is None, "more cases than labels"
 
     result = {
-        "bench": name,
-        "format": report.FORMAT,
-        "date": date,
-        "commit": commit,
-        "quick": options.quick,
-        "device": options.device,
-        "machine": machine.describe_machine(),
-        "versions": machine.describe_versions(),
+        **begun,
         "load_average": {"before": load, "after": os.getloadavg()[0]},
         "settings": {**asdict(settings), **extra},
         "copy_gb_per_s": rates.copy / 1e9,

@@ -1,7 +1,7 @@
 """Results: saved as JSON, shown as a table on the screen, and rendered to docs/benchmarks.md.
 
-`python -m benchmarks.report` renders every committed result; `--check` fails where the page is not what they say.
-Called by benchmarks/command.py. The fields of a result: README.md.
+`python -m benchmarks.report` renders every committed result, those of bench_decoding by decoding_report.py; `--check`
+fails where the pages are not what they say. Called by benchmarks/command.py. The fields of a result: README.md.
 """
 
 import argparse
@@ -21,6 +21,7 @@ PAGE = Path("docs/benchmarks.md")
 LEFT_OUT = "Left out, too large or for lack of time"
 SPEEDS = {"GB/s": "gb_per_s", "GFLOP/s": "gflop_per_s"}
 SHARES = {"of copy": "of_copy", "of read": "of_read", "of limit": "of_limit"}
+LISTS_OF_ROWS = ("prompts", "rows", "sweep", "steps", "profile", "agreement", "runs")  # bench_decoding has all of them
 WORDS = {True: ("       met", "green"), False: ("   NOT met", "bold red"), None: ("not tested", "yellow")}
 HEADER = """# Benchmarks
 
@@ -36,10 +37,13 @@ in italics do not do the same job and are there for comparison. *GB/s* counts th
 def save(result: dict[str, Any], path: Path) -> None:
     """Writes one result, a row per line so that a diff can be read."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in result["rows"])
-    others = {key: value for key, value in result.items() if key != "rows"}
+    lists = [key for key in LISTS_OF_ROWS if result.get(key)]
+    others = {key: value for key, value in result.items() if key not in lists}
     text = json.dumps(others, indent=1, ensure_ascii=False).removesuffix("\n}")
-    path.write_text(f'{text},\n "rows": [\n  {rows}\n ]\n}}\n')
+    for key in lists:
+        rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in result[key])
+        text += f',\n "{key}": [\n  {rows}\n ]'
+    path.write_text(f"{text}\n}}\n")
 
 
 def lines_of(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
@@ -214,14 +218,21 @@ def main() -> int:
     if options.results:
         print("\n".join(render(json.loads(path.read_text())) for path in options.results))
         return 0
-    page, text = options.root / PAGE, render_page(options.root.glob("benchmarks/results/*/bench_*.json"))
+    from benchmarks import decoding_report  # it has a page of its own, and calls this module
+
+    paths = options.root.glob("benchmarks/results/*/bench_*.json")
+    page, text = options.root / PAGE, render_page(p for p in paths if not p.name.startswith(decoding_report.NAME))
     if not options.check:
         page.parent.mkdir(exist_ok=True)
         page.write_text(text)
-    elif not page.exists() or page.read_text() != text:
-        print(f"{PAGE} is not what benchmarks/results/ says: run python -m benchmarks.report", file=sys.stderr)
-        return 1
-    return 0
+        decoding_report.write(options.root)
+        return 0
+    wrong = decoding_report.check(options.root)
+    if not page.exists() or page.read_text() != text:
+        wrong.insert(0, f"{PAGE} is not what benchmarks/results/ says")
+    for sentence in wrong:
+        print(f"{sentence}: run python -m benchmarks.report", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,182 @@
+"""Who continues texts in bench_decoding.py: pass_ext's methods, and transformers' own ways on the same model.
+
+A contender is called with a prompt, a setting, a seed and a number of tokens, and says what it wrote, in how many calls of the
+model and how many seconds, wall clock, the prompt's own call included. On a GPU transformers' plain decoding gets its static
+cache and CUDA graphs; its ways with candidates take neither.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+PLAIN, HF = "Plain", "transformers"
+NGRAM, TWO_PASS, ONE_PASS, JOINED = "NGram", "PaSS, two passes", "PaSS, one pass", "PaSS, one pass + NGram"
+LOOKUP = "transformers, prompt lookup"
+OURS = (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)
+CACHE_LENGTH = 512
+"""Of transformers' static cache: the same for all prompts, so that it is compiled once."""
+LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a token is chosen."""
+
+    name: str
+    temperature: float = 0.0
+    top_k: int | None = None
+
+    def for_transformers(self) -> dict[str, Any]:
+        """Keywords of its `generate`."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": 1.0}
+
+
+GREEDY = Setting("greedy")
+SAMPLED = Setting("temperature 0.8, top-k 10", 0.8, 10)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One continuation."""
+
+    tokens: list[int]
+    calls: int
+    seconds: float
+    histogram: list[int] = field(default_factory=list)
+    """Steps that accepted 0, 1, 2, … drafts; of ours only."""
+    drafted: int = 0
+
+
+Writer = Callable[[Sequence[int], Setting, int, int], Outcome]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name, and who writes."""
+
+    name: str
+    write: Writer
+
+
+def method_contender(name: str, model: Any, method: Any) -> Contender:
+    """One of pass_ext's methods."""
+    import pass_ext
+
+    def write(ids: Sequence[int], setting: Setting, seed: int, most: int) -> Outcome:
+        given = torch.tensor([ids], device=model.device)
+        law = {} if setting.temperature == 0 else {"temperature": setting.temperature, "top_k": setting.top_k}
+        with torch.inference_mode():
+            started = _now(model)
+            result = pass_ext.generate(model, given, method, max_new_tokens=most, seeds=seed, **law)
+            seconds = _now(model) - started
+        new = result.sequences[0, len(ids) :].tolist()
+        return Outcome(
+            new,
+            result.stats.model_calls,
+            seconds,
+            [int(count) for count in result.stats.acceptance_histogram],
+            int(result.stats.drafted),
+        )
+
+    return Contender(name, write)
+
+
+def transformers_contender(name: str, model: Any, **options: Any) -> Contender:
+    """transformers' `generate`; `options` choose who proposes candidates, if anybody."""
+    static = model.device.type == "cuda" and not options
+    if static:
+        options = {"cache_implementation": "static"}
+        if hasattr(model.generation_config, "max_cache_len"):
+            options["max_cache_len"] = CACHE_LENGTH
+
+    def write(ids: Sequence[int], setting: Setting, seed: int, most: int) -> Outcome:
+        given = torch.tensor([ids], device=model.device)
+        torch.manual_seed(seed)
+        with torch.inference_mode(), counted_calls(model, not static) as calls:
+            started = _now(model)
+            out = model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                max_new_tokens=most,
+                **setting.for_transformers(),
+                **options,
+            )
+            seconds = _now(model) - started
+        new = out[0, len(ids) :].tolist()
+        return Outcome(new, len(new) if static else calls[0], seconds)
+
+    return Contender(name, write)
+
+
+@contextmanager
+def counted_calls(model: Any, wanted: bool) -> Iterator[list[int]]:
+    """Counts the model's calls by a hook, which a compiled model would stumble over."""
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    hook = model.register_forward_hook(count) if wanted else None
+    try:
+        yield calls
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """The model without its later layers, sharing all weights: a drafter for those who have no smaller model."""
+    part, base = _shallow(model), _shallow(getattr(model, model.base_model_prefix))
+    setattr(part, model.base_model_prefix, base)
+    part.config = base.config = copy.deepcopy(model.config)
+    part.config.num_hidden_layers = count
+    if getattr(part.config, "layer_types", None):
+        part.config.layer_types = part.config.layer_types[:count]
+    base.layers = torch.nn.ModuleList(base.layers[:count])
+    part.generation_config = copy.deepcopy(model.generation_config)
+    return part
+
+
+def _shallow(module: torch.nn.Module) -> Any:
+    """The same parameters and children; children and hooks may be replaced without touching the other."""
+    other = copy.copy(module)
+    other.__dict__["_modules"] = dict(module._modules)
+    other.__dict__["_forward_hooks"] = type(module._forward_hooks)()
+    return other
+
+
+def assisted_name(count: int) -> str:
+    """Says what the assistant is."""
+    return f"transformers, assisted by the first {count} layers"
+
+
+def contenders(model: Any, lookahead: Any, assistant_layers: int, *, sampled: bool) -> list[Contender]:
+    """All of the main table, Plain first. Sampling: without assistance, whose truncated drafter is too far off."""
+    import pass_ext
+
+    found = [
+        method_contender(PLAIN, model, pass_ext.Plain()),
+        transformers_contender(HF, model),
+        transformers_contender(LOOKUP, model, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        method_contender(NGRAM, model, pass_ext.NGram()),
+        method_contender(TWO_PASS, model, pass_ext.PaSS(lookahead, passes=2)),
+        method_contender(ONE_PASS, model, pass_ext.PaSS(lookahead)),
+        method_contender(JOINED, model, pass_ext.PaSS(lookahead, ngram=pass_ext.NGram())),
+    ]
+    if not sampled:
+        assistant = first_layers(model, assistant_layers)
+        found.insert(3, transformers_contender(assisted_name(assistant_layers), model, assistant_model=assistant))
+    return found
+
+
+def _now(model: Any) -> float:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
