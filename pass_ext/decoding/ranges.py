@@ -18,7 +18,7 @@ def profiled(name: str) -> AbstractContextManager[object]:
     """The range ``pass_ext::<name>``; nothing unless a torch profiler is active, or ``PASS_EXT_NVTX=1``, which adds an NVTX
     range on CUDA."""
     nvtx = os.environ.get("PASS_EXT_NVTX") == "1"
-    if not nvtx and not torch.autograd._profiler_enabled():
+    if not nvtx and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _NOTHING
     return _range(f"pass_ext::{name}", nvtx and torch.cuda.is_available())
 

@@ -162,8 +162,8 @@ class AcceptanceCounters:
         if active is not None:
             num_drafted = num_drafted * active
         accepted = num_accepted.clamp(0, len(self._numbers) - 1).unsqueeze(1)
-        self._steps += ((accepted == self._numbers) & (num_drafted > 0).unsqueeze(1)).sum(0)
-        self._drafted += num_drafted.sum()
+        self._steps.add_(((accepted == self._numbers) & (num_drafted > 0).unsqueeze(1)).sum(0))
+        self._drafted.add_(num_drafted.sum())
 
     def reset(self) -> None:
         """Back to zero, in place."""

@@ -104,7 +104,7 @@ def cache_folder() -> Path:
         return Path(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "pass_ext"
-    return Path(os.path.expanduser("~")) / ".cache" / "pass_ext"
+    return Path("~/.cache/pass_ext").expanduser()
 
 
 def _measure(run: Callable[[int], object], rows: tuple[int, ...], device: torch.device, budget: float) -> StepTimes:
@@ -189,7 +189,7 @@ def _write(key: dict[str, object], times: StepTimes) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
             json.dump({"key": key, "seconds": times.seconds}, file)
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except OSError as error:
         _log.info("step times are not kept: %s", error)
         if temporary:
