@@ -96,7 +96,10 @@ class TransformersModel(Adapted):
             )
         finally:
             _attending.reset(token)
-        return output.logits[0]
+        logits = output.logits[0]
+        if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
+            return logits[wanted]
+        return logits
 
 
 def _attention(
