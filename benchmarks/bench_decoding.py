@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,7 +113,7 @@ def sweep(run: Run, prompts: Sequence[Prompt]) -> list[Row]:
     runs = rounds(run, "sweep", prompts, raced, run.options.tokens * 3 // 4)
     for row in runs:
         row["order"] = places[row["contender"]]
-    return summarise_sweep(runs, lambda name: plan[name].expected_tokens_per_call if name in plan else None)
+    return summarise_sweep(runs, plan)
 
 
 def rounds(run: Run, part: str, prompts: Sequence[Prompt], raced: Sequence[Contender], most: int) -> list[Row]:
@@ -252,10 +253,13 @@ def main(arguments: list[str] | None = None) -> None:
     begun, load_average = provenance(NAME, options), os.getloadavg()[0]
     console = Console(width=None if sys.stdout.isatty() else 160)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    with progress, tempfile.TemporaryDirectory() as step_times_folder:
         task = progress.add_task("loading the model", total=options.seconds)
         model, tokenizer, lookahead = load(options)
         began = time.monotonic()
+        # Step times that rows="auto" goes by are measured now, not read from an earlier day.
+        os.environ["PASS_EXT_CACHE"] = step_times_folder
 
         def told(what: str) -> None:
             progress.update(task, description=what, completed=min(time.monotonic() - began, options.seconds))

@@ -5,7 +5,7 @@ the 10th and 90th percentile over prompts drawn with replacement.
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, median
 from typing import Any
@@ -157,13 +157,14 @@ def _equal(agreement: Sequence[Row]) -> Aim:
     return Aim(aim, equal == texts, f"{equal} of {texts} texts" + (f" ({', '.join(wrong)})" if wrong else ""))
 
 
-def summarise_sweep(runs: Sequence[Row], predicted: Callable[[str], float | None]) -> list[Row]:
-    """A row per method of the sweep, all its prompts together; `predicted` by its planner, of its name."""
+def summarise_sweep(runs: Sequence[Row], plans: Mapping[str, Any]) -> list[Row]:
+    """A row per method of the sweep, all its prompts together, with what its plan promised."""
     rows = []
     for row in summarise_set(runs, ALL):
-        expected = predicted(row["contender"])
-        if row["contender"] != PLAIN:
-            row["predicted_tokens_per_call"] = expected
+        plan = plans.get(row["contender"])
+        if plan is not None:
+            row |= {"planned_rows": plan.rows, "planned_tokens_per_call": plan.tokens_per_call}
+            row["planned_speed_up"] = plan.speedup
         rows.append(row)
     order = list(dict.fromkeys(run["contender"] for run in sorted(runs, key=lambda run: run["order"])))
     return sorted(rows, key=lambda row: order.index(row["contender"]))
