@@ -32,7 +32,7 @@ lint: build $(VENV)/.dev
 	@$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED)
 	@$(BIN)/mypy
 
-bench: build $(VENV)/.dev
+bench: build $(VENV)/.dev $(VENV)/.demo
 	@for bench in benchmarks/bench_*.py; do name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(BENCH) || exit 1; done
 	@$(BIN)/python -m benchmarks.report
 

@@ -78,7 +78,7 @@ def one_round(
     told: Callable[[str], None] = lambda what: None,
 ) -> list[Row]:
     """Every contender once, in an order of this round's own; `text` is what Plain wrote."""
-    shuffled = list(contenders)
+    shuffled, looping = list(contenders), loops(text)
     order.shuffle(shuffled)
     runs = []
     gc.collect()
@@ -94,7 +94,7 @@ def one_round(
                 "setting": setting.name,
                 "domain": prompt.domain,
                 "prompt": prompt.name,
-                "looping": loops(text),
+                "looping": looping,
                 "contender": contender.name,
                 "tokens": len(outcome.tokens),
                 "calls": outcome.calls,
