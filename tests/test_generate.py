@@ -385,3 +385,56 @@ def test_models_that_cannot_be_decoded_are_refused_by_name():
     llama.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ValueError, match="llama has layers of the kind linear_attention"):
         generate(llama, torch.tensor([[1, 2]]), max_new_tokens=1)
+
+
+def test_a_session_is_used_again(llama):
+    ids, mask = ragged_prompts(3)
+    method = methods_for(llama)["one pass"]
+    options = dict(max_new_tokens=12, attention_mask=mask, eos_token_id=[])
+    first = generate(llama, ids, method, keep_cache=True, **options)
+    again = generate(llama, ids.flip(0), method, session=first.session, **{**options, "attention_mask": mask.flip(0)})
+    assert torch.equal(again.sequences, first.sequences.flip(0)) and again.session is None
+    for changes in (
+        dict(input_ids=ids[:2], attention_mask=mask[:2]),
+        dict(max_new_tokens=13),
+        dict(model=small_model("llama")),
+    ):
+        with pytest.raises(ValueError, match=r"session must be of this model, [23] requests and room for"):
+            generate(
+                **{"model": llama, "input_ids": ids, "method": method, **options, "session": first.session, **changes}
+            )
+    with pytest.raises(ValueError, match="this session has 4 look-ahead slots, the method has 3"):
+        generate(
+            llama,
+            ids,
+            PaSS(slots_for(llama), tree=Tree.chain(3), rows=24),
+            session=first.session,
+            **{**options, "max_new_tokens": 11},
+        )
+
+
+def test_a_text_goes_on_from_its_cache(llama):
+    ids, _ = ragged_prompts(3)
+    whole = generate(llama, ids, max_new_tokens=12, eos_token_id=[])
+    begun = generate(llama, ids, methods_for(llama)["one pass"], max_new_tokens=5, eos_token_id=[], keep_cache=True)
+    known = int(begun.session.prefix_lens.min())
+    assert known >= ids.shape[1] + 4
+    past = [(keys[:, : ids.shape[1] + 4], values[:, : ids.shape[1] + 4]) for keys, values in begun.session.caches]
+    for method in methods_for(llama).values():
+        rest = generate(
+            llama, begun.sequences, method, max_new_tokens=7, eos_token_id=[], past=(past, ids.shape[1] + 4)
+        )
+        assert torch.equal(rest.sequences, whole.sequences) and rest.stats.model_calls <= 7
+    with pytest.raises(ValueError, match="past holds 28 tokens, so prompts must be longer, got 24"):
+        generate(llama, ids, max_new_tokens=1, past=(past, 28))
+
+
+@pytest.mark.parametrize("name", ["plain", "one pass", "two passes", "one pass with ngrams"])
+def test_recorded_steps_on_a_gpu(cuda, name):
+    model = small_model("llama").cuda()
+    ids, mask = (x.cuda() for x in ragged_prompts(6))
+    options = dict(max_new_tokens=24, attention_mask=mask, eos_token_id=[])
+    want = generate(model, ids, methods_for(model)[name], **options)
+    recorded = generate(model, ids, methods_for(model)[name], cuda_graphs=True, keep_cache=True, **options)
+    again = generate(model, ids, methods_for(model)[name], session=recorded.session, **options)
+    assert torch.equal(recorded.sequences, want.sequences) and torch.equal(again.sequences, want.sequences)
