@@ -1,8 +1,8 @@
 """Who continues texts in bench_decoding.py: pass_ext's methods, and transformers' own ways on the same model.
 
-A contender is called with a prompt, a setting, a seed and a number of tokens, and says what it wrote, in how many calls of the
-model and how many seconds, wall clock, the prompt's own call included. On a GPU transformers' plain decoding gets its static
-cache and CUDA graphs; its ways with candidates take neither.
+A contender is called with a prompt, a setting, a seed and a number of tokens, and says what it wrote, in how many calls of
+the model and how many seconds, wall clock, the prompt's own call included. On a GPU ours keep their caches and CUDA graphs
+from text to text; transformers' plain decoding gets its static cache and CUDA graphs; its ways with candidates take neither.
 """
 
 import copy
@@ -65,14 +65,28 @@ class Contender:
     write: Writer
 
 
-def method_contender(name: str, model: Any, method: Any) -> Contender:
-    """One of pass_ext's methods."""
+def method_contender(name: str, model: Any, method: Any, *, keep: bool | None = None) -> Contender:
+    """One of pass_ext's methods. `keep`: one session for all texts, with CUDA graphs; as said above."""
     import pass_ext
+
+    keep = model.device.type == "cuda" if keep is None else keep
+    sessions: list[Any] = []
+
+    def kept() -> dict[str, Any]:
+        """Made by a text as long as the longest, so that there is room for all."""
+        if keep and not sessions:
+            long = torch.arange(CACHE_LENGTH - 4, device=model.device)[None] % 50
+            made = pass_ext.generate(model, long, method, max_new_tokens=4, keep_cache=True, cuda_graphs=True)
+            sessions.append(made.session)
+        return {"session": sessions[0], "cuda_graphs": True} if keep else {}
 
     def write(ids: Sequence[int], setting: Setting, seed: int, most: int) -> Outcome:
         given = torch.tensor([ids], device=model.device)
-        law = {} if setting.temperature == 0 else {"temperature": setting.temperature, "top_k": setting.top_k}
+        law: dict[str, Any] = (
+            {} if setting.temperature == 0 else {"temperature": setting.temperature, "top_k": setting.top_k}
+        )
         with torch.inference_mode():
+            law |= kept()
             started = _now(model)
             result = pass_ext.generate(model, given, method, max_new_tokens=most, seeds=seed, **law)
             seconds = _now(model) - started

@@ -348,6 +348,16 @@ def test_sampled_texts_are_plains_own(model, quick_times):
     assert theirs.write((1, 2, 3), SAMPLED, 7, 12).tokens == theirs.write((1, 2, 3), SAMPLED, 7, 12).tokens
 
 
+def test_a_session_kept_from_text_to_text_changes_nothing(model, quick_times):
+    import pass_ext
+    from benchmarks.decoding_contenders import GREEDY, SAMPLED, method_contender
+
+    for method in (pass_ext.Plain(), pass_ext.PaSS(pass_ext.LookaheadEmbedding(2, 32, vocabulary=64))):
+        anew, kept = (method_contender("", model, method, keep=keep) for keep in (False, True))
+        for ids, setting in (((1, 2, 3), GREEDY), (tuple(range(40)), SAMPLED), ((1, 2, 3), GREEDY)):
+            assert kept.write(ids, setting, 5, 12).tokens == anew.write(ids, setting, 5, 12).tokens
+
+
 def test_the_first_layers_share_weights_and_nothing_else(model):
     from benchmarks.decoding_contenders import counted_calls, first_layers
 
