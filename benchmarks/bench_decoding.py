@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmarks import decoding_report, report
 from benchmarks.command import DTYPES, parse, provenance, result_path
 from benchmarks.decoding_contenders import (
+    ASSISTED,
     GREEDY,
     HF,
     JOINED,
@@ -32,6 +33,8 @@ from benchmarks.decoding_contenders import (
     SAMPLED,
     TWO_PASS,
     Contender,
+    Setting,
+    assisted_contender,
     contenders,
     method_contender,
 )
@@ -44,7 +47,7 @@ from benchmarks.decoding_texts import DEFINITION, first_difference
 
 NAME = "bench_decoding"
 # Part of the run -> the share of --seconds after which it begins nothing more.
-UNTIL = {"steps": 0.03, "greedy": 0.55, "sampled": 0.75, "sweep": 0.93, "profile": 0.96, "agreement": 1.0}
+UNTIL = {"greedy": 0.55, "sampled": 0.75, "sweep": 0.9, "assisted": 0.94, "agreement": 1.0}
 ROW_BUDGETS = (4, 8, 16, 24, 32, "auto")
 MOST_SLOTS = 8
 
@@ -116,22 +119,29 @@ def sweep(run: Run, prompts: Sequence[Prompt]) -> list[Row]:
     return summarise_sweep(runs, plan)
 
 
-def rounds(run: Run, part: str, prompts: Sequence[Prompt], raced: Sequence[Contender], most: int) -> list[Row]:
-    """Greedy rounds of these contenders, Plain first."""
+def rounds(
+    run: Run,
+    part: str,
+    prompts: Sequence[Prompt],
+    raced: Sequence[Contender],
+    most: int,
+    setting: Setting = GREEDY,
+) -> list[Row]:
+    """Rounds of these contenders, Plain first."""
     order = random.Random(0)
     runs: list[Row] = []
     for prompt in prompts:
         if runs and run.out_of_time(part):
             break
-        text = raced[0].write(prompt.ids, GREEDY, 0, most).tokens
-        runs += one_round(prompt, raced, GREEDY, 0, most, order, text, run.told)
+        text = raced[0].write(prompt.ids, setting, 0, most).tokens
+        runs += one_round(prompt, raced, setting, 0, most, order, text, run.told)
     return runs
 
 
 def agreement(run: Run, prompts: Sequence[Prompt], most: int) -> list[Row]:
     """Our methods' texts in float32 against transformers' greedy ones."""
     model = run.model if run.model.dtype == torch.float32 else plain_copy(run.model, torch.float32)
-    found = contenders(model, run.lookahead, 1, sampled=True)
+    found = contenders(model, run.lookahead)
     reference = next(one for one in found if one.name == HF)
     ours = [one for one in found if one.name in (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)]
     runs: list[Row] = []
@@ -171,29 +181,35 @@ def measure(run: Run) -> dict[str, Any]:
         run.taken[name] = round(time.monotonic() - started, 1)
         return value
 
-    greedy = contenders(model, run.lookahead, options.assistant_layers, sampled=False)
-    sampled = contenders(model, run.lookahead, options.assistant_layers, sampled=True)
-    part("warm-up", lambda: warm_up(run, [(GREEDY, one) for one in greedy] + [(SAMPLED, one) for one in sampled]))
+    raced = contenders(model, run.lookahead)
+    assisted = assisted_contender(model, options.assistant_layers)
+    part(
+        "warm-up",
+        lambda: warm_up(run, [(GREEDY, one) for one in [*raced, assisted]] + [(SAMPLED, one) for one in raced]),
+    )
     result["steps"] = part("steps", lambda: step_times(model, 3 if options.quick else 15))
     straight, looping = options.prompts, -(-options.prompts // 3)
     limits = run.limits("greedy", straight, looping)
-    seen, runs = part("greedy", lambda: race(run.prompts, greedy, GREEDY, limits, run.told))
+    seen, runs = part("greedy", lambda: race(run.prompts, raced, GREEDY, limits, run.told))
+    if not runs:
+        raise SystemExit("Plain ended every text too soon: there is nothing to race")
     limits = run.limits("sampled", -(-straight // 2), 0 if options.quick else 1)
-    sampled_seen, sampled_runs = part("sampled", lambda: race(run.prompts, sampled, SAMPLED, limits, run.told))
+    sampled_seen, sampled_runs = part("sampled", lambda: race(run.prompts, raced, SAMPLED, limits, run.told))
     some = run.some(seen, 1 if options.quick else 2)
     result["sweep"] = part("sweep", lambda: sweep(run, some))
-    ours = [one for one in greedy if one.name in (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)]
-    shown = some[: len(DOMAINS)]
-    result["profile"] = part(
-        "profile", lambda: [profile(one, shown, GREEDY, options.tokens // 2, model.device) for one in ours]
-    )
+    shown, half = some[: len(DOMAINS)], options.tokens // 2
+    few = [one for one in raced if one.name in (PLAIN, HF)] + [assisted]
+    assisted_runs = part("assisted", lambda: rounds(run, "assisted", shown, few, half, ASSISTED))
+    ours = [one for one in raced if one.name in (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)]
+    result["profile"] = part("profile", lambda: [profile(one, shown, GREEDY, half, model.device) for one in ours])
     whole = model.dtype == torch.float32
     checked = run.some(seen, options.prompts) if whole else shown
-    most = options.tokens if whole else options.tokens // 2
+    most = options.tokens if whole else half
     result["agreement"] = part("agreement", lambda: agreement(run, checked, most))
     if options.vllm_python:
         result["beside"] = [part("vLLM", lambda: beside(run, runs, seen))]
-    result |= {"prompts": seen + sampled_seen, "runs": runs + sampled_runs, "rows": summarise(runs + sampled_runs)}
+    runs = runs + sampled_runs + assisted_runs
+    result |= {"prompts": seen + sampled_seen, "runs": runs, "rows": summarise(runs)}
     return result
 
 

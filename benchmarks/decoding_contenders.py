@@ -21,6 +21,7 @@ OURS = (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)
 CACHE_LENGTH = 512
 """Of transformers' static cache: the same for all prompts, so that it is compiled once."""
 LOOKUP_TOKENS = 10
+ASSISTANT_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Setting:
 
 
 GREEDY = Setting("greedy")
+ASSISTED = Setting("greedy, half as long")
 SAMPLED = Setting("temperature 0.8, top-k 10", 0.8, 10)
 
 
@@ -166,16 +168,20 @@ def _shallow(module: torch.nn.Module) -> Any:
     return other
 
 
-def assisted_name(count: int) -> str:
-    """Says what the assistant is."""
-    return f"transformers, assisted by the first {count} layers"
+def assisted_contender(model: Any, layers: int) -> Contender:
+    """transformers' assisted decoding with the model's own first layers."""
+    assistant = first_layers(model, layers)
+    assistant.generation_config.num_assistant_tokens = ASSISTANT_TOKENS
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    name = f"transformers, assisted by the first {layers} layers"
+    return transformers_contender(name, model, assistant_model=assistant)
 
 
-def contenders(model: Any, lookahead: Any, assistant_layers: int, *, sampled: bool) -> list[Contender]:
-    """All of the main table, Plain first. Sampling: without assistance, whose truncated drafter is too far off."""
+def contenders(model: Any, lookahead: Any) -> list[Contender]:
+    """All of the main table, Plain first."""
     import pass_ext
 
-    found = [
+    return [
         method_contender(PLAIN, model, pass_ext.Plain()),
         transformers_contender(HF, model),
         transformers_contender(LOOKUP, model, prompt_lookup_num_tokens=LOOKUP_TOKENS),
@@ -184,10 +190,6 @@ def contenders(model: Any, lookahead: Any, assistant_layers: int, *, sampled: bo
         method_contender(ONE_PASS, model, pass_ext.PaSS(lookahead)),
         method_contender(JOINED, model, pass_ext.PaSS(lookahead, ngram=pass_ext.NGram())),
     ]
-    if not sampled:
-        assistant = first_layers(model, assistant_layers)
-        found.insert(3, transformers_contender(assisted_name(assistant_layers), model, assistant_model=assistant))
-    return found
 
 
 def _now(model: Any) -> float:

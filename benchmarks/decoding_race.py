@@ -81,7 +81,6 @@ def one_round(
     shuffled, looping = list(contenders), loops(text)
     order.shuffle(shuffled)
     runs = []
-    gc.collect()
     for contender in shuffled:
         told(f"{setting.name}: {prompt.domain} {prompt.name}, {contender.name}")
         gc.disable()  # a collection would fall on whoever happens to run
