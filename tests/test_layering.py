@@ -43,8 +43,9 @@ PYTHON_LAW = {
     "tree": {"ops", "tree_picture"},
     "tree_picture": {"tree"},
     "testing": {"_library"},
+    "training": {"lookahead", "ops", "training", "tree"},
     "demo": {"", "reference"},
-    "__main__": {"", "_library", "demo"},
+    "__main__": {"", "_library", "demo", "training"},
     "__init__": {"_library", "lookahead", "ops", "tree"},
 }
 
