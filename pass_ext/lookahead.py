@@ -124,7 +124,7 @@ class LookaheadEmbedding(nn.Module):
         """Starts each slot at the mean of a model's own embeddings (of the tokens ``ids``, or of all), plus a little noise.
 
         The noise, 1 % of the table's per-coordinate deviation, lets the slots part; it comes from torch's default generator.
-        The transition's left side starts at random, so scaled that ``E[previous] @ left`` has unit deviation.
+        The transition's left side starts at random, so scaled that ``E[previous] @ left`` is about 1 in size.
         """
         _check_table(table)
         rows = (table if ids is None else table[ids]).detach().to(torch.float32)

@@ -170,7 +170,7 @@ def test_no_transition_score_before_training_and_yet_a_gradient():
     table = table_of(dtype=torch.float32)
     embedding = LookaheadEmbedding.from_table(2, table, rank=3)
     left, right = embedding.transition_tables(table)
-    assert (right == 0).all() and 0.5 < left.std() < 2
+    assert (right == 0).all() and 0.2 < left.square().mean().sqrt() < 5
     (gradient,) = torch.autograd.grad((left @ right.T).sum(), embedding.transition_right)
     assert gradient.abs().max() > 0
 

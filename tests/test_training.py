@@ -321,7 +321,7 @@ def options_for(out, **changes):
 def trained(out, console, **changes):
     from pass_ext.training.data import Document
 
-    documents = [Document(f"file {n}.py", "python", f"line {n} of a text\n" * 40) for n in range(30)]
+    documents = [Document(f"part {n}.py", "python", f"line {n} of a text\n" * 40) for n in range(30)]
     options = options_for(out, **changes)
     path = command.train(options, "the command", tiny_llama(), Letters(), documents, ["Say hello.", "Count."], console)
     return LookaheadEmbedding.load(path)

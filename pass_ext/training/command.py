@@ -30,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="a GGUF file, or a transformers model folder or name; it stays as it is")
     add("--out", required=True, help="folder for checkpoints, samples and results; a run that stopped goes on from it")
-    add("--data", nargs="+", default=[], metavar="PATH", help="files or folders of .py, .txt, .md, .rst text")
+    add(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files or folders of .py, .txt, .md, .rst text; stdlib: Python's own",
+    )
     add(
         "--self-distill",
         metavar="PROMPTS",

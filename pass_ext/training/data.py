@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import sysconfig
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,9 +35,13 @@ def is_held_out(name: str) -> bool:
 
 
 def read_documents(paths: Iterable[str | Path]) -> list[Document]:
-    """The documents of files and folders, sorted by name; a Python file gives its source and, apart, its long strings."""
+    """The documents of files and folders, sorted by name; a Python file gives its source and, apart, its long strings.
+
+    The word "stdlib" stands for the folder of Python's standard library.
+    """
     found: dict[tuple[str, str], Document] = {}
-    for given in map(Path, paths):
+    for path in paths:
+        given = Path(sysconfig.get_path("stdlib") if path == "stdlib" else path)
         if not given.exists():
             raise FileNotFoundError(f"--data names {str(given)!r}, which does not exist")
         root = given if given.is_dir() else given.parent
