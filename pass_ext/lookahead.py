@@ -89,12 +89,6 @@ class LookaheadEmbedding(nn.Module):
         if self.transition_left is not None:  # the right side stays zero: no score before training, and yet a gradient
             nn.init.normal_(self.transition_left, std=dim**-0.5)
 
-    hit_rates: tuple[tuple[float, ...], ...] | None = None
-
-    def transition_tables(self, table: Tensor) -> tuple[Tensor, Tensor] | None:
-        """stub"""
-        return getattr(self, "_tt", None)
-
     @property
     def num_lookahead(self) -> int:
         """L, the number of slots."""

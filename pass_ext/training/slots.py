@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.layer_offsets import LayerOffsets
 from pass_ext.lookahead import LookaheadEmbedding
-from pass_ext.training.layer_offsets import added_to_layers
 
 
 def text_rows(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
@@ -42,8 +42,9 @@ def slot_rows(model: Any, embedding: LookaheadEmbedding, anchors: Tensor, past: 
     length = past.get_seq_length()
     ids = (-1 - torch.arange(slots, device=anchors.device)).repeat(batch, count)
     positions = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
-    offsets = nullcontext() if embedding.deep is None else added_to_layers(model, embedding.deep.repeat(1, count, 1))
-    with offsets:
+    with LayerOffsets(model).attached() if embedding.deep is not None else nullcontext() as shifted:
+        if shifted is not None and embedding.deep is not None:
+            shifted.offsets = embedding.deep.repeat(1, count, 1)
         hidden = model.get_decoder()(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),
