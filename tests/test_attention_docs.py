@@ -1,7 +1,6 @@
 """docs/attention.md: its blocks run, its table and pictures are what the ops say, and its decoding step decodes. README.md: the
 block about trees runs."""
 
-import doctest
 import importlib.util
 import re
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from code_blocks import blocks_of, run_blocks
 
 import pass_ext
 
@@ -19,29 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "attention.md"
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
-
-
-def blocks_of(path):
-    """(language, code, line) of each fenced block."""
-    text = path.read_text()
-    return [
-        (found[1], found[2], text.count("\n", 0, found.start(2)))
-        for found in re.finditer(r"^```(\w+)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    ]
-
-
-def run_blocks(path, blocks, names):
-    """Python as it stands; what looks like a prompt must print what the page prints."""
-    for language, code, line in blocks:
-        if language == "python":
-            exec(compile("\n" * line + code, path.name, "exec"), names)
-        elif language == "pycon":
-            test = doctest.DocTestParser().get_doctest(code, names, path.name, str(path), line)
-            said = []
-            failed, tried = doctest.DocTestRunner(verbose=False).run(test, out=said.append, clear_globs=False)
-            assert tried and not failed, "".join(said)
-            names.update(test.globs)
-    return names
 
 
 @pytest.fixture

@@ -16,9 +16,13 @@ from pass_ext.decoding.pass_drafter import Candidates, PassDrafter
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 
 
-def slots_for(model, count=4, seed=0):
+def slots_for(model, count=4, seed=0, **more):
     torch.manual_seed(seed)
-    return pass_ext.LookaheadEmbedding(count, model.get_input_embeddings().weight.shape[1], vocabulary=VOCABULARY)
+    width = model.get_input_embeddings().weight.shape[1]
+    slots = pass_ext.LookaheadEmbedding(count, width, vocabulary=VOCABULARY, **more)
+    for parameter in slots.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return slots
 
 
 def methods_for(model):
@@ -29,6 +33,11 @@ def methods_for(model):
         "one pass": PaSS(lookahead, tree=BUSHY, rows=24),
         "two passes": PaSS(lookahead, passes=2, tree=Tree.from_branching((3, 2, 1)), rows=24),
         "one pass, planned": PaSS(lookahead, rows=12),
+        "one pass, deep": PaSS(
+            slots_for(model, rank=3, deep_layers=0 if model.config.model_type == "opt" else 2),
+            tree=BUSHY.with_lookahead({0: 4, 2: 4, 7: 4}),
+            rows=24,
+        ),
         "one pass with ngrams": PaSS(
             lookahead, tree=Tree.chain(3), rows=24, ngram=NGram(longest=2, shortest=1, tokens=6)
         ),
@@ -151,10 +160,11 @@ def test_sampled_text_has_the_models_law(rule, name):
     logits = model(whole[:, :-1]).logits[:, len(prompt) - 1 :].double() / 0.9
     law = logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp()
     assert abs(law.sum() - 1) < 1e-6 and (law * requests > 5).sum() > 25
-    lookahead = pass_ext.LookaheadEmbedding(2, 64, vocabulary=vocabulary)
-    if name == "transition":
-        lookahead.transition_left = torch.nn.Parameter(torch.randn(64, 4))
-        lookahead.transition_right = torch.nn.Parameter(20 * torch.randn(64, 4))
+    rich = name == "transition"
+    lookahead = pass_ext.LookaheadEmbedding(2, 64, rank=4 * rich, deep_layers=2 * rich, vocabulary=vocabulary)
+    if rich:
+        torch.nn.init.normal_(lookahead.transition_right, std=20)
+        torch.nn.init.normal_(lookahead.deep)
     method = {
         "one pass": PaSS(lookahead, tree=Tree.from_branching((2, 2)), rows=32),
         "transition": PaSS(lookahead, tree=Tree.from_branching((2, 2)), rows=32),
@@ -371,6 +381,16 @@ def test_refusals(llama):
     ]:
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_slots_that_shift_layers_must_fit():
+    opt = small_model("opt")  # embeds tokens in half of its width
+    method = PaSS(slots_for(opt, deep_layers=2), rows=12)
+    with pytest.raises(ValueError, match="the slots' vectors per layer must be 64 wide in opt, got 32"):
+        generate(opt, torch.tensor([[5, 6]]), method, max_new_tokens=2)
+    deeper = PaSS(slots_for(small_model("llama"), deep_layers=3), rows=12)
+    with pytest.raises(ValueError, match="3 layers"):
+        generate(small_model("llama"), torch.tensor([[5, 6]]), deeper, max_new_tokens=2)
 
 
 def test_models_that_cannot_be_decoded_are_refused_by_name():

@@ -44,8 +44,9 @@ PYTHON_LAW = {
     "tree_picture": {"tree"},
     "decoding": {"decoding", "lookahead", "ops", "tree"},
     "testing": {"_library"},
+    "training": {"decoding", "lookahead", "ops", "training", "tree"},
     "demo": {"", "reference"},
-    "__main__": {"", "_library", "demo"},
+    "__main__": {"", "_library", "demo", "training"},
     "__init__": {"_library", "decoding", "lookahead", "ops", "tree"},
 }
 

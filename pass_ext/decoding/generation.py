@@ -170,17 +170,17 @@ class _Run:
         graphs: bool,
     ) -> None:
         """Finds room for the texts, and takes in what is known of them."""
-        slots, requests = self._drafting.slots, len(self.texts)
+        slots, deep, requests = self._drafting.slots, self._drafting.deep, len(self.texts)
         room = max(self._limits) + self._drafting.max_depth  # a last step may accept more than is wanted
         if session is None:
-            session = Session(self._model, requests, room, slots, graphs=graphs)
+            session = Session(self._model, requests, room, slots, deep, graphs=graphs)
         elif session.requests != requests or session.room < room or session.model.model is not self._model.model:
             raise ValueError(
                 f"session must be of this model, {requests} requests and room for {room} tokens; it is of "
                 f"{session.requests} requests and {session.room} tokens"
             )
         else:
-            session.begin(slots)
+            session.begin(slots, deep)
         self.session = session
         if past is None:
             return

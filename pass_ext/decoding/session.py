@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pass_ext.decoding.graphs import RecordedCalls
+from pass_ext.decoding.layer_offsets import offsets_of
 from pass_ext.decoding.model import Adapted
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 from pass_ext.ops.cache import cache_commit_
@@ -36,17 +37,26 @@ class Session:
         requests: B.
         room: text positions that the caches hold for each request.
         slots: ``[L, d]``, look-ahead embeddings; None for none.
+        deep: ``[layers, L, d]``, what they add to the input of every layer; None for nothing.
         graphs: on CUDA, calls whose shape comes again are CUDA graphs.
     """
 
     def __init__(
-        self, model: Adapted, requests: int, room: int, slots: Tensor | None = None, *, graphs: bool = False
+        self,
+        model: Adapted,
+        requests: int,
+        room: int,
+        slots: Tensor | None = None,
+        deep: Tensor | None = None,
+        *,
+        graphs: bool = False,
     ) -> None:
         self.model = model
         self.requests = requests
         self.room = room
         table = model.table
         self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table.device, table.dtype)
+        self.deep = None if deep is None else deep.to(table.device, table.dtype)
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._new: list[tuple[Tensor, Tensor]] = []
@@ -99,7 +109,8 @@ class Session:
 
         starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
         rows = self.model.embed(ids, self.slots)
-        logits = self.model(rows, (starts + trees.depths).long(), attend, wanted)
+        offsets = None if self.deep is None else offsets_of(ids, self.deep)
+        logits = self.model(rows, (starts + trees.depths).long(), attend, wanted, offsets)
         if len(new) != len(self.caches) or not new:
             raise RuntimeError(
                 f"{len(new)} layers attended, {len(self.caches)} in the first call: every layer that mixes rows must do so "
@@ -114,12 +125,16 @@ class Session:
         cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
         self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
 
-    def begin(self, slots: Tensor | None) -> None:
+    def begin(self, slots: Tensor | None, deep: Tensor | None) -> None:
         """Forgets the texts; caches and recorded calls stay for the next ones."""
         if slots is not None and slots.shape != self.slots.shape:
             raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
+        if slots is not None and (deep is None) != (self.deep is None):
+            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
         if slots is not None:
             self.slots.copy_(slots)
+        if self.deep is not None and deep is not None:
+            self.deep.copy_(deep)
         self.prefix_lens.zero_()
 
     def fill(self, caches: Sequence[tuple[Tensor, Tensor]], lengths: Tensor) -> None:
