@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pass_ext.training.data import is_held_out
+
 HERE = Path(__file__).resolve().parent / "prompts"
 DOMAINS = ("code", "prose", "chat")
 FEWEST, MOST = 96, 160
@@ -87,11 +89,6 @@ def cut(text: str, tokenizer: Any) -> tuple[int, ...] | None:
         if len(ids) >= FEWEST and lines[end - 1].strip():
             best = ids
     return best
-
-
-def is_held_out(name: str) -> bool:
-    """Whether training has never seen this file of the standard library."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 10 == 0
 
 
 def read_lines(name: str) -> list[dict[str, str]]:

@@ -106,14 +106,16 @@ def test_written_prompts(name):
         )
 
 
-def test_chat_prompts_are_no_training_instructions():
+def test_chat_prompts_are_no_training_instructions_in_other_words():
     from benchmarks.decoding_prompts import read_lines
 
-    trained = ROOT / "pass_ext/training/instructions.txt"
-    if not trained.exists():
-        pytest.skip("there are no training instructions here")
-    seen = {line.strip().lower() for line in trained.read_text().splitlines()}
-    assert not seen & {entry["text"].lower() for entry in read_lines("chat")}
+    def words(text):
+        return set(re.findall(r"\w+", text.lower()))
+
+    trained = [words(line) for line in (ROOT / "pass_ext/training/instructions.txt").read_text().splitlines() if line]
+    for entry in read_lines("chat"):
+        own = words(entry["text"])
+        assert max(len(own & other) / len(own | other) for other in trained) < 0.5, entry
 
 
 def test_code_prompts_are_cut_by_rule_from_held_out_files_only(tmp_path):
