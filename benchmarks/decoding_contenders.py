@@ -87,7 +87,7 @@ def method_contender(name: str, model: Any, method: Any, *, keep: bool | None = 
         law: dict[str, Any] = (
             {} if setting.temperature == 0 else {"temperature": setting.temperature, "top_k": setting.top_k}
         )
-        with torch.inference_mode():
+        with _without_gradients(model):
             law |= kept()
             started = _now(model)
             result = pass_ext.generate(model, given, method, max_new_tokens=most, seeds=seed, **law)
@@ -104,9 +104,9 @@ def method_contender(name: str, model: Any, method: Any, *, keep: bool | None = 
     return Contender(name, write)
 
 
-def transformers_contender(name: str, model: Any, **options: Any) -> Contender:
-    """transformers' `generate`; `options` choose who proposes candidates, if anybody."""
-    static = model.device.type == "cuda" and not options
+def transformers_contender(name: str, model: Any, *, static: bool | None = None, **options: Any) -> Contender:
+    """transformers' `generate`; `options` choose who proposes candidates, if anybody. `static`: its cache, as said above."""
+    static = model.device.type == "cuda" and not options if static is None else static
     if static:
         options = {"cache_implementation": "static"}
         if hasattr(model.generation_config, "max_cache_len"):
@@ -115,7 +115,7 @@ def transformers_contender(name: str, model: Any, **options: Any) -> Contender:
     def write(ids: Sequence[int], setting: Setting, seed: int, most: int) -> Outcome:
         given = torch.tensor([ids], device=model.device)
         torch.manual_seed(seed)
-        with torch.inference_mode(), counted_calls(model, not static) as calls:
+        with _without_gradients(model), counted_calls(model, not static) as calls:
             started = _now(model)
             out = model.generate(
                 given,
@@ -190,6 +190,11 @@ def contenders(model: Any, lookahead: Any) -> list[Contender]:
         method_contender(ONE_PASS, model, pass_ext.PaSS(lookahead)),
         method_contender(JOINED, model, pass_ext.PaSS(lookahead, ngram=pass_ext.NGram())),
     ]
+
+
+def _without_gradients(model: Any) -> Any:
+    """Inference mode; not where graphs are recorded and compiled, which its tensors may hinder."""
+    return torch.no_grad() if model.device.type == "cuda" else torch.inference_mode()
 
 
 def _now(model: Any) -> float:

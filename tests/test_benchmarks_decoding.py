@@ -363,6 +363,15 @@ def test_a_session_kept_from_text_to_text_changes_nothing(model, quick_times):
             assert kept.write(ids, setting, 5, 12).tokens == anew.write(ids, setting, 5, 12).tokens
 
 
+def test_transformers_with_its_static_cache_writes_the_same(model):
+    from benchmarks.decoding_contenders import GREEDY, transformers_contender
+
+    static, dynamic = (transformers_contender("", model, static=static) for static in (True, False))
+    for ids in ((1, 2, 3), tuple(range(40))):
+        one, other = (who.write(ids, GREEDY, 0, 12) for who in (static, dynamic))
+        assert one.tokens == other.tokens and one.calls == other.calls == len(one.tokens)
+
+
 def test_the_first_layers_share_weights_and_nothing_else(model):
     from benchmarks.decoding_contenders import counted_calls, first_layers
 
