@@ -16,17 +16,23 @@ namespace pass_ext {
 namespace {
 
 constexpr int64_t kRowBytes = 512 * 1024;     // of arranged rows at a time: a part of a core's own cache
+constexpr int64_t kFewestRows = 24;           // but at least so many
 constexpr int64_t kBytesPerThread = 192 * 1024;  // of weights; below, a second thread costs more than it saves
 constexpr int64_t kRowsPerRead = 8;           // that are multiplied while a weight is read
 
 LinearScratch scratch_for(int64_t rows, int64_t in) {
   thread_local Buffer buffer;
-  const int64_t width = padded_width(in);
-  const int64_t most = std::max<int64_t>(24, kRowBytes / std::max<int64_t>(1, width * int64_t{sizeof(float)}));
-  rows = std::min(rows, most);
-  float* x = buffer.at_least(rows * width + kTileOutputs * width + rows * kGroupOutputs);
-  float* weights = x + rows * width;
-  return {x, weights, weights + kTileOutputs * width, rows};
+  const int64_t width = (in + kMostStep - 1) / kMostStep * kMostStep;
+  const int64_t row_bytes = std::max<int64_t>(1, width * int64_t{sizeof(float)});
+  rows = std::min(rows, std::max<int64_t>(kFewestRows, kRowBytes / row_bytes));
+  LinearScratch scratch;
+  const int64_t sizes[] = {rows * width, kTileOutputs * kPiece, rows * kTileOutputs * kMostStep / 2};
+  scratch.x = buffer.at_least(sizes[0] + sizes[1] + sizes[2] + rows * kGroupOutputs);
+  scratch.weights = scratch.x + sizes[0];
+  scratch.between = scratch.weights + sizes[1];
+  scratch.sums = scratch.between + sizes[2];
+  scratch.rows = rows;
+  return scratch;
 }
 
 template <typename T>

@@ -7,6 +7,7 @@
 namespace pass_ext {
 
 constexpr int kTileOutputs = 4;    // whose weights are read side by side
+constexpr int64_t kPiece = 768;    // of their weights that are multiplied before the next: fits beside rows of x
 constexpr int kGroupOutputs = 64;  // that one block of rows is arranged for, at least
 
 template <typename T>
@@ -19,15 +20,15 @@ struct LinearRows {
   int64_t x_row, weight_row;  // strides
 };
 
+constexpr int64_t kMostStep = 32;  // two vectors of the widest level
+
 // Work space of one thread, 64-byte aligned, for at most `rows` rows at a time. `width` is `in`, up to whole steps.
 struct LinearScratch {
   float* x;        // [rows, width]
-  float* weights;  // [kTileOutputs, width]
+  float* weights;  // [kTileOutputs, kPiece]
+  float* between;  // [rows, kTileOutputs, kMostStep / 2]
   float* sums;     // [rows, kGroupOutputs]
   int64_t rows;
 };
-
-constexpr int64_t kMostStep = 32;  // two vectors of the widest level
-inline int64_t padded_width(int64_t in) { return (in + kMostStep - 1) / kMostStep * kMostStep; }
 
 }  // namespace pass_ext

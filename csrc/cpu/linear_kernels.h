@@ -9,25 +9,33 @@ constexpr int kTileRows = 6;
 constexpr int kTileRows = 2;
 #endif
 constexpr int kStep = 2 * Floats::width;
+static_assert(kMostStep % kStep == 0 && kPiece % kStep == 0, "");
+inline int64_t padded_to_step(int64_t in) { return (in + kStep - 1) / kStep * kStep; }
 
-// The weights of a tile on their way through: as they are stored, `whole` steps and a last one that is padded.
+// A piece of the weights: kTileOutputs rows, as they are stored, from one multiple of kPiece on. `whole` steps and, at the
+// end of the rows, perhaps a last one that is padded.
 template <typename T>
-struct TileWeights {
+struct Piece {
   const T* row[kTileOutputs];
-  const char* ahead[kTileOutputs];  // rows of the next tile
+  const char* ahead[kTileOutputs];  // of a piece that comes later
   T last[kTileOutputs][kStep];
   int64_t whole, steps;
+  bool is_first, is_last;  // of its rows
 
-  TileWeights(const LinearRows<T>& problem, int64_t first, int64_t next) {
-    whole = problem.in / kStep;
-    steps = (problem.in + kStep - 1) / kStep;
+  Piece(const LinearRows<T>& problem, int64_t output, int64_t begin) {
+    const int64_t length = problem.in - begin < kPiece ? problem.in - begin : kPiece;
+    whole = length / kStep;
+    steps = (length + kStep - 1) / kStep;
+    is_first = begin == 0;
+    is_last = begin + length == problem.in;
+    const bool next_tile = begin + kPiece >= problem.in;
     for (int o = 0; o < kTileOutputs; ++o) {
-      row[o] = weights_of(problem, first + o);
-      ahead[o] = reinterpret_cast<const char*>(weights_of(problem, next + o));
+      row[o] = weights_of(problem, output + o) + begin;
+      const T* next = next_tile ? weights_of(problem, output + kTileOutputs + o) : row[o] + kPiece;
+      ahead[o] = reinterpret_cast<const char*>(next);
       if (steps == whole) continue;
-      const int64_t rest = problem.in - whole * kStep;
       memset(last[o], 0, sizeof last[o]);
-      memcpy(last[o], row[o] + whole * kStep, rest * sizeof(T));
+      memcpy(last[o], row[o] + whole * kStep, (length - whole * kStep) * sizeof(T));
     }
   }
 
@@ -74,57 +82,78 @@ inline void load_weights(Floats (&weight)[kTileOutputs], const T* const (&row)[k
   }
 }
 
+// The sums of a tile, in registers while a piece is multiplied; `between` holds them from one piece of the rows to the
+// next, and `to` gets what they come to.
 template <int R>
-inline void store_tile(const Floats (&sum)[R][kTileOutputs], float* to) {
+inline void start_sums(Floats (&sum)[R][kTileOutputs], bool is_first, const float* between) {
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) store_sums(to + r * kGroupOutputs, sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int o = 0; o < kTileOutputs; ++o)
+      sum[r][o] = is_first ? zeros() : load(between + (r * kTileOutputs + o) * Floats::width);
+}
+template <int R>
+inline void end_sums(const Floats (&sum)[R][kTileOutputs], bool is_last, float* between, float* to) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    if (is_last) {
+      store_sums(to + r * kGroupOutputs, sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+    } else {
+#pragma GCC unroll 16
+      for (int o = 0; o < kTileOutputs; ++o) store(between + (r * kTileOutputs + o) * Floats::width, sum[r][o]);
+    }
 }
 
-#define PASS_EXT_CLEAR(sum)                                   \
-  _Pragma("GCC unroll 16") for (int r = 0; r < R; ++r)        \
-      _Pragma("GCC unroll 16") for (int o = 0; o < kTileOutputs; ++o) sum[r][o] = zeros()
+// Where a block of rows finds the piece's part of x, and where its sums go.
+struct Block {
+  const float* x;
+  float *between, *to;
+  int64_t begin, part;  // of the next piece's lines, in 64ths: those to ask for meanwhile
+};
 
-// The tile for its first rows: widens the weights, and keeps them so for further rows. `part` of 64: how much of the
-// next tile's lines is asked for meanwhile.
-template <int R, bool keeps, typename T>
-void multiply_first(const TileWeights<T>& weights, const float* x, float* kept, int64_t part, float* to) {
-  Floats sum[R][kTileOutputs];
-  PASS_EXT_CLEAR(sum);
-  for (int64_t s = 0; s < weights.whole; ++s) {
-    const int64_t near = s * kStep * int64_t{sizeof(T)} * part / 64;
+template <typename T>
+inline void ask_for(const Piece<T>& piece, const Block& block, int64_t step) {
+  const int64_t near = (block.begin * piece.steps + block.part * step) * kStep * int64_t{sizeof(T)} / 64;
 #pragma GCC unroll 16
-    for (int o = 0; o < kTileOutputs; ++o) __builtin_prefetch(weights.ahead[o] + near, 0, 3);
+  for (int o = 0; o < kTileOutputs; ++o) __builtin_prefetch(piece.ahead[o] + near, 0, 3);
+}
+
+// A piece for its first rows: widens the weights, and keeps them so for further rows.
+template <int R, bool keeps, typename T>
+void multiply_first(const Piece<T>& piece, const Block& block, float* kept) {
+  Floats sum[R][kTileOutputs];
+  start_sums<R>(sum, piece.is_first, block.between);
+  const float* x = block.x;
+  for (int64_t s = 0; s < piece.whole; ++s) {
+    ask_for(piece, block, s);
     Floats weight[kTileOutputs];
-    load_weights<0, keeps>(weight, weights.row, s * kStep, kept);
+    load_weights<0, keeps>(weight, piece.row, s * kStep, kept);
     add_products<R>(sum, weight, x);
-    load_weights<1, keeps>(weight, weights.row, s * kStep, kept);
+    load_weights<1, keeps>(weight, piece.row, s * kStep, kept);
     add_products<R>(sum, weight, x + R * Floats::width);
     x += R * kStep;
     kept += keeps ? kTileOutputs * kStep : 0;
   }
-  if (weights.steps != weights.whole) {
+  if (piece.steps != piece.whole) {
     const T* last[kTileOutputs];
-    for (int o = 0; o < kTileOutputs; ++o) last[o] = weights.last[o];
+    for (int o = 0; o < kTileOutputs; ++o) last[o] = piece.last[o];
     Floats weight[kTileOutputs];
     load_weights<0, keeps>(weight, last, 0, kept);
     add_products<R>(sum, weight, x);
     load_weights<1, keeps>(weight, last, 0, kept);
     add_products<R>(sum, weight, x + R * Floats::width);
   }
-  store_tile<R>(sum, to);
+  end_sums<R>(sum, piece.is_last, block.between, block.to);
 }
 
-// The tile for further rows. `begin`, in 64ths, and `part`: of the next tile's rows, as above.
+// A piece for further rows.
 template <int R, typename T>
-void multiply_kept(const TileWeights<T>& weights, const float* x, const float* kept, int64_t begin, int64_t part,
-                   float* to) {
+void multiply_kept(const Piece<T>& piece, const Block& block, const float* kept) {
   Floats sum[R][kTileOutputs];
-  PASS_EXT_CLEAR(sum);
-  const int64_t skipped = begin * weights.whole * kStep * int64_t{sizeof(T)} / 64;
-  for (int64_t s = 0; s < weights.steps; ++s) {
-    const int64_t near = skipped + s * kStep * int64_t{sizeof(T)} * part / 64;
-#pragma GCC unroll 16
-    for (int o = 0; o < kTileOutputs; ++o) __builtin_prefetch(weights.ahead[o] + near, 0, 3);
+  start_sums<R>(sum, piece.is_first, block.between);
+  const float* x = block.x;
+  for (int64_t s = 0; s < piece.steps; ++s) {
+    ask_for(piece, block, s);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       Floats weight[kTileOutputs];
@@ -135,9 +164,8 @@ void multiply_kept(const TileWeights<T>& weights, const float* x, const float* k
     x += R * kStep;
     kept += kTileOutputs * kStep;
   }
-  store_tile<R>(sum, to);
+  end_sums<R>(sum, piece.is_last, block.between, block.to);
 }
-#undef PASS_EXT_CLEAR
 
 // Calls function(integral constant R).
 template <int R>
@@ -170,30 +198,30 @@ struct RowBlocks {
   int size(int64_t block) const { return static_cast<int>(begin(block + 1) - begin(block)); }
 };
 
-// Sums of the rows from `first` on, [rows, kGroupOutputs], for outputs [begin, end); the scratch holds those rows.
+// Sums [rows, kGroupOutputs] of the rows that the scratch holds, for outputs [begin, end).
 template <typename T>
 void multiply_group(const LinearRows<T>& problem, const LinearScratch& scratch, const RowBlocks& blocks, int64_t begin,
                     int64_t end) {
-  const int64_t width = (problem.in + kStep - 1) / kStep * kStep;
-  const int64_t part = 64 / blocks.count;
-  for (int64_t output = begin; output < end; output += kTileOutputs) {
-    const TileWeights<T> weights(problem, output, output + kTileOutputs);
-    float* const to = scratch.sums + (output - begin);
-    with_rows(blocks.size(0), [&](auto count) {
-      constexpr int R = decltype(count)::value;
-      if (blocks.count == 1)
-        multiply_first<R, false>(weights, scratch.x, scratch.weights, part, to);
-      else
-        multiply_first<R, true>(weights, scratch.x, scratch.weights, part, to);
-    });
-    for (int64_t block = 1; block < blocks.count; ++block) {
-      const int64_t row = blocks.begin(block);
-      with_rows(blocks.size(block), [&](auto count) {
-        multiply_kept<decltype(count)::value>(weights, scratch.x + row * width, scratch.weights, block * part, part,
-                                              to + row * kGroupOutputs);
-      });
+  const int64_t width = padded_to_step(problem.in), part = 64 / blocks.count;
+  for (int64_t output = begin; output < end; output += kTileOutputs)
+    for (int64_t i = 0; i == 0 || i < problem.in; i += kPiece) {
+      const Piece<T> piece(problem, output, i);
+      for (int64_t b = 0; b < blocks.count; ++b) {
+        const int64_t row = blocks.begin(b);
+        const Block block{scratch.x + row * width + i * blocks.size(b),
+                          scratch.between + row * kTileOutputs * Floats::width,
+                          scratch.sums + row * kGroupOutputs + output - begin, b * part, part};
+        with_rows(blocks.size(b), [&](auto count) {
+          constexpr int R = decltype(count)::value;
+          if (b > 0)
+            multiply_kept<R>(piece, block, scratch.weights);
+          else if (blocks.count > 1)
+            multiply_first<R, true>(piece, block, scratch.weights);
+          else
+            multiply_first<R, false>(piece, block, scratch.weights);
+        });
+      }
     }
-  }
 }
 
 // Rounds sums to the rows' results, bias added before.
@@ -214,7 +242,7 @@ void finish_group(const LinearRows<T>& problem, const float* sums, int64_t first
 // weights stay in the cache from one set of rows to the next.
 template <typename T>
 void multiply_rows(const LinearRows<T>& problem, const LinearScratch& scratch, int64_t begin, int64_t end) {
-  const int64_t width = (problem.in + kStep - 1) / kStep * kStep;
+  const int64_t width = padded_to_step(problem.in);
   const bool fits = problem.rows <= scratch.rows;
   for (int64_t group = begin; group < end; group += kGroupOutputs) {
     const int64_t group_end = group + kGroupOutputs < end ? group + kGroupOutputs : end;
