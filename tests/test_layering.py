@@ -39,6 +39,7 @@ PYTHON_LAW = {
     "_build_info": set(),
     "reference": {"reference"},
     "ops": {"_library", "ops"},
+    "decoding": {"decoding", "lookahead", "ops", "tree"},
     "lookahead": {"ops"},
     "tree": {"ops", "tree_picture"},
     "tree_picture": {"tree"},
