@@ -15,10 +15,10 @@
 namespace pass_ext {
 namespace {
 
-constexpr int64_t kRowBytes = 512 * 1024;     // of arranged rows at a time: a part of a core's own cache
-constexpr int64_t kFewestRows = 24;           // but at least so many
+constexpr int64_t kRowBytes = 512 * 1024;        // of arranged rows at a time: a part of a core's own cache
+constexpr int64_t kFewestRows = 24;              // but at least so many
 constexpr int64_t kBytesPerThread = 192 * 1024;  // of weights; below, a second thread costs more than it saves
-constexpr int64_t kRowsPerRead = 8;           // that are multiplied while a weight is read
+constexpr int64_t kRowsPerRead = 8;              // that are multiplied while a weight is read
 
 LinearScratch scratch_for(int64_t rows, int64_t in) {
   thread_local Buffer buffer;
@@ -38,8 +38,8 @@ LinearScratch scratch_for(int64_t rows, int64_t in) {
 template <typename T>
 void multiply(const LinearRows<T>& problem) {
   const int64_t tiles = (problem.outputs + kTileOutputs - 1) / kTileOutputs;
-  const int64_t tile_bytes = kTileOutputs * problem.in * int64_t{sizeof(T)} *
-                             ((problem.rows + kRowsPerRead - 1) / kRowsPerRead);
+  const int64_t tile_bytes =
+      kTileOutputs * problem.in * int64_t{sizeof(T)} * ((problem.rows + kRowsPerRead - 1) / kRowsPerRead);
   const int64_t tiles_per_thread = std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(1, tile_bytes));
   const auto run = [&](int64_t begin, int64_t end) {
     const LinearScratch scratch = scratch_for(problem.rows, problem.in);
@@ -78,6 +78,4 @@ Tensor linear_rows(const Tensor& given, const Tensor& weight, const OptionalTens
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
-  library.impl("linear_rows", TORCH_BOX(&pass_ext::linear_rows));
-}
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) { library.impl("linear_rows", TORCH_BOX(&pass_ext::linear_rows)); }

@@ -1,7 +1,7 @@
 // A linear layer for few rows on the CPU, at one instruction set (see each_isa.h). Weights and rows are both read along
 // `in`, two vectors a step; a tile of kTileOutputs outputs times up to kTileRows rows keeps its sums in registers, a
-// vector each. Every sum has one order, lane by lane and step by step, whatever tile it is in: neither the other rows nor
-// the threads change a bit. Called by cpu/linear.cpp with ranges of outputs.
+// vector each. Every sum has one order, lane by lane and step by step, whatever tile it is in: neither the other rows
+// nor the threads change a bit. Called by cpu/linear.cpp with ranges of outputs.
 
 #if PASS_EXT_LEVEL >= 2
 constexpr int kTileRows = 6;
@@ -12,8 +12,8 @@ constexpr int kStep = 2 * Floats::width;
 static_assert(kMostStep % kStep == 0 && kPiece % kStep == 0, "");
 inline int64_t padded_to_step(int64_t in) { return (in + kStep - 1) / kStep * kStep; }
 
-// A piece of the weights: kTileOutputs rows, as they are stored, from one multiple of kPiece on. `whole` steps and, at the
-// end of the rows, perhaps a last one that is padded.
+// A piece of the weights: kTileOutputs rows, as they are stored, from one multiple of kPiece on. `whole` steps and, at
+// the end of the rows, perhaps a last one that is padded.
 template <typename T>
 struct Piece {
   const T* row[kTileOutputs];
@@ -238,8 +238,8 @@ void finish_group(const LinearRows<T>& problem, const float* sums, int64_t first
   }
 }
 
-// Outputs [begin, end) of all rows. Where the scratch does not hold all rows at once, a group of outputs at a time, whose
-// weights stay in the cache from one set of rows to the next.
+// Outputs [begin, end) of all rows. Where the scratch does not hold all rows at once, a group of outputs at a time,
+// whose weights stay in the cache from one set of rows to the next.
 template <typename T>
 void multiply_rows(const LinearRows<T>& problem, const LinearScratch& scratch, int64_t begin, int64_t end) {
   const int64_t width = padded_to_step(problem.in);
