@@ -46,4 +46,7 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "Tensor? draft_top_p, Tensor? draft_min_p, Tensor? allowed, Tensor? draft_allowed, Tensor? seeds, "
       "Tensor? positions, float threshold, float alpha) "
       "-> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status)");
+
+  // linear
+  library.def("linear_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
 }

@@ -14,6 +14,7 @@ from pass_ext.ops.accept import RULES, AcceptResult, accept_chain, accept_tree
 from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.draft import draft_sample
+from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
@@ -42,6 +43,7 @@ __all__ = [
     "cache_commit_",
     "draft_sample",
     "generate",
+    "linear_rows",
     "lookahead_embed",
     "pack_trees",
     "set_debug",

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 
 NAMESPACE = "pass_ext"
+CPU_ONLY = {"linear_rows": "this op is for the CPU; on a GPU torch.nn.functional.linear is right"}
+"""Ops without a CUDA kernel, and why."""
 _HERE = Path(__file__).parent
 _log = logging.getLogger(NAMESPACE)
 _debug = os.environ.get("PASS_EXT_DEBUG", "0") == "1"
@@ -132,12 +134,13 @@ def _refusal(op: str, reason: str) -> Callable[..., NoReturn]:
 
 
 def _refuse_cuda_tensors(reason: str) -> torch.library.Library:
+    """Every op's kernel for CUDA where there are none loaded, and always that of ops for the CPU only."""
     library = torch.library.Library(NAMESPACE, "IMPL")
-    for op in op_names():
-        library.impl(op, _refusal(op, reason), "CUDA")
+    for op in op_names() if reason else CPU_ONLY:
+        library.impl(op, _refusal(op, CPU_ONLY.get(op, reason)), "CUDA")
     return library
 
 
 _native = _load_cpu()
 _cuda_reason = _load_cuda()
-_refusals = _refuse_cuda_tensors(_cuda_reason) if _cuda_reason else None  # kept alive: dropping it unregisters
+_refusals = _refuse_cuda_tensors(_cuda_reason)  # kept alive: dropping it unregisters

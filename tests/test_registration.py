@@ -115,6 +115,14 @@ def cache_commit_(device):
     yield pages, *step, None, torch.tensor([[4, 0, 2], [1, 3, 3]], **integers)
 
 
+def linear_rows(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in ((2, 3, 40), (7, 40), (7,)))
+        yield x, weight, None
+        yield x.transpose(0, 1), weight, bias
+    yield x[:0], weight, bias
+
+
 # A few argument tuples for each op: an op without an entry fails the test below.
 SAMPLES = {
     "lookahead_embed": lookahead_embed,
@@ -127,6 +135,7 @@ SAMPLES = {
     "accept_chain": accept_chain,
     "attention_tree": attention_tree,
     "attention_merge": attention_merge,
+    "linear_rows": linear_rows,
 }
 
 
@@ -137,6 +146,8 @@ def test_every_op_has_samples():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", _library.op_names())
 def test_opcheck(op, device):
+    if device == "cuda" and op in _library.CPU_ONLY:
+        pytest.skip(_library.CPU_ONLY[op])
     overload = getattr(torch.ops.pass_ext, op).default
     for arguments in SAMPLES[op](device):
         result = torch.library.opcheck(overload, arguments)

@@ -7,12 +7,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "cpu/attention.h"
+#include "cpu/buffer.h"
 
 #define PASS_EXT_KERNELS "cpu/attention_kernels.h"
 #include "cpu/each_isa.h"
@@ -23,27 +23,6 @@ namespace {
 constexpr int32_t kChunkKeys = 512;  // a task has at least so many keys, where there are
 constexpr int32_t kMostChunks = 16;  // of one unit
 constexpr double kAloneBelow = 4e6;  // multiplications that one thread does sooner than others wake up
-
-// 64-byte aligned floats that only ever grow.
-class Buffer {
- public:
-  float* at_least(size_t floats) {
-    if (floats > size_) {
-      size_ = 0;  // should there be no memory
-      memory_.reset(static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64)));
-      if (!memory_) throw std::bad_alloc();
-      size_ = floats;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(float* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<float, Free> memory_;
-  size_t size_ = 0;
-};
 
 // Rows of one request and key head: the chunks of their keys are tasks, the last one done merges them. How keys are cut
 // depends on the request alone, so neither the batch around it nor the number of threads changes a bit of its result.

@@ -18,6 +18,7 @@
 #include "core/scalar.h"
 #include "cpu/attention.h"
 #include "cpu/isa.h"
+#include "cpu/linear.h"
 #include "cpu/rows.h"
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -114,6 +114,17 @@ inline float largest_lane(Floats a) {
 inline float sum_lanes(Floats a) {
   return ((a.lane[0] + a.lane[4]) + (a.lane[2] + a.lane[6])) + ((a.lane[1] + a.lane[5]) + (a.lane[3] + a.lane[7]));
 }
+// The sums of four vectors' lanes, added in the same order for each.
+inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
+  to[0] = sum_lanes(a), to[1] = sum_lanes(b), to[2] = sum_lanes(c), to[3] = sum_lanes(d);
+}
+
+// Half (0 or 1) of the numbers of two vectors. Which numbers make a half is up to the level and the type: for sums of
+// products whose factors are read alike.
+template <int half, typename T>
+inline Floats load_half(const T* from) {
+  return load(from + half * Floats::width);
+}
 
 #elif PASS_EXT_LEVEL == 1
 
@@ -224,6 +235,21 @@ inline float sum_lanes(Floats a) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(a.lanes), _mm256_extractf128_ps(a.lanes, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
+  const __m256 sum = _mm256_hadd_ps(_mm256_hadd_ps(a.lanes, b.lanes), _mm256_hadd_ps(c.lanes, d.lanes));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1)));
+}
+
+template <int half, typename T>
+inline Floats load_half(const T* from) {
+  return load(from + half * Floats::width);
+}
+template <int half>
+inline Floats load_half(const bfloat16* from) {  // the even ones, the odd ones: an instruction each
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return {_mm256_castsi256_ps(half == 0 ? _mm256_slli_epi32(pairs, 16)
+                                        : _mm256_and_si256(pairs, _mm256_set1_epi32(-65536)))};
 }
 
 #else
@@ -343,5 +369,26 @@ inline int store_selected(float* to, Floats value, Mask mask) {
 
 inline float largest_lane(Floats a) { return _mm512_reduce_max_ps(a.lanes); }
 inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.lanes); }
+// In each quarter [p p q q]: a lane that stays is added to one that comes over.
+inline __m512 halved(__m512 p, __m512 q) {
+  return _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, p, q), _mm512_shuffle_ps(p, q, 0x4e));
+}
+inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
+  const __m512 ab = halved(a.lanes, b.lanes), cd = halved(c.lanes, d.lanes);
+  const __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x88), _mm512_shuffle_ps(ab, cd, 0xdd));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
+template <int half, typename T>
+inline Floats load_half(const T* from) {
+  return load(from + half * Floats::width);
+}
+template <int half>
+inline Floats load_half(const bfloat16* from) {  // the even ones, the odd ones: an instruction each
+  const __m512i pairs = _mm512_loadu_si512(from);
+  return {_mm512_castsi512_ps(half == 0 ? _mm512_slli_epi32(pairs, 16)
+                                        : _mm512_and_si512(pairs, _mm512_set1_epi32(-65536)))};
+}
 
 #endif

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.few_rows import few_rows_linear
 from pass_ext.decoding.layer_offsets import LayerOffsets
 from pass_ext.decoding.model import Adapted, Attend
 from pass_ext.ops.lookahead import lookahead_embed
@@ -25,7 +26,8 @@ _FULL = {"full_attention", "sliding_attention", "attention"}
 
 
 class TransformersModel(Adapted):
-    """See the module. The model's attention implementation is switched while a generation runs, and switched back."""
+    """See the module. While a generation runs, the model's attention is ours, and so are its linear layers on the CPU
+    (``few_rows_linear``); afterwards it is as it was."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -81,6 +83,7 @@ class TransformersModel(Adapted):
                     "(transformers' AttentionInterface), so pass_ext cannot decode it"
                 )
             self.model.eval()
+            self._hooks.enter_context(few_rows_linear(self.model))
             yield
         finally:
             self._shifted = None

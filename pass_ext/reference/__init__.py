@@ -4,6 +4,7 @@ from pass_ext.reference.accept import accept_chain, accept_tree
 from pass_ext.reference.attention import attention_merge, attention_tree
 from pass_ext.reference.cache import cache_commit_
 from pass_ext.reference.draft import draft_sample
+from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.lookahead import lookahead_embed
 from pass_ext.reference.tree import tree_mask, tree_prepare
 
@@ -14,6 +15,7 @@ __all__ = [
     "attention_tree",
     "cache_commit_",
     "draft_sample",
+    "linear_rows",
     "lookahead_embed",
     "tree_mask",
     "tree_prepare",

@@ -1,0 +1,31 @@
+// Work space that outlives a call: 64-byte aligned floats that only ever grow. Called by cpu/attention.cpp and
+// cpu/linear.cpp, which keep one for each thread.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace pass_ext {
+
+class Buffer {
+ public:
+  float* at_least(size_t floats) {
+    if (floats > size_) {
+      size_ = 0;  // should there be no memory
+      memory_.reset(static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64)));
+      if (!memory_) throw std::bad_alloc();
+      size_ = floats;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<float, Free> memory_;
+  size_t size_ = 0;
+};
+
+}  // namespace pass_ext

@@ -1,0 +1,51 @@
+// Checks of linear_rows' arguments and how its rows lie. Called by cpu/linear.cpp.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <vector>
+
+#include "host/checks.h"
+#include "host/dispatch.h"
+#include "host/tensor.h"
+
+namespace pass_ext {
+
+inline void check_linear_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  constexpr const char* op = "linear_rows";
+  check_dtype(op, "x", x, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
+  check_dtype(op, "weight", weight, {x.scalar_type()});
+  check_dim(op, "weight", weight, 2, "[out, in]");
+  if (x.dim() == 0) refuse(op, "x must have shape [..., in], got ", describe(x));
+  check_size(op, "x", x, x.dim() - 1, weight.size(1), "in, the columns of weight");
+  check_contiguous_rows(op, "weight", weight);
+  check_same_device(op, "weight", weight, "x", x);
+  if (!bias) return;
+  check_dtype(op, "bias", *bias, {x.scalar_type()});
+  check_dim(op, "bias", *bias, 1, "[out]");
+  check_size(op, "bias", *bias, 0, weight.size(0), "out, the rows of weight");
+  check_same_device(op, "bias", *bias, "x", x);
+}
+
+inline Tensor empty_linear_rows(const Tensor& x, const Tensor& weight) {
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = weight.size(0);
+  return empty_of_shape(x, shape);
+}
+
+// How far neighbouring rows of x [..., in] lie apart, or -1 if not all equally far, or not contiguous in themselves.
+inline int64_t distance_of_rows(const Tensor& x) {
+  if (x.size(x.dim() - 1) > 1 && x.stride(x.dim() - 1) != 1) return -1;
+  int64_t distance = -1, next = -1;
+  for (int64_t i = x.dim() - 2; i >= 0; --i) {
+    if (x.size(i) == 1) continue;
+    if (distance < 0)
+      distance = x.stride(i);
+    else if (x.stride(i) != next)
+      return -1;
+    next = x.stride(i) * x.size(i);
+  }
+  return distance < 0 ? x.size(x.dim() - 1) : distance;
+}
+
+}  // namespace pass_ext

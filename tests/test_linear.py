@@ -1,0 +1,339 @@
+"""linear_rows on the CPU at every instruction set: values against float64, the promise that a row's bits are its own, and
+what must not be read. And `few_rows_linear`, which gives it to a model's layers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pass_ext
+from pass_ext import _library, reference
+from pass_ext.decoding.few_rows import MOST_ROWS, few_rows_linear
+from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+BEST_CPU = cpu_backends()[-1].name
+
+
+@pytest.fixture
+def cpu(backend):
+    if not backend.name.startswith("cpu"):
+        pytest.skip("linear_rows is for the CPU only")
+    return backend
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads; restored afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def make_case(rows, width, outputs, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(rows * 7919 + width * 31 + outputs)
+    shapes = ((rows, width), (outputs, width), (outputs,))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def assert_right(x, weight, bias=None):
+    got = pass_ext.linear_rows(x, weight, bias)
+    plain = functional.linear(x, weight, bias)
+    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert got.dtype == plain.dtype and got.shape == plain.shape
+    if got.numel():
+        assert_error_within(got, plain, exact)
+    return got
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 63, 65, 768, 1000])
+@pytest.mark.parametrize("outputs", [1, 3, 17, 193])
+def test_odd_sizes(cpu, dtype, width, outputs):
+    x, weight, bias = make_case(130, width, outputs, dtype)  # so many that one unlucky sum decides nothing
+    for given in (bias, None):
+        got = assert_right(x, weight, given)
+        for rows in (1, 5, 13):
+            assert_same_bits(pass_ext.linear_rows(x[:rows], weight, given), got[:rows])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_reference_agrees(cpu, dtype):
+    case = make_case(6, 96, 21, dtype)
+    exact = functional.linear(*(tensor.double() for tensor in case))
+    assert_error_within(pass_ext.linear_rows(*case), reference.linear_rows(*case), exact)
+
+
+def test_rows_wider_than_the_scratch_holds_at_once(cpu):
+    assert_right(*make_case(53, 5600, 9))
+
+
+def test_many_rows(cpu):
+    assert_right(*make_case(700, 200, 70, torch.float32))
+
+
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(0, 8, 3), (4, 0, 3), (4, 8, 0), (0, 0, 0)])
+def test_empty(cpu, rows, width, outputs):
+    x, weight, bias = make_case(rows, width, outputs)
+    assert_same_bits(pass_ext.linear_rows(x, weight, bias), bias.expand(rows, outputs))
+    assert_same_bits(pass_ext.linear_rows(x, weight), torch.zeros(rows, outputs, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (2, 3, 40), (2, 0, 40), (1, 1, 5, 40)], ids=str)
+def test_every_leading_shape(cpu, shape):
+    _, weight, bias = make_case(1, 40, 12)
+    assert_right(torch.randn(shape).bfloat16(), weight, bias)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_tensors_need_not_be_contiguous(cpu, dtype):
+    x, weight, bias = make_case(10, 45, 14, dtype)
+    expected = pass_ext.linear_rows(x, weight, bias)
+    for offset in (0, 3):
+        wide_x, wide_weight = (torch.full((len(t), 100), float("nan"), dtype=dtype) for t in (x, weight))
+        strided = wide_x[:, offset : offset + 45].copy_(x), wide_weight[:, offset : offset + 45].copy_(weight)
+        assert_same_bits(pass_ext.linear_rows(*strided, bias), expected)
+    every_other = torch.full((20, 45), float("nan"), dtype=dtype)
+    every_other[::2] = x
+    assert_same_bits(pass_ext.linear_rows(every_other[::2], weight, bias.repeat_interleave(2)[::2]), expected)
+    assert_same_bits(pass_ext.linear_rows(x.t().contiguous().t(), weight, bias), expected)
+    split = x.view(2, 5, 45)
+    apart = torch.full((2, 9, 45), float("nan"), dtype=dtype)
+    apart[:, :5] = split
+    assert_same_bits(pass_ext.linear_rows(apart[:, :5], weight, bias), expected.view(2, 5, 14))
+    assert_same_bits(
+        pass_ext.linear_rows(split.transpose(0, 1), weight, bias), expected.view(2, 5, 14).transpose(0, 1).contiguous()
+    )
+    assert_same_bits(pass_ext.linear_rows(x[:1].expand(4, 45), weight, bias), expected[:1].repeat(4, 1))
+
+
+def test_sums_run_in_fp32(cpu):
+    """4,100 ones add to 256 in bfloat16 and to 2,048 in float16, but to 4,100 in fp32."""
+    ones = torch.ones(3, 4100)
+    for dtype, sum_of_ones in ((torch.bfloat16, 4096.0), (torch.float16, 4100.0), (torch.float32, 4100.0)):
+        assert (pass_ext.linear_rows(ones.to(dtype), ones.to(dtype)) == sum_of_ones).all()
+    bias = torch.full((3,), -4096.0, dtype=torch.bfloat16)
+    assert (pass_ext.linear_rows(ones.bfloat16(), ones.bfloat16(), bias) == 4.0).all()
+
+
+# ---- a row's bits are its own ----
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("width", "outputs"), [(100, 23), (1600, 9)])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(cpu, dtype, width, outputs):
+    x, weight, bias = make_case(40, width, outputs, dtype)
+    alone = torch.cat([pass_ext.linear_rows(row[None], weight, bias) for row in x])
+    for rows in range(1, 41):
+        assert_same_bits(pass_ext.linear_rows(x[:rows], weight, bias), alone[:rows])
+    for first in (1, 5, 17):
+        assert_same_bits(pass_ext.linear_rows(x[first:], weight, bias), alone[first:])
+    shuffled = torch.randperm(40)
+    assert_same_bits(pass_ext.linear_rows(x[shuffled], weight, bias), alone[shuffled])
+    assert_same_bits(pass_ext.linear_rows(x.view(4, 10, width), weight, bias), alone.view(4, 10, outputs))
+    assert_same_bits(pass_ext.linear_rows(x.repeat(12, 1), weight, bias), alone.repeat(12, 1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_threads_change_no_bit(cpu, threads, dtype):
+    x, weight, bias = make_case(9, 576, 1023, dtype)
+    threads(1)
+    alone = pass_ext.linear_rows(x, weight, bias)
+    for count in (2, 3):
+        threads(count)
+        assert_same_bits(pass_ext.linear_rows(x, weight, bias), alone)
+        assert_same_bits(pass_ext.linear_rows(x[4:5], weight, bias), alone[4:5])
+
+
+def test_an_output_has_the_same_bits_among_any_others(cpu):
+    x, weight, bias = make_case(7, 130, 90)
+    whole = pass_ext.linear_rows(x, weight, bias)
+    for first, end in ((0, 1), (3, 90), (70, 81)):
+        part = pass_ext.linear_rows(x, weight[first:end], bias[first:end])
+        assert_same_bits(part, whole[:, first:end].contiguous())
+
+
+# ---- what is not finite stays where it belongs ----
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_spoils_its_row_or_output_only(cpu, dtype, bad):
+    for width in (64, 71, 900):
+        x, weight, bias = make_case(11, width, 19, dtype)
+        clean = pass_ext.linear_rows(x, weight, bias)
+        for place in (0, width // 2, width - 1):
+            spoiled = x.clone()
+            spoiled[4, place] = bad
+            got = pass_ext.linear_rows(spoiled, weight, bias)
+            assert not torch.isfinite(got[4]).any()
+            assert_same_bits(got[torch.arange(11) != 4], clean[torch.arange(11) != 4])
+            spoiled = weight.clone()
+            spoiled[17, place] = bad
+            got = pass_ext.linear_rows(x, spoiled, bias)
+            assert not torch.isfinite(got[:, 17]).any()
+            assert_same_bits(got[:, torch.arange(19) != 17], clean[:, torch.arange(19) != 17])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nothing_is_left_of_earlier_calls(cpu, dtype):
+    case, before = make_case(9, 79, 31, dtype), make_case(40, 1000, 70, dtype)
+    expected = pass_ext.linear_rows(*case)
+    pass_ext.linear_rows(*(torch.full_like(tensor, float("nan")) for tensor in before))
+    assert_same_bits(pass_ext.linear_rows(*case), expected)
+    assert torch.isfinite(expected).all()
+
+
+# ---- refusals ----
+
+X, WEIGHT = torch.zeros(2, 8), torch.zeros(3, 8)
+REFUSALS = [
+    ((X.double(), WEIGHT.double()), r"x must be bfloat16, float16 or float32, got float64\[2, 8\]"),
+    ((X, WEIGHT.half()), r"weight must be float32, got float16\[3, 8\]"),
+    ((X, WEIGHT[0]), r"weight must have shape \[out, in\], got float32\[8\]"),
+    ((X[0, 0], WEIGHT), r"x must have shape \[\.\.\., in\], got float32\[\]"),
+    ((X[:, :7], WEIGHT), r"x must have 8 \(in, the columns of weight\) in dimension 1, got float32\[2, 7\]"),
+    ((X, torch.zeros(8, 3).t()), r"weight must be contiguous in its last dimension.* with stride 3"),
+    ((X, WEIGHT, torch.zeros(3).half()), r"bias must be float32, got float16\[3\]"),
+    ((X, WEIGHT, torch.zeros(1, 3)), r"bias must have shape \[out\]"),
+    ((X, WEIGHT, torch.zeros(4)), r"bias must have 3 \(out, the rows of weight\) in dimension 0, got float32\[4\]"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSALS, ids=[m[:30] for _, m in REFUSALS])
+def test_bad_input_is_refused_in_words(arguments, message):
+    with pytest.raises(RuntimeError, match="pass_ext::linear_rows: " + message):
+        pass_ext.linear_rows(*arguments)
+
+
+def test_a_cuda_tensor_is_told_where_to_go():
+    assert "CUDA:" in torch._C._dispatch_dump("pass_ext::linear_rows")
+    with pytest.raises(RuntimeError, match=r"got a CUDA tensor, but this op is for the CPU.*functional\.linear"):
+        _library._refusal("linear_rows", _library.CPU_ONLY["linear_rows"])()
+
+
+def test_a_cuda_tensor_is_refused(cuda):
+    with pytest.raises(RuntimeError, match=r"this op is for the CPU.*functional\.linear"):
+        pass_ext.linear_rows(X.to(cuda.device), WEIGHT.to(cuda.device))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_what_requires_a_gradient_is_refused(which):
+    case = make_case(2, 8, 3, torch.float32)
+    case[which].requires_grad_()
+    with pytest.raises(RuntimeError, match="linear_rows: no gradient is implemented"):
+        pass_ext.linear_rows(*case)
+    with torch.no_grad():
+        assert not pass_ext.linear_rows(*case).requires_grad
+    with torch.inference_mode():
+        pass_ext.linear_rows(*case)
+
+
+def test_compiles_whole():
+    x, weight, bias = make_case(5, 24, 6)
+    compiled = torch.compile(
+        lambda x: pass_ext.linear_rows(x * 2, weight, bias) + 1, fullgraph=True, backend="aot_eager"
+    )
+    assert_same_bits(compiled(x), pass_ext.linear_rows(x * 2, weight, bias) + 1)
+
+
+# ---- few_rows_linear ----
+
+
+class Twice(nn.Linear):
+    """Not plain: a type of its own."""
+
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.GELU(), nn.Sequential(nn.Linear(32, 8, bias=False)), Twice(8, 4)
+    ).bfloat16()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many rows each call of the op had."""
+    from pass_ext.decoding import few_rows
+
+    seen, op = [], few_rows._op
+
+    def counting(x, weight, bias):
+        seen.append(x.numel() // x.shape[-1])
+        return op(x, weight, bias)
+
+    monkeypatch.setattr(few_rows, "_op", counting)
+    return seen
+
+
+def has_own_forward(model):
+    return [name for name, layer in model.named_modules() if "forward" in vars(layer)]
+
+
+def test_plain_layers_compute_through_the_op_while_it_lasts(calls):
+    model, x = make_model(), torch.randn(2, 3, 16).bfloat16()
+    with torch.no_grad():
+        expected = model(x)
+        with few_rows_linear(model):
+            assert has_own_forward(model) == ["0", "2.0"]
+            hidden = functional.gelu(pass_ext.linear_rows(x, model[0].weight, model[0].bias))
+            middle = pass_ext.linear_rows(hidden, model[2][0].weight)
+            assert_same_bits(model(x), model[3](middle))
+            torch.testing.assert_close(model(x), expected)
+            assert calls == [6] * 4
+        assert has_own_forward(model) == []
+        assert_same_bits(model(x), expected)
+        assert len(calls) == 4
+
+
+def test_many_rows_and_gradients_go_where_they_went(calls):
+    model = make_model()
+    few, most, more = (torch.randn(rows, 16).bfloat16() for rows in (1, MOST_ROWS, MOST_ROWS + 1))
+    with few_rows_linear(model):
+        model(few).sum().backward()
+        assert calls == [] and model[0].weight.grad is not None
+        with torch.inference_mode():
+            model(more)
+            assert calls == []
+            model(most)
+            assert calls == [MOST_ROWS] * 2
+
+
+def test_nested_and_broken_off(calls):
+    model = make_model()
+    with few_rows_linear(model), few_rows_linear(model[2]):
+        assert has_own_forward(model) == ["0", "2.0"]
+    assert has_own_forward(model) == []
+    with few_rows_linear(model[2]):
+        with pytest.raises(KeyError), few_rows_linear(model):
+            assert has_own_forward(model) == ["0", "2.0"]
+            raise KeyError
+        assert has_own_forward(model) == ["2.0"]
+        with torch.no_grad():
+            model(torch.randn(2, 16).bfloat16())
+        assert calls == [2]
+    assert has_own_forward(model) == []
+
+
+def test_layers_that_are_not_plain_are_left_alone():
+    hooked = make_model()
+    hooked[0].register_forward_hook(lambda *_: None)
+    own = make_model()
+    own[0].forward = forward = lambda input: functional.linear(input, own[0].weight)
+    for model, changed in (
+        (hooked, ["2.0"]),
+        (own, ["0", "2.0"]),
+        (make_model().double(), []),
+        (make_model().to("meta"), []),
+    ):
+        with few_rows_linear(model):
+            assert has_own_forward(model) == changed
+    assert own[0].forward is forward
+    with torch.autocast("cpu", torch.bfloat16), few_rows_linear(model := make_model().float()):
+        assert has_own_forward(model) == []
