@@ -44,7 +44,7 @@ PYTHON_LAW = {
     "tree_picture": {"tree"},
     "decoding": {"decoding", "lookahead", "ops", "tree"},
     "testing": {"_library"},
-    "demo": {"", "reference"},
+    "demo": {"", "decoding", "demo"},
     "__main__": {"", "_library", "demo"},
     "__init__": {"_library", "decoding", "lookahead", "ops", "tree"},
 }
