@@ -61,4 +61,4 @@ def agreement(
 
 def bf16_step(size: float) -> float:
     """Distance of neighbouring bf16 numbers at this size."""
-    return 0.0 if size == 0 else 2.0 ** (math.floor(math.log2(size)) - 7)
+    return 2.0 ** (math.frexp(size)[1] - 8)  # size = mantissa * 2 ^ exponent, mantissa from 1/2 to 1
