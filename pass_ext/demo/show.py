@@ -79,11 +79,16 @@ def show(model_path: str, lookahead_name: str | None, own_prompt: str | None, ne
 def _show_plan(console: Console, model: Any, lookahead: pass_ext.LookaheadEmbedding) -> None:
     with console.status("measuring the model's calls"):
         plan, times = pass_plan(pass_ext.PaSS(lookahead), packed_model(model), 1)
-    console.print(f"[bold]Calls[/], measured once for this model and machine, kept in {cache_folder()}:\n{times}\n")
+    console.print(f"[bold]Calls[/] of this model on this machine:\n{times}")
+    console.print(
+        f"Measured once, then kept in {cache_folder()}: delete it if the machine was busy with other things.\n"
+    )
     if lookahead.hit_rates is None:
         console.print("These embeddings have no calibrated hit rates: the plan assumes some.")
     console.print("[bold]Plan[/] of a one-pass step, by those times:")
     console.print(str(plan), markup=False, soft_wrap=True)
+    if plan.is_plain:
+        console.print("So PaSS decodes as Plain does here; two passes are planned apart.")
     console.print()
 
 
