@@ -45,7 +45,7 @@ PYTHON_LAW = {
     "tree_picture": {"tree"},
     "testing": {"_library"},
     "training": {"decoding", "lookahead", "ops", "training", "tree"},
-    "demo": {"", "reference"},
+    "demo": {"", "decoding", "demo"},
     "__main__": {"", "_library", "demo", "training"},
     "__init__": {"_library", "decoding", "lookahead", "ops", "tree"},
 }
