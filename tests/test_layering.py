@@ -42,6 +42,7 @@ PYTHON_LAW = {
     "lookahead": {"ops"},
     "tree": {"ops", "tree_picture"},
     "tree_picture": {"tree"},
+    "integrations": {"decoding", "integrations", "lookahead", "ops", "tree"},
     "testing": {"_library"},
     "demo": {"", "reference"},
     "__main__": {"", "_library", "demo"},
