@@ -33,6 +33,7 @@ _CONFIGS = {
             **_GATED,
             "head_dim": 16,
             "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
             "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * 2,
         },
@@ -44,7 +45,14 @@ _CONFIGS = {
     "mistral_4": ("MistralConfig", {**_GATED, "head_dim": 16, "sliding_window": 4}),
     "gemma2_4": (
         "Gemma2Config",
-        {**_GATED, "head_dim": 16, "query_pre_attn_scalar": 16, "tie_word_embeddings": False, "sliding_window": 4},
+        {
+            **_GATED,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "tie_word_embeddings": False,
+            "sliding_window": 4,
+        },
     ),
     "stablelm": ("StableLmConfig", _GATED),
     "gpt_oss": ("GptOssConfig", {**_GATED, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
