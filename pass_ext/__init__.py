@@ -6,6 +6,9 @@ Functions here are thin, typed wrappers over ``torch.ops.pass_ext.*``; ``python 
 from importlib.metadata import PackageNotFoundError, version
 
 from pass_ext._library import set_debug, status
+from pass_ext.decoding.generation import Generation, generate
+from pass_ext.decoding.methods import NGram, PaSS, Plain
+from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.lookahead import LookaheadEmbedding
 from pass_ext.ops.accept import RULES, AcceptResult, accept_chain, accept_tree
 from pass_ext.ops.attention import attention_merge, attention_tree
@@ -23,8 +26,13 @@ except PackageNotFoundError:  # imported from a source tree that was never insta
 __all__ = [
     "RULES",
     "AcceptResult",
+    "Generation",
     "LookaheadEmbedding",
+    "NGram",
+    "PaSS",
     "PackedTrees",
+    "Plain",
+    "SamplingParams",
     "Tree",
     "__version__",
     "accept_chain",
@@ -33,6 +41,7 @@ __all__ = [
     "attention_tree",
     "cache_commit_",
     "draft_sample",
+    "generate",
     "lookahead_embed",
     "pack_trees",
     "set_debug",

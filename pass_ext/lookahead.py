@@ -46,6 +46,12 @@ class LookaheadEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_lookahead, dim, device=device, dtype=dtype))
         nn.init.normal_(self.weight, std=0.02)
 
+    hit_rates: tuple[tuple[float, ...], ...] | None = None
+
+    def transition_tables(self, table: Tensor) -> tuple[Tensor, Tensor] | None:
+        """stub"""
+        return getattr(self, "_tt", None)
+
     @property
     def num_lookahead(self) -> int:
         """L, the number of slots."""

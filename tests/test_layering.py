@@ -42,11 +42,12 @@ PYTHON_LAW = {
     "lookahead": {"ops"},
     "tree": {"ops", "tree_picture"},
     "tree_picture": {"tree"},
+    "decoding": {"decoding", "lookahead", "ops", "tree"},
     "integrations": {"decoding", "integrations", "lookahead", "ops", "tree"},
     "testing": {"_library"},
     "demo": {"", "reference"},
     "__main__": {"", "_library", "demo"},
-    "__init__": {"_library", "lookahead", "ops", "tree"},
+    "__init__": {"_library", "decoding", "lookahead", "ops", "tree"},
 }
 
 

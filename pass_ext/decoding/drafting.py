@@ -1,0 +1,190 @@
+"""``Drafting``: the trees of each step. Which look-ahead groups it carries, which candidates, and when to go without.
+
+A step of PaSS is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one
+group). N-gram candidates join either. While drafts gain less than their rows cost, steps are plain for a while. Called by
+``generation``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.methods import Method, NGram, PaSS, Plain
+from pass_ext.decoding.model import Adapted
+from pass_ext.decoding.ngram import NGramIndex, join
+from pass_ext.decoding.pace import Pace
+from pass_ext.decoding.pass_drafter import PassDrafter
+from pass_ext.decoding.pass_plan import pass_plan
+from pass_ext.decoding.planner import Plan
+from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.tree import Tree
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one request asks of one call."""
+
+    root: int
+    candidates: Tree
+    """The root and the candidates."""
+    groups: tuple[tuple[int, int], ...]
+    """Nodes with look-ahead slots, and how many."""
+    tokens: list[int]
+    """Of nodes 1, 2, …; -1: none."""
+    law_rows: list[int] | None = None
+    """For each node the row of the draft's law, or -1."""
+
+    @property
+    def tree(self) -> Tree:
+        """Candidates, and look-ahead slots behind them."""
+        return _with_groups(self.candidates, self.groups)
+
+    @property
+    def ids(self) -> list[int]:
+        """As ``lookahead_embed`` takes them."""
+        slots = self.tree.slots[self.candidates.num_nodes :]
+        return [self.root, *(max(token, 0) for token in self.tokens), *(-1 - slot for slot in slots)]
+
+    @property
+    def accept_tokens(self) -> list[int]:
+        """As ``accept_tree`` takes them: no look-ahead row is ever accepted."""
+        return [self.root, *self.tokens, *[-1] * (len(self.tree) - self.candidates.num_nodes)]
+
+    @property
+    def accept_law_rows(self) -> list[int]:
+        """The same, of the rows of the draft's law."""
+        own = self.law_rows or []
+        return [*own, *[-1] * (len(self.tree) - len(own))]
+
+
+_ROOT = Tree.chain(0)
+
+
+@lru_cache(maxsize=1024)
+def _with_groups(candidates: Tree, groups: tuple[tuple[int, int], ...]) -> Tree:
+    return candidates.with_lookahead(dict(groups)) if groups else candidates
+
+
+class Drafting:
+    """See the module. ``texts`` are the requests' tokens, which the loop extends."""
+
+    def __init__(
+        self, method: Method, model: Adapted, sampling: SamplingParams, rule: str, texts: Sequence[list[int]]
+    ) -> None:
+        self._texts = texts
+        self.slots: Tensor | None = None
+        self.law: Tensor | None = None
+        """``[R, V]``: what ``Step.law_rows`` of the last ``next`` speak of."""
+        ngram = method if isinstance(method, NGram) else method.ngram if isinstance(method, PaSS) else None
+        self._ngram = ngram
+        self._indices = [NGramIndex(ngram.longest, ngram.shortest) for _ in texts] if ngram else []
+        self._indexed = [0] * len(texts)
+        self._plan: Plan | None = None
+        self._pass: PassDrafter | None = None
+        self._paces: list[Pace] | None = None
+        if isinstance(method, PaSS):
+            self._use(method, model, sampling, rule)
+        elif not isinstance(method, (Plain, NGram)):
+            raise TypeError(f"method must be Plain(), NGram(...) or PaSS(...), got {type(method).__name__}")
+        deep = self._plan.tree.max_depth if self._plan else 0
+        self.max_depth = max(deep, ngram.tokens if ngram else 0)
+
+    def _use(self, method: PaSS, model: Adapted, sampling: SamplingParams, rule: str) -> None:
+        if method.ngram is not None and sampling.temperature is not None and rule not in ("coupled", "typical"):
+            raise ValueError(
+                f"rule {rule!r} judges drafts by the law that they were drawn from, and n-gram candidates have none beside "
+                "look-ahead candidates: use rule 'coupled', or PaSS without ngram"
+            )
+        method.lookahead.check_fits(model.table)
+        plan, times = pass_plan(method, model, len(self._texts))
+        if plan.is_plain:
+            return
+        if rule == "block" and sampling.temperature is not None and len(plan.tree.leaves) != 1:
+            raise ValueError("rule 'block' takes chains: give PaSS(tree=Tree.chain(n))")
+        self._plan = plan
+        self._nodes = Tree(plan.tree.parents[: plan.tree.num_nodes])
+        self._groups = tuple(plan.groups.items())
+        self.slots = method.lookahead.weight[: plan.slots].detach().to(model.table.device, model.table.dtype)
+        self._pass = PassDrafter(method.lookahead, self._nodes, model.table, sampling, rule)
+        if times is not None:
+            self._paces = [Pace(times, len(self._texts)) for _ in self._texts]
+
+    # ---- the trees ----
+
+    def first(self, request: int) -> Step:
+        """The first step, whose root is the prompt's last token."""
+        return Step(self._texts[request][-1], _ROOT, self._probe(), [])
+
+    def _probe(self) -> tuple[tuple[int, int], ...]:
+        return ((0, self._plan.slots),) if self._plan else ()
+
+    def next(
+        self, steps: Sequence[Step | None], logits: Tensor, last_nodes: Sequence[int], remaining: Sequence[int]
+    ) -> list[Step | None]:
+        """The next step of each request that still needs tokens; ``steps`` and ``logits`` are those of the call just made.
+
+        last_nodes: the last accepted node of each request.
+        """
+        drafted = self._look_ahead(steps, logits, last_nodes, remaining)
+        return [self._step(b, left, drafted.get(b)) if left > 0 else None for b, left in enumerate(remaining)]
+
+    def _look_ahead(
+        self, steps: Sequence[Step | None], logits: Tensor, last_nodes: Sequence[int], remaining: Sequence[int]
+    ) -> dict[int, tuple[list[int], list[int] | None]]:
+        """For each request whose last accepted node had a group: tokens of the plan's nodes, and the rows of their laws."""
+        self.law = None
+        if self._pass is None:
+            return {}
+        requests, rows, first = [], [], 0
+        for b, step in enumerate(steps):
+            if step is None:
+                continue
+            group = step.tree.group_rows(last_nodes[b])
+            if remaining[b] > 1 and len(group):
+                requests.append(b)
+                rows += [first + row for row in group]
+            first += len(step.tree)
+        if not requests:
+            return {}
+        slots = logits[torch.tensor(rows, device=logits.device)].view(len(requests), -1, logits.shape[-1])
+        texts = [self._texts[b] for b in requests]
+        candidates = self._pass.draft(slots, requests, [text[-1] for text in texts], [len(text) - 1 for text in texts])
+        self.law = candidates.logits
+        law_rows = candidates.rows
+        return {b: (candidates.tokens[i], law_rows[i] if law_rows else None) for i, b in enumerate(requests)}
+
+    def _step(self, b: int, remaining: int, drafted: tuple[list[int], list[int] | None] | None) -> Step:
+        root, ngrams = self._texts[b][-1], self._ngrams(b)
+        if remaining == 1:
+            return Step(root, _ROOT, (), [])
+        nodes, groups = _ROOT, self._probe()
+        tokens: list[int] = []
+        law: list[int] | None = None
+        if self._paces is not None and self._paces[b].rests:
+            groups = ()
+        elif self._plan is not None and drafted is not None:
+            nodes, groups = self._nodes, self._groups
+            tokens, law = drafted
+        if ngrams:
+            parents, joined = join(nodes.parents, [root, *tokens], ngrams)
+            nodes, tokens = Tree(parents), joined[1:]
+        return Step(root, nodes, groups, tokens, law)
+
+    def _ngrams(self, b: int) -> list[list[int]]:
+        if self._ngram is None:
+            return []
+        self._indices[b].extend(self._texts[b][self._indexed[b] :])
+        self._indexed[b] = len(self._texts[b])
+        return self._indices[b].proposals(self._ngram.tokens, self._ngram.branches)
+
+    def learn(self, steps: Sequence[Step | None], gained: Sequence[int]) -> None:
+        """Takes in how many tokens each request's step gave."""
+        if self._paces is not None:
+            for pace, step, tokens in zip(self._paces, steps, gained, strict=True):
+                if step is not None:
+                    pace.add(len(step.tree), tokens)

@@ -1,0 +1,87 @@
+"""``PackedModel``: all that decoding asks of a model, and ``packed_model``, which finds it in what the caller has.
+
+A step's rows of all requests come back to back, without padding; the model does what it does row by row, and calls ``attend``
+once per layer where rows meet each other. Called by ``session``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from pass_ext.ops.lookahead import lookahead_embed
+
+
+class Attend(Protocol):
+    """Attention of a step's rows to their request's text and to the rows that their tree lets them see."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: int = -1,
+    ) -> Tensor:
+        """q ``[N, heads, D]``, k, v ``[N, KV heads, D]``, positions applied -> ``[N, heads, D of v]``."""
+
+
+class PackedModel(Protocol):
+    """A decoder-only model as ``generate`` takes it, if it is no transformers model. ``examples/plain_decoder.py`` has one."""
+
+    embedding: Tensor | nn.Embedding
+    """``[V, d]``, the table of input embeddings."""
+
+    def __call__(self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None) -> Tensor:
+        """rows ``[N, d]``: input embeddings; positions ``[N]`` int64: places in the text; wanted: which rows' logits are
+        needed, int64, None for all -> logits ``[N or len(wanted), V]``."""
+
+
+class Adapted:
+    """A PackedModel with what decoding needs besides; ``transformers_model`` has another of its kind."""
+
+    name = ""
+    generation_config: Any = None
+
+    def __init__(self, model: PackedModel) -> None:
+        self.model: Any = model
+        embedding = model.embedding
+        self.table: Tensor = embedding.weight if isinstance(embedding, nn.Module) else embedding
+        if self.table.dim() != 2:
+            raise ValueError(
+                f"model.embedding must be [V, d], the table of input embeddings, got {list(self.table.shape)}"
+            )
+
+    def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """The rows of ids ``[N]``, -1 - i for look-ahead slot i."""
+        return lookahead_embed(ids, self.table, slots)
+
+    def attached(self) -> AbstractContextManager[Any]:
+        """What must hold while the model is called."""
+        return nullcontext()
+
+    def __call__(self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None) -> Tensor:
+        """As ``PackedModel``."""
+        return self.model(rows, positions, attend, wanted)
+
+
+def packed_model(model: Any) -> Adapted:
+    """The model that the caller gave, as decoding calls it."""
+    if isinstance(model, Adapted):
+        return model
+    if hasattr(model, "get_input_embeddings") and hasattr(model, "config"):
+        from pass_ext.decoding.transformers_model import TransformersModel
+
+        return TransformersModel(model)
+    if isinstance(model, Callable) and hasattr(model, "embedding"):  # type: ignore[arg-type]
+        return Adapted(model)
+    raise TypeError(
+        "model must be a transformers decoder-only model, or a callable with an attribute `embedding` "
+        f"(pass_ext.decoding.model.PackedModel), got {type(model).__name__}"
+    )

@@ -1,0 +1,127 @@
+"""``Session``: a model's keys and values while one batch is decoded; a call of packed rows, and keeping what was accepted.
+
+Caches are ``[B, room, KV heads, D]`` per layer; a call's own keys and values stay outside (``new``) until ``commit`` moves the
+accepted ones in, so a call never disturbs the text. Called by ``generation``, ``step_times``' measurements and hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pass_ext.decoding.model import Adapted
+from pass_ext.ops.attention import HEAD_DIMS, attention_tree
+from pass_ext.ops.cache import cache_commit_
+from pass_ext.tree import PackedTrees
+
+
+class Call(NamedTuple):
+    """What a call of the model gave."""
+
+    trees: PackedTrees
+    logits: Tensor
+    """``[N, V]``, or of the wanted rows only."""
+
+
+class Session:
+    """The caches of one batch of B requests, and the calls that grow them.
+
+    Args:
+        model: ``packed_model(...)``.
+        requests: B.
+        room: text positions that the caches hold for each request.
+        slots: ``[L, d]``, look-ahead embeddings; ``[0, d]`` for none.
+    """
+
+    def __init__(self, model: Adapted, requests: int, room: int, slots: Tensor | None = None) -> None:
+        self.model = model
+        self.requests = requests
+        self.room = room
+        table = model.table
+        self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table.device, table.dtype)
+        self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
+        self.caches: list[tuple[Tensor, Tensor]] = []
+        self._new: list[tuple[Tensor, Tensor]] = []
+        self._value_dims: list[int] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything lies."""
+        return self.prefix_lens.device
+
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Call:
+        """One call on all rows of the trees; ids ``[N]`` as ``lookahead_embed`` takes them."""
+        self._new = []
+        starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
+
+        def attend(
+            layer: int,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            *,
+            scale: float | None = None,
+            softcap: float = 0.0,
+            window: int = -1,
+        ) -> Tensor:
+            if layer != len(self._new):
+                raise RuntimeError(
+                    f"layers must attend once each and in order: expected layer {len(self._new)}, got {layer}"
+                )
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            width, value_dim = _head_dim(max(q.shape[-1], v.shape[-1])), v.shape[-1]
+            q, k, v = (_padded(x, width) for x in (q, k, v))
+            if layer == len(self.caches):
+                self.caches.append(tuple(x.new_empty(self.requests, self.room, *x.shape[1:]) for x in (k, v)))  # type: ignore[arg-type]
+            self._new.append((k, v))
+            out, _ = attention_tree(
+                q, *self.caches[layer], self.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
+                k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
+                window=window,
+            )  # fmt: skip
+            return out[..., :value_dim]
+
+        rows = self.model.embed(ids, self.slots)
+        logits = self.model(rows, (starts + trees.depths).long(), attend, wanted)
+        if len(self._new) != len(self.caches) or not self._new:
+            raise RuntimeError(
+                f"{len(self._new)} layers attended, {len(self.caches)} in the first call: every layer that mixes rows must "
+                "do so by attention"
+            )
+        return Call(trees, logits)
+
+    def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
+        """Keeps the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
+        flat = [cache for both in self.caches for cache in both]
+        new = [rows for both in self._new for rows in both]
+        cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
+        self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
+
+    def fill(self, caches: Sequence[tuple[Tensor, Tensor]], lengths: Tensor) -> None:
+        """Starts from keys and values, ``[B, length, KV heads, D]`` per layer, of which ``lengths`` are each request's."""
+        for keys, values in caches:
+            width = _head_dim(max(keys.shape[-1], values.shape[-1]))
+            own = []
+            for given in (keys, values):
+                cache = given.new_empty(self.requests, self.room, given.shape[2], width)
+                cache[:, : given.shape[1]] = _padded(given, width)
+                own.append(cache)
+            self.caches.append((own[0], own[1]))
+        self.prefix_lens.copy_(lengths)
+
+
+def _head_dim(needed: int) -> int:
+    """The smallest width that the attention kernel has."""
+    for width in HEAD_DIMS:
+        if width >= needed:
+            return width
+    raise NotImplementedError(f"attention_tree has head sizes up to {HEAD_DIMS[-1]}, this model's is {needed}")
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """With zeros behind each row; they add nothing to a product."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,0 +1,181 @@
+"""What came of the drafts, in the words and definitions of vLLM's speculative decoding metrics.
+
+    mean acceptance length = 1 + accepted tokens / drafts        draft acceptance rate = accepted tokens / drafted tokens
+
+A draft is a step of one request that verified at least one drafted token. Counted on the device by sessions, read when asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AcceptanceStats:
+    """Without any drafts the mean acceptance length is 1, the target's own token, and all rates are 0: never NaN."""
+
+    acceptance_histogram: tuple[int, ...] = (0,)
+    """Drafts by their number of accepted tokens: 0, 1, 2, ..."""
+    num_draft_tokens: int = 0
+    """Drafted tokens that were verified: the nodes of the trees, roots and look-ahead slots not counted."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Steps, one for each request in it, that verified at least one drafted token."""
+        return sum(self.acceptance_histogram)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafted tokens that were accepted; the token that the target adds is not one."""
+        return sum(count * steps for count, steps in enumerate(self.acceptance_histogram))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per draft, the one that the target adds included."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted out of drafted tokens. In a tree at most one of a node's children can be accepted."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """Drafts that accepted a token at depth 1, 2, ..."""
+        return tuple(reversed(tuple(accumulate(reversed(self.acceptance_histogram[1:])))))
+
+    @property
+    def acceptance_rate_per_position(self) -> tuple[float, ...]:
+        """The same, out of all drafts."""
+        return tuple(count / max(1, self.num_drafts) for count in self.accepted_per_position)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every number by its name, for JSON."""
+        names = (
+            "num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "draft_acceptance_rate",
+            "acceptance_histogram", "accepted_per_position", "acceptance_rate_per_position",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    def __add__(self, other: AcceptanceStats) -> AcceptanceStats:
+        if type(other) is not AcceptanceStats:
+            return NotImplemented
+        return AcceptanceStats(*_summed(self, other))
+
+
+@dataclass(frozen=True)
+class GenerationStats(AcceptanceStats):
+    """One generation, or the sum of several: counts and seconds add up, rates are those of the sums."""
+
+    model_calls: int = 0
+    """Calls of the model, the prompt's included; a call serves all requests of a batch."""
+    tokens: int = 0
+    """New tokens of all requests together."""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, acceptance: AcceptanceStats, *, model_calls: int, tokens: int, seconds: float) -> GenerationStats:
+        """What the counters saw, and the rest."""
+        return cls(acceptance.acceptance_histogram, acceptance.num_draft_tokens, model_calls, tokens, seconds)
+
+    @property
+    def drafted(self) -> int:
+        """``num_draft_tokens``."""
+        return self.num_draft_tokens
+
+    @property
+    def accepted(self) -> int:
+        """``num_accepted_tokens``."""
+        return self.num_accepted_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all requests together; 0 where no time passed."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Of all requests together; 0 without calls."""
+        return self.tokens / max(1, self.model_calls)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every number by its name, for JSON."""
+        names = ("model_calls", "tokens", "drafted", "accepted", "seconds", "tokens_per_second", "tokens_per_call")
+        return {name: getattr(self, name) for name in names} | super().as_dict()
+
+    def __add__(self, other: AcceptanceStats) -> GenerationStats:
+        if not isinstance(other, GenerationStats):
+            return NotImplemented
+        return GenerationStats(
+            *_summed(self, other),
+            self.model_calls + other.model_calls,
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+        )
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.tokens} tokens in {self.seconds:.2f} s ({self.tokens_per_second:.1f} tokens/s), "
+            f"{self.model_calls} model calls ({self.tokens_per_call:.2f} tokens per call)"
+        )
+        if not self.num_drafts:
+            return text + ", nothing drafted"
+        rates = ", ".join(f"{rate:.3f}" for rate in self.acceptance_rate_per_position)
+        return (
+            f"{text}\nMean acceptance length: {self.mean_acceptance_length:.2f}, Accepted: {self.accepted} tokens, "
+            f"Drafted: {self.drafted} tokens, Per-position acceptance rate: {rates}, "
+            f"Avg Draft acceptance rate: {self.draft_acceptance_rate:.1%}"
+        )
+
+
+class AcceptanceCounters:
+    """Counts on the device. ``update`` is a few tensor operations on buffers that stay where they are: no synchronisation, and
+    a CUDA graph can hold it.
+
+    Args:
+        max_accepted: the most tokens that one step can accept.
+        device: where ``update`` gets its tensors.
+    """
+
+    def __init__(self, max_accepted: int, device: torch.device | str | None = None) -> None:
+        if max_accepted < 0:
+            raise ValueError(f"max_accepted must be 0 or more, got {max_accepted}")
+        self._steps = torch.zeros(max_accepted + 1, dtype=torch.int64, device=device)
+        self._drafted = torch.zeros((), dtype=torch.int64, device=device)
+        self._numbers = torch.arange(max_accepted + 1, dtype=torch.int32, device=device)
+
+    def update(self, num_accepted: Tensor, num_drafted: Tensor | int, active: Tensor | None = None) -> None:
+        """Counts one step.
+
+        Args:
+            num_accepted: ``[B]`` int32, as ``AcceptResult.num_accepted``; above ``max_accepted`` counts as that many.
+            num_drafted: ``[B]``, or one number for all: drafted tokens that the step verified. 0: not a draft.
+            active: ``[B]`` bool; None: all requests. The others, such as padded and finished ones, are not counted.
+        """
+        if isinstance(num_drafted, int):
+            num_drafted = torch.full_like(num_accepted, num_drafted)
+        if active is not None:
+            num_drafted = num_drafted * active
+        accepted = num_accepted.clamp(0, len(self._numbers) - 1).unsqueeze(1)
+        self._steps.add_(((accepted == self._numbers) & (num_drafted > 0).unsqueeze(1)).sum(0))
+        self._drafted.add_(num_drafted.sum())
+
+    def reset(self) -> None:
+        """Back to zero, in place."""
+        self._steps.zero_()
+        self._drafted.zero_()
+
+    def snapshot(self) -> AcceptanceStats:
+        """Reads the counts: the only call that waits for the device."""
+        *steps, drafted = torch.cat([self._steps, self._drafted.unsqueeze(0)]).tolist()
+        return AcceptanceStats(tuple(steps), drafted)
+
+
+def _summed(one: AcceptanceStats, other: AcceptanceStats) -> tuple[tuple[int, ...], int]:
+    both = zip_longest(one.acceptance_histogram, other.acceptance_histogram, fillvalue=0)
+    return tuple(a + b for a, b in both), one.num_draft_tokens + other.num_draft_tokens

@@ -1,0 +1,130 @@
+"""``TransformersModel``: a transformers decoder-only model, as it is, as a packed model.
+
+Its forward runs on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit ``position_ids`` and no cache; a
+registered attention function hands queries, keys and values to the session. Called by ``model.packed_model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pass_ext.decoding.model import Adapted, Attend
+from pass_ext.ops.lookahead import lookahead_embed
+
+_KEY = "pass_ext_rows"
+_attending: ContextVar[Attend | None] = ContextVar("attending", default=None)
+
+_FULL = {"full_attention", "sliding_attention", "attention"}
+
+
+class TransformersModel(Adapted):
+    """See the module. The model's attention implementation is switched while a generation runs, and switched back."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.name = model.config.model_type
+        self.generation_config = getattr(model, "generation_config", None)
+        module = model.get_input_embeddings()
+        self._embedding = module
+        self.table = module.weight
+        self._check()
+
+    def _check(self) -> None:
+        config = self.model.config
+        text = config.get_text_config(decoder=True)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"{self.name} is an encoder-decoder model; decoder-only models are supported")
+        strange = sorted(set(getattr(text, "layer_types", None) or ()) - _FULL)
+        if strange:
+            raise ValueError(
+                f"{self.name} has layers of the kind {', '.join(strange)}: what they keep of a text cannot be cut to the "
+                "accepted tokens, so only models whose layers all attend are supported"
+            )
+        if getattr(text, "hidden_size_per_layer_input", 0):
+            raise ValueError(
+                f"{self.name} looks tokens up again in every layer, so look-ahead rows cannot be given to it"
+            )
+        if self.table.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {self.table.dtype}")
+
+    def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """Through the model's own embedding module where that does more than look up."""
+        if type(self._embedding) is nn.Embedding and not self._embedding._forward_hooks:
+            return lookahead_embed(ids, self.table, slots)
+        rows = self._embedding(ids.clamp(min=0))
+        if not len(slots):
+            return rows
+        return torch.where((ids < 0)[:, None], slots[(-1 - ids).clamp(min=0)].to(rows.dtype), rows)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Attention goes through this module meanwhile."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(_KEY, _attention)
+        before = self.model.config._attn_implementation
+        was_training = self.model.training
+        self.model.set_attn_implementation(_KEY)
+        try:
+            if self.model.config._attn_implementation != _KEY:
+                raise ValueError(
+                    f"{self.name}: {type(self.model).__name__} has attention of its own and takes no other "
+                    "(transformers' AttentionInterface), so pass_ext cannot decode it"
+                )
+            self.model.eval()
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+            self.model.train(was_training)
+
+    def __call__(self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None) -> Tensor:
+        """As ``PackedModel``."""
+        token = _attending.set(attend)
+        try:
+            output = self.model(
+                inputs_embeds=rows[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if wanted is None else wanted,
+                return_dict=True,
+            )
+        finally:
+            _attending.reset(token)
+        logits = output.logits[0]
+        if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
+            return logits[wanted]
+        return logits
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: q, k, v ``[1, heads, N, D]``."""
+    attend = _attending.get()
+    if attend is None:
+        raise RuntimeError(f"attention implementation {_KEY!r} works inside pass_ext.generate only")
+    if others.get("s_aux") is not None:
+        raise NotImplementedError(f"{type(module).__name__} has attention sinks (s_aux), which attention_tree has not")
+    out = attend(
+        module.layer_idx,  # type: ignore[arg-type]
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        scale=scaling,
+        softcap=softcap or 0.0,
+        window=sliding_window or -1,
+    )
+    return out[None], None

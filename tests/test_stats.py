@@ -1,0 +1,133 @@
+"""Acceptance counters against a loop, their sums and definitions, and profiler ranges."""
+
+import json
+import math
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from pass_ext.decoding.ranges import profiled
+from pass_ext.decoding.stats import AcceptanceCounters, AcceptanceStats, GenerationStats
+
+
+def random_steps(seed, most=4, requests=5, steps=30):
+    rng = random.Random(seed)
+    for _ in range(steps):
+        drafted = [rng.choice([0, 3, 7]) for _ in range(requests)]
+        accepted = [rng.randint(0, min(most, d)) for d in drafted]
+        yield accepted, drafted, [rng.random() < 0.7 for _ in range(requests)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_as_a_loop_does(seed):
+    counters, histogram, drafted, per_position = AcceptanceCounters(4), [0] * 5, 0, [0] * 4
+    for accepted, proposed, active in random_steps(seed):
+        counters.update(
+            torch.tensor(accepted, dtype=torch.int32), torch.tensor(proposed, dtype=torch.int32), torch.tensor(active)
+        )
+        for a, d, on in zip(accepted, proposed, active, strict=True):
+            if on and d:
+                histogram[a] += 1
+                drafted += d
+                for position in range(a):
+                    per_position[position] += 1
+    stats = counters.snapshot()
+    assert stats.acceptance_histogram == tuple(histogram) and stats.num_draft_tokens == drafted
+    assert stats.num_drafts == sum(histogram) and stats.num_accepted_tokens == sum(per_position)
+    assert stats.accepted_per_position == tuple(per_position)
+    assert stats.mean_acceptance_length == 1 + sum(per_position) / sum(histogram)
+    assert stats.draft_acceptance_rate == sum(per_position) / drafted
+    assert stats.acceptance_rate_per_position == tuple(count / sum(histogram) for count in per_position)
+
+
+def test_one_number_drafted_for_all_and_all_active():
+    counters = AcceptanceCounters(3)
+    counters.update(torch.tensor([0, 2, 3], dtype=torch.int32), 5)
+    counters.update(torch.tensor([0, 0, 0], dtype=torch.int32), 0)  # plain steps are no drafts
+    assert counters.snapshot() == AcceptanceStats((1, 0, 1, 1), 15)
+
+
+def test_what_must_not_be_counted_may_hold_anything():
+    counters = AcceptanceCounters(2)
+    counters.update(torch.tensor([1, -5, 99], dtype=torch.int32), 4, torch.tensor([True, False, False]))
+    counters.update(torch.tensor([99], dtype=torch.int32), 4)
+    assert counters.snapshot() == AcceptanceStats((0, 1, 1), 8)
+
+
+def test_buffers_stay_where_they_are():
+    counters = AcceptanceCounters(2)
+    before = [value.data_ptr() for value in vars(counters).values()]
+    counters.update(torch.tensor([1], dtype=torch.int32), 2)
+    assert counters.snapshot().num_drafts == 1
+    counters.reset()
+    assert counters.snapshot() == AcceptanceStats((0, 0, 0), 0)
+    assert [value.data_ptr() for value in vars(counters).values()] == before
+
+
+def test_in_a_cuda_graph(cuda):
+    counters, accepted = AcceptanceCounters(3, "cuda"), torch.tensor([0, 2], dtype=torch.int32, device="cuda")
+    active = torch.tensor([True, True], device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counters.update(accepted, 4, active)
+    counters.reset()
+    graph.replay()
+    accepted.copy_(torch.tensor([3, 1]))
+    active[1] = False
+    graph.replay()
+    assert counters.snapshot() == AcceptanceStats((1, 0, 1, 1), 12)
+
+
+def test_nothing_drafted_is_not_nan():
+    for stats in (AcceptanceStats(), AcceptanceCounters(3).snapshot(), GenerationStats()):
+        assert stats.mean_acceptance_length == 1 and stats.draft_acceptance_rate == 0
+        assert all(rate == 0 for rate in stats.acceptance_rate_per_position)
+        assert "NaN" not in json.dumps(stats.as_dict(), allow_nan=False)
+    assert "nothing drafted" in str(GenerationStats(model_calls=3, tokens=3, seconds=1.0))
+    assert GenerationStats().tokens_per_second == 0 and GenerationStats().tokens_per_call == 0
+
+
+def test_sums():
+    one = GenerationStats.of(AcceptanceStats((2, 1), 9), model_calls=4, tokens=5, seconds=0.5)
+    two = GenerationStats.of(AcceptanceStats((0, 0, 3), 9), model_calls=4, tokens=10, seconds=1.0)
+    both = one + two
+    assert both == GenerationStats((2, 1, 3), 18, 8, 15, 1.5) == sum([two], one)
+    assert (both.drafted, both.accepted) == (18, 7)
+    assert math.isclose(both.mean_acceptance_length, 1 + 7 / 6) and both.tokens_per_second == 10
+    assert both.tokens_per_call == 15 / 8
+    assert AcceptanceStats((1,), 2) + AcceptanceStats((0, 1), 2) == AcceptanceStats((1, 1), 4)
+    with pytest.raises(TypeError):
+        one + AcceptanceStats()
+
+
+def test_it_reads_well():
+    stats = GenerationStats((2, 1, 3), 18, model_calls=8, tokens=15, seconds=1.5)
+    assert str(stats) == (
+        "15 tokens in 1.50 s (10.0 tokens/s), 8 model calls (1.88 tokens per call)\n"
+        "Mean acceptance length: 2.17, Accepted: 7 tokens, Drafted: 18 tokens, "
+        "Per-position acceptance rate: 0.667, 0.500, Avg Draft acceptance rate: 38.9%"
+    )
+
+
+def names_of(profile):
+    return {event.key for event in profile.key_averages()}
+
+
+def test_ranges_show_in_a_profile():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, profiled("draft"):
+        torch.ones(2).sum()
+    assert "pass_ext::draft" in names_of(profile)
+
+
+def test_ranges_cost_nothing_when_nobody_looks(monkeypatch):
+    monkeypatch.delenv("PASS_EXT_NVTX", raising=False)
+    assert profiled("draft") is profiled("verify")
+    monkeypatch.setenv("PASS_EXT_NVTX", "1")
+    opened = []
+    monkeypatch.setattr(torch.profiler, "record_function", lambda name: opened.append(name) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with profiled("commit"):
+        pass
+    assert opened == ["pass_ext::commit"]
