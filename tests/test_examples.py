@@ -92,3 +92,12 @@ def test_a_fault_in_a_step_shows_in_the_texts(tree_decoding, one_thread, monkeyp
     monkeypatch.setattr(pass_ext, op, faulty)
     texts, plain, _ = decode(tree_decoding, 0.0)
     assert texts != plain
+
+
+@needs_examples
+def test_the_plain_decoder_writes_one_text_by_every_method():
+    done = run(ROOT / "examples" / "plain_decoder.py", "cpu")
+    assert done.returncode == 0, done.stderr
+    plain, ngrams, both, *sampled = tokens_per_call(done.stdout)
+    assert plain == sampled[0] == 1.0
+    assert min(ngrams, both) > 1.5 and min(sampled[1:]) > 1.2

@@ -46,8 +46,8 @@ class Generation:
     lengths: tuple[int, ...]
     """New tokens of each request, its end-of-text token included."""
     stats: GenerationStats
-    session: Session
-    """The caches: keys and values of all of a text but its last token."""
+    session: Session | None = None
+    """With ``keep_cache``: keys and values of the texts, but of their last tokens."""
 
 
 def generate(
@@ -70,6 +70,7 @@ def generate(
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None,
     generator: torch.Generator | None = None,
     past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None = None,
+    keep_cache: bool = False,
 ) -> Generation:
     """Continues each prompt with up to ``max_new_tokens`` tokens.
 
@@ -88,7 +89,8 @@ def generate(
             gets each step's tokens, the first ``accepted`` of which were drafted. One request only.
         stopping: as transformers' stopping criteria, called with ``(ids [1, n], None)`` after every token.
         logits_processor: as transformers' processors, called with ``(ids [rows, n], logits [rows, V])`` for every node.
-        past: keys and values, ``[B, n, heads, D]`` per layer, of the first n tokens of every prompt.
+        past: keys and values, ``[B, n, heads, D]`` per layer, of the first n tokens of every prompt; and n.
+        keep_cache: the result has ``session``, with the caches.
 
     Returns:
         Generation: ``sequences``, ``lengths``, ``stats``.
@@ -126,7 +128,7 @@ def generate(
     acceptance = run.counters.snapshot()
     new = [text[len(prompt) :] for text, prompt in zip(run.texts, prompts.texts, strict=True)]
     stats = GenerationStats.of(acceptance, model_calls=run.calls, tokens=sum(map(len, new)), seconds=seconds)
-    return Generation(prompts.extended(new, pad), tuple(map(len, new)), stats, run.session)
+    return Generation(prompts.extended(new, pad), tuple(map(len, new)), stats, run.session if keep_cache else None)
 
 
 class _Run:
