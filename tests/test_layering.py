@@ -47,7 +47,7 @@ PYTHON_LAW = {
     "testing": {"_library"},
     "demo": {"", "reference"},
     "__main__": {"", "_library", "demo"},
-    "__init__": {"_library", "decoding", "lookahead", "ops", "tree"},
+    "__init__": {"_library", "decoding", "integrations", "lookahead", "ops", "tree"},  # integrations: when asked for
 }
 
 

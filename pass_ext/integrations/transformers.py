@@ -1,7 +1,8 @@
 """pass_ext inside Hugging Face transformers (4.57, 5.17, 5.23): attention over trees, and what a decoding loop needs.
 
 ``register()`` makes ``attn_implementation="pass_ext"`` known; ``use(model)`` switches a model to it and checks that it did.
-``TreeStep`` makes one forward a tree step; ``read_cache`` and ``write_cache`` exchange keys and values with its caches.
+``TreeStep`` makes one forward a tree step; ``read_cache`` and ``write_cache`` exchange keys and values with its caches;
+``custom_generate(method)`` is the decoding method for ``model.generate(custom_generate=...)``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from typing import Any
 
 from pass_ext.integrations.transformers_attention import NAME, attention
 from pass_ext.integrations.transformers_cache import cache_length, read_cache, write_cache
+from pass_ext.integrations.transformers_generate import custom_generate
 from pass_ext.integrations.transformers_masks import TreeStep, causal_rows
 
-__all__ = ["TreeStep", "cache_length", "read_cache", "register", "use", "write_cache"]
+__all__ = ["TreeStep", "cache_length", "custom_generate", "read_cache", "register", "use", "write_cache"]
 
 
 def register() -> None:
