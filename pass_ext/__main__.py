@@ -7,6 +7,7 @@ import sys
 import torch
 
 import pass_ext
+from pass_ext.training import command
 
 
 def info() -> str:
@@ -37,9 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="look-ahead injection on a real model (needs the extra pass_ext[hf])")
     demo.add_argument("model", help="a GGUF file, or a transformers model folder or name")
     demo.add_argument("--prompt", default="The three primary colours are red,")
+    train = commands.add_parser("train", help="look-ahead embeddings for a model of yours (needs pass_ext[hf,train])")
+    command.add_arguments(train)
     chosen = parser.parse_args(arguments)
     if chosen.command == "info":
         print(info())
+    elif chosen.command == "train":
+        given = sys.argv[1:] if arguments is None else arguments
+        command.run(chosen, ["python", "-m", "pass_ext", *given])
     else:
         from pass_ext.demo import run
 

@@ -1,5 +1,7 @@
 """Which backends the tests run on (`--device`, default: all here), and torch memory that betrays what was never written."""
 
+import os
+
 import pytest
 import torch
 
@@ -10,6 +12,13 @@ KINDS = ("cpu", "emulated", "cuda")
 
 def pytest_addoption(parser):
     parser.addoption("--device", action="append", choices=KINDS, help="run only these backends; repeatable")
+
+
+def pytest_configure(config):
+    """Several processes share the cores."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // processes))
 
 
 def pytest_collection_modifyitems(config, items):

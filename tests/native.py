@@ -1,5 +1,6 @@
 """Builds a pybind11 module of the tests with ninja, under build/tests/, and imports it. Called by emulator and test_core."""
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -31,9 +32,11 @@ def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
         objects.append(f"{source.name}.o")
         lines.append(f"build {objects[-1]}: compile {source}\n  extra = {extra}")
     lines.append(f"build {library}: link {' '.join(objects)}\n")
-    (folder / "build.ninja").write_text("\n".join(lines))
     ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    result = subprocess.run([ninja or "ninja", "-C", str(folder)], capture_output=True, text=True)
+    with (folder / "lock").open("w") as lock:  # several test processes may want it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_if_changed(folder / "build.ninja", "\n".join(lines))
+        result = subprocess.run([ninja or "ninja", "-C", str(folder)], capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"building {name} failed:\n{result.stdout}\n{result.stderr}")
     spec = importlib.util.spec_from_file_location(name, library)
@@ -41,3 +44,9 @@ def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Leaves a file alone that says this already."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)

@@ -16,9 +16,13 @@ from pass_ext.decoding.pass_drafter import Candidates, PassDrafter
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 
 
-def slots_for(model, count=4, seed=0):
+def slots_for(model, count=4, seed=0, **more):
     torch.manual_seed(seed)
-    return pass_ext.LookaheadEmbedding(count, model.get_input_embeddings().weight.shape[1], vocabulary=VOCABULARY)
+    width = model.get_input_embeddings().weight.shape[1]
+    slots = pass_ext.LookaheadEmbedding(count, width, vocabulary=VOCABULARY, **more)
+    for parameter in slots.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return slots
 
 
 def methods_for(model):
@@ -29,6 +33,11 @@ def methods_for(model):
         "one pass": PaSS(lookahead, tree=BUSHY, rows=24),
         "two passes": PaSS(lookahead, passes=2, tree=Tree.from_branching((3, 2, 1)), rows=24),
         "one pass, planned": PaSS(lookahead, rows=12),
+        "one pass, deep": PaSS(
+            slots_for(model, rank=3, deep_layers=0 if model.config.model_type == "opt" else 2),
+            tree=BUSHY.with_lookahead({0: 4, 2: 4, 7: 4}),
+            rows=24,
+        ),
         "one pass with ngrams": PaSS(
             lookahead, tree=Tree.chain(3), rows=24, ngram=NGram(longest=2, shortest=1, tokens=6)
         ),
@@ -151,10 +160,11 @@ def test_sampled_text_has_the_models_law(rule, name):
     logits = model(whole[:, :-1]).logits[:, len(prompt) - 1 :].double() / 0.9
     law = logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp()
     assert abs(law.sum() - 1) < 1e-6 and (law * requests > 5).sum() > 25
-    lookahead = pass_ext.LookaheadEmbedding(2, 64, vocabulary=vocabulary)
-    if name == "transition":
-        lookahead.transition_left = torch.nn.Parameter(torch.randn(64, 4))
-        lookahead.transition_right = torch.nn.Parameter(20 * torch.randn(64, 4))
+    rich = name == "transition"
+    lookahead = pass_ext.LookaheadEmbedding(2, 64, rank=4 * rich, deep_layers=2 * rich, vocabulary=vocabulary)
+    if rich:
+        torch.nn.init.normal_(lookahead.transition_right, std=20)
+        torch.nn.init.normal_(lookahead.deep)
     method = {
         "one pass": PaSS(lookahead, tree=Tree.from_branching((2, 2)), rows=32),
         "transition": PaSS(lookahead, tree=Tree.from_branching((2, 2)), rows=32),
@@ -373,6 +383,16 @@ def test_refusals(llama):
             make()
 
 
+def test_slots_that_shift_layers_must_fit():
+    opt = small_model("opt")  # embeds tokens in half of its width
+    method = PaSS(slots_for(opt, deep_layers=2), rows=12)
+    with pytest.raises(ValueError, match="the slots' vectors per layer must be 64 wide in opt, got 32"):
+        generate(opt, torch.tensor([[5, 6]]), method, max_new_tokens=2)
+    deeper = PaSS(slots_for(small_model("llama"), deep_layers=3), rows=12)
+    with pytest.raises(ValueError, match="3 layers"):
+        generate(small_model("llama"), torch.tensor([[5, 6]]), deeper, max_new_tokens=2)
+
+
 def test_models_that_cannot_be_decoded_are_refused_by_name():
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -385,3 +405,56 @@ def test_models_that_cannot_be_decoded_are_refused_by_name():
     llama.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ValueError, match="llama has layers of the kind linear_attention"):
         generate(llama, torch.tensor([[1, 2]]), max_new_tokens=1)
+
+
+def test_a_session_is_used_again(llama):
+    ids, mask = ragged_prompts(3)
+    method = methods_for(llama)["one pass"]
+    options = dict(max_new_tokens=12, attention_mask=mask, eos_token_id=[])
+    first = generate(llama, ids, method, keep_cache=True, **options)
+    again = generate(llama, ids.flip(0), method, session=first.session, **{**options, "attention_mask": mask.flip(0)})
+    assert torch.equal(again.sequences, first.sequences.flip(0)) and again.session is None
+    for changes in (
+        dict(input_ids=ids[:2], attention_mask=mask[:2]),
+        dict(max_new_tokens=13),
+        dict(model=small_model("llama")),
+    ):
+        with pytest.raises(ValueError, match=r"session must be of this model, [23] requests and room for"):
+            generate(
+                **{"model": llama, "input_ids": ids, "method": method, **options, "session": first.session, **changes}
+            )
+    with pytest.raises(ValueError, match="this session has 4 look-ahead slots, the method has 3"):
+        generate(
+            llama,
+            ids,
+            PaSS(slots_for(llama), tree=Tree.chain(3), rows=24),
+            session=first.session,
+            **{**options, "max_new_tokens": 11},
+        )
+
+
+def test_a_text_goes_on_from_its_cache(llama):
+    ids, _ = ragged_prompts(3)
+    whole = generate(llama, ids, max_new_tokens=12, eos_token_id=[])
+    begun = generate(llama, ids, methods_for(llama)["one pass"], max_new_tokens=5, eos_token_id=[], keep_cache=True)
+    known = int(begun.session.prefix_lens.min())
+    assert known >= ids.shape[1] + 4
+    past = [(keys[:, : ids.shape[1] + 4], values[:, : ids.shape[1] + 4]) for keys, values in begun.session.caches]
+    for method in methods_for(llama).values():
+        rest = generate(
+            llama, begun.sequences, method, max_new_tokens=7, eos_token_id=[], past=(past, ids.shape[1] + 4)
+        )
+        assert torch.equal(rest.sequences, whole.sequences) and rest.stats.model_calls <= 7
+    with pytest.raises(ValueError, match="past holds 28 tokens, so prompts must be longer, got 24"):
+        generate(llama, ids, max_new_tokens=1, past=(past, 28))
+
+
+@pytest.mark.parametrize("name", ["plain", "one pass", "two passes", "one pass with ngrams"])
+def test_recorded_steps_on_a_gpu(cuda, name):
+    model = small_model("llama").cuda()
+    ids, mask = (x.cuda() for x in ragged_prompts(6))
+    options = dict(max_new_tokens=24, attention_mask=mask, eos_token_id=[])
+    want = generate(model, ids, methods_for(model)[name], **options)
+    recorded = generate(model, ids, methods_for(model)[name], cuda_graphs=True, keep_cache=True, **options)
+    again = generate(model, ids, methods_for(model)[name], session=recorded.session, **options)
+    assert torch.equal(recorded.sequences, want.sequences) and torch.equal(again.sequences, want.sequences)

@@ -45,8 +45,9 @@ PYTHON_LAW = {
     "decoding": {"decoding", "lookahead", "ops", "tree"},
     "integrations": {"decoding", "integrations", "lookahead", "ops", "tree"},
     "testing": {"_library"},
+    "training": {"decoding", "lookahead", "ops", "training", "tree"},
     "demo": {"", "reference"},
-    "__main__": {"", "_library", "demo"},
+    "__main__": {"", "_library", "demo", "training"},
     "__init__": {"_library", "decoding", "integrations", "lookahead", "ops", "tree"},  # integrations: when asked for
 }
 

@@ -56,7 +56,7 @@ def test_save_and_load_round_trip(tmp_path, dtype):
     assert "num_lookahead=4, dim=16, base_model='tiny-model'" in repr(again)
     with safe_open(tmp_path / "slots.safetensors", framework="pt") as file:
         assert file.metadata() == {
-            "format": "pass_ext.lookahead.1",
+            "format": "pass_ext.lookahead.2",
             "base_model": "tiny-model",
             "vocabulary": "100",
             "hidden_size": "16",
@@ -104,3 +104,111 @@ def test_state_dict_moves_with_a_model():
     model = torch.nn.ModuleDict({"slots": LookaheadEmbedding(2, 8)})
     assert list(model.state_dict()) == ["slots.weight"]
     assert pass_ext.LookaheadEmbedding is LookaheadEmbedding
+
+
+def full_embedding():
+    """All optional parts present and away from zero."""
+    embedding = LookaheadEmbedding.from_table(
+        3, table_of(), rank=4, deep_layers=5, base_model="tiny", dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        for parameter in embedding.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    embedding.hit_rates = ((0.5, 0.25), (0.4, 0.125), (0.3, 0.0))
+    embedding.training_record = {"command": "train", "seed": 3}
+    return embedding
+
+
+def test_every_part_survives_a_file(tmp_path):
+    embedding = full_embedding()
+    embedding.save(tmp_path / "x.safetensors")
+    again = LookaheadEmbedding.load(tmp_path / "x.safetensors", table=table_of())
+    assert set(again.state_dict()) == {"weight", "transition_left", "transition_right", "deep"}
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in embedding.state_dict().items())
+    assert again.hit_rates == embedding.hit_rates and again.training_record == embedding.training_record
+    assert (again.rank, again.deep_layers) == (4, 5) and "rank=4, deep_layers=5" in repr(again)
+
+
+def test_files_of_the_first_format_still_load(tmp_path):
+    metadata = {
+        "format": "pass_ext.lookahead.1",
+        "base_model": "tiny",
+        "vocabulary": "100",
+        "hidden_size": "8",
+        "num_lookahead": "2",
+    }
+    save_file({"lookahead": torch.ones(2, 8)}, tmp_path / "old", metadata=metadata)
+    old = LookaheadEmbedding.load(tmp_path / "old")
+    assert torch.equal(old.weight, torch.ones(2, 8)) and old.hit_rates is None and old.transition_left is None
+    assert old.deep is None and (old.rank, old.deep_layers) == (0, 0) and old.training_record == {}
+
+
+def test_fewer_slots_keep_what_belongs_to_them():
+    embedding = full_embedding()
+    fewer = embedding.first(2)
+    assert torch.equal(fewer.weight, embedding.weight[:2]) and torch.equal(fewer.deep, embedding.deep[:, :2])
+    assert torch.equal(fewer.transition_left, embedding.transition_left) and fewer.hit_rates == embedding.hit_rates[:2]
+    assert (fewer.base_model, fewer.vocabulary, fewer.weight.dtype) == ("tiny", 100, torch.bfloat16)
+    assert LookaheadEmbedding(2, 8).first(1).hit_rates is None
+    for count in (0, 4):
+        with pytest.raises(ValueError, match=f"from 1 to 3 .* got {count}"):
+            embedding.first(count)
+
+
+def test_transition_tables_hold_every_tokens_side():
+    embedding, table = full_embedding(), table_of()
+    left, right = embedding.transition_tables(table)
+    assert left.shape == right.shape == (100, 4) and left.dtype == torch.float32
+    wide = table.double()
+    score = (wide[7] @ embedding.transition_left.double()) @ (wide[9] @ embedding.transition_right.double())
+    torch.testing.assert_close((left[7] @ right[9]).double(), score, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="no transition score"):
+        LookaheadEmbedding(2, 16).transition_tables(table)
+
+
+def test_no_transition_score_before_training_and_yet_a_gradient():
+    table = table_of(dtype=torch.float32)
+    embedding = LookaheadEmbedding.from_table(2, table, rank=3)
+    left, right = embedding.transition_tables(table)
+    assert (right == 0).all() and 0.2 < left.square().mean().sqrt() < 5
+    (gradient,) = torch.autograd.grad((left @ right.T).sum(), embedding.transition_right)
+    assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, m: t.pop("transition_right"), "one side of the transition only"),
+        (lambda t, m: t.update(transition_right=torch.zeros(16, 5)), "transition sides must both be"),
+        (lambda t, m: t.update(deep=torch.zeros(5, 2, 16)), r"deep must be \[layers, 3, 16\], got \[5, 2, 16\]"),
+        (lambda t, m: m.update(hit_rates="[[0.5]]"), "a row for each of 3 slots, got 1"),
+    ],
+    ids=["one side", "ranks", "deep", "rates"],
+)
+def test_damaged_files_are_refused(tmp_path, change, message):
+    full_embedding().save(tmp_path / "whole")
+    with safe_open(tmp_path / "whole", framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    change(tensors, metadata)
+    save_file(tensors, tmp_path / "damaged", metadata=metadata)
+    with pytest.raises(ValueError, match="is damaged: .*" + message):
+        LookaheadEmbedding.load(tmp_path / "damaged")
+
+
+def test_shipped_parameters_load_by_name(tmp_path):
+    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct")
+    assert shipped.dim == 576 and shipped.vocabulary == 49152 and "SmolLM2-135M-Instruct" in shipped.base_model
+    assert all(torch.isfinite(parameter).all() for parameter in shipped.parameters())
+    assert shipped.hit_rates is not None and len(shipped.hit_rates) == shipped.num_lookahead
+    for row in shipped.hit_rates:
+        assert len(row) == 16 and 0 < sum(row) <= 1.0001
+    assert shipped.training_record["command"].startswith("python -m pass_ext train")
+    file = pass_ext.lookahead._SHIPPED / "smollm2-135m-instruct.safetensors"
+    assert file.stat().st_size < 500_000
+    assert torch.equal(LookaheadEmbedding.from_pretrained(file).weight, shipped.weight)
+    with pytest.raises(
+        ValueError, match="'gpt-9' is neither a file nor one of the shipped names: smollm2-135m-instruct"
+    ):
+        LookaheadEmbedding.from_pretrained("gpt-9")
+    with pytest.raises(ValueError, match="hidden size: they have 576, this model has 16"):
+        LookaheadEmbedding.from_pretrained("smollm2-135m-instruct", table=table_of())

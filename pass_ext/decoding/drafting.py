@@ -78,6 +78,7 @@ class Drafting:
     ) -> None:
         self._texts = texts
         self.slots: Tensor | None = None
+        self.deep: Tensor | None = None
         self.law: Tensor | None = None
         """``[R, V]``: what ``Step.law_rows`` of the last ``next`` speak of."""
         ngram = method if isinstance(method, NGram) else method.ngram if isinstance(method, PaSS) else None
@@ -110,6 +111,8 @@ class Drafting:
         self._nodes = Tree(plan.tree.parents[: plan.tree.num_nodes])
         self._groups = tuple(plan.groups.items())
         self.slots = method.lookahead.weight[: plan.slots].detach().to(model.table.device, model.table.dtype)
+        if method.lookahead.deep is not None:
+            self.deep = method.lookahead.deep[:, : plan.slots].detach().to(model.table.device, model.table.dtype)
         self._pass = PassDrafter(method.lookahead, self._nodes, model.table, sampling, rule)
         if times is not None:
             self._paces = [Pace(times, len(self._texts)) for _ in self._texts]

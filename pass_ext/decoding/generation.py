@@ -71,6 +71,8 @@ def generate(
     generator: torch.Generator | None = None,
     past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None = None,
     keep_cache: bool = False,
+    session: Session | None = None,
+    cuda_graphs: bool = False,
 ) -> Generation:
     """Continues each prompt with up to ``max_new_tokens`` tokens.
 
@@ -91,6 +93,9 @@ def generate(
         logits_processor: as transformers' processors, called with ``(ids [rows, n], logits [rows, V])`` for every node.
         past: keys and values, ``[B, n, heads, D]`` per layer, of the first n tokens of every prompt; and n.
         keep_cache: the result has ``session``, with the caches.
+        session: of an earlier generation with ``keep_cache``, as many requests, as many slots and room enough; its caches and
+            CUDA graphs are used again, and its texts are overwritten.
+        cuda_graphs: on CUDA, steps whose shape comes again are replayed; pays with a ``session`` that is used again.
 
     Returns:
         Generation: ``sequences``, ``lengths``, ``stats``.
@@ -119,7 +124,8 @@ def generate(
     )
     listener = Listener(streamer, stopping)
     with torch.no_grad(), adapted.attached():
-        run = _Run(adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, logits_processor, past)
+        run = _Run(adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, logits_processor)
+        run.begin(session, past, cuda_graphs)
         started = time.perf_counter()
         listener.begin(prompts.texts)
         run.all()
@@ -145,7 +151,6 @@ class _Run:
         ends: frozenset[int],
         listener: Listener,
         processor: Callable[[Tensor, Tensor], Tensor] | None,
-        past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None,
     ) -> None:
         self.texts = [list(text) for text in prompts.texts]
         self.calls = 0
@@ -153,18 +158,38 @@ class _Run:
         self._ends, self._listener, self._processor = ends, listener, processor
         self._sampling, self._rule = sampling, rule
         self._drafting = Drafting(method, model, sampling, rule, self.texts)
-        room = max(self._limits) + self._drafting.max_depth  # a last step may accept more than is wanted
-        self.session = Session(model, len(self.texts), room, self._drafting.slots)
+        self._model = model
         self._filled = 0
-        if past is not None:
-            caches, self._filled = past
-            if min(map(len, self.texts)) <= self._filled:
-                raise ValueError(
-                    f"past holds {self._filled} tokens, so prompts must be longer, got {min(map(len, self.texts))}"
-                )
-            self.session.fill(caches, torch.full((len(self.texts),), self._filled, dtype=torch.int32))
-        self.counters = AcceptanceCounters(max(1, self._drafting.max_depth), self.session.device)
+        self.counters = AcceptanceCounters(max(1, self._drafting.max_depth), model.table.device)
         self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
+
+    def begin(
+        self,
+        session: Session | None,
+        past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None,
+        graphs: bool,
+    ) -> None:
+        """Finds room for the texts, and takes in what is known of them."""
+        slots, deep, requests = self._drafting.slots, self._drafting.deep, len(self.texts)
+        room = max(self._limits) + self._drafting.max_depth  # a last step may accept more than is wanted
+        if session is None:
+            session = Session(self._model, requests, room, slots, deep, graphs=graphs)
+        elif session.requests != requests or session.room < room or session.model.model is not self._model.model:
+            raise ValueError(
+                f"session must be of this model, {requests} requests and room for {room} tokens; it is of "
+                f"{session.requests} requests and {session.room} tokens"
+            )
+        else:
+            session.begin(slots, deep)
+        self.session = session
+        if past is None:
+            return
+        caches, self._filled = past
+        if min(map(len, self.texts)) <= self._filled:
+            raise ValueError(
+                f"past holds {self._filled} tokens, so prompts must be longer, got {min(map(len, self.texts))}"
+            )
+        self.session.fill(caches, torch.full((requests,), self._filled, dtype=torch.int32))
 
     def all(self) -> None:
         """Every step."""

@@ -66,8 +66,15 @@ class Adapted:
         """What must hold while the model is called."""
         return nullcontext()
 
-    def __call__(self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None) -> Tensor:
-        """As ``PackedModel``."""
+    def __call__(
+        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
+    ) -> Tensor:
+        """As ``PackedModel``. offsets ``[layers, N, d]``: what look-ahead rows add to the input of every layer."""
+        if offsets is not None:
+            raise TypeError(
+                "these look-ahead embeddings shift the input of every layer, which decoding can do in transformers models "
+                "only: train some without (--deep)"
+            )
         return self.model(rows, positions, attend, wanted)
 
 

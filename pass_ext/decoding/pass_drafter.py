@@ -60,7 +60,7 @@ class PassDrafter:
         self._sampling = sampling
         self._mode = "coupled" if sampling.temperature is None else _MODES.get(rule, "without")
         self._levels = _levels(tree, table.device)
-        self._transition = lookahead.transition_tables(table)
+        self._transition = lookahead.transition_tables(table) if lookahead.rank else None
 
     def draft(
         self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], positions: Sequence[int]

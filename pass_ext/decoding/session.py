@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pass_ext.decoding.graphs import RecordedCalls
+from pass_ext.decoding.layer_offsets import offsets_of
 from pass_ext.decoding.model import Adapted
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 from pass_ext.ops.cache import cache_commit_
@@ -34,19 +36,31 @@ class Session:
         model: ``packed_model(...)``.
         requests: B.
         room: text positions that the caches hold for each request.
-        slots: ``[L, d]``, look-ahead embeddings; ``[0, d]`` for none.
+        slots: ``[L, d]``, look-ahead embeddings; None for none.
+        deep: ``[layers, L, d]``, what they add to the input of every layer; None for nothing.
+        graphs: on CUDA, calls whose shape comes again are CUDA graphs.
     """
 
-    def __init__(self, model: Adapted, requests: int, room: int, slots: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: Adapted,
+        requests: int,
+        room: int,
+        slots: Tensor | None = None,
+        deep: Tensor | None = None,
+        *,
+        graphs: bool = False,
+    ) -> None:
         self.model = model
         self.requests = requests
         self.room = room
         table = model.table
         self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table.device, table.dtype)
+        self.deep = None if deep is None else deep.to(table.device, table.dtype)
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._new: list[tuple[Tensor, Tensor]] = []
-        self._value_dims: list[int] = []
+        self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
 
     @property
     def device(self) -> torch.device:
@@ -54,9 +68,18 @@ class Session:
         return self.prefix_lens.device
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Call:
-        """One call on all rows of the trees; ids ``[N]`` as ``lookahead_embed`` takes them."""
-        self._new = []
-        starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
+        """One call on all rows of the trees; ids ``[N]`` as ``lookahead_embed`` takes them. Logits hold until the next call."""
+        if self._recorded is not None and wanted is None and self.caches:
+            logits, self._new = self._recorded(trees, ids)
+        else:
+            logits, self._new = self._forward(trees, ids, wanted)
+        return Call(trees, logits)
+
+    def _forward(
+        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Logits, and keys and values of all layers."""
+        new: list[tuple[Tensor, Tensor]] = []
 
         def attend(
             layer: int,
@@ -68,16 +91,15 @@ class Session:
             softcap: float = 0.0,
             window: int = -1,
         ) -> Tensor:
-            if layer != len(self._new):
-                raise RuntimeError(
-                    f"layers must attend once each and in order: expected layer {len(self._new)}, got {layer}"
-                )
+            if layer != len(new):
+                raise RuntimeError(f"layers must attend once each and in order: expected layer {len(new)}, got {layer}")
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             width, value_dim = _head_dim(max(q.shape[-1], v.shape[-1])), v.shape[-1]
             q, k, v = (_padded(x, width) for x in (q, k, v))
             if layer == len(self.caches):
-                self.caches.append(tuple(x.new_empty(self.requests, self.room, *x.shape[1:]) for x in (k, v)))  # type: ignore[arg-type]
-            self._new.append((k, v))
+                keys, values = (x.new_empty(self.requests, self.room, *x.shape[1:]) for x in (k, v))
+                self.caches.append((keys, values))
+            new.append((k, v))
             out, _ = attention_tree(
                 q, *self.caches[layer], self.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
                 k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
@@ -85,14 +107,16 @@ class Session:
             )  # fmt: skip
             return out[..., :value_dim]
 
+        starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
         rows = self.model.embed(ids, self.slots)
-        logits = self.model(rows, (starts + trees.depths).long(), attend, wanted)
-        if len(self._new) != len(self.caches) or not self._new:
+        offsets = None if self.deep is None else offsets_of(ids, self.deep)
+        logits = self.model(rows, (starts + trees.depths).long(), attend, wanted, offsets)
+        if len(new) != len(self.caches) or not new:
             raise RuntimeError(
-                f"{len(self._new)} layers attended, {len(self.caches)} in the first call: every layer that mixes rows must "
-                "do so by attention"
+                f"{len(new)} layers attended, {len(self.caches)} in the first call: every layer that mixes rows must do so "
+                "by attention"
             )
-        return Call(trees, logits)
+        return logits, new
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Keeps the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
@@ -101,8 +125,21 @@ class Session:
         cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
         self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
 
+    def begin(self, slots: Tensor | None, deep: Tensor | None) -> None:
+        """Forgets the texts; caches and recorded calls stay for the next ones."""
+        if slots is not None and slots.shape != self.slots.shape:
+            raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
+        if slots is not None and (deep is None) != (self.deep is None):
+            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
+        if slots is not None:
+            self.slots.copy_(slots)
+        if self.deep is not None and deep is not None:
+            self.deep.copy_(deep)
+        self.prefix_lens.zero_()
+
     def fill(self, caches: Sequence[tuple[Tensor, Tensor]], lengths: Tensor) -> None:
         """Starts from keys and values, ``[B, length, KV heads, D]`` per layer, of which ``lengths`` are each request's."""
+        self.caches.clear()
         for keys, values in caches:
             width = _head_dim(max(keys.shape[-1], values.shape[-1]))
             own = []

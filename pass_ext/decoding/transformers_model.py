@@ -7,13 +7,14 @@ registered attention function hands queries, keys and values to the session. Cal
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.layer_offsets import LayerOffsets
 from pass_ext.decoding.model import Adapted, Attend
 from pass_ext.ops.lookahead import lookahead_embed
 
@@ -33,6 +34,7 @@ class TransformersModel(Adapted):
         module = model.get_input_embeddings()
         self._embedding = module
         self.table = module.weight
+        self._shifted: LayerOffsets | None = None
         self._check()
 
     def _check(self) -> None:
@@ -71,6 +73,7 @@ class TransformersModel(Adapted):
         before = self.model.config._attn_implementation
         was_training = self.model.training
         self.model.set_attn_implementation(_KEY)
+        self._hooks = ExitStack()
         try:
             if self.model.config._attn_implementation != _KEY:
                 raise ValueError(
@@ -80,11 +83,27 @@ class TransformersModel(Adapted):
             self.model.eval()
             yield
         finally:
+            self._shifted = None
+            self._hooks.close()
             self.model.set_attn_implementation(before)
             self.model.train(was_training)
 
-    def __call__(self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None) -> Tensor:
-        """As ``PackedModel``."""
+    def __call__(
+        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
+    ) -> Tensor:
+        """As ``Adapted``."""
+        if offsets is not None and self._shifted is None:
+            width = self.model.config.get_text_config(decoder=True).hidden_size
+            layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+            if len(offsets) != layers:
+                raise ValueError(f"these look-ahead slots are for {len(offsets)} layers, {self.name} has {layers}")
+            if offsets.shape[2] != width:
+                raise ValueError(
+                    f"the slots' vectors per layer must be {width} wide in {self.name}, got {offsets.shape[2]}"
+                )
+            self._shifted = self._hooks.enter_context(LayerOffsets(self.model).attached())
+        if self._shifted is not None:
+            self._shifted.offsets = offsets
         token = _attending.set(attend)
         try:
             output = self.model(

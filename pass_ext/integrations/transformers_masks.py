@@ -80,6 +80,8 @@ class TreeStep:
         """The calls for a forward whose ordinary mask is ``causal``; made once for all layers with that mask."""
         kept = self._plans.get(id(causal))
         if kept is None or kept[0] is not causal:
+            if len(self._plans) >= 4:  # of earlier forwards; a model has one mask per kind of layer
+                self._plans.clear()
             kept = self._plans[id(causal)] = causal, _tree_calls(self, causal)
         return kept[1]
 

@@ -1,0 +1,383 @@
+"""Training: the slot forward against sequential rows, the chunked loss against the dense one, resuming, rates, the split."""
+
+import argparse
+import itertools
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from training_models import Letters, counting, tiny_llama
+
+from pass_ext import LookaheadEmbedding
+from pass_ext.training import command, data, rates, self_distill
+from pass_ext.training.evaluation import evaluate, ranks_of
+from pass_ext.training.loop import Settings, Trainer, check_head, rate_at, step_loss
+from pass_ext.training.loss import distillation_loss
+from pass_ext.training.sampling import sample
+from pass_ext.training.slots import slot_rows, text_rows
+from pass_ext.training.windows import Window, Windows
+
+transformers = pytest.importorskip("transformers")
+SETTINGS = Settings(
+    steps=40,
+    learning_rate=0.05,
+    transition_learning_rate=0.1,
+    deep_learning_rate=0.02,
+    warm_up=5,
+    decay=0.8,
+    clip=1.0,
+    loss="kl",
+)
+
+
+def slots_for(model, count=3, *, rank=4, deep=True, seed=1):
+    """Look-ahead parameters, all of them away from zero."""
+    torch.manual_seed(seed)
+    layers = model.config.num_hidden_layers if deep else 0
+    table = model.get_input_embeddings().weight
+    embedding = LookaheadEmbedding.from_table(count, table, rank=rank, deep_layers=layers)
+    with torch.no_grad():
+        for parameter in embedding.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return embedding
+
+
+def windows_of(samples, *, lookahead=3, documents=(), seed=0):
+    return Windows(Letters(), documents, samples, 1.0, 32, 2, 6, lookahead, seed)
+
+
+def sequential_logits(model, embedding, text, anchor):
+    """What an ordinary causal forward over [text up to the anchor, the slots] says at the slots; differentiable."""
+    table = model.get_input_embeddings().weight
+    rows = torch.cat([table[text[: anchor + 1]], embedding.weight])[None]
+    hooks = []
+    if embedding.deep is not None:
+        for layer, offset in zip(model.model.layers, embedding.deep, strict=True):
+            padded = F.pad(offset, (0, 0, anchor + 1, 0))
+            hooks.append(layer.register_forward_pre_hook(lambda _, x, padded=padded: (x[0] + padded, *x[1:])))
+    logits = model(inputs_embeds=rows).logits[0, anchor + 1 :]
+    for hook in hooks:
+        hook.remove()
+    if embedding.rank:
+        previous = text[anchor + 1 : anchor + 1 + embedding.num_lookahead]
+        logits = logits + (table[previous] @ embedding.transition_left) @ (table @ embedding.transition_right).T
+    return logits
+
+
+def dense_loss(model, embedding, window, decay, kind):
+    """The training loss from one ordinary forward a group."""
+    total, slots = 0.0, embedding.num_lookahead
+    weights = decay ** torch.arange(slots)
+    for text, anchors in zip(window.ids, window.anchors, strict=True):
+        with torch.no_grad():
+            teacher = model(input_ids=text[None]).logits[0]
+        for anchor in anchors.tolist():
+            own = sequential_logits(model, embedding, text, anchor).log_softmax(-1)
+            for i in range(slots):
+                if kind == "kl":
+                    goal = teacher[anchor + 1 + i].log_softmax(-1)
+                    loss = (goal.exp() * (goal - own[i])).sum()
+                else:
+                    loss = -own[i, text[anchor + 2 + i]]
+                total = total + weights[i] / weights.sum() * loss / window.anchors.numel()
+    return total
+
+
+@pytest.mark.parametrize("kind", ["kl", "cross-entropy"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_loss_and_gradients_are_those_of_one_ordinary_forward_a_group(tied, kind):
+    model = tiny_llama(tied=tied)
+    embedding = slots_for(model)
+    window = windows_of(counting(9, 24)).at(3)
+    ours = step_loss(model, embedding, window, 0.8, kind)
+    gradients = torch.autograd.grad(ours, list(embedding.parameters()))
+    dense = dense_loss(model, embedding, window, 0.8, kind)
+    torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(gradients, torch.autograd.grad(dense, list(embedding.parameters())), strict=True):
+        assert theirs.abs().max() > 1e-4
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-3)
+
+
+def test_a_slot_row_is_what_the_model_says_after_the_text_and_the_slots_before_it():
+    model = tiny_llama()
+    embedding = slots_for(model, rank=0)
+    texts = torch.tensor([one.ids for one in counting(2, 20)])
+    anchors = torch.tensor([[0, 5, 5, 14], [3, 7, 11, 12]])
+    with torch.no_grad():
+        _, past = text_rows(model, texts)
+        logits = model.lm_head(slot_rows(model, embedding, anchors, past))
+        for b, a in itertools.product(range(2), range(4)):
+            alone = sequential_logits(model, embedding, texts[b], int(anchors[b, a]))
+            torch.testing.assert_close(logits[b, a], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize("kind", ["kl", "cross-entropy"])
+def test_the_chunked_loss_is_the_dense_one(kind, chunk):
+    torch.manual_seed(0)
+    rows = [torch.randn(23, 8, requires_grad=True), torch.randn(23, 6, requires_grad=True)]
+    tables, bias = [torch.randn(50, 8), torch.randn(50, 6)], torch.randn(50)
+    weights, teacher_rows = torch.rand(23), torch.randn(9, 8)
+    teacher, labels = torch.randint(9, (23,)), torch.randint(50, (23,))
+    own = (rows[0] @ tables[0].T + rows[1] @ tables[1].T + bias).log_softmax(-1)
+    if kind == "kl":
+        chosen = dict(teacher_rows=teacher_rows, teacher=teacher)
+        goal = (teacher_rows @ tables[0].T + bias).log_softmax(-1)[teacher]
+        dense = (weights * (goal.exp() * (goal - own)).sum(-1)).sum()
+    else:
+        chosen, dense = dict(labels=labels), (weights * F.nll_loss(own, labels, reduction="none")).sum()
+    ours = distillation_loss(rows, tables, weights, bias=bias, chunk=chunk, **chosen)
+    torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(torch.autograd.grad(3 * ours, rows), torch.autograd.grad(3 * dense, rows), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
+    model, windows = tiny_llama(), windows_of(counting(9, 40))
+    whole = Trainer(model, slots_for(model), windows, SETTINGS)
+    whole.run(12)
+    first = Trainer(model, slots_for(model), windows, SETTINGS)
+    first.run(5)
+    first.save(tmp_path / "state.pt", "run")
+    second = Trainer(model, slots_for(model, seed=9), windows, SETTINGS)
+    second.restore(tmp_path / "state.pt", "run")
+    second.run(12)
+    assert second.losses == whole.losses
+    for mine, theirs in zip(second.embedding.parameters(), whole.embedding.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(SystemExit, match="belongs to a run with other settings"):
+        second.restore(tmp_path / "state.pt", "another")
+
+
+def test_it_learns_a_pattern_that_the_model_knows():
+    """A model that has learnt to count: its slots learn to count two, three and four ahead, by their hit rates too."""
+    model = tiny_llama()
+    model.requires_grad_(True)
+    texts = torch.tensor([one.ids for one in counting(30, 24)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        loss = F.cross_entropy(model(input_ids=texts).logits[:, :-1].flatten(0, 1), texts[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.requires_grad_(False)
+    assert loss < 0.2
+    embedding = slots_for(model, rank=16, deep=False)
+    held_out = counting(5, 24, name="held out")
+    before = evaluate(model, embedding, held_out, 8)
+    trainer = Trainer(model, embedding, windows_of(counting(30, 24)), SETTINGS)
+    frozen = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.run(40)
+    after = evaluate(model, embedding, held_out, 8)
+    assert sum(trainer.losses[-5:]) < 0.7 * sum(trainer.losses[:5])
+    assert after["slots"][0]["top 8"] > before["slots"][0]["top 8"] + 0.2
+    assert after["accepted"]["tree 8"] > before["accepted"]["tree 8"]
+    assert after["places"] == 40
+    assert all(torch.equal(frozen[name], value) for name, value in model.state_dict().items())
+
+
+def test_ranks_are_those_of_a_sort():
+    model = tiny_llama(tied=False)
+    embedding = slots_for(model)
+    text, anchors = torch.tensor(counting(3, 24)[2].ids), torch.tensor([1, 8, 19])
+    ranks = ranks_of(model, embedding, text, anchors)
+    for row, anchor in enumerate(anchors.tolist()):
+        logits = sequential_logits(model, embedding, text, anchor).detach()
+        order = logits.argsort(dim=-1, descending=True, stable=True)
+        assert ranks[row].tolist() == [order[i].tolist().index(int(text[anchor + 2 + i])) for i in range(3)]
+
+
+def test_hit_rates_are_shares_among_places_whose_path_was_right():
+    ranks = torch.randint(0, 6, (200, 3), generator=torch.Generator().manual_seed(0))
+    found = rates.hit_rates(ranks, count=4)
+    for i in range(3):
+        reached = [row for row in ranks.tolist() if all(rank < 4 for rank in row[:i])]
+        assert 0 < len(reached) < 200 or i == 0
+        for k in range(4):
+            assert found[i][k] == pytest.approx(sum(row[i] == k for row in reached) / len(reached), abs=1e-5)
+    assert rates.hit_rates(torch.full((3, 2), 9), count=4) == ((0.0,) * 4,) * 2
+    assert rates.top_rates(ranks)[0]["top 2"] == pytest.approx(sum(r[0] < 2 for r in ranks.tolist()) / 200, abs=1e-4)
+
+
+def test_the_best_tree_and_what_it_accepts_equal_brute_force():
+    table = ((0.5, 0.2, 0.1), (0.4, 0.3, 0.2), (0.6, 0.3, 0.05))
+    paths = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
+
+    def value(path):
+        product = 1.0
+        for depth, rank in enumerate(path):
+            product *= table[depth][rank]
+        return product
+
+    for nodes in (1, 4, 9):
+        tree = rates.best_tree(table, nodes)
+        best = sorted(map(value, paths), reverse=True)[:nodes]
+        assert sum(map(value, tree)) == pytest.approx(sum(best)) and len(tree) == nodes
+        assert all(path[:-1] in tree for path in tree if len(path) > 1)
+    ranks = torch.tensor([[0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 2]])
+    assert rates.accepted_length(ranks, {(0,), (0, 0), (1,)}) == (2 + 1 + 1 + 2) / 4
+    assert rates.accepted_lengths(ranks, table)["chain"] == (3 + 1 + 0 + 2) / 4
+
+
+def test_the_split_never_changes():
+    names = [f"folder/file_{number}.py" for number in range(2000)]
+    share = sum(map(data.is_held_out, names)) / 2000
+    assert 0.08 < share < 0.12
+    known = {"argparse.py": False, "json/decoder.py": False, "heapq.py": False, "textwrap.py": False}
+    assert {name: data.is_held_out(name) for name in known} == known
+    assert [name for name in names[:40] if data.is_held_out(name)] == ["folder/file_11.py", "folder/file_39.py"]
+
+
+def test_documents_are_read_with_their_prose_apart(tmp_path):
+    body = "A docstring that is long enough to be worth its own place among the prose. " * 3
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pkg/a.py").write_text(f'"""{body}\n\n    indented\n    """\nx = 1\n' + "# code\n" * 40)
+    (tmp_path / "notes.md").write_text(body)
+    (tmp_path / "tests/b.py").write_text("x = 1\n" * 100)
+    (tmp_path / "picture.bin").write_text("x" * 1000)
+    found = data.read_documents([tmp_path])
+    assert [(one.name, one.kind) for one in found] == [
+        ("notes.md", "prose"),
+        ("pkg/a.py", "prose"),
+        ("pkg/a.py", "python"),
+    ]
+    assert found[1].text.endswith("place among the prose.\n\nindented") and "x = 1" not in found[1].text
+    assert data.read_documents([tmp_path / "tests/b.py"])[0].name == "b.py"
+    assert data.fingerprint(found) == data.fingerprint(list(found)) != data.fingerprint(found[:2])
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
+        data.read_documents([tmp_path / "absent"])
+
+
+def test_windows_depend_on_seed_and_step_alone_and_anchors_stay_inside():
+    samples = counting(5, 20) + counting(2, 9, name="short")
+    windows = windows_of(samples)
+    assert torch.equal(windows.at(7).ids, windows_of(samples).at(7).ids)
+    assert not torch.equal(windows.at(7).anchors, windows_of(samples, seed=1).at(7).anchors)
+    for step in range(20):
+        window = windows.at(step)
+        for ids, anchors in zip(window.ids.tolist(), window.anchors.tolist(), strict=True):
+            length = next(len(one.ids) for one in samples if one.ids == ids[: len(one.ids)])
+            assert min(anchors) >= 0 and max(anchors) + 1 + 3 < length
+    with pytest.raises(SystemExit, match="nothing to train on"):
+        windows_of([])
+
+
+def test_samples_are_the_models_own_text():
+    model = tiny_llama()
+    prompts = [[5, 6, 7], [9, 10, 11, 12, 13], [40]]
+    greedy = sample(model, prompts, 8, 0.0, torch.Generator().manual_seed(0), frozenset())
+    for prompt, text in zip(prompts, greedy, strict=True):
+        ids = list(prompt)
+        for token in text:
+            assert token == int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+    stop = frozenset({greedy[1][3]})
+    stopped = sample(model, prompts, 8, 0.0, torch.Generator().manual_seed(0), stop)
+    for text, whole in zip(stopped, greedy, strict=True):
+        assert text == whole[: next((at + 1 for at, token in enumerate(whole) if token in stop), 8)]
+    drawn = sample(model, [[5, 6, 7]] * 4000, 1, 0.7, torch.Generator().manual_seed(0), frozenset())
+    wanted = (model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).softmax(-1)
+    counted = torch.bincount(torch.tensor(drawn)[:, 0], minlength=100) / 4000
+    assert (counted - wanted).abs().sum() / 2 < 0.08
+
+
+def test_loops_are_cut():
+    rng = random.Random(0)
+    plain = [rng.randrange(1000) for _ in range(50)]
+    assert self_distill.without_loop([1, 2], plain) == plain
+    looping = plain + [7, 8, 9] * 20
+    kept = self_distill.without_loop([1, 2], looping)
+    assert 50 < len(kept) < 70 and kept == looping[: len(kept)]
+
+
+def test_the_learning_rate_rises_and_falls():
+    curve = [rate_at(step, 100, 10) for step in range(100)]
+    assert curve[0] == 0.1 and curve[10] == 1.0 and max(curve) == 1.0
+    assert curve[10:] == sorted(curve[10:], reverse=True) and curve[-1] < 0.001
+
+
+def test_a_model_that_bends_its_logits_is_refused():
+    model = tiny_llama()
+    check_head(model, torch.tensor([[1, 2, 3]]))
+    plain = type(model).forward
+    model.forward = lambda *a, **k: type("Out", (), {"logits": plain(model, *a, **k).logits.tanh()})()
+    with pytest.raises(SystemExit, match="changes its logits"):
+        check_head(model, torch.tensor([[1, 2, 3]]))
+
+
+def options_for(out, **changes):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    line = ["--model", "tiny", "--out", str(out), "--steps", "6", "--length", "24", "--anchors", "4"]
+    line += ["--lookahead", "2", "--sample-tokens", "12", "--checkpoint-every", "2", "--own-chats", "12"]
+    line += ["--transition-rank", "2", "--warm-up", "2"]
+    for name, value in changes.items():
+        line += [f"--{name.replace('_', '-')}", str(value)]
+    return parser.parse_args(line)
+
+
+def trained(out, console, **changes):
+    from pass_ext.training.data import Document
+
+    documents = [Document(f"part {n}.py", "python", f"line {n} of a text\n" * 40) for n in range(30)]
+    options = options_for(out, **changes)
+    path = command.train(options, "the command", tiny_llama(), Letters(), documents, ["Say hello.", "Count."], console)
+    return LookaheadEmbedding.load(path)
+
+
+def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
+    pytest.importorskip("matplotlib")
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(file=(tmp_path / "log").open("w"))
+    whole = trained(tmp_path / "whole", console, continuations=20)
+    record = whole.training_record
+    assert record["command"] == "the command" and record["steps"] == 6 and record["evaluation"]["places"] > 0
+    assert whole.hit_rates is not None and len(whole.hit_rates) == 2 and len(whole.hit_rates[0]) == 16
+    assert {"own samples", "documents", "held out"} == set(record["data"])
+    card = (tmp_path / "whole/lookahead.md").read_text()
+    assert "the command" in card and "| 0 |" in card and (tmp_path / "whole/lookahead.svg").stat().st_size > 1000
+
+    # stopped after the first step, then given the same command again
+    stopped = trained(tmp_path / "parts", console, continuations=20, minutes=1e-9)
+    assert stopped.training_record["steps"] == 1
+    again = trained(tmp_path / "parts", console, continuations=20)
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert again.hit_rates == whole.hit_rates
+    with pytest.raises(SystemExit, match="other settings or data"):
+        trained(tmp_path / "parts", console, continuations=20, clip=0.5)
+    with pytest.raises(SystemExit, match="samples of other settings"):
+        trained(tmp_path / "parts", console, continuations=20, sample_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lookahead": 0}, "--lookahead must be at least 1, got 0"),
+        ({"own_chats": 0}, "nothing to train on: give --data"),
+        ({"continuations": 4}, "takes its prefixes from --data"),
+        ({"sample_share": 2}, "--sample-share must lie between 0 and 1, got 2"),
+        ({"self_distill": "/no/such/file"}, "--self-distill names '/no/such/file'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, message):
+    with pytest.raises(SystemExit, match=message):
+        command.check_arguments(options_for(tmp_path, **changes))
+
+
+def test_missing_models_and_data_are_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"no\.gguf', and there is no such file"):
+        command.run(options_for(tmp_path, model=tmp_path / "no.gguf"), ["x"])
+    with pytest.raises(SystemExit, match="which does not exist"):
+        command.run(options_for(tmp_path, data=tmp_path / "absent"), ["x"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=r"holds no \.py"):
+        command.run(options_for(tmp_path, data=tmp_path / "empty"), ["x"])
+
+
+def test_one_window_has_the_right_shape():
+    window = windows_of(counting(4, 40)).at(0)
+    assert isinstance(window, Window) and window.ids.shape == (2, 32) and window.anchors.shape == (2, 6)
