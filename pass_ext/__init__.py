@@ -4,6 +4,7 @@ Functions here are thin, typed wrappers over ``torch.ops.pass_ext.*``; ``python 
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from pass_ext._library import set_debug, status
 from pass_ext.decoding.generation import Generation, generate
@@ -18,6 +19,9 @@ from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
+
+if TYPE_CHECKING:
+    from pass_ext.integrations.transformers_generate import custom_generate
 
 try:
     __version__ = version("pass_ext")
@@ -41,6 +45,7 @@ __all__ = [
     "attention_merge",
     "attention_tree",
     "cache_commit_",
+    "custom_generate",
     "draft_sample",
     "generate",
     "linear_rows",
@@ -51,3 +56,12 @@ __all__ = [
     "tree_mask",
     "tree_prepare",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What belongs to another library is imported when it is asked for."""
+    if name == "custom_generate":
+        from pass_ext.integrations.transformers_generate import custom_generate
+
+        return custom_generate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ import sys
 import torch
 
 import pass_ext
+from pass_ext import demo
 from pass_ext.training import command
 
 
@@ -35,9 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pass_ext", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, libraries, instruction set, GPUs")
-    demo = commands.add_parser("demo", help="look-ahead injection on a real model (needs the extra pass_ext[hf])")
-    demo.add_argument("model", help="a GGUF file, or a transformers model folder or name")
-    demo.add_argument("--prompt", default="The three primary colours are red,")
+    demo.add_arguments(commands.add_parser("demo", help="PaSS beside plain decoding (needs pass_ext[hf,train])"))
     train = commands.add_parser("train", help="look-ahead embeddings for a model of yours (needs pass_ext[hf,train])")
     command.add_arguments(train)
     chosen = parser.parse_args(arguments)
@@ -47,9 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         command.run(chosen, ["python", "-m", "pass_ext", *given])
     else:
-        from pass_ext.demo import run
-
-        run(chosen.model, chosen.prompt)
+        demo.run(chosen)
     return 0
 
 

@@ -43,11 +43,12 @@ PYTHON_LAW = {
     "lookahead": {"ops"},
     "tree": {"ops", "tree_picture"},
     "tree_picture": {"tree"},
+    "integrations": {"decoding", "integrations", "lookahead", "ops", "tree"},
     "testing": {"_library"},
     "training": {"decoding", "lookahead", "ops", "training", "tree"},
-    "demo": {"", "reference"},
+    "demo": {"", "decoding", "demo"},
     "__main__": {"", "_library", "demo", "training"},
-    "__init__": {"_library", "decoding", "lookahead", "ops", "tree"},
+    "__init__": {"_library", "decoding", "integrations", "lookahead", "ops", "tree"},  # integrations: when asked for
 }
 
 

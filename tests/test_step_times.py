@@ -15,6 +15,7 @@ from pass_ext.decoding.step_times import StepTimes, measure
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(step_times.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     return tmp_path / "cache"
 
 
@@ -101,6 +102,17 @@ def test_kept_for_the_same_and_measured_again_for_others(cache):
         measure(run, **{"rows": (1, 2)} | again)
         assert len(calls) > before, again
     assert len(list(cache.rglob("*.json"))) == 3
+
+
+def test_times_of_a_busy_machine_are_not_kept(cache, monkeypatch, caplog):
+    calls, run = counted()
+    monkeypatch.setattr(step_times.os, "getloadavg", lambda: (float(step_times.os.cpu_count()), 0.0, 0.0))
+    with caplog.at_level("INFO", logger="pass_ext"):
+        measure(run, (1, 2), fingerprint="a")
+    assert "other programs were computing" in caplog.text and not list(cache.rglob("*.json"))
+    made = len(calls)
+    measure(run, (1, 2), fingerprint="a")
+    assert len(calls) > made
 
 
 def test_threads_and_versions_are_part_of_the_key(monkeypatch):

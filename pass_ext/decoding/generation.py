@@ -295,7 +295,7 @@ class _Run:
             new = new[: self._limits[b] - len(self.texts[b])]
             ended = next((i for i, token in enumerate(new) if token in self._ends), None)
             new = new if ended is None else new[: ended + 1]
-            kept, stopped = self._listener.heard(self.texts[b], new, accepted[b])
+            kept, stopped = self._listener.heard(b, self.texts[b], new, accepted[b])
             self.texts[b] += new[:kept]
             gained[b] = kept
             if ended is None and not stopped:

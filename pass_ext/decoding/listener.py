@@ -26,9 +26,9 @@ class Listener:
             raise ValueError(f"a streamer takes one request, got {len(texts)}")
         self._streamer.put(torch.tensor(texts))
 
-    def heard(self, text: list[int], new: list[int], accepted: int) -> tuple[int, bool]:
+    def heard(self, request: int, text: list[int], new: list[int], accepted: int) -> tuple[int, bool]:
         """``new`` follows ``text``, its first ``accepted`` tokens were drafted -> how many of them to keep, whether to stop."""
-        kept, stopped = (len(new), False) if self._stopping is None else self._until_stop(text, new)
+        kept, stopped = (len(new), False) if self._stopping is None else self._until_stop(request, text, new)
         if self._streamer is not None:
             if hasattr(self._streamer, "put_step"):
                 self._streamer.put_step(new[:kept], min(accepted, kept))
@@ -37,10 +37,12 @@ class Listener:
                     self._streamer.put(torch.tensor([token]))
         return kept, stopped
 
-    def _until_stop(self, text: list[int], new: list[int]) -> tuple[int, bool]:
+    def _until_stop(self, request: int, text: list[int], new: list[int]) -> tuple[int, bool]:
         assert self._stopping is not None
+        stops = getattr(self._stopping, "stops", None)  # of criteria that want to know whose text it is
         for count in range(1, len(new) + 1):
-            stop = self._stopping(torch.tensor([text + new[:count]]), None)
+            so_far = text + new[:count]
+            stop = stops(request, so_far) if stops else self._stopping(torch.tensor([so_far]), None)
             if bool(stop.all()) if isinstance(stop, Tensor) else bool(stop):
                 return count, True
         return len(new), False

@@ -7,8 +7,9 @@ own noise; for rules that ask for the drafts' law q they are drawn from it, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree
 
 _SHORTLIST = 64  # candidates of a slot that transition scores reorder
+_tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 _MODES = {"coupled": "coupled", "typical": "coupled", "rejection_with_replacement": "with", "kseq": "with"}
 
 
@@ -60,7 +62,7 @@ class PassDrafter:
         self._sampling = sampling
         self._mode = "coupled" if sampling.temperature is None else _MODES.get(rule, "without")
         self._levels = _levels(tree, table.device)
-        self._transition = lookahead.transition_tables(table) if lookahead.rank else None
+        self._transition = _transition_tables(lookahead, table) if lookahead.rank else None
 
     def draft(
         self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], positions: Sequence[int]
@@ -142,6 +144,16 @@ class PassDrafter:
             first += len(logits)
             kept.append(logits)
         return Candidates(tokens[:, 1 : self.tree.num_nodes].tolist(), torch.cat(kept), rows.tolist())
+
+
+def _transition_tables(lookahead: LookaheadEmbedding, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Kept while nothing of what they are made of changes: they cost more than a step."""
+    left, right = lookahead.transition_left, lookahead.transition_right
+    made_of = tuple((x.data_ptr(), x._version, x.dtype) for x in (table, left, right) if x is not None)
+    kept = _tables.get(lookahead)
+    if kept is None or kept[0] != made_of:
+        kept = _tables[lookahead] = (made_of, lookahead.transition_tables(table))
+    return kept[1]
 
 
 def _levels(tree: Tree, device: torch.device) -> list[Level]:

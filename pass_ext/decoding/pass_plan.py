@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import MutableMapping
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,6 +22,7 @@ from pass_ext.decoding.step_times import StepTimes, measure
 from pass_ext.tree import Tree, pack_trees
 
 _ASSUMED_RANKS = 16
+_times: MutableMapping[Any, dict[int, StepTimes]] = WeakKeyDictionary()  # of models that are alive, by threads
 _PREFIX = 256  # tokens that measured steps stand behind
 
 
@@ -28,19 +32,40 @@ def pass_plan(method: PaSS, model: Adapted, requests: int) -> tuple[Plan, StepTi
     calibrated = method.lookahead.hit_rates
     rates = calibrated[:slots] if calibrated else assumed_hit_rates(slots, _ASSUMED_RANKS)
     times = measured_times(model) if method.rows == "auto" else None
-    step_time = None if times is None else times.at
-    how: Any = dict(passes=method.passes, requests=requests)
-    if method.tree is not None:
-        rows = None if method.rows == "auto" else method.rows
-        return Plan.from_tree(method.tree, slots, rates, rows=rows, step_time=step_time, **how), times
+    known = tuple(map(tuple, rates))
+    return _planned(known, times, slots, method.tree, method.rows, method.passes, requests), times
+
+
+@lru_cache(maxsize=64)
+def _planned(
+    rates: tuple[tuple[float, ...], ...],
+    times: StepTimes | None,
+    slots: int,
+    tree: Tree | None,
+    rows: int | str,
+    passes: int,
+    requests: int,
+) -> Plan:
+    how: Any = dict(passes=passes, requests=requests)
+    if tree is not None:
+        most = rows if isinstance(rows, int) else None
+        return Plan.from_tree(tree, slots, rates, rows=most, step_time=None if times is None else times.at, **how)
     if times is not None:
-        return plan_auto(rates, times, **how), times
-    assert isinstance(method.rows, int)
-    return plan(rates, rows=method.rows, **how), None
+        return plan_auto(rates, times, **how)
+    assert isinstance(rows, int)
+    return plan(rates, rows=rows, **how)
 
 
 def measured_times(model: Adapted) -> StepTimes:
     """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk."""
+    known = _times.setdefault(model.model, {})
+    threads = torch.get_num_threads()
+    if threads not in known:
+        known[threads] = _measured(model)
+    return known[threads]
+
+
+def _measured(model: Adapted) -> StepTimes:
 
     def run(rows: int) -> None:
         session = sessions.setdefault(0, Session(model, 1, _PREFIX + 512))

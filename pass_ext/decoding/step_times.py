@@ -84,7 +84,8 @@ def measure(
         run: makes one call with so many rows, on ``device``.
         rows: ascending, two or more.
         fingerprint: what ``run`` runs: model, sizes, dtype, attention, graphs. With it the result is kept on disk and found
-            there again, for this device, number of threads and versions of torch and pass_ext. None: never kept.
+            there again, for this device, number of threads and versions of torch and pass_ext. None: never kept; nor
+            are times of a CPU that was busy with something else.
         device: waited for before and after each call where it is CUDA.
         budget: seconds to spend, warm-up included; 3 rounds are made in any case.
         refresh: measure even if the result is on disk.
@@ -92,10 +93,18 @@ def measure(
     key = None if fingerprint is None else _key(fingerprint, rows, torch.device(device))
     if key is not None and not refresh and (kept := _read(key)) is not None:
         return kept
+    busy = _others_compute(torch.device(device))
     times = _measure(run, tuple(rows), torch.device(device), budget)
-    if key is not None:
+    if key is not None and busy:
+        _log.info("step times are not kept: other programs were computing while they were measured")
+    elif key is not None:
         _write(key, times)
     return times
+
+
+def _others_compute(device: torch.device) -> bool:
+    """Whether the CPU had most of its cores in use in the last minute: times would be of that, not of the model."""
+    return device.type == "cpu" and os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1)
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,64 @@
+"""Whether two greedy texts agree: token for token, or up to a token where the model itself is undecided.
+
+In fp32 texts are equal. In bf16 a product of another number of rows rounds otherwise, so where two tokens' logits are as good
+as equal either may win, and behind that the texts are different texts:
+
+    tie: |logit(a) - logit(b)| <= TIE * 2 ^ (floor(log2 of the largest |logit|) - 7)      logits of the same weights in fp32
+
+Called by ``show``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+TIE = 8  # units in the last place of bf16: what the roundings of all layers add up to, and some room
+
+
+class Agreement(NamedTuple):
+    """How far two texts are the same."""
+
+    same: int
+    """Tokens before the first that differs."""
+    gap: float | None
+    """Difference of the two tokens' logits there; None: the texts are equal."""
+
+    def __str__(self) -> str:
+        if self.gap is None:
+            return "same text"
+        return f"same up to token {self.same}, then a tie ({self.gap:.2f})"
+
+
+def agreement(
+    text: Sequence[int], other: Sequence[int], who: str, logits_behind: Callable[[Sequence[int]], Tensor]
+) -> Agreement:
+    """Raises AssertionError if the texts differ where there is no tie.
+
+    Args:
+        text, other: new tokens, the prompt's left out.
+        who: made ``other``; for the message.
+        logits_behind: new tokens -> fp32 logits ``[V]`` of the token that follows them.
+    """
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    if same == len(text) == len(other):
+        return Agreement(same, None)
+    if same in (len(text), len(other)):
+        raise AssertionError(f"{who} made {len(other)} tokens and Plain {len(text)}, the first {same} of them the same")
+    logits = logits_behind(text[:same])
+    first, second = (logits[tokens[same]].item() for tokens in (text, other))
+    gap, most = abs(first - second), TIE * bf16_step(logits.abs().max().item())
+    if not gap <= most:
+        raise AssertionError(
+            f"{who} differs from Plain at token {same}: {other[same]} instead of {text[same]}, and that is no tie: "
+            f"their logits are {second:.3f} and {first:.3f}, a tie is up to {most:.3f}"
+        )
+    return Agreement(same, gap)
+
+
+def bf16_step(size: float) -> float:
+    """Distance of neighbouring bf16 numbers at this size."""
+    return 2.0 ** (math.frexp(size)[1] - 8)  # size = mantissa * 2 ^ exponent, mantissa from 1/2 to 1

@@ -1,0 +1,139 @@
+"""The ways to continue a text that are compared, and one run of one of them: its tokens, calls and seconds.
+
+Seconds are those of the whole ``generate``, of pass_ext and of transformers alike. Called by ``show``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import pass_ext
+from pass_ext.decoding.methods import Method
+from pass_ext.decoding.stats import GenerationStats
+
+LOOKUP_TOKENS = 8  # of n-gram candidates, pass_ext's and transformers'
+PLAIN, GREEDY = "Plain", "transformers greedy"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method of ``pass_ext.generate``, or None: transformers' own ``generate`` with these options."""
+
+    name: str
+    method: Method | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Emitted(NamedTuple):
+    """What one model call added to the text."""
+
+    tokens: int
+    accepted: int
+    """The first so many of them were drafted."""
+
+
+class Run(NamedTuple):
+    """One text by one contender."""
+
+    tokens: list[int]
+    steps: list[Emitted]
+    stats: GenerationStats
+
+
+def contenders(lookahead: pass_ext.LookaheadEmbedding | None, rows: Any = "auto") -> list[Contender]:
+    """All that this model can be decoded with; ``rows`` as in ``PaSS``."""
+    ngram = pass_ext.NGram(tokens=LOOKUP_TOKENS)
+    found = [
+        Contender(PLAIN, pass_ext.Plain()),
+        Contender(GREEDY, None),
+        Contender("transformers prompt lookup", None, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+        Contender("NGram", ngram),
+    ]
+    if lookahead is not None:
+        found += [
+            Contender("PaSS, two passes", pass_ext.PaSS(lookahead, passes=2, rows=rows)),
+            Contender("PaSS, one pass", pass_ext.PaSS(lookahead, rows=rows)),
+            Contender("PaSS + NGram", pass_ext.PaSS(lookahead, rows=rows, ngram=ngram)),
+        ]
+    return found
+
+
+def continued(model: Any, contender: Contender, ids: Tensor, new_tokens: int) -> Run:
+    """The greedy continuation."""
+    recorder = Recorder()
+    started = time.perf_counter()
+    if contender.method is not None:
+        made = pass_ext.generate(model, ids, contender.method, max_new_tokens=new_tokens, streamer=recorder)
+        return Run(recorder.tokens, recorder.steps, _timed(made.stats, time.perf_counter() - started))
+    rows: list[int] = []
+
+    def called(_module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        rows.append((options["input_ids"] if "input_ids" in options else arguments[0]).shape[1])
+
+    watch = model.register_forward_pre_hook(called, with_kwargs=True)
+    try:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            streamer=recorder,
+            **contender.options,
+        )
+    finally:
+        watch.remove()
+    seconds = time.perf_counter() - started
+    return Run(recorder.tokens, recorder.steps, _of_transformers(recorder, rows, ids.shape[1], seconds))
+
+
+class Recorder:
+    """A streamer, for pass_ext and for transformers: which call emitted which tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.steps: list[Emitted] = []
+        self._begun = False
+
+    def put(self, ids: Tensor) -> None:
+        """The prompt, then, from transformers, what each call emitted."""
+        if self._begun:
+            self.put_step(ids.flatten().tolist(), ids.numel() - 1)
+        self._begun = True
+
+    def put_step(self, tokens: list[int], accepted: int) -> None:
+        """From pass_ext."""
+        self.tokens += tokens
+        self.steps.append(Emitted(len(tokens), accepted))
+
+    def end(self) -> None:
+        """No more tokens come."""
+
+
+def _of_transformers(recorder: Recorder, rows: list[int], prompt: int, seconds: float) -> GenerationStats:
+    """Its counts, as pass_ext counts its own: a call with more than one row, the prompt's aside, judged a draft."""
+    first = rows[0] - prompt  # prompt lookup drafts in its first call already
+    drafted = [first, *(count - 1 for count in rows[1:])]
+    histogram = [0] * (max(step.accepted for step in recorder.steps) + 1)
+    for count, step in zip(drafted, recorder.steps, strict=True):
+        if count > 0:
+            histogram[step.accepted] += 1
+    return GenerationStats(
+        tuple(histogram), sum(drafted), model_calls=len(rows), tokens=len(recorder.tokens), seconds=seconds
+    )
+
+
+def _timed(stats: GenerationStats, seconds: float) -> GenerationStats:
+    return GenerationStats(
+        stats.acceptance_histogram,
+        stats.num_draft_tokens,
+        model_calls=stats.model_calls,
+        tokens=stats.tokens,
+        seconds=seconds,
+    )

@@ -1,0 +1,80 @@
+"""``LiveText``: a streamer for ``pass_ext.generate`` that prints text as it comes, accepted drafts in colour.
+
+Tokens are pieces of UTF-8, so text is printed once its characters are complete, decoded behind the tokens before it, which
+keeps spaces right. Called by ``show``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+ACCEPTED = "bold green"
+
+
+class LiveText:
+    """Without colour, accepted drafts stand between ‹ and ›.
+
+    Args:
+        console: where to print.
+        tokenizer: with ``decode``.
+    """
+
+    def __init__(self, console: Console, tokenizer: Any) -> None:
+        self._console, self._decoding = console, Incremental(tokenizer)
+        self._marks = ("", "") if console.is_terminal and not console.no_color else ("‹", "›")
+
+    @property
+    def legend(self) -> str:
+        """What is drafted and accepted, in rich's markup."""
+        left, right = self._marks
+        return f"[{ACCEPTED}]{left}accepted drafts{right}[/], and what the model adds to them, one token a call"
+
+    def put(self, _prompt: Tensor) -> None:
+        """The prompt is not shown."""
+
+    def put_step(self, tokens: Sequence[int], accepted: int) -> None:
+        """The tokens of one call."""
+        if drafted := self._decoding.text_of(tokens[:accepted]):
+            self._print(drafted.join(self._marks), ACCEPTED)
+        self._print(self._decoding.text_of(tokens[accepted:]), "")
+
+    def end(self) -> None:
+        """Ends the line."""
+        self._print(self._decoding.rest() + "\n", "")
+
+    def _print(self, text: str, style: str) -> None:
+        self._console.print(Text(text, style=style), end="", soft_wrap=True)
+
+
+class Incremental:
+    """Tokens in, complete characters out."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []  # the last tokens whose text is out
+        self._pending: list[int] = []
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """What these tokens add; characters that they leave incomplete are kept for later."""
+        self._pending += tokens
+        text = self._new()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._shown, self._pending = self._pending, []
+        return text
+
+    def rest(self) -> str:
+        """What is left, complete or not."""
+        return self._new() if self._pending else ""
+
+    def _new(self) -> str:
+        before = self._decode(self._shown)
+        return self._decode(self._shown + self._pending)[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,93 @@
+"""The model, its tokenizer, its look-ahead embeddings, and the prompts. Called by ``show``."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import pass_ext
+from pass_ext.demo import missing
+
+QUESTION = "Write a short story about a lighthouse keeper and a storm."
+FUNCTION = '''def is_leap_year(year: int) -> bool:
+    """Returns True for leap years of the Gregorian calendar."""
+    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
+
+
+def days_in_month(year: int, month: int) -> int:
+    """Returns the number of days of a month, 1 to 12."""
+'''
+PROSE = (
+    "The old library stood at the end of the street, behind two large chestnut trees. In the mornings it was quiet, and"
+)
+
+
+class Prompt(NamedTuple):
+    """One text to continue."""
+
+    name: str
+    shown: str
+    """What of it is shown: without the template's tokens."""
+    ids: Tensor
+    """``[1, T]``."""
+
+
+def load_model(path: str) -> tuple[Any, Any]:
+    """A transformers causal model in bfloat16 and its tokenizer, from a GGUF file or anything ``from_pretrained`` takes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    file = Path(path)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": path}
+    if file.suffix == ".gguf":
+        if not file.is_file():
+            raise SystemExit(f"no such model file: {path}")
+        if find_spec("gguf") is None:
+            missing(ImportError("No module named 'gguf'"))
+        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+    except ImportError as error:
+        missing(error)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} cannot be loaded as a transformers model: {error}") from error
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def load_lookahead(wanted: str | None, model_path: str, table: Tensor) -> pass_ext.LookaheadEmbedding | None:
+    """Those asked for, else the shipped ones whose name the model's begins with, else None."""
+    if wanted is None:
+        shipped = sorted((Path(pass_ext.__file__).parent / "pretrained").glob("*.safetensors"))
+        name = Path(model_path).name.lower()
+        wanted = next((file.stem for file in shipped if name.startswith(file.stem)), None)
+        if wanted is None:
+            return None
+    try:
+        return pass_ext.LookaheadEmbedding.from_pretrained(wanted, table=table)
+    except ValueError as error:
+        raise SystemExit(f"--lookahead {wanted}: {error}") from error
+
+
+def prompts(tokenizer: Any, own: str | None) -> list[Prompt]:
+    """The user's, or three: an instruction if the model has a chat template, a function to complete, a prose opening."""
+
+    def of(name: str, shown: str, text: str) -> Prompt:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        if not ids.numel():
+            raise SystemExit("--prompt must have at least one token")
+        return Prompt(name, shown, ids)
+
+    if own is not None:
+        return [of("your prompt", own, own)]
+    found = [of("Python", FUNCTION, FUNCTION), of("prose", PROSE, PROSE)]
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": QUESTION}]
+        chat = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+        found.insert(0, of("chat", QUESTION, chat))
+    return found

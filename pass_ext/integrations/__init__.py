@@ -1,0 +1,1 @@
+"""Where pass_ext meets other libraries: one module per library, imported only by those who use it."""
