@@ -233,7 +233,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def load(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     """The model, its tokenizer and its look-ahead embeddings."""
     import pass_ext
-    from pass_ext.demo import load_model
+    from pass_ext.demo.loading import load_model
 
     path = options.model
     if path is None:
