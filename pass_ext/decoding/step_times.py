@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import platform
-import statistics
 import tempfile
 import time
 from bisect import bisect_left
@@ -134,7 +133,7 @@ def _measure(run: Callable[[int], object], rows: tuple[int, ...], device: torch.
             break
         for count in rows if done % 2 == 0 else reversed(rows):
             seen[count].append(timed(count))
-    return StepTimes(rows, tuple(statistics.median(seen[count]) for count in rows))
+    return StepTimes(rows, tuple(sorted(seen[count])[len(seen[count]) // 2] for count in rows))
 
 
 def _wait(device: torch.device) -> None:
