@@ -3,13 +3,11 @@
 Functions here are thin, typed wrappers over ``torch.ops.pass_ext.*``; ``python -m pass_ext info`` shows what is loaded.
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from pass_ext._library import set_debug, status
-from pass_ext.decoding.generation import Generation, generate
-from pass_ext.decoding.methods import NGram, PaSS, Plain
-from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.lookahead import LookaheadEmbedding
 from pass_ext.ops.accept import RULES, AcceptResult, accept_chain, accept_tree
 from pass_ext.ops.attention import attention_merge, attention_tree
@@ -21,6 +19,9 @@ from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 if TYPE_CHECKING:
+    from pass_ext.decoding.generation import Generation, generate
+    from pass_ext.decoding.methods import NGram, PaSS, Plain
+    from pass_ext.decoding.sampling import SamplingParams
     from pass_ext.integrations.transformers_generate import custom_generate
 
 try:
@@ -58,10 +59,25 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """What belongs to another library is imported when it is asked for."""
-    if name == "custom_generate":
-        from pass_ext.integrations.transformers_generate import custom_generate
+# Imported when asked for: loops of one's own need the ops alone, and custom_generate needs transformers.
+_LATER = {
+    "Generation": "decoding.generation",
+    "NGram": "decoding.methods",
+    "PaSS": "decoding.methods",
+    "Plain": "decoding.methods",
+    "SamplingParams": "decoding.sampling",
+    "custom_generate": "integrations.transformers_generate",
+    "generate": "decoding.generation",
+}
 
-        return custom_generate
+
+def __getattr__(name: str) -> Any:
+    """The decoding loop and the hooks."""
+    if name in _LATER:
+        value = globals()[name] = getattr(import_module(f"pass_ext.{_LATER[name]}"), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
