@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import itertools
 import random
+import re
+import shlex
 import sysconfig
 from pathlib import Path
 
@@ -370,6 +372,21 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
 def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, message):
     with pytest.raises(SystemExit, match=message):
         command.check_arguments(options_for(tmp_path, **changes))
+
+
+def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    root = Path(__file__).parent.parent
+    guide = (root / "docs/training.md").read_text().replace("\\\n", " ")
+    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
+    lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
+    assert len(lines) == 1
+    for line in [*lines, shipped]:
+        options = parser.parse_args(shlex.split(line)[4:])
+        assert options.lookahead == 4 and (root / options.self_distill) == command.INSTRUCTIONS
+    for option in re.findall(r"`(--[a-z-]+)", guide):
+        assert option in parser.format_help(), option
 
 
 def test_missing_models_and_data_are_named(tmp_path):
