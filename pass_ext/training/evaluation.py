@@ -57,6 +57,7 @@ def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample
     return {
         "places": len(ranks),
         "texts": sum(map(len, found.values())),
+        "temperatures": sorted({sample.temperature for sample in samples}),
         "hit_rates": rates,
         "slots": top_rates(ranks),
         "accepted": accepted_lengths(ranks, rates),

@@ -81,7 +81,8 @@ def card(name: str, record: dict[str, Any], curve: str) -> str:
 def _evaluation(evaluation: dict[str, Any]) -> str:
     tops = list(evaluation["slots"][0])
     lines = [
-        f"## Held-out evaluation\n\nThe model's own greedy continuations of held-out prompts, cut where they begin to loop: "
+        f"## Held-out evaluation\n\nThe model's own continuations of held-out prompts (temperature "
+        f"{', '.join(map(str, evaluation['temperatures']))}), cut where they begin to loop: "
         f"{evaluation['texts']} texts, {evaluation['places']} places. Share of places where slot i (0-based) held the token "
         "among its first candidates, the tokens before it given:\n",
         _row(["slot", *tops]),

@@ -44,7 +44,7 @@ def slot_rows(model: Any, embedding: LookaheadEmbedding, anchors: Tensor, past: 
     positions = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
     with LayerOffsets(model).attached() if embedding.deep is not None else nullcontext() as shifted:
         if shifted is not None and embedding.deep is not None:
-            shifted.offsets = embedding.deep.repeat(1, count, 1)
+            shifted.offsets = embedding.deep.to(table.dtype).repeat(1, count, 1)
         hidden = model.get_decoder()(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),
@@ -56,7 +56,11 @@ def slot_rows(model: Any, embedding: LookaheadEmbedding, anchors: Tensor, past: 
 
 
 def transition_hidden(embedding: LookaheadEmbedding, table: Tensor, previous: Tensor) -> Tensor:
-    """``(E[previous] @ left) @ right^T`` ``[..., d]``: its product with a candidate's embedding is the transition score."""
+    """``(E[previous] @ left) @ right^T`` ``[..., d]``: its product with a candidate's embedding is the transition score.
+
+    Computed in the parameters' type, given in the table's.
+    """
     if embedding.transition_left is None or embedding.transition_right is None:
         raise ValueError("these look-ahead embeddings have no transition score (their rank is 0)")
-    return (table[previous] @ embedding.transition_left) @ embedding.transition_right.T
+    known = table[previous].to(embedding.transition_left.dtype)
+    return ((known @ embedding.transition_left) @ embedding.transition_right.T).to(table.dtype)
