@@ -314,13 +314,21 @@ def test_streamers_hear_every_token_once(llama, monkeypatch):
     assert max(accepted for _, accepted in by_step.steps) >= 2
 
 
-def test_the_model_is_as_it_was(llama):
+def test_the_model_is_as_it_was(llama, monkeypatch, tmp_path):
     ids, mask = ragged_prompts(2)
     before = llama.config._attn_implementation
+
+    def own_parts():
+        return [(name, sorted(vars(part)), len(part._forward_pre_hooks)) for name, part in llama.named_modules()]
+
+    parts = own_parts()
     llama.train()
-    generate(llama, ids, max_new_tokens=2, attention_mask=mask)
-    assert llama.config._attn_implementation == before and llama.training
+    monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))  # rows "auto": its measurement attaches inside of a generation
+    for method in (Plain(), PaSS(slots_for(llama, deep_layers=2))):
+        generate(llama, ids, method, max_new_tokens=2, attention_mask=mask)
+        assert llama.config._attn_implementation == before and llama.training
     llama.eval()
+    assert own_parts() == parts
 
     def fails(text, scores):
         raise KeyError("mine")
@@ -458,3 +466,13 @@ def test_recorded_steps_on_a_gpu(cuda, name):
     recorded = generate(model, ids, methods_for(model)[name], cuda_graphs=True, keep_cache=True, **options)
     again = generate(model, ids, methods_for(model)[name], session=recorded.session, **options)
     assert torch.equal(recorded.sequences, want.sequences) and torch.equal(again.sequences, want.sequences)
+
+
+def test_a_profiler_sees_the_parts_of_a_step(llama):
+    ids, mask = ragged_prompts(2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        got = generate(llama, ids, methods_for(llama)["one pass"], max_new_tokens=6, attention_mask=mask)
+    seen = {event.key: event.count for event in profile.key_averages() if event.key.startswith("pass_ext::")}
+    calls = got.stats.model_calls
+    parts = {name: seen[f"pass_ext::{name}"] for name in ("draft", "verify", "accept", "commit")}
+    assert parts == {"draft": calls - 1, "verify": calls, "accept": calls, "commit": calls}

@@ -74,7 +74,14 @@ class Drafting:
     """See the module. ``texts`` are the requests' tokens, which the loop extends."""
 
     def __init__(
-        self, method: Method, model: Adapted, sampling: SamplingParams, rule: str, texts: Sequence[list[int]]
+        self,
+        method: Method,
+        model: Adapted,
+        sampling: SamplingParams,
+        rule: str,
+        texts: Sequence[list[int]],
+        *,
+        graphs: bool,
     ) -> None:
         self._texts = texts
         self.slots: Tensor | None = None
@@ -89,20 +96,20 @@ class Drafting:
         self._pass: PassDrafter | None = None
         self._paces: list[Pace] | None = None
         if isinstance(method, PaSS):
-            self._use(method, model, sampling, rule)
+            self._use(method, model, sampling, rule, graphs)
         elif not isinstance(method, (Plain, NGram)):
             raise TypeError(f"method must be Plain(), NGram(...) or PaSS(...), got {type(method).__name__}")
         deep = self._plan.tree.max_depth if self._plan else 0
         self.max_depth = max(deep, ngram.tokens if ngram else 0)
 
-    def _use(self, method: PaSS, model: Adapted, sampling: SamplingParams, rule: str) -> None:
+    def _use(self, method: PaSS, model: Adapted, sampling: SamplingParams, rule: str, graphs: bool) -> None:
         if method.ngram is not None and sampling.temperature is not None and rule not in ("coupled", "typical"):
             raise ValueError(
                 f"rule {rule!r} judges drafts by the law that they were drawn from, and n-gram candidates have none beside "
                 "look-ahead candidates: use rule 'coupled', or PaSS without ngram"
             )
         method.lookahead.check_fits(model.table)
-        plan, times = pass_plan(method, model, len(self._texts))
+        plan, times = pass_plan(method, model, len(self._texts), graphs=graphs)
         if plan.is_plain:
             return
         if rule == "block" and sampling.temperature is not None and len(plan.tree.leaves) != 1:

@@ -124,8 +124,10 @@ def generate(
     )
     listener = Listener(streamer, stopping)
     with torch.no_grad(), adapted.attached():
-        run = _Run(adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, logits_processor)
-        run.begin(session, past, cuda_graphs)
+        run = _Run(
+            adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, logits_processor, cuda_graphs
+        )
+        run.begin(session, past)
         started = time.perf_counter()
         listener.begin(prompts.texts)
         run.all()
@@ -151,29 +153,25 @@ class _Run:
         ends: frozenset[int],
         listener: Listener,
         processor: Callable[[Tensor, Tensor], Tensor] | None,
+        graphs: bool,
     ) -> None:
         self.texts = [list(text) for text in prompts.texts]
         self.calls = 0
         self._limits = [len(text) + max_new_tokens for text in self.texts]
         self._ends, self._listener, self._processor = ends, listener, processor
         self._sampling, self._rule = sampling, rule
-        self._drafting = Drafting(method, model, sampling, rule, self.texts)
-        self._model = model
+        self._drafting = Drafting(method, model, sampling, rule, self.texts, graphs=graphs)
+        self._model, self._graphs = model, graphs
         self._filled = 0
         self.counters = AcceptanceCounters(max(1, self._drafting.max_depth), model.table.device)
         self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
 
-    def begin(
-        self,
-        session: Session | None,
-        past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None,
-        graphs: bool,
-    ) -> None:
+    def begin(self, session: Session | None, past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None) -> None:
         """Finds room for the texts, and takes in what is known of them."""
         slots, deep, requests = self._drafting.slots, self._drafting.deep, len(self.texts)
         room = max(self._limits) + self._drafting.max_depth  # a last step may accept more than is wanted
         if session is None:
-            session = Session(self._model, requests, room, slots, deep, graphs=graphs)
+            session = Session(self._model, requests, room, slots, deep, graphs=self._graphs)
         elif session.requests != requests or session.room < room or session.model.model is not self._model.model:
             raise ValueError(
                 f"session must be of this model, {requests} requests and room for {room} tokens; it is of "

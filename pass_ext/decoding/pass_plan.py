@@ -13,8 +13,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
-from pass_ext.decoding.methods import PaSS
+from pass_ext.decoding.methods import MOST_ROWS, PaSS
 from pass_ext.decoding.model import Adapted
 from pass_ext.decoding.planner import Plan, assumed_hit_rates, plan, plan_auto
 from pass_ext.decoding.session import Session
@@ -22,16 +23,17 @@ from pass_ext.decoding.step_times import StepTimes, measure
 from pass_ext.tree import Tree, pack_trees
 
 _ASSUMED_RANKS = 16
-_times: MutableMapping[Any, dict[int, StepTimes]] = WeakKeyDictionary()  # of models that are alive, by threads
+_times: MutableMapping[Any, dict[tuple[int, bool], StepTimes]] = WeakKeyDictionary()
+"""Of models that are alive, by threads, and whether in CUDA graphs."""
 _PREFIX = 256  # tokens that measured steps stand behind
 
 
-def pass_plan(method: PaSS, model: Adapted, requests: int) -> tuple[Plan, StepTimes | None]:
-    """The plan, and the step times that chose it where ``rows`` is "auto"."""
+def pass_plan(method: PaSS, model: Adapted, requests: int, *, graphs: bool = False) -> tuple[Plan, StepTimes | None]:
+    """The plan, and the step times that chose it where ``rows`` is "auto". graphs: calls will be CUDA graphs."""
     slots = method.num_slots
     calibrated = method.lookahead.hit_rates
     rates = calibrated[:slots] if calibrated else assumed_hit_rates(slots, _ASSUMED_RANKS)
-    times = measured_times(model) if method.rows == "auto" else None
+    times = measured_times(model, graphs=graphs) if method.rows == "auto" else None
     known = tuple(map(tuple, rates))
     return _planned(known, times, slots, method.tree, method.rows, method.passes, requests), times
 
@@ -56,31 +58,34 @@ def _planned(
     return plan(rates, rows=rows, **how)
 
 
-def measured_times(model: Adapted) -> StepTimes:
+def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
     """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk."""
     known = _times.setdefault(model.model, {})
-    threads = torch.get_num_threads()
-    if threads not in known:
-        known[threads] = _measured(model)
-    return known[threads]
+    how = (torch.get_num_threads(), graphs)
+    if how not in known:
+        with torch.no_grad(), model.attached():
+            kind = f"{_fingerprint(model)}{' in graphs' if graphs else ''}"
+            known[how] = measure(_Calls(model, graphs).run, fingerprint=kind, device=model.table.device)
+    return known[how]
 
 
-def _measured(model: Adapted) -> StepTimes:
+class _Calls:
+    """Calls with any number of rows behind one prefix, which is read when the first is made."""
 
-    def run(rows: int) -> None:
-        session = sessions.setdefault(0, Session(model, 1, _PREFIX + 512))
+    def __init__(self, model: Adapted, graphs: bool) -> None:
+        self._session = Session(model, 1, _PREFIX + MOST_ROWS, graphs=graphs)
+
+    def run(self, rows: int) -> None:
+        session = self._session
         if not session.caches:
-            ids = torch.arange(_PREFIX, device=session.device) % model.table.shape[0]
-            trees = pack_trees([Tree.chain(_PREFIX - 1)], session.device)
-            session.call(trees, ids, torch.zeros(1, dtype=torch.int64, device=session.device))
             path = torch.arange(_PREFIX, dtype=torch.int32, device=session.device)[None]
-            session.commit(trees, path, torch.full((1,), _PREFIX - 1, dtype=torch.int32, device=session.device))
-        ids = torch.arange(rows, device=session.device) % model.table.shape[0]
-        session.call(pack_trees([Tree.chain(rows - 1)], session.device), ids)
+            trees = pack_trees([Tree.chain(_PREFIX - 1)], session.device)
+            session.call(trees, self._ids(_PREFIX), torch.zeros(1, dtype=torch.int64, device=session.device))
+            session.commit(trees, path, torch.full_like(path[:, 0], _PREFIX - 1))
+        session.call(pack_trees([Tree.chain(rows - 1)], session.device), self._ids(rows))
 
-    sessions: dict[int, Session] = {}
-    with torch.no_grad(), model.attached():
-        return measure(run, fingerprint=_fingerprint(model), device=model.table.device)
+    def _ids(self, count: int) -> Tensor:
+        return torch.arange(count, device=self._session.device) % self._session.model.table.shape[0]
 
 
 def _fingerprint(model: Adapted) -> str:

@@ -36,6 +36,7 @@ class TransformersModel(Adapted):
         module = model.get_input_embeddings()
         self._embedding = module
         self.table = module.weight
+        self._hooks: ExitStack | None = None  # while attached
         self._shifted: LayerOffsets | None = None
         self._check()
 
@@ -68,34 +69,36 @@ class TransformersModel(Adapted):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Attention goes through this module meanwhile."""
+        """Attention and few-row linear layers go through us meanwhile. Inside of itself it does nothing more."""
+        if self._hooks is not None:
+            yield
+            return
         from transformers import AttentionInterface
 
         AttentionInterface.register(_KEY, _attention)
-        before = self.model.config._attn_implementation
-        was_training = self.model.training
-        self.model.set_attn_implementation(_KEY)
-        self._hooks = ExitStack()
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(self._detached)
+            hooks.callback(self.model.train, self.model.training)
+            hooks.callback(self.model.set_attn_implementation, self.model.config._attn_implementation)
+            self.model.set_attn_implementation(_KEY)
             if self.model.config._attn_implementation != _KEY:
                 raise ValueError(
                     f"{self.name}: {type(self.model).__name__} has attention of its own and takes no other "
                     "(transformers' AttentionInterface), so pass_ext cannot decode it"
                 )
             self.model.eval()
-            self._hooks.enter_context(few_rows_linear(self.model))
+            hooks.enter_context(few_rows_linear(self.model))
+            self._hooks = hooks
             yield
-        finally:
-            self._shifted = None
-            self._hooks.close()
-            self.model.set_attn_implementation(before)
-            self.model.train(was_training)
+
+    def _detached(self) -> None:
+        self._hooks = self._shifted = None
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
     ) -> Tensor:
         """As ``Adapted``."""
-        if offsets is not None and self._shifted is None:
+        if offsets is not None and self._shifted is None and self._hooks is not None:
             width = self.model.config.get_text_config(decoder=True).hidden_size
             layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
             if len(offsets) != layers:
