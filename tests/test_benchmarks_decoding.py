@@ -295,7 +295,7 @@ def quick_times(monkeypatch):
     from pass_ext.decoding import pass_plan
     from pass_ext.decoding.step_times import StepTimes
 
-    monkeypatch.setattr(pass_plan, "measured_times", lambda model: StepTimes((1, 64), (1.0, 1.2)))
+    monkeypatch.setattr(pass_plan, "measured_times", lambda model, graphs: StepTimes((1, 64), (1.0, 1.2)))
 
 
 class Letters(Words):
