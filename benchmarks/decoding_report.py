@@ -86,7 +86,7 @@ def _race(result: dict[str, Any], setting: str, looping: bool) -> Section:
         )
     kind = "texts that loop" if looping else "texts that do not loop"
     words = f"Prompts: {counts}."
-    if setting != "greedy":
+    if not setting.startswith("greedy"):
         words += " transformers draws with random numbers of its own, so its texts are others."
     return Section(f"{setting[0].upper()}{setting[1:]}, {kind}", words, heads, table)
 
