@@ -29,7 +29,10 @@ def bits_of(visible):
 # ---- making one ----
 
 
-@pytest.mark.parametrize("kind", [list, tuple, iter, torch.tensor, lambda p: torch.tensor(p).int()], ids=str)
+KINDS = {"list": list, "tuple": tuple, "iter": iter, "int64": torch.tensor, "int32": lambda p: torch.tensor(p).int()}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_any_sequence_or_tensor_of_parents(kind):
     tree = Tree(kind([-1, 0, 0, 2]))
     assert tree.parents == (-1, 0, 0, 2) and tree.depths == (0, 1, 1, 2) and len(tree) == tree.num_nodes == 4
