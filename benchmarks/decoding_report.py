@@ -342,7 +342,7 @@ def draw(story: dict[str, Any], path: Path) -> None:
         axes.set_xlim(-0.5, len(domains) - 0.5)
         axes.set_xticks(range(len(domains)), domains)
         axes.set_ylabel("speed-up over Plain")
-        axes.set_title(f"{story['title']}: greedy, texts that do not loop", fontsize=9)
+        axes.set_title(f"{story['title']}\ngreedy, texts that do not loop", fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right upper", fontsize=7, frameon=False)
         if path.suffix == ".svg":
