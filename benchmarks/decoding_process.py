@@ -1,9 +1,8 @@
-"""vLLM beside the race: decoding_vllm.py, run by another Python on raced prompts; and the model as one that can be saved.
+"""vLLM beside the race: decoding_vllm.py, run by another Python on raced prompts.
 
 Another process, not interleaved. Called by bench_decoding.py.
 """
 
-import copy
 import json
 import os
 import subprocess
@@ -12,24 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.decoding_texts import first_difference
 
 SCRIPT = Path(__file__).resolve().with_name("decoding_vllm.py")
 MOST_SECONDS = 300
-
-
-def plain_copy(model: Any, dtype: torch.dtype) -> Any:
-    """One from a GGUF file counts as quantized, so it can be neither converted nor saved; its weights are plain, and so is
-    this model."""
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    plain = type(model)(config)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = copy.deepcopy(model.generation_config)
-    return plain.to(model.device, dtype).eval().requires_grad_(False)
 
 
 def run_vllm(

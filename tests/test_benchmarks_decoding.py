@@ -386,15 +386,6 @@ def test_the_first_layers_share_weights_and_nothing_else(model):
     assert not torch.equal(short, long)
 
 
-def test_a_models_plain_copy_computes_the_same(model):
-    from benchmarks.decoding_process import plain_copy
-
-    ids = torch.arange(9)[None]
-    with torch.no_grad():
-        assert torch.equal(plain_copy(model, torch.float32)(ids).logits, model(ids).logits)
-    assert plain_copy(model, torch.bfloat16).dtype == torch.bfloat16 and model.dtype == torch.float32
-
-
 SCRIPT = """
 import json, pathlib, sys
 job = json.loads(pathlib.Path(sys.argv[1]).read_text())

@@ -72,7 +72,7 @@ def test_the_whole_command(folder, tmp_path, capsys):
     for name in ("Plain", "transformers greedy", "transformers prompt lookup", "NGram", "PaSS, two passes",
                  "PaSS, one pass", "PaSS + NGram"):  # fmt: skip
         assert said.count(name) >= (1 if name == "Plain" else 2), name
-    assert "2 texts of 12 tokens by 7 methods, the same token for token" in said
+    assert "2 texts of 8 tokens by 7 methods, the same token for token" in said
     assert "hit rates: the plan assumes some" in said
     assert "\x1b" not in said  # no colour where there is no terminal
     assert out.read_bytes().startswith(b"\x89PNG")
@@ -82,7 +82,7 @@ def test_without_embeddings_pass_is_left_out(folder, tmp_path, capsys):
     demo(folder, "--prompt", "a tiny prompt", "--out", str(tmp_path / "picture.png"))
     said = capsys.readouterr().out
     assert "no look-ahead embeddings for this model" in said
-    assert "1 text of 12 tokens by 4 methods" in said and "PaSS," not in said
+    assert "1 text of 8 tokens by 4 methods" in said and "PaSS," not in said
 
 
 def test_without_matplotlib_there_is_no_picture(folder, tmp_path, capsys, monkeypatch):
@@ -232,5 +232,5 @@ def test_the_real_model(tmp_path, capsys):
     out = tmp_path / "demo.png"
     assert main(["demo", str(model), "--new-tokens", "32", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "PaSS, one pass" in said and "3 texts of 12 tokens by 7 methods, the same" in said
+    assert "PaSS, one pass" in said and "3 texts of 8 tokens by 7 methods, the same" in said
     assert out.exists()

@@ -390,7 +390,7 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
 
 
 def test_missing_models_and_data_are_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"no\.gguf', and there is no such file"):
+    with pytest.raises(SystemExit, match=r"no\.gguf' cannot be loaded: no such model file"):
         command.run(options_for(tmp_path, model=tmp_path / "no.gguf"), ["x"])
     with pytest.raises(SystemExit, match="which does not exist"):
         command.run(options_for(tmp_path, data=tmp_path / "absent"), ["x"])

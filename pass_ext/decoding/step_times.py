@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from pass_ext.cache_folder import cache_folder
+
 _log = logging.getLogger("pass_ext")
 _FORMAT = 1
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 15
@@ -104,15 +106,6 @@ def measure(
 def _others_compute(device: torch.device) -> bool:
     """Whether the CPU had most of its cores in use in the last minute: times would be of that, not of the model."""
     return device.type == "cpu" and os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1)
-
-
-def cache_folder() -> Path:
-    """Where results are kept: ``$PASS_EXT_CACHE``, else pass_ext in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("PASS_EXT_CACHE"):
-        return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "pass_ext"
-    return Path("~/.cache/pass_ext").expanduser()
 
 
 def _measure(run: Callable[[int], object], rows: tuple[int, ...], device: torch.device, budget: float) -> StepTimes:

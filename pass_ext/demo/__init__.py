@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a GGUF file, or a transformers model folder or name")
     parser.add_argument("--lookahead", help=LOOKAHEAD_HELP)
     parser.add_argument("--prompt", help="continue this text instead of the three built-in prompts")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of each text (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=32, help="tokens of each text (default: %(default)s)")
     parser.add_argument("--out", default="demo.png", help="where the picture goes (default: %(default)s)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 import pass_ext
+from pass_ext.checkpoint import load_checkpoint
 from pass_ext.demo import missing
 
 QUESTION = "Write a short story about a lighthouse keeper and a storm."
@@ -37,27 +37,15 @@ class Prompt(NamedTuple):
 
 
 def load_model(path: str) -> tuple[Any, Any]:
-    """A transformers causal model in bfloat16 and its tokenizer, from a GGUF file or anything ``from_pretrained`` takes."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    file = Path(path)
-    where: dict[str, Any] = {"pretrained_model_name_or_path": path}
-    if file.suffix == ".gguf":
-        if not file.is_file():
-            raise SystemExit(f"no such model file: {path}")
-        if find_spec("gguf") is None:
-            missing(ImportError("No module named 'gguf'"))
-        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    """The model in bfloat16 and its tokenizer."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+        return load_checkpoint(path, torch.bfloat16)
     except ImportError as error:
         missing(error)
+    except FileNotFoundError as error:
+        raise SystemExit(str(error)) from error
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path} cannot be loaded as a transformers model: {error}") from error
-    return model.eval().requires_grad_(False), tokenizer
 
 
 def load_lookahead(wanted: str | None, model_path: str, table: Tensor) -> pass_ext.LookaheadEmbedding | None:

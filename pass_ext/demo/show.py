@@ -17,9 +17,9 @@ from rich.text import Text
 from torch import Tensor
 
 import pass_ext
+from pass_ext.cache_folder import cache_folder
 from pass_ext.decoding.model import packed_model
 from pass_ext.decoding.pass_plan import pass_plan
-from pass_ext.decoding.step_times import cache_folder
 from pass_ext.demo.agreement import TIE, Agreement, agreement
 from pass_ext.demo.contenders import PLAIN, Contender, Run, contenders, continued
 from pass_ext.demo.live import LiveText
@@ -28,7 +28,7 @@ from pass_ext.demo.picture import draw
 from pass_ext.demo.report import agreement_table, speed_table
 
 WARM_UP_TOKENS = 6
-EXACT_TOKENS = 12  # of each text in fp32
+EXACT_TOKENS = 8  # of each text in fp32
 EXACT_ROWS = 16  # of a PaSS step there, whatever is fastest
 
 
@@ -50,7 +50,7 @@ def show(model_path: str, lookahead_name: str | None, own_prompt: str | None, ne
         _show_plan(console, model, lookahead)
         _show_live(console, model, tokenizer, lookahead, texts[0], new_tokens)
 
-    exact = torch.nn.Module.float(copy.deepcopy(model))  # transformers' own float() refuses what came from a GGUF file
+    exact = copy.deepcopy(model).float()
     with console.status("fp32") as status:
         _check_fp32(exact, contenders(lookahead, rows=EXACT_ROWS), texts, status)
     names = [contender.name for contender in contenders(lookahead)]
