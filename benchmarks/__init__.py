@@ -6,5 +6,7 @@ Imported before torch, so the place to pin its threads: unpinned, two of them ma
 import os
 import sys
 
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+"""Those that this process was given; pinning will leave its main thread only one of them, and child processes inherit that."""
 if "cuda" not in sys.argv and "torch" not in sys.modules:
     os.environ.setdefault("OMP_PROC_BIND", "true")

@@ -114,7 +114,7 @@ def sweep(run: Run, prompts: Sequence[Prompt]) -> list[Row]:
     plan = {name: pass_plan(method, packed_model(run.model), 1)[0] for name, method in methods.items() if name != PLAIN}
     raced = [method_contender(name, run.model, method) for name, method in methods.items()]
     places = {name: place for place, name in enumerate(methods)}
-    runs = rounds(run, "sweep", prompts, raced, run.options.tokens * 3 // 4)
+    runs = rounds(run, "sweep", prompts, raced, run.options.tokens)
     for row in runs:
         row["order"] = places[row["contender"]]
     return summarise_sweep(runs, plan)
@@ -189,7 +189,7 @@ def measure(run: Run) -> dict[str, Any]:
         lambda: warm_up(run, [(GREEDY, one) for one in [*raced, assisted]] + [(SAMPLED, one) for one in raced]),
     )
     result["steps"] = part("steps", lambda: step_times(model, 3 if options.quick else 15))
-    straight, looping = options.prompts, -(-options.prompts // 3)
+    straight, looping = options.prompts, -(-options.prompts // 4)
     limits = run.limits("greedy", straight, looping)
     seen, runs = part("greedy", lambda: race(run.prompts, raced, GREEDY, limits, run.told))
     if not runs:

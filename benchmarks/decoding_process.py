@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import CORES
 from benchmarks.decoding_texts import first_difference
 
 SCRIPT = Path(__file__).resolve().with_name("decoding_vllm.py")
-MOST_SECONDS = 300
+MOST_SECONDS = 600
 
 
 def run_vllm(
@@ -44,6 +45,7 @@ def run_vllm(
                 timeout=MOST_SECONDS,
                 env={**kept, "HF_HUB_OFFLINE": "1"},
                 cwd=folder,
+                preexec_fn=_on_all_cores if CORES else None,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return row | {"reason": f"{type(error).__name__}: no result"}
@@ -56,8 +58,13 @@ def run_vllm(
     equal = sum(first_difference(t, r["tokens"]) is None for t, r in zip(texts, runs, strict=True))
     return row | {
         "versions": result["versions"],
+        "cores": result["cores"],
         "tokens": tokens,
         "ms_per_token": 1e3 * seconds / tokens,
         "tokens_per_second": tokens / seconds,
         "equal_texts": equal,
     }
+
+
+def _on_all_cores() -> None:
+    os.sched_setaffinity(0, CORES)

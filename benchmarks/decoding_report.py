@@ -104,7 +104,7 @@ def _beside(rows: Sequence[Row]) -> Section:
                 f"{row['ms_per_token']:.1f}",
                 f"{row['plain_ms_per_token']:.1f}",
                 f"{row['equal_texts']} of {row['prompts']}",
-                versions,
+                f"{versions}; cores of its process: {row.get('cores', 1)}",
             ]
         )
     words = "Greedy, a batch of one, on some of the prompts above. Another process, not in turn with the others."

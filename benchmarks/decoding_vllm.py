@@ -25,7 +25,6 @@ def main() -> None:
         job["model"],
         dtype=job["dtype"],
         skip_tokenizer_init=True,
-        enforce_eager=not on_gpu,  # as its CPU build is run; on a GPU with its CUDA graphs
         max_model_len=1024,
         max_num_seqs=1,
         enable_prefix_caching=False,
@@ -40,7 +39,8 @@ def main() -> None:
         done = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
         runs.append({"seconds": time.perf_counter() - started, "tokens": list(done[0].outputs[0].token_ids)})
     versions = {"vllm": vllm.__version__, "torch": torch.__version__}
-    Path(sys.argv[2]).write_text(json.dumps({"versions": versions, "runs": runs[1:]}))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    Path(sys.argv[2]).write_text(json.dumps({"versions": versions, "cores": cores, "runs": runs[1:]}))
 
 
 if __name__ == "__main__":

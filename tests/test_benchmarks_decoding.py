@@ -2,6 +2,7 @@
 result says. On constructed cases and a tiny random model; speed itself is not tested."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -263,6 +264,7 @@ def test_aims(speeds, device, met):
     agreement = summarise_agreement([{"contender": "Plain", "tokens": 9, "differs_at": None}])
     aims = judge(summarise(made_runs(**speeds)), agreement, device)
     assert [aim.met for aim in aims] == met
+    assert "no text of chat" in aims[0].measured and "no text of code" not in aims[0].measured
 
 
 def test_one_different_text_or_none_at_all_is_not_equality():
@@ -387,11 +389,12 @@ def test_the_first_layers_share_weights_and_nothing_else(model):
 
 
 SCRIPT = """
-import json, pathlib, sys
+import json, os, pathlib, sys
 job = json.loads(pathlib.Path(sys.argv[1]).read_text())
 assert (pathlib.Path(job["model"]) / "model.safetensors").exists() and job["eos"] == [63]
 runs = [{"seconds": 0.5, "tokens": [len(ids), 2]} for ids in job["prompts"]]
-pathlib.Path(sys.argv[2]).write_text(json.dumps({"versions": {"vllm": "0"}, "runs": runs}))
+result = {"versions": {"vllm": "0"}, "cores": len(os.sched_getaffinity(0)), "runs": runs}
+pathlib.Path(sys.argv[2]).write_text(json.dumps(result))
 """
 
 
@@ -401,7 +404,13 @@ def test_another_process_beside_the_race(model, tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     monkeypatch.setattr(decoding_process, "SCRIPT", script)
-    row = decoding_process.run_vllm(sys.executable, model, "float32", [(1, 2), (3,)], [[2, 2], [9, 9]], 4)
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(own)])  # as OMP_PROC_BIND does to the main thread
+    try:
+        row = decoding_process.run_vllm(sys.executable, model, "float32", [(1, 2), (3,)], [[2, 2], [9, 9]], 4)
+    finally:
+        os.sched_setaffinity(0, own)
+    assert row["cores"] == len(own), "it must have as many cores as the race has"
     assert row["ms_per_token"] == 250 and row["equal_texts"] == 1 and "reason" not in row
     script.write_text("raise SystemExit('no such thing')")
     row = decoding_process.run_vllm(sys.executable, model, "float32", [(1, 2)], [[2, 2]], 4)

@@ -65,8 +65,8 @@ def load_lookahead(wanted: str | None, model_path: str, table: Tensor) -> pass_e
 def prompts(tokenizer: Any, own: str | None) -> list[Prompt]:
     """The user's, or three: an instruction if the model has a chat template, a function to complete, a prose opening."""
 
-    def of(name: str, shown: str, text: str) -> Prompt:
-        ids = tokenizer(text, return_tensors="pt").input_ids
+    def of(name: str, shown: str, text: str, special: bool = True) -> Prompt:
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
         if not ids.numel():
             raise SystemExit("--prompt must have at least one token")
         return Prompt(name, shown, ids)
@@ -77,5 +77,5 @@ def prompts(tokenizer: Any, own: str | None) -> list[Prompt]:
     if tokenizer.chat_template:
         message = [{"role": "user", "content": QUESTION}]
         chat = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
-        found.insert(0, of("chat", QUESTION, chat))
+        found.insert(0, of("chat", QUESTION, chat, special=False))  # the template brings its own
     return found
