@@ -289,6 +289,55 @@ def test_samples_are_the_models_own_text():
     assert (counted - wanted).abs().sum() / 2 < 0.08
 
 
+BATCHES = [
+    self_distill.Batch("prose", 0.0, ["a", "b"], [[5, 6, 7], [8, 9]]),
+    self_distill.Batch("chat", 0.8, ["own"], []),
+    self_distill.Batch("prose", 1.0, ["c"], [[11, 12, 13]]),
+]
+
+
+def collected(path, batches=BATCHES, *, model=tiny_llama, tokenizer=Letters, name="tiny", new_tokens=6, seed=0):
+    settings = dict(name=name, new_tokens=new_tokens, seed=seed)
+    return list(self_distill.collect(model(), tokenizer(), batches, path, **settings))
+
+
+class Murmuring(Letters):
+    def apply_chat_template(self, messages, **_):
+        return f"({messages[0]['content']})"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"name": "other"}, {"model"}),
+        ({"model": lambda: tiny_llama(seed=3)}, {"weights"}),
+        ({"model": lambda: tiny_llama().to(torch.bfloat16)}, {"weights", "dtype"}),
+        ({"tokenizer": Murmuring}, {"prompts"}),
+        ({"batches": [*BATCHES[:2], dataclasses.replace(BATCHES[2], names=["d"])]}, {"prompts"}),
+        ({"batches": [*BATCHES[:2], dataclasses.replace(BATCHES[2], prompts=[[11, 12, 14]])]}, {"prompts"}),
+        ({"batches": [*BATCHES[:2], dataclasses.replace(BATCHES[2], temperature=0.5)]}, {"prompts"}),
+        ({"batches": BATCHES[:2]}, {"prompts", "batches"}),
+        ({"new_tokens": 7}, {"new_tokens"}),
+        ({"seed": 1}, {"seed"}),
+    ],
+    ids=["name", "weights", "dtype", "template", "names", "prompts", "temperature", "batches", "new_tokens", "seed"],
+)
+def test_samples_that_something_else_decided_are_refused_and_it_is_named(tmp_path, changed, named):
+    path = tmp_path / "samples.jsonl"
+    first, text = collected(path), path.read_text()
+    assert collected(path) == first and path.read_text() == text
+    with pytest.raises(SystemExit, match="holds samples of other settings") as caught:
+        collected(path, **changed)
+    assert set(re.findall(r"\n  (\w+): there ", str(caught.value))) == named
+    assert path.read_text() == text
+
+
+def test_a_file_that_holds_no_samples_is_refused(tmp_path):
+    (tmp_path / "samples.jsonl").write_text("a shopping list\n")
+    with pytest.raises(SystemExit, match="does not begin with the header"):
+        collected(tmp_path / "samples.jsonl")
+
+
 def test_loops_are_cut():
     rng = random.Random(0)
     plain = [rng.randrange(1000) for _ in range(50)]
