@@ -338,6 +338,17 @@ def test_a_file_that_holds_no_samples_is_refused(tmp_path):
         collected(tmp_path / "samples.jsonl")
 
 
+@pytest.mark.parametrize("lines", [0, 1, 2, 3], ids=["header", "first", "middle", "last"])
+def test_a_line_that_was_cut_off_is_written_again(tmp_path, lines):
+    path = tmp_path / "samples.jsonl"
+    first, text = collected(path), path.read_text()
+    whole = text.splitlines(keepends=True)
+    path.write_text("".join(whole[:lines]) + whole[lines][: len(whole[lines]) // 2])
+    assert collected(path) == first and path.read_text() == text
+    path.write_text(text[:-1])  # nothing but the end of the line is missing
+    assert collected(path) == first and path.read_text() == text
+
+
 def test_loops_are_cut():
     rng = random.Random(0)
     plain = [rng.randrange(1000) for _ in range(50)]

@@ -131,9 +131,13 @@ def collect(
         "new_tokens": new_tokens,
         "seed": seed,
     }
-    lines = path.read_text().splitlines() if path.exists() else []
+    written = path.read_bytes() if path.exists() else b""
+    whole = written[: written.rfind(b"\n") + 1]  # a run that was stopped while writing left a part of a line behind it
+    lines = whole.decode().splitlines()
     if lines:
         _check_header(path, lines[0], header)
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
     else:
         path.write_text(json.dumps(header) + "\n")
     for number, batch in enumerate(batches):
@@ -142,10 +146,10 @@ def collect(
             continue
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         prompts = batch.prompts or _own_prompts(model, frame, len(batch.names), generator, stop)
-        written = sample(model, prompts, new_tokens, batch.temperature, generator, stop)
+        texts = sample(model, prompts, new_tokens, batch.temperature, generator, stop)
         samples = [
             Sample(name, batch.kind, batch.temperature, len(prompt), list(prompt) + without_loop(prompt, text))
-            for name, prompt, text in zip(batch.names, prompts, written, strict=True)
+            for name, prompt, text in zip(batch.names, prompts, texts, strict=True)
         ]
         with path.open("a") as file:
             file.write(json.dumps([asdict(one) for one in samples]) + "\n")
