@@ -256,6 +256,40 @@ def test_documents_are_read_with_their_prose_apart(tmp_path):
         data.read_documents([tmp_path / "absent"])
 
 
+def names_of(*paths):
+    return sorted({one.name for one in data.read_documents(paths)})
+
+
+def test_documents_of_equal_names_are_all_kept(tmp_path):
+    for place in ("one/a.md", "one/pkg/b.md", "two/a.md", "x/three/a.md", "y/three/a.md", "two/alone.md"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(f"What {place} says. " * 40)
+    folders = [tmp_path / place for place in ("one", "two", "x/three", "y/three")]
+    wanted = ["alone.md", "one/a.md", "pkg/b.md", "two/a.md", "x/three/a.md", "y/three/a.md"]
+    assert names_of(*folders) == names_of(*reversed(folders)) == wanted
+    for one in data.read_documents(folders):
+        assert one.text.split()[1].endswith(one.name)
+    # what is given twice is one document, named from the outermost folder
+    assert names_of(tmp_path / "one", tmp_path / "one/pkg", tmp_path / "one/pkg/../a.md") == ["a.md", "pkg/b.md"]
+    assert names_of(tmp_path / "one/pkg", tmp_path / "one/a.md", tmp_path / "one") == ["a.md", "pkg/b.md"]
+
+
+def test_a_file_of_the_standard_library_has_one_name_however_it_is_given(tmp_path, monkeypatch):
+    library = Path(sysconfig.get_path("stdlib"))
+    decoder = library / "json/decoder.py"
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json/decoder.py").write_text("x = 1\n" * 100)
+    (tmp_path / "link").symlink_to(library)
+    monkeypatch.chdir(library / "json")
+    for given in (decoder, "decoder.py", "../json/decoder.py", tmp_path / "link/json/decoder.py"):
+        assert names_of(given) == ["json/decoder.py"]
+    for given in (library / "json", ".", tmp_path / "link/json"):
+        assert names_of(given) == sorted(f"json/{file.name}" for file in (library / "json").glob("*.py"))
+    # another file of that name leaves it alone
+    both = names_of(tmp_path, decoder)
+    assert both == sorted(["json/decoder.py", f"{tmp_path.name}/json/decoder.py"])
+
+
 def test_windows_depend_on_seed_and_step_alone_and_anchors_stay_inside():
     samples = counting(5, 20) + counting(2, 9, name="short")
     windows = windows_of(samples)
