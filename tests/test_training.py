@@ -304,6 +304,18 @@ def test_windows_depend_on_seed_and_step_alone_and_anchors_stay_inside():
         windows_of([])
 
 
+@pytest.mark.timeout(60)
+def test_texts_that_are_too_short_for_the_slots_are_passed_over():
+    short, fitting = counting(4, 4, name="short"), counting(1, 5)
+    with pytest.raises(SystemExit, match=r"nothing to train on: .* no sample of 4 has --lookahead \+ 2 = 5 tokens"):
+        windows_of(short)
+    assert all(text == fitting[0].ids for text in windows_of(short + fitting).at(0).ids.tolist())
+    few, many = data.Document("few", "prose", "word"), data.Document("many", "prose", "word " * 100)
+    assert windows_of(short, documents=[few, many]).at(0).ids.shape[1] >= 5
+    with pytest.raises(SystemExit, match="nothing to train on: 1000 windows in a row were shorter"):
+        windows_of(short, documents=[few]).at(0)
+
+
 def test_samples_are_the_models_own_text():
     model = tiny_llama()
     prompts = [[5, 6, 7], [9, 10, 11, 12, 13], [40]]
