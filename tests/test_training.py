@@ -426,7 +426,7 @@ def options_for(out, **changes):
     line += ["--lookahead", "2", "--sample-tokens", "12", "--checkpoint-every", "2", "--own-chats", "12"]
     line += ["--transition-rank", "2", "--warm-up", "2"]
     for name, value in changes.items():
-        line += [f"--{name.replace('_', '-')}", str(value)]
+        line += [f"--{name.replace('_', '-')}={value}"]
     return parser.parse_args(line)
 
 
@@ -468,6 +468,15 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
     ("changes", "message"),
     [
         ({"lookahead": 0}, "--lookahead must be at least 1, got 0"),
+        ({"continuations": -1}, "--continuations must be at least 0, got -1"),
+        ({"own_chats": -1}, "--own-chats must be at least 0, got -1"),
+        ({"held_out": -2}, "--held-out must be at least 0, got -2"),
+        ({"transition_rank": -4}, "--transition-rank must be at least 0, got -4"),
+        ({"warm_up": -1}, "--warm-up must be at least 0, got -1"),
+        ({"minutes": -0.5}, "--minutes must be at least 0, got -0.5"),
+        ({"learning_rate": "nan"}, "--learning-rate must be at least 0, got nan"),
+        ({"decay": -0.1}, "--decay must be at least 0, got -0.1"),
+        ({"length": 3}, r"--length must be at least --lookahead \+ 2 = 4, got 3"),
         ({"own_chats": 0}, "nothing to train on: give --data"),
         ({"continuations": 4}, "takes its prefixes from --data"),
         ({"sample_share": 2}, "--sample-share must lie between 0 and 1, got 2"),
@@ -477,7 +486,11 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
 )
 def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, message):
     with pytest.raises(SystemExit, match=message):
-        command.check_arguments(options_for(tmp_path, **changes))
+        command.run(options_for(tmp_path, **changes), ["x"])
+
+
+def test_the_smallest_options_are_taken(tmp_path):
+    command.check_arguments(options_for(tmp_path, warm_up=0, held_out=0, transition_rank=0, minutes=0, length=4))
 
 
 def test_the_guides_command_and_the_shipped_one_have_options_that_exist():

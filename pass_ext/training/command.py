@@ -15,6 +15,12 @@ import torch
 from pass_ext.training.data import read_documents
 
 INSTRUCTIONS = Path(__file__).parent / "instructions.txt"
+AT_LEAST = {
+    **dict.fromkeys(("lookahead", "steps", "batch", "anchors", "sample_tokens"), 1),
+    **dict.fromkeys(("evaluation_anchors", "checkpoint_every"), 1),
+    **dict.fromkeys(("continuations", "own_chats", "held_out", "transition_rank", "warm_up", "minutes"), 0),
+    **dict.fromkeys(("learning_rate", "transition_learning_rate", "deep_learning_rate", "decay", "clip"), 0),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded."""
-    for name in ("lookahead", "steps", "batch", "anchors", "sample_tokens", "checkpoint_every", "evaluation_anchors"):
-        if getattr(options, name) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    for name, least in AT_LEAST.items():
+        if not getattr(options, name) >= least:  # so that nan is refused too
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    if options.length < options.lookahead + 2:
+        raise SystemExit(f"--length must be at least --lookahead + 2 = {options.lookahead + 2}, got {options.length}")
     if not 0 <= options.sample_share <= 1:
         raise SystemExit(f"--sample-share must lie between 0 and 1, got {options.sample_share}")
     if not options.data and not options.self_distill and not options.own_chats:
