@@ -508,7 +508,16 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
         assert option in parser.format_help(), option
 
 
+@pytest.mark.parametrize("package", command.PACKAGES)
+def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, package, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(SystemExit, match=rf"training needs {package}: pip install 'pass_ext\[hf,train\]'"):
+        command.run(options_for(tmp_path, data=tmp_path / "absent"), ["x"])
+
+
 def test_missing_models_and_data_are_named(tmp_path):
+    for package in command.PACKAGES:
+        pytest.importorskip(package)
     with pytest.raises(SystemExit, match=r"no\.gguf' cannot be loaded: no such model file"):
         command.run(options_for(tmp_path, model=tmp_path / "no.gguf"), ["x"])
     with pytest.raises(SystemExit, match="which does not exist"):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from pass_ext.training.data import read_documents
 
+PACKAGES = ("transformers", "safetensors", "rich", "matplotlib")
 INSTRUCTIONS = Path(__file__).parent / "instructions.txt"
 AT_LEAST = {
     **dict.fromkeys(("lookahead", "steps", "batch", "anchors", "sample_tokens"), 1),
@@ -98,6 +100,9 @@ def check_arguments(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise SystemExit(f"training needs {', '.join(missing)}: pip install 'pass_ext[hf,train]'")
     from rich.console import Console
 
     from pass_ext.training.model import load_frozen
