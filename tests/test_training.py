@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from training_models import Letters, counting, tiny_llama
 
 from pass_ext import LookaheadEmbedding
-from pass_ext.training import command, data, pipeline, rates, self_distill
+from pass_ext.training import command, data, pipeline, rates, record, self_distill
 from pass_ext.training.evaluation import evaluate, ranks_of
 from pass_ext.training.loop import Settings, Trainer, check_head, rate_at, step_loss
 from pass_ext.training.loss import distillation_loss
@@ -444,10 +444,11 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
     rich = pytest.importorskip("rich.console")
     console = rich.Console(file=(tmp_path / "log").open("w"))
     whole = trained(tmp_path / "whole", console, continuations=20)
-    record = whole.training_record
-    assert record["command"] == "the command" and record["steps"] == 6 and record["evaluation"]["places"] > 0
+    facts = whole.training_record
+    assert facts["command"] == "the command" and facts["steps"] == 6 and facts["evaluation"]["places"] > 0
+    assert facts["machine"] == record.machine("cpu")
     assert whole.hit_rates is not None and len(whole.hit_rates) == 2 and len(whole.hit_rates[0]) == 16
-    assert {"own samples", "documents", "held out"} == set(record["data"])
+    assert {"own samples", "documents", "held out"} == set(facts["data"])
     card = (tmp_path / "whole/lookahead.md").read_text()
     assert "the command" in card and "| 0 |" in card and (tmp_path / "whole/lookahead.svg").stat().st_size > 1000
 
@@ -462,6 +463,13 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
         trained(tmp_path / "parts", console, continuations=20, clip=0.5)
     with pytest.raises(SystemExit, match="samples of other settings"):
         trained(tmp_path / "parts", console, continuations=20, sample_tokens=9)
+
+
+def test_the_record_names_the_machine_that_trained(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, {device}")
+    assert record.machine("cpu").endswith(f"{torch.get_num_threads()} threads")
+    assert record.machine("cuda:1") == "a GPU, cuda:1"
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def train(
         "base_model": embedding.base_model,
         "parameters": f"{count:,} parameters ({embedding.extra_repr()})",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": record.machine(),
+        "machine": record.machine(options.device),
         "versions": record.versions(),
         "data": data,
         "settings": {**dataclasses.asdict(settings), **shape},
