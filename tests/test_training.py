@@ -501,7 +501,19 @@ def test_the_smallest_options_are_taken(tmp_path):
     command.check_arguments(options_for(tmp_path, warm_up=0, held_out=0, transition_rank=0, minutes=0, length=4))
 
 
-def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
+def test_the_shipped_instructions_are_the_packages_own(tmp_path, monkeypatch):
+    """They reach the run from any folder."""
+    for package in command.PACKAGES:
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pass_ext.training.model.load_frozen", lambda *_: (tiny_llama(), Letters()))
+    seen = []
+    monkeypatch.setattr(pipeline, "train", lambda *arguments: seen.append(arguments[5]))
+    command.run(options_for(tmp_path, self_distill="shipped"), ["x"])
+    assert seen == [command.INSTRUCTIONS.read_text().splitlines()] and len(seen[0]) == 120
+
+
+def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypatch):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     root = Path(__file__).parent.parent
@@ -509,9 +521,11 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
     shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
     lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
     assert len(lines) == 1
-    for line in [*lines, shipped]:
+    monkeypatch.chdir(root)  # the shipped command was given there
+    for line, instructions in (lines[0], "shipped"), (shipped, "pass_ext/training/instructions.txt"):
         options = parser.parse_args(shlex.split(line)[4:])
-        assert options.lookahead == 4 and (root / options.self_distill) == command.INSTRUCTIONS
+        assert options.lookahead == 4 and options.self_distill == instructions
+        command.check_arguments(options)
     for option in re.findall(r"`(--[a-z-]+)", guide):
         assert option in parser.format_help(), option
 

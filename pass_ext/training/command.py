@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--self-distill",
         metavar="PROMPTS",
-        help=f"a file of instructions, one a line, that the model answers (one comes along: {INSTRUCTIONS})",
+        help="a file of instructions, one a line, that the model answers; shipped: the one that comes along",
     )
     add("--continuations", type=int, default=0, metavar="N", help="prefixes from --data that the model continues")
     add("--own-chats", type=int, default=0, metavar="N", help="chats of which the model writes both sides")
@@ -93,8 +93,12 @@ def check_arguments(options: argparse.Namespace) -> None:
         raise SystemExit("nothing to train on: give --data FILES, --self-distill PROMPTS or --own-chats N")
     if options.continuations and not options.data:
         raise SystemExit("--continuations takes its prefixes from --data, which is not given")
-    if options.self_distill and not Path(options.self_distill).is_file():
+    if options.self_distill and not _instructions_file(options.self_distill).is_file():
         raise SystemExit(f"--self-distill names {options.self_distill!r}, and there is no such file")
+
+
+def _instructions_file(given: str) -> Path:
+    return INSTRUCTIONS if given == "shipped" else Path(given)
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
@@ -115,7 +119,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
         raise SystemExit(str(error)) from error
     if options.data and not documents:
         raise SystemExit(f"--data holds no .py, .txt, .md or .rst text: {' '.join(options.data)}")
-    prompts = Path(options.self_distill).read_text().splitlines() if options.self_distill else []
-    instructions = [line.strip() for line in prompts if line.strip()]
+    prompts = _instructions_file(options.self_distill).read_text() if options.self_distill else ""
+    instructions = [line.strip() for line in prompts.splitlines() if line.strip()]
     model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
     return train(options, shlex.join(command), model.to(options.device), tokenizer, documents, instructions, console)
