@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from training_models import Letters, counting, tiny_llama
 
 from pass_ext import LookaheadEmbedding
-from pass_ext.training import command, data, pipeline, rates, self_distill
+from pass_ext.training import command, data, pipeline, rates, record, self_distill
 from pass_ext.training.evaluation import evaluate, ranks_of
 from pass_ext.training.loop import Settings, Trainer, check_head, rate_at, step_loss
 from pass_ext.training.loss import distillation_loss
@@ -256,6 +256,40 @@ def test_documents_are_read_with_their_prose_apart(tmp_path):
         data.read_documents([tmp_path / "absent"])
 
 
+def names_of(*paths):
+    return sorted({one.name for one in data.read_documents(paths)})
+
+
+def test_documents_of_equal_names_are_all_kept(tmp_path):
+    for place in ("one/a.md", "one/pkg/b.md", "two/a.md", "x/three/a.md", "y/three/a.md", "two/alone.md"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(f"What {place} says. " * 40)
+    folders = [tmp_path / place for place in ("one", "two", "x/three", "y/three")]
+    wanted = ["alone.md", "one/a.md", "pkg/b.md", "two/a.md", "x/three/a.md", "y/three/a.md"]
+    assert names_of(*folders) == names_of(*reversed(folders)) == wanted
+    for one in data.read_documents(folders):
+        assert one.text.split()[1].endswith(one.name)
+    # what is given twice is one document, named from the outermost folder
+    assert names_of(tmp_path / "one", tmp_path / "one/pkg", tmp_path / "one/pkg/../a.md") == ["a.md", "pkg/b.md"]
+    assert names_of(tmp_path / "one/pkg", tmp_path / "one/a.md", tmp_path / "one") == ["a.md", "pkg/b.md"]
+
+
+def test_a_file_of_the_standard_library_has_one_name_however_it_is_given(tmp_path, monkeypatch):
+    library = Path(sysconfig.get_path("stdlib"))
+    decoder = library / "json/decoder.py"
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json/decoder.py").write_text("x = 1\n" * 100)
+    (tmp_path / "link").symlink_to(library)
+    monkeypatch.chdir(library / "json")
+    for given in (decoder, "decoder.py", "../json/decoder.py", tmp_path / "link/json/decoder.py"):
+        assert names_of(given) == ["json/decoder.py"]
+    for given in (library / "json", ".", tmp_path / "link/json"):
+        assert names_of(given) == sorted(f"json/{file.name}" for file in (library / "json").glob("*.py"))
+    # another file of that name leaves it alone
+    both = names_of(tmp_path, decoder)
+    assert both == sorted(["json/decoder.py", f"{tmp_path.name}/json/decoder.py"])
+
+
 def test_windows_depend_on_seed_and_step_alone_and_anchors_stay_inside():
     samples = counting(5, 20) + counting(2, 9, name="short")
     windows = windows_of(samples)
@@ -268,6 +302,18 @@ def test_windows_depend_on_seed_and_step_alone_and_anchors_stay_inside():
             assert min(anchors) >= 0 and max(anchors) + 1 + 3 < length
     with pytest.raises(SystemExit, match="nothing to train on"):
         windows_of([])
+
+
+@pytest.mark.timeout(60)
+def test_texts_that_are_too_short_for_the_slots_are_passed_over():
+    short, fitting = counting(4, 4, name="short"), counting(1, 5)
+    with pytest.raises(SystemExit, match=r"nothing to train on: .* no sample of 4 has --lookahead \+ 2 = 5 tokens"):
+        windows_of(short)
+    assert all(text == fitting[0].ids for text in windows_of(short + fitting).at(0).ids.tolist())
+    few, many = data.Document("few", "prose", "word"), data.Document("many", "prose", "word " * 100)
+    assert windows_of(short, documents=[few, many]).at(0).ids.shape[1] >= 5
+    with pytest.raises(SystemExit, match="nothing to train on: 1000 windows in a row were shorter"):
+        windows_of(short, documents=[few]).at(0)
 
 
 def test_samples_are_the_models_own_text():
@@ -287,6 +333,66 @@ def test_samples_are_the_models_own_text():
     wanted = (model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).softmax(-1)
     counted = torch.bincount(torch.tensor(drawn)[:, 0], minlength=100) / 4000
     assert (counted - wanted).abs().sum() / 2 < 0.08
+
+
+BATCHES = [
+    self_distill.Batch("prose", 0.0, ["a", "b"], [[5, 6, 7], [8, 9]]),
+    self_distill.Batch("chat", 0.8, ["own"], []),
+    self_distill.Batch("prose", 1.0, ["c"], [[11, 12, 13]]),
+]
+
+
+def collected(path, batches=BATCHES, *, model=tiny_llama, tokenizer=Letters, name="tiny", new_tokens=6, seed=0):
+    settings = dict(name=name, new_tokens=new_tokens, seed=seed)
+    return list(self_distill.collect(model(), tokenizer(), batches, path, **settings))
+
+
+class Murmuring(Letters):
+    def apply_chat_template(self, messages, **_):
+        return f"({messages[0]['content']})"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"name": "other"}, {"model"}),
+        ({"model": lambda: tiny_llama(seed=3)}, {"weights"}),
+        ({"model": lambda: tiny_llama().to(torch.bfloat16)}, {"weights", "dtype"}),
+        ({"tokenizer": Murmuring}, {"prompts"}),
+        ({"batches": [*BATCHES[:2], dataclasses.replace(BATCHES[2], names=["d"])]}, {"prompts"}),
+        ({"batches": [*BATCHES[:2], dataclasses.replace(BATCHES[2], prompts=[[11, 12, 14]])]}, {"prompts"}),
+        ({"batches": [*BATCHES[:2], dataclasses.replace(BATCHES[2], temperature=0.5)]}, {"prompts"}),
+        ({"batches": BATCHES[:2]}, {"prompts", "batches"}),
+        ({"new_tokens": 7}, {"new_tokens"}),
+        ({"seed": 1}, {"seed"}),
+    ],
+    ids=["name", "weights", "dtype", "template", "names", "prompts", "temperature", "batches", "new_tokens", "seed"],
+)
+def test_samples_that_something_else_decided_are_refused_and_it_is_named(tmp_path, changed, named):
+    path = tmp_path / "samples.jsonl"
+    first, text = collected(path), path.read_text()
+    assert collected(path) == first and path.read_text() == text
+    with pytest.raises(SystemExit, match="holds samples of other settings") as caught:
+        collected(path, **changed)
+    assert set(re.findall(r"\n  (\w+): there ", str(caught.value))) == named
+    assert path.read_text() == text
+
+
+def test_a_file_that_holds_no_samples_is_refused(tmp_path):
+    (tmp_path / "samples.jsonl").write_text("a shopping list\n")
+    with pytest.raises(SystemExit, match="does not begin with the header"):
+        collected(tmp_path / "samples.jsonl")
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2, 3], ids=["header", "first", "middle", "last"])
+def test_a_line_that_was_cut_off_is_written_again(tmp_path, lines):
+    path = tmp_path / "samples.jsonl"
+    first, text = collected(path), path.read_text()
+    whole = text.splitlines(keepends=True)
+    path.write_text("".join(whole[:lines]) + whole[lines][: len(whole[lines]) // 2])
+    assert collected(path) == first and path.read_text() == text
+    path.write_text(text[:-1])  # nothing but the end of the line is missing
+    assert collected(path) == first and path.read_text() == text
 
 
 def test_loops_are_cut():
@@ -320,7 +426,7 @@ def options_for(out, **changes):
     line += ["--lookahead", "2", "--sample-tokens", "12", "--checkpoint-every", "2", "--own-chats", "12"]
     line += ["--transition-rank", "2", "--warm-up", "2"]
     for name, value in changes.items():
-        line += [f"--{name.replace('_', '-')}", str(value)]
+        line += [f"--{name.replace('_', '-')}={value}"]
     return parser.parse_args(line)
 
 
@@ -338,10 +444,11 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
     rich = pytest.importorskip("rich.console")
     console = rich.Console(file=(tmp_path / "log").open("w"))
     whole = trained(tmp_path / "whole", console, continuations=20)
-    record = whole.training_record
-    assert record["command"] == "the command" and record["steps"] == 6 and record["evaluation"]["places"] > 0
+    facts = whole.training_record
+    assert facts["command"] == "the command" and facts["steps"] == 6 and facts["evaluation"]["places"] > 0
+    assert facts["machine"] == record.machine("cpu")
     assert whole.hit_rates is not None and len(whole.hit_rates) == 2 and len(whole.hit_rates[0]) == 16
-    assert {"own samples", "documents", "held out"} == set(record["data"])
+    assert {"own samples", "documents", "held out"} == set(facts["data"])
     card = (tmp_path / "whole/lookahead.md").read_text()
     assert "the command" in card and "| 0 |" in card and (tmp_path / "whole/lookahead.svg").stat().st_size > 1000
 
@@ -358,10 +465,26 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
         trained(tmp_path / "parts", console, continuations=20, sample_tokens=9)
 
 
+def test_the_record_names_the_machine_that_trained(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, {device}")
+    assert record.machine("cpu").endswith(f"{torch.get_num_threads()} threads")
+    assert record.machine("cuda:1") == "a GPU, cuda:1"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"lookahead": 0}, "--lookahead must be at least 1, got 0"),
+        ({"continuations": -1}, "--continuations must be at least 0, got -1"),
+        ({"own_chats": -1}, "--own-chats must be at least 0, got -1"),
+        ({"held_out": -2}, "--held-out must be at least 0, got -2"),
+        ({"transition_rank": -4}, "--transition-rank must be at least 0, got -4"),
+        ({"warm_up": -1}, "--warm-up must be at least 0, got -1"),
+        ({"minutes": -0.5}, "--minutes must be at least 0, got -0.5"),
+        ({"learning_rate": "nan"}, "--learning-rate must be at least 0, got nan"),
+        ({"decay": -0.1}, "--decay must be at least 0, got -0.1"),
+        ({"length": 3}, r"--length must be at least --lookahead \+ 2 = 4, got 3"),
         ({"own_chats": 0}, "nothing to train on: give --data"),
         ({"continuations": 4}, "takes its prefixes from --data"),
         ({"sample_share": 2}, "--sample-share must lie between 0 and 1, got 2"),
@@ -371,10 +494,26 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
 )
 def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, message):
     with pytest.raises(SystemExit, match=message):
-        command.check_arguments(options_for(tmp_path, **changes))
+        command.run(options_for(tmp_path, **changes), ["x"])
 
 
-def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
+def test_the_smallest_options_are_taken(tmp_path):
+    command.check_arguments(options_for(tmp_path, warm_up=0, held_out=0, transition_rank=0, minutes=0, length=4))
+
+
+def test_the_shipped_instructions_are_the_packages_own(tmp_path, monkeypatch):
+    """They reach the run from any folder."""
+    for package in command.PACKAGES:
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pass_ext.training.model.load_frozen", lambda *_: (tiny_llama(), Letters()))
+    seen = []
+    monkeypatch.setattr(pipeline, "train", lambda *arguments: seen.append(arguments[5]))
+    command.run(options_for(tmp_path, self_distill="shipped"), ["x"])
+    assert seen == [command.INSTRUCTIONS.read_text().splitlines()] and len(seen[0]) == 120
+
+
+def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypatch):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     root = Path(__file__).parent.parent
@@ -382,14 +521,25 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
     shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
     lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
     assert len(lines) == 1
-    for line in [*lines, shipped]:
+    monkeypatch.chdir(root)  # the shipped command was given there
+    for line, instructions in (lines[0], "shipped"), (shipped, "pass_ext/training/instructions.txt"):
         options = parser.parse_args(shlex.split(line)[4:])
-        assert options.lookahead == 4 and (root / options.self_distill) == command.INSTRUCTIONS
+        assert options.lookahead == 4 and options.self_distill == instructions
+        command.check_arguments(options)
     for option in re.findall(r"`(--[a-z-]+)", guide):
         assert option in parser.format_help(), option
 
 
+@pytest.mark.parametrize("package", command.PACKAGES)
+def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, package, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(SystemExit, match=rf"training needs {package}: pip install 'pass_ext\[hf,train\]'"):
+        command.run(options_for(tmp_path, data=tmp_path / "absent"), ["x"])
+
+
 def test_missing_models_and_data_are_named(tmp_path):
+    for package in command.PACKAGES:
+        pytest.importorskip(package)
     with pytest.raises(SystemExit, match=r"no\.gguf' cannot be loaded: no such model file"):
         command.run(options_for(tmp_path, model=tmp_path / "no.gguf"), ["x"])
     with pytest.raises(SystemExit, match="which does not exist"):

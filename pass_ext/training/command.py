@@ -8,13 +8,21 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from pass_ext.training.data import read_documents
 
+PACKAGES = ("transformers", "safetensors", "rich", "matplotlib")
 INSTRUCTIONS = Path(__file__).parent / "instructions.txt"
+AT_LEAST = {
+    **dict.fromkeys(("lookahead", "steps", "batch", "anchors", "sample_tokens"), 1),
+    **dict.fromkeys(("evaluation_anchors", "checkpoint_every"), 1),
+    **dict.fromkeys(("continuations", "own_chats", "held_out", "transition_rank", "warm_up", "minutes"), 0),
+    **dict.fromkeys(("learning_rate", "transition_learning_rate", "deep_learning_rate", "decay", "clip"), 0),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--self-distill",
         metavar="PROMPTS",
-        help=f"a file of instructions, one a line, that the model answers (one comes along: {INSTRUCTIONS})",
+        help="a file of instructions, one a line, that the model answers; shipped: the one that comes along",
     )
     add("--continuations", type=int, default=0, metavar="N", help="prefixes from --data that the model continues")
     add("--own-chats", type=int, default=0, metavar="N", help="chats of which the model writes both sides")
@@ -74,22 +82,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded."""
-    for name in ("lookahead", "steps", "batch", "anchors", "sample_tokens", "checkpoint_every", "evaluation_anchors"):
-        if getattr(options, name) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    for name, least in AT_LEAST.items():
+        if not getattr(options, name) >= least:  # so that nan is refused too
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    if options.length < options.lookahead + 2:
+        raise SystemExit(f"--length must be at least --lookahead + 2 = {options.lookahead + 2}, got {options.length}")
     if not 0 <= options.sample_share <= 1:
         raise SystemExit(f"--sample-share must lie between 0 and 1, got {options.sample_share}")
     if not options.data and not options.self_distill and not options.own_chats:
         raise SystemExit("nothing to train on: give --data FILES, --self-distill PROMPTS or --own-chats N")
     if options.continuations and not options.data:
         raise SystemExit("--continuations takes its prefixes from --data, which is not given")
-    if options.self_distill and not Path(options.self_distill).is_file():
+    if options.self_distill and not _instructions_file(options.self_distill).is_file():
         raise SystemExit(f"--self-distill names {options.self_distill!r}, and there is no such file")
+
+
+def _instructions_file(given: str) -> Path:
+    return INSTRUCTIONS if given == "shipped" else Path(given)
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise SystemExit(f"training needs {', '.join(missing)}: pip install 'pass_ext[hf,train]'")
     from rich.console import Console
 
     from pass_ext.training.model import load_frozen
@@ -102,7 +119,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
         raise SystemExit(str(error)) from error
     if options.data and not documents:
         raise SystemExit(f"--data holds no .py, .txt, .md or .rst text: {' '.join(options.data)}")
-    prompts = Path(options.self_distill).read_text().splitlines() if options.self_distill else []
-    instructions = [line.strip() for line in prompts if line.strip()]
+    prompts = _instructions_file(options.self_distill).read_text() if options.self_distill else ""
+    instructions = [line.strip() for line in prompts.splitlines() if line.strip()]
     model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
     return train(options, shlex.join(command), model.to(options.device), tokenizer, documents, instructions, console)

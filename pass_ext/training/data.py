@@ -1,7 +1,8 @@
 """Documents for training: files are read, split by name into training and held-out ones, and Python's prose is cut out.
 
-The split is a property of a file's name alone, so benchmarks can draw their prompts from the held-out side. Needs only the
-standard library. Called by ``command``, ``windows`` and by the benchmarks.
+The split is a property of a file's name alone, so benchmarks can draw their prompts from the held-out side. A file of the
+standard library is named by its place there, however it was given. Needs only the standard library. Called by ``command``,
+``windows`` and by the benchmarks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import ast
 import hashlib
 import sysconfig
 import warnings
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,7 @@ _SHORTEST_PROSE = 200
 
 @dataclass(frozen=True)
 class Document:
-    """One text: ``name`` is its path relative to the folder that was given, ``kind`` is "python" or "prose"."""
+    """One text: ``name`` is its file's, as ``read_documents`` says; ``kind`` is "python" or "prose"."""
 
     name: str
     kind: str
@@ -37,23 +39,41 @@ def is_held_out(name: str) -> bool:
 def read_documents(paths: Iterable[str | Path]) -> list[Document]:
     """The documents of files and folders, sorted by name; a Python file gives its source and, apart, its long strings.
 
-    The word "stdlib" stands for the folder of Python's standard library.
+    The word "stdlib" stands for the folder of Python's standard library. Files from there are named by their path in it, others
+    by their path in the outermost folder that was given, with as many folders above as it takes to tell equal names apart.
     """
-    found: dict[tuple[str, str], Document] = {}
+    found: dict[Path, str] = {}
     for path in paths:
         given = Path(sysconfig.get_path("stdlib") if path == "stdlib" else path)
         if not given.exists():
             raise FileNotFoundError(f"--data names {str(given)!r}, which does not exist")
-        root = given if given.is_dir() else given.parent
-        for file in sorted(root.rglob("*")) if given.is_dir() else [given]:
-            if not file.is_file() or (given.is_dir() and not _wanted(file.relative_to(root))):
-                continue
-            name, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8", errors="ignore")
-            parts = {"python": text, "prose": prose_of(text)} if file.suffix == ".py" else {"prose": text}
-            for kind, content in parts.items():
-                if len(content) >= _SHORTEST_PROSE:
-                    found[name, kind] = Document(name, kind, content)
-    return [found[key] for key in sorted(found)]
+        root = (given if given.is_dir() else given.parent).resolve()
+        for file in sorted(root.rglob("*")) if given.is_dir() else [root / given.name]:
+            relative = file.relative_to(root)
+            if file.is_file() and (not given.is_dir() or _wanted(relative)):
+                found[file] = max(found.get(file, ""), relative.as_posix(), key=len)
+    documents = []
+    for file, name in _distinct(found).items():
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        parts = {"python": text, "prose": prose_of(text)} if file.suffix == ".py" else {"prose": text}
+        documents += [Document(name, kind, part) for kind, part in parts.items() if len(part) >= _SHORTEST_PROSE]
+    return sorted(documents, key=lambda document: (document.name, document.kind))
+
+
+def _distinct(found: Mapping[Path, str]) -> dict[Path, str]:
+    """The files' names, no two equal."""
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    settled = {
+        file: file.relative_to(library).as_posix()
+        for file in found
+        if file.is_relative_to(library) and "site-packages" not in file.relative_to(library).parts
+    }
+    names = {**found, **settled}
+    while doubled := {name for name, count in Counter(names.values()).items() if count > 1}:
+        for file, name in names.items():
+            if name in doubled and file not in settled:
+                names[file] = "/".join(file.parts[-len(Path(name).parts) - 1 :])
+    return names
 
 
 def _wanted(relative: Path) -> bool:

@@ -21,6 +21,7 @@ from pass_ext.training import record
 from pass_ext.training.data import Document, fingerprint, is_held_out
 from pass_ext.training.evaluation import evaluate
 from pass_ext.training.loop import Settings, Trainer, check_head
+from pass_ext.training.model import weights_digest
 from pass_ext.training.self_distill import Sample, collect, plan_batches
 from pass_ext.training.windows import Windows
 
@@ -70,6 +71,7 @@ def train(
             **dataclasses.asdict(settings),
             **shape,
             "model": Path(options.model).name,
+            "weights": weights_digest(model),
             "dtype": options.dtype,
             "anchors": options.anchors,
             "share": options.sample_share,
@@ -94,7 +96,7 @@ def train(
         "base_model": embedding.base_model,
         "parameters": f"{count:,} parameters ({embedding.extra_repr()})",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": record.machine(),
+        "machine": record.machine(options.device),
         "versions": record.versions(),
         "data": data,
         "settings": {**dataclasses.asdict(settings), **shape},
@@ -137,7 +139,15 @@ def _samples(
     if not batches:
         return []
     path = Path(options.out) / "samples.jsonl"
-    found = collect(model, tokenizer, batches, path, new_tokens=options.sample_tokens, seed=options.seed)
+    found = collect(
+        model,
+        tokenizer,
+        batches,
+        path,
+        name=Path(options.model).name,
+        new_tokens=options.sample_tokens,
+        seed=options.seed,
+    )
     shown = track(found, description="sampling", total=len(batches), console=console)
     return [sample for batch in shown for sample in batch]
 

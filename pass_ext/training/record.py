@@ -1,6 +1,6 @@
 """The record of a training run: a JSON file with all that made it, a card to read, and the loss curve as a picture.
 
-Called by ``command``; what it says is also inside the safetensors file.
+Called by ``pipeline``; what it says is also inside the safetensors file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine() -> str:
-    """The processor, or the GPU, and the threads."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def machine(device: str) -> str:
+    """The GPU, where that is the device of the run; else the processor and the threads."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
     names = []
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()

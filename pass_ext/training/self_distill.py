@@ -1,12 +1,13 @@
 """The model's own samples as training text: continued prefixes, answered instructions, and chats written by it alone.
 
-What is written is kept in one JSON-lines file beside the checkpoints, a batch at a time; a batch's random numbers depend on
-the seed and its number, so a run that was stopped goes on to the same file. Held-out prompts are continued greedily, for
-evaluation. Called by ``command``.
+What is written is kept in one JSON-lines file beside the checkpoints, a batch at a time, behind a header of all that decides
+it; a batch's random numbers depend on the seed and its number, so a run that was stopped goes on to the same file. Held-out
+prompts are continued greedily, for evaluation. Called by ``pipeline``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from pass_ext.training.data import Document, is_held_out
+from pass_ext.training.model import weights_digest
 from pass_ext.training.sampling import sample
 
 BATCH = 96
@@ -112,28 +114,42 @@ def _chat_ids(tokenizer: Any, instruction: str) -> list[int]:
 
 
 def collect(
-    model: Any, tokenizer: Any, batches: Sequence[Batch], path: Path, *, new_tokens: int, seed: int
+    model: Any, tokenizer: Any, batches: Sequence[Batch], path: Path, *, name: str, new_tokens: int, seed: int
 ) -> Iterator[list[Sample]]:
-    """Yields every batch's samples: read from ``path`` where they are there already, else sampled and appended."""
+    """Yields every batch's samples: read from ``path`` where they are there already, else sampled and appended.
+
+    ``name`` is the model's, for the header.
+    """
     stop = frozenset(_stop_ids(model))
-    header = json.dumps(
-        {"batches": len(batches), "new_tokens": new_tokens, "seed": seed, "first": batches[0].names[:1]}
-    )
-    lines = path.read_text().splitlines() if path.exists() else []
-    if lines and lines[0] != header:
-        raise SystemExit(f"{path} holds samples of other settings ({lines[0]}, now {header}): give another --out")
-    if not lines:
-        path.write_text(header + "\n")
+    frame = _chat_frame(tokenizer) if any(not batch.prompts for batch in batches) else ([], [])
+    header = {
+        "model": name,
+        "weights": weights_digest(model),
+        "dtype": str(model.get_input_embeddings().weight.dtype),
+        "prompts": _digest([[asdict(batch) for batch in batches], frame, sorted(stop)]),
+        "batches": len(batches),
+        "new_tokens": new_tokens,
+        "seed": seed,
+    }
+    written = path.read_bytes() if path.exists() else b""
+    whole = written[: written.rfind(b"\n") + 1]  # a run that was stopped while writing left a part of a line behind it
+    lines = whole.decode().splitlines()
+    if lines:
+        _check_header(path, lines[0], header)
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    else:
+        path.write_text(json.dumps(header) + "\n")
     for number, batch in enumerate(batches):
         if number + 1 < len(lines):
             yield [Sample(**fields) for fields in json.loads(lines[number + 1])]
             continue
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        prompts = batch.prompts or _own_prompts(model, tokenizer, len(batch.names), generator, stop)
-        written = sample(model, prompts, new_tokens, batch.temperature, generator, stop)
+        prompts = batch.prompts or _own_prompts(model, frame, len(batch.names), generator, stop)
+        texts = sample(model, prompts, new_tokens, batch.temperature, generator, stop)
         samples = [
             Sample(name, batch.kind, batch.temperature, len(prompt), list(prompt) + without_loop(prompt, text))
-            for name, prompt, text in zip(batch.names, prompts, written, strict=True)
+            for name, prompt, text in zip(batch.names, prompts, texts, strict=True)
         ]
         with path.open("a") as file:
             file.write(json.dumps([asdict(one) for one in samples]) + "\n")
@@ -145,10 +161,24 @@ def _stop_ids(model: Any) -> list[int]:
     return list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def _own_prompts(
-    model: Any, tokenizer: Any, count: int, generator: torch.Generator, stop: frozenset[int]
-) -> list[list[int]]:
-    """Instructions written by the model behind the template's user header, closed with the template's answer header."""
+def _check_header(path: Path, line: str, now: dict[str, Any]) -> None:
+    """Refuses samples of another model, other prompts or another seed, and says what differs."""
+    try:
+        there = dict(json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise SystemExit(f"{path} does not begin with the header of a file of samples: give another --out") from error
+    differing = [key for key in {**now, **there} if there.get(key) != now.get(key)]
+    if differing:
+        parts = "".join(f"\n  {key}: there {there.get(key)!r}, now {now.get(key)!r}" for key in differing)
+        raise SystemExit(f"{path} holds samples of other settings: give the same ones, or another --out{parts}")
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The template's tokens before a user's message, and those behind it that open the answer."""
     if tokenizer.chat_template is None:
         raise SystemExit(
             "this model's tokenizer has no chat template, so it cannot write chats: leave --own-chats at 0"
@@ -158,8 +188,15 @@ def _own_prompts(
         [{"role": "user", "content": marker}], add_generation_prompt=True, tokenize=False
     )
     before, _, after = whole.partition(marker)
-    opening = tokenizer(before, add_special_tokens=False).input_ids
-    closing = tokenizer(after, add_special_tokens=False).input_ids
+    opening, closing = (list(tokenizer(part, add_special_tokens=False).input_ids) for part in (before, after))
+    return opening, closing
+
+
+def _own_prompts(
+    model: Any, frame: tuple[list[int], list[int]], count: int, generator: torch.Generator, stop: frozenset[int]
+) -> list[list[int]]:
+    """Instructions written by the model behind the template's user header, closed with the template's answer header."""
+    opening, closing = frame
     written = sample(model, [opening] * count, _OWN_MESSAGE, 1.0, generator, stop)
     return [opening + [token for token in text if token not in stop] + closing for text in written]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from pass_ext.training.data import Document
 from pass_ext.training.self_distill import Sample
+
+_MOST_DRAWS = 1000  # for one text; pieces that are too short are rare where there is anything to learn
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,17 @@ class Windows:
     seed: int
 
     def __post_init__(self) -> None:
-        if not self.documents and not self.samples:
-            raise SystemExit("nothing to train on: --data gave no training text and there are no samples")
-        if self.length < self.lookahead + 2:
-            raise SystemExit(f"--length must be at least --lookahead + 2 = {self.lookahead + 2}, got {self.length}")
+        if not self.documents and not self._long_samples:
+            few = f"no sample of {len(self.samples)} has" if self.samples else "there are no samples with"
+            raise SystemExit(f"nothing to train on: --data gave no training text and {few} {self._fewest}")
+
+    @cached_property
+    def _long_samples(self) -> list[Sample]:
+        return [sample for sample in self.samples if len(sample.ids) >= self.lookahead + 2]
+
+    @property
+    def _fewest(self) -> str:
+        return f"--lookahead + 2 = {self.lookahead + 2} tokens"
 
     def at(self, step: int) -> Window:
         """The windows of one step."""
@@ -61,14 +71,18 @@ class Windows:
         return Window(ids, anchors)
 
     def _text(self, chooser: random.Random) -> list[int]:
-        while True:
+        for _ in range(_MOST_DRAWS):
             ids = self._drawn(chooser)
             if len(ids) >= self.lookahead + 2:
                 return ids
+        raise SystemExit(
+            f"nothing to train on: {_MOST_DRAWS} windows in a row were shorter than {self._fewest}; --length is {self.length}"
+        )
 
     def _drawn(self, chooser: random.Random) -> list[int]:
-        if self.samples and (not self.documents or chooser.random() < self.share):
-            ids = chooser.choices(self.samples, weights=[len(sample.ids) for sample in self.samples])[0].ids
+        samples = self._long_samples
+        if samples and (not self.documents or chooser.random() < self.share):
+            ids = chooser.choices(samples, weights=[len(sample.ids) for sample in samples])[0].ids
             start = chooser.randrange(len(ids) - self.length + 1) if len(ids) > self.length else 0
             return ids[start : start + self.length]
         document = chooser.choices(self.documents, weights=[len(document.text) for document in self.documents])[0]
