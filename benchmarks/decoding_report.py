@@ -5,13 +5,10 @@ results. A picture carries the numbers that it shows, so it can be checked witho
 and bench_decoding.py.
 """
 
-import html
-import importlib.util
 import json
-import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks import report
+from benchmarks import picture, report
 from benchmarks.decoding_contenders import HF, JOINED, NGRAM, ONE_PASS, PLAIN, TWO_PASS
 
 NAME = "bench_decoding"
@@ -295,63 +292,43 @@ def picture_of(path: Path) -> Path:
     return PAGE.with_name(f"decoding-speed-{path.parent.name}{path.stem.removeprefix(NAME)}.svg")
 
 
-def story_in(svg: str) -> dict[str, Any]:
-    """What a picture says of itself; nothing, if it does not."""
-    found = re.search(r"<dc:description>(.*?)</dc:description>", svg, flags=re.DOTALL)
-    story: dict[str, Any] = json.loads(html.unescape(found[1])) if found else {}
-    return story
-
-
 def draw(story: dict[str, Any], path: Path) -> None:
-    """Bars: a group per domain, a bar per contender, the spread as a line; `path` may end in .svg or .png."""
-    import matplotlib
+    """`path` may end in .svg or .png."""
+    picture.save(path, partial(_figure, story), title="speed-up", story=story, dpi=110)
 
-    matplotlib.use("Agg")
+
+def _figure(story: dict[str, Any]) -> Any:
+    """Bars: a group per domain, a bar per contender, the spread as a line."""
     from matplotlib import pyplot
 
-    style = {
-        "svg.hashsalt": "pass_ext",
-        "svg.fonttype": "path",
-        "font.family": "DejaVu Sans",
-        "savefig.facecolor": "white",
-    }
-    with pyplot.style.context("default"), pyplot.rc_context(style):
-        domains = list(dict.fromkeys(entry[0] for entry in story["speed_ups"]))
-        names = list(dict.fromkeys(entry[1] for entry in story["speed_ups"]))
-        unnamed = iter(OTHERS)
-        figure, axes = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
-        width = 0.84 / len(names)
-        for place, name in enumerate(names):
-            own = {domain: (mean, low, high) for domain, who, mean, low, high in story["speed_ups"] if who == name}
-            at = [domains.index(domain) + (place - (len(names) - 1) / 2) * width for domain in own]
-            means = [mean for mean, _, _ in own.values()]
-            errors = [
-                [max(mean - low, 0) for mean, low, _ in own.values()],
-                [max(high - mean, 0) for mean, _, high in own.values()],
-            ]
-            colour = COLOURS.get(name) or next(unnamed, "#555555")
-            axes.bar(
-                at, means, width * 0.92, color=colour, label=name, yerr=errors, ecolor="#333333", error_kw={"lw": 0.8}
+    domains = list(dict.fromkeys(entry[0] for entry in story["speed_ups"]))
+    names = list(dict.fromkeys(entry[1] for entry in story["speed_ups"]))
+    unnamed = iter(OTHERS)
+    figure, axes = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
+    width = 0.84 / len(names)
+    for place, name in enumerate(names):
+        own = {domain: (mean, low, high) for domain, who, mean, low, high in story["speed_ups"] if who == name}
+        at = [domains.index(domain) + (place - (len(names) - 1) / 2) * width for domain in own]
+        means = [mean for mean, _, _ in own.values()]
+        errors = [
+            [max(mean - low, 0) for mean, low, _ in own.values()],
+            [max(high - mean, 0) for mean, _, high in own.values()],
+        ]
+        colour = COLOURS.get(name) or next(unnamed, "#555555")
+        axes.bar(at, means, width * 0.92, color=colour, label=name, yerr=errors, ecolor="#333333", error_kw={"lw": 0.8})
+        for x, mean, high in zip(at, means, (high for _, _, high in own.values()), strict=True):
+            axes.annotate(
+                f"{mean:.2f}", (x, max(mean, high)), (0, 2), textcoords="offset points", ha="center", size=6.5
             )
-            for x, mean, high in zip(at, means, (high for _, _, high in own.values()), strict=True):
-                axes.annotate(
-                    f"{mean:.2f}", (x, max(mean, high)), (0, 2), textcoords="offset points", ha="center", size=6.5
-                )
-        axes.axhline(1, color="#333333", lw=0.8)
-        axes.annotate("Plain", (-0.5, 1), (1, 2), textcoords="offset points", size=7)
-        axes.set_xlim(-0.5, len(domains) - 0.5)
-        axes.set_xticks(range(len(domains)), domains)
-        axes.set_ylabel("speed-up over Plain")
-        axes.set_title(f"{story['title']}\ngreedy, texts that do not loop", fontsize=9, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside right upper", fontsize=7, frameon=False)
-        if path.suffix == ".svg":
-            told = json.dumps({**story, "matplotlib": matplotlib.__version__})
-            figure.savefig(path, metadata={"Date": None, "Creator": None, "Title": "speed-up", "Description": told})
-            path.write_text(re.sub(r"[ \t]+$", "", path.read_text(), flags=re.MULTILINE))
-        else:
-            figure.savefig(path, dpi=110)
-        pyplot.close(figure)
+    axes.axhline(1, color="#333333", lw=0.8)
+    axes.annotate("Plain", (-0.5, 1), (1, 2), textcoords="offset points", size=7)
+    axes.set_xlim(-0.5, len(domains) - 0.5)
+    axes.set_xticks(range(len(domains)), domains)
+    axes.set_ylabel("speed-up over Plain")
+    axes.set_title(f"{story['title']}\ngreedy, texts that do not loop", fontsize=9, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    return figure
 
 
 # ---- page and pictures together ----
@@ -372,8 +349,8 @@ def write(root: Path) -> None:
     wanted = {root / picture_of(path): result for path, result in results if shows(result)}
     for stale in set((root / PAGE.parent).glob("decoding-speed-*.svg")) - set(wanted):
         stale.unlink()
-    for picture, result in wanted.items():
-        draw(story_of(result), picture)
+    for path, result in wanted.items():
+        draw(story_of(result), path)
 
 
 def check(root: Path) -> list[str]:
@@ -383,27 +360,9 @@ def check(root: Path) -> list[str]:
     if not (root / PAGE).exists() or (root / PAGE).read_text() != render_page(results):
         wrong.append(f"{PAGE} is not what benchmarks/results/ says")
     for path, result in results:
-        picture = root / picture_of(path)
+        story, drawn = story_of(result), root / picture_of(path)
         if not shows(result):
             continue
-        svg = picture.read_text() if picture.exists() else ""
-        story = story_in(svg)
-        version = story.pop("matplotlib", None)
-        if story != story_of(result) or (version == _version_here() and svg != _drawn_here(story)):
+        if not picture.tells(drawn, story) or not picture.is_redrawn(drawn, partial(draw, story)):
             wrong.append(f"{picture_of(path)} does not show {path.relative_to(root)}")
     return wrong
-
-
-def _version_here() -> str | None:
-    if importlib.util.find_spec("matplotlib") is None:
-        return None
-    import matplotlib
-
-    return matplotlib.__version__
-
-
-def _drawn_here(story: dict[str, Any]) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "picture.svg"
-        draw(story, path)
-        return path.read_text()

@@ -5,15 +5,13 @@ picture is not this one.
 """
 
 import argparse
-import json
-import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from docs.pictures import ROOT, story_in, version_here
+from benchmarks import picture
 
+ROOT = Path(__file__).resolve().parent.parent
 PATH = Path("docs") / "pass-cycles.svg"
 TOKEN, SLOT, KEPT, DROPPED, INK, LINE = "#2f6fb3", "#e08a1e", "#3c8f4f", "#b9c0c8", "#3a424c", "#9aa5b1"
 
@@ -46,29 +44,17 @@ def tokens_of(calls: list[Any]) -> int:
 
 def draw(path: Path) -> None:
     """`path` may end in .svg or .png."""
-    import matplotlib
+    picture.save(path, _figure, title="PaSS", story={"cycles": CYCLES})
 
-    matplotlib.use("Agg")
+
+def _figure() -> Any:
     from matplotlib import pyplot
 
-    style = {
-        "svg.hashsalt": "pass_ext",
-        "svg.fonttype": "path",
-        "font.family": "DejaVu Sans",
-        "savefig.facecolor": "white",
-    }
-    with pyplot.style.context("default"), pyplot.rc_context(style):
-        figure, axes = pyplot.subplots(2, 1, figsize=(9.6, 5.2), layout="constrained")
-        for ax, (title, calls) in zip(axes, CYCLES, strict=True):
-            _draw_cycle(ax, title, calls)
-        _draw_legend(axes[0])
-        if path.suffix == ".svg":
-            story = json.dumps({"cycles": CYCLES, "matplotlib": matplotlib.__version__})
-            figure.savefig(path, metadata={"Date": None, "Creator": None, "Title": "PaSS", "Description": story})
-            path.write_text(re.sub(r"[ \t]+$", "", path.read_text(), flags=re.MULTILINE))
-        else:
-            figure.savefig(path, dpi=96)
-        pyplot.close(figure)
+    figure, axes = pyplot.subplots(2, 1, figsize=(9.6, 5.2), layout="constrained")
+    for ax, (title, calls) in zip(axes, CYCLES, strict=True):
+        _draw_cycle(ax, title, calls)
+    _draw_legend(axes[0])
+    return figure
 
 
 def _draw_cycle(ax: Any, title: str, calls: list[Any]) -> None:
@@ -120,17 +106,10 @@ def _box(x: float, y: float, width: float, height: float, face: str, edge: str) 
 
 def check(root: Path) -> str | None:
     """What is out of date."""
-    path = root / PATH
-    svg = path.read_text() if path.exists() else ""
-    story = story_in(svg)
-    version = story.pop("matplotlib", None)
-    if story != json.loads(json.dumps({"cycles": CYCLES})):
+    if not picture.tells(root / PATH, {"cycles": CYCLES}):
         return f"{PATH} does not show these cycles"
-    if version == version_here():
-        with tempfile.TemporaryDirectory() as folder:
-            draw(Path(folder) / "picture.svg")
-            if (Path(folder) / "picture.svg").read_text() != svg:
-                return f"{PATH} is not drawn by this script"
+    if not picture.is_redrawn(root / PATH, draw):
+        return f"{PATH} is not drawn by this script"
     return None
 
 

@@ -5,15 +5,12 @@ picture does not show its tree. Where the matplotlib that drew it is here, it is
 """
 
 import argparse
-import html
-import importlib.util
-import json
-import re
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import picture
 from pass_ext import Tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,53 +34,10 @@ def story_of(name: str) -> dict[str, Any]:
     return {"title": title, "parents": list(tree.parents), "slots": list(tree.slots)}
 
 
-def story_in(svg: str) -> dict[str, Any]:
-    """What a picture says of itself; nothing, if it does not."""
-    found = re.search(r"<dc:description>(.*?)</dc:description>", svg, flags=re.DOTALL)
-    story: dict[str, Any] = json.loads(html.unescape(found[1])) if found else {}
-    return story
-
-
 def draw(name: str, path: Path) -> None:
     """`path` may end in .svg or .png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {
-        "svg.hashsalt": "pass_ext",
-        "svg.fonttype": "path",
-        "font.family": "DejaVu Sans",
-        "savefig.facecolor": "white",
-    }
-    with pyplot.style.context("default"), pyplot.rc_context(style):
-        title, tree = PICTURES[name]
-        figure = tree.draw().figure
-        if path.suffix == ".svg":
-            story = json.dumps({**story_of(name), "matplotlib": matplotlib.__version__})
-            figure.savefig(path, metadata={"Date": None, "Creator": None, "Title": title, "Description": story})
-            path.write_text(re.sub(r"[ \t]+$", "", path.read_text(), flags=re.MULTILINE))
-        else:
-            figure.savefig(path, dpi=96)
-        pyplot.close(figure)
-
-
-def drawn_here(name: str) -> str:
-    """The SVG as this machine draws it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "picture.svg"
-        draw(name, path)
-        return path.read_text()
-
-
-def version_here() -> str | None:
-    """Of matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return None
-    import matplotlib
-
-    return matplotlib.__version__
+    title, tree = PICTURES[name]
+    picture.save(path, lambda: tree.draw().figure, title=title, story=story_of(name))
 
 
 def check(root: Path) -> list[str]:
@@ -93,13 +47,9 @@ def check(root: Path) -> list[str]:
         path = path_of(name)
         if not (root / path).exists():
             wrong.append(f"there is no {path}")
-            continue
-        svg = (root / path).read_text()
-        story = story_in(svg)
-        version = story.pop("matplotlib", None)
-        if story != story_of(name):
+        elif not picture.tells(root / path, story_of(name)):
             wrong.append(f"{path} does not show the tree of docs/pictures.py")
-        elif version == version_here() and svg != drawn_here(name):
+        elif not picture.is_redrawn(root / path, partial(draw, name)):
             wrong.append(f"{path} is not what Tree.draw makes")
     return wrong
 

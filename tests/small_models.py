@@ -1,4 +1,5 @@
-"""Small random transformers models of each architecture, for tests of decoding and of the hooks."""
+"""Small transformers models with random weights, one of each architecture, and prompts for them: for tests of decoding and of
+the hooks."""
 
 import torch
 
@@ -16,28 +17,37 @@ _SHAPE = dict(
     pad_token_id=0,
 )
 _GROUPED = dict(_SHAPE, num_key_value_heads=2)
+_OPT = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
+# Its softcap is low and its scores are wide, so that the cap tells.
+_GEMMA2 = dict(_GROUPED, head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=2.0, tie_word_embeddings=False)
+
+# Two have sliding windows, gemma2 in every other layer.
 ARCHITECTURES = {
     "llama": _GROUPED,
     "qwen2": _GROUPED,
     "qwen3": dict(_GROUPED, head_dim=24),
     "mistral": dict(_GROUPED, sliding_window=7),
     "gemma": dict(_GROUPED, head_dim=16),
-    "gemma2": dict(_GROUPED, head_dim=16, sliding_window=6),
+    "gemma2": dict(_GEMMA2, sliding_window=6),
     "phi": _SHAPE,
     "phi3": _GROUPED,
     "gpt_neox": _SHAPE,
-    "opt": {
-        key: value for key, value in _SHAPE.items() if key != "intermediate_size"
-    } | dict(ffn_dim=96, word_embed_proj_dim=32),
-}  # fmt: skip
+    "opt": dict(_OPT, ffn_dim=96, word_embed_proj_dim=32),
+}
+WITHOUT_WINDOWS = {"mistral": dict(sliding_window=None), "gemma2": dict(layer_types=["full_attention"] * 2)}
+REFUSED = {
+    "stablelm": _GROUPED,
+    "gpt_oss": dict(_GROUPED, head_dim=16, num_local_experts=2, num_experts_per_tok=1),
+    "bloom": dict(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4),
+}
 
 
 def small_model(architecture, seed=0, sharpness=3.0, **changes):
-    """In fp32 and eval mode; ``sharpness`` makes its laws less flat, so that no two tokens tie."""
+    """In fp32 and eval mode, without gradients; ``sharpness`` makes its laws less flat, so that no two tokens tie."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(architecture, **{**ARCHITECTURES[architecture], **changes})
+    config = AutoConfig.for_model(architecture, **{**(ARCHITECTURES | REFUSED)[architecture], **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and "embed" not in name:
@@ -45,8 +55,17 @@ def small_model(architecture, seed=0, sharpness=3.0, **changes):
     return model
 
 
+def prompts(rows, columns, seed=0, padding=()):
+    """``(input_ids, attention_mask)``: random ids, with so many columns of padding left of each row."""
+    ids = torch.randint(3, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    for row, columns in enumerate(padding):
+        ids[row, :columns], mask[row, :columns] = 0, 0
+    return ids, mask
+
+
 def ragged_prompts(count, longest=24, seed=0, vocabulary=VOCABULARY):
-    """input_ids, padded on the left, and the mask."""
+    """The same, with random padding."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     ids = torch.randint(3, vocabulary, (count, longest), generator=generator)

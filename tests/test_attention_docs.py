@@ -155,7 +155,8 @@ def test_the_block_of_the_readme_runs():
 
 
 @pytest.fixture
-def pictures():
+def pictures(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
     return load("pictures", ROOT / "docs" / "pictures.py")
 
 

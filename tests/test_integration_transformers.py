@@ -1,17 +1,23 @@
 """attn_implementation="pass_ext": generations and single forwards against transformers' own sdpa, and what is refused."""
 
+import functools
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers_models import FULL_ATTENTION, SLIDING, prompts, tiny_model  # noqa: E402
+from small_models import ARCHITECTURES, WITHOUT_WINDOWS, prompts, small_model  # noqa: E402
 
 from pass_ext import Tree, pack_trees  # noqa: E402
 from pass_ext.integrations import transformers as hooks  # noqa: E402
 
 hooks.register()
 AT_LEAST_5 = int(transformers.__version__.split(".")[0]) >= 5
+
+
+# Scores so wide that every mask, window and softcap tells.
+sharp_model = functools.partial(small_model, sharpness=15.0)
 
 
 def generate(model, ids, mask, implementation, **given):
@@ -36,9 +42,9 @@ def logits(model, implementation, *args, **given):
 
 @pytest.mark.parametrize("padding", [(), (0, 5, 2)], ids=["full", "left-padded"])
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", FULL_ATTENTION + SLIDING)
-def test_generate_gives_the_tokens_of_sdpa(name, cache, padding):
-    model = tiny_model(name)
+@pytest.mark.parametrize("name,changes", [(name, {}) for name in ARCHITECTURES] + [*WITHOUT_WINDOWS.items()], ids=str)
+def test_generate_gives_the_tokens_of_sdpa(name, changes, cache, padding):
+    model = sharp_model(name, **changes)
     ids, mask = prompts(3, 9, padding=padding)
     expected = generate(model, ids, mask, sdpa_or_eager(model), cache_implementation=cache)
     assert torch.equal(generate(model, ids, mask, "pass_ext", cache_implementation=cache), expected)
@@ -47,7 +53,7 @@ def test_generate_gives_the_tokens_of_sdpa(name, cache, padding):
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_beams_and_several_sequences(name):
-    model = tiny_model(name)
+    model = sharp_model(name)
     ids, mask = prompts(2, 7, padding=(3, 0))
     for given in ({"num_beams": 3, "num_return_sequences": 2}, {"num_return_sequences": 3, "do_sample": True}):
         torch.manual_seed(1)
@@ -62,17 +68,17 @@ def test_beams_and_several_sequences(name):
 @pytest.mark.parametrize("window", [1, 2, 4, 5])
 def test_the_window_is_that_of_transformers_at_its_edge(window):
     ids, mask = prompts(2, 11, padding=(0, 3))
-    model = tiny_model("mistral_4", sliding_window=window)
+    model = sharp_model("mistral", sliding_window=window)
     expected = logits(model, "sdpa", ids, attention_mask=mask)
     ours = logits(model, "pass_ext", ids, attention_mask=mask)
     seen = mask.bool()
     torch.testing.assert_close(ours[seen], expected[seen], atol=3e-5, rtol=1e-5)
-    other = logits(tiny_model("mistral_4", sliding_window=window + 1), "sdpa", ids, attention_mask=mask)
+    other = logits(sharp_model("mistral", sliding_window=window + 1), "sdpa", ids, attention_mask=mask)
     assert (other - expected)[seen].abs().max() > 1e-2, "the test must see a window that is off by one"
 
 
 def test_more_rows_than_a_call_takes():
-    model = tiny_model("llama", max_position_embeddings=1200)
+    model = sharp_model("llama", max_position_embeddings=1200)
     ids, mask = prompts(2, 1100, padding=(0, 1030))
     expected = logits(model, "sdpa", ids, attention_mask=mask, logits_to_keep=40)
     ours = logits(model, "pass_ext", ids, attention_mask=mask, logits_to_keep=40)
@@ -80,7 +86,7 @@ def test_more_rows_than_a_call_takes():
 
 
 def test_right_padding_of_one_forward():
-    model = tiny_model("qwen2")
+    model = sharp_model("qwen2")
     ids, mask = prompts(2, 8)
     mask[0, 5:] = 0
     expected = logits(model, "sdpa", ids, attention_mask=mask)
@@ -90,7 +96,7 @@ def test_right_padding_of_one_forward():
 
 def test_packed_texts_do_not_see_each_other():
     """transformers finds texts packed into one row by their position ids; the mask is then one of blocks."""
-    model = tiny_model("llama")
+    model = sharp_model("llama")
     ids, _ = prompts(1, 9)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
     ours = logits(model, "pass_ext", ids, position_ids=positions, use_cache=False)
@@ -101,7 +107,7 @@ def test_packed_texts_do_not_see_each_other():
 @pytest.mark.parametrize("name", ["llama", "opt"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_dense_mask_of_the_user_is_followed(name, dtype):
-    model = tiny_model(name)
+    model = sharp_model(name)
     ids, tree = prompts(2, 10)[0], Tree([-1, 0, 0, 1, 2])
     mask = torch.ones(2, 1, 5, 10, dtype=torch.bool)
     mask[:, 0, :, 5:] = (tree.visible >> torch.arange(5) & 1).bool()
@@ -121,7 +127,7 @@ def test_a_dense_mask_of_the_user_is_followed(name, dtype):
 
 
 def test_a_mask_that_was_written_to_is_read_again():
-    model, ids = tiny_model("llama"), prompts(1, 6)[0]
+    model, ids = sharp_model("llama"), prompts(1, 6)[0]
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     logits(model, "pass_ext", ids, attention_mask=mask)
     mask[..., 2:, 1] = False
@@ -177,7 +183,7 @@ def test_a_tree_step_equals_a_dense_mask(name, padding, static):
     """On the cache of transformers, in place: ragged trees, ragged prefixes."""
     if name == "opt" and not AT_LEAST_5:
         pytest.skip("OPT in transformers 4.57 builds masks itself")
-    model = tiny_model(name)
+    model = sharp_model(name)
     packed = pack_trees(TREES)
     columns = 24 if static else 6 + packed.max_nodes
     expected, prefix, _ = tree_forward(
@@ -194,7 +200,7 @@ def test_a_tree_step_equals_a_dense_mask(name, padding, static):
 
 def test_a_tree_step_through_windows():
     """Windows count text positions, so siblings see equally far back."""
-    model = tiny_model("mistral_4")
+    model = sharp_model("mistral", sliding_window=4)
     tree = TREES[1]
     packed = pack_trees([tree])
     mask = dense_mask([tree], (0,), 6 + len(tree))
@@ -217,7 +223,7 @@ def test_a_tree_step_through_windows():
 
 
 def test_tree_steps_that_do_not_fit_are_refused():
-    model = tiny_model("llama")
+    model = sharp_model("llama")
     packed = pack_trees(TREES)
     mask = torch.ones(2, 6 + packed.max_nodes, dtype=torch.long)
     mask[1, 0] = 0
@@ -238,11 +244,11 @@ def test_tree_steps_that_do_not_fit_are_refused():
 
 
 def test_use_switches_or_raises():
-    model = tiny_model("llama")
+    model = sharp_model("llama")
     assert hooks.use(model) is model
     assert model.config._attn_implementation == "pass_ext"
     for name in ("bloom", "stablelm"):
-        model = tiny_model(name)
+        model = sharp_model(name)
         before = model.config._attn_implementation
         with pytest.raises(ValueError, match=f"{name}.*stays with '{before}'"):
             hooks.use(model)
@@ -268,13 +274,13 @@ def test_registering_twice_changes_nothing():
     ],
 )
 def test_what_would_change_the_result_is_refused(name, given, message):
-    model = tiny_model(name)
+    model = sharp_model(name)
     with pytest.raises((ValueError, TypeError), match=message):
         logits(model, "pass_ext", prompts(1, 5)[0], **given)
 
 
 def test_a_dense_mask_whose_prefix_differs_between_rows_is_refused():
-    model, ids = tiny_model("llama"), prompts(1, 8)[0]
+    model, ids = sharp_model("llama"), prompts(1, 8)[0]
     cache = transformers.DynamicCache()
     logits(model, "sdpa", ids[:, :5], past_key_values=cache, use_cache=True)
     mask = torch.ones(1, 1, 3, 8, dtype=torch.bool).tril(5)
@@ -284,7 +290,7 @@ def test_a_dense_mask_whose_prefix_differs_between_rows_is_refused():
 
 
 def test_training_is_refused():
-    model, ids = tiny_model("llama", attention_dropout=0.1), prompts(1, 5)[0]
+    model, ids = sharp_model("llama", attention_dropout=0.1).requires_grad_(), prompts(1, 5)[0]
     model.set_attn_implementation("pass_ext")
     with pytest.raises(RuntimeError, match=r"no gradients.*sdpa"):
         model(ids)
@@ -301,7 +307,7 @@ def test_heads_that_are_too_wide_are_refused():
 @pytest.mark.slow
 def test_compiled_forward_with_a_static_cache():
     """One graph: nothing on the way waits for numbers."""
-    model = hooks.use(tiny_model("llama"))
+    model = hooks.use(sharp_model("llama"))
     ids = prompts(1, 6)[0]
     cache = transformers.StaticCache(config=model.config, max_cache_len=16)
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)

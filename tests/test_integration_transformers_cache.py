@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers_models import prompts, tiny_model  # noqa: E402
+from small_models import prompts, small_model  # noqa: E402
 
 from pass_ext.integrations.transformers import cache_length, read_cache, write_cache  # noqa: E402
 
@@ -27,7 +27,7 @@ def forward(model, ids, cache, begin):
 @pytest.mark.parametrize("target", ["dynamic", "bare", "static"])
 @pytest.mark.parametrize("source", ["dynamic", "static"])
 def test_another_cache_continues_alike(source, target):
-    model = tiny_model("llama")
+    model = small_model("llama")
     ids = prompts(2, 9)[0]
     whole = forward(model, ids, make_cache("dynamic", model), 0)
     given, taken = make_cache(source, model), make_cache(target, model)
@@ -43,7 +43,7 @@ def test_another_cache_continues_alike(source, target):
 
 
 def test_a_static_layer_keeps_its_addresses_and_forgets_the_rest():
-    model = tiny_model("llama")
+    model = small_model("llama")
     cache, ids = make_cache("static", model), prompts(1, 9)[0]
     forward(model, ids, cache, 0)
     layer = cache.layers[0]
@@ -59,9 +59,9 @@ def test_a_static_layer_keeps_its_addresses_and_forgets_the_rest():
 
 
 def test_what_is_no_plain_cache_is_refused():
-    model = tiny_model("llama")
+    model = small_model("llama")
     rows = torch.zeros(1, 2, 3, 16)
-    sliding = make_cache("dynamic", tiny_model("mistral_4"))
+    sliding = make_cache("dynamic", small_model("mistral"))
     for call in (lambda: read_cache(sliding, 0), lambda: write_cache(sliding, 0, rows, rows)):
         with pytest.raises(ValueError, match=r"DynamicSlidingWindowLayer.*only DynamicLayer and StaticLayer"):
             call()
@@ -76,7 +76,7 @@ def test_what_is_no_plain_cache_is_refused():
 
 
 def test_content_that_does_not_fit_is_refused():
-    model = tiny_model("llama")
+    model = small_model("llama")
     cache = make_cache("static", model, columns=4)
     forward(model, prompts(1, 3)[0], cache, 0)
     for shape in ((1, 2, 5, 16), (2, 2, 3, 16), (1, 2, 3, 8)):

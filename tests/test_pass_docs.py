@@ -80,7 +80,8 @@ def test_the_picture_shows_its_cycles():
     assert done.returncode == 0, done.stderr
 
 
-def test_another_picture_is_found(tmp_path):
+def test_another_picture_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
     from docs import pass_picture
 
     (tmp_path / "docs").mkdir()
