@@ -6,6 +6,7 @@ registered attention function hands queries, keys and values to the session. Cal
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -45,6 +46,11 @@ class TransformersModel(Adapted):
         text = config.get_text_config(decoder=True)
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"{self.name} is an encoder-decoder model; decoder-only models are supported")
+        if "position_ids" not in inspect.signature(type(_unwrapped(self.model)).forward).parameters:
+            raise ValueError(
+                f"{self.name}: {type(self.model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
+                "their places in the text"
+            )
         strange = sorted(set(getattr(text, "layer_types", None) or ()) - _FULL)
         if strange:
             raise ValueError(
@@ -125,6 +131,12 @@ class TransformersModel(Adapted):
         if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
             return logits[wanted]
         return logits
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside of torch.compile's wrapper, or peft's."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _attention(
