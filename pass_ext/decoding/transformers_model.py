@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.attention_arguments import unsupported
 from pass_ext.decoding.few_rows import few_rows_linear
 from pass_ext.decoding.layer_offsets import LayerOffsets
 from pass_ext.decoding.model import Adapted, Attend
@@ -155,8 +156,13 @@ def _attention(
     attend = _attending.get()
     if attend is None:
         raise RuntimeError(f"attention implementation {_KEY!r} works inside pass_ext.generate only")
-    if others.get("s_aux") is not None:
-        raise NotImplementedError(f"{type(module).__name__} has attention sinks (s_aux), which attention_tree has not")
+    reason = (
+        unsupported(module, dropout, others)
+        if attention_mask is None
+        else f"{type(module).__name__} hands down an attention_mask of its own"
+    )
+    if reason is not None:
+        raise ValueError(f"pass_ext attention: {reason}, so pass_ext cannot decode this model")
     out = attend(
         module.layer_idx,  # type: ignore[arg-type]
         *(x[0].transpose(0, 1) for x in (query, key, value)),
