@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import pass_ext
 from pass_ext import generate
 
 _SHAPE = dict(
@@ -68,4 +69,35 @@ def test_unknown_tensors_are_refused(monkeypatch):
         modeling_llama.LlamaAttention, "forward", lambda *a, **k: forward(*a, **k, position_bias=torch.ones(3))
     )
     with pytest.raises(ValueError, match="LlamaAttention hands down 'position_bias'"):
+        generate(model, IDS, max_new_tokens=2)
+
+
+ROPES = {
+    "longrope": ("phi3", dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8)),
+    "dynamic": ("llama", dict(rope_type="dynamic", factor=4.0)),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_that_change_with_the_length(kind):
+    """Up to 20 tokens they stay: the prompt's 3, the deepest row's 0, 8 or 4 and what is left of new ones."""
+    architecture, rope = ROPES[kind]
+    original = {"original_max_position_embeddings": 20} if kind == "longrope" else {"max_position_embeddings": 20}
+    model = model_of(architecture, **{**_SHAPE, "pad_token_id": 0, **original, "rope_scaling": rope})
+    want = model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=17, do_sample=False, eos_token_id=None
+    )[0]
+    slots = pass_ext.LookaheadEmbedding.from_table(2, model.get_input_embeddings().weight)
+    groups = pass_ext.Tree.chain(2).with_lookahead({0: 2, 2: 2})
+    for method, most in ((None, 17), (pass_ext.NGram(), 9), (pass_ext.PaSS(slots, tree=groups, rows=8), 13)):
+        got = generate(model, IDS, method, max_new_tokens=most, eos_token_id=[]).sequences[0]
+        assert torch.equal(got, want[: 3 + most]), method
+        message = f"{architecture} changes its rotary frequencies behind 20 tokens.*got 21"
+        with pytest.raises(ValueError, match=message):
+            generate(model, IDS, method, max_new_tokens=most + 1)
+
+
+def test_attention_scaled_by_the_number_of_a_row():
+    model = model_of("llama4_text", **_SHAPE, head_dim=16, num_local_experts=2, layer_types=["full_attention"])
+    with pytest.raises(ValueError, match=r"llama4_text scales attention.*attn_temperature_tuning"):
         generate(model, IDS, max_new_tokens=2)

@@ -101,6 +101,9 @@ class Drafting:
             raise TypeError(f"method must be Plain(), NGram(...) or PaSS(...), got {type(method).__name__}")
         deep = self._plan.tree.max_depth if self._plan else 0
         self.max_depth = max(deep, ngram.tokens if ngram else 0)
+        self.deepest_row = (
+            max(self.max_depth, *self._plan.tree.depths, self._plan.slots) if self._plan else self.max_depth
+        )
 
     def _use(self, method: PaSS, model: Adapted, sampling: SamplingParams, rule: str, graphs: bool) -> None:
         if method.ngram is not None and sampling.temperature is not None and rule not in ("coupled", "typical"):

@@ -170,6 +170,12 @@ class _Run:
         """Finds room for the texts, and takes in what is known of them."""
         slots, deep, requests = self._drafting.slots, self._drafting.deep, len(self.texts)
         room = max(self._limits) + self._drafting.max_depth  # a last step may accept more than is wanted
+        longest, limit = max(self._limits) + self._drafting.deepest_row, self._model.rope_limit
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"{self._model.name} changes its rotary frequencies behind {limit} tokens, and earlier keys would not "
+                f"fit: prompt, max_new_tokens and the deepest draft must stay within them, got {longest}"
+            )
         if session is None:
             session = Session(self._model, requests, room, slots, deep, graphs=self._graphs)
         elif session.requests != requests or session.room < room or session.model.model is not self._model.model:

@@ -41,6 +41,7 @@ class TransformersModel(Adapted):
         self._hooks: ExitStack | None = None  # while attached
         self._shifted: LayerOffsets | None = None
         self._check()
+        self.rope_limit = _rope_limit(model.config.get_text_config(decoder=True))
 
     def _check(self) -> None:
         config = self.model.config
@@ -61,6 +62,10 @@ class TransformersModel(Adapted):
         if getattr(text, "hidden_size_per_layer_input", 0):
             raise ValueError(
                 f"{self.name} looks tokens up again in every layer, so look-ahead rows cannot be given to it"
+            )
+        if getattr(text, "attn_temperature_tuning", False):
+            raise ValueError(
+                f"{self.name} scales attention by the number of the row (attn_temperature_tuning), not by position"
             )
         if self.table.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {self.table.dtype}")
@@ -138,6 +143,20 @@ def _unwrapped(model: Any) -> Any:
     """The model inside of torch.compile's wrapper, or peft's."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _rope_limit(text: Any) -> int | None:
+    """The longest text for which no rope of the model has other frequencies than for a shorter one; None: any."""
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    limits = []
+    for rope in given.values() if all(isinstance(value, dict) for value in given.values()) else (given,):
+        kind, limit = rope.get("rope_type", rope.get("type")), text.max_position_embeddings
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            limits.append(original or getattr(text, "original_max_position_embeddings", None) or limit)
+        elif kind == "dynamic":
+            limits.append(limit)
+    return min(limits, default=None)
 
 
 def _attention(
