@@ -101,3 +101,11 @@ def test_attention_scaled_by_the_number_of_a_row():
     model = model_of("llama4_text", **_SHAPE, head_dim=16, num_local_experts=2, layer_types=["full_attention"])
     with pytest.raises(ValueError, match=r"llama4_text scales attention.*attn_temperature_tuning"):
         generate(model, IDS, max_new_tokens=2)
+
+
+def test_attention_of_their_own():
+    model = model_of("codegen", vocab_size=97, n_embd=64, n_layer=1, n_head=4, n_positions=64, rotary_dim=8)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="codegen: CodeGenForCausalLM has attention of its own"):
+        generate(model, IDS, max_new_tokens=1)
+    assert model.config._attn_implementation == before

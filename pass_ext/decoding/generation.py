@@ -184,7 +184,7 @@ class _Run:
                 f"{session.requests} requests and {session.room} tokens"
             )
         else:
-            session.begin(slots, deep)
+            session.begin(self._model, slots, deep)
         self.session = session
         if past is None:
             return
