@@ -163,7 +163,7 @@ class _Run:
         self._drafting = Drafting(method, model, sampling, rule, self.texts, graphs=graphs)
         self._model, self._graphs = model, graphs
         self._filled = 0
-        self.counters = AcceptanceCounters(max(1, self._drafting.max_depth), model.table.device)
+        self.counters = AcceptanceCounters(max(1, self._drafting.max_depth))
         self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
 
     def begin(self, session: Session | None, past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None) -> None:
@@ -279,9 +279,6 @@ class _Run:
                 positions=self._on_device([len(text) for text in self.texts]),
                 **self._sampling.law(),
             )
-            drafted = [len(step.tokens) - step.tokens.count(-1) if step else 0 for step in steps]
-            if any(drafted):
-                self.counters.update(result.num_accepted, self._on_device(drafted))
         return result
 
     def _take(self, steps: Sequence[Step | None], result: AcceptResult) -> tuple[list[int], list[int]]:
@@ -302,6 +299,7 @@ class _Run:
             kept, stopped = self._listener.heard(b, self.texts[b], new, accepted[b])
             self.texts[b] += new[:kept]
             gained[b] = kept
+            self.counters.add(min(accepted[b], kept), len(step.tokens) - step.tokens.count(-1))
             if ended is None and not stopped:
                 remaining[b] = self._limits[b] - len(self.texts[b])
         self._drafting.learn(steps, gained)
