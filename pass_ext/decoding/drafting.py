@@ -101,6 +101,9 @@ class Drafting:
             raise TypeError(f"method must be Plain(), NGram(...) or PaSS(...), got {type(method).__name__}")
         deep = self._plan.tree.max_depth if self._plan else 0
         self.max_depth = max(deep, ngram.tokens if ngram else 0)
+        self.deepest_row = (
+            max(self.max_depth, *self._plan.tree.depths, self._plan.slots) if self._plan else self.max_depth
+        )
 
     def _use(self, method: PaSS, model: Adapted, sampling: SamplingParams, rule: str, graphs: bool) -> None:
         if method.ngram is not None and sampling.temperature is not None and rule not in ("coupled", "typical"):
@@ -169,7 +172,7 @@ class Drafting:
         return {b: (candidates.tokens[i], law_rows[i] if law_rows else None) for i, b in enumerate(requests)}
 
     def _step(self, b: int, remaining: int, drafted: tuple[list[int], list[int] | None] | None) -> Step:
-        root, ngrams = self._texts[b][-1], self._ngrams(b)
+        root, ngrams = self._texts[b][-1], self._ngrams(b, remaining - 1)
         if remaining == 1:
             return Step(root, _ROOT, (), [])
         nodes, groups = _ROOT, self._probe()
@@ -185,12 +188,12 @@ class Drafting:
             nodes, tokens = Tree(parents), joined[1:]
         return Step(root, nodes, groups, tokens, law)
 
-    def _ngrams(self, b: int) -> list[list[int]]:
+    def _ngrams(self, b: int, most: int) -> list[list[int]]:
         if self._ngram is None:
             return []
         self._indices[b].extend(self._texts[b][self._indexed[b] :])
         self._indexed[b] = len(self._texts[b])
-        return self._indices[b].proposals(self._ngram.tokens, self._ngram.branches)
+        return self._indices[b].proposals(min(self._ngram.tokens, most), self._ngram.branches)
 
     def learn(self, steps: Sequence[Step | None], gained: Sequence[int]) -> None:
         """Takes in how many tokens each request's step gave."""

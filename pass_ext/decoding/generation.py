@@ -163,13 +163,19 @@ class _Run:
         self._drafting = Drafting(method, model, sampling, rule, self.texts, graphs=graphs)
         self._model, self._graphs = model, graphs
         self._filled = 0
-        self.counters = AcceptanceCounters(max(1, self._drafting.max_depth), model.table.device)
+        self.counters = AcceptanceCounters(max(1, self._drafting.max_depth))
         self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
 
     def begin(self, session: Session | None, past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None) -> None:
         """Finds room for the texts, and takes in what is known of them."""
         slots, deep, requests = self._drafting.slots, self._drafting.deep, len(self.texts)
         room = max(self._limits) + self._drafting.max_depth  # a last step may accept more than is wanted
+        longest, limit = max(self._limits) + self._drafting.deepest_row, self._model.rope_limit
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"{self._model.name} changes its rotary frequencies behind {limit} tokens, and earlier keys would not "
+                f"fit: prompt, max_new_tokens and the deepest draft must stay within them, got {longest}"
+            )
         if session is None:
             session = Session(self._model, requests, room, slots, deep, graphs=self._graphs)
         elif session.requests != requests or session.room < room or session.model.model is not self._model.model:
@@ -178,7 +184,7 @@ class _Run:
                 f"{session.requests} requests and {session.room} tokens"
             )
         else:
-            session.begin(slots, deep)
+            session.begin(self._model, slots, deep)
         self.session = session
         if past is None:
             return
@@ -273,9 +279,6 @@ class _Run:
                 positions=self._on_device([len(text) for text in self.texts]),
                 **self._sampling.law(),
             )
-            drafted = [len(step.tokens) - step.tokens.count(-1) if step else 0 for step in steps]
-            if any(drafted):
-                self.counters.update(result.num_accepted, self._on_device(drafted))
         return result
 
     def _take(self, steps: Sequence[Step | None], result: AcceptResult) -> tuple[list[int], list[int]]:
@@ -296,6 +299,7 @@ class _Run:
             kept, stopped = self._listener.heard(b, self.texts[b], new, accepted[b])
             self.texts[b] += new[:kept]
             gained[b] = kept
+            self.counters.add(min(accepted[b], kept), len(step.tokens) - step.tokens.count(-1))
             if ended is None and not stopped:
                 remaining[b] = self._limits[b] - len(self.texts[b])
         self._drafting.learn(steps, gained)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -15,11 +16,23 @@ from torch import Tensor, nn
 
 
 class LayerOffsets:
-    """While ``attached``, layer l adds ``offsets[l]`` ([N, d], broadcast over the batch) to its input; None: nothing."""
+    """While ``attached``, layer l adds ``offsets[l]`` ([N, d], broadcast over the batch) to its input; None: nothing.
+
+    Each thread has ``offsets`` of its own.
+    """
 
     def __init__(self, model: Any) -> None:
         self._layers = decoder_layers(model)
-        self.offsets: Tensor | None = None
+        self._of_thread = local()
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """``[layers, N, d]``."""
+        return getattr(self._of_thread, "offsets", None)
+
+    @offsets.setter
+    def offsets(self, offsets: Tensor | None) -> None:
+        self._of_thread.offsets = offsets
 
     @contextmanager
     def attached(self) -> Iterator[LayerOffsets]:
@@ -37,11 +50,12 @@ class LayerOffsets:
 
     def _added(self, index: int) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            if self.offsets is None:
+            offsets = self.offsets
+            if offsets is None:
                 return None
             if inputs:
-                return (inputs[0] + self.offsets[index], *inputs[1:]), named
-            return inputs, {**named, "hidden_states": named["hidden_states"] + self.offsets[index]}
+                return (inputs[0] + offsets[index], *inputs[1:]), named
+            return inputs, {**named, "hidden_states": named["hidden_states"] + offsets[index]}
 
         return hook
 

@@ -48,6 +48,8 @@ class Adapted:
 
     name = ""
     generation_config: Any = None
+    rope_limit: int | None = None
+    """The longest text that rotary frequencies stay the same for; None: any."""
 
     def __init__(self, model: PackedModel) -> None:
         self.model: Any = model

@@ -125,8 +125,8 @@ class Session:
         cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
         self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
 
-    def begin(self, slots: Tensor | None, deep: Tensor | None) -> None:
-        """Forgets the texts; caches and recorded calls stay for the next ones."""
+    def begin(self, model: Adapted, slots: Tensor | None, deep: Tensor | None) -> None:
+        """Forgets the texts; caches and recorded calls stay for the next ones. model: the same one, adapted anew."""
         if slots is not None and slots.shape != self.slots.shape:
             raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
         if slots is not None and (deep is None) != (self.deep is None):
@@ -135,6 +135,7 @@ class Session:
             self.slots.copy_(slots)
         if self.deep is not None and deep is not None:
             self.deep.copy_(deep)
+        self.model = model
         self.prefix_lens.zero_()
 
     def fill(self, caches: Sequence[tuple[Tensor, Tensor]], lengths: Tensor) -> None:

@@ -6,28 +6,27 @@ registered attention function hands queries, keys and values to the session. Cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import inspect
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.few_rows import few_rows_linear
+from pass_ext.decoding.attachment import KEY, attached, attachment_of
+from pass_ext.decoding.attention_arguments import unsupported
 from pass_ext.decoding.layer_offsets import LayerOffsets
 from pass_ext.decoding.model import Adapted, Attend
 from pass_ext.ops.lookahead import lookahead_embed
 
-_KEY = "pass_ext_rows"
 _attending: ContextVar[Attend | None] = ContextVar("attending", default=None)
 
 _FULL = {"full_attention", "sliding_attention", "attention"}
 
 
 class TransformersModel(Adapted):
-    """See the module. While a generation runs, the model's attention is ours, and so are its linear layers on the CPU
-    (``few_rows_linear``); afterwards it is as it was."""
+    """See the module. ``attached`` is what a generation does to the model meanwhile."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -36,15 +35,19 @@ class TransformersModel(Adapted):
         module = model.get_input_embeddings()
         self._embedding = module
         self.table = module.weight
-        self._hooks: ExitStack | None = None  # while attached
-        self._shifted: LayerOffsets | None = None
         self._check()
+        self.rope_limit = _rope_limit(model.config.get_text_config(decoder=True))
 
     def _check(self) -> None:
         config = self.model.config
         text = config.get_text_config(decoder=True)
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"{self.name} is an encoder-decoder model; decoder-only models are supported")
+        if "position_ids" not in inspect.signature(type(_unwrapped(self.model)).forward).parameters:
+            raise ValueError(
+                f"{self.name}: {type(self.model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
+                "their places in the text"
+            )
         strange = sorted(set(getattr(text, "layer_types", None) or ()) - _FULL)
         if strange:
             raise ValueError(
@@ -54,6 +57,10 @@ class TransformersModel(Adapted):
         if getattr(text, "hidden_size_per_layer_input", 0):
             raise ValueError(
                 f"{self.name} looks tokens up again in every layer, so look-ahead rows cannot be given to it"
+            )
+        if getattr(text, "attn_temperature_tuning", False):
+            raise ValueError(
+                f"{self.name} scales attention by the number of the row (attn_temperature_tuning), not by position"
             )
         if self.table.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {self.table.dtype}")
@@ -67,51 +74,19 @@ class TransformersModel(Adapted):
             return rows
         return torch.where((ids < 0)[:, None], slots[(-1 - ids).clamp(min=0)].to(rows.dtype), rows)
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Attention and few-row linear layers go through us meanwhile. Inside of itself it does nothing more."""
-        if self._hooks is not None:
-            yield
-            return
-        from transformers import AttentionInterface
-
-        AttentionInterface.register(_KEY, _attention)
-        with ExitStack() as hooks:
-            hooks.callback(self._detached)
-            hooks.callback(self.model.train, self.model.training)
-            hooks.callback(self.model.set_attn_implementation, self.model.config._attn_implementation)
-            self.model.set_attn_implementation(_KEY)
-            if self.model.config._attn_implementation != _KEY:
-                raise ValueError(
-                    f"{self.name}: {type(self.model).__name__} has attention of its own and takes no other "
-                    "(transformers' AttentionInterface), so pass_ext cannot decode it"
-                )
-            self.model.eval()
-            hooks.enter_context(few_rows_linear(self.model))
-            self._hooks = hooks
-            yield
-
-    def _detached(self) -> None:
-        self._hooks = self._shifted = None
+    def attached(self) -> AbstractContextManager[None]:
+        """Attention and few-row linear layers go through us meanwhile."""
+        return attached(self.model, _attention)
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
     ) -> Tensor:
         """As ``Adapted``."""
-        if offsets is not None and self._shifted is None and self._hooks is not None:
-            width = self.model.config.get_text_config(decoder=True).hidden_size
-            layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-            if len(offsets) != layers:
-                raise ValueError(f"these look-ahead slots are for {len(offsets)} layers, {self.name} has {layers}")
-            if offsets.shape[2] != width:
-                raise ValueError(
-                    f"the slots' vectors per layer must be {width} wide in {self.name}, got {offsets.shape[2]}"
-                )
-            self._shifted = self._hooks.enter_context(LayerOffsets(self.model).attached())
-        if self._shifted is not None:
-            self._shifted.offsets = offsets
+        shifted = None if offsets is None else self._fitting(offsets)
         token = _attending.set(attend)
         try:
+            if shifted is not None:
+                shifted.offsets = offsets
             output = self.model(
                 inputs_embeds=rows[None],
                 position_ids=positions[None],
@@ -121,10 +96,45 @@ class TransformersModel(Adapted):
             )
         finally:
             _attending.reset(token)
+            if shifted is not None:
+                shifted.offsets = None
         logits = output.logits[0]
         if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
             return logits[wanted]
         return logits
+
+    def _fitting(self, offsets: Tensor) -> LayerOffsets:
+        """What adds them, if they are of this model's layers."""
+        text = self.model.config.get_text_config(decoder=True)
+        if len(offsets) != text.num_hidden_layers:
+            raise ValueError(
+                f"these look-ahead slots are for {len(offsets)} layers, {self.name} has {text.num_hidden_layers}"
+            )
+        if offsets.shape[2] != text.hidden_size:
+            raise ValueError(
+                f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {offsets.shape[2]}"
+            )
+        return attachment_of(self.model).offsets
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside of torch.compile's wrapper, or peft's."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _rope_limit(text: Any) -> int | None:
+    """The longest text for which no rope of the model has other frequencies than for a shorter one; None: any."""
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    limits = []
+    for rope in given.values() if all(isinstance(value, dict) for value in given.values()) else (given,):
+        kind, limit = rope.get("rope_type", rope.get("type")), text.max_position_embeddings
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            limits.append(original or getattr(text, "original_max_position_embeddings", None) or limit)
+        elif kind == "dynamic":
+            limits.append(limit)
+    return min(limits, default=None)
 
 
 def _attention(
@@ -142,9 +152,14 @@ def _attention(
     """What transformers calls in every layer: q, k, v ``[1, heads, N, D]``."""
     attend = _attending.get()
     if attend is None:
-        raise RuntimeError(f"attention implementation {_KEY!r} works inside pass_ext.generate only")
-    if others.get("s_aux") is not None:
-        raise NotImplementedError(f"{type(module).__name__} has attention sinks (s_aux), which attention_tree has not")
+        raise RuntimeError(f"attention implementation {KEY!r} works inside pass_ext.generate only")
+    reason = (
+        unsupported(module, dropout, others)
+        if attention_mask is None
+        else f"{type(module).__name__} hands down an attention_mask of its own"
+    )
+    if reason is not None:
+        raise ValueError(f"pass_ext attention: {reason}, so pass_ext cannot decode this model")
     out = attend(
         module.layer_idx,  # type: ignore[arg-type]
         *(x[0].transpose(0, 1) for x in (query, key, value)),

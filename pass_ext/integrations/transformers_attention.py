@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pass_ext.decoding.attention_arguments import unsupported
 from pass_ext.integrations.transformers_masks import Call, CausalRows, TreeStep, causal_calls, dense_calls
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 
 NAME = "pass_ext"
-# Tensors that models hand down and that attention does not depend on.
-_INERT = {"position_ids", "cache_position", "labels", "num_items_in_batch", "input_ids", "token_type_ids"}
 _TREE = "pass_ext_tree"
 
 _dense_plans: Any = WeakIdKeyDictionary()  # 4-D mask -> (its version, calls): one plan for all layers
@@ -37,8 +36,9 @@ def attention(
     **other: Any,
 ) -> tuple[Tensor, None]:
     """``[B, Hq, Q, D]`` queries, ``[B, Hkv, S, D]`` keys and values -> ``[B, Q, Hq, D]``."""
+    step = other.pop(_TREE, None)
     _refuse(module, (query, key, value), dropout, other)
-    calls, window = _plan(module, query, key, attention_mask, sliding_window, other.get(_TREE))
+    calls, window = _plan(module, query, key, attention_mask, sliding_window, step)
     dim = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     query, key, value = _at_head_dim(query, key, value)
@@ -129,24 +129,8 @@ def _refuse(module: torch.nn.Module, floats: tuple[Tensor, ...], dropout: float,
             "pass_ext attention has no gradients: run the model under torch.no_grad(), or train it with "
             "model.set_attn_implementation('sdpa')"
         )
-    name = type(module).__name__
-    if dropout > 0.0 and module.training:
+    reason = unsupported(module, dropout, other)
+    if reason is not None:
         raise ValueError(
-            f"pass_ext attention: {name} asks for dropout {dropout}; call model.eval(), or train with 'sdpa'"
+            f"pass_ext attention: {reason}; transformers' own attn_implementation, 'eager' or 'sdpa', may have it"
         )
-    if not other.get("is_causal", getattr(module, "is_causal", True)):
-        raise ValueError(f"pass_ext attention: {name} is not causal; use attn_implementation='sdpa' for this model")
-    if other.get("output_attentions"):
-        raise ValueError("pass_ext attention: output_attentions needs attn_implementation='eager'")
-    if other.get("s_aux") is not None:
-        raise ValueError(
-            f"pass_ext attention: {name} has attention sinks (s_aux), which are not implemented; use 'eager'"
-        )
-    for argument, given in other.items():
-        if given is None or argument in _INERT or argument == _TREE:
-            continue
-        if isinstance(given, Tensor) or argument in {"cache", "block_mask"}:
-            raise ValueError(
-                f"pass_ext attention: {name} hands down {argument!r}, which may change the result and is not implemented; use "
-                "attn_implementation='sdpa' for this model"
-            )

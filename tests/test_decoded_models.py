@@ -1,0 +1,111 @@
+"""Which transformers models ``generate`` takes: those it would decode wrongly are refused by name and left as they were."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import pass_ext
+from pass_ext import generate
+
+_SHAPE = dict(
+    vocab_size=97,
+    hidden_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    intermediate_size=96,
+    max_position_embeddings=64,
+)
+_DECODER = dict(
+    vocab_size=97,
+    d_model=64,
+    decoder_layers=1,
+    encoder_layers=1,
+    num_hidden_layers=1,
+    decoder_attention_heads=4,
+    decoder_ffn_dim=96,
+    is_decoder=True,
+    is_encoder_decoder=False,
+)
+IDS = torch.tensor([[5, 6, 7]])
+
+
+def model_of(architecture, **shape):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **shape)).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("architecture", ["bart", "mbart", "blenderbot", "pegasus"])
+def test_models_that_take_no_positions(architecture):
+    model = model_of(architecture, **_DECODER)
+    with pytest.raises(ValueError, match=rf"{architecture}: \w+ForCausalLM.forward takes no position_ids"):
+        generate(model, IDS, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("bert", {}, "BertSelfAttention is not causal"),
+        ("doge", {"keep_window_size": 4}, "DogeAttention hands down an attention_mask"),
+        ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, r"attention sinks \(s_aux\)"),
+    ],
+)
+def test_what_attention_is_handed_down(architecture, changes, message):
+    model = model_of(architecture, **_SHAPE, **changes)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=message):
+        generate(model, IDS, max_new_tokens=2)
+    assert model.config._attn_implementation == before
+
+
+def test_unknown_tensors_are_refused(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model = model_of("llama", **_SHAPE)
+    forward = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention, "forward", lambda *a, **k: forward(*a, **k, position_bias=torch.ones(3))
+    )
+    with pytest.raises(ValueError, match="LlamaAttention hands down 'position_bias'"):
+        generate(model, IDS, max_new_tokens=2)
+
+
+ROPES = {
+    "longrope": ("phi3", dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8)),
+    "dynamic": ("llama", dict(rope_type="dynamic", factor=4.0)),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_that_change_with_the_length(kind):
+    """Up to 20 tokens they stay: the prompt's 3, the deepest row's 0, 8 or 4 and what is left of new ones."""
+    architecture, rope = ROPES[kind]
+    original = {"original_max_position_embeddings": 20} if kind == "longrope" else {"max_position_embeddings": 20}
+    model = model_of(architecture, **{**_SHAPE, "pad_token_id": 0, **original, "rope_scaling": rope})
+    want = model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=17, do_sample=False, eos_token_id=None
+    )[0]
+    slots = pass_ext.LookaheadEmbedding.from_table(2, model.get_input_embeddings().weight)
+    groups = pass_ext.Tree.chain(2).with_lookahead({0: 2, 2: 2})
+    for method, most in ((None, 17), (pass_ext.NGram(), 9), (pass_ext.PaSS(slots, tree=groups, rows=8), 13)):
+        got = generate(model, IDS, method, max_new_tokens=most, eos_token_id=[]).sequences[0]
+        assert torch.equal(got, want[: 3 + most]), method
+        message = f"{architecture} changes its rotary frequencies behind 20 tokens.*got 21"
+        with pytest.raises(ValueError, match=message):
+            generate(model, IDS, method, max_new_tokens=most + 1)
+
+
+def test_attention_scaled_by_the_number_of_a_row():
+    model = model_of("llama4_text", **_SHAPE, head_dim=16, num_local_experts=2, layer_types=["full_attention"])
+    with pytest.raises(ValueError, match=r"llama4_text scales attention.*attn_temperature_tuning"):
+        generate(model, IDS, max_new_tokens=2)
+
+
+def test_attention_of_their_own():
+    model = model_of("codegen", vocab_size=97, n_embd=64, n_layer=1, n_head=4, n_positions=64, rotary_dim=8)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="codegen: CodeGenForCausalLM has attention of its own"):
+        generate(model, IDS, max_new_tokens=1)
+    assert model.config._attn_implementation == before
