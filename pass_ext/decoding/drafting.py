@@ -1,8 +1,8 @@
 """``Drafting``: the trees of each step. Which look-ahead groups it carries, which candidates, and when to go without.
 
 A step of PaSS is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one
-group). N-gram candidates join either. While drafts gain less than their rows cost, steps are plain for a while. Called by
-``generation``.
+group). A draft model's candidates and n-grams join either. While drafts gain less than their rows cost, steps are plain for a
+while. Called by ``generation``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.methods import Method, NGram, PaSS, Plain
+from pass_ext.decoding.longest_branch import LONGEST_BRANCH, first_level
+from pass_ext.decoding.methods import Method, MultiCandidate, NGram, PaSS, Plain, Speculative
 from pass_ext.decoding.model import Adapted
+from pass_ext.decoding.model_drafter import Drafted, ModelDrafter
+from pass_ext.decoding.model_plan import model_drafter
 from pass_ext.decoding.ngram import NGramIndex, join
 from pass_ext.decoding.pace import Pace
 from pass_ext.decoding.pass_drafter import PassDrafter
 from pass_ext.decoding.pass_plan import pass_plan
 from pass_ext.decoding.planner import Plan
 from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.session import Session
 from pass_ext.tree import Tree
 
 
@@ -63,6 +67,7 @@ class Step:
 
 
 _ROOT = Tree.chain(0)
+_TAKE_FIXED = ("coupled", "typical")  # rules that judge candidates of any origin alike
 
 
 @lru_cache(maxsize=1024)
@@ -88,34 +93,50 @@ class Drafting:
         self.deep: Tensor | None = None
         self.law: Tensor | None = None
         """``[R, V]``: what ``Step.law_rows`` of the last ``next`` speak of."""
-        ngram = method if isinstance(method, NGram) else method.ngram if isinstance(method, PaSS) else None
-        self._ngram = ngram
+        if not isinstance(method, (Plain, NGram, PaSS, Speculative, MultiCandidate)):
+            raise TypeError(
+                "method must be Plain(), NGram(...), PaSS(...), Speculative(...) or MultiCandidate(...), got "
+                f"{type(method).__name__}"
+            )
+        self._sampling, self._rule = sampling, rule
+        ngram = method if isinstance(method, NGram) else getattr(method, "ngram", None)
+        self._ngram: NGram | None = ngram
         self._indices = [NGramIndex(ngram.longest, ngram.shortest) for _ in texts] if ngram else []
         self._indexed = [0] * len(texts)
         self._plan: Plan | None = None
         self._pass: PassDrafter | None = None
         self._paces: list[Pace] | None = None
-        if isinstance(method, PaSS):
-            self._use(method, model, sampling, rule, graphs)
-        elif not isinstance(method, (Plain, NGram)):
-            raise TypeError(f"method must be Plain(), NGram(...) or PaSS(...), got {type(method).__name__}")
-        deep = self._plan.tree.max_depth if self._plan else 0
-        self.max_depth = max(deep, ngram.tokens if ngram else 0)
+        self._models: ModelDrafter | None = None
+        lookahead = method if isinstance(method, PaSS) else getattr(method, "lookahead", None)
+        self._check_origins(method, lookahead)
+        if isinstance(method, (Speculative, MultiCandidate)):
+            self._models = model_drafter(method, model, sampling, rule, texts, graphs=graphs)
+        if lookahead is not None:
+            self._use(lookahead, model, graphs)
+        trees = [self._plan.tree] if self._plan else []
+        trees += [self._models.tree] if self._models else []
+        self.max_depth = max([ngram.tokens if ngram else 0, *(tree.max_depth for tree in trees)])
         self.deepest_row = (
             max(self.max_depth, *self._plan.tree.depths, self._plan.slots) if self._plan else self.max_depth
         )
 
-    def _use(self, method: PaSS, model: Adapted, sampling: SamplingParams, rule: str, graphs: bool) -> None:
-        if method.ngram is not None and sampling.temperature is not None and rule not in ("coupled", "typical"):
+    def _check_origins(self, method: Method, lookahead: PaSS | None) -> None:
+        """Rules that judge drafts by the law that they were drawn from need one law for all of them."""
+        origins = {"n-gram": self._ngram, "look-ahead": lookahead}
+        origins["draft model"] = method if isinstance(method, (Speculative, MultiCandidate)) else None
+        several = [name for name, given in origins.items() if given is not None]
+        if self._sampling.temperature is not None and self._rule not in _TAKE_FIXED and len(several) > 1:
             raise ValueError(
-                f"rule {rule!r} judges drafts by the law that they were drawn from, and n-gram candidates have none beside "
-                "look-ahead candidates: use rule 'coupled', or PaSS without ngram"
+                f"rule {self._rule!r} judges drafts by the law that they were drawn from, and {' and '.join(several)} candidates "
+                "have none in common: use rule 'coupled', or one of them"
             )
+
+    def _use(self, method: PaSS, model: Adapted, graphs: bool) -> None:
         method.lookahead.check_fits(model.table)
         plan, times = pass_plan(method, model, len(self._texts), graphs=graphs)
         if plan.is_plain:
             return
-        if rule == "block" and sampling.temperature is not None and len(plan.tree.leaves) != 1:
+        if self._rule == "block" and self._sampling.temperature is not None and len(plan.tree.leaves) != 1:
             raise ValueError("rule 'block' takes chains: give PaSS(tree=Tree.chain(n))")
         self._plan = plan
         self._nodes = Tree(plan.tree.parents[: plan.tree.num_nodes])
@@ -123,9 +144,14 @@ class Drafting:
         self.slots = method.lookahead.weight[: plan.slots].detach().to(model.table.device, model.table.dtype)
         if method.lookahead.deep is not None:
             self.deep = method.lookahead.deep[:, : plan.slots].detach().to(model.table.device, model.table.dtype)
-        self._pass = PassDrafter(method.lookahead, self._nodes, model.table, sampling, rule)
-        if times is not None:
+        self._pass = PassDrafter(method.lookahead, self._nodes, model.table, self._sampling, self._rule)
+        if times is not None and self._models is None:
             self._paces = [Pace(times, len(self._texts)) for _ in self._texts]
+
+    def begin(self, session: Session, room: int) -> None:
+        """The target's session, and the most tokens of a text."""
+        if self._models is not None:
+            self._models.begin(session, room)
 
     # ---- the trees ----
 
@@ -144,7 +170,31 @@ class Drafting:
         last_nodes: the last accepted node of each request.
         """
         drafted = self._look_ahead(steps, logits, last_nodes, remaining)
-        return [self._step(b, left, drafted.get(b)) if left > 0 else None for b, left in enumerate(remaining)]
+        written: list[Drafted | None] = [None] * len(remaining)
+        if self._models is not None:
+            first = self._first_level(steps, logits, last_nodes, remaining)
+            written = self._models.draft([max(left - 1, 0) for left in remaining], first)
+            self.law = self._models.law
+        return [
+            self._step(b, left, drafted.get(b), written[b]) if left > 0 else None for b, left in enumerate(remaining)
+        ]
+
+    def _first_level(
+        self, steps: Sequence[Step | None], logits: Tensor, last_nodes: Sequence[int], remaining: Sequence[int]
+    ) -> Tensor | None:
+        """Rule "longest_branch": the first level's tokens, from the target's law behind each last accepted node."""
+        if self._rule != LONGEST_BRANCH or self._models is None:
+            return None
+        rows, first = [], 0
+        for step, node in zip(steps, last_nodes, strict=True):
+            rows.append(first + node if step is not None else 0)
+            first += len(step.tree) if step is not None else 0
+        return first_level(
+            logits[torch.tensor(rows, device=logits.device)],
+            len(self._models.tree.children(0)),
+            self._sampling,
+            [len(text) for text in self._texts],
+        )
 
     def _look_ahead(
         self, steps: Sequence[Step | None], logits: Tensor, last_nodes: Sequence[int], remaining: Sequence[int]
@@ -171,7 +221,9 @@ class Drafting:
         law_rows = candidates.rows
         return {b: (candidates.tokens[i], law_rows[i] if law_rows else None) for i, b in enumerate(requests)}
 
-    def _step(self, b: int, remaining: int, drafted: tuple[list[int], list[int] | None] | None) -> Step:
+    def _step(
+        self, b: int, remaining: int, drafted: tuple[list[int], list[int] | None] | None, written: Drafted | None
+    ) -> Step:
         root, ngrams = self._texts[b][-1], self._ngrams(b, remaining - 1)
         if remaining == 1:
             return Step(root, _ROOT, (), [])
@@ -183,6 +235,10 @@ class Drafting:
         elif self._plan is not None and drafted is not None:
             nodes, groups = self._nodes, self._groups
             tokens, law = drafted
+        if written is not None and not tokens:
+            nodes, tokens, law = written.tree, written.tokens, written.law_rows
+        elif written is not None:
+            ngrams = [*_chains(written), *ngrams]
         if ngrams:
             parents, joined = join(nodes.parents, [root, *tokens], ngrams)
             nodes, tokens = Tree(parents), joined[1:]
@@ -201,3 +257,12 @@ class Drafting:
             for pace, step, tokens in zip(self._paces, steps, gained, strict=True):
                 if step is not None:
                     pace.add(len(step.tree), tokens)
+
+
+def _chains(drafted: Drafted) -> list[list[int]]:
+    """The paths of a tree of candidates, as far as they have tokens."""
+    chains = []
+    for leaf in drafted.tree.leaves:
+        chain = [drafted.tokens[node - 1] for node in drafted.tree.path(leaf)[1:]]
+        chains.append(chain[: chain.index(-1)] if -1 in chain else chain)
+    return chains

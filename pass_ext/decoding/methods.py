@@ -1,18 +1,25 @@
-"""The methods that ``generate`` takes: ``Plain``, ``NGram``, ``PaSS``. Values: they hold settings, no state of a generation.
+"""The methods that ``generate`` takes: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``. Values: they hold
+settings, no state of a generation.
 
 Every method gives the same text (rule "coupled" and greedy: to the token; other exact rules: in distribution); they differ in
-how many tokens a call of the model yields. docs/pass.md explains them.
+how many tokens a call of the model yields. docs/pass.md and docs/speculative.md explain them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from torch import Tensor
+
+from pass_ext.decision import DraftLevel
+from pass_ext.decoding.draft_model import check_tokenizers
 from pass_ext.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree
 
 MOST_ROWS = 256  # of one request and step, where "auto" looks for the best number
+MOST_DRAFT_LEVELS = 32  # calls of a draft model per step
 
 
 @dataclass(frozen=True)
@@ -91,4 +98,90 @@ class PaSS:
         return self.slots or self.lookahead.num_lookahead
 
 
-Method = Plain | NGram | PaSS
+@dataclass(frozen=True)
+class Speculative:
+    """A draft model writes a chain of tokens, which the model judges in one call.
+
+    Args:
+        draft_model: what ``generate`` takes as a model, or an ``EarlyExitDraft``; of any dtype, on any device.
+        length: tokens of the chain; "auto": by the draft's hit rates and the measured times of both models' calls.
+        hit_rates: for "auto": ``pass_ext.calibrate(...)``; default: the early-exit adapter's own, else a guess.
+        ngram: n-gram candidates join the chain.
+        tokenizers: of target and draft, to be compared.
+    """
+
+    draft_model: Any
+    length: int | Literal["auto"] = 4
+    hit_rates: Sequence[Sequence[float]] | None = None
+    ngram: NGram | None = None
+    tokenizers: tuple[Any, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.length != "auto" and (
+            isinstance(self.length, bool)
+            or not isinstance(self.length, int)
+            or not 1 <= self.length <= MOST_DRAFT_LEVELS
+        ):
+            raise ValueError(f'Speculative: length must be "auto" or 1 to {MOST_DRAFT_LEVELS}, got {self.length!r}')
+        if self.tokenizers is not None:
+            check_tokenizers(*self.tokenizers)
+
+
+@dataclass(frozen=True)
+class MultiCandidate:
+    """A draft model writes a tree of candidates, level by level, which the model judges in one call.
+
+    Args:
+        draft_model: as for ``Speculative``.
+        branching: children of each node, level by level; or a ``Tree`` numbered level by level, child k of a node being its
+            candidate of rank k; or "auto": by the draft's hit rates and the measured times of both models' calls.
+        replacement: candidates of one parent are drawn independently (rules "rejection_with_replacement" and "kseq"), not
+            without replacement (all others).
+        target_initialised: with rule "longest_branch": the first level is drawn from the target's own law, which its last
+            call gave. Exact rules need no such thing: there the tree hangs below a token that the target has drawn already.
+        decision: asked after each level which requests go on: a ``DecisionModel``, or any callable that takes a
+            ``DraftLevel``. None: all levels.
+        hit_rates: for "auto", as for ``Speculative``, of several ranks.
+        lookahead: candidates of this ``PaSS`` join the tree, at every level that has them.
+        ngram: n-gram candidates join the tree.
+        tokenizers: of target and draft, to be compared.
+    """
+
+    draft_model: Any
+    branching: Sequence[int] | Tree | Literal["auto"] = (4, 2, 2)
+    replacement: bool = False
+    target_initialised: bool = True
+    decision: Callable[[DraftLevel], Tensor] | None = None
+    hit_rates: Sequence[Sequence[float]] | None = None
+    lookahead: PaSS | None = None
+    ngram: NGram | None = None
+    tokenizers: tuple[Any, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.branching, str) and self.branching != "auto":
+            raise ValueError(f'MultiCandidate: branching must be numbers, a Tree or "auto", got {self.branching!r}')
+        tree = self.tree
+        if tree is not None:
+            if not 1 <= tree.max_depth <= MOST_DRAFT_LEVELS:
+                raise ValueError(f"MultiCandidate: 1 to {MOST_DRAFT_LEVELS} levels, got {tree.max_depth}")
+            if len(tree) > MOST_ROWS:
+                raise ValueError(f"MultiCandidate: the tree must have at most {MOST_ROWS} rows, got {len(tree)}")
+            tree.slice(tree.max_depth - 1)  # refuses look-ahead slots, and nodes that are not numbered level by level
+        if self.decision is not None and not callable(self.decision):
+            raise TypeError(f"MultiCandidate: decision must be callable, got {type(self.decision).__name__}")
+        if self.lookahead is not None and not isinstance(self.lookahead, PaSS):
+            raise TypeError(f"MultiCandidate: lookahead must be a PaSS, got {type(self.lookahead).__name__}")
+        if self.lookahead is not None and self.lookahead.ngram is not None:
+            raise ValueError("MultiCandidate: give ngram to MultiCandidate, not to its lookahead")
+        if self.tokenizers is not None:
+            check_tokenizers(*self.tokenizers)
+
+    @property
+    def tree(self) -> Tree | None:
+        """Of candidates; None: to be planned."""
+        if isinstance(self.branching, Tree):
+            return self.branching
+        return None if self.branching == "auto" else Tree.from_branching(tuple(self.branching))
+
+
+Method = Plain | NGram | PaSS | Speculative | MultiCandidate
