@@ -47,7 +47,7 @@ class Generation:
     """New tokens of each request, its end-of-text token included."""
     stats: GenerationStats
     session: Session | None = None
-    """With ``keep_cache``: keys and values of the texts, but of their last tokens."""
+    """With ``keep_cache``: keys and values of the texts, but of their last tokens: ``session.prefix_lens`` of them."""
 
 
 def generate(
@@ -136,6 +136,8 @@ def generate(
     acceptance = run.counters.snapshot()
     new = [text[len(prompt) :] for text, prompt in zip(run.texts, prompts.texts, strict=True)]
     stats = GenerationStats.of(acceptance, model_calls=run.calls, tokens=sum(map(len, new)), seconds=seconds)
+    if keep_cache:
+        run.session.keep([len(text) - 1 for text in run.texts])
     return Generation(prompts.extended(new, pad), tuple(map(len, new)), stats, run.session if keep_cache else None)
 
 

@@ -125,6 +125,11 @@ class Session:
         cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
         self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
 
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Forgets what lies behind so many tokens of each text."""
+        most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        self.prefix_lens.copy_(self.prefix_lens.minimum(most))
+
     def begin(self, model: Adapted, slots: Tensor | None, deep: Tensor | None) -> None:
         """Forgets the texts; caches and recorded calls stay for the next ones. model: the same one, adapted anew."""
         if slots is not None and slots.shape != self.slots.shape:
