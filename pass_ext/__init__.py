@@ -20,7 +20,7 @@ from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 if TYPE_CHECKING:
     from pass_ext.decoding.generation import Generation, generate
-    from pass_ext.decoding.methods import NGram, PaSS, Plain
+    from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.sampling import SamplingParams
     from pass_ext.integrations.transformers_generate import custom_generate
 
@@ -34,11 +34,13 @@ __all__ = [
     "AcceptResult",
     "Generation",
     "LookaheadEmbedding",
+    "MultiCandidate",
     "NGram",
     "PaSS",
     "PackedTrees",
     "Plain",
     "SamplingParams",
+    "Speculative",
     "Tree",
     "__version__",
     "accept_chain",
@@ -62,10 +64,12 @@ __all__ = [
 # Imported when asked for: loops of one's own need the ops alone, and custom_generate needs transformers.
 _LATER = {
     "Generation": "decoding.generation",
+    "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",
     "PaSS": "decoding.methods",
     "Plain": "decoding.methods",
     "SamplingParams": "decoding.sampling",
+    "Speculative": "decoding.methods",
     "custom_generate": "integrations.transformers_generate",
     "generate": "decoding.generation",
 }

@@ -125,6 +125,8 @@ class Drafting:
         origins = {"n-gram": self._ngram, "look-ahead": lookahead}
         origins["draft model"] = method if isinstance(method, (Speculative, MultiCandidate)) else None
         several = [name for name, given in origins.items() if given is not None]
+        if self._rule == LONGEST_BRANCH and several != ["draft model"]:
+            raise ValueError("rule 'longest_branch' judges the candidates of a draft model alone: MultiCandidate(...)")
         if self._sampling.temperature is not None and self._rule not in _TAKE_FIXED and len(several) > 1:
             raise ValueError(
                 f"rule {self._rule!r} judges drafts by the law that they were drawn from, and {' and '.join(several)} candidates "
@@ -173,7 +175,8 @@ class Drafting:
         written: list[Drafted | None] = [None] * len(remaining)
         if self._models is not None:
             first = self._first_level(steps, logits, last_nodes, remaining)
-            written = self._models.draft([max(left - 1, 0) for left in remaining], first)
+            spared = 0 if self._rule == LONGEST_BRANCH else 1  # the token that the target adds
+            written = self._models.draft([max(left - spared, 0) for left in remaining], first)
             self.law = self._models.law
         return [
             self._step(b, left, drafted.get(b), written[b]) if left > 0 else None for b, left in enumerate(remaining)
@@ -225,7 +228,7 @@ class Drafting:
         self, b: int, remaining: int, drafted: tuple[list[int], list[int] | None] | None, written: Drafted | None
     ) -> Step:
         root, ngrams = self._texts[b][-1], self._ngrams(b, remaining - 1)
-        if remaining == 1:
+        if remaining == 1 and written is None:
             return Step(root, _ROOT, (), [])
         nodes, groups = _ROOT, self._probe()
         tokens: list[int] = []

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pass_ext.decoding.drafting import Drafting, Step
 from pass_ext.decoding.listener import Listener
+from pass_ext.decoding.longest_branch import DECODING_RULES, LONGEST_BRANCH, longest_branch
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.model import Adapted, packed_model
 from pass_ext.decoding.processors import processed
@@ -29,7 +30,7 @@ from pass_ext.decoding.ranges import profiled
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session import Session
 from pass_ext.decoding.stats import AcceptanceCounters, GenerationStats
-from pass_ext.ops.accept import RULES, STATUS, AcceptResult, accept_tree
+from pass_ext.ops.accept import STATUS, AcceptResult, accept_tree
 from pass_ext.tree import MOST_ROWS, PackedTrees, Tree, pack_trees
 
 _MOST_PACKED = 256  # combinations of trees whose packed form is kept
@@ -79,12 +80,12 @@ def generate(
     Args:
         model: a transformers decoder-only model, as it is, or any ``pass_ext.decoding.model.PackedModel``.
         input_ids: ``[B, T]`` integers.
-        method: ``Plain()`` (the default), ``NGram(...)`` or ``PaSS(...)``.
+        method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)`` or ``MultiCandidate(...)``.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right.
         temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one for all, or one per request.
         seeds: with rule "coupled" the text is a function of prompt, seed and these parameters, whatever the method and the
             batch. None: fresh ones, from ``generator`` or torch's own.
-        rule: how drafts are judged, one of ``pass_ext.RULES``.
+        rule: how drafts are judged, one of ``pass_ext.RULES``, or "longest_branch" (approximate).
         eos_token_id: tokens that end a text; None: the model's own; ``[]``: none.
         pad_token_id: fills sequences that ended early; None: the model's, else the first end of text, else 0.
         streamer: told of new tokens as transformers' streamers are (``put``, ``end``); one with ``put_step(tokens, accepted)``
@@ -101,8 +102,10 @@ def generate(
         Generation: ``sequences``, ``lengths``, ``stats``.
     """
     method = Plain() if method is None else method
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    if rule not in DECODING_RULES:
+        raise ValueError(f"rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
+    if rule == LONGEST_BRANCH and logits_processor is not None:
+        raise ValueError("rule 'longest_branch' takes no logits_processor: its first level is drawn before that is asked")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
     adapted = packed_model(model)
@@ -162,6 +165,7 @@ class _Run:
         self._limits = [len(text) + max_new_tokens for text in self.texts]
         self._ends, self._listener, self._processor = ends, listener, processor
         self._sampling, self._rule = sampling, rule
+        self._adds_nothing = rule == LONGEST_BRANCH  # behind what it accepts
         self._drafting = Drafting(method, model, sampling, rule, self.texts, graphs=graphs)
         self._model, self._graphs = model, graphs
         self._filled = 0
@@ -188,6 +192,7 @@ class _Run:
         else:
             session.begin(self._model, slots, deep)
         self.session = session
+        self._drafting.begin(session, room)
         if past is None:
             return
         caches, self._filled = past
@@ -202,6 +207,11 @@ class _Run:
         steps: list[Step | None] = [self._drafting.first(b) for b in range(len(self.texts))]
         logits = self._read_prompts(steps)
         committed = True  # the prompts' own rows
+        if self._adds_nothing:
+            self.session.prefix_lens.sub_(1)  # each prompt's last token is a row once more: the first level hangs below it
+            left = [limit - len(text) for limit, text in zip(self._limits, self.texts, strict=True)]
+            steps, logits = self._next(steps, logits, [0] * len(left), left)
+            committed = False
         while True:
             result = self._accept(steps, logits)
             if not committed:
@@ -212,10 +222,15 @@ class _Run:
             remaining, last_nodes = self._take(steps, result)
             if not any(remaining):
                 return
-            with profiled("draft"):
-                steps = self._drafting.next(steps, logits, last_nodes, remaining)
-            logits = self._verify(steps)
+            steps, logits = self._next(steps, logits, last_nodes, remaining)
             committed = False
+
+    def _next(
+        self, steps: Sequence[Step | None], logits: Tensor, last_nodes: Sequence[int], remaining: Sequence[int]
+    ) -> tuple[list[Step | None], Tensor]:
+        with profiled("draft"):
+            drafted = self._drafting.next(steps, logits, last_nodes, remaining)
+        return drafted, self._verify(drafted)
 
     def _read_prompts(self, steps: Sequence[Step | None]) -> Tensor:
         """Calls the model on the prompts, at most MOST_ROWS rows of each at a time -> logits of the steps' rows.
@@ -262,6 +277,16 @@ class _Run:
             texts = [text if step else None for text, step in zip(self.texts, steps, strict=True)]
             logits = processed(logits, self._processor, texts, trees, [step.tokens if step else [] for step in steps])
         with profiled("accept"):
+            if self._adds_nothing:
+                return longest_branch(
+                    logits,
+                    trees,
+                    [[step.root, *step.tokens] if step else [] for step in steps],
+                    self._drafting.law,
+                    [step.accept_law_rows if step else [] for step in steps],
+                    self._sampling,
+                    [len(text) for text in self.texts],
+                )
             if self._sampling.temperature is not None and self._rule not in _TAKE_ANY_NODES:
                 nodes = [row for row, is_node in enumerate(_are_nodes(steps)) if is_node]
                 trees = [step.candidates if step else None for step in steps]
@@ -305,7 +330,8 @@ class _Run:
             if ended is None and not stopped:
                 remaining[b] = self._limits[b] - len(self.texts[b])
         self._drafting.learn(steps, gained)
-        return remaining, [nodes[count] for nodes, count in zip(path, accepted, strict=True)]
+        last = [count + self._adds_nothing for count in accepted]
+        return remaining, [nodes[place] if step else 0 for nodes, place, step in zip(path, last, steps, strict=True)]
 
     def _pack(self, trees: Sequence[Tree | None]) -> PackedTrees:
         key = tuple(trees)

@@ -106,10 +106,10 @@ class ModelDrafter:
         else:
             self._session = Session(self._draft, target.requests, room + self.tree.max_depth, graphs=self._graphs)
 
-    def draft(self, levels: Sequence[int], first: tuple[Tensor, Tensor] | None = None) -> list[Drafted | None]:
+    def draft(self, levels: Sequence[int], first: Tensor | None = None) -> list[Drafted | None]:
         """Candidates of each request, ``levels[b]`` levels of them at most; None where that is 0.
 
-        first: tokens of the first level that are known already, ``[B, K]``, and their log probabilities.
+        first: ``[B, K]``, the first level's tokens where they are known already.
         """
         self.law, kept = None, []
         self._keep()
@@ -122,7 +122,7 @@ class ModelDrafter:
         begin = 0
         if first is not None:
             children = self._levels[0].children[0]
-            tokens[:, children] = first[0][:, : len(children)]
+            tokens[:, children] = first
             begin = 1
         self._read([b for b, depth in enumerate(depths) if depth > begin])
         for depth in range(begin, self.tree.max_depth):
@@ -182,7 +182,7 @@ class ModelDrafter:
         for b, most in enumerate(depths):
             if b in asked:
                 trees[b] = self.tree.slice(depth)
-            elif self._fed is not None and self._fed.lengths[b] == len(self._texts[b]) and self._fed.trees[b] is not None:
+            elif self._fed is not None and not self._shares:
                 trees[b] = self._fed.trees[b]  # it stopped; its rows stay in the call, so that they can be kept
             if trees[b] is not None:
                 lags[b] = len(self._texts[b]) - 1 - self._length_held(b)

@@ -143,6 +143,11 @@ class Session:
         self.model = model
         self.prefix_lens.zero_()
 
+    def first_layers(self, model: Adapted, count: int) -> Session:
+        """The same texts as a model sees them that is made of the first layers of this one. It reads these caches and commits
+        nothing."""
+        return _FirstLayers(self, model, count)
+
     def fill(self, caches: Sequence[tuple[Tensor, Tensor]], lengths: Tensor) -> None:
         """Starts from keys and values, ``[B, length, KV heads, D]`` per layer, of which ``lengths`` are each request's."""
         self.caches.clear()
@@ -155,6 +160,18 @@ class Session:
                 own.append(cache)
             self.caches.append((own[0], own[1]))
         self.prefix_lens.copy_(lengths)
+
+
+class _FirstLayers(Session):
+    def __init__(self, whole: Session, model: Adapted, count: int) -> None:
+        super().__init__(model, whole.requests, whole.room)
+        self._whole, self._count = whole, count
+        self.prefix_lens = whole.prefix_lens
+
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Call:
+        """As ``Session``."""
+        self.caches = self._whole.caches[: self._count]
+        return super().call(trees, ids, wanted)
 
 
 def _head_dim(needed: int) -> int:
