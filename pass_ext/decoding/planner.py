@@ -10,18 +10,23 @@ Called by the PaSS method, with hit rates calibrated in training and step times 
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from pass_ext.decoding.hit_rates import (
+    CallTimes,
+    HitRates,
+    StepTime,
+    checked_count,
+    checked_rates,
+    counted,
+    last_of,
+    node_table,
+    reach_of,
+)
 from pass_ext.tree import MOST_ROWS, Tree
-
-HitRates = Sequence[Sequence[float]]
-"""``rates[i][r]``: P(the candidate of rank r at depth i + 1 is right | the path to its parent is right)."""
-StepTime = Callable[[int], float]
-"""Seconds of one model call at a number of rows."""
 
 
 class MeasuredTimes(Protocol):
@@ -84,12 +89,12 @@ class Plan:
             raise ValueError(
                 f"tree must have a depth of 1 to {slots}, the trained look-ahead slots; it has {tree.max_depth}"
             )
-        rates = _checked_rates(assumed_hit_rates(slots, tree.num_nodes) if hit_rates is None else hit_rates)
-        most = MOST_ROWS if rows is None else _checked_count("rows", rows)
+        rates = checked_rates(assumed_hit_rates(slots, tree.num_nodes) if hit_rates is None else hit_rates)
+        most = MOST_ROWS if rows is None else checked_count("rows", rows)
         _check_passes(passes)
         if len(tree) > most:
             raise ValueError(f"tree has {len(tree)} rows, look-ahead slots included; rows allows {most}")
-        reach, costs = _reach(tree, rates), _Costs(step_time, _checked_count("requests", requests))
+        reach, costs = reach_of(tree, rates), _Costs(step_time, checked_count("requests", requests))
         if tree.has_lookahead:
             if passes == 2:
                 raise ValueError("two-pass decoding has no look-ahead slots behind candidates: give tree without them")
@@ -102,7 +107,7 @@ class Plan:
             slots = min(sizes)
         else:
             slots = tree.max_depth
-            last = _last(tree.parents, reach)
+            last = last_of(tree.parents, reach)
             order = sorted(range(tree.num_nodes), key=lambda node: (-last[node], node))
             falling = [last[node] for node in order]
             _, groups = max(
@@ -126,7 +131,7 @@ class Plan:
     @property
     def last(self) -> tuple[float, ...]:
         """For each node, P(it is the last accepted one)."""
-        return tuple(_last(self.tree.parents[: self.tree.num_nodes], self.reach))
+        return tuple(last_of(self.tree.parents[: self.tree.num_nodes], self.reach))
 
     @property
     def accepted(self) -> float:
@@ -150,31 +155,12 @@ class Plan:
         nodes, groups = self.tree.num_nodes, len(self.groups)
         gain = "" if self.speedup is None else f", {self.speedup:.2f}x plain decoding"
         lines = [
-            f"{self.rows} rows = {_counted(nodes, 'node')} + {_counted(groups, 'group')} of "
-            f"{_counted(self.slots, 'slot')}; a probe has {1 + self.slots} rows",
+            f"{self.rows} rows = {counted(nodes, 'node')} + {counted(groups, 'group')} of "
+            f"{counted(self.slots, 'slot')}; a probe has {1 + self.slots} rows",
             f"expected: {self.tokens_per_call:.2f} tokens per call{gain}; {self.accepted:.2f} drafts accepted per full "
             f"step, probe after {self.miss:.0%}",
         ]
-        names = list(self._branches(0, "", ""))
-        width = max(len("node"), *(len(name) for name, _ in names))
-        ranks = {node: rank for above in range(nodes) for rank, node in enumerate(self.tree.children(above))}
-        lines.append(f"{'node':<{width}}  rank  reached   last  slots")
-        for name, node in names:
-            rank, group = ranks.get(node, "-"), self.groups.get(node, "")
-            lines.append(
-                f"{name:<{width}}  {rank:>4}  {self.reach[node]:7.3f}  {self.last[node]:5.3f}  {group:>5}".rstrip()
-            )
-        return "\n".join(lines)
-
-    def _branches(self, node: int, line: str, indent: str) -> Iterator[tuple[str, int]]:
-        pending = [(node, line, indent)]
-        while pending:
-            node, line, indent = pending.pop()
-            yield f"{line}{node}", node
-            children = self.tree.children(node)
-            for child in reversed(children):
-                end = child == children[-1]
-                pending.append((child, indent + ("└─ " if end else "├─ "), indent + ("   " if end else "│  ")))
+        return "\n".join([*lines, *node_table(self.tree, self.reach, self.last, self.groups)])
 
     def __str__(self) -> str:
         return self.describe()
@@ -203,7 +189,7 @@ def plan(
     Returns:
         Plan; ``Plan.plain`` where nothing is expected to be faster.
     """
-    return _search(_checked_rates(hit_rates), rows, _Costs(step_time, _checked_count("requests", requests)), passes)
+    return _search(checked_rates(hit_rates), rows, _Costs(step_time, checked_count("requests", requests)), passes)
 
 
 def plan_auto(
@@ -221,15 +207,15 @@ def plan_auto(
         step_times: measured, as ``StepTimes``.
         least_speedup: plain decoding is the answer where no plan is expected to gain this much.
     """
-    most = min(MOST_ROWS, max(1, step_times.rows[-1] // _checked_count("requests", requests)))
+    most = min(MOST_ROWS, max(1, step_times.rows[-1] // checked_count("requests", requests)))
     best = plan(hit_rates, rows=most, step_time=step_times.at, passes=passes, requests=requests)
     return best if best.speedup is not None and best.speedup > least_speedup else Plan.plain(1.0)
 
 
 def predicted(tree: Tree, hit_rates: HitRates) -> float:
     """Expected tokens per call of steps with this tree and its groups, probe calls included."""
-    reach = _reach(tree, _checked_rates(hit_rates))
-    miss = _miss(tree, _last(tree.parents[: tree.num_nodes], reach))
+    reach = reach_of(tree, checked_rates(hit_rates))
+    miss = _miss(tree, last_of(tree.parents[: tree.num_nodes], reach))
     return (sum(reach) + miss) / (1 + miss)
 
 
@@ -243,23 +229,8 @@ class _Costs:
     """t(rows), and what a plan earns by it."""
 
     def __init__(self, step_time: StepTime | None, requests: int) -> None:
-        self._step_time = step_time
-        self._requests = requests
-        self._known: dict[int, float] = {}
-
-    @property
-    def are_measured(self) -> bool:
-        return self._step_time is not None
-
-    def at(self, rows: int) -> float:
-        if self._step_time is None:
-            return 1.0
-        if rows not in self._known:
-            seconds = self._step_time(self._requests * rows)
-            if not 0 < seconds < math.inf:
-                raise ValueError(f"step_time must give seconds above 0, got {seconds} for {self._requests * rows} rows")
-            self._known[rows] = seconds
-        return self._known[rows]
+        self.are_measured = step_time is not None
+        self.at = CallTimes("step_time", step_time or (lambda rows: 1.0), requests).at
 
     def rate(self, rows: int, slots: int, accepted: float, miss: float) -> float:
         """Tokens per second (per call, without step times) of full steps with this many rows."""
@@ -268,7 +239,7 @@ class _Costs:
 
 def _search(rates: list[list[float]], rows: int, costs: _Costs, passes: int) -> Plan:
     _check_passes(passes)
-    rows = min(_checked_count("rows", rows), MOST_ROWS)
+    rows = min(checked_count("rows", rows), MOST_ROWS)
     best, chosen = 1 / costs.at(1), None  # depth limit, nodes, groups
     for depth in range(1, min(len(rates), rows - 1) + 1):
         parents, reach, depths = _best_first(rates, depth, rows)
@@ -290,7 +261,7 @@ def _search(rates: list[list[float]], rows: int, costs: _Costs, passes: int) -> 
         return Plan.plain(1.0 if costs.are_measured else None)
     depth, nodes, groups = chosen
     parents, reach, _ = _best_first(rates, depth, nodes)
-    last = _last(parents, reach)
+    last = last_of(parents, reach)
     order = sorted(range(nodes), key=lambda node: (-last[node], node))
     tree = Tree(parents).with_lookahead(dict.fromkeys(order[:groups], depth))
     return _promised(tree, depth, tuple(reach), costs)
@@ -339,47 +310,10 @@ def _promised(tree: Tree, slots: int, reach: tuple[float, ...], costs: _Costs) -
     return replace(shape, tokens_per_call=tokens, speedup=rate * costs.at(1) if costs.are_measured else None)
 
 
-def _reach(tree: Tree, rates: list[list[float]]) -> list[float]:
-    reach = [1.0] * tree.num_nodes
-    for node in range(tree.num_nodes):
-        own = rates[tree.depths[node]] if tree.depths[node] < len(rates) else []
-        for rank, child in enumerate(tree.children(node)):
-            reach[child] = reach[node] * own[rank] if rank < len(own) else 0.0
-    return reach
-
-
-def _last(parents: Sequence[int], reach: Sequence[float]) -> list[float]:
-    last = list(reach)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            last[parent] -= reach[node]
-    return [max(0.0, value) for value in last]
-
-
 def _miss(tree: Tree, last: Sequence[float]) -> float:
     return sum(value for node, value in enumerate(last) if not tree.group_rows(node))
-
-
-def _checked_rates(hit_rates: HitRates) -> list[list[float]]:
-    rates = [[float(rate) for rate in own] for own in hit_rates]
-    for slot, own in enumerate(rates):
-        if not all(0 <= rate <= 1 for rate in own) or sum(own) > 1 + 1e-4:
-            raise ValueError(
-                f"hit_rates must be probabilities that sum to at most 1 for each slot, got {own} for slot {slot}"
-            )
-    return rates
-
-
-def _checked_count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
-    return value
 
 
 def _check_passes(passes: int) -> None:
     if passes not in (1, 2):
         raise ValueError(f"passes must be 1 or 2, got {passes!r}")
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
