@@ -35,14 +35,14 @@ def check_tokenizers(target: Any, draft: Any) -> None:
     if wrong:
         number, token = wrong[0]
         raise ValueError(
-            f"the draft model's tokenizer is another one: token {token!r} is {number} for the target and {other[token]} for the "
-            f"draft ({len(wrong)} tokens differ)"
+            f"the draft model's tokenizer is another one: token {token!r} is {number} for the target and {other[token]} "
+            f"for the draft ({len(wrong)} tokens differ)"
         )
     if len(missing) > MOST_PADDING:
         number, token = missing[0]
         raise ValueError(
-            f"the draft model's tokenizer is another one: it has no token {token!r} ({number} for the target; {len(missing)} are "
-            "missing)"
+            f"the draft model's tokenizer is another one: it has no token {token!r} ({number} for the target; "
+            f"{len(missing)} are missing)"
         )
 
 

@@ -8,6 +8,7 @@ while. Called by ``generation``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -122,15 +123,15 @@ class Drafting:
 
     def _check_origins(self, method: Method, lookahead: PaSS | None) -> None:
         """Rules that judge drafts by the law that they were drawn from need one law for all of them."""
-        origins = {"n-gram": self._ngram, "look-ahead": lookahead}
+        origins: dict[str, object] = {"n-gram": self._ngram, "look-ahead": lookahead}
         origins["draft model"] = method if isinstance(method, (Speculative, MultiCandidate)) else None
         several = [name for name, given in origins.items() if given is not None]
         if self._rule == LONGEST_BRANCH and several != ["draft model"]:
             raise ValueError("rule 'longest_branch' judges the candidates of a draft model alone: MultiCandidate(...)")
         if self._sampling.temperature is not None and self._rule not in _TAKE_FIXED and len(several) > 1:
             raise ValueError(
-                f"rule {self._rule!r} judges drafts by the law that they were drawn from, and {' and '.join(several)} candidates "
-                "have none in common: use rule 'coupled', or one of them"
+                f"rule {self._rule!r} judges drafts by the law that they were drawn from, and {' and '.join(several)} "
+                "candidates have none in common: use rule 'coupled', or one of them"
             )
 
     def _use(self, method: PaSS, model: Adapted, graphs: bool) -> None:
@@ -149,6 +150,10 @@ class Drafting:
         self._pass = PassDrafter(method.lookahead, self._nodes, model.table, self._sampling, self._rule)
         if times is not None and self._models is None:
             self._paces = [Pace(times, len(self._texts)) for _ in self._texts]
+
+    def attached(self) -> AbstractContextManager[None]:
+        """What must hold while the draft model is called."""
+        return nullcontext() if self._models is None else self._models.attached()
 
     def begin(self, session: Session, room: int) -> None:
         """The target's session, and the most tokens of a text."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,9 @@ def generate(
     if rule not in DECODING_RULES:
         raise ValueError(f"rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
     if rule == LONGEST_BRANCH and logits_processor is not None:
-        raise ValueError("rule 'longest_branch' takes no logits_processor: its first level is drawn before that is asked")
+        raise ValueError(
+            "rule 'longest_branch' takes no logits_processor: its first level is drawn before that is asked"
+        )
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
     adapted = packed_model(model)
@@ -126,10 +129,11 @@ def generate(
         generator=generator,
     )
     listener = Listener(streamer, stopping)
-    with torch.no_grad(), adapted.attached():
+    with torch.no_grad(), adapted.attached(), ExitStack() as drafting:
         run = _Run(
             adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, logits_processor, cuda_graphs
         )
+        drafting.enter_context(run.drafting.attached())
         run.begin(session, past)
         started = time.perf_counter()
         listener.begin(prompts.texts)
@@ -166,17 +170,17 @@ class _Run:
         self._ends, self._listener, self._processor = ends, listener, processor
         self._sampling, self._rule = sampling, rule
         self._adds_nothing = rule == LONGEST_BRANCH  # behind what it accepts
-        self._drafting = Drafting(method, model, sampling, rule, self.texts, graphs=graphs)
+        self.drafting = Drafting(method, model, sampling, rule, self.texts, graphs=graphs)
         self._model, self._graphs = model, graphs
         self._filled = 0
-        self.counters = AcceptanceCounters(max(1, self._drafting.max_depth))
+        self.counters = AcceptanceCounters(max(1, self.drafting.max_depth))
         self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
 
     def begin(self, session: Session | None, past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None) -> None:
         """Finds room for the texts, and takes in what is known of them."""
-        slots, deep, requests = self._drafting.slots, self._drafting.deep, len(self.texts)
-        room = max(self._limits) + self._drafting.max_depth  # a last step may accept more than is wanted
-        longest, limit = max(self._limits) + self._drafting.deepest_row, self._model.rope_limit
+        slots, deep, requests = self.drafting.slots, self.drafting.deep, len(self.texts)
+        room = max(self._limits) + self.drafting.max_depth  # a last step may accept more than is wanted
+        longest, limit = max(self._limits) + self.drafting.deepest_row, self._model.rope_limit
         if limit is not None and longest > limit:
             raise ValueError(
                 f"{self._model.name} changes its rotary frequencies behind {limit} tokens, and earlier keys would not "
@@ -192,7 +196,7 @@ class _Run:
         else:
             session.begin(self._model, slots, deep)
         self.session = session
-        self._drafting.begin(session, room)
+        self.drafting.begin(session, room)
         if past is None:
             return
         caches, self._filled = past
@@ -204,11 +208,13 @@ class _Run:
 
     def all(self) -> None:
         """Every step."""
-        steps: list[Step | None] = [self._drafting.first(b) for b in range(len(self.texts))]
+        steps: list[Step | None] = [self.drafting.first(b) for b in range(len(self.texts))]
         logits = self._read_prompts(steps)
         committed = True  # the prompts' own rows
         if self._adds_nothing:
-            self.session.prefix_lens.sub_(1)  # each prompt's last token is a row once more: the first level hangs below it
+            self.session.prefix_lens.sub_(
+                1
+            )  # each prompt's last token is a row once more: the first level hangs below it
             left = [limit - len(text) for limit, text in zip(self._limits, self.texts, strict=True)]
             steps, logits = self._next(steps, logits, [0] * len(left), left)
             committed = False
@@ -229,7 +235,7 @@ class _Run:
         self, steps: Sequence[Step | None], logits: Tensor, last_nodes: Sequence[int], remaining: Sequence[int]
     ) -> tuple[list[Step | None], Tensor]:
         with profiled("draft"):
-            drafted = self._drafting.next(steps, logits, last_nodes, remaining)
+            drafted = self.drafting.next(steps, logits, last_nodes, remaining)
         return drafted, self._verify(drafted)
 
     def _read_prompts(self, steps: Sequence[Step | None]) -> Tensor:
@@ -282,7 +288,7 @@ class _Run:
                     logits,
                     trees,
                     [[step.root, *step.tokens] if step else [] for step in steps],
-                    self._drafting.law,
+                    self.drafting.law,
                     [step.accept_law_rows if step else [] for step in steps],
                     self._sampling,
                     [len(text) for text in self.texts],
@@ -292,7 +298,7 @@ class _Run:
                 trees = [step.candidates if step else None for step in steps]
                 tokens, law_rows = [tokens[row] for row in nodes], [law_rows[row] for row in nodes]
                 logits = logits[: len(nodes)] if nodes[-1] == len(nodes) - 1 else logits[self._on_device(nodes)]
-            law = self._drafting.law
+            law = self.drafting.law
             packed = self._pack(trees)
             result = accept_tree(
                 logits,
@@ -329,7 +335,7 @@ class _Run:
             self.counters.add(min(accepted[b], kept), len(step.tokens) - step.tokens.count(-1))
             if ended is None and not stopped:
                 remaining[b] = self._limits[b] - len(self.texts[b])
-        self._drafting.learn(steps, gained)
+        self.drafting.learn(steps, gained)
         last = [count + self._adds_nothing for count in accepted]
         return remaining, [nodes[place] if step else 0 for nodes, place, step in zip(path, last, steps, strict=True)]
 

@@ -11,6 +11,7 @@ Favouring the branch that drafts do well on changes the law of the text; docs/sp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def longest_branch(
     shapes = [_below(trees[b], nodes) for b, nodes in branches]
     packed = pack_trees(shapes, logits.device)
     owner = torch.tensor([b for b, _ in branches], device=logits.device)
-    params = {name: None if v is None else v[owner] for name, v in sampling.law().items()}
+    params: dict[str, Any] = {name: None if v is None else v[owner] for name, v in sampling.law().items()}
     if params["seeds"] is not None:
         number = torch.tensor(
             [i - min(j for j, (other, _) in enumerate(branches) if other == b) for i, (b, _) in enumerate(branches)],
@@ -126,4 +127,3 @@ def _kept(
         torch.tensor([max(len(path) - 1, 0) for path in made], dtype=torch.int32, device=device),
         torch.tensor(wrong, dtype=torch.int32, device=device),
     )
-

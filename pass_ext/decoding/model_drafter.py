@@ -11,11 +11,10 @@ reads the target's caches instead and keeps nothing. Called by ``drafting``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,6 +97,10 @@ class ModelDrafter:
         self._held = [0] * len(texts)
         self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
 
+    def attached(self) -> AbstractContextManager[None]:
+        """What must hold while the draft is called."""
+        return self._draft.attached()
+
     def begin(self, target: Session, room: int) -> None:
         """Finds room for the texts beside the target's."""
         self._shares = getattr(self._draft, "shares_layers", 0)
@@ -111,7 +114,8 @@ class ModelDrafter:
 
         first: ``[B, K]``, the first level's tokens where they are known already.
         """
-        self.law, kept = None, []
+        self.law = None
+        kept: list[Tensor] = []
         self._keep()
         depths = [min(most, self.tree.max_depth) for most in levels]
         nodes = self.tree.num_nodes
@@ -135,19 +139,19 @@ class ModelDrafter:
             at = torch.tensor(going, device=self._device)
             law = {name: None if v is None else v[at] for name, v in self._sampling.law().items()}
             width = level.children.shape[1]
-            drawn, logprobs = draw_children(
-                logits, width, self._mode, law, places[at], depth + 1, level.parents
-            )
+            drawn, logprobs = draw_children(logits, width, self._mode, law, places[at], depth + 1, level.parents)
             tokens[at[:, None, None], level.children] = drawn.view(len(going), -1, width)
             if self._mode != "coupled":
-                before = sum(map(len, kept))
+                before = sum(len(rows) for rows in kept)
                 for place, b in enumerate(going):
                     for i, parent in enumerate(level.parents.tolist()):
                         law_rows[b][parent] = before + place * len(level.parents) + i
                 kept.append(logits)
             if self._decision is not None and depth + 1 < self.tree.max_depth:
                 requests = at.repeat_interleave(len(level.parents))
-                flag.hear(self._scores(DraftLevel(logits, hidden, drawn, logprobs, requests, depth + 1)), requests, depth + 1)
+                flag.hear(
+                    self._scores(DraftLevel(logits, hidden, drawn, logprobs, requests, depth + 1)), requests, depth + 1
+                )
         self.law = torch.cat(kept) if kept else None
         drafted, reached = flag.read(tokens[:, :nodes])
         if self._fed is not None:
@@ -155,9 +159,14 @@ class ModelDrafter:
         found: list[Drafted | None] = []
         for b, depth in enumerate(depths):
             tree = self.tree.slice(min(depth, reached[b]))
-            rows = [row if node_depth < tree.max_depth else -1 for row, node_depth in zip(law_rows[b], tree.depths, strict=False)]
+            rows = [
+                row if node_depth < tree.max_depth else -1
+                for row, node_depth in zip(law_rows[b], tree.depths, strict=False)
+            ]
             found.append(
-                Drafted(tree, drafted[b][1 : tree.num_nodes], rows if self.law is not None else None) if tree.max_depth else None
+                Drafted(tree, drafted[b][1 : tree.num_nodes], rows if self.law is not None else None)
+                if tree.max_depth
+                else None
             )
         return found
 
@@ -179,15 +188,22 @@ class ModelDrafter:
         trees: list[Tree | None] = [None] * len(depths)
         lags = [0] * len(depths)
         asked = set(going)
-        for b, most in enumerate(depths):
+        for b in range(len(depths)):
             if b in asked:
                 trees[b] = self.tree.slice(depth)
             elif self._fed is not None and not self._shares:
                 trees[b] = self._fed.trees[b]  # it stopped; its rows stay in the call, so that they can be kept
             if trees[b] is not None:
                 lags[b] = len(self._texts[b]) - 1 - self._length_held(b)
-        known = [token for b, tree in enumerate(trees) if tree is not None for token in self._texts[b][self._length_held(b) :]]
-        index, wanted, first, row = [], {}, 0, 0
+        known = [
+            token
+            for b, tree in enumerate(trees)
+            if tree is not None
+            for token in self._texts[b][self._length_held(b) :]
+        ]
+        index: list[int] = []
+        wanted: dict[int, list[int]] = {}
+        first = row = 0
         for b, tree in enumerate(trees):
             if tree is None:
                 continue
@@ -197,14 +213,21 @@ class ModelDrafter:
             wanted[b] = [row + lags[b] + parent for parent in parents]
             first, row = first + above, row + lags[b] + tree.num_nodes
         source = torch.cat([torch.tensor(known, device=self._device), tokens.flatten()])
-        ids = source[torch.tensor(index, device=self._device)].clamp(min=0).to(self._session.device)
+        ids = source[torch.tensor(index, device=self._device)].to(self._session.device)
         rows = torch.tensor([r for b in going for r in wanted[b]], device=self._session.device)
-        packed = self._pack([None if tree is None else _behind(tree, lag) for tree, lag in zip(trees, lags, strict=True)])
+        packed = self._pack(
+            [None if tree is None else _behind(tree, lag) for tree, lag in zip(trees, lags, strict=True)]
+        )
         self._fed = _Fed(trees, lags, packed, list(map(len, self._texts)), [])
         with ExitStack() as stack:
             kept = stack.enter_context(kept_hidden(self._draft)) if self._needs_hidden else None
-            logits = self._session.call(packed, ids, rows).logits
+            logits = self._session.call(packed, self._known_to_draft(ids), rows).logits
         return in_vocabulary(logits, self._vocabulary, self._device), None if kept is None else kept.rows
+
+    def _known_to_draft(self, ids: Tensor) -> Tensor:
+        """Nodes without a token (-1), and tokens that only the target's table has, are read as some token: what follows them
+        is of no use, and of no harm."""
+        return ids.clamp(0, self._draft.table.shape[0] - 1)
 
     def _length_held(self, b: int) -> int:
         """Tokens of the text in the draft's cache."""
@@ -237,12 +260,10 @@ class ModelDrafter:
             if not pieces:
                 return
             trees = [Tree.chain(pieces[b] - 1) if b in pieces else None for b in range(len(self._texts))]
-            ids = [
-                token for b in sorted(pieces) for token in self._texts[b][self._held[b] : self._held[b] + pieces[b]]
-            ]
+            ids = [token for b in sorted(pieces) for token in self._texts[b][self._held[b] : self._held[b] + pieces[b]]]
             packed = pack_trees(trees, self._session.device)
             one = torch.zeros(1, dtype=torch.int64, device=self._session.device)
-            self._session.call(packed, torch.tensor(ids, device=self._session.device), one)
+            self._session.call(packed, self._known_to_draft(torch.tensor(ids, device=self._session.device)), one)
             self._commit(packed, [list(range(pieces.get(b, 0))) for b in range(len(self._texts))])
             for b, count in pieces.items():
                 self._held[b] += count

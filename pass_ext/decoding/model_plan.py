@@ -31,7 +31,7 @@ def model_drafter(
     graphs: bool,
 ) -> ModelDrafter | None:
     """What drafts for this batch; None where no drafts are expected to gain anything."""
-    if sampling.temperature is not None:
+    if sampling.temperature is not None or rule == LONGEST_BRANCH:
         check_rule(method, rule)
     draft = packed_model(method.draft_model)
     tree = _given(method)
@@ -81,4 +81,6 @@ def check_rule(method: Speculative | MultiCandidate, rule: str) -> None:
             f"judged must be the same; use {needed}"
         )
     if rule == LONGEST_BRANCH and not method.target_initialised:
-        raise ValueError("rule 'longest_branch' is of target-initialised candidates: MultiCandidate(target_initialised=True)")
+        raise ValueError(
+            "rule 'longest_branch' is of target-initialised candidates: MultiCandidate(target_initialised=True)"
+        )
