@@ -101,7 +101,7 @@ class DraftPlan:
         gain = "" if self.speedup is None else f", {self.speedup:.2f}x plain decoding"
         lines = [
             f"{self.rows} rows, drafted by {counted(len(self.draft_rows), 'call')} on "
-            f"{', '.join(map(str, self.draft_rows))} rows",
+            f"{', '.join(map(str, self.draft_rows))} {'row' if self.draft_rows == (1,) else 'rows'}",
             f"expected: {self.tokens_per_call:.2f} tokens per call{gain}; {self.accepted:.2f} drafts accepted",
         ]
         return "\n".join([*lines, *node_table(self.tree, self.reach, self.last)])
