@@ -190,12 +190,13 @@ class _Run:
         self.session = session
         if past is None:
             return
-        caches, self._filled = past
-        if min(map(len, self.texts)) <= self._filled:
-            raise ValueError(
-                f"past holds {self._filled} tokens, so prompts must be longer, got {min(map(len, self.texts))}"
-            )
-        self.session.fill(caches, torch.full((requests,), self._filled, dtype=torch.int32))
+        caches, length = past
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(f"past must be of 1 token or more, got {length!r}")
+        if min(map(len, self.texts)) <= length:
+            raise ValueError(f"past holds {length} tokens, so prompts must be longer, got {min(map(len, self.texts))}")
+        self.session.fill(caches, length)
+        self._filled = length
 
     def all(self) -> None:
         """Every step."""
