@@ -63,7 +63,7 @@ def generate(
     min_p: float | Sequence[float] | Tensor | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
     rule: str = "coupled",
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: int | Sequence[int] | Tensor | None = None,
     pad_token_id: int | None = None,
     streamer: Any = None,
     stopping: Callable[[Tensor, Any], Any] | None = None,
@@ -324,5 +324,8 @@ def _are_nodes(steps: Sequence[Step | None]) -> list[bool]:
     return [slot < 0 for step in steps if step is not None for slot in step.tree.slots]
 
 
-def _token_ids(tokens: int | Sequence[int] | None) -> frozenset[int]:
-    return frozenset(() if tokens is None else (tokens,) if isinstance(tokens, int) else map(int, tokens))
+def _token_ids(tokens: int | Sequence[int] | Tensor | None) -> frozenset[int]:
+    if isinstance(tokens, Tensor) and (tokens.dim() > 1 or tokens.is_floating_point() or tokens.is_complex()):
+        raise ValueError(f"eos_token_id must be one id or some, got {tokens.dtype} {list(tokens.shape)}")
+    given = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
+    return frozenset(() if given is None else (given,) if isinstance(given, int) else map(int, given))
