@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("transformers")
 
 from small_models import small_model
+from test_generate import slots_for
 
-from pass_ext import NGram, generate
+from pass_ext import NGram, PaSS, Tree, generate
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 5]])
 
@@ -83,3 +84,29 @@ def test_a_past_goes_into_the_caches_that_are_there(llama, whole):
         generate(llama, IDS, session=session, past=(keys_and_values(layers=3), 3), **options)
     with pytest.raises(ValueError, match=r"layer 0: .* \[2, 64\] .* given now torch.float32 \[1, 64\]"):
         generate(llama, IDS, session=session, past=(keys_and_values(heads=1), 3), **options)
+
+
+def test_a_session_does_not_write_into_the_embeddings_it_began_with(llama):
+    first, second = slots_for(llama, seed=0, deep_layers=2), slots_for(llama, seed=1, deep_layers=2)
+    kept = [parameter.clone() for parameter in first.parameters()]
+    tree = Tree.chain(4)
+    options = dict(max_new_tokens=6, eos_token_id=[])
+    session = generate(llama, IDS, PaSS(first, tree=tree, rows=16), keep_cache=True, **options).session
+    generate(llama, IDS, PaSS(second, tree=tree, rows=16), session=session, **options)
+    assert all(torch.equal(now, then) for now, then in zip(first.parameters(), kept, strict=True))
+
+
+def test_inference_mode_and_sessions(whole):
+    """A model, slots and a session that were made in inference mode, used in it and outside."""
+    options = dict(max_new_tokens=12, eos_token_id=[])
+    with torch.inference_mode():
+        model = small_model("llama")
+        method = PaSS(slots_for(model, rank=3, deep_layers=2), tree=Tree.chain(3), rows=16, slots=3)
+        inside = generate(model, IDS, method, keep_cache=True, **options)
+    outside = generate(model, IDS, method, session=inside.session, keep_cache=True, **options)
+    with torch.inference_mode():
+        again = generate(model, IDS, method, session=outside.session, **options)
+        past = [tuple(x[:, :3].clone() for x in both) for both in inside.session.caches]
+    after = generate(model, IDS, method, session=inside.session, past=(past, 3), **options)
+    for got in (inside, outside, again, after):
+        assert torch.equal(got.sequences, whole)

@@ -123,7 +123,8 @@ def generate(
         generator=generator,
     )
     listener = Listener(streamer, stopping)
-    with torch.no_grad(), adapted.attached():
+    # Ordinary tensors also in a caller's inference mode: a session may be used outside of it.
+    with torch.inference_mode(False), torch.no_grad(), adapted.attached():
         run = _Run(
             adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, logits_processor, cuda_graphs
         )

@@ -55,8 +55,9 @@ class Session:
         self.requests = requests
         self.room = room
         table = model.table
-        self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table.device, table.dtype)
-        self.deep = None if deep is None else deep.to(table.device, table.dtype)
+        # Copies: `begin` writes other slots there.
+        self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table, copy=True)
+        self.deep = None if deep is None else deep.to(table, copy=True)
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._new: list[tuple[Tensor, Tensor]] = []
