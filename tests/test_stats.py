@@ -13,19 +13,27 @@ from pass_ext.decoding.ranges import profiled
 from pass_ext.decoding.stats import AcceptanceCounters, AcceptanceStats, GenerationStats
 
 
+def random_steps(seed, most=4, requests=5, steps=30):
+    rng = random.Random(seed)
+    for _ in range(steps):
+        drafted = [rng.choice([0, 3, 7]) for _ in range(requests)]
+        accepted = [rng.randint(0, min(most, d)) for d in drafted]
+        yield accepted, drafted, [rng.random() < 0.7 for _ in range(requests)]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_as_a_loop_does(seed):
-    rng = random.Random(seed)
     counters, histogram, drafted, per_position = AcceptanceCounters(4), [0] * 5, 0, [0] * 4
-    for _ in range(150):
-        proposed = rng.choice([0, 3, 7])
-        accepted = rng.randint(0, min(4, proposed))
-        counters.add(accepted, proposed)
-        if proposed:
-            histogram[accepted] += 1
-            drafted += proposed
-            for position in range(accepted):
-                per_position[position] += 1
+    for accepted, proposed, active in random_steps(seed):
+        counters.update(
+            torch.tensor(accepted, dtype=torch.int32), torch.tensor(proposed, dtype=torch.int32), torch.tensor(active)
+        )
+        for a, d, on in zip(accepted, proposed, active, strict=True):
+            if on and d:
+                histogram[a] += 1
+                drafted += d
+                for position in range(a):
+                    per_position[position] += 1
     stats = counters.snapshot()
     assert stats.acceptance_histogram == tuple(histogram) and stats.num_draft_tokens == drafted
     assert stats.num_drafts == sum(histogram) and stats.num_accepted_tokens == sum(per_position)
@@ -33,6 +41,44 @@ def test_counts_as_a_loop_does(seed):
     assert stats.mean_acceptance_length == 1 + sum(per_position) / sum(histogram)
     assert stats.draft_acceptance_rate == sum(per_position) / drafted
     assert stats.acceptance_rate_per_position == tuple(count / sum(histogram) for count in per_position)
+
+
+def test_one_number_drafted_for_all_and_all_active():
+    counters = AcceptanceCounters(3)
+    counters.update(torch.tensor([0, 2, 3], dtype=torch.int32), 5)
+    counters.update(torch.tensor([0, 0, 0], dtype=torch.int32), 0)  # plain steps are no drafts
+    assert counters.snapshot() == AcceptanceStats((1, 0, 1, 1), 15)
+
+
+def test_what_must_not_be_counted_may_hold_anything():
+    counters = AcceptanceCounters(2)
+    counters.update(torch.tensor([1, -5, 99], dtype=torch.int32), 4, torch.tensor([True, False, False]))
+    counters.update(torch.tensor([99], dtype=torch.int32), 4)
+    assert counters.snapshot() == AcceptanceStats((0, 1, 1), 8)
+
+
+def test_buffers_stay_where_they_are():
+    counters = AcceptanceCounters(2)
+    before = [value.data_ptr() for value in vars(counters).values()]
+    counters.update(torch.tensor([1], dtype=torch.int32), 2)
+    assert counters.snapshot().num_drafts == 1
+    counters.reset()
+    assert counters.snapshot() == AcceptanceStats((0, 0, 0), 0)
+    assert [value.data_ptr() for value in vars(counters).values()] == before
+
+
+def test_in_a_cuda_graph(cuda):
+    counters, accepted = AcceptanceCounters(3, "cuda"), torch.tensor([0, 2], dtype=torch.int32, device="cuda")
+    active = torch.tensor([True, True], device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counters.update(accepted, 4, active)
+    counters.reset()
+    graph.replay()
+    accepted.copy_(torch.tensor([3, 1]))
+    active[1] = False
+    graph.replay()
+    assert counters.snapshot() == AcceptanceStats((1, 0, 1, 1), 12)
 
 
 def plain_decoder():

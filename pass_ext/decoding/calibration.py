@@ -64,7 +64,7 @@ def _seen(model: Adapted, texts: Sequence[Sequence[int]], look: Callable[[Tensor
     with torch.no_grad(), model.attached():
         session = Session(model, 1, max(map(len, texts)))
         for text, tokens in enumerate(texts):
-            session.begin(None, None)
+            session.begin(model, None, None)
             parts = []
             for first in range(0, len(tokens), _ROWS):
                 ids = torch.tensor(tokens[first : first + _ROWS], device=session.device)

@@ -65,7 +65,7 @@ def generate(
     min_p: float | Sequence[float] | Tensor | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
     rule: str = "coupled",
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: int | Sequence[int] | Tensor | None = None,
     pad_token_id: int | None = None,
     streamer: Any = None,
     stopping: Callable[[Tensor, Any], Any] | None = None,
@@ -129,7 +129,8 @@ def generate(
         generator=generator,
     )
     listener = Listener(streamer, stopping)
-    with torch.no_grad(), adapted.attached(), ExitStack() as drafting:
+    # Ordinary tensors also in a caller's inference mode: a session may be used outside of it.
+    with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as drafting:
         run = _Run(
             adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, logits_processor, cuda_graphs
         )
@@ -173,7 +174,7 @@ class _Run:
         self.drafting = Drafting(method, model, sampling, rule, self.texts, graphs=graphs)
         self._model, self._graphs = model, graphs
         self._filled = 0
-        self.counters = AcceptanceCounters(max(1, self.drafting.max_depth))
+        self.counters = AcceptanceCounters(max(1, self.drafting.max_depth), model.table.device)
         self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
 
     def begin(self, session: Session | None, past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None) -> None:
@@ -199,12 +200,13 @@ class _Run:
         self.drafting.begin(session, room)
         if past is None:
             return
-        caches, self._filled = past
-        if min(map(len, self.texts)) <= self._filled:
-            raise ValueError(
-                f"past holds {self._filled} tokens, so prompts must be longer, got {min(map(len, self.texts))}"
-            )
-        self.session.fill(caches, torch.full((requests,), self._filled, dtype=torch.int32))
+        caches, length = past
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(f"past must be of 1 token or more, got {length!r}")
+        if min(map(len, self.texts)) <= length:
+            raise ValueError(f"past holds {length} tokens, so prompts must be longer, got {min(map(len, self.texts))}")
+        self.session.fill(caches, length)
+        self._filled = length
 
     def all(self) -> None:
         """Every step."""
@@ -318,7 +320,7 @@ class _Run:
         """Reads the result, extends the texts, ends those that end -> tokens still wanted, and each last accepted node."""
         emitted, path, status = result.emitted.tolist(), result.path.tolist(), result.status.tolist()
         accepted = result.num_accepted.tolist()
-        remaining, gained = [0] * len(steps), [0] * len(steps)
+        remaining, gained, counted, drafted = ([0] * len(steps) for _ in range(4))
         for b, step in enumerate(steps):
             if step is None:
                 continue
@@ -332,10 +334,12 @@ class _Run:
             kept, stopped = self._listener.heard(b, self.texts[b], new, accepted[b])
             self.texts[b] += new[:kept]
             gained[b] = kept
-            self.counters.add(min(accepted[b], kept), len(step.tokens) - step.tokens.count(-1))
+            counted[b], drafted[b] = min(accepted[b], kept), len(step.tokens) - step.tokens.count(-1)
             if ended is None and not stopped:
                 remaining[b] = self._limits[b] - len(self.texts[b])
         self.drafting.learn(steps, gained)
+        if any(drafted):
+            self.counters.update(self._on_device(counted), self._on_device(drafted))
         last = [count + self._adds_nothing for count in accepted]
         return remaining, [nodes[place] if step else 0 for nodes, place, step in zip(path, last, steps, strict=True)]
 
@@ -355,5 +359,8 @@ def _are_nodes(steps: Sequence[Step | None]) -> list[bool]:
     return [slot < 0 for step in steps if step is not None for slot in step.tree.slots]
 
 
-def _token_ids(tokens: int | Sequence[int] | None) -> frozenset[int]:
-    return frozenset(() if tokens is None else (tokens,) if isinstance(tokens, int) else map(int, tokens))
+def _token_ids(tokens: int | Sequence[int] | Tensor | None) -> frozenset[int]:
+    if isinstance(tokens, Tensor) and (tokens.dim() > 1 or tokens.is_floating_point() or tokens.is_complex()):
+        raise ValueError(f"eos_token_id must be one id or some, got {tokens.dtype} {list(tokens.shape)}")
+    given = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
+    return frozenset(() if given is None else (given,) if isinstance(given, int) else map(int, given))

@@ -13,13 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.lookahead import LookaheadEmbedding
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree
 
-_SHORTLIST = 64  # candidates of a slot that transition scores reorder
+_SHORTLIST = 64  # candidates of a slot that transition scores reorder, or more where a node has more children
 _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 _MODES = {"coupled": "coupled", "typical": "coupled", "rejection_with_replacement": "with", "kseq": "with"}
 
@@ -101,7 +102,8 @@ class PassDrafter:
         assert self._transition is not None
         left, right = self._transition
         depth, vocabulary = len(self._levels), slots.shape[-1]
-        short, scores = draft_sample(slots[:, :depth].flatten(0, 1), min(_SHORTLIST, vocabulary), mode="top")
+        most = max(_SHORTLIST, *(level.children.shape[1] for level in self._levels))
+        short, scores = draft_sample(slots[:, :depth].flatten(0, 1), min(most, vocabulary), mode="top")
         short, scores = (x.view(len(slots), depth, -1) for x in (short, scores))
         near = right[short.clamp(min=0)]  # [requests, depth, shortlist, r]
         for i, level in enumerate(self._levels):
@@ -110,7 +112,8 @@ class PassDrafter:
             width = level.children.shape[1]
             among = short[:, i, None].expand_as(both)
             if law["temperature"] is None:
-                tokens[:, level.children] = among.gather(2, both.topk(width).indices)
+                best = among.gather(2, both.topk(min(width, both.shape[2])).indices)
+                tokens[:, level.children] = pad(best, (0, width - best.shape[2]), value=-1)
                 continue
             rows = both.new_full((*both.shape[:2], vocabulary), float("-inf"))
             rows.scatter_(2, among.clamp(min=0), both)
@@ -149,7 +152,10 @@ class PassDrafter:
 def _transition_tables(lookahead: LookaheadEmbedding, table: Tensor) -> tuple[Tensor, Tensor]:
     """Kept while nothing of what they are made of changes: they cost more than a step."""
     left, right = lookahead.transition_left, lookahead.transition_right
-    made_of = tuple((x.data_ptr(), x._version, x.dtype) for x in (table, left, right) if x is not None)
+    parts = [x for x in (table, left, right) if x is not None]
+    if any(x.is_inference() for x in parts):  # nobody counts their changes
+        return lookahead.transition_tables(table)
+    made_of = tuple((x.data_ptr(), x._version, x.dtype) for x in parts)
     kept = _tables.get(lookahead)
     if kept is None or kept[0] != made_of:
         kept = _tables[lookahead] = (made_of, lookahead.transition_tables(table))

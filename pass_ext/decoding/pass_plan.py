@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import MutableMapping
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ from pass_ext.decoding.step_times import StepTimes, measure
 from pass_ext.tree import Tree, pack_trees
 
 _ASSUMED_RANKS = 16
-_times: MutableMapping[Any, dict[tuple[int, bool], StepTimes]] = WeakKeyDictionary()
-"""Of models that are alive, by threads, and whether in CUDA graphs."""
+_times: dict[tuple[Any, ...], StepTimes] = {}
+"""By model, device, threads, and whether in CUDA graphs."""
 _PREFIX = 256  # tokens that measured steps stand behind
 
 
@@ -59,14 +58,25 @@ def _planned(
 
 
 def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
-    """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk."""
-    known = _times.setdefault(model.model, {})
-    how = (torch.get_num_threads(), graphs)
-    if how not in known:
-        with torch.no_grad(), model.attached():
-            kind = f"{_fingerprint(model)}{' in graphs' if graphs else ''}"
-            known[how] = measure(_Calls(model, graphs).run, fingerprint=kind, device=model.table.device)
-    return known[how]
+    """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk.
+
+    Of a callable that cannot be told from another, once per object.
+    """
+    device, fingerprint = model.table.device, _fingerprint(model)
+    known = fingerprint or id(model.model)
+    key = (known, str(device), torch.get_num_threads(), graphs)
+    if key in _times:
+        return _times[key]
+    with torch.no_grad(), model.attached():
+        kind = fingerprint and f"{fingerprint}{' in graphs' if graphs else ''}"
+        times = measure(_Calls(model, graphs).run, fingerprint=kind, device=device)
+    if fingerprint is None:
+        try:
+            finalize(model.model, _times.pop, key, None)
+        except TypeError:  # nobody would tell us when its number is another object's
+            return times
+    _times[key] = times
+    return times
 
 
 class _Calls:
@@ -88,14 +98,13 @@ class _Calls:
         return torch.arange(count, device=self._session.device) % self._session.model.table.shape[0]
 
 
-def _fingerprint(model: Adapted) -> str:
-    """What the time of a call depends on, of the model."""
-    config: Any = getattr(model.model, "config", None)
-    described = json.dumps(config.to_dict(), sort_keys=True, default=str) if config is not None else ""
-    module = model.model
-    shapes = (
-        [(name, list(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
-        if isinstance(module, torch.nn.Module)
-        else [list(model.table.shape), str(model.table.dtype)]
-    )
-    return hashlib.sha256(f"{type(module).__name__} {described} {shapes}".encode()).hexdigest()
+def _fingerprint(model: Adapted) -> str | None:
+    """What the time of a call depends on, of the model; None where it cannot be seen: of callables without a config."""
+    module: Any = model.model
+    config: Any = getattr(module, "config", None)
+    if not isinstance(module, torch.nn.Module) or not hasattr(config, "to_dict"):
+        return None
+    described = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return hashlib.sha256(f"{kind} {described} {shapes}".encode()).hexdigest()

@@ -37,9 +37,10 @@ def read_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocabulary: i
     if attention_mask is None:
         mask = [[True] * input_ids.shape[1]] * len(input_ids)
     else:
-        if attention_mask.shape != input_ids.shape:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+            came = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             raise ValueError(
-                f"attention_mask must be [B, T] as input_ids, {list(input_ids.shape)}, got {list(attention_mask.shape)}"
+                f"attention_mask must be a tensor [B, T] as input_ids, {list(input_ids.shape)}, got {came}"
             )
         mask = (attention_mask != 0).tolist()
     texts = []

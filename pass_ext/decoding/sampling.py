@@ -38,26 +38,25 @@ class SamplingParams:
     ) -> SamplingParams:
         """From one number for all requests, or one for each: a sequence or a tensor. Fresh seeds where none are given."""
         warm = _per_request("temperature", temperature, requests, torch.float32, device)
+        most = _per_request("top_k", top_k, requests, torch.int32, device)
+        nucleus = _per_request("top_p", top_p, requests, torch.float32, device)
+        least = _per_request("min_p", min_p, requests, torch.float32, device)
+        own = _per_request("seeds", seeds, requests, torch.int64, device)
         if warm is not None and not bool((warm >= 0).all() & warm.isfinite().all()):
             raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
-        if warm is None or not bool(warm.any()):
-            return cls(None, None, None, None, None)
-        if seeds is None:
-            where = generator.device if generator is not None else torch.device("cpu")
-            seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator, device=where)
-        nucleus = _per_request("top_p", top_p, requests, torch.float32, device)
+        if most is not None and not bool((most >= 0).all()):
+            raise ValueError(f"top_k must be 0 (off) or more, got {top_k}")
         if nucleus is not None and not bool(((nucleus > 0) & (nucleus <= 1)).all()):
             raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-        least = _per_request("min_p", min_p, requests, torch.float32, device)
         if least is not None and not bool(((least >= 0) & (least <= 1)).all()):
             raise ValueError(f"min_p must be in [0, 1], got {min_p}")
-        return cls(
-            warm,
-            _per_request("top_k", top_k, requests, torch.int32, device),
-            nucleus,
-            least,
-            _per_request("seeds", seeds, requests, torch.int64, device),
-        )
+        if warm is None or not bool(warm.any()):
+            return cls(None, None, None, None, None)
+        if own is None:
+            where = generator.device if generator is not None else torch.device("cpu")
+            fresh = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator, device=where)
+            own = _per_request("seeds", fresh, requests, torch.int64, device)
+        return cls(warm, most, nucleus, least, own)
 
     def law(self) -> dict[str, Any]:
         """The keywords that ``accept_tree`` and ``draft_sample`` share."""
@@ -67,7 +66,10 @@ class SamplingParams:
 def _per_request(name: str, value: Any, requests: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     if value is None:
         return None
-    tensor = torch.as_tensor(value)
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be numbers, got {value!r}") from error
     if (
         tensor.is_complex()
         or tensor.dtype == torch.bool

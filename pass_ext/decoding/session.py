@@ -55,8 +55,9 @@ class Session:
         self.requests = requests
         self.room = room
         table = model.table
-        self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table.device, table.dtype)
-        self.deep = None if deep is None else deep.to(table.device, table.dtype)
+        # Copies: `begin` writes other slots there.
+        self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table, copy=True)
+        self.deep = None if deep is None else deep.to(table, copy=True)
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._new: list[tuple[Tensor, Tensor]] = []
@@ -80,6 +81,7 @@ class Session:
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Logits, and keys and values of all layers."""
         new: list[tuple[Tensor, Tensor]] = []
+        first = not self.caches
 
         def attend(
             layer: int,
@@ -96,9 +98,11 @@ class Session:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             width, value_dim = _head_dim(max(q.shape[-1], v.shape[-1])), v.shape[-1]
             q, k, v = (_padded(x, width) for x in (q, k, v))
-            if layer == len(self.caches):
-                keys, values = (x.new_empty(self.requests, self.room, *x.shape[1:]) for x in (k, v))
-                self.caches.append((keys, values))
+            if first:
+                self._add_layer(k, v)
+            elif layer == len(self.caches):
+                raise ValueError(f"the model has more layers than {layer}, which `past` is of")
+            self._check_rows(layer, k, v)
             new.append((k, v))
             out, _ = attention_tree(
                 q, *self.caches[layer], self.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
@@ -113,8 +117,8 @@ class Session:
         logits = self.model(rows, (starts + trees.depths).long(), attend, wanted, offsets)
         if len(new) != len(self.caches) or not new:
             raise RuntimeError(
-                f"{len(new)} layers attended, {len(self.caches)} in the first call: every layer that mixes rows must do so "
-                "by attention"
+                f"{len(new)} layers attended, {len(self.caches)} in the first call or in `past`: every layer that mixes rows "
+                "must do so by attention"
             )
         return logits, new
 
@@ -148,18 +152,49 @@ class Session:
         nothing."""
         return _FirstLayers(self, model, count)
 
-    def fill(self, caches: Sequence[tuple[Tensor, Tensor]], lengths: Tensor) -> None:
-        """Starts from keys and values, ``[B, length, KV heads, D]`` per layer, of which ``lengths`` are each request's."""
-        self.caches.clear()
-        for keys, values in caches:
-            width = _head_dim(max(keys.shape[-1], values.shape[-1]))
-            own = []
-            for given in (keys, values):
-                cache = given.new_empty(self.requests, self.room, given.shape[2], width)
-                cache[:, : given.shape[1]] = _padded(given, width)
-                own.append(cache)
-            self.caches.append((own[0], own[1]))
-        self.prefix_lens.copy_(lengths)
+    def fill(self, past: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
+        """Starts from keys and values, ``[B, n, KV heads, D]`` per layer, of the first ``length`` tokens of every text.
+
+        Caches that are there stay where they are, as recorded calls need them to.
+        """
+        first = not self.caches
+        if not past or (not first and len(past) != len(self.caches)):
+            raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
+        for layer, both in enumerate(past):
+            for given in both:
+                if given.dim() != 4 or given.shape[0] != self.requests or given.shape[1] < length:
+                    raise ValueError(
+                        f"past: keys and values of layer {layer} must be [{self.requests}, {length} or more, heads, D], got "
+                        f"{list(given.shape)}"
+                    )
+            width = _head_dim(max(given.shape[-1] for given in both))
+            rows = [_padded(given[:, :length], width) for given in both]
+            if first:
+                self._add_layer(*(given[0] for given in rows))
+            self._check_rows(layer, *(given[0] for given in rows))
+            for cache, given in zip(self.caches[layer], rows, strict=True):
+                cache[:, :length] = given
+        self.prefix_lens.fill_(length)
+
+    def _add_layer(self, keys: Tensor, values: Tensor) -> None:
+        """Caches for rows like these, ``[N, KV heads, D]``."""
+        room = self.requests, self.room
+        self.caches.append(
+            (
+                keys.new_empty(*room, *keys.shape[1:], device=self.device),
+                values.new_empty(*room, *values.shape[1:], device=self.device),
+            )
+        )
+
+    def _check_rows(self, layer: int, *rows: Tensor) -> None:
+        """Whether keys and values are of the kind that the caches, which earlier calls or ``past`` made, hold."""
+        for cache, given in zip(self.caches[layer], rows, strict=True):
+            if cache.shape[2:] != given.shape[1:] or cache.dtype != given.dtype:
+                raise ValueError(
+                    f"layer {layer}: keys and values in the cache, from `past` or a first call, are "
+                    f"{cache.dtype} {list(cache.shape[2:])} (heads, padded D), those given now {given.dtype} "
+                    f"{list(given.shape[1:])}"
+                )
 
 
 class _FirstLayers(Session):

@@ -3,7 +3,7 @@
     mean acceptance length = 1 + accepted tokens / drafts        draft acceptance rate = accepted tokens / drafted tokens
 
 A draft is a step of one request that verified at least one drafted token. What is accepted behind a text's end (its limit, an
-end token, a stopping criterion) is thrown away and not counted. Called by ``generation``.
+end token, a stopping criterion) is thrown away and not counted. Counted on the device by ``generation``, read when asked.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -132,27 +135,46 @@ class GenerationStats(AcceptanceStats):
 
 
 class AcceptanceCounters:
-    """Counts of one generation.
+    """Counts on the device. ``update`` is a few tensor operations on buffers that stay where they are: no synchronisation, and
+    a CUDA graph can hold it.
 
     Args:
         max_accepted: the most tokens that one step can accept.
+        device: where ``update`` gets its tensors.
     """
 
-    def __init__(self, max_accepted: int) -> None:
+    def __init__(self, max_accepted: int, device: torch.device | str | None = None) -> None:
         if max_accepted < 0:
             raise ValueError(f"max_accepted must be 0 or more, got {max_accepted}")
-        self._steps = [0] * (max_accepted + 1)
-        self._drafted = 0
+        self._steps = torch.zeros(max_accepted + 1, dtype=torch.int64, device=device)
+        self._drafted = torch.zeros((), dtype=torch.int64, device=device)
+        self._numbers = torch.arange(max_accepted + 1, dtype=torch.int32, device=device)
 
-    def add(self, accepted: int, drafted: int) -> None:
-        """A step of one request verified ``drafted`` tokens, and its text took in ``accepted`` of them. 0 drafted: no draft."""
-        if drafted:
-            self._steps[accepted] += 1
-            self._drafted += drafted
+    def update(self, num_accepted: Tensor, num_drafted: Tensor | int, active: Tensor | None = None) -> None:
+        """Counts one step.
+
+        Args:
+            num_accepted: ``[B]`` int32, as ``AcceptResult.num_accepted``; above ``max_accepted`` counts as that many.
+            num_drafted: ``[B]``, or one number for all: drafted tokens that the step verified. 0: not a draft.
+            active: ``[B]`` bool; None: all requests. The others, such as padded and finished ones, are not counted.
+        """
+        if isinstance(num_drafted, int):
+            num_drafted = torch.full_like(num_accepted, num_drafted)
+        if active is not None:
+            num_drafted = num_drafted * active
+        accepted = num_accepted.clamp(0, len(self._numbers) - 1).unsqueeze(1)
+        self._steps.add_(((accepted == self._numbers) & (num_drafted > 0).unsqueeze(1)).sum(0))
+        self._drafted.add_(num_drafted.sum())
+
+    def reset(self) -> None:
+        """Back to zero, in place."""
+        self._steps.zero_()
+        self._drafted.zero_()
 
     def snapshot(self) -> AcceptanceStats:
-        """The counts so far."""
-        return AcceptanceStats(tuple(self._steps), self._drafted)
+        """Reads the counts: the only call that waits for the device."""
+        *steps, drafted = torch.cat([self._steps, self._drafted.unsqueeze(0)]).tolist()
+        return AcceptanceStats(tuple(steps), drafted)
 
 
 def _summed(one: AcceptanceStats, other: AcceptanceStats) -> tuple[tuple[int, ...], int]:

@@ -84,7 +84,15 @@ class CustomGenerate:
         _check_prompt(input_ids, mask, model_kwargs.get("position_ids"), generation_config)
         cache = model_kwargs.get("past_key_values")
         most, ends, criteria = _split_criteria(stopping_criteria, generation_config)
-        wants_cache = cache is not None and _is_to_be_filled(cache, most - 1, generation_config)
+        exchanges = _exchanges_caches(model)
+        wants_cache = cache is not None and _is_to_be_filled(cache, most - 1, generation_config, exchanges)
+        past = None if cache is None else _past(cache, mask)
+        if not exchanges and (wants_cache or past is not None):
+            raise ValueError(
+                f"custom_generate: {model.config.model_type} caches latent keys and values (kv_lora_rank), or values that "
+                "are not as wide as keys, which cannot be exchanged: give no past_key_values, and with return_dict_in_generate "
+                "use_cache=False"
+            )
         law, processors = sampling_law(logits_processor, sample=bool(generation_config.do_sample))
         padding = _padding(input_ids, mask)
         pad = generation_config._pad_token_tensor
@@ -105,7 +113,7 @@ class CustomGenerate:
             stopping=NodeCriteria(criteria, padding) if criteria else None,
             logits_processor=NodeProcessor(processors, padding) if processors else None,
             generator=self._generator,
-            past=None if cache is None else _past(cache, mask),
+            past=past,
             keep_cache=wants_cache,
         )
         self.stats = result.stats
@@ -179,7 +187,14 @@ def _starts(mask: Tensor) -> Tensor:
     return (mask.shape[1] - mask.sum(1)).long()
 
 
-def _is_to_be_filled(cache: Any, columns: int, config: Any) -> bool:
+def _exchanges_caches(model: Any) -> bool:
+    """Whether the model's cache holds the keys and values that its attention is given."""
+    config = model.config.get_text_config(decoder=True)
+    dim = _head_dim(model)
+    return not getattr(config, "kv_lora_rank", None) and (getattr(config, "v_head_dim", None) or dim) == dim
+
+
+def _is_to_be_filled(cache: Any, columns: int, config: Any, exchanges: bool) -> bool:
     """Whether somebody has the cache after the call. Refuses those that cannot take keys and values as they are."""
     if not hasattr(cache, "layers") or getattr(cache, "offloading", False):
         raise ValueError(
@@ -202,7 +217,7 @@ def _is_to_be_filled(cache: Any, columns: int, config: Any) -> bool:
             )
         return bool(config.return_dict_in_generate)
     # transformers that do not mark their users' caches may have got this one from the user.
-    return bool(config.return_dict_in_generate or given or (given is None and not _marks_caches()))
+    return bool(config.return_dict_in_generate or given or (exchanges and given is None and not _marks_caches()))
 
 
 def _marks_caches() -> bool:
