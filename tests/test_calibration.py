@@ -99,7 +99,7 @@ def test_a_draft_in_bfloat16(target, texts):
     draft = with_noise(target, 0.25, torch.bfloat16)
     found = calibrate(target, draft, texts, ranks=4, levels=3)
     # attention and linear layers round elsewhere than eager ones do, which may turn a few near ties over
-    assert same(found, counted_by_following(target, draft, texts, 4, 3), 0.06)
+    assert same(found, counted_by_following(target, draft, texts, 4, 3), 0.04)
     assert sum(found[0]) > 0.3
 
 

@@ -72,6 +72,16 @@ def test_plans_are_the_best_of_all_trees():
     assert 0 < plain < 30 and deepest > 3
 
 
+def test_sizes_that_look_worse_at_first_are_followed():
+    for seed in (295, 820, 871, 1165):  # following only the most promising sizes misses the best tree of these
+        rng = random.Random(seed)
+        rates = random_rates(rng, 4, 2)
+        target = [0.0, *random_times(rng, 7, 1.0)].__getitem__
+        draft = [0.0, *random_times(rng, 7, rng.choice([0.05, 0.1, 0.3]))].__getitem__
+        best = max(tokens_per_second(*tree, rates, target, draft) for tree in all_trees(7, 4, 2))
+        assert plan_drafts(rates, target, draft, most_rows=7).speedup == pytest.approx(best * target(1), rel=1e-8)
+
+
 def best_sizes(rates, most, target, draft):
     """The tokens per second of the best sizes of levels, all of them tried: each level has the likeliest children."""
     best = 0.0
