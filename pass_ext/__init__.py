@@ -19,6 +19,7 @@ from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 if TYPE_CHECKING:
+    from pass_ext.decoding.calibration import calibrate
     from pass_ext.decoding.generation import Generation, generate
     from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.sampling import SamplingParams
@@ -48,6 +49,7 @@ __all__ = [
     "attention_merge",
     "attention_tree",
     "cache_commit_",
+    "calibrate",
     "custom_generate",
     "draft_sample",
     "generate",
@@ -70,6 +72,7 @@ _LATER = {
     "Plain": "decoding.methods",
     "SamplingParams": "decoding.sampling",
     "Speculative": "decoding.methods",
+    "calibrate": "decoding.calibration",
     "custom_generate": "integrations.transformers_generate",
     "generate": "decoding.generation",
 }

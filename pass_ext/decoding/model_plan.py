@@ -51,11 +51,12 @@ def draft_plan(
 ) -> DraftPlan:
     """The tree that is expected to be fastest here."""
     rates = method.hit_rates or getattr(method.draft_model, "hit_rates", None)
+    times, draft_times = measured_times(target, graphs=graphs), measured_times(draft, graphs=graphs)
     return plan_drafts(
         rates or assumed_hit_rates(_GUESSED_LEVELS, _GUESSED_RANKS),
-        measured_times(target, graphs=graphs).at,
-        measured_times(draft, graphs=graphs).at,
-        most_rows=_MOST_PLANNED,
+        times.at,
+        draft_times.at,
+        most_rows=max(1, min(_MOST_PLANNED, times.rows[-1] // requests)),
         requests=requests,
         most_levels=MOST_DRAFT_LEVELS,
         ranks=1 if isinstance(method, Speculative) else None,
