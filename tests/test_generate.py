@@ -407,7 +407,7 @@ def test_models_that_cannot_be_decoded_are_refused_by_name():
     bloom = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("bloom", vocab_size=97, hidden_size=64, n_layer=1, n_head=4)
     )
-    with pytest.raises(ValueError, match="bloom: BloomForCausalLM.forward takes no position_ids"):
+    with pytest.raises(ValueError, match=r"bloom: BloomForCausalLM\.forward takes no position_ids"):
         generate(bloom, torch.tensor([[1, 2]]), max_new_tokens=1)
     llama = small_model("llama")
     llama.config.layer_types = ["full_attention", "linear_attention"]
