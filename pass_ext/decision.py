@@ -191,7 +191,7 @@ class DecisionModel(nn.Module):
         expected = {name: list(parameter.shape) for name, parameter in made.named_parameters()}
         found = {name: list(tensor.shape) for name, tensor in tensors.items()}
         if found != expected:
-            raise ValueError(f"{where} is damaged: a {made.kind} model has {expected}, the file {found}")
+            raise ValueError(f"{where} is damaged: kind {made.kind!r} has {expected}, the file {found}")
         made.load_state_dict(tensors)
         made.training_record = json.loads(metadata.get("training", "{}"))
         made.check_fits(dim, base_model)

@@ -99,9 +99,9 @@ def _chains(settings: dict[str, Any], evaluation: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"## What stopping saves\n\nChains of {chains['levels']} levels at {chains['count']} held-out places, {drawn}. "
-            "A level is drafted while the score of the one before is above the threshold; a decision is worth something where it loses "
-            "fewer tokens than a shorter chain with as many levels. Speed: tokens per time of a target call, if a draft call "
-            f"costs {chains['draft_cost']:g} of it (an assumption, `--draft-cost`).\n",
+            "A level is drafted while the score of the one before is above the threshold; a decision is worth something "
+            "where it loses fewer tokens than a shorter chain with as many levels. Speed: tokens per time of a "
+            f"target call, if a draft call costs {chains['draft_cost']:g} of it (an assumption, `--draft-cost`).\n",
             _row(header),
             _row(["---"] * len(header)),
             *(
