@@ -94,7 +94,7 @@ def test_rows_that_say_nothing_stop():
     hidden = torch.zeros(4, 8)
     hidden[1, 2], hidden[2, 3] = NAN, INF
     scores = DecisionModel("hidden", 8)(level_of(torch.zeros(4, 30), hidden))
-    assert (scores > 0).tolist() == [True, False, False, True]
+    assert (scores > 0).tolist() == [True, False, False, True] and scores.isfinite().all()
 
 
 def test_what_a_hidden_model_cannot_read_is_refused():

@@ -67,7 +67,7 @@ def kept_hidden(adapted: Adapted) -> Iterator[KeptHidden]:
     with adapted.attached(), ExitStack() as hooks:  # attached first: few_rows_linear passes by layers with hooks
         if isinstance(model, nn.Module):
             hooks.callback(model.register_forward_pre_hook(kept.before_model, with_kwargs=True).remove)
-            hooks.callback(model.register_forward_hook(kept.after_model, always_call=True).remove)
+            hooks.callback(model.register_forward_hook(kept.after_model).remove)
             kept.after_model()
         hooks.callback(head.register_forward_pre_hook(kept.before_head).remove)
         yield kept
