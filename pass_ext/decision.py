@@ -107,11 +107,18 @@ class DecisionModel(nn.Module):
 
     def logit(self, features: Tensor) -> Tensor:
         """``[R]``: the score before the sigmoid."""
-        first, *others = self.layers
-        rows: Tensor = first(features.to(first.weight.dtype))
-        for layer in others:
-            rows = layer(rows.relu())
+        rows = features.to(next(self.parameters()).dtype)
+        for place, layer in enumerate(self.layers):
+            rows = layer(rows.relu() if place else rows)
         return rows[:, 0].to(torch.float32)
+
+    @torch.no_grad()
+    def standardise(self, mean: Tensor, deviation: Tensor) -> None:
+        """From now on says of features x what it said of (x - mean) / deviation."""
+        first = self.layers[0]
+        assert isinstance(first, nn.Linear)
+        first.weight.div_(deviation)
+        first.bias.sub_(first.weight @ mean)
 
     def forward(self, level: DraftLevel) -> Tensor:
         """``[R]`` scores in 0..1. A row that is not finite, and one without children, scores 0: nothing to go on with."""
@@ -184,7 +191,7 @@ class DecisionModel(nn.Module):
         expected = {name: list(parameter.shape) for name, parameter in made.named_parameters()}
         found = {name: list(tensor.shape) for name, tensor in tensors.items()}
         if found != expected:
-            raise ValueError(f"{where} is damaged: a {made.kind} model has {expected}, the file {found}")
+            raise ValueError(f"{where} is damaged: kind {made.kind!r} has {expected}, the file {found}")
         made.load_state_dict(tensors)
         made.training_record = json.loads(metadata.get("training", "{}"))
         made.check_fits(dim, base_model)

@@ -48,7 +48,7 @@ PYTHON_LAW = {
     "tree_picture": {"tree"},
     "integrations": {"decoding", "integrations", "lookahead", "ops", "tree"},
     "testing": {"_library"},
-    "training": {"checkpoint", "decoding", "lookahead", "ops", "training", "tree"},
+    "training": {"checkpoint", "decision", "decoding", "early_exit", "lookahead", "ops", "training", "tree"},
     "demo": {"", "cache_folder", "checkpoint", "decoding", "demo"},
     "__main__": {"", "_library", "demo", "training"},
     "__init__": {"_library", "decoding", "integrations", "lookahead", "ops", "tree"},  # integrations: when asked for
