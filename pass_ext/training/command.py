@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from pass_ext.training.data import read_documents
+from pass_ext.training.data import Document, read_documents
 
 INSTRUCTIONS = Path(__file__).parent / "instructions.txt"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the subcommand."""
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that every training command has: the model, the folder, and the text."""
     add = parser.add_argument
     add("--model", required=True, help="a GGUF file, or a transformers model folder or name; it stays as it is")
     add("--out", required=True, help="folder for checkpoints, samples and results; a run that stopped goes on from it")
@@ -37,6 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--continuations", type=int, default=0, metavar="N", help="prefixes from --data that the model continues")
     add("--own-chats", type=int, default=0, metavar="N", help="chats of which the model writes both sides")
     add("--sample-tokens", type=int, default=208, help="tokens sampled behind a prompt at most")
+    add(
+        "--held-out",
+        type=int,
+        default=32,
+        help="held-out prompts of a kind that the model continues for the evaluation",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    add_text_arguments(parser)
+    add = parser.add_argument
     add("--sample-share", type=float, default=0.75, help="part of the training windows that is sampled text")
     add("--lookahead", type=int, default=4, help="L, the number of slots")
     add("--transition-rank", type=int, default=0, help="width of the transition score; 0: none")
@@ -54,12 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--clip", type=float, default=1.0, help="largest gradient norm of a parameter")
     add("--seed", type=int, default=0)
     add("--minutes", type=float, default=0, help="stop after this long, with a checkpoint; 0: never")
-    add(
-        "--held-out",
-        type=int,
-        default=32,
-        help="held-out prompts of a kind that the model continues for the evaluation",
-    )
     add("--evaluation-anchors", type=int, default=64, help="places a held-out text")
     add("--checkpoint-every", type=int, default=50, help="steps")
     add("--device", default="cpu")
@@ -79,6 +85,11 @@ def check_arguments(options: argparse.Namespace) -> None:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if not 0 <= options.sample_share <= 1:
         raise SystemExit(f"--sample-share must lie between 0 and 1, got {options.sample_share}")
+    check_text_arguments(options)
+
+
+def check_text_arguments(options: argparse.Namespace) -> None:
+    """The part of it that ``add_text_arguments`` asks for."""
     if not options.data and not options.self_distill and not options.own_chats:
         raise SystemExit("nothing to train on: give --data FILES, --self-distill PROMPTS or --own-chats N")
     if options.continuations and not options.data:
@@ -96,6 +107,13 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     from pass_ext.training.pipeline import train
 
     console = Console(highlight=False)
+    documents, instructions = read_texts(options)
+    model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
+    return train(options, shlex.join(command), model.to(options.device), tokenizer, documents, instructions, console)
+
+
+def read_texts(options: argparse.Namespace) -> tuple[list[Document], list[str]]:
+    """The documents of --data and the instructions of --self-distill."""
     try:
         documents = read_documents(options.data)
     except FileNotFoundError as error:
@@ -104,5 +122,4 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
         raise SystemExit(f"--data holds no .py, .txt, .md or .rst text: {' '.join(options.data)}")
     prompts = Path(options.self_distill).read_text().splitlines() if options.self_distill else []
     instructions = [line.strip() for line in prompts if line.strip()]
-    model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
-    return train(options, shlex.join(command), model.to(options.device), tokenizer, documents, instructions, console)
+    return documents, instructions
