@@ -1,8 +1,8 @@
 """``EarlyExitDraft``: a model's own first k layers as its draft model, and ``ExitAdapter``, the parameters that help them.
 
 The draft's logits are head(norm(a(h))), h being what layer k - 1 puts out, norm and head the model's own, and
-a(h) = h + up(silu(down(h / rms(h)))) · rms(h). The head may be computed for some tokens only. The file is safetensors, its metadata
-say which model it belongs to. Called by decoders and by training.
+a(h) = h + up(silu(down(h / rms(h)))) · rms(h). The head may be computed for some tokens only. The file is
+safetensors, its metadata say which model it belongs to. Called by decoders and by training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ExitParts(NamedTuple):
 
 
 def exit_parts(model: Any) -> ExitParts:
-    """The parts of a model of the known form: ``decoder.layers``, ``decoder.norm``, and a linear head whose result are the logits."""
+    """The parts of a model of the known form: ``decoder.layers``, ``decoder.norm``, a linear head that gives the logits."""
     name = type(model).__name__
     known = "early exit knows models with decoder.layers, decoder.norm and a linear head (Llama's form, and what follows it)"
     if not all(hasattr(model, wanted) for wanted in ("get_decoder", "get_output_embeddings", "config")):
@@ -51,7 +51,9 @@ def exit_parts(model: Any) -> ExitParts:
     config = model.config.get_text_config(decoder=True)
     for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, option, None) not in (None, 0, 1):
-            raise ValueError(f"{name} changes its logits behind its head ({option}), which early exit does not; {known}")
+            raise ValueError(
+                f"{name} changes its logits behind its head ({option}), which early exit does not; {known}"
+            )
     return ExitParts(decoder, layers, norm, head)  # type: ignore[arg-type]
 
 
@@ -74,8 +76,8 @@ class ExitAdapter(nn.Module):
 
     Attributes:
         down, up: linear layers, ``[r, d]`` and ``[d, r]``; ``up`` starts at zero, which leaves the hidden states as they are.
-        hit_rates: calibration, or None. Entry [i][r] is the chance that the model's next token is the draft's of rank r, where the
-            i tokens before were within the ranks.
+        hit_rates: calibration, or None. Entry [i][r] is the chance that the model's next token is the draft's of rank r,
+            where the i tokens before were within the ranks.
         training_record: what made the parameters (command, data, versions, evaluation), as JSON can hold it; empty if unknown.
     """
 
@@ -235,7 +237,9 @@ class EarlyExitDraft:
         if adapter is not None and not isinstance(adapter, ExitAdapter):
             adapter = ExitAdapter.from_pretrained(adapter)
         if layers is None and adapter is None:
-            raise ValueError("give layers, how many of the model's layers the draft runs, or an adapter, which knows it")
+            raise ValueError(
+                "give layers, how many of the model's layers the draft runs, or an adapter, which knows it"
+            )
         if adapter is not None:
             adapter.check_fits(model.get_input_embeddings().weight, len(parts.layers))
             if layers not in (None, adapter.layers):

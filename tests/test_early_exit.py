@@ -1,7 +1,10 @@
-"""Early-exit drafts: the packed model against the target and against a truncated model, the adapter's file, and its training."""
+"""Early-exit drafts: the packed model against the target and a truncated model, the adapter's file, and its training."""
 
 import argparse
+import json
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,7 +110,9 @@ def test_draft_and_target_may_be_attached_together_and_hooks_stay_with_the_targe
     model = small_model("llama")
     target, draft = packed_model(model), packed_model(EarlyExitDraft(model, 1))
     wanted = chain_and_tree(target)[1], chain_and_tree(draft)[1]
-    hook = model.get_decoder().layers[0].register_forward_pre_hook(lambda *_: pytest.fail("the target's hook was called"))
+    hook = (
+        model.get_decoder().layers[0].register_forward_pre_hook(lambda *_: pytest.fail("the target's hook was called"))
+    )
     with target.attached(), draft.attached():
         assert torch.equal(chain_and_tree(draft)[1], wanted[1])
         hook.remove()
@@ -191,7 +196,9 @@ def test_a_file_keeps_everything(tmp_path, vocabulary):
 def test_files_of_others_and_damaged_ones_are_refused(tmp_path):
     from safetensors.torch import save_file
 
-    with pytest.raises(ValueError, match="'gpt-9' is neither a file nor one of the shipped names: smollm2-135m-instruct"):
+    with pytest.raises(
+        ValueError, match="'gpt-9' is neither a file nor one of the shipped names: smollm2-135m-instruct"
+    ):
         ExitAdapter.from_pretrained("gpt-9")
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="is no exit adapter file: its format is None"):
@@ -278,7 +285,8 @@ def test_every_row_is_read_before_any_comes_again():
     from pass_ext.training.draft_loop import frequent_tokens, rows_of_step
 
     steps = [rows_of_step(12, 4, step, 0).tolist() for step in range(6)]
-    assert sorted(sum(steps[:3], [])) == sorted(sum(steps[3:], [])) == list(range(12))
+    first, second = ({row for step in epoch for row in step} for epoch in (steps[:3], steps[3:]))
+    assert first == second == set(range(12)) and all(len(step) == 4 for step in steps)
     assert steps[:3] != steps[3:]
     assert len(rows_of_step(3, 4, 5, 0)) == 3
     assert frequent_tokens(torch.tensor([5, 5, 2, 9, 9, 9]), 2, 12).tolist() == [5, 9]
@@ -335,13 +343,15 @@ def run_tiny(tmp_path, **changes):
 
 
 def test_a_tiny_run_lowers_the_loss_repeats_itself_and_leaves_its_files(tmp_path):
-    import json
-
     path = run_tiny(tmp_path / "a")
     adapter = ExitAdapter.load(path)
     facts = json.loads(path.with_suffix(".json").read_text())
     assert sum(facts["losses"][-5:]) < 0.8 * sum(facts["losses"][:5])
-    assert str(adapter.layers) in facts["exits"] and facts["layers"] == adapter.layers and set(facts["exits"]) == {"1", "2"}
+    assert (
+        str(adapter.layers) in facts["exits"]
+        and facts["layers"] == adapter.layers
+        and set(facts["exits"]) == {"1", "2"}
+    )
     assert facts["exits"]["2"]["speedup"] <= facts["evaluation"]["speedup"] >= facts["exits"]["1"]["speedup"]
     assert adapter.down.weight.dtype == torch.bfloat16 and len(adapter.vocabulary) == 60
     card = path.with_suffix(".md").read_text()
@@ -369,18 +379,20 @@ def test_the_command_says_what_cannot_be_done(tmp_path):
 
 
 def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
-    from pathlib import Path
-
     from pass_ext.training import draft_command
 
-    guide = (Path(__file__).parent.parent / "docs/training.md").read_text().replace("\\\n", " ")
+    root = Path(__file__).parent.parent
+    _, _, guide = (root / "docs/training.md").read_text().replace("\\\n", " ").partition("## Train an early-exit draft")
     lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train-draft")]
     shipped = ExitAdapter.from_pretrained("smollm2-135m-instruct").training_record["command"]
-    assert lines
+    assert len(lines) == 1
+    parser = argparse.ArgumentParser()
+    draft_command.add_arguments(parser)
     for line in [*lines, shipped]:
-        parser = argparse.ArgumentParser()
-        draft_command.add_arguments(parser)
-        draft_command.check_arguments(parser.parse_args(shlex.split(line)[4:]))
+        options = parser.parse_args(shlex.split(line)[4:])
+        assert options.vocabulary == 8192 and (root / options.self_distill).is_file()
+    for option in re.findall(r"`(--[a-z-]+)", guide):
+        assert option in parser.format_help(), option
 
 
 def test_parts_are_found_in_every_family():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.model import Attend
 from pass_ext.decoding.transformers_model import TransformersModel
-from pass_ext.early_exit import EarlyExitDraft, ExitAdapter, exit_parts
+from pass_ext.early_exit import EarlyExitDraft, exit_parts
 
 
 class EarlyExitModel(TransformersModel):
@@ -40,7 +40,9 @@ class EarlyExitModel(TransformersModel):
                 self.vocabulary = adapter.vocabulary.to(head.weight.device, torch.int64)
                 cut.set_output_embeddings(rows_of_head(head, self.vocabulary))
         super().__init__(cut)
-        self._tokens = draft.model.get_input_embeddings().weight.shape[0] if self.vocabulary is None else head.out_features
+        self._tokens = (
+            draft.model.get_input_embeddings().weight.shape[0] if self.vocabulary is None else head.out_features
+        )
         self._target = TransformersModel(draft.model)
 
     @contextmanager
@@ -86,6 +88,11 @@ def _shallow(module: nn.Module) -> Any:
     """The same parameters and children; children and hooks may be changed without touching the other."""
     other = copy.copy(module)
     other.__dict__["_modules"] = dict(module._modules)
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
+    for hooks in (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks_with_kwargs",
+    ):
         other.__dict__[hooks] = type(module.__dict__[hooks])()
     return other

@@ -19,7 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     add_text_arguments(parser)
     add = parser.add_argument
-    add("--document-tokens", type=int, default=100_000, metavar="N", help="tokens of --data that are read, beside the samples")
+    add(
+        "--document-tokens",
+        type=int,
+        default=100_000,
+        metavar="N",
+        help="tokens of --data that are read, beside the samples",
+    )
     add(
         "--layers",
         type=int,

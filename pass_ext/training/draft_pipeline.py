@@ -55,7 +55,9 @@ def train_draft(
     check_head(model, torch.tensor([training[0]], device=parts.head.weight.device))
     data = described(documents, samples)
     data["read"] = f"{sum(map(len, training)):,} tokens: the samples with their prompts, and windows of documents"
-    settings = DraftSettings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(DraftSettings)})
+    settings = DraftSettings(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(DraftSettings)}
+    )
     identity = json.dumps(
         {
             "model": Path(options.model).name,
@@ -66,14 +68,15 @@ def train_draft(
             "layers": layers,
         }
     )
-    started = time.monotonic()
     hidden = _hidden(model, training, layers, out / "hidden.safetensors", identity, console)
     held = collect_hidden(model, [one.ids for one in kept], layers) if kept else None
     vocabulary = None
     if options.vocabulary:
         vocabulary = frequent_tokens(hidden.tokens, options.vocabulary, parts.head.out_features)
+    started = time.monotonic()
     trained = [(k, *_trained(options, model, k, vocabulary, hidden, settings, console)) for k in layers]
-    exits = {}
+    seconds = time.monotonic() - started
+    exits: dict[str, dict[str, Any]] = {}
     for k, adapter, _ in trained:
         # What the file will hold is what is measured.
         rounded = adapter.to(torch.bfloat16).to(parts.head.weight.dtype)
@@ -92,7 +95,7 @@ def train_draft(
         "data": data,
         "settings": {**dataclasses.asdict(settings), "rank": options.rank, "length": options.length},
         "steps": settings.steps,
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(seconds, 1),
         "evaluation": evaluation,
         "exits": exits,
     }

@@ -22,8 +22,8 @@ def draft_card(name: str, record: dict[str, Any], curve: str) -> str:
         "everything below is in the safetensors file too (`ExitAdapter.training_record`).",
         f"```\n{record['command']}\n```",
         "\n".join(f"- {key}: {value}" for key, value in record["data"].items()),
-        f"{record['date']}, {record['machine']}, {record['seconds'] / 60:.0f} minutes for hidden states and "
-        f"{record['steps']} steps behind each exit; "
+        f"{record['date']}, {record['machine']}, {record['seconds'] / 60:.0f} minutes of training, "
+        f"{record['steps']} steps for each of {len(record['exits'])} exits; "
         + ", ".join(f"{key} {value}" for key, value in record["versions"].items())
         + ".",
         f"![loss]({curve})",
@@ -58,9 +58,9 @@ def _evaluation(found: dict[str, Any], layers: int) -> str:
 def _exits(exits: dict[str, dict[str, Any]], chosen: int) -> str:
     tops = list(exits[str(chosen)]["tops"])
     lines = [
-        "## Exits\n\nWeights read: by a call of the draft, as a share of those that a call of the model reads. Speed: tokens a step "
-        "over what a step reads, 1 without a draft, for the best chain; an estimate from counts of weights, no measurement. The "
-        f"exit with the best one is in the file: {chosen}.\n",
+        "## Exits\n\nWeights read: by a call of the draft, as a share of those that a call of the model reads. Speed: tokens "
+        "a step over what a step reads, 1 without a draft, for the best chain; an estimate from counts of weights, no "
+        f"measurement. The exit with the best one is in the file: {chosen}.\n",
         row(["layers", "weights read", *tops, "chain of 4", "best chain", "speed"]),
         row(["---"] * (len(tops) + 5)),
     ]
