@@ -42,7 +42,8 @@ PYTHON_LAW = {
     "cache_folder": set(),
     "checkpoint": {"cache_folder"},
     "decision": set(),
-    "decoding": {"cache_folder", "decision", "decoding", "lookahead", "ops", "tree"},
+    "decoding": {"cache_folder", "decision", "decoding", "early_exit", "lookahead", "ops", "tree"},
+    "early_exit": {"lookahead"},
     "lookahead": {"ops"},
     "tree": {"ops", "tree_picture"},
     "tree_picture": {"tree"},
@@ -51,7 +52,16 @@ PYTHON_LAW = {
     "training": {"checkpoint", "decision", "decoding", "early_exit", "lookahead", "ops", "training", "tree"},
     "demo": {"", "cache_folder", "checkpoint", "decoding", "demo"},
     "__main__": {"", "_library", "demo", "training"},
-    "__init__": {"_library", "decoding", "integrations", "lookahead", "ops", "tree"},  # integrations: when asked for
+    "__init__": {
+        "_library",
+        "decision",
+        "decoding",
+        "early_exit",
+        "integrations",
+        "lookahead",
+        "ops",
+        "tree",
+    },  # integrations: when asked for
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pass_ext.decoding.draft_model import check_tokenizers
 from pass_ext.training.model import load_frozen
 
 _EXIT = "exit:"
@@ -32,7 +33,10 @@ def load_draft(given: str, model: Any, tokenizer: Any, dtype: torch.dtype) -> An
     """What ``packed_model`` takes."""
     if not given.startswith(_EXIT):
         draft, other = load_frozen(given, dtype)
-        _check_tokenizers(tokenizer, other)
+        try:
+            check_tokenizers(tokenizer, other)
+        except ValueError as error:
+            raise SystemExit(f"--draft {given!r}: {error}") from error
         return draft
     from pass_ext.early_exit import EarlyExitDraft
 
@@ -47,12 +51,3 @@ def draft_name(given: str) -> str:
     """As the file of a decision model says it: without folders."""
     prefix = _EXIT if given.startswith(_EXIT) else ""
     return prefix + Path(given.removeprefix(_EXIT)).name.removesuffix(".gguf").removesuffix(".safetensors")
-
-
-def _check_tokenizers(target: Any, draft: Any) -> None:
-    own, other = target.get_vocab(), draft.get_vocab()
-    for token, number in own.items():
-        if other.get(token, number) != number:
-            raise SystemExit(
-                f"--draft has another tokenizer: token {token!r} is {other[token]} there, and {number} for --model"
-            )
