@@ -22,6 +22,7 @@ KINDS = ("hidden", "entropy")
 
 _FORMAT = "pass_ext.decision.1"
 _TOP = 10  # probabilities that the entropy kind looks at
+_NO_CHANCE = -1e4  # stands for a logit of -inf, which times a probability of zero would be NaN
 _SHIPPED = Path(__file__).parent / "pretrained"
 
 
@@ -206,7 +207,10 @@ class DecisionModel(nn.Module):
 
 def _entropy_features(logits: Tensor) -> Tensor:
     """Entropy in nats and the ten largest probabilities, zeros where the vocabulary is smaller."""
-    law = logits.to(torch.float32).softmax(-1)
-    entropy = torch.special.entr(law).sum(-1, keepdim=True)
+    below = logits.to(torch.float32)
+    below = below - below.amax(-1, keepdim=True)
+    law = below.softmax(-1)
     top = law.topk(min(_TOP, law.shape[1]), dim=-1).values
+    # -Σ p log p with log p = below + log(largest p): a logarithm a row, where one a token would cost more than all the rest.
+    entropy = -top[:, :1].log() - torch.linalg.vecdot(law, below.clamp(min=_NO_CHANCE))[:, None]
     return torch.cat([entropy, nn.functional.pad(top, (0, _TOP - top.shape[1]))], dim=-1)

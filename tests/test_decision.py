@@ -468,6 +468,15 @@ def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, me
         decision_command.check_arguments(options_for(tmp_path, **changes))
 
 
+def test_the_package_has_the_command(tmp_path):
+    from pass_ext.__main__ import main
+
+    line = ["train-decision", "--model", "m", "--draft", "exit:0", "--kind", "entropy", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match="--draft exit:0 must leave at least 1 layer"):
+        main(line)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_was_left_open_is_settled(tmp_path):
     settled = {}
     for kind in ("hidden", "entropy"):
