@@ -8,11 +8,7 @@ import torch
 
 import pass_ext
 from pass_ext import demo
-<<<<<<< HEAD
-from pass_ext.training import command, decision_command
-=======
-from pass_ext.training import command, draft_command
->>>>>>> w6-exit
+from pass_ext.training import command, decision_command, draft_command
 
 
 def info() -> str:

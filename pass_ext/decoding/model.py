@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from pass_ext.early_exit import EarlyExitDraft
-from pass_ext.early_exit import EarlyExitDraft
 from pass_ext.ops.lookahead import lookahead_embed
 
 
@@ -86,10 +85,6 @@ def packed_model(model: Any) -> Adapted:
     """The model that the caller gave, as decoding calls it."""
     if isinstance(model, Adapted):
         return model
-    if isinstance(model, EarlyExitDraft):
-        from pass_ext.decoding.early_exit_model import EarlyExitModel
-
-        return EarlyExitModel(model)
     if isinstance(model, EarlyExitDraft):
         from pass_ext.decoding.early_exit_model import EarlyExitModel
 

@@ -90,7 +90,7 @@ def train_draft(
         "parameters": f"{count:,} parameters ({adapter.extra_repr()})",
         "layers": chosen,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": record.machine(),
+        "machine": record.machine(options.device),
         "versions": record.versions(),
         "data": data,
         "settings": {**dataclasses.asdict(settings), "rank": options.rank, "length": options.length},
