@@ -185,7 +185,7 @@ def fit(counts, law):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_longest_branch_is_another_law(temperature):
     """The published selection: near the model's text, and not it; so the test above can fail, too."""
-    vocabulary, prompt, requests, new_tokens = 5, [3, 1, 4, 1], 2000, 2
+    vocabulary, prompt, requests, new_tokens = 5, [3, 1, 4, 1], 3000, 2
     model, draft = small_pair(vocabulary)
     ids = torch.tensor(prompt).expand(requests, -1)
     options = dict(max_new_tokens=new_tokens, temperature=temperature, seeds=range(requests), eos_token_id=[])
