@@ -14,9 +14,6 @@ from test_speculative import counted, fit
 
 import pass_ext.decoding.model_drafter as model_drafter
 from pass_ext import MultiCandidate, Tree, generate
-from pass_ext.decision import DecisionModel
-from pass_ext.decoding.levels import draw_children
-from pass_ext.decoding.longest_branch import first_level
 from pass_ext.decoding.model import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session import Session
@@ -251,9 +248,7 @@ def test_coupled_is_the_targets_own_text(shape, decision):
                 assert purpose == Purpose.coupled
                 return int((weights / noise[depth]).argmax())
 
-        drafted, law = drafted_once(
-            Recalling(8), TREES[shape], "coupled", draw, {}, DECISIONS.get(decision), 9
-        )
+        drafted, law = drafted_once(Recalling(8), TREES[shape], "coupled", draw, {}, DECISIONS.get(decision), 9)
         request = Judged(drafted, law, world)
         stop, token = Walk(request, Heard([]), "coupled").run()
         own = ()
@@ -290,3 +285,91 @@ def test_drafts_thrown_away_after_they_were_drawn_are_found():
 
 def test_a_rule_for_other_draws_is_found():
     assert measured(Recalling(1), TREES["branching"], "rejection", WORLDS[0], judge="kseq")[0] > FAULTY
+
+
+# ---- the approximate rule ----
+
+
+def longest_branch_texts(draft, tree, world):
+    """The law of what one step writes by rule "longest_branch"."""
+    p = world.at(())[0].probs.tolist()
+    for roots in itertools.permutations(range(VOCABULARY), len(tree.children(0))):
+        left, mass = 1.0, 1.0
+        for root in roots:
+            mass, left = mass * p[root] / left, left - p[root]
+        for own, drafted, law in everything_drafted(draft, tree, "longest_branch", world, first=list(roots)):
+            request = Judged(drafted, law, world)
+            branches = [request.branch(top) for top in tree.children(0)]
+            walks = [list(outcomes(lambda replay, b=b: Walk(b, replay, "rejection").run())) for b in branches]
+            for ways in itertools.product(*walks):
+                paths = [branch.text(way[1][0]) for branch, way in zip(branches, ways, strict=True)]
+                yield max(paths, key=len), mass * own * math.prod(way[0] for way in ways)
+
+
+@pytest.mark.parametrize("tree", [Tree.from_branching((2, 1)), Tree.from_branching((2, 2))], ids=["chains", "trees"])
+def test_the_longest_branch_is_another_law(tree):
+    masses = {}
+    for text, mass in longest_branch_texts(Recalling(1), tree, WORLDS[0]):
+        masses[text] = masses.get(text, 0.0) + mass
+    distance = variation(WORLDS[0].completed(masses, 2), WORLDS[0], 2)
+    assert 0.01 < distance < 0.5
+
+
+class Table:
+    """A model that looks at the last token only."""
+
+    def __init__(self, laws):
+        self.embedding = torch.eye(len(laws), 64)
+        self.logits = torch.tensor([[float(p) for p in laws[token]] for token in range(len(laws))]).log()
+
+    def __call__(self, rows, positions, attend, wanted):
+        attend(0, *[rows[:, None]] * 3)
+        return (rows if wanted is None else rows[wanted])[:, : len(self.logits)] @ self.logits.clamp(min=-1e9)
+
+
+@pytest.fixture
+def page_law(monkeypatch, request):
+    folder = request.path.parent.parent
+    if not (folder / "docs" / "longest_branch_law.py").exists():
+        pytest.skip("an sdist has no docs")
+    monkeypatch.syspath_prepend(folder)
+    from docs import longest_branch_law
+
+    return longest_branch_law
+
+
+def test_the_pages_law_is_that_of_reference_rules_and_the_drafter(page_law):
+    """Chains of two drafts below two roots, by fractions and by replaying the parts of pass_ext."""
+    target, draft = page_law.TARGET, page_law.DRAFTS["good behind rare tokens"]
+    own = page_law.step(target, draft, PROMPT[-1], 2, 2)
+    world = World(0, VOCABULARY)
+    for text in itertools.chain.from_iterable(itertools.product(range(VOCABULARY), repeat=n) for n in range(4)):
+        law = torch.tensor([float(p) for p in target[text[-1] if text else 0]], dtype=torch.float64)
+        world.laws[text] = (process(law.log()), None)
+    masses = {}
+    for text, mass in longest_branch_texts(Table(draft), Tree.from_branching((2, 1, 1)), world):
+        masses[text] = masses.get(text, 0.0) + mass
+    assert set(masses) == {text for text, mass in own.items() if mass}
+    assert max(abs(masses[text] - float(mass)) for text, mass in own.items()) < 1e-6  # the draft's logits are float32
+
+
+@pytest.mark.parametrize("roots", [1, 2])
+def test_generate_writes_by_the_pages_law(page_law, roots):
+    """3,000 texts of three tokens: the enumerated law fits, the target's own does not."""
+    requests, new_tokens = 3000, 3
+    target, draft = page_law.TARGET, page_law.DRAFTS["good behind rare tokens"]
+    method = MultiCandidate(Table(draft), (roots, 1))
+    got = generate(
+        Table(target), torch.tensor([[page_law.PROMPT]]).expand(requests, -1), method, max_new_tokens=new_tokens,
+        temperature=1.0, seeds=range(requests), rule="longest_branch", eos_token_id=[],
+    )  # fmt: skip
+    counts = counted(got.sequences[:, -new_tokens:], VOCABULARY)
+    texts = list(itertools.product(range(VOCABULARY), repeat=new_tokens))
+    fits = []
+    for law in (
+        page_law.law_of_texts(target, draft, roots, 1, new_tokens),
+        page_law.true_law(target, new_tokens),
+    ):
+        chi_square, freedom = fit(counts, torch.tensor([float(law.get(text, 0)) for text in texts]).double())
+        fits.append((chi_square - freedom) / (2 * freedom) ** 0.5)
+    assert fits[0] < 5 and fits[1] > 20, fits
