@@ -154,7 +154,7 @@ def _attention(
     if attend is None:
         raise RuntimeError(f"attention implementation {KEY!r} works inside pass_ext.generate only")
     reason = (
-        unsupported(module, dropout, others)
+        unsupported(module, query.shape[2], dropout, others)
         if attention_mask is None
         else f"{type(module).__name__} hands down an attention_mask of its own"
     )
