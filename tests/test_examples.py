@@ -1,5 +1,7 @@
 """examples/: each script does what it says when it is run, and what it insists on is able to fail."""
 
+import ast
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -101,3 +103,56 @@ def test_the_plain_decoder_writes_one_text_by_every_method():
     plain, ngrams, both, *sampled = tokens_per_call(done.stdout)
     assert plain == sampled[0] == 1.0
     assert min(ngrams, both) > 1.5 and min(sampled[1:]) > 1.2
+
+
+# ---- draft models ----
+
+DRAFTING = ["speculative", "multi_candidate"]
+
+
+@needs_examples
+@pytest.mark.parametrize(
+    "name,way", [("speculative", "as a module"), ("multi_candidate", "as a module"), ("multi_candidate", "as a script")]
+)
+def test_draft_models_give_the_texts_of_plain_decoding(name, way):
+    pytest.importorskip("transformers")
+    script = ROOT / "examples" / f"{name}.py"
+    if way == "as a module":
+        done = run(script, "cpu")
+    else:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(script), "--new-tokens", "24"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    own, transformers = tokens_per_call(done.stdout)
+    assert own > 1.5 and transformers > 1.1
+
+
+@needs_examples
+@pytest.mark.parametrize("name", DRAFTING)
+def test_each_use_of_a_draft_model_is_twenty_lines(name):
+    functions = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.parse((ROOT / "examples" / f"{name}.py").read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert max(functions[use] for use in ("with_a_decoder_of_your_own", "with_transformers")) <= 20
+
+
+@needs_examples
+@pytest.mark.parametrize("name", DRAFTING)
+def test_an_example_insists_on_the_text_of_plain_decoding(name, one_thread, monkeypatch):
+    """generate is made to write one other token wherever a draft model is used."""
+    monkeypatch.syspath_prepend(ROOT)
+    module, original = importlib.import_module(f"examples.{name}"), pass_ext.generate
+    module.with_a_decoder_of_your_own("cpu", 12)
+
+    def faulty(model, ids, method, **options):
+        made = original(model, ids, method, **options)
+        if not isinstance(method, pass_ext.Plain):
+            made.sequences[-1, -1] += 1
+        return made
+
+    monkeypatch.setattr(pass_ext, "generate", faulty)
+    with pytest.raises(AssertionError, match="the texts differ"):
+        module.with_a_decoder_of_your_own("cpu", 12)
