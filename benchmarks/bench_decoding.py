@@ -194,7 +194,8 @@ def with_drafts(
 ) -> tuple[list[Row], list[Row]]:
     """One setting -> its rows, and every single text."""
     some, raced = drafting_contenders(run, setting, rates)
-    warm_up(run, [(setting, one) for one in raced])
+    if run.model.device.type == "cuda":  # sessions and graphs of these contenders' own
+        warm_up(run, [(setting, one) for one in raced])
     plans = plans_of(some, run.model)
     runs = rounds(run, part, prompts, raced, run.options.tokens, setting)
     few = run.options.tokens // 4
@@ -287,8 +288,8 @@ def measure(run: Run) -> dict[str, Any]:
         raise SystemExit("Plain ended every text too soon: there is nothing to race")
     limits = run.limits("sampled", -(-straight // 2), 0 if options.quick else 1)
     sampled_seen, sampled_runs = part("sampled", lambda: race(run.prompts, raced, SAMPLED, limits, run.told))
-    each = 1 if options.quick else 3 if options.device == "cpu" else 5
-    result |= drafts(run, part, run.some(seen, each), run.some(sampled_seen, each))
+    most = 1 if options.quick else 9 if options.device == "cpu" else 15
+    result |= drafts(run, part, run.some(seen, most)[:most], run.some(sampled_seen, most)[:most])
     some = run.some(seen, 1 if options.quick else 2)
     result["sweep"] = part("sweep", lambda: sweep(run, some))
     shown, half = some[: len(DOMAINS)], options.tokens // 2

@@ -64,19 +64,19 @@ def _race(draft: Row, rows: Sequence[Row]) -> Section:
 def _words(greedy: bool) -> str:
     if not greedy:
         return (
-            "Columns and names as in the greedy table, with the rule in brackets. Only rule coupled writes Plain's very text for a "
-            "seed, so nothing is said of the others' texts. *planned* expects greedy texts."
+            "Columns and names as in the greedy table, with the rule in brackets. Only rule coupled writes Plain's very text "
+            "for a seed, so nothing is said of the others' texts. *planned* expects greedy texts."
         )
     return (
-        "*acceptance rate*, as published: accepted tokens of a step ÷ levels of the largest tree. *tokens per step*: without the "
-        "prompt's own call. *planned*: the tokens per step that auto expected, and its candidates level by level. *drafting*: "
-        "all that happens between two calls of the model to find candidates, timed apart, on one prompt. "
-        f"{MCSD}: {_shape(BRANCHING)} candidates below each token, level by level. *{SLICE}*: up to {_shape(DEEPER)}, and on "
-        f"to the next level only while the draft's best token has a probability above {confident.threshold}; *{MODEL}*: only "
-        f"while a trained model says so. *{TARGET}*, as published, rule {LONGEST_BRANCH}: the same tree, but its first level is "
-        "of the model's own law and always counts as accepted; the longest branch is kept, and no token of the model's follows "
-        "it. That is approximate: it changes the texts. The exact rules have no such step to add: their trees hang below a "
-        "token that the model has drawn already."
+        "*acceptance rate*, as published: accepted tokens of a step ÷ levels of the largest tree. *tokens per step*: without "
+        "the prompt's own call. *planned*: the tokens per step that auto expected, and its candidates level by level. "
+        "*drafting*: all that happens between two calls of the model to find candidates, timed apart, on one prompt. "
+        f"{MCSD}: {_shape(BRANCHING)} candidates below each token, level by level. *{SLICE}*: up to {_shape(DEEPER)}, and "
+        f"on to the next level only while the draft's best token has a probability above {confident.threshold}; "
+        f"*{MODEL}*: only while a trained model says so. *{TARGET}*, as published, rule {LONGEST_BRANCH}: the same tree, but "
+        "its first level is of the model's own law and always counts as accepted; the longest branch is kept, and no token "
+        "of the model's follows it. That is approximate: it changes the texts. The exact rules have no such step to add: "
+        "their trees hang below a token that the model has drawn already."
     )
 
 
@@ -144,8 +144,8 @@ def _published(result: Row, rows: Sequence[Row], settings: Sequence[str]) -> Sec
             approximate,
             rate,
             MCSD,
-            "definition and selection: yes, both approximate; ours counts the first level, which cannot be rejected, so the rate "
-            "rises without a faster text. Models: no",
+            "definition and selection: yes, both approximate; ours counts the first level, which cannot be rejected, so the "
+            "rate rises without a faster text. Models: no",
         ),
         line(
             "improved over plain MCSD: speed",
@@ -161,8 +161,8 @@ def _published(result: Row, rows: Sequence[Row], settings: Sequence[str]) -> Sec
             exact,
             rate,
             MCSD,
-            "no: published of the approximate form only. A deeper tree has more levels to divide by, so the rate may fall while "
-            "tokens per step rise",
+            "no: published of the approximate form only. A deeper tree has more levels to divide by, so the rate may fall "
+            "while tokens per step rise",
         ),
         line(
             "the same steps with exact rules: speed",
