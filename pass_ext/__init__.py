@@ -19,10 +19,12 @@ from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 if TYPE_CHECKING:
+    from pass_ext.decision import DecisionModel, DraftLevel
     from pass_ext.decoding.calibration import calibrate
     from pass_ext.decoding.generation import Generation, generate
     from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.sampling import SamplingParams
+    from pass_ext.early_exit import EarlyExitDraft
     from pass_ext.integrations.transformers_generate import custom_generate
 
 try:
@@ -33,6 +35,9 @@ except PackageNotFoundError:  # imported from a source tree that was never insta
 __all__ = [
     "RULES",
     "AcceptResult",
+    "DecisionModel",
+    "DraftLevel",
+    "EarlyExitDraft",
     "Generation",
     "LookaheadEmbedding",
     "MultiCandidate",
@@ -65,6 +70,9 @@ __all__ = [
 
 # Imported when asked for: loops of one's own need the ops alone, and custom_generate needs transformers.
 _LATER = {
+    "DecisionModel": "decision",
+    "DraftLevel": "decision",
+    "EarlyExitDraft": "early_exit",
     "Generation": "decoding.generation",
     "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",

@@ -8,7 +8,7 @@ import torch
 
 import pass_ext
 from pass_ext import demo
-from pass_ext.training import command
+from pass_ext.training import command, decision_command, draft_command
 
 
 def info() -> str:
@@ -39,12 +39,20 @@ def main(arguments: list[str] | None = None) -> int:
     demo.add_arguments(commands.add_parser("demo", help="PaSS beside plain decoding (needs pass_ext[hf,train])"))
     train = commands.add_parser("train", help="look-ahead embeddings for a model of yours (needs pass_ext[hf,train])")
     command.add_arguments(train)
+    train_draft = commands.add_parser("train-draft", help="an early-exit draft for a model of yours (the same extras)")
+    draft_command.add_arguments(train_draft)
+    train_decision = commands.add_parser("train-decision", help="when a draft should stop drafting (the same extras)")
+    decision_command.add_arguments(train_decision)
     chosen = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     if chosen.command == "info":
         print(info())
     elif chosen.command == "train":
-        given = sys.argv[1:] if arguments is None else arguments
         command.run(chosen, ["python", "-m", "pass_ext", *given])
+    elif chosen.command == "train-draft":
+        draft_command.run(chosen, ["python", "-m", "pass_ext", *given])
+    elif chosen.command == "train-decision":
+        decision_command.run(chosen, ["python", "-m", "pass_ext", *given])
     else:
         demo.run(chosen)
     return 0

@@ -22,6 +22,7 @@ KINDS = ("hidden", "entropy")
 
 _FORMAT = "pass_ext.decision.1"
 _TOP = 10  # probabilities that the entropy kind looks at
+_NO_CHANCE = -1e4  # stands for a logit of -inf, which times a probability of zero would be NaN
 _SHIPPED = Path(__file__).parent / "pretrained"
 
 
@@ -107,11 +108,18 @@ class DecisionModel(nn.Module):
 
     def logit(self, features: Tensor) -> Tensor:
         """``[R]``: the score before the sigmoid."""
-        first, *others = self.layers
-        rows: Tensor = first(features.to(first.weight.dtype))
-        for layer in others:
-            rows = layer(rows.relu())
+        rows = features.to(next(self.parameters()).dtype)
+        for place, layer in enumerate(self.layers):
+            rows = layer(rows.relu() if place else rows)
         return rows[:, 0].to(torch.float32)
+
+    @torch.no_grad()
+    def standardise(self, mean: Tensor, deviation: Tensor) -> None:
+        """From now on says of features x what it said of (x - mean) / deviation."""
+        first = self.layers[0]
+        assert isinstance(first, nn.Linear)
+        first.weight.div_(deviation)
+        first.bias.sub_(first.weight @ mean)
 
     def forward(self, level: DraftLevel) -> Tensor:
         """``[R]`` scores in 0..1. A row that is not finite, and one without children, scores 0: nothing to go on with."""
@@ -184,7 +192,7 @@ class DecisionModel(nn.Module):
         expected = {name: list(parameter.shape) for name, parameter in made.named_parameters()}
         found = {name: list(tensor.shape) for name, tensor in tensors.items()}
         if found != expected:
-            raise ValueError(f"{where} is damaged: a {made.kind} model has {expected}, the file {found}")
+            raise ValueError(f"{where} is damaged: kind {made.kind!r} has {expected}, the file {found}")
         made.load_state_dict(tensors)
         made.training_record = json.loads(metadata.get("training", "{}"))
         made.check_fits(dim, base_model)
@@ -199,7 +207,10 @@ class DecisionModel(nn.Module):
 
 def _entropy_features(logits: Tensor) -> Tensor:
     """Entropy in nats and the ten largest probabilities, zeros where the vocabulary is smaller."""
-    law = logits.to(torch.float32).softmax(-1)
-    entropy = torch.special.entr(law).sum(-1, keepdim=True)
+    below = logits.to(torch.float32)
+    below = below - below.amax(-1, keepdim=True)
+    law = below.softmax(-1)
     top = law.topk(min(_TOP, law.shape[1]), dim=-1).values
+    # -Σ p log p with log p = below + log(largest p): a logarithm a row, where one a token would cost more than all the rest.
+    entropy = -top[:, :1].log() - torch.linalg.vecdot(law, below.clamp(min=_NO_CHANCE))[:, None]
     return torch.cat([entropy, nn.functional.pad(top, (0, _TOP - top.shape[1]))], dim=-1)

@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 
 import pass_ext
 from pass_ext import generate
+from pass_ext.decoding.attention_arguments import unsupported
 
 _SHAPE = dict(
     vocab_size=97,
@@ -47,7 +48,6 @@ def test_models_that_take_no_positions(architecture):
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("bert", {}, "BertSelfAttention is not causal"),
         ("doge", {"keep_window_size": 4}, "DogeAttention hands down an attention_mask"),
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, r"attention sinks \(s_aux\)"),
     ],
@@ -58,6 +58,21 @@ def test_what_attention_is_handed_down(architecture, changes, message):
     with pytest.raises(ValueError, match=message):
         generate(model, IDS, max_new_tokens=2)
     assert model.config._attn_implementation == before
+
+
+def test_layers_that_are_not_causal():
+    model = model_of("llama", **_SHAPE)
+    model.model.layers[0].self_attn.is_causal = False
+    for ids in (IDS, IDS[:, :1]):
+        with pytest.raises(ValueError, match="LlamaAttention is not causal"):
+            generate(model, ids, max_new_tokens=2)
+
+
+def test_one_row_that_sees_all_is_no_bidirectional_model():
+    """GPT-2 of transformers 4.57 says is_causal=False then."""
+    module = model_of("llama", **_SHAPE).model.layers[0].self_attn
+    assert unsupported(module, 1, 0.0, {"is_causal": False}) is None
+    assert unsupported(module, 2, 0.0, {"is_causal": False}) == "LlamaAttention is not causal"
 
 
 def test_unknown_tensors_are_refused(monkeypatch):
@@ -73,7 +88,7 @@ def test_unknown_tensors_are_refused(monkeypatch):
 
 
 ROPES = {
-    "longrope": ("phi3", dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8)),
+    "longrope": ("phi3", dict(type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8)),
     "dynamic": ("llama", dict(rope_type="dynamic", factor=4.0)),
 }
 

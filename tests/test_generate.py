@@ -361,7 +361,7 @@ def test_refusals(llama):
         (dict(attention_mask=0 * mask), "prompt 0 has no tokens"),
         (dict(attention_mask=torch.tensor([[1, 0] * 12] * 2)), "has a hole"),
         (dict(method="fast"), "method must be Plain"),
-        (dict(method=PaSS(lookahead, ngram=NGram()), rule="rejection", temperature=1.0), "n-gram and look-ahead candidates have none"),
+        (dict(method=PaSS(lookahead, ngram=NGram()), rule="rejection", temperature=1.0), "n-gram and look-ahead"),
         (dict(method=PaSS(lookahead, tree=Tree.from_branching((2,))), rule="block", temperature=1.0), "takes chains"),
         (dict(method=PaSS(pass_ext.LookaheadEmbedding(2, 32))), "belong to another model"),
         (dict(streamer=object()), "a streamer takes one request"),

@@ -41,16 +41,27 @@ PYTHON_LAW = {
     "ops": {"_library", "ops"},
     "cache_folder": set(),
     "checkpoint": {"cache_folder"},
-    "decoding": {"cache_folder", "decoding", "lookahead", "ops", "tree"},
+    "decision": set(),
+    "decoding": {"cache_folder", "decision", "decoding", "early_exit", "lookahead", "ops", "tree"},
+    "early_exit": {"lookahead"},
     "lookahead": {"ops"},
     "tree": {"ops", "tree_picture"},
     "tree_picture": {"tree"},
     "integrations": {"decoding", "integrations", "lookahead", "ops", "tree"},
     "testing": {"_library"},
-    "training": {"checkpoint", "decoding", "lookahead", "ops", "training", "tree"},
+    "training": {"checkpoint", "decision", "decoding", "early_exit", "lookahead", "ops", "training", "tree"},
     "demo": {"", "cache_folder", "checkpoint", "decoding", "demo"},
     "__main__": {"", "_library", "demo", "training"},
-    "__init__": {"_library", "decoding", "integrations", "lookahead", "ops", "tree"},  # integrations: when asked for
+    "__init__": {
+        "_library",
+        "decision",
+        "decoding",
+        "early_exit",
+        "integrations",
+        "lookahead",
+        "ops",
+        "tree",
+    },  # integrations: when asked for
 }
 
 

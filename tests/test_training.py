@@ -517,7 +517,7 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypa
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     root = Path(__file__).parent.parent
-    guide = (root / "docs/training.md").read_text().replace("\\\n", " ")
+    guide, _, _ = (root / "docs/training.md").read_text().replace("\\\n", " ").partition("## Train an early-exit draft")
     shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
     lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
     assert len(lines) == 1

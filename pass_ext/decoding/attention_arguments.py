@@ -21,12 +21,15 @@ _INERT = {
 }
 
 
-def unsupported(module: nn.Module, dropout: float, others: dict[str, Any]) -> str | None:
-    """What it is, to follow "pass_ext attention: "; None where there is nothing."""
+def unsupported(module: nn.Module, rows: int, dropout: float, others: dict[str, Any]) -> str | None:
+    """What it is, to follow "pass_ext attention: "; None where there is nothing. rows: of the call, per request."""
     name = type(module).__name__
     if dropout > 0.0 and module.training:
         return f"{name} asks for dropout {dropout}; call model.eval(), or train with 'sdpa'"
-    if not others.get("is_causal", getattr(module, "is_causal", True)):
+    causal = getattr(module, "is_causal", True)
+    if not (
+        causal if rows == 1 else others.get("is_causal", causal)
+    ):  # of one row, some say that it is not, as it sees all
         return f"{name} is not causal"
     if others.get("output_attentions"):
         return "output_attentions is not implemented"

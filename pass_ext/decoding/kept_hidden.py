@@ -1,7 +1,8 @@
 """``kept_hidden``: the rows that went into a model's output layer, kept from its last call.
 
-A hook before ``get_output_embeddings()``; another before the model hears which rows were wanted, for models that compute all.
-Called by what drafts for a decision model of the hidden kind, and by its training.
+A hook before ``get_output_embeddings()``. Hooks around the model tell its calls from those of another model that has the same
+output layer, and which rows were wanted, for models that compute all. Called by what drafts for a decision model of the hidden
+kind, and by its training.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class KeptHidden:
     def __init__(self) -> None:
         self._rows: Tensor | None = None
         self._wanted: Tensor | None = None
+        self._called = True
 
     @property
     def rows(self) -> Tensor:
@@ -38,10 +40,16 @@ class KeptHidden:
         """The hook before a model of transformers."""
         wanted = options.get("logits_to_keep")
         self._rows, self._wanted = None, wanted if isinstance(wanted, Tensor) else None
+        self._called = True
+
+    def after_model(self, *_: Any) -> None:
+        """The hook behind it."""
+        self._called = False
 
     def before_head(self, _module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         """The hook before the output layer."""
-        self._rows = arguments[0].flatten(0, -2)
+        if self._called:
+            self._rows = arguments[0].flatten(0, -2)
 
 
 @contextmanager
@@ -59,5 +67,7 @@ def kept_hidden(adapted: Adapted) -> Iterator[KeptHidden]:
     with adapted.attached(), ExitStack() as hooks:  # attached first: few_rows_linear passes by layers with hooks
         if isinstance(model, nn.Module):
             hooks.callback(model.register_forward_pre_hook(kept.before_model, with_kwargs=True).remove)
+            hooks.callback(model.register_forward_hook(kept.after_model).remove)
+            kept.after_model()
         hooks.callback(head.register_forward_pre_hook(kept.before_head).remove)
         yield kept

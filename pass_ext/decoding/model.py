@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pass_ext.early_exit import EarlyExitDraft
 from pass_ext.ops.lookahead import lookahead_embed
 
 
@@ -84,6 +85,10 @@ def packed_model(model: Any) -> Adapted:
     """The model that the caller gave, as decoding calls it."""
     if isinstance(model, Adapted):
         return model
+    if isinstance(model, EarlyExitDraft):
+        from pass_ext.decoding.early_exit_model import EarlyExitModel
+
+        return EarlyExitModel(model)
     if hasattr(model, "get_input_embeddings") and hasattr(model, "config"):
         from pass_ext.decoding.transformers_model import TransformersModel
 

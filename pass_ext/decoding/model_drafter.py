@@ -10,6 +10,7 @@ reads the target's caches instead and keeps nothing. Called by ``drafting``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pass_ext.decision import DraftLevel
 from pass_ext.decoding.draft_model import check_pair, in_vocabulary
@@ -86,8 +87,9 @@ class ModelDrafter:
         self.levels_asked = 0
         """Levels drafted so far, over all requests."""
         self.law: Tensor | None = None
-        self._draft, self._sampling, self._texts, self._decision = draft, sampling, texts, decision
         self._vocabulary, self._device = target.table.shape[0], target.table.device
+        self._draft, self._sampling, self._texts = draft, sampling, texts
+        self._decision = _on(decision, self._device)
         self._mode = drawing_mode(sampling, rule)
         self._levels = levels_of(tree, self._device)
         self._needs_hidden = bool(getattr(decision, "needs_hidden", False))
@@ -222,7 +224,8 @@ class ModelDrafter:
         with ExitStack() as stack:
             kept = stack.enter_context(kept_hidden(self._draft)) if self._needs_hidden else None
             logits = self._session.call(packed, self._known_to_draft(ids), rows).logits
-        return in_vocabulary(logits, self._vocabulary, self._device), None if kept is None else kept.rows
+        hidden = None if kept is None else kept.rows.to(self._device)
+        return in_vocabulary(logits, self._vocabulary, self._device), hidden
 
     def _known_to_draft(self, ids: Tensor) -> Tensor:
         """Nodes without a token (-1), and tokens that only the target's table has, are read as some token: what follows them
@@ -286,6 +289,13 @@ class ModelDrafter:
                 self._packed.clear()
             self._packed[key] = pack_trees(trees, self._session.device)
         return self._packed[key]
+
+
+def _on(decision: Decision | None, device: torch.device) -> Decision | None:
+    """A module with its parameters on this device; the caller's own stays where it is."""
+    if isinstance(decision, nn.Module) and any(weight.device != device for weight in decision.parameters()):
+        return copy.deepcopy(decision).to(device)
+    return decision
 
 
 @lru_cache(maxsize=1024)

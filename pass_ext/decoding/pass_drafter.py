@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pass_ext.decoding.levels import draw_children, drawing_mode, levels_of, repeated
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.lookahead import LookaheadEmbedding
 from pass_ext.ops.draft import draft_sample
@@ -22,16 +23,6 @@ from pass_ext.tree import Tree
 
 _SHORTLIST = 64  # candidates of a slot that transition scores reorder, or more where a node has more children
 _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
-_MODES = {"coupled": "coupled", "typical": "coupled", "rejection_with_replacement": "with", "kseq": "with"}
-
-
-class Level(NamedTuple):
-    """The nodes of one depth that have children."""
-
-    parents: Tensor
-    """``[P]`` node numbers."""
-    children: Tensor
-    """``[P, K]`` node numbers, by rank; where a parent has fewer: the number of nodes, a column that is cut off."""
 
 
 class Candidates(NamedTuple):
@@ -61,8 +52,8 @@ class PassDrafter:
     ) -> None:
         self.tree = tree
         self._sampling = sampling
-        self._mode = "coupled" if sampling.temperature is None else _MODES.get(rule, "without")
-        self._levels = _levels(tree, table.device)
+        self._mode = drawing_mode(sampling, rule)
+        self._levels = levels_of(tree, table.device)
         self._transition = _transition_tables(lookahead, table) if lookahead.rank else None
 
     def draft(
@@ -92,7 +83,7 @@ class PassDrafter:
         depth, most = len(self._levels), max(level.children.shape[1] for level in self._levels)
         rows = slots[:, :depth].flatten(0, 1)
         at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
-        best, _ = draft_sample(rows, most, mode="coupled", positions=at, **_repeated(law, depth))
+        best, _ = draft_sample(rows, most, mode="coupled", positions=at, **repeated(law, depth))
         for i, level in enumerate(self._levels):
             offered = best.view(-1, depth, most)[:, i, None, : level.children.shape[1]]
             tokens[:, level.children] = offered.expand(-1, len(level.parents), -1)
@@ -117,10 +108,8 @@ class PassDrafter:
                 continue
             rows = both.new_full((*both.shape[:2], vocabulary), float("-inf"))
             rows.scatter_(2, among.clamp(min=0), both)
-            count = len(level.parents)
-            at = (places + i + 1).repeat_interleave(count)
-            best, _ = draft_sample(rows.flatten(0, 1), width, mode="coupled", positions=at, **_repeated(law, count))
-            tokens[:, level.children] = best.view(-1, count, width)
+            best, _ = draw_children(rows.flatten(0, 1), width, "coupled", law, places, i + 1, level.parents)
+            tokens[:, level.children] = best.view(-1, len(level.parents), width)
 
     def _drawn(self, slots: Tensor, tokens: Tensor, law: dict[str, Any], places: Tensor) -> Candidates:
         """Draws for every parent of its own, from a law that is kept."""
@@ -134,14 +123,7 @@ class PassDrafter:
                 left, right = self._transition
                 logits = logits + left[tokens[:, level.parents].clamp(min=0)] @ right.t()
             logits = logits.flatten(0, 1).contiguous()
-            best, _ = draft_sample(
-                logits,
-                width,
-                mode=self._mode,
-                positions=(places + 1).repeat_interleave(count),
-                nodes=level.parents.repeat(len(slots)),
-                **_repeated(law, count),
-            )
+            best, _ = draw_children(logits, width, self._mode, law, places, i + 1, level.parents)
             tokens[:, level.children] = best.view(-1, count, width)
             rows[:, level.parents] = first + torch.arange(len(logits), device=slots.device).view(-1, count)
             first += len(logits)
@@ -160,20 +142,3 @@ def _transition_tables(lookahead: LookaheadEmbedding, table: Tensor) -> tuple[Te
     if kept is None or kept[0] != made_of:
         kept = _tables[lookahead] = (made_of, lookahead.transition_tables(table))
     return kept[1]
-
-
-def _levels(tree: Tree, device: torch.device) -> list[Level]:
-    levels = []
-    for depth in range(tree.max_depth):
-        parents = [v for v in range(tree.num_nodes) if tree.depths[v] == depth and tree.children(v)]
-        width = max(len(tree.children(v)) for v in parents)
-        children = [[*tree.children(v), *[tree.num_nodes] * (width - len(tree.children(v)))] for v in parents]
-        levels.append(Level(torch.tensor(parents, device=device), torch.tensor(children, device=device)))
-    return levels
-
-
-def _repeated(law: dict[str, Any], times: int) -> dict[str, Any]:
-    return {
-        name: None if value is None else value.repeat_interleave(times, output_size=times * len(value))
-        for name, value in law.items()
-    }

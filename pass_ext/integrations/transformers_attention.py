@@ -129,7 +129,7 @@ def _refuse(module: torch.nn.Module, floats: tuple[Tensor, ...], dropout: float,
             "pass_ext attention has no gradients: run the model under torch.no_grad(), or train it with "
             "model.set_attn_implementation('sdpa')"
         )
-    reason = unsupported(module, dropout, other)
+    reason = unsupported(module, floats[0].shape[2], dropout, other)
     if reason is not None:
         raise ValueError(
             f"pass_ext attention: {reason}; transformers' own attn_implementation, 'eager' or 'sdpa', may have it"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from pass_ext.training.data import read_documents
+from pass_ext.training.data import Document, read_documents
 
 PACKAGES = ("transformers", "safetensors", "rich", "matplotlib")
 INSTRUCTIONS = Path(__file__).parent / "instructions.txt"
@@ -25,8 +25,8 @@ AT_LEAST = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the subcommand."""
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that every training command has: the model, the folder, and the text."""
     add = parser.add_argument
     add("--model", required=True, help="a GGUF file, or a transformers model folder or name; it stays as it is")
     add("--out", required=True, help="folder for checkpoints, samples and results; a run that stopped goes on from it")
@@ -45,6 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--continuations", type=int, default=0, metavar="N", help="prefixes from --data that the model continues")
     add("--own-chats", type=int, default=0, metavar="N", help="chats of which the model writes both sides")
     add("--sample-tokens", type=int, default=208, help="tokens sampled behind a prompt at most")
+    add(
+        "--held-out",
+        type=int,
+        default=32,
+        help="held-out prompts of a kind that the model continues for the evaluation",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    add_text_arguments(parser)
+    add = parser.add_argument
     add("--sample-share", type=float, default=0.75, help="part of the training windows that is sampled text")
     add("--lookahead", type=int, default=4, help="L, the number of slots")
     add("--transition-rank", type=int, default=0, help="width of the transition score; 0: none")
@@ -62,12 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--clip", type=float, default=1.0, help="largest gradient norm of a parameter")
     add("--seed", type=int, default=0)
     add("--minutes", type=float, default=0, help="stop after this long, with a checkpoint; 0: never")
-    add(
-        "--held-out",
-        type=int,
-        default=32,
-        help="held-out prompts of a kind that the model continues for the evaluation",
-    )
     add("--evaluation-anchors", type=int, default=64, help="places a held-out text")
     add("--checkpoint-every", type=int, default=50, help="steps")
     add("--device", default="cpu")
@@ -89,6 +95,11 @@ def check_arguments(options: argparse.Namespace) -> None:
         raise SystemExit(f"--length must be at least --lookahead + 2 = {options.lookahead + 2}, got {options.length}")
     if not 0 <= options.sample_share <= 1:
         raise SystemExit(f"--sample-share must lie between 0 and 1, got {options.sample_share}")
+    check_text_arguments(options)
+
+
+def check_text_arguments(options: argparse.Namespace) -> None:
+    """The part of it that ``add_text_arguments`` asks for."""
     if not options.data and not options.self_distill and not options.own_chats:
         raise SystemExit("nothing to train on: give --data FILES, --self-distill PROMPTS or --own-chats N")
     if options.continuations and not options.data:
@@ -113,6 +124,13 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     from pass_ext.training.pipeline import train
 
     console = Console(highlight=False)
+    documents, instructions = read_texts(options)
+    model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
+    return train(options, shlex.join(command), model.to(options.device), tokenizer, documents, instructions, console)
+
+
+def read_texts(options: argparse.Namespace) -> tuple[list[Document], list[str]]:
+    """The documents of --data and the instructions of --self-distill."""
     try:
         documents = read_documents(options.data)
     except FileNotFoundError as error:
@@ -120,6 +138,4 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     if options.data and not documents:
         raise SystemExit(f"--data holds no .py, .txt, .md or .rst text: {' '.join(options.data)}")
     prompts = _instructions_file(options.self_distill).read_text() if options.self_distill else ""
-    instructions = [line.strip() for line in prompts.splitlines() if line.strip()]
-    model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
-    return train(options, shlex.join(command), model.to(options.device), tokenizer, documents, instructions, console)
+    return documents, [line.strip() for line in prompts.splitlines() if line.strip()]

@@ -40,17 +40,11 @@ def train(
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    samples = _samples(options, model, tokenizer, documents, instructions, console)
+    samples = own_samples(options, model, tokenizer, documents, instructions, console)
     kept = [one for one in samples if is_held_out(one.name)]
     used = [one for one in samples if not is_held_out(one.name)]
     texts = [document for document in documents if not is_held_out(document.name)]
-    data = {
-        "documents": f"{len(texts)} ({sum(len(one.text) for one in texts):,} characters), SHA-256 {fingerprint(texts)}",
-        "own samples": f"{len(used)} ({sum(len(one.ids) - one.prompt_tokens for one in used):,} tokens), SHA-256 "
-        f"{_digest([dataclasses.asdict(one) for one in used])}",
-        "held out": f"{len(documents) - len(texts)} documents and {len(kept)} samples "
-        f"({sum(len(one.ids) - one.prompt_tokens for one in kept):,} tokens), by the SHA-256 of their names",
-    }
+    data = described(documents, samples)
     windows = Windows(
         tokenizer,
         texts,
@@ -115,7 +109,21 @@ def train(
     return result
 
 
-def _samples(
+def described(documents: list[Document], samples: list[Sample]) -> dict[str, str]:
+    """What is trained on and what is held out, with digests."""
+    kept = [one for one in samples if is_held_out(one.name)]
+    used = [one for one in samples if not is_held_out(one.name)]
+    texts = [document for document in documents if not is_held_out(document.name)]
+    return {
+        "documents": f"{len(texts)} ({sum(len(one.text) for one in texts):,} characters), SHA-256 {fingerprint(texts)}",
+        "own samples": f"{len(used)} ({sum(len(one.ids) - one.prompt_tokens for one in used):,} tokens), SHA-256 "
+        f"{_digest([dataclasses.asdict(one) for one in used])}",
+        "held out": f"{len(documents) - len(texts)} documents and {len(kept)} samples "
+        f"({sum(len(one.ids) - one.prompt_tokens for one in kept):,} tokens), by the SHA-256 of their names",
+    }
+
+
+def own_samples(
     options: argparse.Namespace,
     model: Any,
     tokenizer: Any,

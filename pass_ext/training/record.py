@@ -85,22 +85,23 @@ def _evaluation(evaluation: dict[str, Any]) -> str:
         f"{', '.join(map(str, evaluation['temperatures']))}), cut where they begin to loop: "
         f"{evaluation['texts']} texts, {evaluation['places']} places. Share of places where slot i (0-based) held the token "
         "among its first candidates, the tokens before it given:\n",
-        _row(["slot", *tops]),
-        _row(["---"] * (len(tops) + 1)),
-        *(_row([str(i), *(f"{slot[top]:.3f}" for top in tops)]) for i, slot in enumerate(evaluation["slots"])),
+        row(["slot", *tops]),
+        row(["---"] * (len(tops) + 1)),
+        *(row([str(i), *(f"{slot[top]:.3f}" for top in tops)]) for i, slot in enumerate(evaluation["slots"])),
         "\nCandidates accepted a step, as a chain and with the best trees of n nodes; a one-pass step gives one token more:\n",
-        _row(["text", "places", *evaluation["accepted"]]),
-        _row(["---"] * (len(evaluation["accepted"]) + 2)),
-        _row(["all", str(evaluation["places"]), *(f"{value:.2f}" for value in evaluation["accepted"].values())]),
+        row(["text", "places", *evaluation["accepted"]]),
+        row(["---"] * (len(evaluation["accepted"]) + 2)),
+        row(["all", str(evaluation["places"]), *(f"{value:.2f}" for value in evaluation["accepted"].values())]),
     ]
     for kind, lengths in evaluation["accepted_by_kind"].items():
         lines.append(
-            _row([kind, str(evaluation["places_by_kind"][kind]), *(f"{value:.2f}" for value in lengths.values())])
+            row([kind, str(evaluation["places_by_kind"][kind]), *(f"{value:.2f}" for value in lengths.values())])
         )
     return "\n".join(lines)
 
 
-def _row(cells: Sequence[str]) -> str:
+def row(cells: Sequence[str]) -> str:
+    """Of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 

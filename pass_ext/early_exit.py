@@ -1,0 +1,261 @@
+"""``EarlyExitDraft``: a model's own first k layers as its draft model, and ``ExitAdapter``, the parameters that help them.
+
+The draft's logits are head(norm(a(h))), h being what layer k - 1 puts out, norm and head the model's own, and
+a(h) = h + up(silu(down(h / rms(h)))) · rms(h). The head may be computed for some tokens only. The file is
+safetensors, its metadata say which model it belongs to. Called by decoders and by training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pass_ext.lookahead import HitRates
+
+
+class ExitParts(NamedTuple):
+    """Where a transformers model can be left early."""
+
+    decoder: Any
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: nn.Linear
+
+
+def exit_parts(model: Any) -> ExitParts:
+    """The parts of a model of the known form: ``decoder.layers``, ``decoder.norm``, a linear head that gives the logits."""
+    name = type(model).__name__
+    known = "early exit knows models with decoder.layers, decoder.norm and a linear head (Llama's form, and what follows it)"
+    if not all(hasattr(model, wanted) for wanted in ("get_decoder", "get_output_embeddings", "config")):
+        raise TypeError(f"model must be a transformers model for causal language modelling, got {name}; {known}")
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    missing = [
+        what
+        for what, there in {
+            "decoder.layers": isinstance(layers, nn.ModuleList),
+            "decoder.norm": isinstance(norm, nn.Module),
+            "a linear head": type(head) is nn.Linear,
+            "its decoder as a direct part": getattr(model, model.base_model_prefix, None) is decoder,
+        }.items()
+        if not there
+    ]
+    if missing:
+        raise ValueError(f"{name} has not: {', '.join(missing)}; {known}")
+    config = model.config.get_text_config(decoder=True)
+    for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, option, None) not in (None, 0, 1):
+            raise ValueError(
+                f"{name} changes its logits behind its head ({option}), which early exit does not; {known}"
+            )
+    return ExitParts(decoder, layers, norm, head)  # type: ignore[arg-type]
+
+
+_FORMAT = "pass_ext.exit.1"
+_SHIPPED = Path(__file__).parent / "pretrained"
+_SUFFIX = "-exit"
+
+
+class ExitAdapter(nn.Module):
+    """What a draft that leaves a frozen model behind layer k adds to it.
+
+    Args:
+        layers: k, how many of the model's layers the draft runs.
+        dim: d, the model's hidden size.
+        rank: r, the width of the adapter; its parameters are 2·d·r.
+        vocabulary: ``[S]``, ids of the tokens that the draft's head is computed for; None: all of them. Reading the head
+            is most of what a shallow draft costs.
+        base_model: name of the model it is trained for; kept in the file.
+        base_vocabulary: V, rows of that model's table; kept in the file. 0: not known yet.
+
+    Attributes:
+        down, up: linear layers, ``[r, d]`` and ``[d, r]``; ``up`` starts at zero, which leaves the hidden states as they are.
+        hit_rates: calibration, or None. Entry [i][r] is the chance that the model's next token is the draft's of rank r,
+            where the i tokens before were within the ranks.
+        training_record: what made the parameters (command, data, versions, evaluation), as JSON can hold it; empty if unknown.
+    """
+
+    vocabulary: Tensor | None
+
+    def __init__(
+        self,
+        layers: int,
+        dim: int,
+        rank: int,
+        *,
+        vocabulary: Tensor | None = None,
+        base_model: str = "",
+        base_vocabulary: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if layers < 1 or dim < 1 or rank < 1:
+            raise ValueError(f"layers, dim and rank must be at least 1, got {layers}, {dim} and {rank}")
+        if vocabulary is not None and (
+            vocabulary.dim() != 1 or not len(vocabulary) or len(vocabulary.unique()) < len(vocabulary)
+        ):
+            raise ValueError(f"vocabulary must be [S] different token ids, got shape {list(vocabulary.shape)}")
+        if vocabulary is not None and (
+            vocabulary.min() < 0 or (base_vocabulary and vocabulary.max() >= base_vocabulary)
+        ):
+            raise ValueError(
+                f"vocabulary must hold ids from 0 to {base_vocabulary - 1}, got {vocabulary.min()} to {vocabulary.max()}"
+            )
+        self.layers = layers
+        self.base_model = base_model
+        self.base_vocabulary = base_vocabulary
+        self.hit_rates: HitRates | None = None
+        self.training_record: dict[str, Any] = {}
+        self.down = nn.Linear(dim, rank, bias=False, device=device, dtype=dtype)
+        self.up = nn.Linear(rank, dim, bias=False, device=device, dtype=dtype)
+        nn.init.zeros_(self.up.weight)
+        self.register_buffer("vocabulary", None if vocabulary is None else vocabulary.to(device, torch.int32))
+
+    @property
+    def dim(self) -> int:
+        """d, the hidden size."""
+        return self.down.in_features
+
+    @property
+    def rank(self) -> int:
+        """r, the width."""
+        return self.down.out_features
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., d]`` -> ``[..., d]``, what the model's last norm takes."""
+        size = hidden.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6).to(hidden.dtype)
+        return hidden + self.up(F.silu(self.down(hidden / size))) * size
+
+    def check_fits(self, table: Tensor, layers: int, base_model: str = "") -> None:
+        """Raises ValueError, naming every difference, if it belongs to another model: ``table`` [V, d] and so many layers."""
+        wanted = {"hidden size": table.shape[1], "vocabulary": table.shape[0], "base model": base_model}
+        found = {"hidden size": self.dim, "vocabulary": self.base_vocabulary, "base model": self.base_model}
+        differences = [
+            f"{name}: it has {found[name]!r}, this model has {wanted[name]!r}"
+            for name in wanted
+            if wanted[name] and found[name] and wanted[name] != found[name]
+        ]
+        if self.layers > layers:
+            differences.append(f"layers: it stands behind {self.layers}, this model has {layers}")
+        if differences:
+            raise ValueError("this exit adapter belongs to another model; " + "; ".join(differences))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the parameters and what they belong to as one safetensors file."""
+        from safetensors.torch import save_file
+
+        metadata = {
+            "format": _FORMAT,
+            "base_model": self.base_model,
+            "vocabulary": str(self.base_vocabulary),
+            "hidden_size": str(self.dim),
+            "layers": str(self.layers),
+            "rank": str(self.rank),
+        }
+        if self.hit_rates is not None:
+            metadata["hit_rates"] = json.dumps(self.hit_rates)
+        if self.training_record:
+            metadata["training"] = json.dumps(self.training_record)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, os.fspath(path), metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ExitAdapter:
+        """Reads a file that ``save`` wrote; the parameters keep its dtype."""
+        from safetensors import safe_open
+
+        with safe_open(os.fspath(path), framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(
+                    f"{os.fspath(path)} is no exit adapter file: its format is {metadata.get('format')!r}, "
+                    f"expected {_FORMAT!r}"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        dim, rank = int(metadata["hidden_size"]), int(metadata["rank"])
+        shapes = {"down.weight": [rank, dim], "up.weight": [dim, rank]}
+        for name, shape in shapes.items():
+            found = list(tensors[name].shape) if name in tensors else None
+            if found != shape:
+                raise ValueError(f"{os.fspath(path)} is damaged: its metadata says {name} is {shape}, found {found}")
+        adapter = cls(
+            int(metadata["layers"]),
+            dim,
+            rank,
+            vocabulary=tensors.get("vocabulary"),
+            base_model=metadata["base_model"],
+            base_vocabulary=int(metadata["vocabulary"]),
+            dtype=tensors["down.weight"].dtype,
+        )
+        adapter.load_state_dict(tensors)
+        rates = json.loads(metadata.get("hit_rates", "null"))
+        adapter.hit_rates = None if rates is None else tuple(tuple(map(float, row)) for row in rates)
+        adapter.training_record = json.loads(metadata.get("training", "{}"))
+        return adapter
+
+    @classmethod
+    def from_pretrained(cls, name: str | os.PathLike[str]) -> ExitAdapter:
+        """The adapter that comes with the package for a model, by name ("smollm2-135m-instruct"), or a file's, by path."""
+        shipped = {file.stem.removesuffix(_SUFFIX): file for file in sorted(_SHIPPED.glob(f"*{_SUFFIX}.safetensors"))}
+        path = shipped.get(os.fspath(name).removesuffix(_SUFFIX), Path(name))
+        if not path.is_file():
+            raise ValueError(
+                f"{os.fspath(name)!r} is neither a file nor one of the shipped names: {', '.join(shipped)}"
+            )
+        return cls.load(path)
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        tokens = "" if self.vocabulary is None else f", vocabulary={len(self.vocabulary)}"
+        model = f", base_model={self.base_model!r}" if self.base_model else ""
+        return f"layers={self.layers}, dim={self.dim}, rank={self.rank}{tokens}{model}"
+
+
+class EarlyExitDraft:
+    """The target's own first layers as a draft model: no second model, and the text's keys and values are there already.
+
+    Args:
+        model: the target, a transformers model of Llama's form (Llama, Qwen 2 and 3, Mistral, Gemma, Phi 3).
+        layers: k, how many of its layers the draft runs; default: the adapter's.
+        adapter: an ``ExitAdapter``, the path of its file, or a shipped name; None: none.
+
+    Attributes:
+        model, layers, adapter: as given, the adapter loaded.
+    """
+
+    def __init__(
+        self, model: Any, layers: int | None = None, adapter: ExitAdapter | str | os.PathLike[str] | None = None
+    ) -> None:
+        parts = exit_parts(model)
+        if adapter is not None and not isinstance(adapter, ExitAdapter):
+            adapter = ExitAdapter.from_pretrained(adapter)
+        if layers is None and adapter is None:
+            raise ValueError(
+                "give layers, how many of the model's layers the draft runs, or an adapter, which knows it"
+            )
+        if adapter is not None:
+            adapter.check_fits(model.get_input_embeddings().weight, len(parts.layers))
+            if layers not in (None, adapter.layers):
+                raise ValueError(f"layers is {layers}, but the adapter was trained behind layer {adapter.layers}")
+            layers = adapter.layers
+        if layers is None or not 1 <= layers <= len(parts.layers):
+            raise ValueError(f"layers must be from 1 to {len(parts.layers)}, the model's own, got {layers}")
+        self.model = model
+        self.layers = layers
+        self.adapter = adapter
+
+    @property
+    def hit_rates(self) -> HitRates | None:
+        """The adapter's calibration; None without one."""
+        return None if self.adapter is None else self.adapter.hit_rates
+
+    def __repr__(self) -> str:
+        helped = "" if self.adapter is None else f", {self.adapter.extra_repr()}"
+        return f"EarlyExitDraft({type(self.model).__name__}, layers={self.layers}{helped})"

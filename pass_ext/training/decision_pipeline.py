@@ -1,0 +1,214 @@
+"""A whole training run of a decision model: texts, places, epochs, threshold, evaluation on held-out text, and its files.
+
+Called by ``decision_command`` with both models and the documents loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pass_ext.training import decision_record, record
+from pass_ext.training.data import Document, fingerprint, is_held_out
+from pass_ext.training.decision_chains import read_chains
+from pass_ext.training.decision_draft import draft_name
+from pass_ext.training.decision_evaluation import best_threshold, chains_report, places_report, summary
+from pass_ext.training.decision_loop import fit, fresh
+from pass_ext.training.decision_rows import Pair, Text, hidden_width, read_places, reading, scores_of
+from pass_ext.training.self_distill import Sample, collect, plan_batches
+from pass_ext.training.windows import Windows
+from pass_ext.tree import MOST_ROWS
+
+_THRESHOLD_TEXTS = 32  # training texts whose chains --threshold auto looks at
+
+
+def train(
+    options: argparse.Namespace,
+    command: str,
+    model: Any,
+    draft_model: Any,
+    tokenizer: Any,
+    documents: list[Document],
+    instructions: list[str],
+    console: Any,
+) -> Path:
+    """The path of the safetensors file, beside which the record, the card and the picture lie."""
+    started = time.monotonic()
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    samples = _samples(options, model, tokenizer, documents, instructions, console)
+    kept = [one for one in samples if is_held_out(one.name)]
+    used = [one for one in samples if not is_held_out(one.name)]
+    documents_used = [document for document in documents if not is_held_out(document.name)]
+    windows = Windows(
+        tokenizer, documents_used, used, options.sample_share, options.length, 1, options.places, 0, options.seed
+    )
+    console.print(f"the draft's rows of {options.texts} texts …")
+    with reading(model, draft_model, hidden=options.kind == "hidden") as pair:
+        decision = fresh(
+            options.kind,
+            hidden_width(pair.draft) if options.kind == "hidden" else 0,
+            seed=options.seed,
+            threshold=0.0 if options.threshold == "auto" else options.threshold,
+            base_model=draft_name(options.model),
+            draft_model=draft_name(options.draft),
+        )
+        texts = _shown(_training_texts(windows, options.texts), options.texts, "reading", console)
+        with torch.no_grad():
+            places = read_places(pair, texts, decision.features, options.temperature)
+        try:
+            with torch.enable_grad():
+                losses = fit(
+                    decision,
+                    places.features,
+                    places.labels,
+                    epochs=options.epochs,
+                    learning_rate=options.learning_rate,
+                    batch=options.batch,
+                    seed=options.seed,
+                    balanced=options.kind == "entropy",
+                )
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
+        if options.threshold == "auto":
+            some = _chain_texts(options, [_whole_sample(one) for one in used[:_THRESHOLD_TEXTS]]) or _chain_texts(
+                options, [(text.ids, 0, text.kind) for text in _training_texts(windows, _THRESHOLD_TEXTS)]
+            )
+            decision.to(pair.draft.device)
+            chains = read_chains(
+                pair, some, decision, levels=options.levels, temperature=options.temperature, seed=options.seed
+            )
+            decision.threshold = best_threshold(chains, options.draft_cost)
+            decision.cpu()
+        console.print(f"evaluating on {len(kept)} held-out texts …")
+        evaluation = _evaluation(options, pair, decision, kept, console)
+    facts: dict[str, Any] = {
+        "command": command,
+        "base_model": decision.base_model,
+        "draft_model": decision.draft_model,
+        "parameters": f"{sum(one.numel() for one in decision.parameters()):,} parameters ({decision.extra_repr()})",
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": record.machine(options.device),
+        "versions": record.versions(),
+        "data": {
+            "documents": f"{len(documents_used)} ({sum(len(one.text) for one in documents_used):,} characters), SHA-256 "
+            f"{fingerprint(documents_used)}",
+            "own samples": f"{len(used)} ({sum(len(one.ids) - one.prompt_tokens for one in used):,} tokens), SHA-256 "
+            f"{_digest(used)}",
+            "places": f"{len(places.labels):,} of {options.texts} texts, mean label {float(places.labels.mean()):.3f}",
+            "held out": f"{len(kept)} samples ({sum(len(one.ids) - one.prompt_tokens for one in kept):,} tokens), by the "
+            "SHA-256 of their names",
+        },
+        "settings": {
+            name: getattr(options, name)
+            for name in ("kind", "temperature", "epochs", "batch", "learning_rate", "threshold", "seed", "length")
+        },
+        "steps": len(losses),
+        "seconds": round(time.monotonic() - started, 1),
+        "evaluation": evaluation,
+        "summary": summary(evaluation),
+    }
+    decision.training_record = facts
+    result = out / f"{options.name}.safetensors"
+    decision.save(result)
+    decision_record.write(out, options.name, facts, losses)
+    console.print(decision_record.card(options.name, facts, f"{options.name}.svg"), markup=False)
+    console.print(f"{facts['summary']}\nwritten: {result}")
+    return result
+
+
+def _samples(
+    options: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    documents: list[Document],
+    instructions: list[str],
+    console: Any,
+) -> list[Sample]:
+    """The target's own texts: those that are on disk, and the rest sampled now."""
+    batches = plan_batches(
+        tokenizer,
+        documents,
+        instructions,
+        continuations=options.continuations,
+        own_chats=options.own_chats,
+        held_out=options.held_out,
+        prefix_tokens=min(48, options.length // 2),
+        seed=options.seed,
+    )
+    if not batches:
+        return []
+    found = collect(
+        model,
+        tokenizer,
+        batches,
+        Path(options.out) / "samples.jsonl",
+        name=Path(options.model).name,
+        new_tokens=options.sample_tokens,
+        seed=options.seed,
+    )
+    return [sample for batch in _shown(found, len(batches), "sampling", console) for sample in batch]
+
+
+def _training_texts(windows: Windows, count: int) -> Iterator[Text]:
+    for step in range(count):
+        window = windows.at(step)
+        yield Text(window.ids[0], window.anchors[0].unique(), "")
+
+
+def _whole_sample(sample: Sample) -> tuple[torch.Tensor, int, str]:
+    return torch.tensor(sample.ids), sample.prompt_tokens, sample.kind
+
+
+def _chain_texts(options: argparse.Namespace, texts: Iterable[tuple[torch.Tensor, int, str]]) -> list[Text]:
+    """Even places in what was written behind each text's prompt; the text cut so that its chains fit in one tree."""
+    found = []
+    for ids, prompt_tokens, kind in texts:
+        ids = ids[: MOST_ROWS - options.levels * options.evaluation_places]
+        places = torch.arange(max(prompt_tokens - 1, 0), len(ids) - 1)
+        if len(places):
+            even = torch.linspace(0, len(places) - 1, min(options.evaluation_places, len(places))).long()
+            found.append(Text(ids, places[even], kind))
+    return found
+
+
+def _evaluation(
+    options: argparse.Namespace, pair: Pair, decision: Any, kept: Sequence[Sample], console: Any
+) -> dict[str, Any]:
+    texts = _chain_texts(options, map(_whole_sample, kept))
+    if not texts:
+        return {"places": 0, "texts": 0}
+    places = read_places(pair, texts, decision.features, options.temperature)
+    scores = scores_of(decision, places.features)
+    decision.to(pair.draft.device)
+    shown = _shown(texts, len(texts), "drafting", console)
+    chains = read_chains(
+        pair, shown, decision, levels=options.levels, temperature=options.temperature, seed=options.seed
+    )
+    decision.cpu()
+    return {
+        "texts": len(texts),
+        "temperatures": sorted({sample.temperature for sample in kept}),
+        **places_report(scores, places.labels, places.kinds, decision.threshold),
+        "chains": chains_report(chains, decision.threshold, options.draft_cost),
+    }
+
+
+def _shown(items: Iterable[Any], total: int, what: str, console: Any) -> Iterable[Any]:
+    from rich.progress import track
+
+    return track(items, description=what, total=total, console=console)
+
+
+def _digest(samples: Sequence[Sample]) -> str:
+    what = [dataclasses.asdict(one) for one in samples]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
