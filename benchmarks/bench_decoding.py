@@ -1,8 +1,9 @@
 """Decoding, end to end, on a real model: pass_ext's methods against Plain and against transformers' own ways.
 
 Prompts held out from training in three domains; texts that loop apart from those that do not; greedy, and temperature
-0.8 with top-k 10. Then the look-ahead depth, one pass against two and the row budget on some of the prompts; step times,
-and where a step's time goes; equality in float32; vLLM, if an environment with it is given. What is counted: README.md.
+0.8 with top-k 10. Then, on some of the prompts: with a draft model; the look-ahead depth, one pass against two and the row
+budget. Step times, and where a step's time goes; equality in float32; vLLM, if an environment with it is given. What is
+counted: README.md.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +41,53 @@ from benchmarks.decoding_contenders import (
     contenders,
     method_contender,
 )
+from benchmarks.decoding_drafts import (
+    CHAIN,
+    DECISION,
+    DRAFT,
+    MCSD,
+    SPECULATIVE,
+    Drafts,
+    draft_contender,
+    entrants,
+    judge_drafts,
+    load_drafts,
+    measured_rates,
+    plans_of,
+    summarise_drafts,
+)
 from benchmarks.decoding_process import run_vllm
 from benchmarks.decoding_prompts import DOMAINS, Prompt, read_prompts
 from benchmarks.decoding_race import Limits, Row, in_turn, one_round, race
 from benchmarks.decoding_steps import profile, step_times
 from benchmarks.decoding_summary import judge, summarise, summarise_agreement, summarise_sweep
-from benchmarks.decoding_texts import DEFINITION, first_difference
+from benchmarks.decoding_texts import DEFINITION, first_difference, loops
 
 NAME = "bench_decoding"
 # Part of the run -> the share of --seconds after which it begins nothing more.
-UNTIL = {"greedy": 0.55, "sampled": 0.75, "sweep": 0.9, "assisted": 0.94, "agreement": 1.0}
+UNTIL = {
+    "greedy": 0.38,
+    "sampled": 0.5,
+    "drafts": 0.68,
+    "sampled drafts": 0.79,
+    "sweep": 0.91,
+    "assisted": 0.95,
+    "agreement": 1.0,
+}
 ROW_BUDGETS = (4, 8, 16, 24, 32, "auto")
 MOST_SLOTS = 8
+CALIBRATED = 6
+"""Texts that hit rates of a draft model are taken from, where it brings none."""
 
 
 class Run:
     """One run of the benchmark: the model, the clock, and what has been measured so far."""
 
-    def __init__(self, options: argparse.Namespace, model: Any, tokenizer: Any, lookahead: Any, told: Any) -> None:
-        self.options, self.model, self.lookahead, self.told = options, model, lookahead, told
+    def __init__(
+        self, options: argparse.Namespace, model: Any, tokenizer: Any, lookahead: Any, drafts: Drafts, told: Any
+    ) -> None:
+        self.options, self.model, self.lookahead, self.drafts, self.told = options, model, lookahead, drafts, told
+        self.draft_model = drafts.of(model) if drafts.of else None
         self.started = time.monotonic()
         self.left_out: list[str] = []
         self.taken: dict[str, float] = {}
@@ -128,15 +158,70 @@ def rounds(
     most: int,
     setting: Setting = GREEDY,
 ) -> list[Row]:
-    """Rounds of these contenders, Plain first."""
+    """Rounds of these contenders, Plain first, with the seeds of the races: Plain's texts are the same."""
     order = random.Random(0)
     runs: list[Row] = []
     for prompt in prompts:
         if runs and run.out_of_time(part):
             break
-        text = raced[0].write(prompt.ids, setting, 0, most).tokens
-        runs += one_round(prompt, raced, setting, 0, most, order, text, run.told)
+        seed = run.prompts.index(prompt)
+        text = raced[0].write(prompt.ids, setting, seed, most).tokens
+        runs += one_round(prompt, raced, setting, seed, most, order, text, run.told)
     return runs
+
+
+def drafting_contenders(run: Run, setting: Setting, rates: Any = None) -> tuple[list[Any], list[Contender]]:
+    """The entrants of the part with a draft model, and what writes for them."""
+    some = entrants(setting, run.lookahead, run.draft_model, run.drafts.decision, rates)
+    return some, [draft_contender(run.model, one) for one in some]
+
+
+def drafts(run: Run, part: Any, greedy: Sequence[Prompt], sampled: Sequence[Prompt]) -> dict[str, Any]:
+    """With a draft model, on some prompts of each race."""
+    rates, words = part("hit rates", lambda: rates_of_drafts(run, greedy))
+    rows: list[Row] = []
+    texts: list[Row] = []
+    for name, prompts, setting in (("drafts", greedy, GREEDY), ("sampled drafts", sampled, SAMPLED)):
+        if prompts:
+            found = part(name, partial(with_drafts, run, name, prompts, setting, rates))
+            rows, texts = rows + found[0], texts + found[1]
+    draft = {"names": dict(run.drafts.names), "missing": dict(run.drafts.missing), "hit_rates": words}
+    return {"draft": draft, "drafts": rows, "draft_runs": texts}
+
+
+def with_drafts(
+    run: Run, part: str, prompts: Sequence[Prompt], setting: Setting, rates: Any
+) -> tuple[list[Row], list[Row]]:
+    """One setting -> its rows, and every single text."""
+    some, raced = drafting_contenders(run, setting, rates)
+    if run.model.device.type == "cuda":  # sessions and graphs of these contenders' own
+        warm_up(run, [(setting, one) for one in raced])
+    plans = plans_of(some, run.model)
+    runs = rounds(run, part, prompts, raced, run.options.tokens, setting)
+    few = run.options.tokens // 4
+    profiles = [profile(one, prompts[:1], setting, few, run.model.device) for one in raced]
+    return summarise_drafts(runs, some, profiles, plans), runs
+
+
+def rates_of_drafts(run: Run, kept_out: Sequence[Prompt]) -> tuple[Any, str]:
+    """Hit rates for plans, where the draft model brings none: of texts of other prompts than those to be raced; and what
+    they are, in words."""
+    if run.draft_model is None:
+        return None, ""
+    if getattr(run.draft_model, "hit_rates", None):
+        return None, "its own"
+    plain = method_contender(PLAIN, run.model, None)
+    texts, lengths = [], []
+    for prompt in run.prompts:
+        if prompt in kept_out or len(texts) == CALIBRATED:
+            continue
+        written = plain.write(prompt.ids, GREEDY, 0, run.options.tokens).tokens
+        if not loops(written):
+            texts.append([*prompt.ids, *written])
+            lengths.append(len(prompt.ids))
+    if not texts:
+        return None, "guessed"
+    return measured_rates(run.model, run.draft_model, texts, lengths), f"of {len(texts)} texts of other prompts"
 
 
 def agreement(run: Run, prompts: Sequence[Prompt], most: int) -> list[Row]:
@@ -145,6 +230,9 @@ def agreement(run: Run, prompts: Sequence[Prompt], most: int) -> list[Row]:
     found = contenders(model, run.lookahead)
     reference = next(one for one in found if one.name == HF)
     ours = [one for one in found if one.name in (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)]
+    if run.drafts.of is not None:
+        some = entrants(GREEDY, run.lookahead, run.drafts.of(model), None)
+        ours += [draft_contender(model, one) for one in some if one.kind in (f"{SPECULATIVE}, chain of {CHAIN}", MCSD)]
     runs: list[Row] = []
     for prompt in prompts:
         if runs and run.out_of_time("agreement"):
@@ -186,7 +274,11 @@ def measure(run: Run) -> dict[str, Any]:
     assisted = assisted_contender(model, options.assistant_layers)
     part(
         "warm-up",
-        lambda: warm_up(run, [(GREEDY, one) for one in [*raced, assisted]] + [(SAMPLED, one) for one in raced]),
+        lambda: warm_up(
+            run,
+            [(GREEDY, one) for one in [*raced, assisted, *drafting_contenders(run, GREEDY)[1]]]
+            + [(SAMPLED, one) for one in [*raced, *drafting_contenders(run, SAMPLED)[1]]],
+        ),
     )
     result["steps"] = part("steps", lambda: step_times(model, 3 if options.quick else 15))
     straight, looping = options.prompts, -(-options.prompts // 4)
@@ -196,6 +288,8 @@ def measure(run: Run) -> dict[str, Any]:
         raise SystemExit("Plain ended every text too soon: there is nothing to race")
     limits = run.limits("sampled", -(-straight // 2), 0 if options.quick else 1)
     sampled_seen, sampled_runs = part("sampled", lambda: race(run.prompts, raced, SAMPLED, limits, run.told))
+    most = 1 if options.quick else 9 if options.device == "cpu" else 15
+    result |= drafts(run, part, run.some(seen, most)[:most], run.some(sampled_seen, most)[:most])
     some = run.some(seen, 1 if options.quick else 2)
     result["sweep"] = part("sweep", lambda: sweep(run, some))
     shown, half = some[: len(DOMAINS)], options.tokens // 2
@@ -228,11 +322,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, help="per domain whose text does not loop; default 7, on a GPU 16")
     parser.add_argument("--tokens", type=int, help="of each continuation; default 128")
     parser.add_argument("--assistant-layers", type=int, default=20, help="of the model, as transformers' assistant")
+    parser.add_argument(
+        "--draft", help=f"model: exit:NAME, exit:LAYERS, or as --model; default: {DRAFT}, if it is there"
+    )
+    parser.add_argument("--decision", help=f"model: a name or a file; default: {DECISION}, if it is there")
     parser.add_argument("--vllm-python", help="the Python of an environment with vLLM")
 
 
-def load(options: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """The model, its tokenizer and its look-ahead embeddings."""
+def load(options: argparse.Namespace) -> tuple[Any, Any, Any, Drafts]:
+    """The model, its tokenizer, its look-ahead embeddings, and what drafts for it."""
     import pass_ext
     from pass_ext.checkpoint import load_checkpoint
 
@@ -247,7 +345,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     name = options.lookahead
     embedding = pass_ext.LookaheadEmbedding
     lookahead = embedding.load(name) if Path(name).is_file() else embedding.from_pretrained(name)
-    return model, tokenizer, lookahead
+    return model, tokenizer, lookahead, load_drafts(options, model, tokenizer)
 
 
 def describe_model(options: argparse.Namespace, model: Any, lookahead: Any) -> Row:
@@ -273,7 +371,7 @@ def main(arguments: list[str] | None = None) -> None:
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
     with progress, tempfile.TemporaryDirectory() as step_times_folder:
         task = progress.add_task("loading the model", total=options.seconds)
-        model, tokenizer, lookahead = load(options)
+        model, tokenizer, lookahead, drafts = load(options)
         began = time.monotonic()
         # Step times that rows="auto" goes by are measured now, not read from an earlier day.
         os.environ["PASS_EXT_CACHE"] = step_times_folder
@@ -281,7 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
         def told(what: str) -> None:
             progress.update(task, description=what, completed=min(time.monotonic() - began, options.seconds))
 
-        run = Run(options, model, tokenizer, lookahead, told)
+        run = Run(options, model, tokenizer, lookahead, drafts, told)
         measured = measure(run)
     import transformers
 
@@ -303,7 +401,13 @@ def main(arguments: list[str] | None = None) -> None:
         "part_seconds": run.taken,
         "left_out": [f"further prompts of {part}" for part in run.left_out],
         **measured,
-        "aims": [vars(aim) for aim in judge(measured["rows"], measured["agreement"], options.device)],
+        "aims": [
+            vars(aim)
+            for aim in [
+                *judge(measured["rows"], measured["agreement"], options.device),
+                *judge_drafts(measured["drafts"]),
+            ]
+        ],
     }
     decoding_report.show(result, console)
     path = result_path(NAME, options)

@@ -54,6 +54,8 @@ class Outcome:
     histogram: list[int] = field(default_factory=list)
     """Steps that accepted 0, 1, 2, … drafts; of ours only."""
     drafted: int = 0
+    draft_calls: int = 0
+    """Calls of a draft model, a level each; what they read of the prompt not counted."""
 
 
 Writer = Callable[[Sequence[int], Setting, int, int], Outcome]
@@ -67,7 +69,9 @@ class Contender:
     write: Writer
 
 
-def method_contender(name: str, model: Any, method: Any, *, keep: bool | None = None) -> Contender:
+def method_contender(
+    name: str, model: Any, method: Any, *, rule: str = "coupled", keep: bool | None = None
+) -> Contender:
     """One of pass_ext's methods. `keep`: one session for all texts, with CUDA graphs; as said above."""
     import pass_ext
 
@@ -78,7 +82,9 @@ def method_contender(name: str, model: Any, method: Any, *, keep: bool | None = 
         """Made by a text as long as the longest, so that there is room for all."""
         if keep and not sessions:
             long = torch.arange(CACHE_LENGTH - 4, device=model.device)[None] % 50
-            made = pass_ext.generate(model, long, method, max_new_tokens=4, keep_cache=True, cuda_graphs=True)
+            made = pass_ext.generate(
+                model, long, method, max_new_tokens=4, rule=rule, keep_cache=True, cuda_graphs=True
+            )
             sessions.append(made.session)
         return {"session": sessions[0], "cuda_graphs": True} if keep else {}
 
@@ -90,7 +96,7 @@ def method_contender(name: str, model: Any, method: Any, *, keep: bool | None = 
         with _without_gradients(model):
             law |= kept()
             started = _now(model)
-            result = pass_ext.generate(model, given, method, max_new_tokens=most, seeds=seed, **law)
+            result = pass_ext.generate(model, given, method, max_new_tokens=most, seeds=seed, rule=rule, **law)
             seconds = _now(model) - started
         new = result.sequences[0, len(ids) :].tolist()
         return Outcome(

@@ -100,6 +100,7 @@ def one_round(
                 "seconds": round(outcome.seconds, 5),
                 "differs_at": first_difference(text, outcome.tokens),
                 "drafted": outcome.drafted,
+                "draft_calls": outcome.draft_calls,
                 "histogram": outcome.histogram,
             }
         )

@@ -7,7 +7,6 @@ and bench_decoding.py.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from rich.text import Text
 
 from benchmarks import picture, report
 from benchmarks.decoding_contenders import HF, JOINED, NGRAM, ONE_PASS, PLAIN, TWO_PASS
+from benchmarks.decoding_drafts_report import draft_sections
+from benchmarks.decoding_tables import Section, number, optional, speed_up
 
 NAME = "bench_decoding"
 PAGE = Path("docs/decoding-speed.md")
@@ -34,21 +35,12 @@ percentile over prompts drawn with replacement. *tokens per call*: new tokens ÷
 """
 
 
-@dataclass(frozen=True)
-class Section:
-    """A table with what is said above it."""
-
-    title: str
-    words: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 def sections(result: dict[str, Any]) -> list[Section]:
     """Everything of a result but its aims."""
     found = [_race(result, setting, looping) for setting, looping in _sets(result)]
     if result.get("beside"):
         found.append(_beside(result["beside"]))
+    found += draft_sections(result)
     found += [_sweep(result["sweep"]), _profile(result["profile"]), _steps(result["steps"])]
     found += [_agreement(result["agreement"]), _prompts(result["prompts"])]
     return [section for section in found if section.rows]
@@ -72,10 +64,10 @@ def _race(result: dict[str, Any], setting: str, looping: bool) -> Section:
         table.append(
             [
                 name,
-                _number(row["tokens_per_second"]),
+                number(row["tokens_per_second"]),
                 f"{row['tokens_per_call']:.2f}",
-                _optional(row["mean_acceptance_length"]),
-                f"**{row['speed_up']:.2f}** ({row['speed_up_p10']:.2f}–{row['speed_up_p90']:.2f})",
+                optional(row["mean_acceptance_length"]),
+                speed_up(row),
                 *(f"{cells[name, d]['speed_up']:.2f}" if (name, d) in cells else "–" for d in others),
                 f"{row['slowest_prompt']:.2f}",
                 f"{row['equal_texts']} of {row['prompts']}",
@@ -113,12 +105,12 @@ def _sweep(rows: Sequence[Row]) -> Section:
         [
             row["contender"],
             str(row.get("planned_rows", 1)),
-            _optional(row.get("planned_tokens_per_call")),
+            optional(row.get("planned_tokens_per_call")),
             f"{row['tokens_per_call']:.2f}",
-            _optional(row["mean_acceptance_length"]),
+            optional(row["mean_acceptance_length"]),
             f"{row['ms_per_token']:.1f}",
-            _optional(row.get("planned_speed_up")),
-            f"**{row['speed_up']:.2f}** ({row['speed_up_p10']:.2f}–{row['speed_up_p90']:.2f})",
+            optional(row.get("planned_speed_up")),
+            speed_up(row),
         ]
         for row in rows
     ]
@@ -253,14 +245,6 @@ def _provenance(result: dict[str, Any]) -> str:
 
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _optional(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 # ---- the picture ----

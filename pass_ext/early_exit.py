@@ -257,5 +257,5 @@ class EarlyExitDraft:
         return None if self.adapter is None else self.adapter.hit_rates
 
     def __repr__(self) -> str:
-        helped = "" if self.adapter is None else f", {self.adapter.extra_repr()}"
+        helped = "" if self.adapter is None else f", adapter={self.adapter}"
         return f"EarlyExitDraft({type(self.model).__name__}, layers={self.layers}{helped})"

@@ -1,6 +1,7 @@
 """bench_decoding: loops are found, prompts are held out, the race is fair, sums are right, and page and picture say what the
 result says. On constructed cases and a tiny random model; speed itself is not tested."""
 
+import copy
 import json
 import os
 import re
@@ -276,6 +277,80 @@ def test_one_different_text_or_none_at_all_is_not_equality():
     assert [aim.met for aim in judge([], [], "cpu")] == [None] * 5
 
 
+# ---- sums with a draft model ----
+
+
+def test_acceptance_rate_and_tokens_per_step():
+    from benchmarks.decoding_drafts import acceptance_rate, tokens_per_step
+
+    histogram = [4, 2, 0, 2]  # 8 steps, 8 accepted, 3 levels
+    runs = [made_run("A", "a", 1.0, tokens=17, calls=9, histogram=histogram)]
+    assert acceptance_rate(runs, False) == 8 / 24 and tokens_per_step(runs, False) == 2
+    assert acceptance_rate(runs, True) == 16 / 24 and tokens_per_step(runs, True) == 17 / 8
+    assert acceptance_rate([made_run("A", "a", 1.0, histogram=[0, 0])], False) is None
+
+
+def made_auto(name, measured, spread=0.01, planned=2.0, levels=(2, 2)):
+    ends = {"tokens_per_step_p10": measured - spread, "tokens_per_step_p90": measured + spread}
+    plan = {"planned_tokens_per_step": planned, "planned_levels": list(levels)}
+    return {"setting": "greedy", "contender": name, "prompts": 3, "tokens_per_step": measured, **ends, **plan}
+
+
+def test_planned_against_measured():
+    from benchmarks.decoding_drafts import judge_drafts
+
+    cases = [
+        ([made_auto("A", 1.85), made_auto("B", 2.15)], True),
+        ([made_auto("A", 1.85), made_auto("B", 2.25)], False),
+        ([made_auto("A", 1.75)], False),
+        ([made_auto("A", 1.75, spread=0.1)], True),
+        ([made_auto("A", 1.0, planned=1.0, levels=())], None),
+        ([made_auto("A", 9.0) | {"setting": "temperature 0.8, top-k 10"}], None),
+        ([], None),
+    ]
+    for rows, met in cases:
+        (aim,) = judge_drafts(rows)
+        assert aim.met is met, (rows, aim)
+    assert "A: 1.85 (1.84–1.86), planned 2.00" in judge_drafts(cases[0][0])[0].measured
+
+
+def made_draft_row(kind, rule="greedy", setting="greedy", rate=0.3, speed=1.5, **others):
+    name = kind if rule == "greedy" else f"{kind} ({rule})"
+    ends = {"speed_up": speed, "speed_up_p10": speed, "speed_up_p90": speed}
+    counts = {"prompts": 2, "equal_texts": 2, "comparable_texts": True, "tokens_per_second": 40.0}
+    per_step = {"tokens_per_step": 2.0, "draft_calls_per_step": 3.0, "mean_acceptance_length": 2.0}
+    law = {"exactness": "approximate" if rule == "longest_branch" else "exact", "acceptance_rate": rate}
+    return dict(setting=setting, contender=name, kind=kind, rule=rule, **ends, **counts, **per_step, **law) | others
+
+
+def test_beside_what_was_published():
+    from benchmarks import decoding_report
+
+    first = "MCSD + target-initialised"
+    rows = [
+        made_draft_row("Plain", rate=None, speed=1.0, draft_calls_per_step=0.0, mean_acceptance_length=None),
+        made_draft_row("Speculative, chain of 4", speed=1.25),
+        made_draft_row("Speculative, auto", speed=9.0),
+        made_draft_row("MCSD", rate=0.4, speed=1.2),
+        made_draft_row("MCSD + slice", rate=0.3, speed=1.5),
+        made_draft_row("MCSD + PaSS", rate=0.9, speed=9.0),
+        made_draft_row(first, "longest_branch", rate=0.8, speed=1.1),
+        made_draft_row(f"{first} + slice", "longest_branch", rate=0.6, speed=1.8),
+    ]
+    draft = {"names": {"draft model": "exit:small"}, "missing": {"decision model": "nowhere"}, "hit_rates": "its own"}
+    result = made_result() | {"drafts": rows, "draft": draft}
+    found = {section.title: section for section in decoding_report.sections(result)}
+    beside = {row[0]: row[1:] for row in found["Beside published gains"].rows}
+    assert beside["speculative sampling over Plain: speed"][1] == "1.25 × (Speculative, chain of 4)"
+    assert beside["improved over plain MCSD: acceptance rate"][1] == f"+100 % ({first} (longest_branch))"
+    assert beside["improved over plain MCSD: speed"][1] == f"+50 % ({first} + slice (longest_branch))"
+    assert beside["the same steps with exact rules: acceptance rate"][1] == "-25 % (MCSD + slice)"
+    assert beside["the same steps with exact rules: speed"][1] == "+25 % (MCSD + slice)"
+    assert "Without decision model: nowhere." in found["With a draft model: greedy"].words
+    older = made_result()
+    assert not any("draft" in section.title for section in decoding_report.sections(older)), "results without the part"
+
+
 # ---- the whole, on a tiny model ----
 
 
@@ -292,12 +367,27 @@ def model():
     return transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
+@pytest.fixture(scope="module")
+def draft(model):
+    """Of some use: the model, disturbed."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in other.parameters():
+        parameter.add_(0.03 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
 @pytest.fixture
-def quick_times(monkeypatch):
-    from pass_ext.decoding import pass_plan
+def quick_times(monkeypatch, draft):
+    from pass_ext.decoding import model_plan, pass_plan
     from pass_ext.decoding.step_times import StepTimes
 
-    monkeypatch.setattr(pass_plan, "measured_times", lambda model, graphs: StepTimes((1, 64), (1.0, 1.2)))
+    def times(adapted, graphs):
+        share = 0.1 if adapted.model is draft else 1.0
+        return StepTimes((1, 64), (share, 1.2 * share))
+
+    for module in (pass_plan, model_plan):
+        monkeypatch.setattr(module, "measured_times", times)
 
 
 class Letters(Words):
@@ -305,16 +395,19 @@ class Letters(Words):
         return SimpleNamespace(input_ids=[ord(letter) % 60 for letter in text[:24]])
 
 
-def test_the_whole_run_on_a_tiny_model(model, quick_times, tmp_path):
+def test_the_whole_run_on_a_tiny_model(model, draft, quick_times, tmp_path):
     import pass_ext
     from benchmarks import bench_decoding, decoding_report, report
+    from benchmarks.decoding_drafts import Drafts, judge_drafts
     from benchmarks.decoding_summary import judge
+    from pass_ext.decision import DecisionModel
 
     arguments = ["--quick", "--dtype", "float32", "--prompts", "1", "--tokens", "16", "--assistant-layers", "1"]
     options = bench_decoding.parse("", arguments, bench_decoding.add_options)
     options.seconds = 600.0
     lookahead = pass_ext.LookaheadEmbedding(2, 32, vocabulary=64)
-    run = bench_decoding.Run(options, model, Letters(), lookahead, lambda what: None)
+    drafts = Drafts(lambda target: draft, DecisionModel("entropy"), {"draft model": "disturbed"})
+    run = bench_decoding.Run(options, model, Letters(), lookahead, drafts, lambda what: None)
     run.prompts = run.prompts[:6]
     measured = bench_decoding.measure(run)
     greedy = [row for row in measured["runs"] if row["setting"] == "greedy"]
@@ -333,13 +426,80 @@ def test_the_whole_run_on_a_tiny_model(model, quick_times, tmp_path):
     assert [row["rows"] for row in measured["steps"]] == [1, 2, 4, 8, 16, 24, 32, 48, 64]
     for row in measured["profile"]:
         assert row["verify_ms"] > 0 and row["accept_ms"] > 0 and row["rest_ms"] > 0, row
-    aims = judge(measured["rows"], measured["agreement"], "cpu")
-    assert aims[-1].met is True and all(aim.met is not None for aim in aims[:4])
+    assert {row["contender"] for row in measured["agreement"]} >= {"Speculative, chain of 4", "MCSD"}
+    drafted = measured["drafts"]
+    check_drafts(drafted, measured["draft_runs"])
+    aims = [*judge(measured["rows"], measured["agreement"], "cpu"), *judge_drafts(drafted)]
+    assert aims[4].met is True and all(aim.met is not None for aim in aims)
     result = made_result() | measured | {"aims": [vars(aim) for aim in aims]}
     report.save(result, tmp_path / "result.json")
     again = json.loads((tmp_path / "result.json").read_text())
     assert again == json.loads(json.dumps(result))
-    assert "PaSS, one pass" in decoding_report.render_page([(tmp_path / "result.json", again)])
+    page = decoding_report.render_page([(tmp_path / "result.json", again)])
+    assert "PaSS, one pass" in page and "### With a draft model: greedy" in page
+    assert "draft model disturbed; hit rates for auto: of 5 texts of other prompts" in page
+    assert "### Beside published gains" in page and page.count("| MCSD + PaSS") == 2
+
+
+def check_drafts(rows, runs):
+    """What must hold of every run with a draft model."""
+    greedy, sampled = (
+        {row["contender"]: row for row in rows if (row["setting"] == "greedy") is kind} for kind in (True, False)
+    )
+    assert len(greedy) == 13 and len(sampled) == 18 and len(greedy) + len(sampled) == len(rows)
+    for row in rows:
+        if row["comparable_texts"] and row["exactness"] == "exact":
+            assert row["equal_texts"] == row["prompts"], row
+        drafts = row["kind"].startswith(("Speculative", "MCSD")) and row.get("planned_levels") != []
+        assert (row["draft_calls_per_step"] > 0) == drafts and (not drafts or row["draft_ms_per_step"] > 0), row
+        assert row["acceptance_rate"] is None or 0 <= row["acceptance_rate"] <= 1, row
+        if row["rule"] == "longest_branch":
+            assert row["exactness"] == "approximate"
+            assert row["tokens_per_step"] == pytest.approx(row["mean_acceptance_length"], abs=0.2)
+    chain = greedy["Speculative, chain of 4"]
+    assert chain["acceptance_rate"] > 0.1 and 2.5 < chain["draft_calls_per_step"] <= 4
+    assert greedy["MCSD"]["draft_calls_per_step"] <= 3
+    assert greedy["MCSD + target-initialised (longest_branch)"]["draft_calls_per_step"] <= 2
+    assert 1 <= greedy["MCSD + slice"]["draft_calls_per_step"] < 5
+    assert greedy["MCSD, auto"]["planned_tokens_per_step"] > 1 and greedy["MCSD, auto"]["planned_levels"]
+    rules = {row["rule"] for row in sampled.values() if row["kind"].startswith("MCSD")}
+    every = {"rejection", "traversal", "kseq", "rejection_with_replacement", "longest_branch", "coupled"}
+    assert rules == every and all(row["rule"] == "greedy" or row["exactness"] != "exact" for row in greedy.values())
+    assert {run["contender"] for run in runs} == {*greedy, *sampled}
+
+
+def test_without_drafts_the_rest_runs(model):
+    import pass_ext
+    from benchmarks.decoding_contenders import GREEDY, SAMPLED
+    from benchmarks.decoding_drafts import entrants
+
+    lookahead = pass_ext.LookaheadEmbedding(4, 32, vocabulary=64)
+    names = [one.name for one in entrants(GREEDY, lookahead, None, None)]
+    assert names == ["Plain", "PaSS", "PaSS + multi-candidate"]
+    with_draft = [one.name for one in entrants(SAMPLED, lookahead, model, None)]
+    assert len(with_draft) == len(set(with_draft)) == 16 and not any("decision" in name for name in with_draft)
+
+
+def test_drafts_by_name(model, tmp_path):
+    from benchmarks import bench_decoding
+    from benchmarks.decoding_drafts import load_drafts
+    from pass_ext.decision import DecisionModel
+
+    DecisionModel("entropy", threshold=0.3).save(tmp_path / "a-decision-entropy.safetensors")
+    exits = pytest.importorskip("pass_ext.early_exit")
+    given = ["--dtype", "float32", "--draft", "exit:1", "--decision", str(tmp_path / "a-decision-entropy.safetensors")]
+
+    def options(*arguments):
+        return bench_decoding.parse("", arguments, bench_decoding.add_options)
+
+    found = load_drafts(options(*given), model, None)
+    drafting = found.of(model)
+    assert isinstance(drafting, exits.EarlyExitDraft) and drafting.layers == 1 and found.decision.threshold == 0.3
+    assert found.names == {"draft model": "exit:1", "decision model": "a-decision-entropy.safetensors"}
+    usual = load_drafts(options(), model, None)
+    assert usual.of is None and "draft model" in usual.missing, "what is shipped is for another model"
+    with pytest.raises(SystemExit, match="--draft exit:9"):
+        load_drafts(options("--draft", "exit:9"), model, None)
 
 
 def test_sampled_texts_are_plains_own(model, quick_times):

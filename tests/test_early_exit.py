@@ -258,9 +258,10 @@ def test_hidden_states_are_those_of_each_text_alone(tmp_path):
         start += len(text)
     hook.remove()
     save_hidden(found, tmp_path / "h.safetensors", "this run")
-    again = load_hidden(tmp_path / "h.safetensors", "this run")
+    again = load_hidden(tmp_path / "h.safetensors", "this run", [1])
     assert torch.equal(again.behind[1], found.behind[1]) and torch.equal(again.final, found.final)
-    assert load_hidden(tmp_path / "h.safetensors", "another run") is None
+    assert load_hidden(tmp_path / "h.safetensors", "another run", [1]) is None
+    assert load_hidden(tmp_path / "h.safetensors", "this run", [1, 2]) is None
 
 
 def test_the_loss_is_the_divergence_within_the_vocabulary():

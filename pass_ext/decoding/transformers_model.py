@@ -155,7 +155,7 @@ def _attention(
         raise RuntimeError(f"attention implementation {KEY!r} works inside pass_ext.generate only")
     reason = (
         unsupported(module, query.shape[2], dropout, others)
-        if attention_mask is None
+        if attention_mask is None or _is_causal(attention_mask, query.shape[2])
         else f"{type(module).__name__} hands down an attention_mask of its own"
     )
     if reason is not None:
@@ -168,3 +168,14 @@ def _attention(
         window=sliding_window or -1,
     )
     return out[None], None
+
+
+def _is_causal(mask: Any, rows: int) -> bool:
+    """Whether it says no more than that rows see those before them, as what some models of transformers 4 make of no mask."""
+    if not isinstance(mask, Tensor) or mask.shape[-2:] != (rows, rows) or not mask.is_floating_point():
+        return False
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():  # the call before, outside of the graph, was looked at
+        return True
+    hidden = mask < torch.finfo(mask.dtype).min / 2
+    above = torch.ones(rows, rows, dtype=torch.bool, device=mask.device).triu(1)
+    return bool((hidden == above).all() & (mask.masked_fill(above, 0) == 0).all())

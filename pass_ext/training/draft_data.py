@@ -99,8 +99,8 @@ def save_hidden(hidden: Hidden, path: Path, identity: str) -> None:
     fresh.replace(path)
 
 
-def load_hidden(path: Path, identity: str) -> Hidden | None:
-    """What ``save_hidden`` wrote for the same run, else None."""
+def load_hidden(path: Path, identity: str, layers: Sequence[int]) -> Hidden | None:
+    """What ``save_hidden`` wrote for the same run, if the rows behind all of ``layers`` are among it; else None."""
     from safetensors import safe_open
 
     if not path.exists():
@@ -108,6 +108,8 @@ def load_hidden(path: Path, identity: str) -> Hidden | None:
     with safe_open(str(path), framework="pt") as file:
         if (file.metadata() or {}).get("identity") != identity:
             return None
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    behind = {int(name.split()[1]): rows for name, rows in tensors.items() if name.startswith("behind ")}
-    return Hidden(tensors["tokens"], dict(sorted(behind.items())), tensors["final"])
+        names = {count: f"behind {count}" for count in layers}
+        if not set(names.values()) <= set(file.keys()):
+            return None
+        behind = {count: file.get_tensor(name) for count, name in names.items()}
+        return Hidden(file.get_tensor("tokens"), behind, file.get_tensor("final"))

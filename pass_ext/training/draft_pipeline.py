@@ -65,7 +65,6 @@ def train_draft(
             "data": data,
             "length": options.length,
             "seed": options.seed,
-            "layers": layers,
         }
     )
     hidden = _hidden(model, training, layers, out / "hidden.safetensors", identity, console)
@@ -114,7 +113,7 @@ def _hidden(
     model: Any, texts: Sequence[Sequence[int]], layers: Sequence[int], path: Path, identity: str, console: Any
 ) -> Hidden:
     """From the file if it is this run's, else computed and kept there."""
-    found = load_hidden(path, identity)
+    found = load_hidden(path, identity, layers)
     if found is not None:
         console.print(f"hidden states of {len(found.tokens):,} tokens are in {path}")
         return found
