@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pass_ext.decoding.generation import Generation, generate
     from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.sampling import SamplingParams
-    from pass_ext.early_exit import EarlyExitDraft
+    from pass_ext.early_exit import EarlyExitDraft, ExitAdapter
     from pass_ext.integrations.transformers_generate import custom_generate
 
 try:
@@ -38,6 +38,7 @@ __all__ = [
     "DecisionModel",
     "DraftLevel",
     "EarlyExitDraft",
+    "ExitAdapter",
     "Generation",
     "LookaheadEmbedding",
     "MultiCandidate",
@@ -73,6 +74,7 @@ _LATER = {
     "DecisionModel": "decision",
     "DraftLevel": "decision",
     "EarlyExitDraft": "early_exit",
+    "ExitAdapter": "early_exit",
     "Generation": "decoding.generation",
     "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",

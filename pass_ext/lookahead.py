@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +152,19 @@ class LookaheadEmbedding(nn.Module):
         cls, name: str | os.PathLike[str], *, table: Tensor | None = None, base_model: str = ""
     ) -> LookaheadEmbedding:
         """Parameters that come with the package, by name ("smollm2-135m-instruct"), or those of a file, by path."""
-        shipped = {file.stem: file for file in sorted(_SHIPPED.glob("*.safetensors"))}
+        shipped = cls.shipped()
         path = shipped.get(os.fspath(name), Path(name))
         if not path.is_file():
             raise ValueError(
                 f"{os.fspath(name)!r} is neither a file nor one of the shipped names: {', '.join(shipped)}"
             )
         return cls.load(path, table=table, base_model=base_model)
+
+    @staticmethod
+    def shipped() -> dict[str, Path]:
+        """Name -> file of those that come with the package; drafts and decisions lie beside them."""
+        files = sorted(_SHIPPED.glob("*.safetensors"))
+        return {file.stem: file for file in files if not re.search(r"-exit$|-decision-", file.stem)}
 
     def first(self, count: int) -> LookaheadEmbedding:
         """The first ``count`` slots alone, with all that belongs to them."""

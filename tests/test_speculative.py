@@ -202,9 +202,8 @@ def test_the_longest_branch_is_another_law(temperature):
     assert chi_square > freedom + 6 * (2 * freedom) ** 0.5 and 0.02 < distance < 0.9, (chi_square, freedom, distance)
 
 
-def test_one_branch_of_the_longest_branch_is_exact():
-    """With one candidate there is nothing to choose: the first token is the model's draw, the rest is rejection sampling
-    without the token that it adds."""
+def test_one_root_alone_is_exact():
+    """Rule "longest_branch" with one root and no drafts: plain sampling, one token a call."""
     vocabulary, prompt, requests = 5, [3, 1, 4, 1], 2000
     model, draft = small_pair(vocabulary)
     ids = torch.tensor(prompt).expand(requests, -1)

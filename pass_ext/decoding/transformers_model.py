@@ -174,7 +174,9 @@ def _is_causal(mask: Any, rows: int) -> bool:
     """Whether it says no more than that rows see those before them, as what some models of transformers 4 make of no mask."""
     if not isinstance(mask, Tensor) or mask.shape[-2:] != (rows, rows) or not mask.is_floating_point():
         return False
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():  # the call before, outside of the graph, was looked at
+    if (
+        mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):  # the call before, outside of the graph, was looked at
         return True
     hidden = mask < torch.finfo(mask.dtype).min / 2
     above = torch.ones(rows, rows, dtype=torch.bool, device=mask.device).triu(1)

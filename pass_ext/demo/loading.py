@@ -51,9 +51,8 @@ def load_model(path: str) -> tuple[Any, Any]:
 def load_lookahead(wanted: str | None, model_path: str, table: Tensor) -> pass_ext.LookaheadEmbedding | None:
     """Those asked for, else the shipped ones whose name the model's begins with, else None."""
     if wanted is None:
-        shipped = sorted((Path(pass_ext.__file__).parent / "pretrained").glob("*.safetensors"))
         name = Path(model_path).name.lower()
-        wanted = next((file.stem for file in shipped if name.startswith(file.stem)), None)
+        wanted = next((known for known in pass_ext.LookaheadEmbedding.shipped() if name.startswith(known)), None)
         if wanted is None:
             return None
     try:

@@ -40,8 +40,8 @@ class CustomGenerate:
     its law, but draw by ``seeds``: fresh ones without, which ``torch.manual_seed`` makes repeatable.
 
     Args:
-        method: ``Plain()``, ``NGram(...)`` or ``PaSS(...)``.
-        rule: how drafts are judged, one of ``pass_ext.RULES``.
+        method: as ``pass_ext.generate`` takes it.
+        rule: how drafts are judged, as there.
         seeds: one for all prompts, where the k-th of ``num_return_sequences`` gets ``seeds + k``; or one for each row.
             ``model.generate(..., seeds=...)`` overrides it.
         generator: where fresh seeds come from.
