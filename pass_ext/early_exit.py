@@ -48,6 +48,12 @@ def exit_parts(model: Any) -> ExitParts:
     ]
     if missing:
         raise ValueError(f"{name} has not: {', '.join(missing)}; {known}")
+    patched = [part for part in (model, decoder, *layers) if "forward" in vars(part)]  # type: ignore[misc]
+    if patched:
+        raise ValueError(
+            f"{type(patched[0]).__name__}.forward of this {name} was replaced (by device_map or a patching library), and early "
+            "exit cannot run a part of what replaced it"
+        )
     config = model.config.get_text_config(decoder=True)
     for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, option, None) not in (None, 0, 1):

@@ -11,6 +11,7 @@ from small_models import ARCHITECTURES, VOCABULARY, ragged_prompts, small_model
 
 import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
+from pass_ext.decoding.early_flag import EarlyFlag
 from pass_ext.decoding.model_drafter import ModelDrafter
 
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
@@ -304,7 +305,7 @@ def test_one_call_per_level_for_all_requests(llama, near, monkeypatch):
         got = generate(llama, ids, MultiCandidate(near, (2, 2, 1)), attention_mask=mask, **LIMITS)
     finally:
         watch.remove()
-    assert len(calls) <= 3 * (got.stats.model_calls - 1)
+    assert len(calls) <= 3 * (got.stats.model_calls - 1) + 1, "and one for the prompts"
 
 
 def test_no_more_levels_than_tokens_are_wanted(llama, near):
@@ -381,6 +382,108 @@ def test_a_decision_of_the_wrong_shape_is_told(llama, near):
     ids, _ = ragged_prompts(1)
     with pytest.raises(ValueError, match=r"one score for each of the 1 rows, got \[5\]"):
         generate(llama, ids, MultiCandidate(near, decision=lambda level: torch.zeros(5)), **LIMITS)
+    with pytest.raises(ValueError, match="got list"):
+        generate(llama, ids, MultiCandidate(near, decision=lambda level: [1.0]), **LIMITS)
+
+
+def test_who_stops_is_not_read_again(llama, near):
+    """After the prompts, a level's call has the rows of those that go on, and nobody's text is read twice."""
+    ids, mask = ragged_prompts(3, longest=20)
+    rows = []
+    watch = near.register_forward_pre_hook(
+        lambda _module, _arguments, options: rows.append(options["inputs_embeds"].shape[1]), with_kwargs=True
+    )
+    stops = MultiCandidate(near, (2, 1, 1, 1), decision=lambda level: level.requests == 0)
+    try:
+        generate(llama, ids, stops, attention_mask=mask, **LIMITS)
+    finally:
+        watch.remove()
+    assert sum(rows[:2]) >= mask.sum() - 3 * 9, "the prompts"
+    # A step: the roots with what is above them, 3 + 2, 5 + 2, 7 + 2 rows of request 0 at most; nothing of the others.
+    assert max(rows[2:]) <= 3 * 9 and min(rows[2:]) >= 1
+    steps = [start for start, count in enumerate(rows) if count in (3, 4, 5, 6)]
+    assert len(steps) > 5
+
+
+@pytest.mark.parametrize("positions", [20, 34])
+def test_a_draft_of_fewer_positions_stops_drafting(positions):
+    target = small_model("opt")
+    draft = small_model("opt", max_position_embeddings=positions)
+    ids, mask = ragged_prompts(3, longest=18)
+    want = generate(target, ids, Plain(), attention_mask=mask, **LIMITS)
+    got = generate(target, ids, Speculative(draft, 4), attention_mask=mask, **LIMITS)
+    assert torch.equal(got.sequences, want.sequences) and 0 < got.stats.drafted < 3 * 24 * 4
+
+
+def test_an_early_exit_of_another_model_has_caches_of_its_own(llama, near):
+    ids, mask = ragged_prompts(4)
+    want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS).sequences
+    for other in (near, small_model("llama", hidden_size=32), small_model("llama", num_hidden_layers=5)):
+        draft = EarlyExitDraft(other, layers=len(other.model.layers))
+        got = generate(llama, ids, Speculative(draft, 3), attention_mask=mask, **LIMITS)
+        assert torch.equal(got.sequences, want)
+        if other is near:
+            assert got.stats.mean_acceptance_length > 2
+
+
+def test_every_rule_is_greedy_at_temperature_0(llama, near):
+    ids, mask = ragged_prompts(3)
+    want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS).sequences
+    for rule in pass_ext.RULES:
+        for method in (MultiCandidate(near, (3, 2)), Speculative(near, 3, ngram=NGram(shortest=1, branches=2))):
+            assert torch.equal(generate(llama, ids, method, attention_mask=mask, rule=rule, **LIMITS).sequences, want)
+
+
+def test_plans_that_come_out_plain(llama, near):
+    ids, _ = ragged_prompts(1)
+    never = MultiCandidate(near, "auto", hit_rates=[[0.0, 0.0]])
+    assert generate(llama, ids, never, **LIMITS).stats.drafted == 0
+    assert generate(llama, ids, never, rule="longest_branch", **LIMITS).lengths == (24,)
+    generate(
+        llama, ids, MultiCandidate(near, "auto", hit_rates=[[0.9, 0.05]] * 4), rule="block", temperature=1.0, **LIMITS
+    )
+
+
+def test_drafting_never_waits_for_the_gpu(cuda, llama, near):
+    """But once, when it reads what was drafted."""
+    ids, mask = (x.cuda() for x in ragged_prompts(4, longest=12))
+    target, draft = copy.deepcopy(llama).cuda(), copy.deepcopy(near).cuda()
+    methods = [MultiCandidate(draft, (3, 2, 1), decision=confident), Speculative(draft, 4)]
+    options = dict(attention_mask=mask, temperature=0.8, seeds=[1, 2, 3, 4], rule="rejection", **LIMITS)
+    true, read = ModelDrafter.draft, EarlyFlag.read
+
+    def watched(self, *given):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return true(self, *given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def awaited(self, tokens):
+        torch.cuda.set_sync_debug_mode("default")
+        return read(self, tokens)
+
+    for method in methods:
+        generate(target, ids, method, **options)  # trees are packed for the first time, kernels loaded
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ModelDrafter, "draft", watched)
+            patch.setattr(EarlyFlag, "read", awaited)
+            patch.setattr(ModelDrafter, "_pack", packed_before(ModelDrafter._pack))
+            generate(target, ids, method, **options)
+
+
+def packed_before(pack):
+    """A new shape is packed with a copy that waits; kept ones are not."""
+
+    def quiet(self, trees):
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return pack(self, trees)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    return quiet
 
 
 # ---- refusals ----
@@ -404,7 +507,7 @@ def test_refusals(llama, near):
     refused(Plain(), "candidates of a draft model alone", rule="longest_branch")
     refused(Speculative(near), "use MultiCandidate", rule="longest_branch")
     refused(MultiCandidate(near), "takes no logits_processor", rule="longest_branch", logits_processor=lambda i, x: x)
-    refused(Speculative("near"), "model must be a transformers decoder-only model")
+    refused(Speculative("near"), "Speculative: draft_model: model must be a transformers decoder-only model")
     other = small_model("llama", vocab_size=VOCABULARY + 2000)
     refused(Speculative(other), "vocabulary has 2097 tokens, the target's 97: more than padding")
 
@@ -415,6 +518,7 @@ def test_refusals(llama, near):
         (lambda d: Speculative(d, 0), 'length must be "auto" or 1 to 32, got 0'),
         (lambda d: Speculative(d, True), "got True"),
         (lambda d: MultiCandidate(d, "deep"), "branching must be numbers"),
+        (lambda d: MultiCandidate(d, 4), 'branching must be numbers, a Tree or "auto", got 4'),
         (lambda d: MultiCandidate(d, ()), "1 to 32 levels, got 0"),
         (lambda d: MultiCandidate(d, (4, 4, 4, 4)), "at most 256 rows, got 341"),
         (lambda d: MultiCandidate(d, Tree([-1, 0, 1, 0])), "numbered level by level"),
@@ -441,7 +545,11 @@ class Words:
 def test_other_tokenizers_are_refused(near):
     own = Words(["a", "b", "c"])
     Speculative(near, tokenizers=(own, Words(["a", "b", "c", "padding"])))
-    with pytest.raises(ValueError, match=r"token 'b' is 1 for the target and 2 for the draft \(2 tokens differ\)"):
+    with pytest.raises(
+        ValueError, match=r"1 is token 'b' for the target and 'c' for the draft \(2 of 3 tokens differ\)"
+    ):
         Speculative(near, tokenizers=(own, Words(["a", "c", "b"])))
+    with pytest.raises(ValueError, match="3 of 3 tokens differ"):
+        Speculative(near, tokenizers=(own, Words(["x", "y", "z"])))
     with pytest.raises(ValueError, match="it has no token"):
         MultiCandidate(near, tokenizers=(Words(map(str, range(3000))), Words(map(str, range(1000)))))

@@ -28,20 +28,19 @@ def check_pair(target: Adapted, draft: Adapted) -> None:
 
 
 def check_tokenizers(target: Any, draft: Any) -> None:
-    """Refuses tokenizers that number any token differently."""
-    own, other = target.get_vocab(), draft.get_vocab()
-    wrong = sorted((number, token) for token, number in own.items() if other.get(token, number) != number)
-    missing = sorted((number, token) for token, number in own.items() if token not in other)
+    """Refuses tokenizers that disagree about any number or any token; one may have more of them at its end."""
+    own, other = ({number: token for token, number in one.get_vocab().items()} for one in (target, draft))
+    wrong = sorted(number for number in own.keys() & other.keys() if own[number] != other[number])
     if wrong:
-        number, token = wrong[0]
+        number = wrong[0]
         raise ValueError(
-            f"the draft model's tokenizer is another one: token {token!r} is {number} for the target and {other[token]} "
-            f"for the draft ({len(wrong)} tokens differ)"
+            f"the draft model's tokenizer is another one: {number} is token {own[number]!r} for the target and "
+            f"{other[number]!r} for the draft ({len(wrong)} of {len(own)} tokens differ)"
         )
+    missing = sorted(own.keys() - other.keys())
     if len(missing) > MOST_PADDING:
-        number, token = missing[0]
         raise ValueError(
-            f"the draft model's tokenizer is another one: it has no token {token!r} ({number} for the target; "
+            f"the draft model's tokenizer is another one: it has no token {missing[0]} ({own[missing[0]]!r} for the target; "
             f"{len(missing)} are missing)"
         )
 

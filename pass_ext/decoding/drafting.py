@@ -1,8 +1,8 @@
 """``Drafting``: the trees of each step. Which look-ahead groups it carries, which candidates, and when to go without.
 
 A step of PaSS is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one
-group). A draft model's candidates and n-grams join either. While drafts gain less than their rows cost, steps are plain for a
-while. Called by ``generation``.
+group). A draft model's candidates and n-grams join either. While look-ahead gains less than its rows cost, steps are plain for
+a while. Called by ``generation``.
 """
 
 from __future__ import annotations

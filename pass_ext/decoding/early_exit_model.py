@@ -23,12 +23,13 @@ class EarlyExitModel(TransformersModel):
     """See the module.
 
     Attributes:
-        shares_layers: k; ``attend`` is called for layers 0 to k - 1, whose keys and values of a text are the target's.
+        shares_layers: k; ``attend`` is called for layers 0 to k - 1, whose keys and values of a text are those of the
+            ``shared_model``.
         vocabulary: ``[S]`` int64, the tokens that the head is computed for; all others have logits of -inf. None: all.
     """
 
     def __init__(self, draft: EarlyExitDraft) -> None:
-        self.shares_layers = draft.layers
+        self.shares_layers, self.shared_model = draft.layers, draft.model
         self.vocabulary: Tensor | None = None
         head = exit_parts(draft.model).head
         cut = first_layers(draft.model, draft.layers)

@@ -308,13 +308,18 @@ class _Run:
                 packed.parents,
                 packed.cu_nodes,
                 max(step.candidates.max_depth for step in steps if step),
-                rule="rejection" if law is None and self._rule in _NEED_A_LAW else self._rule,
+                rule=self._rule_for(law),
                 draft_logits=law,
                 draft_rows=None if law is None else self._on_device(law_rows),
                 positions=self._on_device([len(text) for text in self.texts]),
                 **self._sampling.law(),
             )
         return result
+
+    def _rule_for(self, law: Tensor | None) -> str:
+        if self._sampling.temperature is None:  # all are greedy then, and this one takes any tree
+            return "coupled"
+        return "rejection" if law is None and self._rule in _NEED_A_LAW else self._rule
 
     def _take(self, steps: Sequence[Step | None], result: AcceptResult) -> tuple[list[int], list[int]]:
         """Reads the result, extends the texts, ends those that end -> tokens still wanted, and each last accepted node."""

@@ -29,6 +29,8 @@ class Level(NamedTuple):
     """``[P]`` node numbers."""
     children: Tensor
     """``[P, K]`` node numbers, by rank; where a parent has fewer: the number of nodes, a column that is cut off."""
+    numbers: tuple[int, ...]
+    """The parents, on the host."""
 
 
 def levels_of(tree: Tree, device: torch.device) -> list[Level]:
@@ -38,7 +40,8 @@ def levels_of(tree: Tree, device: torch.device) -> list[Level]:
         parents = [v for v in range(tree.num_nodes) if tree.depths[v] == depth and tree.children(v)]
         width = max(len(tree.children(v)) for v in parents)
         children = [[*tree.children(v), *[tree.num_nodes] * (width - len(tree.children(v)))] for v in parents]
-        levels.append(Level(torch.tensor(parents, device=device), torch.tensor(children, device=device)))
+        level = torch.tensor(parents, device=device), torch.tensor(children, device=device)
+        levels.append(Level(*level, tuple(parents)))
     return levels
 
 

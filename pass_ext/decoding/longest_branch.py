@@ -56,16 +56,18 @@ def longest_branch(
         positions: of each request's next token.
     """
     branches: list[tuple[int, list[int]]] = []  # request, its nodes in the tree
+    places: list[int] = []  # among the request's branches
     rows: list[int] = []
     first = 0
     for b, tree in enumerate(trees):
         if tree is None:
             continue
-        for top in tree.children(0):
+        for place, top in enumerate(tree.children(0)):
             nodes = [top]
             for node in nodes:
                 nodes += tree.children(node)
             branches.append((b, nodes))
+            places.append(place)
             rows += (first + node for node in nodes)
         first += len(tree)
     shapes = [_below(trees[b], nodes) for b, nodes in branches]
@@ -73,11 +75,7 @@ def longest_branch(
     owner = torch.tensor([b for b, _ in branches], device=logits.device)
     params: dict[str, Any] = {name: None if v is None else v[owner] for name, v in sampling.law().items()}
     if params["seeds"] is not None:
-        number = torch.tensor(
-            [i - min(j for j, (other, _) in enumerate(branches) if other == b) for i, (b, _) in enumerate(branches)],
-            device=logits.device,
-        )
-        params["seeds"] = params["seeds"] + (number + 1) * _SEED_STEP
+        params["seeds"] = params["seeds"] + (torch.tensor(places, device=logits.device) + 1) * _SEED_STEP
     judged = accept_tree(
         logits[torch.tensor(rows, device=logits.device)],
         torch.tensor([tokens[b][node] for b, nodes in branches for node in nodes], device=logits.device),

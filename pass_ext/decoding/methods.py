@@ -160,6 +160,8 @@ class MultiCandidate:
     def __post_init__(self) -> None:
         if isinstance(self.branching, str) and self.branching != "auto":
             raise ValueError(f'MultiCandidate: branching must be numbers, a Tree or "auto", got {self.branching!r}')
+        if not isinstance(self.branching, (str, Sequence, Tree)):
+            raise TypeError(f'MultiCandidate: branching must be numbers, a Tree or "auto", got {self.branching!r}')
         tree = self.tree
         if tree is not None:
             if not 1 <= tree.max_depth <= MOST_DRAFT_LEVELS:

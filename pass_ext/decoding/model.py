@@ -6,6 +6,7 @@ once per layer where rows meet each other. Called by ``session``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -49,6 +50,11 @@ class Adapted:
 
     name = ""
     generation_config: Any = None
+    shared_model: Any = None
+    """The model whose first ``shares_layers`` layers these are, so that keys and values of a text are the same."""
+    shares_layers: int = 0
+    most_positions: int = sys.maxsize
+    """Of a text, that the model knows."""
     rope_limit: int | None = None
     """The longest text that rotary frequencies stay the same for; None: any."""
 

@@ -28,9 +28,11 @@ from pass_ext.decoding.levels import draw_children, drawing_mode, levels_of
 from pass_ext.decoding.model import Adapted
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session import Session
+from pass_ext.decoding.uploads import uploaded
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
-_MOST_READ = 256  # tokens of a text that are read above the root; more are read in calls of their own
+_MOST_ABOVE = 8  # tokens of a text that every level reads above the root; more are read once, in calls of their own
+_MOST_READ = 256  # by each of those
 _MOST_PACKED = 256
 Decision = Callable[[DraftLevel], Tensor]
 
@@ -92,6 +94,7 @@ class ModelDrafter:
         self._decision = _on(decision, self._device)
         self._mode = drawing_mode(sampling, rule)
         self._levels = levels_of(tree, self._device)
+        self._slices = [tree.slice(levels) for levels in range(tree.max_depth + 1)]
         self._needs_hidden = bool(getattr(decision, "needs_hidden", False))
         self._threshold = float(getattr(decision, "threshold", 0.5))
         self._graphs = graphs and not self._needs_hidden
@@ -105,9 +108,9 @@ class ModelDrafter:
 
     def begin(self, target: Session, room: int) -> None:
         """Finds room for the texts beside the target's."""
-        self._shares = getattr(self._draft, "shares_layers", 0)
+        self._shares = getattr(self._draft, "shared_model", None) is target.model.model
         if self._shares:
-            self._session = target.first_layers(self._draft, self._shares)
+            self._session = target.first_layers(self._draft, self._draft.shares_layers)
         else:
             self._session = Session(self._draft, target.requests, room + self.tree.max_depth, graphs=self._graphs)
 
@@ -119,11 +122,14 @@ class ModelDrafter:
         self.law = None
         kept: list[Tensor] = []
         self._keep()
-        depths = [min(most, self.tree.max_depth) for most in levels]
+        depths = [
+            max(0, min(most, self.tree.max_depth, self._draft.most_positions - len(text)))
+            for most, text in zip(levels, self._texts, strict=True)
+        ]
         nodes = self.tree.num_nodes
         tokens = torch.full((len(depths), nodes + 1), -1, device=self._device)
         law_rows = [[-1] * nodes for _ in depths]
-        places = torch.tensor([len(text) - 1 for text in self._texts], device=self._device)
+        places = uploaded([len(text) - 1 for text in self._texts], self._device)
         flag = EarlyFlag(len(depths), self.tree.max_depth, self._device)
         begin = 0
         if first is not None:
@@ -137,8 +143,8 @@ class ModelDrafter:
                 break
             self.levels_asked += len(going)
             level = self._levels[depth]
-            logits, hidden = self._call(depths, depth, going, tokens, level.parents.tolist())
-            at = torch.tensor(going, device=self._device)
+            logits, hidden = self._call(depth, going, tokens, level.numbers)
+            at = uploaded(going, self._device)
             law = {name: None if v is None else v[at] for name, v in self._sampling.law().items()}
             width = level.children.shape[1]
             drawn, logprobs = draw_children(logits, width, self._mode, law, places[at], depth + 1, level.parents)
@@ -146,8 +152,8 @@ class ModelDrafter:
             if self._mode != "coupled":
                 before = sum(len(rows) for rows in kept)
                 for place, b in enumerate(going):
-                    for i, parent in enumerate(level.parents.tolist()):
-                        law_rows[b][parent] = before + place * len(level.parents) + i
+                    for i, parent in enumerate(level.numbers):
+                        law_rows[b][parent] = before + place * len(level.numbers) + i
                 kept.append(logits)
             if self._decision is not None and depth + 1 < self.tree.max_depth:
                 requests = at.repeat_interleave(len(level.parents))
@@ -160,7 +166,7 @@ class ModelDrafter:
             self._fed.tokens = drafted
         found: list[Drafted | None] = []
         for b, depth in enumerate(depths):
-            tree = self.tree.slice(min(depth, reached[b]))
+            tree = self._slices[min(depth, reached[b])]
             rows = [
                 row if node_depth < tree.max_depth else -1
                 for row, node_depth in zip(law_rows[b], tree.depths, strict=False)
@@ -175,57 +181,62 @@ class ModelDrafter:
     def _scores(self, level: DraftLevel) -> Tensor:
         assert self._decision is not None
         scores = self._decision(level)
-        if scores.shape != (len(level.requests),):
+        if not isinstance(scores, Tensor) or scores.shape != (len(level.requests),):
+            found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(
-                f"decision must give one score for each of the {len(level.requests)} rows, got {list(scores.shape)}"
+                f"decision must give a tensor of one score for each of the {len(level.requests)} rows, got {found}"
             )
-        return scores if scores.dtype == torch.bool else scores > self._threshold
+        return (scores if scores.dtype == torch.bool else scores > self._threshold).to(self._device)
 
     # ---- the draft's calls ----
 
     def _call(
-        self, depths: Sequence[int], depth: int, going: Sequence[int], tokens: Tensor, parents: Sequence[int]
+        self, depth: int, going: Sequence[int], tokens: Tensor, parents: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """Logits ``[len(going) * P, V]`` of the parents at this depth, and what the draft's head read."""
-        trees: list[Tree | None] = [None] * len(depths)
-        lags = [0] * len(depths)
-        asked = set(going)
-        for b in range(len(depths)):
-            if b in asked:
-                trees[b] = self.tree.slice(depth)
-            elif self._fed is not None and not self._shares:
-                trees[b] = self._fed.trees[b]  # it stopped; its rows stay in the call, so that they can be kept
-            if trees[b] is not None:
-                lags[b] = len(self._texts[b]) - 1 - self._length_held(b)
-        known = [
-            token
-            for b, tree in enumerate(trees)
-            if tree is not None
-            for token in self._texts[b][self._length_held(b) :]
-        ]
+        self._let_go(going)
+        requests = len(self._texts)
+        trees: list[Tree | None] = [None] * requests
+        lags = [0] * requests
+        known: list[int] = []
+        for b in going:
+            held = self._length_held(b)
+            trees[b], lags[b] = self._slices[depth], len(self._texts[b]) - 1 - held
+            known += self._texts[b][held:]
         index: list[int] = []
-        wanted: dict[int, list[int]] = {}
-        first = row = 0
-        for b, tree in enumerate(trees):
-            if tree is None:
-                continue
-            above = lags[b] + 1
-            index += range(first, first + above)
-            index += (len(known) + b * tokens.shape[1] + node for node in range(1, tree.num_nodes))
-            wanted[b] = [row + lags[b] + parent for parent in parents]
-            first, row = first + above, row + lags[b] + tree.num_nodes
-        source = torch.cat([torch.tensor(known, device=self._device), tokens.flatten()])
-        ids = source[torch.tensor(index, device=self._device)].to(self._session.device)
-        rows = torch.tensor([r for b in going for r in wanted[b]], device=self._session.device)
+        wanted: list[int] = []
+        first, nodes = 0, self._slices[depth].num_nodes
+        for b in going:
+            wanted += (len(index) + lags[b] + parent for parent in parents)
+            index += range(first, first + lags[b] + 1)
+            index += (len(known) + b * tokens.shape[1] + node for node in range(1, nodes))
+            first += lags[b] + 1
+        source = torch.cat([uploaded(known, self._device), tokens.flatten()])
+        ids = self._known_to_draft(source[uploaded(index, self._device)].to(self._session.device))
+        rows = uploaded(wanted, self._session.device)
         packed = self._pack(
             [None if tree is None else _behind(tree, lag) for tree, lag in zip(trees, lags, strict=True)]
         )
         self._fed = _Fed(trees, lags, packed, list(map(len, self._texts)), [])
         with ExitStack() as stack:
             kept = stack.enter_context(kept_hidden(self._draft)) if self._needs_hidden else None
-            logits = self._session.call(packed, self._known_to_draft(ids), rows).logits
+            if self._graphs:  # recorded calls give all rows, until the next one
+                logits = self._session.call(packed, ids).logits[rows]
+            else:
+                logits = self._session.call(packed, ids, rows).logits
         hidden = None if kept is None else kept.rows.to(self._device)
         return in_vocabulary(logits, self._vocabulary, self._device), hidden
+
+    def _let_go(self, going: Sequence[int]) -> None:
+        """Those that draft no further are left out from here on: the text that they have read is kept first."""
+        fed = self._fed
+        stopped = set() if fed is None else {b for b, tree in enumerate(fed.trees) if tree is not None} - set(going)
+        if fed is None or not stopped or self._shares:
+            return
+        paths: list[list[int]] = [[] for _ in self._texts]
+        for b in stopped:
+            paths[b] = list(range(fed.lags[b] + 1))
+        self._commit(fed.packed, paths)
 
     def _known_to_draft(self, ids: Tensor) -> Tensor:
         """Nodes without a token (-1), and tokens that only the target's table has, are read as some token: what follows them
@@ -251,7 +262,6 @@ class ModelDrafter:
                     if node == 0:
                         break
                     path.append(fed.lags[b] + node)
-                self._held[b] += len(path)
             paths.append(path)
         self._commit(fed.packed, paths)
 
@@ -259,28 +269,25 @@ class ModelDrafter:
         """Long pieces of text that the draft has not seen, all but their ends."""
         while not self._shares:
             missing = {b: len(self._texts[b]) - 1 - self._held[b] for b in requests}
-            pieces = {b: min(count, _MOST_READ) for b, count in missing.items() if count > _MOST_READ // 4}
+            pieces = {b: min(count, _MOST_READ) for b, count in missing.items() if count > _MOST_ABOVE}
             if not pieces:
                 return
             trees = [Tree.chain(pieces[b] - 1) if b in pieces else None for b in range(len(self._texts))]
             ids = [token for b in sorted(pieces) for token in self._texts[b][self._held[b] : self._held[b] + pieces[b]]]
             packed = pack_trees(trees, self._session.device)
             one = torch.zeros(1, dtype=torch.int64, device=self._session.device)
-            self._session.call(packed, self._known_to_draft(torch.tensor(ids, device=self._session.device)), one)
+            self._session.call(packed, self._known_to_draft(uploaded(ids, self._session.device)), one)
             self._commit(packed, [list(range(pieces.get(b, 0))) for b in range(len(self._texts))])
-            for b, count in pieces.items():
-                self._held[b] += count
 
     def _commit(self, packed: PackedTrees, paths: Sequence[Sequence[int]]) -> None:
+        """Keeps these rows of the last call; of a request with an empty path none."""
         most = max(map(len, paths))
         padded = [[*path, *[-1] * (most - len(path))] for path in paths]
         counts = [max(len(path) - 1, 0) for path in paths]
         device = self._session.device
-        self._session.commit(
-            packed,
-            torch.tensor(padded, dtype=torch.int32, device=device),
-            torch.tensor(counts, dtype=torch.int32, device=device),
-        )
+        self._session.commit(packed, uploaded(padded, device).int(), uploaded(counts, device).int())
+        self._held = [held + len(path) for held, path in zip(self._held, paths, strict=True)]
+        self._session.prefix_lens.copy_(uploaded(self._held, device))
 
     def _pack(self, trees: Sequence[Tree | None]) -> PackedTrees:
         key = tuple(trees)

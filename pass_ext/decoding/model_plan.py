@@ -33,13 +33,17 @@ def model_drafter(
     """What drafts for this batch; None where no drafts are expected to gain anything."""
     if sampling.temperature is not None or rule == LONGEST_BRANCH:
         check_rule(method, rule)
-    draft = packed_model(method.draft_model)
+    try:
+        draft = packed_model(method.draft_model)
+    except TypeError as error:
+        raise TypeError(f"{type(method).__name__}: draft_model: {error}") from error
     tree = _given(method)
     if tree is None:
-        plan = draft_plan(method, target, draft, len(texts), graphs=graphs)
-        if plan.is_plain:
+        chain = rule == "block" and sampling.temperature is not None
+        plan = draft_plan(method, target, draft, len(texts), graphs=graphs, chain=chain)
+        if plan.is_plain and rule != LONGEST_BRANCH:
             return None
-        tree = plan.tree
+        tree = Tree.chain(1) if plan.is_plain else plan.tree
     if rule == "block" and sampling.temperature is not None and len(tree.leaves) != 1:
         raise ValueError("rule 'block' takes chains: give Speculative(...), or MultiCandidate(branching=(1, 1, ...))")
     decision = method.decision if isinstance(method, MultiCandidate) else None
@@ -47,9 +51,15 @@ def model_drafter(
 
 
 def draft_plan(
-    method: Speculative | MultiCandidate, target: Adapted, draft: Adapted, requests: int, *, graphs: bool = False
+    method: Speculative | MultiCandidate,
+    target: Adapted,
+    draft: Adapted,
+    requests: int,
+    *,
+    graphs: bool = False,
+    chain: bool = False,
 ) -> DraftPlan:
-    """The tree that is expected to be fastest here."""
+    """The tree that is expected to be fastest here; a chain, if it has to be one."""
     rates = method.hit_rates or getattr(method.draft_model, "hit_rates", None)
     times, draft_times = measured_times(target, graphs=graphs), measured_times(draft, graphs=graphs)
     return plan_drafts(
@@ -59,7 +69,7 @@ def draft_plan(
         most_rows=max(1, min(_MOST_PLANNED, times.rows[-1] // requests)),
         requests=requests,
         most_levels=MOST_DRAFT_LEVELS,
-        ranks=1 if isinstance(method, Speculative) else None,
+        ranks=1 if chain or isinstance(method, Speculative) else None,
     )
 
 

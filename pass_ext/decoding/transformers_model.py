@@ -36,6 +36,8 @@ class TransformersModel(Adapted):
         self._embedding = module
         self.table = module.weight
         self._check()
+        text = model.config.get_text_config(decoder=True)
+        self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
         self.rope_limit = _rope_limit(model.config.get_text_config(decoder=True))
 
     def _check(self) -> None:
