@@ -108,8 +108,9 @@ class ModelDrafter:
 
     def begin(self, target: Session, room: int) -> None:
         """Finds room for the texts beside the target's."""
-        self._shares = getattr(self._draft, "shared_model", None) is target.model.model
+        self._shares = self._draft.shared_model is target.model.model
         if self._shares:
+            self._graphs = False  # its calls read caches that are another session's
             self._session = target.first_layers(self._draft, self._draft.shares_layers)
         else:
             self._session = Session(self._draft, target.requests, room + self.tree.max_depth, graphs=self._graphs)

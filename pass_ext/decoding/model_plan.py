@@ -61,7 +61,8 @@ def draft_plan(
 ) -> DraftPlan:
     """The tree that is expected to be fastest here; a chain, if it has to be one."""
     rates = method.hit_rates or getattr(method.draft_model, "hit_rates", None)
-    times, draft_times = measured_times(target, graphs=graphs), measured_times(draft, graphs=graphs)
+    times = measured_times(target, graphs=graphs)
+    draft_times = measured_times(draft, graphs=graphs and draft.shared_model is not target.model)
     return plan_drafts(
         rates or assumed_hit_rates(_GUESSED_LEVELS, _GUESSED_RANKS),
         times.at,
