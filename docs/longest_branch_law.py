@@ -7,7 +7,6 @@
 is not this one. tests/test_speculative_laws.py finds the same law in what generate writes.
 """
 
-import argparse
 import itertools
 import re
 import sys
@@ -16,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from docs import generated
+
 PAGE = Path("docs") / "speculative.md"
 _OPENS, _CLOSES = (
     "<!-- docs.longest_branch_law: written by the script, do not edit -->",
@@ -167,20 +167,15 @@ def check(root: Path) -> str | None:
     return None
 
 
+def write(root: Path) -> None:
+    """The table, into its page."""
+    page = root / PAGE
+    page.write_text(page_with_table(page.read_text()))
+
+
 def main() -> int:
     """Entry point of `python -m docs.longest_branch_law`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the table is out of date")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
-    options = parser.parse_args()
-    if options.check:
-        wrong = check(options.root)
-        if wrong:
-            print(f"{wrong}: run python -m docs.longest_branch_law", file=sys.stderr)
-        return 1 if wrong else 0
-    page = options.root / PAGE
-    page.write_text(page_with_table(page.read_text()))
-    return 0
+    return generated.run("longest_branch_law", __doc__, check, write)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@
 picture is not this one.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import picture
+from docs import generated
 
-ROOT = Path(__file__).resolve().parent.parent
 PATH = Path("docs") / "pass-cycles.svg"
 TOKEN, SLOT, KEPT, DROPPED, INK, LINE = "#2f6fb3", "#e08a1e", "#3c8f4f", "#b9c0c8", "#3a424c", "#9aa5b1"
 
@@ -115,17 +114,7 @@ def check(root: Path) -> str | None:
 
 def main() -> int:
     """Entry point of `python -m docs.pass_picture`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the picture is out of date")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
-    options = parser.parse_args()
-    if options.check:
-        wrong = check(options.root)
-        if wrong:
-            print(f"{wrong}: run python -m docs.pass_picture", file=sys.stderr)
-        return 1 if wrong else 0
-    draw(options.root / PATH)
-    return 0
+    return generated.run("pass_picture", __doc__, check, lambda root: draw(root / PATH))
 
 
 if __name__ == "__main__":

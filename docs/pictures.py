@@ -4,16 +4,14 @@
 picture does not show its tree. Where the matplotlib that drew it is here, it is drawn again and must be the same to the byte.
 """
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import picture
+from docs import generated
 from pass_ext import Tree
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # name: (title, tree)
 PICTURES = {
@@ -54,20 +52,15 @@ def check(root: Path) -> list[str]:
     return wrong
 
 
+def write(root: Path) -> None:
+    """All of them."""
+    for name in PICTURES:
+        draw(name, root / path_of(name))
+
+
 def main() -> int:
     """Entry point of `python -m docs.pictures`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a picture is out of date")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
-    options = parser.parse_args()
-    if options.check:
-        wrong = check(options.root)
-        if wrong:
-            print("; ".join(wrong), ": run python -m docs.pictures", sep="", file=sys.stderr)
-        return 1 if wrong else 0
-    for name in PICTURES:
-        draw(name, options.root / path_of(name))
-    return 0
+    return generated.run("pictures", __doc__, lambda root: "; ".join(check(root)), write)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@
 fails where the picture is not this one.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import picture
+from docs import generated
 from pass_ext import Tree
 
-ROOT = Path(__file__).resolve().parent.parent
 PATH = Path("docs") / "speculative-levels.svg"
 TREE = Tree.from_branching((2, 2, 1))
 WORDS = ["The", "dog", "cat", "runs", "is", "sat", "is", "home", "here", "down", "a"]
@@ -119,17 +118,7 @@ def check(root: Path) -> str | None:
 
 def main() -> int:
     """Entry point of `python -m docs.speculative_picture`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the picture is out of date")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
-    options = parser.parse_args()
-    if options.check:
-        wrong = check(options.root)
-        if wrong:
-            print(f"{wrong}: run python -m docs.speculative_picture", file=sys.stderr)
-        return 1 if wrong else 0
-    draw(options.root / PATH)
-    return 0
+    return generated.run("speculative_picture", __doc__, check, lambda root: draw(root / PATH))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from pass_ext.decision import KINDS
-from pass_ext.training.command import INSTRUCTIONS, PACKAGES
-from pass_ext.training.data import read_documents
+from pass_ext.training.command import PACKAGES, add_text_arguments, check_text_arguments, read_texts
 from pass_ext.training.decision_draft import check_draft, load_draft
 from pass_ext.tree import MOST_ROWS
 
@@ -28,8 +27,8 @@ AT_LEAST = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
+    add_text_arguments(parser)
     add = parser.add_argument
-    add("--model", required=True, help="the target: a GGUF file, or a transformers model folder or name")
     add(
         "--draft",
         required=True,
@@ -41,22 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="what it reads: the input of the draft's output layer, or entropy and top-10 probabilities of its law",
     )
-    add("--out", required=True, help="folder for samples and results; samples that are there are used again")
-    add(
-        "--data",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="files or folders of .py, .txt, .md, .rst text; stdlib: Python's own",
-    )
-    add(
-        "--self-distill",
-        metavar="PROMPTS",
-        help="a file of instructions, one a line, that the model answers; shipped: the one that comes along",
-    )
-    add("--continuations", type=int, default=0, metavar="N", help="prefixes from --data that the model continues")
-    add("--own-chats", type=int, default=0, metavar="N", help="chats of which the model writes both sides")
-    add("--sample-tokens", type=int, default=208, help="tokens sampled behind a prompt at most")
     add("--sample-share", type=float, default=0.75, help="part of the training texts that is sampled")
     add("--texts", type=int, default=400, help="training texts")
     add("--length", type=int, default=256, help="tokens a text")
@@ -77,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-cost", type=float, default=0.25, help="time of a draft call, a call of the target being 1")
     add("--levels", type=int, default=4, help="of the chains that the evaluation drafts")
     add("--seed", type=int, default=0)
-    add("--held-out", type=int, default=32, help="held-out prompts of a kind for the evaluation")
     add("--evaluation-places", type=int, default=32, help="places a held-out text")
     add("--device", default="cpu")
     add(
@@ -114,12 +96,7 @@ def check_arguments(options: argparse.Namespace) -> None:
         options.temperature = 0.0 if options.kind == "entropy" else 1.0
     if not options.temperature >= 0:
         raise SystemExit(f"--temperature must be at least 0, got {options.temperature}")
-    if not options.data and not options.self_distill and not options.own_chats:
-        raise SystemExit("nothing to train on: give --data FILES, --self-distill PROMPTS or --own-chats N")
-    if options.continuations and not options.data:
-        raise SystemExit("--continuations takes its prefixes from --data, which is not given")
-    if options.self_distill and not _instructions_file(options.self_distill).is_file():
-        raise SystemExit(f"--self-distill names {options.self_distill!r}, and there is no such file")
+    check_text_arguments(options)
     options.name = options.name or f"decision-{options.kind}"
 
 
@@ -131,10 +108,6 @@ def _threshold(given: str) -> float:
     if not 0 <= threshold <= 1:
         raise SystemExit(f"--threshold must be auto or lie between 0 and 1, got {given}")
     return threshold
-
-
-def _instructions_file(given: str) -> Path:
-    return INSTRUCTIONS if given == "shipped" else Path(given)
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
@@ -149,14 +122,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     from pass_ext.training.model import load_frozen
 
     console = Console(highlight=False)
-    try:
-        documents = read_documents(options.data)
-    except FileNotFoundError as error:
-        raise SystemExit(str(error)) from error
-    if options.data and not documents:
-        raise SystemExit(f"--data holds no .py, .txt, .md or .rst text: {' '.join(options.data)}")
-    prompts = _instructions_file(options.self_distill).read_text() if options.self_distill else ""
-    instructions = [line.strip() for line in prompts.splitlines() if line.strip()]
+    documents, instructions = read_texts(options)
     dtype = getattr(torch, options.dtype)
     model, tokenizer = load_frozen(options.model, dtype)
     model = model.to(options.device)

@@ -6,10 +6,7 @@ Called by ``decision_command`` with both models and the documents loaded.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
-import hashlib
-import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,13 +15,14 @@ from typing import Any
 import torch
 
 from pass_ext.training import decision_record, record
-from pass_ext.training.data import Document, fingerprint, is_held_out
+from pass_ext.training.data import Document, is_held_out
 from pass_ext.training.decision_chains import read_chains
 from pass_ext.training.decision_draft import draft_name
 from pass_ext.training.decision_evaluation import best_threshold, chains_report, places_report, summary
 from pass_ext.training.decision_loop import fit, fresh
 from pass_ext.training.decision_rows import Pair, Text, hidden_width, read_places, reading, scores_of
-from pass_ext.training.self_distill import Sample, collect, plan_batches
+from pass_ext.training.pipeline import described, own_samples
+from pass_ext.training.self_distill import Sample
 from pass_ext.training.windows import Windows
 from pass_ext.tree import MOST_ROWS
 
@@ -45,7 +43,7 @@ def train(
     started = time.monotonic()
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    samples = _samples(options, model, tokenizer, documents, instructions, console)
+    samples = own_samples(options, model, tokenizer, documents, instructions, console)
     kept = [one for one in samples if is_held_out(one.name)]
     used = [one for one in samples if not is_held_out(one.name)]
     documents_used = [document for document in documents if not is_held_out(document.name)]
@@ -100,13 +98,8 @@ def train(
         "machine": record.machine(options.device),
         "versions": record.versions(),
         "data": {
-            "documents": f"{len(documents_used)} ({sum(len(one.text) for one in documents_used):,} characters), SHA-256 "
-            f"{fingerprint(documents_used)}",
-            "own samples": f"{len(used)} ({sum(len(one.ids) - one.prompt_tokens for one in used):,} tokens), SHA-256 "
-            f"{_digest(used)}",
+            **described(documents, samples),
             "places": f"{len(places.labels):,} of {options.texts} texts, mean label {float(places.labels.mean()):.3f}",
-            "held out": f"{len(kept)} samples ({sum(len(one.ids) - one.prompt_tokens for one in kept):,} tokens), by the "
-            "SHA-256 of their names",
         },
         "settings": {
             name: getattr(options, name)
@@ -124,39 +117,6 @@ def train(
     console.print(decision_record.card(options.name, facts, f"{options.name}.svg"), markup=False)
     console.print(f"{facts['summary']}\nwritten: {result}")
     return result
-
-
-def _samples(
-    options: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    documents: list[Document],
-    instructions: list[str],
-    console: Any,
-) -> list[Sample]:
-    """The target's own texts: those that are on disk, and the rest sampled now."""
-    batches = plan_batches(
-        tokenizer,
-        documents,
-        instructions,
-        continuations=options.continuations,
-        own_chats=options.own_chats,
-        held_out=options.held_out,
-        prefix_tokens=min(48, options.length // 2),
-        seed=options.seed,
-    )
-    if not batches:
-        return []
-    found = collect(
-        model,
-        tokenizer,
-        batches,
-        Path(options.out) / "samples.jsonl",
-        name=Path(options.model).name,
-        new_tokens=options.sample_tokens,
-        seed=options.seed,
-    )
-    return [sample for batch in _shown(found, len(batches), "sampling", console) for sample in batch]
 
 
 def _training_texts(windows: Windows, count: int) -> Iterator[Text]:
@@ -207,8 +167,3 @@ def _shown(items: Iterable[Any], total: int, what: str, console: Any) -> Iterabl
     from rich.progress import track
 
     return track(items, description=what, total=total, console=console)
-
-
-def _digest(samples: Sequence[Sample]) -> str:
-    what = [dataclasses.asdict(one) for one in samples]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
