@@ -1,8 +1,8 @@
 """``Drafting``: the trees of each step. Which look-ahead groups it carries, which candidates, and when to go without.
 
 A step of PaSS is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one
-group). A draft model's candidates and n-grams join either. While look-ahead gains less than its rows cost, steps are plain for
-a while. Called by ``generation``.
+group). A draft model's candidates and n-grams join either. While planned drafts gain less than they cost, steps are plain for a
+while. Called by ``generation``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pass_ext.decoding.pass_plan import pass_plan
 from pass_ext.decoding.planner import Plan
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session import Session
+from pass_ext.decoding.step_times import StepTimes
 from pass_ext.tree import Tree
 
 
@@ -106,7 +107,7 @@ class Drafting:
         self._indexed = [0] * len(texts)
         self._plan: Plan | None = None
         self._pass: PassDrafter | None = None
-        self._paces: list[Pace] | None = None
+        self._times: StepTimes | None = None
         self._models: ModelDrafter | None = None
         lookahead = method if isinstance(method, PaSS) else getattr(method, "lookahead", None)
         self._check_origins(method, lookahead)
@@ -114,6 +115,11 @@ class Drafting:
             self._models = model_drafter(method, model, sampling, rule, texts, graphs=graphs)
         if lookahead is not None:
             self._use(lookahead, model, graphs)
+        if self._models is not None:
+            self._times = self._models.times
+        requests = len(texts)
+        self._paces = [Pace(self._times.at(requests)) for _ in texts] if self._times is not None else None
+        self._written: list[Drafted | None] = [None] * requests
         trees = [self._plan.tree] if self._plan else []
         trees += [self._models.tree] if self._models else []
         self.max_depth = max([ngram.tokens if ngram else 0, *(tree.max_depth for tree in trees)])
@@ -149,7 +155,7 @@ class Drafting:
             self.deep = method.lookahead.deep[:, : plan.slots].detach().to(model.table.device, model.table.dtype)
         self._pass = PassDrafter(method.lookahead, self._nodes, model.table, self._sampling, self._rule)
         if times is not None and self._models is None:
-            self._paces = [Pace(times, len(self._texts)) for _ in self._texts]
+            self._times = times
 
     def attached(self) -> AbstractContextManager[None]:
         """What must hold while the draft model is called."""
@@ -181,8 +187,10 @@ class Drafting:
         if self._models is not None:
             first = self._first_level(steps, logits, last_nodes, remaining)
             spared = 0 if self._rule == LONGEST_BRANCH else 1  # the token that the target adds
-            written = self._models.draft([max(left - spared, 0) for left in remaining], first)
+            levels = [0 if self._rests(b) else max(left - spared, 0) for b, left in enumerate(remaining)]
+            written = self._models.draft(levels, first)
             self.law = self._models.law
+        self._written = written
         return [
             self._step(b, left, drafted.get(b), written[b]) if left > 0 else None for b, left in enumerate(remaining)
         ]
@@ -238,7 +246,7 @@ class Drafting:
         nodes, groups = _ROOT, self._probe()
         tokens: list[int] = []
         law: list[int] | None = None
-        if self._paces is not None and self._paces[b].rests:
+        if self._rests(b):
             groups = ()
         elif self._plan is not None and drafted is not None:
             nodes, groups = self._nodes, self._groups
@@ -261,10 +269,17 @@ class Drafting:
 
     def learn(self, steps: Sequence[Step | None], gained: Sequence[int]) -> None:
         """Takes in how many tokens each request's step gave."""
-        if self._paces is not None:
-            for pace, step, tokens in zip(self._paces, steps, gained, strict=True):
-                if step is not None:
-                    pace.add(len(step.tree), tokens)
+        if self._paces is None or self._times is None:
+            return
+        for pace, step, written, tokens in zip(self._paces, steps, self._written, gained, strict=True):
+            if step is not None:
+                seconds = self._times.at(len(steps) * len(step.tree))
+                if written is not None and self._models is not None:
+                    seconds += self._models.seconds(written.tree.max_depth)
+                pace.add(seconds, tokens)
+
+    def _rests(self, b: int) -> bool:
+        return self._paces is not None and self._rule != LONGEST_BRANCH and self._paces[b].rests
 
 
 def _chains(drafted: Drafted) -> list[list[int]]:

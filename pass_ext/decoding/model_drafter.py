@@ -28,6 +28,7 @@ from pass_ext.decoding.levels import draw_children, drawing_mode, levels_of
 from pass_ext.decoding.model import Adapted
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session import Session
+from pass_ext.decoding.step_times import StepTimes
 from pass_ext.decoding.uploads import uploaded
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
@@ -70,6 +71,7 @@ class ModelDrafter:
         sampling, rule: of the batch.
         texts: the requests' tokens, which the loop extends.
         decision: see ``pass_ext.decision``; None: all levels.
+        times, draft_times: of the target's calls and of the draft's, where the tree was planned by them.
     """
 
     def __init__(
@@ -82,9 +84,13 @@ class ModelDrafter:
         texts: Sequence[list[int]],
         decision: Decision | None = None,
         *,
+        times: StepTimes | None = None,
+        draft_times: StepTimes | None = None,
         graphs: bool = False,
     ) -> None:
         check_pair(target, draft)
+        self.times = times
+        self._draft_times = draft_times
         self.tree = tree
         self.levels_asked = 0
         """Levels drafted so far, over all requests."""
@@ -178,6 +184,12 @@ class ModelDrafter:
                 else None
             )
         return found
+
+    def seconds(self, levels: int) -> float:
+        """What drafting so many levels takes, as measured beforehand."""
+        if self._draft_times is None:
+            return 0.0
+        return sum(self._draft_times.at(len(self._texts) * len(tree)) for tree in self._slices[:levels])
 
     def _scores(self, level: DraftLevel) -> Tensor:
         assert self._decision is not None

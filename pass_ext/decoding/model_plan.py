@@ -15,6 +15,7 @@ from pass_ext.decoding.model_drafter import ModelDrafter
 from pass_ext.decoding.pass_plan import measured_times
 from pass_ext.decoding.planner import assumed_hit_rates
 from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.step_times import StepTimes
 from pass_ext.tree import Tree
 
 _WITH_REPLACEMENT = ("rejection_with_replacement", "kseq")
@@ -47,7 +48,18 @@ def model_drafter(
     if rule == "block" and sampling.temperature is not None and len(tree.leaves) != 1:
         raise ValueError("rule 'block' takes chains: give Speculative(...), or MultiCandidate(branching=(1, 1, ...))")
     decision = method.decision if isinstance(method, MultiCandidate) else None
-    return ModelDrafter(draft, target, tree, sampling, rule, texts, decision, graphs=graphs)
+    times = draft_times = None
+    if _given(method) is None:
+        times, draft_times = call_times(target, draft, graphs=graphs)
+    return ModelDrafter(
+        draft, target, tree, sampling, rule, texts, decision, times=times, draft_times=draft_times, graphs=graphs
+    )
+
+
+def call_times(target: Adapted, draft: Adapted, *, graphs: bool = False) -> tuple[StepTimes, StepTimes]:
+    """Measured once: the target's calls and the draft's, of which only those with caches of its own are ever recorded."""
+    own = draft.shared_model is not target.model
+    return measured_times(target, graphs=graphs), measured_times(draft, graphs=graphs and own)
 
 
 def draft_plan(
@@ -61,8 +73,7 @@ def draft_plan(
 ) -> DraftPlan:
     """The tree that is expected to be fastest here; a chain, if it has to be one."""
     rates = method.hit_rates or getattr(method.draft_model, "hit_rates", None)
-    times = measured_times(target, graphs=graphs)
-    draft_times = measured_times(draft, graphs=graphs and draft.shared_model is not target.model)
+    times, draft_times = call_times(target, draft, graphs=graphs)
     return plan_drafts(
         rates or assumed_hit_rates(_GUESSED_LEVELS, _GUESSED_RANKS),
         times.at,

@@ -1,12 +1,10 @@
-"""``Pace``: whether look-ahead pays for one request just now.
+"""``Pace``: whether drafting pays for one request just now.
 
-Gain is tokens per time, both of the recent steps, in units of a plain step: sum of tokens / sum of t(rows) / t(1). Below 1
+Gain is tokens per time, both of the recent steps, in units of a plain step: sum of tokens / (sum of t / t plain). Below 1
 for long enough, steps are plain for a while, longer each time; then it is tried again. Called by ``drafting``.
 """
 
 from __future__ import annotations
-
-from pass_ext.decoding.step_times import StepTimes
 
 _MEMORY = 24  # steps
 _TRIAL = 10  # steps before the first judgement
@@ -14,10 +12,14 @@ _SHORTEST_REST, _LONGEST_REST = 24, 384  # steps
 
 
 class Pace:
-    """Of one request among ``requests`` that share a call."""
+    """Of one request.
 
-    def __init__(self, times: StepTimes, requests: int) -> None:
-        self._times, self._requests = times, requests
+    Args:
+        plain: seconds of a plain step.
+    """
+
+    def __init__(self, plain: float) -> None:
+        self._plain = plain
         self._rest = 0
         self._next_rest = _SHORTEST_REST
         self._begin()
@@ -30,16 +32,15 @@ class Pace:
         """Whether the next step should be plain."""
         return self._rest > 0
 
-    def add(self, rows: int, tokens: int) -> None:
-        """A step of so many rows gave so many tokens."""
+    def add(self, seconds: float, tokens: int) -> None:
+        """A step that takes so long, as measured beforehand, gave so many tokens."""
         if self._rest > 0:
             self._rest -= 1
             return
         fade = 1 - 1 / _MEMORY
-        plain = self._times.at(self._requests)
         self._steps += 1
         self._tokens = fade * self._tokens + tokens
-        self._cost = fade * self._cost + self._times.at(self._requests * rows) / plain
+        self._cost = fade * self._cost + seconds / self._plain
         if self._steps < _TRIAL:
             return
         if self._tokens < self._cost:
