@@ -186,14 +186,15 @@ def test_a_tree_step_equals_a_dense_mask(name, padding, static):
     model = sharp_model(name)
     packed = pack_trees(TREES)
     columns = 24 if static else 6 + packed.max_nodes
-    expected, prefix, _ = tree_forward(
+    expected, prefix, filled = tree_forward(
         model, "sdpa", static, TREES, padding, attention_mask=dense_mask(TREES, padding, columns)
     )
     step = hooks.TreeStep(packed.visible, packed.cu_nodes, prefix, packed.max_nodes, packed.depths)
     ours, _, cache = tree_forward(model, "pass_ext", static, TREES, padding, pass_ext_tree=step)
     for b, tree in enumerate(TREES):
         torch.testing.assert_close(ours[b, : len(tree)], expected[b, : len(tree)], atol=3e-5, rtol=1e-5)
-    assert int(cache.get_seq_length()) == 6 + packed.max_nodes, "the nodes are in the cache, behind the prefix"
+    # transformers 4.57 does not count the columns of a static cache whose keys are 0, as those of padding are here.
+    assert int(cache.get_seq_length()) == int(filled.get_seq_length()), "the nodes are in the cache, behind the prefix"
     chain, _, _ = tree_forward(model, "pass_ext", static, TREES, padding)
     assert (chain - ours)[1].abs().max() > 1e-2, "without the step it is a chain"
 
