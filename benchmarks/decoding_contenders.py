@@ -153,30 +153,12 @@ def counted_calls(model: Any, wanted: bool) -> Iterator[list[int]]:
             hook.remove()
 
 
-def first_layers(model: Any, count: int) -> Any:
-    """The model without its later layers, sharing all weights: a drafter for those who have no smaller model."""
-    part, base = _shallow(model), _shallow(getattr(model, model.base_model_prefix))
-    setattr(part, model.base_model_prefix, base)
-    part.config = base.config = copy.deepcopy(model.config)
-    part.config.num_hidden_layers = count
-    if getattr(part.config, "layer_types", None):
-        part.config.layer_types = part.config.layer_types[:count]
-    base.layers = torch.nn.ModuleList(base.layers[:count])
-    part.generation_config = copy.deepcopy(model.generation_config)
-    return part
-
-
-def _shallow(module: torch.nn.Module) -> Any:
-    """The same parameters and children; children and hooks may be replaced without touching the other."""
-    other = copy.copy(module)
-    other.__dict__["_modules"] = dict(module._modules)
-    other.__dict__["_forward_hooks"] = type(module._forward_hooks)()
-    return other
-
-
 def assisted_contender(model: Any, layers: int) -> Contender:
     """transformers' assisted decoding with the model's own first layers."""
+    from pass_ext.decoding.early_exit_model import first_layers
+
     assistant = first_layers(model, layers)
+    assistant.generation_config = copy.deepcopy(model.generation_config)
     assistant.generation_config.num_assistant_tokens = ASSISTANT_TOKENS
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     name = f"transformers, assisted by the first {layers} layers"

@@ -535,12 +535,14 @@ def test_transformers_with_its_static_cache_writes_the_same(model):
 
 
 def test_the_first_layers_share_weights_and_nothing_else(model):
-    from benchmarks.decoding_contenders import counted_calls, first_layers
+    from benchmarks.decoding_contenders import counted_calls
+    from pass_ext.decoding.early_exit_model import first_layers
 
     part = first_layers(model, 1)
     assert part.config.num_hidden_layers == 1 and model.config.num_hidden_layers == 2
     assert len(part.model.layers) == 1 and len(model.model.layers) == 2
-    assert part.model.layers[0] is model.model.layers[0] and part.lm_head is model.lm_head
+    weights = dict(model.named_parameters())
+    assert all(weight is weights[name] for name, weight in part.named_parameters()) and part.lm_head is model.lm_head
     ids = torch.arange(5)[None]
     with counted_calls(model, True) as calls, torch.no_grad():
         short, long = part(ids).logits, model(ids).logits

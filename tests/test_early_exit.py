@@ -371,6 +371,9 @@ def test_the_command_says_what_cannot_be_done(tmp_path):
 
     with pytest.raises(SystemExit, match="--rank must be at least 1, got 0"):
         draft_command.check_arguments(options_for(tmp_path, rank=0))
+    for option in ("continuations", "own_chats", "held_out", "warm_up", "learning_rate"):
+        with pytest.raises(SystemExit, match=f"--{option.replace('_', '-')} must be at least 0, got -1"):
+            draft_command.check_arguments(options_for(tmp_path, **{option: -1}))
     with pytest.raises(SystemExit, match="--vocabulary must be at least 0, got -1"):
         draft_command.check_arguments(options_for(tmp_path, vocabulary=-1))
     with pytest.raises(SystemExit, match="nothing to train on"):
@@ -381,6 +384,7 @@ def test_the_command_says_what_cannot_be_done(tmp_path):
 
 def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
     from pass_ext.training import draft_command
+    from pass_ext.training.command import INSTRUCTIONS
 
     root = Path(__file__).parent.parent
     _, _, guide = (root / "docs/training.md").read_text().replace("\\\n", " ").partition("## Train an early-exit draft")
@@ -391,7 +395,8 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
     draft_command.add_arguments(parser)
     for line in [*lines, shipped]:
         options = parser.parse_args(shlex.split(line)[4:])
-        assert options.vocabulary == 8192 and (root / options.self_distill).is_file()
+        assert options.vocabulary == 8192
+        assert (INSTRUCTIONS if options.self_distill == "shipped" else root / options.self_distill) == INSTRUCTIONS
     for option in re.findall(r"`(--[a-z-]+)", guide):
         assert option in parser.format_help(), option
 

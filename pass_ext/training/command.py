@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -88,14 +88,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded."""
-    for name, least in AT_LEAST.items():
-        if not getattr(options, name) >= least:  # so that nan is refused too
-            raise SystemExit(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    check_least(options, AT_LEAST)
     if options.length < options.lookahead + 2:
         raise SystemExit(f"--length must be at least --lookahead + 2 = {options.lookahead + 2}, got {options.length}")
     if not 0 <= options.sample_share <= 1:
         raise SystemExit(f"--sample-share must lie between 0 and 1, got {options.sample_share}")
     check_text_arguments(options)
+
+
+def check_least(options: argparse.Namespace, least: Mapping[str, float]) -> None:
+    """Refuses numbers below these."""
+    for name, smallest in least.items():
+        if not getattr(options, name) >= smallest:  # so that nan is refused too
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least {smallest}, got {getattr(options, name)}")
+
+
+def check_packages() -> None:
+    """Names what has to be installed, before minutes of work end without it."""
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise SystemExit(f"training needs {', '.join(missing)}: pip install 'pass_ext[hf,train]'")
 
 
 def check_text_arguments(options: argparse.Namespace) -> None:
@@ -115,9 +127,7 @@ def _instructions_file(given: str) -> Path:
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
-    missing = [package for package in PACKAGES if find_spec(package) is None]
-    if missing:
-        raise SystemExit(f"training needs {', '.join(missing)}: pip install 'pass_ext[hf,train]'")
+    check_packages()
     from rich.console import Console
 
     from pass_ext.training.model import load_frozen

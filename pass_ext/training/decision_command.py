@@ -8,13 +8,18 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from pass_ext.decision import KINDS
-from pass_ext.training.command import PACKAGES, add_text_arguments, check_text_arguments, read_texts
+from pass_ext.training.command import (
+    add_text_arguments,
+    check_least,
+    check_packages,
+    check_text_arguments,
+    read_texts,
+)
 from pass_ext.training.decision_draft import check_draft, load_draft
 from pass_ext.tree import MOST_ROWS
 
@@ -73,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded, and settles what was left open."""
-    for name, least in AT_LEAST.items():
-        if not getattr(options, name) >= least:  # so that nan is refused too
-            raise SystemExit(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    check_least(options, AT_LEAST)
     check_draft(options.draft)
     if options.length > MOST_ROWS:
         raise SystemExit(f"--length must be at most {MOST_ROWS}, got {options.length}")
@@ -113,9 +116,7 @@ def _threshold(given: str) -> float:
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
-    missing = [package for package in PACKAGES if find_spec(package) is None]
-    if missing:
-        raise SystemExit(f"training needs {', '.join(missing)}: pip install 'pass_ext[hf,train]'")
+    check_packages()
     from rich.console import Console
 
     from pass_ext.training.decision_pipeline import train

@@ -12,7 +12,19 @@ from pathlib import Path
 
 import torch
 
-from pass_ext.training.command import add_text_arguments, check_text_arguments, read_texts
+from pass_ext.training.command import (
+    add_text_arguments,
+    check_least,
+    check_packages,
+    check_text_arguments,
+    read_texts,
+)
+
+AT_LEAST = {
+    **dict.fromkeys(("rank", "steps", "batch", "length", "sample_tokens"), 1),
+    **dict.fromkeys(("vocabulary", "document_tokens", "continuations", "own_chats", "held_out", "warm_up"), 0),
+    **dict.fromkeys(("learning_rate", "weight_decay", "clip"), 0),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,18 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded."""
-    for name in ("rank", "steps", "batch", "length", "sample_tokens"):
-        if getattr(options, name) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    for name in ("vocabulary", "document_tokens"):
-        if getattr(options, name) < 0:
-            raise SystemExit(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
+    check_least(options, AT_LEAST)
     check_text_arguments(options)
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
+    check_packages()
     from rich.console import Console
 
     from pass_ext.training.draft_pipeline import train_draft
