@@ -9,7 +9,6 @@ back. The file is safetensors, its metadata say what it belongs to. Called by th
 
 from __future__ import annotations
 
-import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from pass_ext.trained_file import save_trained, trained_file
 
 KINDS = ("hidden", "entropy")
 
@@ -83,8 +84,7 @@ class DecisionModel(nn.Module):
         self.base_model = base_model
         self.draft_model = draft_model
         self.training_record: dict[str, Any] = {}
-        widths = (dim, 512, 256, 1) if kind == "hidden" else (1 + _TOP, 4 * (1 + _TOP), 1)
-        self.layers = nn.ModuleList(nn.Linear(*both, device=device) for both in pairwise(widths))
+        self.layers = nn.ModuleList(nn.Linear(*both, device=device) for both in pairwise(_widths(kind, dim)))
 
     @property
     def needs_hidden(self) -> bool:
@@ -154,47 +154,39 @@ class DecisionModel(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""
-        from safetensors.torch import save_file
-
-        metadata = {
-            "format": _FORMAT,
-            "kind": self.kind,
-            "dim": str(self.dim),
-            "threshold": repr(self.threshold),
-            "base_model": self.base_model,
-            "draft_model": self.draft_model,
-        }
-        if self.training_record:
-            metadata["training"] = json.dumps(self.training_record)
-        tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self.named_parameters()}
-        save_file(tensors, os.fspath(path), metadata=metadata)
+        save_trained(
+            path,
+            _FORMAT,
+            {
+                "kind": self.kind,
+                "dim": self.dim,
+                "threshold": self.threshold,
+                "base_model": self.base_model,
+                "draft_model": self.draft_model,
+            },
+            dict(self.named_parameters()),
+            training_record=self.training_record,
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, dim: int = 0, base_model: str = "") -> DecisionModel:
         """Reads a file that ``save`` wrote; with ``dim`` or ``base_model``, refuses one made for another model."""
-        from safetensors import safe_open
-
-        where = os.fspath(path)
-        with safe_open(where, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise ValueError(
-                    f"{where} is no decision model's file: its format is {metadata.get('format')!r}, expected {_FORMAT!r}"
+        with trained_file(path, "decision model", [_FORMAT]) as file:
+            kind, width = file.text("kind", KINDS), file.count("dim")
+            if (kind == "hidden") != (width > 0):
+                raise file.refuse(
+                    "metadata 'dim'", f"{'1 or more' if kind == 'hidden' else '0'} for kind {kind!r}", width
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        made = cls(
-            metadata["kind"],
-            int(metadata["dim"]),
-            threshold=float(metadata["threshold"]),
-            base_model=metadata["base_model"],
-            draft_model=metadata["draft_model"],
-        )
-        expected = {name: list(parameter.shape) for name, parameter in made.named_parameters()}
-        found = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        if found != expected:
-            raise ValueError(f"{where} is damaged: kind {made.kind!r} has {expected}, the file {found}")
+            threshold, record = file.share("threshold"), file.training_record()
+            models = {key: file.text(key) for key in ("base_model", "draft_model")}
+            shapes: dict[str, tuple[int, ...]] = {}
+            for place, (into, out) in enumerate(pairwise(_widths(kind, width))):
+                shapes |= {f"layers.{place}.weight": (out, into), f"layers.{place}.bias": (out,)}
+            file.check_names(list(shapes))
+            tensors = file.weights(shapes)
+        made = cls(kind, width, threshold=threshold, **models)
         made.load_state_dict(tensors)
-        made.training_record = json.loads(metadata.get("training", "{}"))
+        made.training_record = record
         made.check_fits(dim, base_model)
         return made.requires_grad_(False)
 
@@ -203,6 +195,11 @@ class DecisionModel(nn.Module):
         width = f", dim={self.dim}" if self.dim else ""
         models = f", base_model={self.base_model!r}, draft_model={self.draft_model!r}" if self.base_model else ""
         return f"kind={self.kind!r}{width}, threshold={self.threshold:g}{models}"
+
+
+def _widths(kind: str, dim: int) -> tuple[int, ...]:
+    """Of the rows before, between and behind the layers."""
+    return (dim, 512, 256, 1) if kind == "hidden" else (1 + _TOP, 4 * (1 + _TOP), 1)
 
 
 def _entropy_features(logits: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ safetensors, its metadata say which model it belongs to. Called by decoders and 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pass_ext.lookahead import HitRates
+from pass_ext.trained_file import HitRates, save_trained, trained_file
 
 
 class ExitParts(NamedTuple):
@@ -108,11 +107,12 @@ class ExitAdapter(nn.Module):
             vocabulary.dim() != 1 or not len(vocabulary) or len(vocabulary.unique()) < len(vocabulary)
         ):
             raise ValueError(f"vocabulary must be [S] different token ids, got shape {list(vocabulary.shape)}")
-        if vocabulary is not None and (
-            vocabulary.min() < 0 or (base_vocabulary and vocabulary.max() >= base_vocabulary)
-        ):
+        if vocabulary is not None and (vocabulary.is_floating_point() or vocabulary.dtype == torch.bool):
+            raise ValueError(f"vocabulary must be integers, got {vocabulary.dtype}")
+        most = base_vocabulary or 1 << 31  # kept as int32, into which larger ids would wrap
+        if vocabulary is not None and (vocabulary.min() < 0 or vocabulary.max() >= most):
             raise ValueError(
-                f"vocabulary must hold ids from 0 to {base_vocabulary - 1}, got {vocabulary.min()} to {vocabulary.max()}"
+                f"vocabulary must hold ids from 0 to {most - 1}, got {vocabulary.min()} to {vocabulary.max()}"
             )
         self.layers = layers
         self.base_model = base_model
@@ -155,55 +155,42 @@ class ExitAdapter(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""
-        from safetensors.torch import save_file
-
-        metadata = {
-            "format": _FORMAT,
-            "base_model": self.base_model,
-            "vocabulary": str(self.base_vocabulary),
-            "hidden_size": str(self.dim),
-            "layers": str(self.layers),
-            "rank": str(self.rank),
-        }
-        if self.hit_rates is not None:
-            metadata["hit_rates"] = json.dumps(self.hit_rates)
-        if self.training_record:
-            metadata["training"] = json.dumps(self.training_record)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, os.fspath(path), metadata=metadata)
+        save_trained(
+            path,
+            _FORMAT,
+            {
+                "base_model": self.base_model,
+                "vocabulary": self.base_vocabulary,
+                "hidden_size": self.dim,
+                "layers": self.layers,
+                "rank": self.rank,
+            },
+            self.state_dict(),
+            hit_rates=self.hit_rates,
+            training_record=self.training_record,
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExitAdapter:
         """Reads a file that ``save`` wrote; the parameters keep its dtype."""
-        from safetensors import safe_open
-
-        with safe_open(os.fspath(path), framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise ValueError(
-                    f"{os.fspath(path)} is no exit adapter file: its format is {metadata.get('format')!r}, "
-                    f"expected {_FORMAT!r}"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        dim, rank = int(metadata["hidden_size"]), int(metadata["rank"])
-        shapes = {"down.weight": [rank, dim], "up.weight": [dim, rank]}
-        for name, shape in shapes.items():
-            found = list(tensors[name].shape) if name in tensors else None
-            if found != shape:
-                raise ValueError(f"{os.fspath(path)} is damaged: its metadata says {name} is {shape}, found {found}")
+        with trained_file(path, "exit adapter", [_FORMAT]) as file:
+            layers, dim, rank = (file.count(key, 1) for key in ("layers", "hidden_size", "rank"))
+            base_model, base_vocabulary = file.text("base_model"), file.count("vocabulary")
+            shapes = {"down.weight": (rank, dim), "up.weight": (dim, rank)}
+            file.check_names([*shapes, "vocabulary"])
+            tensors, vocabulary = file.weights(shapes), file.ids("vocabulary", base_vocabulary)
+            rates, record = file.hit_rates(), file.training_record()
         adapter = cls(
-            int(metadata["layers"]),
+            layers,
             dim,
             rank,
-            vocabulary=tensors.get("vocabulary"),
-            base_model=metadata["base_model"],
-            base_vocabulary=int(metadata["vocabulary"]),
+            vocabulary=vocabulary,
+            base_model=base_model,
+            base_vocabulary=base_vocabulary,
             dtype=tensors["down.weight"].dtype,
         )
-        adapter.load_state_dict(tensors)
-        rates = json.loads(metadata.get("hit_rates", "null"))
-        adapter.hit_rates = None if rates is None else tuple(tuple(map(float, row)) for row in rates)
-        adapter.training_record = json.loads(metadata.get("training", "{}"))
+        adapter.load_state_dict(tensors if vocabulary is None else {**tensors, "vocabulary": vocabulary})
+        adapter.hit_rates, adapter.training_record = rates, record
         return adapter
 
     @classmethod

@@ -7,7 +7,6 @@ input. The file is safetensors, its metadata say which model it belongs to. Call
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.ops.lookahead import lookahead_embed
-
-HitRates = tuple[tuple[float, ...], ...]
+from pass_ext.trained_file import HitRates, save_trained, trained_file
 
 _FORMAT = "pass_ext.lookahead.2"
 _READABLE = (_FORMAT, "pass_ext.lookahead.1")  # the first format had the slots' embeddings alone
@@ -224,26 +222,20 @@ class LookaheadEmbedding(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""
-        from safetensors.torch import save_file
-
-        metadata = {
-            "format": _FORMAT,
-            "base_model": self.base_model,
-            "vocabulary": str(self.vocabulary),
-            "hidden_size": str(self.dim),
-            "num_lookahead": str(self.num_lookahead),
-        }
-        if self.hit_rates is not None:
-            metadata["hit_rates"] = json.dumps(self.hit_rates)
-        if self.training_record:
-            metadata["training"] = json.dumps(self.training_record)
         parameters = dict(self.named_parameters())
-        tensors = {
-            tensor: parameters[name].detach().cpu().contiguous()
-            for tensor, name in _TENSORS.items()
-            if name in parameters
-        }
-        save_file(tensors, os.fspath(path), metadata=metadata)
+        save_trained(
+            path,
+            _FORMAT,
+            {
+                "base_model": self.base_model,
+                "vocabulary": self.vocabulary,
+                "hidden_size": self.dim,
+                "num_lookahead": self.num_lookahead,
+            },
+            {tensor: parameters[name] for tensor, name in _TENSORS.items() if name in parameters},
+            hit_rates=self.hit_rates,
+            training_record=self.training_record,
+        )
 
     @classmethod
     def load(
@@ -253,21 +245,20 @@ class LookaheadEmbedding(nn.Module):
 
         The parameters keep the file's dtype; with ``table`` they go to its device.
         """
-        from safetensors import safe_open
-
-        with safe_open(os.fspath(path), framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            if metadata.get("format") not in _READABLE:
-                raise ValueError(
-                    f"{os.fspath(path)} is no look-ahead embedding file: its format is {metadata.get('format')!r}, "
-                    f"expected {_FORMAT!r}"
-                )
-            tensors = {_TENSORS[name]: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        rates = json.loads(metadata.get("hit_rates", "null"))
-        _check_file(os.fspath(path), metadata, tensors, rates)
-        embedding = cls._with(tensors, metadata["base_model"], int(metadata["vocabulary"]))
-        embedding.hit_rates = None if rates is None else tuple(tuple(map(float, row)) for row in rates)
-        embedding.training_record = json.loads(metadata.get("training", "{}"))
+        with trained_file(path, "look-ahead embedding", _READABLE) as file:
+            slots, dim = file.count("num_lookahead", 1), file.count("hidden_size", 1)
+            shapes: dict[str, tuple[int, ...]] = {"lookahead": (slots, dim)}
+            sides = ("transition_left", "transition_right")
+            if any(side in file for side in sides):
+                shapes |= dict.fromkeys(sides, (dim, file.size(sides[0], 1)))
+            if "deep" in file:
+                shapes["deep"] = (file.size("deep", 0), slots, dim)
+            trained_for, vocabulary = file.text("base_model"), file.count("vocabulary")
+            file.check_names(list(_TENSORS))
+            tensors = {_TENSORS[name]: tensor for name, tensor in file.weights(shapes).items()}
+            rates, record = file.hit_rates(slots), file.training_record()
+        embedding = cls._with(tensors, trained_for, vocabulary)
+        embedding.hit_rates, embedding.training_record = rates, record
         if table is not None:
             embedding.check_fits(table, base_model)
             embedding = embedding.to(table.device)
@@ -285,24 +276,3 @@ class LookaheadEmbedding(nn.Module):
 def _check_table(table: Tensor) -> None:
     if table.dim() != 2:
         raise ValueError(f"table must be [V, d], a model's input embedding weight, got shape {list(table.shape)}")
-
-
-def _check_file(path: str, metadata: dict[str, str], tensors: dict[str, Tensor], rates: Any) -> None:
-    """The file's tensors must have the shapes that its metadata say, and that each other's ask for."""
-    stated = [int(metadata["num_lookahead"]), int(metadata["hidden_size"])]
-    if list(tensors["weight"].shape) != stated:
-        raise ValueError(
-            f"{path} is damaged: its metadata says {stated}, the tensor is {list(tensors['weight'].shape)}"
-        )
-    slots, dim = stated
-    left, right, deep = (tensors.get(name) for name in ("transition_left", "transition_right", "deep"))
-    if (left is None) != (right is None):
-        raise ValueError(f"{path} is damaged: it holds one side of the transition only")
-    if left is not None and right is not None and (left.shape != right.shape or left.shape[0] != dim):
-        raise ValueError(
-            f"{path} is damaged: transition sides must both be [{dim}, r], got {list(left.shape)} and {list(right.shape)}"
-        )
-    if deep is not None and list(deep.shape[1:]) != stated:
-        raise ValueError(f"{path} is damaged: deep must be [layers, {slots}, {dim}], got {list(deep.shape)}")
-    if rates is not None and len(rates) != slots:
-        raise ValueError(f"{path} is damaged: hit_rates must have a row for each of {slots} slots, got {len(rates)}")

@@ -157,7 +157,7 @@ def test_files_of_another_kind_and_damaged_ones_are_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match="is no decision model's file: its format is None"):
+    with pytest.raises(ValueError, match="is no decision model file: its format is None"):
         DecisionModel.load(tmp_path / "x.safetensors")
     DecisionModel("entropy").save(tmp_path / "a.safetensors")
     from safetensors import safe_open
@@ -167,7 +167,9 @@ def test_files_of_another_kind_and_damaged_ones_are_refused(tmp_path):
     tensors = load_file(tmp_path / "a.safetensors")
     tensors["layers.0.weight"] = torch.zeros(44, 12)
     save_file(tensors, tmp_path / "a.safetensors", metadata=metadata)
-    with pytest.raises(ValueError, match=r"is damaged: kind 'entropy' has .*\[44, 11\].* the file .*\[44, 12\]"):
+    with pytest.raises(
+        ValueError, match=r"is damaged: tensor 'layers.0.weight' must be of shape \[44, 11\], got \[44, 12\]"
+    ):
         DecisionModel.load(tmp_path / "a.safetensors")
 
 

@@ -206,7 +206,7 @@ def test_files_of_others_and_damaged_ones_are_refused(tmp_path):
     metadata = dict(format="pass_ext.exit.1", base_model="", vocabulary="0", hidden_size="8", layers="1", rank="2")
     tensors = {"down.weight": torch.zeros(2, 8), "up.weight": torch.zeros(8, 3)}
     save_file(tensors, tmp_path / "torn.safetensors", metadata=metadata)
-    with pytest.raises(ValueError, match=r"damaged: its metadata says up.weight is \[8, 2\], found \[8, 3\]"):
+    with pytest.raises(ValueError, match=r"damaged: tensor 'up.weight' must be of shape \[8, 2\], got \[8, 3\]"):
         ExitAdapter.load(tmp_path / "torn.safetensors")
 
 

@@ -87,7 +87,7 @@ def test_files_that_are_something_else_are_refused(tmp_path):
         "num_lookahead": "2",
     }
     save_file({"lookahead": torch.zeros(3, 8)}, tmp_path / "damaged", metadata=metadata)
-    with pytest.raises(ValueError, match=r"damaged: its metadata says \[2, 8\], the tensor is \[3, 8\]"):
+    with pytest.raises(ValueError, match=r"damaged: tensor 'lookahead' must be of shape \[2, 8\], got \[3, 8\]"):
         LookaheadEmbedding.load(tmp_path / "damaged")
     with pytest.raises(FileNotFoundError):
         LookaheadEmbedding.load(tmp_path / "absent")
@@ -178,9 +178,12 @@ def test_no_transition_score_before_training_and_yet_a_gradient():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, m: t.pop("transition_right"), "one side of the transition only"),
-        (lambda t, m: t.update(transition_right=torch.zeros(16, 5)), "transition sides must both be"),
-        (lambda t, m: t.update(deep=torch.zeros(5, 2, 16)), r"deep must be \[layers, 3, 16\], got \[5, 2, 16\]"),
+        (lambda t, m: t.pop("transition_right"), r"'transition_right' must be of shape \[16, 4\], but it is missing"),
+        (
+            lambda t, m: t.update(transition_right=torch.zeros(16, 5)),
+            r"'transition_right' must be of shape \[16, 4\], got \[16, 5\]",
+        ),
+        (lambda t, m: t.update(deep=torch.zeros(5, 2, 16)), r"'deep' must be of shape \[5, 3, 16\], got \[5, 2, 16\]"),
         (lambda t, m: m.update(hit_rates="[[0.5]]"), "a row for each of 3 slots, got 1"),
     ],
     ids=["one side", "ranks", "deep", "rates"],

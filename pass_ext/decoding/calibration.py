@@ -17,8 +17,8 @@ from torch import Tensor
 from pass_ext.decoding.hit_rates import checked_count
 from pass_ext.decoding.model import Adapted, packed_model
 from pass_ext.decoding.session import Session
-from pass_ext.lookahead import HitRates
 from pass_ext.ops.draft import draft_sample
+from pass_ext.trained_file import HitRates
 from pass_ext.tree import Tree, pack_trees
 
 _ROWS = 256  # of one call: with a large vocabulary the logits of a row are some 200 KB

@@ -1,0 +1,205 @@
+"""``TrainedFile``: the safetensors file of a trained module, its metadata checked against its tensors before any is read.
+
+    format → metadata → names, types and shapes of the tensors → their values
+
+A file of a few kilobytes may claim sizes of gigabytes, so nothing is allocated by its metadata. What is missing or wrong is
+refused with one ValueError that begins with the path; a file that does not exist stays a FileNotFoundError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HitRates = tuple[tuple[float, ...], ...]
+"""``rates[i][r]``: P(the candidate of rank r at depth i + 1 is right | the path to its parent is right)."""
+
+_WEIGHTS = ("F16", "BF16", "F32", "F64")  # as safetensors names types
+_IDS = ("I32", "I64")
+_ROUNDING = 1e-4  # rates are kept with five digits, so a row that sums to 1 may exceed it by as much
+
+
+def save_trained(
+    path: str | os.PathLike[str],
+    form: str,
+    metadata: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    *,
+    hit_rates: HitRates | None = None,
+    training_record: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes tensors, and what they belong to, as one safetensors file of the format ``form``."""
+    from safetensors.torch import save_file
+
+    described = {"format": form, **{key: str(value) for key, value in metadata.items()}}
+    if hit_rates is not None:
+        described["hit_rates"] = json.dumps(hit_rates)
+    if training_record:
+        described["training"] = json.dumps(training_record)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        os.fspath(path),
+        metadata=described,
+    )
+
+
+@contextmanager
+def trained_file(path: str | os.PathLike[str], kind: str, formats: Sequence[str]) -> Iterator[TrainedFile]:
+    """Opens the file of a ``kind`` of module, in one of these formats; the first is the one that is written today."""
+    from safetensors import SafetensorError, safe_open
+
+    where = os.fspath(path)
+    if Path(where).exists() and not Path(where).is_file():
+        raise ValueError(f"{where} is no {kind} file: wanted a safetensors file, got a folder or a device")
+    try:
+        opened = safe_open(where, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{where} is no {kind} file, or it was cut off: wanted a safetensors file of {formats[0]!r}, got "
+            f"{Path(where).stat().st_size} bytes that safetensors cannot read ({error})"
+        ) from error
+    with opened as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") not in formats:
+            raise ValueError(
+                f"{where} is no {kind} file: its format is {metadata.get('format')!r}, expected {formats[0]!r}"
+            )
+        yield TrainedFile(where, file, metadata)
+
+
+class TrainedFile:
+    """Metadata and tensors of an open file, each checked as it is read."""
+
+    def __init__(self, path: str, file: Any, metadata: dict[str, str]) -> None:
+        self._path = path
+        self._file = file
+        self._metadata = metadata
+        self._names = frozenset(file.keys())
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._names
+
+    def refuse(self, what: str, wanted: str, got: object) -> ValueError:
+        """The error for a damaged part; ``got`` None: the part is missing."""
+        shown = repr(got) if isinstance(got, str) else str(got)
+        shown = shown if len(shown) < 200 else f"{shown[:200]}…"
+        found = "but it is missing" if got is None else f"got {shown}"
+        return ValueError(f"{self._path} is damaged: {what} must be {wanted}, {found}")
+
+    # ---- metadata ----
+
+    def text(self, key: str, choices: Sequence[str] = ()) -> str:
+        """Any text, or one of ``choices``."""
+        value = self._metadata.get(key)
+        if value is None or (choices and value not in choices):
+            raise self.refuse(f"metadata {key!r}", f"one of {', '.join(choices)}" if choices else "a text", value)
+        return value
+
+    def count(self, key: str, least: int = 0) -> int:
+        """A whole number, ``least`` or more."""
+        value = self._metadata.get(key)
+        if value is None or not re.fullmatch("[0-9]{1,18}", value) or int(value) < least:
+            raise self.refuse(f"metadata {key!r}", f"a whole number, {least} or more", value)
+        return int(value)
+
+    def share(self, key: str) -> float:
+        """A number from 0 to 1."""
+        value = self._metadata.get(key)
+        try:
+            number = float("nan" if value is None else value)
+        except ValueError:
+            number = float("nan")
+        if not 0 <= number <= 1:
+            raise self.refuse(f"metadata {key!r}", "a number from 0 to 1", value)
+        return number
+
+    def hit_rates(self, rows: int | None = None) -> HitRates | None:
+        """Probabilities of exclusive events in each row; so many rows, where that is known. None: the file has none."""
+        if "hit_rates" not in self._metadata:
+            return None
+        found = self._json("hit_rates", "rows of probabilities")
+        if found is None:
+            return None
+        if not isinstance(found, list) or not found or not all(isinstance(row, list) and row for row in found):
+            raise self.refuse("metadata 'hit_rates'", "rows of probabilities", self._metadata["hit_rates"])
+        if rows not in (None, len(found)):
+            raise self.refuse("metadata 'hit_rates'", f"a row for each of {rows} slots", len(found))
+        for number, row in enumerate(found):
+            if not all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in row) or sum(row) > 1 + _ROUNDING:
+                wanted = "numbers from 0 to 1 that sum to at most 1"
+                raise self.refuse(f"row {number} of metadata 'hit_rates'", wanted, row)
+        return tuple(tuple(map(float, row)) for row in found)
+
+    def training_record(self) -> dict[str, Any]:
+        """The training run as it described itself; empty where the file has none."""
+        if "training" not in self._metadata:
+            return {}
+        found = self._json("training", "a JSON object")
+        if not isinstance(found, dict):
+            raise self.refuse("metadata 'training'", "a JSON object", self._metadata["training"])
+        return found
+
+    def _json(self, key: str, wanted: str) -> Any:
+        try:
+            return json.loads(self._metadata[key])
+        except (ValueError, RecursionError) as error:
+            raise self.refuse(f"metadata {key!r}", f"{wanted} as JSON", self._metadata[key]) from error
+
+    # ---- tensors ----
+
+    def size(self, tensor: str, axis: int) -> int:
+        """One size of a tensor that has to be there, 1 or more."""
+        shape = self._shape(tensor)
+        if shape is None or len(shape) <= axis or shape[axis] < 1:
+            raise self.refuse(f"tensor {tensor!r}", f"a tensor with a size {axis} of at least 1", shape)
+        return shape[axis]
+
+    def weights(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """The tensors of these names and shapes: floating point, every value finite."""
+        for name, shape in shapes.items():
+            if self._shape(name) != list(shape):
+                raise self.refuse(f"tensor {name!r}", f"of shape {list(shape)}", self._shape(name))
+            self._check_type(name, _WEIGHTS)
+        tensors = {name: self._file.get_tensor(name) for name in shapes}
+        for name, tensor in tensors.items():
+            if not (fit := tensor.isfinite()).all():
+                raise self.refuse(f"tensor {name!r}", "finite", f"{int((~fit).sum())} values that are NaN or infinite")
+        return tensors
+
+    def ids(self, tensor: str, below: int) -> Tensor | None:
+        """Different token ids from 0 to ``below`` - 1, ``[S]`` int32; below 0: any. None: the file has no such tensor."""
+        shape = self._shape(tensor)
+        if shape is None:
+            return None
+        if len(shape) != 1 or shape[0] < 1:
+            raise self.refuse(f"tensor {tensor!r}", "of shape [S] with S of at least 1", shape)
+        self._check_type(tensor, _IDS)
+        found: Tensor = self._file.get_tensor(tensor)
+        lowest, highest = int(found.min()), int(found.max())
+        limit = below or 1 << 31
+        if lowest < 0 or highest >= limit:
+            raise self.refuse(f"tensor {tensor!r}", f"token ids from 0 to {limit - 1}", f"{lowest} to {highest}")
+        if (doubled := len(found) - len(found.unique())) > 0:
+            raise self.refuse(f"tensor {tensor!r}", "different token ids", f"{doubled} that came before")
+        return found.to(torch.int32)
+
+    def check_names(self, known: Sequence[str]) -> None:
+        """Refuses tensors of other names: they would be left out without a word."""
+        if other := sorted(self._names.difference(known)):
+            raise self.refuse("every tensor", f"one of {', '.join(known)}", f"tensor {', '.join(map(repr, other))}")
+
+    def _shape(self, tensor: str) -> list[int] | None:
+        return list(self._file.get_slice(tensor).get_shape()) if tensor in self._names else None
+
+    def _check_type(self, tensor: str, wanted: Sequence[str]) -> None:
+        found = self._file.get_slice(tensor).get_dtype()
+        if found not in wanted:
+            raise self.refuse(f"tensor {tensor!r}", f"of type {', '.join(wanted)}", f"type {found}")
