@@ -1,13 +1,15 @@
 """``load_checkpoint``: a transformers causal model and its tokenizer, from a GGUF file or anything ``from_pretrained`` takes.
 
-A GGUF file takes transformers long to read, so what it became is kept in ``cache_folder()`` if it is small. Called by the
-commands (demo, training) and the benchmarks. transformers is imported here and nowhere earlier.
+A GGUF file takes transformers long to read, so what it became is kept in ``cache_folder()`` if it is small; a kept model that
+is damaged is converted again. transformers is imported here and nowhere earlier.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import json
+import logging
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -19,6 +21,8 @@ import torch
 from pass_ext.cache_folder import cache_folder
 
 MOST_KEPT = 2 << 30  # bytes of a converted model
+_log = logging.getLogger("pass_ext")
+_SIZES = "sizes.json"  # of a kept model's files, by name
 
 
 def load_checkpoint(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -32,21 +36,44 @@ def load_checkpoint(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     file = Path(path)
     if file.suffix != ".gguf":
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        return model.eval().requires_grad_(False), tokenizer
+        return _load(path, dtype)
     if not file.is_file():
         raise FileNotFoundError(f"no such model file: {path}")
     if find_spec("gguf") is None:
         raise ImportError("No module named 'gguf'")
     kept = _kept_at(file, dtype)
-    if kept.is_dir():
-        return load_checkpoint(kept, dtype)
+    if kept.exists() and (found := _load_kept(kept, dtype)) is not None:
+        return found
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     model = plain_copy(AutoModelForCausalLM.from_pretrained(**where, dtype=dtype), dtype)
     _keep(model, tokenizer, kept)
     return model, tokenizer
+
+
+def _load(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except SafetensorError as error:  # neither an OSError nor a ValueError
+        raise ValueError(f"the weights of {path} are damaged, or were cut off: {error}") from error
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def _load_kept(folder: Path, dtype: torch.dtype) -> tuple[Any, Any] | None:
+    """The converted model; None, with a warning, where it is damaged."""
+    try:
+        # transformers makes up what some missing files would have said (generation_config.json), so all are looked at.
+        wanted = json.loads((folder / _SIZES).read_text())
+        if differing := sorted(name for name, size in wanted.items() if (folder / name).stat().st_size != size):
+            raise ValueError(f"{', '.join(differing)} has another size than was written")
+        return _load(folder, dtype)
+    except Exception as error:
+        _log.warning("the converted model in %s is damaged or incomplete, converting it again: %s", folder, error)
+        return None
 
 
 def plain_copy(model: Any, dtype: torch.dtype) -> Any:
@@ -70,17 +97,28 @@ def _kept_at(file: Path, dtype: torch.dtype) -> Path:
 
 
 def _keep(model: Any, tokenizer: Any, folder: Path) -> None:
-    """All of it or nothing; a folder that cannot be written is no error."""
+    """Writes all of it or nothing, in the place of what is there; where that fails, the model is in memory all the same."""
     if sum(weight.numel() * weight.element_size() for weight in model.parameters()) > MOST_KEPT:
         return
+    unfinished = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
-        try:
-            model.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
-            unfinished.replace(folder)
-        finally:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        sizes = {file.name: file.stat().st_size for file in unfinished.iterdir() if file.is_file()}
+        (unfinished / _SIZES).write_text(json.dumps(sizes))
+        _remove(folder)
+        unfinished.replace(folder)
+    except Exception as error:  # a full disk is an OSError here, a SafetensorError or a RuntimeError there
+        _log.warning("the converted model is not kept in %s: %s", folder, error)
+    finally:
+        if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError:
-        pass
+
+
+def _remove(damaged: Path) -> None:
+    if damaged.is_dir():
+        shutil.rmtree(damaged)
+    else:
+        damaged.unlink(missing_ok=True)
