@@ -366,6 +366,19 @@ def test_a_tiny_run_lowers_the_loss_repeats_itself_and_leaves_its_files(tmp_path
     EarlyExitDraft(tiny_llama(), adapter=adapter)
 
 
+@pytest.mark.parametrize("kept", [0, 0.5, 0.99], ids=["empty", "half", "nearly all"])
+def test_hidden_states_that_were_cut_off_are_computed_again_and_said(tmp_path, kept):
+    whole = ExitAdapter.load(run_tiny(tmp_path, steps=3, layers=[1]))
+    path = tmp_path / "out/hidden.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(good[: int(kept * len(good))])
+    again = ExitAdapter.load(run_tiny(tmp_path, steps=3, layers=[1]))
+    said = (tmp_path / "said.txt").read_text().replace("\n", "")
+    assert f"{path} is damaged or was cut off".replace(" ", "") in said.replace(" ", "") and path.read_bytes() == good
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_the_command_says_what_cannot_be_done(tmp_path):
     from pass_ext.training import draft_command
 

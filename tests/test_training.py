@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import random
 import re
+import resource
 import shlex
 import sysconfig
 from pathlib import Path
@@ -463,6 +464,135 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
         trained(tmp_path / "parts", console, continuations=20, clip=0.5)
     with pytest.raises(SystemExit, match="samples of other settings"):
         trained(tmp_path / "parts", console, continuations=20, sample_tokens=9)
+
+
+class Killed(BaseException):
+    """No handler of errors may see it, as none sees a SIGKILL."""
+
+
+def killed_in(call, *, half=False, behind=False, at=1):
+    """``call``, which at its ``at``-th call ends the program: before it, in its midst, or behind it."""
+    calls = []
+
+    def ending(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == at and half:
+            arguments[1].write(b"PK half of a checkpoint")
+            arguments[1].flush()
+        found = call(*arguments, **named) if len(calls) < at or behind else None
+        if len(calls) == at:
+            raise Killed
+        return found
+
+    return ending
+
+
+def test_a_run_that_is_killed_at_any_write_ends_with_the_same_parameters(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    whole, out = trained(tmp_path / "whole", console), tmp_path / "parts"
+    kills = [  # in the order of a run, so that each finds what the one before it left behind
+        (Path, "write_text", dict()),  # the samples' header
+        (self_distill.Path, "write_text", dict(behind=True)),
+        (self_distill, "asdict", dict(at=20)),
+        (torch, "save", dict()),
+        (torch, "save", dict(half=True)),
+        (Path, "replace", dict()),
+        (Path, "replace", dict(behind=True)),
+        (torch, "save", dict(half=True)),
+        (Path, "replace", dict(at=2)),
+        (LookaheadEmbedding, "save", dict()),
+        (LookaheadEmbedding, "save", dict(behind=True)),
+        (record, "card", dict()),
+    ]
+    for place, name, how in kills:
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr(place, name, killed_in(getattr(place, name), **how))
+            trained(out, console)
+    again = trained(out, console)
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert again.hit_rates == whole.hit_rates and again.training_record["steps"] == 6
+    assert {file.name for file in out.iterdir()} == {file.name for file in (tmp_path / "whole").iterdir()}
+    # What an earlier version left, and a checkpoint that lost the time: nothing but the time is lost.
+    (out / "seconds.txt").write_text("")
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert state.pop("seconds") > 0
+    for garbled in ({}, {"seconds": float("nan")}, {"seconds": "long"}):
+        torch.save(state | garbled, out / "checkpoint.pt")
+        again = trained(out, console)
+        for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        assert torch.load(out / "checkpoint.pt", weights_only=True)["seconds"] >= 0
+    console.file.flush()
+    assert (tmp_path / "log").read_text().count("does not say how long it was trained") == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: whole[:100],
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[:-1],
+        lambda whole: b"\0" * len(whole),
+        lambda whole: b"<html>404</html>",
+    ],
+    ids=["empty", "100 bytes", "half", "all but a byte", "zeros", "HTML"],
+)
+def test_a_damaged_checkpoint_gets_a_sentence(tmp_path, damage):
+    trainer = Trainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
+    path = tmp_path / "checkpoint.pt"
+    trainer.save(path, "run", 1.5)
+    assert trainer.restore(path, "run") == 1.5
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(
+        SystemExit, match=rf"^{path} is damaged or was cut off: delete it to train from the first step on"
+    ):
+        trainer.restore(path, "run")
+
+
+def test_a_checkpoint_with_parts_missing_gets_a_sentence(tmp_path):
+    trainer = Trainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
+    path = tmp_path / "checkpoint.pt"
+    trainer.save(path, "run")
+    state = torch.load(path, weights_only=True)
+    for other in (
+        [],
+        *({name: part for name, part in state.items() if name != gone} for gone in set(state) - {"seconds"}),
+        state | {"embedding": {}},
+        state | {"optimizer": {}},
+        state | {"losses": None},
+    ):
+        torch.save(other, path)
+        with pytest.raises(SystemExit, match=r"checkpoint\.pt is damaged or was cut off"):
+            trainer.restore(path, "run")
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path):
+    trainer = Trainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
+    path = tmp_path / "checkpoint.pt"
+    trainer.save(path, "run", 1.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(SystemExit, match=f"^{path} cannot be written, the checkpoint before it stays: "):
+            trainer.save(path, "run", 2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert trainer.restore(path, "run") == 1.0 and [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+@pytest.mark.parametrize("line", [b"{", b"\xff\xff", b"[1]", b'[{"name": "a"}]', b"[]", b"[" * 100_000])
+def test_a_damaged_line_of_samples_gets_a_sentence(tmp_path, line):
+    path = tmp_path / "samples.jsonl"
+    first = collected(path)
+    header, *lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(header + lines[0] + line + b"\n" + lines[2])
+    with pytest.raises(SystemExit, match=rf"^{path}, line 3 is damaged: delete it and the lines behind it"):
+        collected(path)
+    path.write_bytes(header + lines[0])
+    assert collected(path) == first
 
 
 def test_the_record_names_the_machine_that_trained(monkeypatch):

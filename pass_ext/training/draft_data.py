@@ -100,16 +100,22 @@ def save_hidden(hidden: Hidden, path: Path, identity: str) -> None:
 
 
 def load_hidden(path: Path, identity: str, layers: Sequence[int]) -> Hidden | None:
-    """What ``save_hidden`` wrote for the same run, if the rows behind all of ``layers`` are among it; else None."""
-    from safetensors import safe_open
+    """What ``save_hidden`` wrote for the same run, if the rows behind all of ``layers`` are among it; else None.
+
+    Raises ValueError for a damaged file.
+    """
+    from safetensors import SafetensorError, safe_open
 
     if not path.exists():
         return None
-    with safe_open(str(path), framework="pt") as file:
-        if (file.metadata() or {}).get("identity") != identity:
-            return None
-        names = {count: f"behind {count}" for count in layers}
-        if not set(names.values()) <= set(file.keys()):
-            return None
-        behind = {count: file.get_tensor(name) for count, name in names.items()}
-        return Hidden(file.get_tensor("tokens"), behind, file.get_tensor("final"))
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            if (file.metadata() or {}).get("identity") != identity:
+                return None
+            names = {count: f"behind {count}" for count in layers}
+            if not set(names.values()) <= set(file.keys()):
+                return None
+            behind = {count: file.get_tensor(name) for count, name in names.items()}
+            return Hidden(file.get_tensor("tokens"), behind, file.get_tensor("final"))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or was cut off ({error})") from error

@@ -113,14 +113,21 @@ def _hidden(
     model: Any, texts: Sequence[Sequence[int]], layers: Sequence[int], path: Path, identity: str, console: Any
 ) -> Hidden:
     """From the file if it is this run's, else computed and kept there."""
-    found = load_hidden(path, identity, layers)
+    found = None
+    try:
+        found = load_hidden(path, identity, layers)
+    except ValueError as error:
+        console.print(f"{error}: computing the hidden states again", markup=False)
     if found is not None:
         console.print(f"hidden states of {len(found.tokens):,} tokens are in {path}")
         return found
     with _progress(console) as progress:
         task = progress.add_task("hidden states", total=sum(map(len, texts)), shown="")
         found = collect_hidden(model, texts, layers, lambda count: progress.advance(task, count))
-    save_hidden(found, path, identity)
+    try:
+        save_hidden(found, path, identity)
+    except Exception as error:  # a full disk is a SafetensorError here; a run that stopped computes them again
+        console.print(f"the hidden states are not kept in {path}: {error}", markup=False)
     return found
 
 

@@ -7,6 +7,7 @@ Called by ``command``.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,26 +117,48 @@ class Trainer:
             self.losses.append(loss.item())
             after_step(self.step, self.losses[-1])
 
-    def save(self, path: Path, identity: str) -> None:
-        """Writes the state; ``identity`` says which run it belongs to."""
+    def save(self, path: Path, identity: str, seconds: float = 0.0) -> None:
+        """Writes the state; ``identity`` says which run it belongs to, ``seconds`` how long it has trained."""
         state = {
             "identity": identity,
             "embedding": self.embedding.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "losses": self.losses,
+            "seconds": seconds,
         }
         fresh = path.with_suffix(".new")
-        torch.save(state, fresh)
-        fresh.replace(path)  # a run that is stopped here keeps the older checkpoint whole
-
-    def restore(self, path: Path, identity: str) -> None:
-        """Goes on where ``save`` was; a checkpoint of another run is refused."""
-        state = torch.load(path, weights_only=True)
-        if state["identity"] != identity:
+        try:
+            with fresh.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut may leave the new name with nothing behind it
+            fresh.replace(path)  # a run that is stopped here keeps the older checkpoint whole
+        except Exception as error:  # a full disk is an OSError or a RuntimeError
+            fresh.unlink(missing_ok=True)
             raise SystemExit(
-                f"{path} belongs to a run with other settings or data: give the same ones, or another --out\n"
-                f"  there: {state['identity']}\n  now:   {identity}"
-            )
-        self.embedding.load_state_dict(state["embedding"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.losses = list(state["losses"])
+                f"{path} cannot be written, the checkpoint before it stays: {_first_line(error)}"
+            ) from error
+
+    def restore(self, path: Path, identity: str) -> float | None:
+        """Goes on where ``save`` was; the seconds until then, None if they are lost. Other runs' checkpoints are refused."""
+        try:
+            state = torch.load(path, weights_only=True)
+            if state["identity"] != identity:
+                raise SystemExit(
+                    f"{path} belongs to a run with other settings or data: give the same ones, or another --out\n"
+                    f"  there: {state['identity']}\n  now:   {identity}"
+                )
+            self.embedding.load_state_dict(state["embedding"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.losses = list(map(float, state["losses"]))
+        except Exception as error:
+            raise SystemExit(
+                f"{path} is damaged or was cut off: delete it to train from the first step on, or give another --out\n"
+                f"  {_first_line(error)}"
+            ) from error
+        seconds = state.get("seconds")
+        return seconds if isinstance(seconds, float) and 0 <= seconds < math.inf else None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

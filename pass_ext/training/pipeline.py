@@ -74,12 +74,14 @@ def train(
     )
     check_head(model, windows.at(0).ids[:1].to(options.device))
     trainer = Trainer(model, _start(options, model, windows), windows, settings)
-    checkpoint, clock = out / "checkpoint.pt", out / "seconds.txt"
+    checkpoint, earlier = out / "checkpoint.pt", 0.0
     if checkpoint.exists():
-        trainer.restore(checkpoint, identity)
+        known = trainer.restore(checkpoint, identity)
         console.print(f"going on from step {trainer.step} of {options.steps}")
-    earlier = float(clock.read_text()) if checkpoint.exists() and clock.exists() else 0.0
-    seconds = _steps(options, trainer, checkpoint, clock, identity, earlier, console)
+        if known is None:
+            console.print(f"{checkpoint} does not say how long it was trained: time is counted from now on")
+        earlier = known or 0.0
+    seconds = _steps(options, trainer, checkpoint, identity, earlier, console)
 
     embedding = trainer.embedding.to(torch.bfloat16).to(torch.float32)  # what the file will hold is what is measured
     console.print(f"evaluating on {len(kept)} held-out texts …")
@@ -182,7 +184,6 @@ def _steps(
     options: argparse.Namespace,
     trainer: Trainer,
     checkpoint: Path,
-    clock: Path,
     identity: str,
     earlier: float,
     console: Any,
@@ -203,8 +204,7 @@ def _steps(
         return earlier + time.monotonic() - started
 
     def keep() -> None:
-        trainer.save(checkpoint, identity)
-        clock.write_text(f"{spent():.1f}")
+        trainer.save(checkpoint, identity, spent())
 
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=options.steps, completed=trainer.step, loss="")

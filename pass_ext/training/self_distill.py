@@ -133,7 +133,7 @@ def collect(
     }
     written = path.read_bytes() if path.exists() else b""
     whole = written[: written.rfind(b"\n") + 1]  # a run that was stopped while writing left a part of a line behind it
-    lines = whole.decode().splitlines()
+    lines = whole.splitlines()
     if lines:
         _check_header(path, lines[0], header)
         with path.open("r+b") as file:
@@ -142,7 +142,7 @@ def collect(
         path.write_text(json.dumps(header) + "\n")
     for number, batch in enumerate(batches):
         if number + 1 < len(lines):
-            yield [Sample(**fields) for fields in json.loads(lines[number + 1])]
+            yield _read_samples(path, number + 2, lines[number + 1], batch.names)
             continue
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         prompts = batch.prompts or _own_prompts(model, frame, len(batch.names), generator, stop)
@@ -161,16 +161,29 @@ def _stop_ids(model: Any) -> list[int]:
     return list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def _check_header(path: Path, line: str, now: dict[str, Any]) -> None:
+def _check_header(path: Path, line: bytes, now: dict[str, Any]) -> None:
     """Refuses samples of another model, other prompts or another seed, and says what differs."""
     try:
         there = dict(json.loads(line))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise SystemExit(f"{path} does not begin with the header of a file of samples: give another --out") from error
     differing = [key for key in {**now, **there} if there.get(key) != now.get(key)]
     if differing:
         parts = "".join(f"\n  {key}: there {there.get(key)!r}, now {now.get(key)!r}" for key in differing)
         raise SystemExit(f"{path} holds samples of other settings: give the same ones, or another --out{parts}")
+
+
+def _read_samples(path: Path, number: int, line: bytes, names: list[str]) -> list[Sample]:
+    try:
+        samples = [Sample(**fields) for fields in json.loads(line)]
+        if [one.name for one in samples] != names:
+            raise ValueError(f"wanted samples of {', '.join(names)}")
+        return samples
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SystemExit(
+            f"{path}, line {number} is damaged: delete it and the lines behind it to sample them again, or give another --out\n"
+            f"  {error}"
+        ) from error
 
 
 def _digest(what: Any) -> str:
