@@ -2,18 +2,14 @@
 
     t(rows): piecewise linear through the medians, never falling, the last slope continued
 
-Called by the PaSS method with ``rows="auto"``, for the planner.
+Times of a busy machine, or whose rounds disagree, are measured again, and never kept; kept ones are confirmed once a day.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-import os
 import platform
-import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -23,11 +19,16 @@ from pathlib import Path
 
 import torch
 
-from pass_ext.cache_folder import cache_folder
+from pass_ext.decoding.cpu_watch import CpuWatch
+from pass_ext.decoding.kept_step_times import FORMAT, KeptTimes
 
 _log = logging.getLogger("pass_ext")
-_FORMAT = 1
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 15
+_ATTEMPTS = 3
+_MOST_SPREAD = 0.25  # of a median beyond the fastest round, the mean over all numbers of rows
+_SPREAD_OF_THE_CLOCK = 1e-4  # seconds by which rounds of any machine differ
+_MOST_CHANGE = 0.25  # of a kept time and the same call today
+_CONFIRMING_CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -85,48 +86,96 @@ def measure(
         run: makes one call with so many rows, on ``device``.
         rows: ascending, two or more.
         fingerprint: what ``run`` runs: model, sizes, dtype, attention, graphs. With it the result is kept on disk and found
-            there again, for this device, number of threads and versions of torch and pass_ext. None: never kept; nor
-            are times of a CPU that was busy with something else.
+            there again, for this device, number of threads and versions of torch and pass_ext. None: never kept.
         device: waited for before and after each call where it is CUDA.
-        budget: seconds to spend, warm-up included; 3 rounds are made in any case.
+        budget: seconds to spend, warm-up included; 3 rounds are made in any case. On a busy machine up to three times as much.
         refresh: measure even if the result is on disk.
     """
-    key = None if fingerprint is None else _key(fingerprint, rows, torch.device(device))
-    if key is not None and not refresh and (kept := _read(key)) is not None:
+    device, rows = torch.device(device), tuple(rows)
+    if fingerprint is None:
+        return StepTimes(rows, _medians(_rounds(run, rows, device, budget)))
+    key = _key(fingerprint, rows, device)
+    if not refresh and (kept := _kept(key, run, rows, device)) is not None:
         return kept
-    busy = _others_compute(torch.device(device))
-    times = _measure(run, tuple(rows), torch.device(device), budget)
-    if key is not None and busy:
-        _log.info("step times are not kept: other programs were computing while they were measured")
-    elif key is not None:
-        _write(key, times)
-    return times
+    began, attempts = time.perf_counter(), list[tuple[float, ...]]()
+    while len(attempts) < _ATTEMPTS:
+        watch = CpuWatch()
+        seen = _rounds(run, rows, device, budget)
+        use, spread = watch.stop(), _spread(seen)
+        attempts.append(_medians(seen))
+        disturbance = use.disturbance(device) or (f"rounds differ by {spread:.0%}" if spread > _MOST_SPREAD else "")
+        if not disturbance:
+            times = StepTimes(rows, attempts[-1])
+            KeptTimes(key, times.seconds, use, spread, time.time(), time.time()).write()
+            return times
+        if time.perf_counter() - began > 2 * budget:
+            break
+    _log.info("step times are used by this process only, not kept: %s (measured %s x)", disturbance, len(attempts))
+    # What disturbs a measurement adds to it, so the shortest of the attempts is nearest to the truth.
+    return StepTimes(rows, tuple(map(min, zip(*attempts, strict=True))))
 
 
-def _others_compute(device: torch.device) -> bool:
-    """Whether the CPU had most of its cores in use in the last minute: times would be of that, not of the model."""
-    return device.type == "cpu" and os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1)
+def _kept(
+    key: dict[str, object], run: Callable[[int], object], rows: tuple[int, ...], device: torch.device
+) -> StepTimes | None:
+    """Those on disk; of a day that has passed since, only if a call takes as long today."""
+    kept = KeptTimes.read(key, device, _MOST_SPREAD)
+    if kept is None:
+        return None
+    try:
+        times = StepTimes(rows, kept.seconds)
+    except ValueError as error:
+        _log.warning("step times in %s cannot be used, measuring again: %s", kept.path, error)
+        return None
+    if kept.is_fresh:
+        return times
+    watch = CpuWatch()
+    _timed(run, rows[0], device)
+    today = sorted(_timed(run, rows[0], device) for _ in range(_CONFIRMING_CALLS))[_CONFIRMING_CALLS // 2]
+    change = today / times.seconds[0] - 1
+    if abs(change) <= _MOST_CHANGE:
+        kept.confirm()
+        return times
+    if change > 0 and (disturbance := watch.stop().disturbance(device)):
+        _log.info("kept step times are used, though a call takes %+.0f %% today: %s", 100 * change, disturbance)
+        return times
+    _log.info("a call takes %+.0f %% of the time that was kept: measuring again", 100 * change)
+    return None
 
 
-def _measure(run: Callable[[int], object], rows: tuple[int, ...], device: torch.device, budget: float) -> StepTimes:
-    def timed(count: int) -> float:
-        _wait(device)
-        begin = time.perf_counter()
-        run(count)
-        _wait(device)
-        return time.perf_counter() - begin
-
+def _rounds(
+    run: Callable[[int], object], rows: tuple[int, ...], device: torch.device, budget: float
+) -> dict[int, list[float]]:
+    """Seconds of each round, by the number of rows."""
     begin = time.perf_counter()
     for count in rows:  # first calls allocate, compile and warm caches
-        timed(count)
+        _timed(run, count, device)
     seen: dict[int, list[float]] = {count: [] for count in rows}
     for done in range(_MOST_ROUNDS):
         spent = time.perf_counter() - begin
         if done >= _FEWEST_ROUNDS and spent * (done + 2) / (done + 1) > budget:
             break
         for count in rows if done % 2 == 0 else reversed(rows):
-            seen[count].append(timed(count))
-    return StepTimes(rows, tuple(sorted(seen[count])[len(seen[count]) // 2] for count in rows))
+            seen[count].append(_timed(run, count, device))
+    return seen
+
+
+def _timed(run: Callable[[int], object], rows: int, device: torch.device) -> float:
+    _wait(device)
+    begin = time.perf_counter()
+    run(rows)
+    _wait(device)
+    return time.perf_counter() - begin
+
+
+def _medians(seen: dict[int, list[float]]) -> tuple[float, ...]:
+    return tuple(sorted(rounds)[len(rounds) // 2] for rounds in seen.values())
+
+
+def _spread(seen: dict[int, list[float]]) -> float:
+    """By how much medians exceed the fastest rounds, in parts of the fastest; the mean over all numbers of rows."""
+    pairs = zip(_medians(seen), map(min, seen.values()), strict=True)
+    return sum(max(0.0, median - fastest - _SPREAD_OF_THE_CLOCK) / fastest for median, fastest in pairs) / len(seen)
 
 
 def _wait(device: torch.device) -> None:
@@ -140,7 +189,7 @@ def _key(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[st
     except PackageNotFoundError:
         own = "0+unknown"
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "fingerprint": fingerprint,
         "rows": list(rows),
         "device": _device_name(device),
@@ -159,39 +208,3 @@ def _device_name(device: torch.device) -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
-
-
-def _path(key: dict[str, object]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "step_times" / f"{digest[:24]}.json"
-
-
-def _read(key: dict[str, object]) -> StepTimes | None:
-    path = _path(key)
-    try:
-        entry = json.loads(path.read_text())
-        if entry["key"] != key:
-            raise ValueError("it belongs to something else")
-        times = StepTimes(tuple(entry["key"]["rows"]), tuple(entry["seconds"]))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _log.warning("step times in %s cannot be used, measuring again: %s", path, error)
-        return None
-    _log.debug("step times from %s: %s", path, times)
-    return times
-
-
-def _write(key: dict[str, object], times: StepTimes) -> None:
-    path = _path(key)
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            json.dump({"key": key, "seconds": times.seconds}, file)
-        Path(temporary).replace(path)
-    except OSError as error:
-        _log.info("step times are not kept: %s", error)
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)

@@ -80,9 +80,7 @@ def _show_plan(console: Console, model: Any, lookahead: pass_ext.LookaheadEmbedd
     with console.status("measuring the model's calls"):
         plan, times = pass_plan(pass_ext.PaSS(lookahead), packed_model(model), 1)
     console.print(f"[bold]Calls[/] of this model on this machine:\n{times}")
-    console.print(
-        f"Measured once, then kept in {cache_folder()}: delete it if the machine was busy with other things.\n"
-    )
+    console.print(f"Measured once, then kept in {cache_folder()} for 30 days, unless other programs were computing.\n")
     if lookahead.hit_rates is None:
         console.print("These embeddings have no calibrated hit rates: the plan assumes some.")
     console.print("[bold]Plan[/] of a one-pass step, by those times:")

@@ -1,0 +1,96 @@
+"""``CpuWatch``: how much other programs computed while this one measured itself.
+
+    others = (CPU time that the cores of this process spent - CPU time of this process) / (wall time · cores)
+    waited = share of the wall time in which the calling thread was on no core
+
+The load average cannot tell: it lags by a minute, so a program that has just begun does not show, and one that has just ended,
+this one's own earlier work among them, does. It is looked at only where /proc/stat is not to be had.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+_SHORTEST = 0.1  # seconds: /proc/stat counts hundredths
+_MOST_WAITED = 0.25  # a thread that shares its core with another waits half of the time
+_MOST_OTHERS, _MOST_OTHERS_BESIDE_A_GPU = 0.1, 0.75
+_MOST_LOAD = 0.75  # of the cores
+
+
+class CpuUse(NamedTuple):
+    """Of one stretch of time."""
+
+    others: float | None
+    """Other programs' share of the cores; None: not known."""
+    waited: float
+    load: float
+    """Of the last minute, divided by the cores."""
+
+    def disturbance(self, device: torch.device) -> str:
+        """What disturbed a measurement on ``device``, in words; empty: nothing."""
+        on_cpu = device.type == "cpu"
+        most = _MOST_OTHERS if on_cpu else _MOST_OTHERS_BESIDE_A_GPU
+        if self.others is not None and self.others > most:
+            return f"other programs were computing, on {self.others:.0%} of the cores"
+        if on_cpu and self.waited > _MOST_WAITED:
+            return f"other programs were computing, or the model slept: it was on no core {self.waited:.0%} of the time"
+        if on_cpu and self.others is None and self.load > _MOST_LOAD:
+            return f"other programs were computing: the load average is {self.load:.0%} of the cores"
+        return ""
+
+
+class CpuWatch:
+    """Watches from when it is made."""
+
+    def __init__(self) -> None:
+        self._cores = _own_cores()
+        self._begin = self._read()
+
+    def stop(self) -> CpuUse:
+        """What was used since then; a stretch that is too short for /proc/stat is made longer by sleeping."""
+        wall, waiting = (after - before for before, after in zip(self._begin[:2], self._read()[:2], strict=True))
+        if self._begin[3] is not None and wall < _SHORTEST:
+            time.sleep(_SHORTEST - wall)
+        end = self._read()
+        whole, others = end[0] - self._begin[0], None
+        if self._begin[3] is not None and end[3] is not None and whole > 0:
+            slack = 0.01 * len(self._cores)  # seconds: each core's count is rounded
+            spent = end[3] - self._begin[3] - (end[2] - self._begin[2]) - slack
+            others = max(0.0, spent) / (whole * len(self._cores))
+        waited = max(0.0, 1 - waiting / wall) if wall > 0 else 0.0
+        return CpuUse(others, waited, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+    def _read(self) -> tuple[float, float, float, float | None]:
+        """Seconds: of the wall clock, of this thread, of this process, and of everybody on its cores."""
+        return time.perf_counter(), time.thread_time(), time.process_time(), _spent(_proc_stat(), self._cores)
+
+
+def _own_cores() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _proc_stat() -> str:
+    try:
+        return Path("/proc/stat").read_text()
+    except OSError:
+        return ""
+
+
+def _spent(stat: str, cores: frozenset[int]) -> float | None:
+    """Seconds that these cores were not idle, by the text of /proc/stat; None if it does not list them all."""
+    found = {}
+    for name, *columns in map(str.split, stat.splitlines()):
+        if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
+            # user nice system idle iowait irq softirq steal; the guests behind them are part of user and nice
+            ticks = [int(column) for column in columns[:8]]
+            found[name] = sum(ticks) - sum(ticks[3:5])
+    if len(found) < len(cores) or not any(found.values()):
+        return None
+    return sum(found.values()) / os.sysconf("SC_CLK_TCK")
