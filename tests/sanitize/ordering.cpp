@@ -34,8 +34,8 @@ void run_part(int64_t begin, int64_t end, void* given) {
 
 int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain, Part part, void* context) {
   using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, Part, void*);
-  static const auto torchs = reinterpret_cast<ParallelFor>(
-      dlsym(dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD), "torch_parallel_for"));
+  static const auto torchs =
+      reinterpret_cast<ParallelFor>(dlsym(dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD), "torch_parallel_for"));
   Call call{part, context, 0, 0};
   __tsan_release(&call.fork);
   const int32_t status = torchs(begin, end, grain, run_part, &call);
