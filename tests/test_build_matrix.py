@@ -241,6 +241,17 @@ def test_without_an_architecture_list_every_default_that_nvcc_knows_is_built(che
     assert architectures == [*wanted[:-1], f"{wanted[-1]}+PTX"]
 
 
+@pytest.mark.parametrize("cuda", ["0", pytest.param("1", marks=needs_nvcc)])
+def test_a_path_with_spaces_builds_and_leaves_no_trace(tmp_path, cuda):
+    checkout = copy_sources(tmp_path / "a folder with spaces")
+    build(checkout, PASS_EXT_CUDA=cuda, TORCH_CUDA_ARCH_LIST="9.0")
+    assert libraries(checkout) == ["_C.so", "_C_cuda.so"][: 1 + int(cuda)]
+    smoke(sys.executable, checkout)
+    assert "ninja: no work to do" in build(checkout, PASS_EXT_CUDA=cuda, TORCH_CUDA_ARCH_LIST="9.0")
+    for library in libraries(checkout):
+        assert b"with spaces" not in (checkout / "pass_ext" / library).read_bytes(), library
+
+
 def test_a_debug_build_passes_the_smoke_call(checkout):
     build(checkout, DEBUG="1", TORCH_CUDA_ARCH_LIST="9.0")
     assert "debug = True" in (checkout / "pass_ext" / "_build_info.py").read_text()

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from native import ROOT, build_module
+from native import ROOT, build_module, quote
 
 from pass_ext.testing import cpu_backends
 
@@ -18,7 +18,7 @@ FULL = 0xFFFFFFFF
 @cache
 def core():
     warnings = "-Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized"
-    flags = f"-O2 -ffp-contract=off {warnings} -I{ROOT / 'csrc'} -I{ROOT / 'tests'}"
+    flags = f"-O2 -ffp-contract=off {warnings} -I{quote(ROOT / 'csrc')} -I{quote(ROOT / 'tests')}"
     return build_module("_core", {ROOT / "tests" / "core.cpp": ""}, flags)
 
 

@@ -7,6 +7,7 @@ Damaged installations are copies of the package in a temporary folder.
 import functools
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import pass_ext
+from pass_ext import _library
 
 PACKAGE = Path(pass_ext.__file__).parent
 CUDA_LIBRARY = PACKAGE / "_C_cuda.so"
@@ -147,15 +149,63 @@ def test_a_missing_cpu_library_is_an_import_error_that_says_how_to_build(tmp_pat
     )
 
 
-def test_a_broken_cpu_library_is_an_import_error_with_the_loaders_words(tmp_path):
+def patched(whole, offset, value):
+    return whole[:offset] + bytes([value]) + whole[offset + 1 :]
+
+
+# What may lie where a library should: its bytes, from those of the sound one, and our words for it.
+OTHER_MACHINE = {"x86_64": (183, "aarch64"), "aarch64": (62, "x86_64")}.get(platform.machine(), (243, "riscv64"))
+FOREIGN = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
+REBUILD = ". Build it again: pip install --no-build-isolation -e ."
+DAMAGED = {
+    "empty": (lambda whole: b"", f"is empty{REBUILD}"),
+    "text": (lambda whole: b"This is not an ELF file. " * 20, f"is no shared library{REBUILD}"),
+    "head": (lambda whole: whole[:40], f"is cut short: it has 40 bytes{REBUILD}"),
+    "half": (lambda whole: whole[: len(whole) // 2], f"is cut short: it has HALF of WHOLE bytes{REBUILD}"),
+    "end": (lambda whole: whole[:-1], f"is cut short: it has LESS of WHOLE bytes{REBUILD}"),
+    "other machine": (
+        lambda whole: patched(whole, 18, OTHER_MACHINE[0]),
+        f"is for {OTHER_MACHINE[1]}, and this machine is {platform.machine()}{REBUILD}",
+    ),
+    "other project": (
+        lambda whole: FOREIGN.read_bytes(),
+        f"is a library of something else: it has no kernels of ours{REBUILD}",
+    ),
+    "refused by the loader": (
+        lambda whole: patched(whole, 6, 9),
+        f"does not load with torch {torch.__version__}: LIBRARY: ELF file version ident does not match current one",
+    ),
+}
+
+
+def damage(library, kind, whole):
+    """Writes such a file; returns the sentence about it."""
+    change, words = DAMAGED[kind]
+    library.write_bytes(change(whole))
+    numbers = {"HALF": len(whole) // 2, "LESS": len(whole) - 1, "WHOLE": len(whole), "LIBRARY": library}
+    for name, number in numbers.items():
+        words = words.replace(name, str(number))
+    return f"{library} {words}"
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_cpu_library_is_an_import_error_that_says_what_it_is(kind, tmp_path, monkeypatch):
+    sentence = damage(tmp_path / "_C.so", kind, (PACKAGE / "_C.so").read_bytes())
+    monkeypatch.setattr(_library, "_HERE", tmp_path)
+    with pytest.raises(ImportError) as told:
+        _library._load_cpu()
+    assert str(told.value) == sentence
+
+
+@pytest.mark.parametrize("kind", ["half", "other project"])
+def test_info_says_in_a_sentence_what_a_damaged_cpu_library_is(kind, tmp_path):
     copy = copy_package(tmp_path, without=["_C.so"])
-    (copy / "_C.so").write_text("This is not an ELF file, and it is long enough for the loader to see so at once. " * 4)
-    done = run("-c", "import pass_ext", folder=tmp_path)
-    assert done.returncode == 1
-    library, version = copy / "_C.so", torch.__version__
-    assert done.stderr.splitlines()[-1] == (
-        f"ImportError: {library} does not load with torch {version}: {library}: invalid ELF header"
-    )
+    sentence = damage(copy / "_C.so", kind, (PACKAGE / "_C.so").read_bytes())
+    done = run("-m", "pass_ext", "info", folder=tmp_path)
+    assert done.returncode == 1, "a signal ended it"
+    assert done.stderr.splitlines()[-1] == f"ImportError: {sentence}"
+    told = done.stderr.split("Traceback")
+    assert len(told) == 2 and "ctypes" not in told[1] and "torch/" not in told[1], "what our own sentence says better"
 
 
 def check_refusal(told, reason):
@@ -173,12 +223,22 @@ def test_a_build_without_cuda_says_so_and_how_to_rebuild(tmp_path):
     assert "PASS_EXT_CUDA=1 pip install" in told["reason"]
 
 
-def test_a_broken_cuda_library_is_ignored_with_the_loaders_words(tmp_path):
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGED if kind != "other project"])
+def test_a_damaged_cuda_library_is_named(kind, tmp_path, monkeypatch):
+    sentence = damage(tmp_path / "_C_cuda.so", kind, (PACKAGE / "_C.so").read_bytes())
+    monkeypatch.setattr(_library, "_HERE", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert _library._load_cuda() == sentence
+
+
+@pytest.mark.parametrize("kind", ["half", "other project"])
+def test_a_damaged_cuda_library_is_ignored_and_status_says_what_it_is(kind, tmp_path):
     copy = copy_package(tmp_path, without=["_C_cuda.so"])
-    (copy / "_C_cuda.so").write_text("This is not an ELF file, and it is long enough to be seen as none. " * 4)
+    sentence = damage(copy / "_C_cuda.so", kind, (PACKAGE / "_C.so").read_bytes())
     code = CALL_ON_CUDA_KEY.replace("PRETEND", "torch.version.cuda = torch.version.cuda or '13.0'")
     told = json.loads(output_of("-c", code, folder=tmp_path))
-    check_refusal(told, f"does not load with torch {torch.__version__}: {copy / '_C_cuda.so'}: invalid ELF header")
+    check_refusal(told, sentence)
+    assert told["reason"] == sentence
 
 
 @pytest.mark.skipif(not CUDA_LIBRARY.exists(), reason="this build has no _C_cuda.so (nvcc was not found)")

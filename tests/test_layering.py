@@ -35,7 +35,8 @@ BANNED = re.compile(r"ATen/|c10/|torch/extension\.h|torch/torch\.h|pybind11|Pyth
 
 # Package -> what of pass_ext it may import.
 PYTHON_LAW = {
-    "_library": set(),
+    "_elf": set(),
+    "_library": {"_elf"},
     "_build_info": set(),
     "reference": {"reference"},
     "ops": {"_library", "ops"},

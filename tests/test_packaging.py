@@ -170,7 +170,7 @@ def test_the_build_covers_ampere_hopper_and_blackwell():
 
 
 def test_setup_py_stays_small():
-    assert len((ROOT / "setup.py").read_text().splitlines()) <= 150
+    assert len((ROOT / "setup.py").read_text().splitlines()) <= 175
 
 
 def tracked_files(*folders):

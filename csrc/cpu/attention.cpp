@@ -173,7 +173,7 @@ void clear_rows(const AttentionProblem& problem, int64_t begin, int64_t end) {
 
 void attend_on_cpu(const AttentionProblem& problem, const Tensor&) {
   check_values(problem);
-  if (problem.rows == 0) return;
+  if (problem.rows == 0 || problem.heads == 0) return;  // the outputs are null
   clear_rows(problem, 0, problem.requests ? problem.cu_nodes[0] : problem.rows);
   if (problem.requests) clear_rows(problem, problem.cu_nodes[problem.requests], problem.rows);
 

@@ -12,7 +12,7 @@ inline void convert_row(T* to, const S* from, int64_t n) {
 }
 template <typename T>
 inline void convert_row(T* to, const T* from, int64_t n) {
-  memcpy(to, from, n * sizeof(T));
+  if (n > 0) memcpy(to, from, n * sizeof(T));  // an empty tensor's data is null, which memcpy must not be given
 }
 
 // Rows [begin, end); every id is in range.

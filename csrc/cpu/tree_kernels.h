@@ -23,7 +23,7 @@ void mask_rows(const TreeMask<T>& problem, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     const MaskRow row = mask_row(problem, r);
     T* to = problem.out + r * problem.kv_len;
-    memset(static_cast<void*>(to), 0, row.prefix * sizeof(T));
+    if (row.prefix > 0) memset(static_cast<void*>(to), 0, row.prefix * sizeof(T));  // `to` is null without columns
     for (int64_t j = 0; j < row.nodes; j += 64)
       expand_bits(to + row.prefix + j, static_cast<uint64_t>(row.words[j / 64]),
                   row.nodes - j < 64 ? row.nodes - j : 64, hidden);

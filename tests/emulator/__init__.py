@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from native import ROOT, build_module
+from native import ROOT, build_module, quote
 from torch import Tensor
 
 HERE = Path(__file__).parent
@@ -23,10 +23,12 @@ def load() -> ModuleType:
     # Plain ones first: the linker takes the first copy of std::string and its like, and the engine must not check itself.
     # -O1 keeps accesses as the kernel wrote them; the instrumentation is the sanitizer's, the functions it calls are ours.
     sources = {HERE / name: "-O2" for name in PLAIN} | {
-        HERE / name: f"-O1 -fsanitize=thread -fno-threadsafe-statics -include {HERE / 'checked_memory.h'}"
+        HERE / name: f"-O1 -fsanitize=thread -fno-threadsafe-statics -include {quote(HERE / 'checked_memory.h')}"
         for name in CHECKED
     }
-    return build_module("_emulator", sources, f"-g1 -Wall -Wno-unknown-pragmas -I{HERE} -I{ROOT / 'csrc'}")
+    return build_module(
+        "_emulator", sources, f"-g1 -Wall -Wno-unknown-pragmas -I{quote(HERE)} -I{quote(ROOT / 'csrc')}"
+    )
 
 
 @contextmanager

@@ -1,0 +1,46 @@
+"""The op tests, at every instruction set of this processor, and random calls, in both sanitized builds: ``make sanitize``."""
+
+import argparse
+import sys
+
+from sanitize import ROOT, SANITIZERS, build, run
+
+# Those that call kernels with values of every kind; opcheck and what is compiled call the same kernels.
+OP_TESTS = (
+    "accept", "attention", "attention_masks", "attention_merge", "attention_refusals", "cache", "draft", "linear",
+    "lookahead", "lookahead_embedding", "seed_stability", "tree",
+)  # fmt: skip
+
+
+def check(sanitizer: str, calls: int, selected: list[str]) -> bool:
+    """Builds, then runs both; says what was found."""
+    build(sanitizer)
+    threads = 4 if sanitizer == "thread" else 1
+    tests = [ROOT / "tests" / f"test_{name}.py" for name in OP_TESTS]
+    pytest = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-q"]
+    pytest += ["-o", "timeout=3600", "--capture", "sys"]  # a report is written by C, and would be lost
+    commands = {
+        "is it in use?": ["-W", "ignore", "-c", f"import pass_ext; assert pass_ext.status().sanitize == {sanitizer!r}"],
+        "the op tests": [*pytest, *tests, "--device", "cpu", "-m", "not slow", *selected],
+        "random calls": [ROOT / "tests" / "fuzz_ops.py", "--calls", calls, "--seconds", 300],
+    }
+    for name, command in commands.items():
+        print(f"== {sanitizer}: {name}", flush=True)
+        if status := run(sanitizer, *command, threads=threads):
+            print(f"== {sanitizer}: {name} failed (exit status {status})", flush=True)
+            return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m sanitize", description=__doc__)
+    parser.add_argument("sanitizers", nargs="*", default=SANITIZERS, help=" and ".join(SANITIZERS))
+    parser.add_argument("--calls", type=int, default=2200, help="random calls")
+    parser.add_argument("-k", dest="selected", help="only these of the op tests, as in pytest")
+    chosen = parser.parse_args()
+    selected = ["-k", chosen.selected or "not compile"]
+    return 0 if all(check(sanitizer, chosen.calls, selected) for sanitizer in chosen.sanitizers) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
