@@ -51,21 +51,22 @@ def test_candidates_hear_the_noise_of_their_own_positions(rank):
         assert [own[0], own[2], own[6]] == drawn[:, 0].tolist()
 
 
+class Monotone:
+    """A model whose every row, of look-ahead slots too, says the same, whatever it reads."""
+
+    embedding = torch.randn(50, 16, generator=torch.Generator().manual_seed(2))
+    law = torch.randn(50, generator=torch.Generator().manual_seed(3))
+
+    def __call__(self, rows, positions, attend, wanted):
+        attend(0, *[rows[:, None]] * 3)
+        return self.law.repeat(len(rows) if wanted is None else len(wanted), 1)
+
+
 def test_slots_that_know_the_law_are_always_right():
-    """A model whose every row, of slots too, says the same: coupled candidates are the very tokens that it draws."""
-
-    class Monotone:
-        embedding = torch.randn(50, 16, generator=torch.Generator().manual_seed(2))
-        law = torch.randn(50, generator=torch.Generator().manual_seed(3))
-
-        def __call__(self, rows, positions, attend, wanted):
-            attend(0, *[rows[:, None]] * 3)
-            return self.law.repeat(len(rows) if wanted is None else len(wanted), 1)
-
-    model = Monotone()
-    method = PaSS(LookaheadEmbedding.from_table(3, model.embedding), tree=Tree.chain(3), rows=16)
+    """Coupled candidates are then the very tokens that the model draws."""
+    method = PaSS(LookaheadEmbedding.from_table(3, Monotone.embedding), tree=Tree.chain(3), rows=16)
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    made = generate(model, ids, method, max_new_tokens=13, temperature=1.0, seeds=[1, 2], rule="coupled")
-    alone = generate(model, ids, max_new_tokens=13, temperature=1.0, seeds=[1, 2])
+    made = generate(Monotone(), ids, method, max_new_tokens=13, temperature=1.0, seeds=[1, 2], rule="coupled")
+    alone = generate(Monotone(), ids, max_new_tokens=13, temperature=1.0, seeds=[1, 2])
     assert torch.equal(made.sequences, alone.sequences)
     assert made.stats.model_calls == 4, "the prompts' own token, and three steps of three candidates and one more"
