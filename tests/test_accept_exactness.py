@@ -122,7 +122,8 @@ class Drafts:
     """A tree whose tokens are drawn when they are looked at.
 
     replaced: children are drawn with replacement. fixed: node -> token, whatever the draft's law; "outside": a token that
-    the draft cannot give. no_row: nodes whose draft row is -1, so that all their children are fixed proposals.
+    the draft cannot give; "again": the token of the first sibling. no_row: nodes whose draft row is -1, so that all their
+    children are fixed proposals.
     """
 
     world: World
@@ -153,6 +154,8 @@ class Drafts:
         q = self.world.at(self.text(parent))[1].probs.tolist()
         if self.fixed.get(node) == "outside":
             return q.index(0.0) if 0.0 in q else -1
+        if self.fixed.get(node) == "again":
+            return self.token(self.parents.index(parent))
         if node in self.fixed:
             return self.fixed[node]
         if not self.replaced:
@@ -228,12 +231,32 @@ FILTERS = [
 ]
 
 
+# Children with the same token, by where the tokens come from: parents, how many worlds, what `make` is told. What is "again"
+# was drawn once and is proposed once more, when the draft cannot give it any more.
+TWINS = [-1, 0, 0, 0, 1, 2]
+DUPLICATES = {
+    "proposed": ([-1, 0, 0, 0, 0], 4, {"no_row": range(9), "fixed": {1: 0, 2: 0, 3: 1, 4: 0}}),
+    "proposed, with others between": ([-1, 0, 0, 0, 0], 4, {"no_row": range(9), "fixed": {1: 0, 2: 1, 3: 0, 4: 1}}),
+    "proposed, with children": (TWINS, 4, {"no_row": range(9), "fixed": {1: 1, 2: 1, 3: 0, 4: 2, 5: 2}}),
+    "proposed at the root, drawn below": (TWINS, 2, {"no_row": (0,), "fixed": {1: 1, 2: 1, 3: 1}}),
+    "proposed again": ([-1, 0, 0, 0], 4, {"fixed": {3: "again"}, "replaced": False}),
+    "proposed again at once": ([-1, 0, 0, 0], 4, {"fixed": {2: "again"}, "replaced": False}),
+    "proposed again, with children": (TWINS, 2, {"fixed": {3: "again"}, "replaced": False}),
+    "proposed again at once, with children": (TWINS, 2, {"fixed": {2: "again"}, "replaced": False}),
+    "drawn with replacement": ([-1, 0, 0, 0], 4, {"replaced": True}),
+    "drawn with replacement, with children": ([-1, 0, 0, 1, 2], 2, {"replaced": True}),
+    "drawn with replacement below a proposal": ([-1, 0, 1, 1, 1], 2, {"no_row": (0,), "fixed": {1: 0}, "replaced": True}),
+    "outside the draft's support": ([-1, 0, 0, 0], 6, {"fixed": {1: "outside", 3: "outside"}, "replaced": False}),
+}
+WANT_REPLACEMENT = ("rejection_with_replacement", "kseq")  # these judge every draft as drawn from the whole q
+
+
 def make(world, rule, parents, **options):
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     options.setdefault("max_depth", max(depths))
-    return Drafts(world, parents, replaced=rule in ("rejection_with_replacement", "kseq"), **options)
+    return Drafts(world, parents, **{"replaced": rule in WANT_REPLACEMENT, **options})
 
 
 def worlds(parents, count, **options):
@@ -283,6 +306,21 @@ def test_exact_with_fixed_proposals(rule, fixed):
     for parents in [CHAINS["chain3"]] if rule == "block" else [[-1, 0, 0, 1, 1], [-1, 0, 0, 0, 1]]:
         for world in worlds(parents, 8, zeros=0.4):
             assert variation(make(world, rule, parents, **FIXED[fixed]), rule) < EXACT
+
+
+def takes_duplicates(rule, origin):
+    """Whether the rule promises anything for them: what is proposed again, q can still give where it stays whole."""
+    return rule != "block" and not (rule in WANT_REPLACEMENT and DUPLICATES[origin][2].get("replaced") is False)
+
+
+DUPLICATE_CASES = [(rule, origin) for rule in SHAPES for origin in DUPLICATES if takes_duplicates(rule, origin)]
+
+
+@pytest.mark.parametrize(("rule", "origin"), DUPLICATE_CASES)
+def test_exact_with_duplicates(rule, origin):
+    parents, count, options = DUPLICATES[origin]
+    for world in worlds(parents, count, zeros=0.4 if "outside" in origin else 0.1):
+        assert variation(make(world, rule, parents, **options), rule) < EXACT
 
 
 @pytest.mark.parametrize("rule", SHAPES)

@@ -95,7 +95,7 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_frequencies_that_change_with_the_length(kind):
-    """Up to 20 tokens they stay: the prompt's 3, the deepest row's 0, 8 or 4 and what is left of new ones."""
+    """Up to 20 tokens they stay: the prompt's 3, the deepest row's and what is left of new ones."""
     architecture, rope = ROPES[kind]
     original = {"original_max_position_embeddings": 20} if kind == "longrope" else {"max_position_embeddings": 20}
     model = model_of(architecture, **{**_SHAPE, "pad_token_id": 0, **original, "rope_scaling": rope})
@@ -104,7 +104,18 @@ def test_frequencies_that_change_with_the_length(kind):
     )[0]
     slots = pass_ext.LookaheadEmbedding.from_table(2, model.get_input_embeddings().weight)
     groups = pass_ext.Tree.chain(2).with_lookahead({0: 2, 2: 2})
-    for method, most in ((None, 17), (pass_ext.NGram(), 9), (pass_ext.PaSS(slots, tree=groups, rows=8), 13)):
+    draft = model_of("llama", **_SHAPE)
+    ahead = pass_ext.PaSS(slots, tree=groups, rows=8)
+    methods = (
+        (None, 17),
+        (pass_ext.NGram(), 9),
+        (pass_ext.NGram(tokens=5), 12),
+        (ahead, 13),
+        (pass_ext.PaSS(slots, tree=groups, rows=8, ngram=pass_ext.NGram(tokens=6)), 11),
+        (pass_ext.Speculative(draft, 5), 12),
+        (pass_ext.MultiCandidate(draft, (2, 1), lookahead=ahead), 13),
+    )
+    for method, most in methods:
         got = generate(model, IDS, method, max_new_tokens=most, eos_token_id=[]).sequences[0]
         assert torch.equal(got, want[: 3 + most]), method
         message = f"{architecture} changes its rotary frequencies behind 20 tokens.*got 21"

@@ -122,6 +122,17 @@ def test_top_p_of_flat_rows_cuts_in_the_middle_of_ties(backend):
     assert tokens[1].tolist() == [*range(300), *[-1] * 212]
 
 
+@pytest.mark.parametrize("vocabulary", [4, 128, 1024])
+def test_top_p_that_is_reached_exactly_is_enough(backend, vocabulary):
+    """Equal logits weigh 1 each, so half of them have half of the mass to the bit; below them lies what weighs nothing."""
+    logits = torch.zeros(1, vocabulary)
+    tokens, _ = draw(backend, logits, vocabulary, mode="top", top_p=0.5)
+    assert tokens[0].tolist() == [*range(vocabulary // 2), *[-1] * (vocabulary // 2)]
+    tokens, _ = draw(backend, logits, vocabulary, mode="top", top_p=0.25, top_k=vocabulary // 2)
+    kept = vocabulary // 8 or 1
+    assert tokens[0].tolist() == [*range(kept), *[-1] * (vocabulary - kept)], "of what top-k left"
+
+
 def test_filters_apply_in_order(backend):
     """top-p is taken of what top-k left: .4 / .7 reaches .55, so one token is kept; of the whole row it would be two."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()

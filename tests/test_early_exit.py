@@ -297,6 +297,7 @@ def test_every_row_is_read_before_any_comes_again():
 def test_ranks_count_what_is_better_and_tokens_outside_are_never_hit():
     from pass_ext.training.draft_data import collect_hidden
     from pass_ext.training.draft_evaluation import evaluate_draft, ranks_of_tokens, weights_read
+    from pass_ext.training.rates import hit_rates
 
     model = tiny_llama()
     samples = counting(2, 30)
@@ -312,6 +313,10 @@ def test_ranks_count_what_is_better_and_tokens_outside_are_never_hit():
         assert ranks[row] == better
     found = evaluate_draft(model, adapter, samples, hidden)
     assert found["places"] == 2 * (26 - 5) and len(found["hit_rates"]) == 6 and len(found["hit_rates"][0]) == 8
+    # a text of 30: what stands behind the prompt's last token comes first, the text's last token last
+    read = torch.cat([ranks[first : first + 26].unfold(0, 6, 1) for first in (3, 33)])
+    assert found["hit_rates"] == hit_rates(read, 8)
+    assert found["tops"]["top 1"] == round(float((read[:, 0] == 0).float().mean()), 4)
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     assert weights_read(model, adapter) == (layer + 80 * 32 + 2 * 5 * 32) / (2 * layer + 100 * 32)
 

@@ -239,6 +239,27 @@ def test_an_end_inside_an_accepted_block(llama, monkeypatch):
             assert got.sequences[b, 24:].tolist() == row[:length] + [0] * (max(got.lengths) - length)
 
 
+def test_ngrams_are_no_longer_than_what_is_left_to_write():
+    """A model that repeats itself: every n-gram is right, and the last step's ends one token before the text does."""
+    rows = []
+
+    class Repeating:
+        embedding = torch.eye(8, 16)
+
+        def __call__(self, given, positions, attend, wanted):
+            attend(0, *[given[:, None]] * 3)
+            rows.append(len(given))
+            following = torch.eye(8)[(positions + 1) % 3]
+            return following if wanted is None else following[wanted]
+
+    ids = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for new_tokens, calls in ((1, [6]), (2, [6, 1]), (3, [6, 2]), (6, [6, 5]), (9, [6, 7, 1]), (10, [6, 7, 2])):
+        rows.clear()
+        made = generate(Repeating(), ids, NGram(tokens=6), max_new_tokens=new_tokens)
+        assert made.sequences[0, 6:].tolist() == [(6 + place) % 3 for place in range(new_tokens)]
+        assert rows == calls
+
+
 def test_one_new_token_takes_one_call(llama):
     ids, mask = ragged_prompts(3)
     for method in methods_for(llama).values():

@@ -30,6 +30,28 @@ def test_what_does_not_pay_rests_longer_each_time_and_is_tried_again():
     assert steps(pace, 500, seconds=1.4, tokens=2) == 0
 
 
+def rest_of(pace):
+    """The length of the next rest of drafts that do not pay."""
+    while not pace.rests:
+        pace.add(1.4, 1)
+    length = 0
+    while pace.rests:
+        pace.add(1.0, 1)
+        length += 1
+    return length
+
+
+def test_rests_grow_to_the_longest_and_are_short_again_behind_drafts_that_paid():
+    pace = Pace(1.0)
+    assert [rest_of(pace) for _ in range(6)] == [24, 48, 96, 192, 384, 384]
+    for _ in range(30):  # for a while only
+        pace.add(1.4, 2)
+    assert rest_of(pace) == 384
+    for _ in range(49):
+        pace.add(1.4, 2)
+    assert [rest_of(pace) for _ in range(2)] == [24, 48]
+
+
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_a_planned_draft_model_that_is_always_wrong_is_hardly_asked(kind, monkeypatch):
     pytest.importorskip("transformers")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pass_ext import LookaheadEmbedding, Tree
+from pass_ext import LookaheadEmbedding, PaSS, Tree, draft_sample, generate
 from pass_ext.decoding.pass_drafter import PassDrafter
 from pass_ext.decoding.sampling import SamplingParams
 
@@ -32,3 +32,41 @@ def test_more_children_than_a_shortlist_or_a_vocabulary_has(vocabulary, rank, te
         assert own[70] >= 0 and own[71] >= 0
         if not temperature and not rank:
             assert known == logits[0].topk(len(known)).indices.tolist()
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_candidates_hear_the_noise_of_their_own_positions(rank):
+    """Where a slot's logits are the target's, the first candidate is the token that the target will draw there."""
+    torch.manual_seed(1)
+    vocabulary, depth, positions = 50, 3, [5, 40]
+    table, slots = torch.randn(vocabulary, 16), torch.randn(2, depth, vocabulary)
+    lookahead = LookaheadEmbedding.from_table(depth, table, rank=rank)  # a rank of 4 adds nothing yet
+    sampling = SamplingParams.of(2, torch.device("cpu"), temperature=1.0, seeds=[3, 8])
+    drafter = PassDrafter(lookahead, Tree.from_branching((2, 2, 1)), table, sampling, "coupled")
+    with torch.no_grad():
+        drafted = drafter.draft(slots, [0, 1], [3, 4], positions).tokens
+    for own, logits, position, seed in zip(drafted, slots, positions, (3, 8), strict=True):
+        at = position + 1 + torch.arange(depth)
+        drawn = draft_sample(logits, 1, mode="coupled", temperature=1.0, seeds=seed, positions=at)[0]
+        assert [own[0], own[2], own[6]] == drawn[:, 0].tolist()
+
+
+class Monotone:
+    """A model whose every row, of look-ahead slots too, says the same, whatever it reads."""
+
+    embedding = torch.randn(50, 16, generator=torch.Generator().manual_seed(2))
+    law = torch.randn(50, generator=torch.Generator().manual_seed(3))
+
+    def __call__(self, rows, positions, attend, wanted):
+        attend(0, *[rows[:, None]] * 3)
+        return self.law.repeat(len(rows) if wanted is None else len(wanted), 1)
+
+
+def test_slots_that_know_the_law_are_always_right():
+    """Coupled candidates are then the very tokens that the model draws."""
+    method = PaSS(LookaheadEmbedding.from_table(3, Monotone.embedding), tree=Tree.chain(3), rows=16)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    made = generate(Monotone(), ids, method, max_new_tokens=13, temperature=1.0, seeds=[1, 2], rule="coupled")
+    alone = generate(Monotone(), ids, max_new_tokens=13, temperature=1.0, seeds=[1, 2])
+    assert torch.equal(made.sequences, alone.sequences)
+    assert made.stats.model_calls == 4, "the prompts' own token, and three steps of three candidates and one more"

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from small_models import ARCHITECTURES, VOCABULARY, ragged_prompts, small_model
+from test_pass_drafter import Monotone
 
 import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
@@ -319,6 +320,16 @@ def test_no_more_levels_than_tokens_are_wanted(llama, near):
         got = generate(llama, ids, Speculative(near, 5), max_new_tokens=new_tokens, eos_token_id=[])
         watch.remove()
         assert got.lengths == (new_tokens,) and len(calls) <= new_tokens - 1
+
+
+@pytest.mark.parametrize("make", [Speculative, MultiCandidate], ids=["chain", "tree"])
+def test_a_draft_that_knows_the_law_is_always_right(make):
+    """Its coupled candidates hear the noise of their own positions: they are the very tokens that the target draws."""
+    ids, options = torch.tensor([[1, 2, 3], [4, 5, 6]]), dict(max_new_tokens=13, temperature=1.0, seeds=[1, 2])
+    shape = 3 if make is Speculative else (2, 1, 2)
+    made = generate(Monotone(), ids, make(Monotone(), shape), rule="coupled", **options)
+    assert torch.equal(made.sequences, generate(Monotone(), ids, **options).sequences)
+    assert made.stats.model_calls == 4, "the prompts' own token, and three steps of three candidates and one more"
 
 
 # ---- decisions ----

@@ -195,6 +195,26 @@ def test_ranks_are_those_of_a_sort():
         assert ranks[row].tolist() == [order[i].tolist().index(int(text[anchor + 2 + i])) for i in range(3)]
 
 
+@pytest.mark.parametrize("anchors", [100, 4, 2, 1])
+def test_evaluation_reads_each_text_from_its_prompts_end_to_where_slots_end(anchors):
+    """The first place's root is the prompt's last token, and slot 0 stands for the second token behind it."""
+    model = tiny_llama()
+    embedding = slots_for(model)  # three slots
+    samples = [dataclasses.replace(one, prompt_tokens=prompt) for one, prompt in zip(counting(4, 24), (2, 6, 20, 21), strict=True)]
+    places = {2: range(0, 20), 6: range(4, 20), 20: range(18, 20), 21: range(19, 20)}
+    wanted, count = [], 0
+    for one in samples:
+        own = list(places[one.prompt_tokens])
+        most = min(anchors, len(own))
+        chosen = [own[int(place)] for place in torch.linspace(0, len(own) - 1, most)]
+        assert chosen[0] == own[0] and (most == 1 or chosen[-1] == own[-1])
+        wanted.append(ranks_of(model, embedding, torch.tensor(one.ids), torch.tensor(chosen)))
+        count += most
+    found = evaluate(model, embedding, samples, anchors)
+    assert found["places"] == count and found["hit_rates"] == rates.hit_rates(torch.cat(wanted))
+    assert found["slots"] == rates.top_rates(torch.cat(wanted))
+
+
 def test_hit_rates_are_shares_among_places_whose_path_was_right():
     ranks = torch.randint(0, 6, (200, 3), generator=torch.Generator().manual_seed(0))
     found = rates.hit_rates(ranks, count=4)

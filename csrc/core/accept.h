@@ -286,7 +286,7 @@ class AcceptWalk {
     return draw(judge, weight, rejected, depth);
   }
 
-  PASS_EXT_HOST_DEVICE double throw_coin(int32_t node) const { return coin(seed_, position_, node); }
+  PASS_EXT_HOST_DEVICE auto throw_coin(int32_t node) const { return coin(seed_, position_, node); }
 
   // The walk ends at a row that is no law: the token that led there is the last one emitted.
   PASS_EXT_HOST_DEVICE void stop_before(int32_t node) {

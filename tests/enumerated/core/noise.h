@@ -1,0 +1,65 @@
+// In place of csrc/core/noise.h where core/accept.h is enumerated: a coin is not thrown but compared with its bound, and a
+// script says how that ends. Both ways are tried in turn, with the probability of each.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "core/platform.h"
+
+namespace pass_ext {
+
+enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft };
+
+struct Noise {
+  uint64_t seed;
+  int64_t position;
+  Purpose purpose;
+  uint32_t node, draw;
+};
+
+// Choices made so far, as {taken, how many there were}; behind them the first option is taken and noted.
+struct Script {
+  std::vector<std::pair<size_t, size_t>> choices;
+  size_t made = 0;
+  double probability = 1.0;
+
+  // One of the options by its place; what is impossible is no option.
+  size_t choose(const std::vector<double>& probabilities) {
+    std::vector<size_t> options;
+    for (size_t i = 0; i < probabilities.size(); ++i)
+      if (probabilities[i] > 0.0) options.push_back(i);
+    if (made == choices.size()) choices.push_back({0, options.size()});
+    const size_t option = options[choices[made++].first];
+    probability *= probabilities[option];
+    return option;
+  }
+
+  // To the next script; false behind the last.
+  bool next() {
+    made = 0;
+    probability = 1.0;
+    while (!choices.empty() && choices.back().first + 1 == choices.back().second) choices.pop_back();
+    if (choices.empty()) return false;
+    ++choices.back().first;
+    return true;
+  }
+};
+
+inline Script* script = nullptr;
+
+// factor u, u uniform in [0, 1)
+struct Coin {
+  double factor;
+};
+inline Coin operator*(double factor, Coin coin) { return {factor * coin.factor}; }
+inline Coin operator*(Coin coin, double factor) { return factor * coin; }
+inline bool operator<(Coin coin, double bound) {
+  const double ratio = bound / coin.factor, below = ratio < 0.0 ? 0.0 : ratio > 1.0 ? 1.0 : ratio;
+  return script->choose({below, 1.0 - below}) == 0;
+}
+
+inline Coin coin(uint64_t, int64_t, int) { return {1.0}; }
+
+}  // namespace pass_ext

@@ -1,0 +1,103 @@
+"""Which tests must notice a fault in a file, and which objects are made of it: the quick ones, of the same column.
+
+A C++ fault is built for one instruction set, so code of the others is not looked at here: test_core.py compares them all.
+"""
+
+_ACCEPT = [
+    "tests/test_accept_core.py",
+    "tests/test_accept.py",
+    "-k",
+    "not largest and not 1024 and not many_groups and not compiles and not thread_count and not odd_voc",
+]
+_ROWS = [*_ACCEPT[1:2], "tests/test_draft.py", *_ACCEPT[2:]]
+_CORE = ["tests/test_core.py"]
+_ATTENTION = ["tests/test_attention.py", "-k", "not compiles"]
+_GENERATE = [
+    "tests/test_pass_drafter.py",
+    "tests/test_generate.py",
+    "-k",
+    "on_any_side or end_inside or one_new or processors_see or stopping or streamers or no_longer or used_again or goes_on "
+    "or longer_than_a_call or noise or always_right",
+]
+_SPECULATIVE = [
+    "tests/test_speculative.py",
+    "-k",
+    "per_level or no_more_levels or a_decision_says or scores or hidden_rows or not_read_again or fewer_positions or same_text "
+    "or longer_than_what or may_differ or at_temperature_0",
+]
+
+_BOTH = [_SPECULATIVE[0], *_GENERATE[:-1], f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
+
+# path below csrc/: the sources in cpu/ that are built again, the tests
+CPP: dict[str, tuple[list[str], list[str]]] = {
+    "core/accept.h": (["accept"], _ACCEPT),
+    "core/weights.h": (["rows", "accept"], _ACCEPT),
+    "core/law.h": (["rows", "accept", "draft"], _ROWS),
+    "core/noise.h": (["rows", "accept", "draft"], _ROWS),
+    "core/draft.h": (["draft"], ["tests/test_draft.py"]),
+    "core/attention.h": (["attention"], _ATTENTION),
+    "core/cache.h": (["cache"], ["tests/test_cache.py"]),
+    "core/lookahead.h": (["lookahead"], ["tests/test_lookahead.py"]),
+    "core/tree.h": (["tree"], ["tests/test_tree.py"]),
+    "core/elementary.h": ([], _CORE),
+    "core/half.h": ([], _CORE),
+    "core/philox.h": ([], _CORE),
+    "core/scalar.h": ([], _CORE),
+    "cpu/simd.h": ([], _CORE),
+    "cpu/accept.cpp": (["accept"], _ACCEPT[1:]),
+    "cpu/draft.cpp": (["draft"], ["tests/test_draft.py"]),
+    "cpu/rows.h": (["rows", "accept", "draft"], _ROWS),
+    "cpu/rows.cpp": (["rows"], _ROWS),
+    "cpu/rows_kernels.h": (["rows"], _ROWS),
+    "cpu/threads.h": (["accept", "draft"], _ROWS),
+    "cpu/attention.h": (["attention"], _ATTENTION),
+    "cpu/attention.cpp": (["attention"], _ATTENTION),
+    "cpu/attention_kernels.h": (["attention"], _ATTENTION),
+    "cpu/product.h": (["linear"], ["tests/test_linear.py"]),
+    "cpu/linear.h": (["linear"], ["tests/test_linear.py"]),
+    "cpu/linear.cpp": (["linear"], ["tests/test_linear.py"]),
+    "cpu/linear_kernels.h": (["linear"], ["tests/test_linear.py"]),
+    "cpu/lookahead.cpp": (["lookahead"], ["tests/test_lookahead.py"]),
+    "cpu/lookahead_kernels.h": (["lookahead"], ["tests/test_lookahead.py"]),
+    "cpu/cache.cpp": (["cache"], ["tests/test_cache.py"]),
+    "cpu/tree.cpp": (["tree"], ["tests/test_tree.py"]),
+    "cpu/tree_kernels.h": (["tree"], ["tests/test_tree.py"]),
+}
+
+# of pass_ext/decoding/
+PYTHON: dict[str, list[str]] = {
+    "attachment": ["tests/test_attachment.py", "-k", "not thread"],
+    "attention_arguments": ["tests/test_decoded_models.py"],
+    "calibration": ["tests/test_calibration.py"],
+    "draft_model": _SPECULATIVE,
+    "draft_plan": ["tests/test_draft_plan.py"],
+    "drafting": ["tests/test_pace.py", *_BOTH],
+    "early_exit_model": ["tests/test_early_exit.py", "-k", "not train"],
+    "early_flag": _SPECULATIVE,
+    "few_rows": ["tests/test_linear.py", "-k", "not thread"],
+    "generation": _BOTH,
+    "hit_rates": ["tests/test_pass_plan.py", "tests/test_calibration.py"],
+    "kept_hidden": _SPECULATIVE,
+    "layer_offsets": ["tests/test_lookahead_embedding.py"],
+    "levels": _GENERATE,
+    "listener": _GENERATE,
+    "longest_branch": ["tests/test_speculative_laws.py"],
+    "methods": _BOTH,
+    "model": _GENERATE,
+    "model_drafter": _SPECULATIVE,
+    "model_plan": ["tests/test_draft_plan.py", "tests/test_pace.py", "-k", "draft_plan or always_wrong"],
+    "ngram": ["tests/test_ngram.py"],
+    "pace": ["tests/test_pace.py", "-k", "not always_wrong"],
+    "pass_drafter": _GENERATE,
+    "pass_plan": ["tests/test_pass_plan.py"],
+    "planner": ["tests/test_planner.py", "tests/test_pass_plan.py"],
+    "processors": _GENERATE,
+    "prompts": _GENERATE,
+    "ranges": _GENERATE,
+    "sampling": _GENERATE,
+    "session": ["tests/test_session.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or test_session"],
+    "stats": ["tests/test_stats.py"],
+    "step_times": ["tests/test_step_times.py"],
+    "transformers_model": ["tests/test_decoded_models.py"],
+}
+# Not here: cpu/isa.* and each_isa.h (the choice among instruction sets), graphs.py and uploads.py (they need a GPU).
