@@ -28,7 +28,7 @@ class Follower(LogitsProcessor):
         if self.rows is None:
             self.rows = len(ids)
         else:
-            if len(ids) != self.rows or self.written and int(ids[0, -1]) % 2 == self.written[-1] % 2:
+            if len(ids) != self.rows or (self.written and int(ids[0, -1]) % 2 == self.written[-1] % 2):
                 raise AssertionError  # without a word
             self.written.append(int(ids[0, -1]))
         even = len(self.written) % 2 == 0
