@@ -1,6 +1,10 @@
 """Models that other libraries have changed: peft's adapters, accelerate's offloading, quantised weights. Texts are those of the
 changed model, or a sentence says what stands in the way."""
 
+import importlib.util
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -229,18 +233,52 @@ def test_what_needs_the_numbers_says_so():
         generate(plain, IDS[:, -1:], max_new_tokens=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["Int8WeightOnly", "Int8DynamicActivationInt8Weight", "IntxWeightOnly", "Float8WeightOnly", "table"]
-)
-def test_torchao(name):
-    """Quantised products are left to torchao. Its dynamic quantisation looks at each row alone, so drafts change nothing."""
-    quantization = pytest.importorskip("torchao.quantization")
-    model, options = small_model("llama"), {}
-    if name == "table":
-        name, options = "IntxWeightOnly", {"filter_fn": lambda part, _: type(part) in (nn.Linear, nn.Embedding)}
+@pytest.fixture(scope="module")
+def torchao(tmp_path_factory):
+    """Fetched here where it is not installed: tens of megabytes, for these tests alone."""
+    if importlib.util.find_spec("torchao") is None:
+        folder = str(tmp_path_factory.mktemp("torchao"))
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, "torchao"]
+        subprocess.run(install, check=True)
+        sys.path.append(folder)
+    from torchao import quantization
+
+    return quantization
+
+
+def quantised_by_torchao(quantization, name, **options):
+    model = small_model("llama")
     quantization.quantize_(model, getattr(quantization, f"{name}Config")(), **options)
     assert type(model.lm_head.weight).__module__.startswith("torchao")
+    return model, (None, NGram(shortest=1), look_ahead(model), Speculative(EarlyExitDraft(model, 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("Int8WeightOnly", (nn.Linear,)),
+        ("IntxWeightOnly", (nn.Linear,)),
+        ("IntxWeightOnly", (nn.Linear, nn.Embedding)),
+        ("Float8WeightOnly", (nn.Linear,)),
+    ],
+)
+def test_torchao_computes_its_own_products(torchao, name, kinds):
+    model, methods = quantised_by_torchao(torchao, name, filter_fn=lambda part, _: type(part) in kinds)
     want = of_transformers(model)
-    for method in (None, NGram(shortest=1), look_ahead(model), Speculative(EarlyExitDraft(model, 1))):
+    for method in methods:
         assert torch.equal(ours(model, method), want)
+
+
+@pytest.mark.slow
+def test_torchao_with_activations_quantised_too(torchao):
+    """Their rounding makes steps of a hundredth of differences in the last bit, as between transformers' own attentions, so
+    tokens are compared by what the model says of them."""
+    model, methods = quantised_by_torchao(torchao, "Int8DynamicActivationInt8Weight")
+    for method in methods:
+        for ids, seen in zip(IDS, MASK.bool(), strict=True):
+            prompt = ids[seen][None]
+            text = generate(model, prompt, method, max_new_tokens=NEW, eos_token_id=[]).sequences
+            logits = model(text[:, :-1]).logits[0, prompt.shape[1] - 1 :]
+            chosen = logits.gather(1, text[0, prompt.shape[1] :, None])[:, 0]
+            assert (logits.amax(1) - chosen).max() < 0.05 < logits.std(1).min() / 4
