@@ -27,6 +27,12 @@ class ExitParts(NamedTuple):
     head: nn.Linear
 
 
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside of torch.compile's wrapper, or peft's; its layers keep their adapters."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def exit_parts(model: Any) -> ExitParts:
     """The parts of a model of the known form: ``decoder.layers``, ``decoder.norm``, a linear head that gives the logits."""
     name = type(model).__name__
@@ -215,17 +221,19 @@ class EarlyExitDraft:
     """The target's own first layers as a draft model: no second model, and the text's keys and values are there already.
 
     Args:
-        model: the target, a transformers model of Llama's form (Llama, Qwen 2 and 3, Mistral, Gemma, Phi 3).
+        model: the target, a transformers model of Llama's form (Llama, Qwen 2 and 3, Mistral, Gemma, Phi 3), or peft's or
+            torch.compile's wrapper of one. LoRA layers of the target are the draft's too.
         layers: k, how many of its layers the draft runs; default: the adapter's.
         adapter: an ``ExitAdapter``, the path of its file, or a shipped name; None: none.
 
     Attributes:
-        model, layers, adapter: as given, the adapter loaded.
+        model, layers, adapter: as given, but for wrappers, and the adapter loaded.
     """
 
     def __init__(
         self, model: Any, layers: int | None = None, adapter: ExitAdapter | str | os.PathLike[str] | None = None
     ) -> None:
+        model = unwrapped(model)
         parts = exit_parts(model)
         if adapter is not None and not isinstance(adapter, ExitAdapter):
             adapter = ExitAdapter.from_pretrained(adapter)

@@ -337,3 +337,55 @@ def test_layers_that_are_not_plain_are_left_alone():
     assert own[0].forward is forward
     with torch.autocast("cpu", torch.bfloat16), few_rows_linear(model := make_model().float()):
         assert has_own_forward(model) == []
+
+
+class Own(torch.Tensor):
+    """A subclass, as torchao's and distributed tensors are."""
+
+
+def test_weights_that_are_no_plain_tensors_are_left_alone():
+    def changed(change):
+        model = make_model()
+        change(model[0])
+        with few_rows_linear(model):
+            return has_own_forward(model)
+
+    def own_weight(layer):
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Own))
+
+    def own_bias(layer):
+        layer.bias = nn.Parameter(layer.bias.detach().as_subclass(Own))
+
+    def sparse(layer):
+        layer.weight = nn.Parameter(layer.weight.detach().float().to_sparse())
+
+    def freed(layer):
+        layer.weight.untyped_storage().resize_(0)
+
+    def parametrized(layer):
+        nn.utils.parametrizations.weight_norm(layer)
+
+    for change in (own_weight, own_bias, sparse, freed, parametrized):
+        assert changed(change) == ["2.0"], change
+    assert changed(lambda _: None) == ["0", "2.0"]
+
+
+def test_weights_that_are_replaced_meanwhile_are_used(calls):
+    """By another parameter, by an adapter's subclass, by functional_call; then the first weight is back."""
+    model, x = make_model(), torch.randn(3, 16).bfloat16()
+    layer = model[0]
+    first, other = layer.weight, nn.Parameter(torch.randn(32, 16).bfloat16())
+    with torch.no_grad(), few_rows_linear(model):
+        layer.weight = other
+        assert_same_bits(layer(x), functional.linear(x, other, layer.bias))
+        layer.weight, layer.bias, bias = first, None, layer.bias
+        assert_same_bits(layer(x), functional.linear(x, first))
+        layer.bias = bias
+        called = torch.func.functional_call(layer, {"weight": other}, (x,))
+        assert_same_bits(called, functional.linear(x, other, bias))
+        layer.weight = nn.Parameter(first.as_subclass(Own))
+        layer(x)
+        assert calls == []
+        layer.weight = first
+        assert_same_bits(layer(x), pass_ext.linear_rows(x, first, bias))
+        assert calls == [3]

@@ -142,6 +142,11 @@ class Drafting:
 
     def _use(self, method: PaSS, model: Adapted, graphs: bool) -> None:
         method.lookahead.check_fits(model.table)
+        if method.lookahead.rank and not model.has_table:
+            raise ValueError(
+                f"PaSS: look-ahead slots with transitions (rank {method.lookahead.rank}) compute with the model's embedding "
+                f"table, and that of {model.name} is quantised or offloaded: use slots of rank 0"
+            )
         plan, times = pass_plan(method, model, len(self._texts), graphs=graphs)
         if plan.is_plain:
             return

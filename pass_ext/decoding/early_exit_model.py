@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.model import Attend
+from pass_ext.decoding.plain_tensors import is_plain
 from pass_ext.decoding.transformers_model import TransformersModel
 from pass_ext.early_exit import EarlyExitDraft, exit_parts
 
@@ -38,6 +39,12 @@ class EarlyExitModel(TransformersModel):
             decoder = cut.get_decoder()
             decoder.norm = nn.Sequential(adapter, decoder.norm)
             if adapter.vocabulary is not None:
+                if not is_plain(head.weight):
+                    raise ValueError(
+                        f"EarlyExitDraft: the adapter's vocabulary takes {len(adapter.vocabulary)} rows of the model's head, "
+                        f"which must be a plain tensor in memory, got {type(head.weight).__name__} on {head.weight.device}; "
+                        "use an adapter for the whole vocabulary"
+                    )
                 self.vocabulary = adapter.vocabulary.to(head.weight.device, torch.int64)
                 cut.set_output_embeddings(rows_of_head(head, self.vocabulary))
         super().__init__(cut)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pass_ext.decoding.plain_tensors import is_plain
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
 MOST_ROWS = 64
@@ -25,7 +26,8 @@ def few_rows_linear(module: nn.Module) -> Iterator[None]:
     ``linear_rows``; more rows, and calls that record gradients, go to ``torch.nn.functional.linear`` as before.
 
     Plain: that very type, no hooks of its own, no ``forward`` of its own (what wraps layers, and an outer ``with`` like this,
-    keep theirs), in bfloat16, float16 or float32. Nothing under autocast. Restored at the end, whatever happens.
+    keep theirs), weights that are plain tensors (``is_plain``) in bfloat16, float16 or float32. Weights that replace them
+    meanwhile are used, by ``torch.nn.functional.linear``. Nothing under autocast. Restored at the end, whatever happens.
     """
     changed: list[nn.Linear] = []
     try:
@@ -41,12 +43,13 @@ def few_rows_linear(module: nn.Module) -> Iterator[None]:
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    weight = layer.weight
+    weight = layer._parameters.get("weight")  # a parametrization puts it elsewhere
     return (
-        weight.device.type == "cpu"
-        and weight.layout == torch.strided
+        weight is not None
+        and is_plain(weight)
+        and weight.device.type == "cpu"
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and (layer.bias is None or layer.bias.dtype == weight.dtype)
+        and (layer.bias is None or (is_plain(layer.bias) and layer.bias.dtype == weight.dtype))
         and (weight.shape[1] < 2 or weight.stride(1) == 1)
         and "forward" not in vars(layer)
         and not (layer._forward_hooks or layer._forward_pre_hooks)
@@ -54,12 +57,20 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    # Held here: a look-up of a parameter costs as much as a small product.
+    # Held here: `layer.weight` costs as much as a small product. The dictionary is quick, and shows a weight that was replaced.
+    parameters = layer._parameters
     weight, bias, dtype, most = layer.weight, layer.bias, layer.weight.dtype, MOST_ROWS * layer.in_features
 
     def forward(input: Tensor) -> Tensor:
-        if input.numel() <= most and input.dtype is dtype and not torch.is_grad_enabled():
+        if (
+            input.numel() <= most
+            and input.dtype is dtype
+            and input.is_cpu
+            and parameters.get("weight") is weight
+            and parameters.get("bias") is bias
+            and not torch.is_grad_enabled()
+        ):
             return _op(input, weight, bias)
-        return functional.linear(input, weight, bias)
+        return functional.linear(input, layer.weight, layer.bias)
 
     return forward

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.config_processor import config_processor
 from pass_ext.decoding.drafting import Drafting, Step
 from pass_ext.decoding.listener import Listener
 from pass_ext.decoding.longest_branch import DECODING_RULES, LONGEST_BRANCH, longest_branch
@@ -30,6 +31,7 @@ from pass_ext.decoding.prompts import Prompts, read_prompts
 from pass_ext.decoding.ranges import profiled
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session import Session
+from pass_ext.decoding.stateful_processors import Processor, check_stateless, flat_processors, processor_name
 from pass_ext.decoding.stats import AcceptanceCounters, GenerationStats
 from pass_ext.ops.accept import STATUS, AcceptResult, accept_tree
 from pass_ext.tree import MOST_ROWS, PackedTrees, Tree, pack_trees
@@ -69,7 +71,8 @@ def generate(
     pad_token_id: int | None = None,
     streamer: Any = None,
     stopping: Callable[[Tensor, Any], Any] | None = None,
-    logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None,
+    logits_processor: Processor | Sequence[Processor] | None = None,
+    generation_config: Any = None,
     generator: torch.Generator | None = None,
     past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None = None,
     keep_cache: bool = False,
@@ -87,12 +90,17 @@ def generate(
         seeds: with rule "coupled" the text is a function of prompt, seed and these parameters, whatever the method and the
             batch. None: fresh ones, from ``generator`` or torch's own.
         rule: how drafts are judged, one of ``pass_ext.RULES``, or "longest_branch" (approximate).
-        eos_token_id: tokens that end a text; None: the model's own; ``[]``: none.
-        pad_token_id: fills sequences that ended early; None: the model's, else the first end of text, else 0.
+        eos_token_id: tokens that end a text; None: the generation_config's, else the model's own; ``[]``: none.
+        pad_token_id: fills sequences that ended early; None: as ``eos_token_id``, else the first end of text, else 0.
         streamer: told of new tokens as transformers' streamers are (``put``, ``end``); one with ``put_step(tokens, accepted)``
             gets each step's tokens, the first ``accepted`` of which were drafted. One request only.
         stopping: as transformers' stopping criteria, called with ``(ids [1, n], None)`` after every token.
-        logits_processor: as transformers' processors, called with ``(ids [rows, n], logits [rows, V])`` for every node.
+        logits_processor: one or a list, as transformers' processors, called with ``(ids [rows, n], logits [rows, V])`` for
+            every node, behind those of the generation_config. They must keep no state between calls.
+        generation_config: transformers' ``GenerationConfig``; None: the model's own; ``GenerationConfig()``: no processors. All
+            processors that it asks for and that act on greedy texts too are applied: penalties, bans, biases, minimal lengths,
+            forced tokens. ``guidance_scale`` and ``watermarking_config`` are refused. Sampling (``do_sample``, ``temperature``,
+            ``top_k`` …), beams, lengths and stopping criteria belong to the arguments here, and are not read from it.
         past: keys and values, ``[B, n, heads, D]`` per layer, of the first n tokens of every prompt; and n.
         keep_cache: the result has ``session``, with the caches.
         session: of an earlier generation with ``keep_cache``, as many requests, as many slots and room enough; its caches and
@@ -105,18 +113,20 @@ def generate(
     method = Plain() if method is None else method
     if rule not in DECODING_RULES:
         raise ValueError(f"rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
-    if rule == LONGEST_BRANCH and logits_processor is not None:
-        raise ValueError(
-            "rule 'longest_branch' takes no logits_processor: its first level is drawn before that is asked"
-        )
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
     adapted = packed_model(model)
     prompts = read_prompts(input_ids, attention_mask, adapted.table.shape[0])
-    config = adapted.generation_config
-    ends = _token_ids(getattr(config, "eos_token_id", None) if eos_token_id is None else eos_token_id)
+    own = adapted.generation_config
+    if generation_config is not None and own is None:
+        raise TypeError(
+            f"generate: generation_config must be None for {type(model).__name__}, no generating model of transformers, "
+            f"got {type(generation_config).__name__}; give eos_token_id, pad_token_id and logits_processor instead"
+        )
+    configs = (generation_config, own)
+    ends = _token_ids(_first_given("eos_token_id", configs) if eos_token_id is None else eos_token_id)
     if pad_token_id is None:
-        pad_token_id = getattr(config, "pad_token_id", None)
+        pad_token_id = _first_given("pad_token_id", configs)
     pad = pad_token_id if pad_token_id is not None else min(ends, default=0)
     sampling = SamplingParams.of(
         len(prompts.texts),
@@ -128,12 +138,20 @@ def generate(
         seeds=seeds,
         generator=generator,
     )
+    config = own if generation_config is None else generation_config
+    asked = None if config is None else config_processor(adapted, config, prompts, max_new_tokens, ends)
+    processors: list[Any] = [*([asked] if asked else []), *flat_processors(logits_processor)]
+    if rule == LONGEST_BRANCH and processors:
+        names = [processor_name(inner) for one in processors for inner in getattr(one, "processors", [one])]
+        raise ValueError(
+            "generate: rule 'longest_branch' takes no logits_processor, because its first level is drawn before that is asked; "
+            f"{'the generation_config' if asked else 'logits_processor'} asks for {', '.join(names)}"
+        )
+    check_stateless(processors, one_text=isinstance(method, Plain) and len(prompts.texts) == 1)
     listener = Listener(streamer, stopping)
     # Ordinary tensors also in a caller's inference mode: a session may be used outside of it.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as drafting:
-        run = _Run(
-            adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, logits_processor, cuda_graphs
-        )
+        run = _Run(adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, processors, cuda_graphs)
         drafting.enter_context(run.drafting.attached())
         run.begin(session, past)
         started = time.perf_counter()
@@ -162,13 +180,13 @@ class _Run:
         max_new_tokens: int,
         ends: frozenset[int],
         listener: Listener,
-        processor: Callable[[Tensor, Tensor], Tensor] | None,
+        processors: Sequence[Processor],
         graphs: bool,
     ) -> None:
         self.texts = [list(text) for text in prompts.texts]
         self.calls = 0
         self._limits = [len(text) + max_new_tokens for text in self.texts]
-        self._ends, self._listener, self._processor = ends, listener, processor
+        self._ends, self._listener, self._processors = ends, listener, processors
         self._sampling, self._rule = sampling, rule
         self._adds_nothing = rule == LONGEST_BRANCH  # behind what it accepts
         self.drafting = Drafting(method, model, sampling, rule, self.texts, graphs=graphs)
@@ -281,9 +299,9 @@ class _Run:
         trees = [step.tree if step else None for step in steps]
         tokens = [token for step in steps if step for token in step.accept_tokens]
         law_rows = [row for step in steps if step for row in step.accept_law_rows]
-        if self._processor is not None:
+        if self._processors:
             texts = [text if step else None for text, step in zip(self.texts, steps, strict=True)]
-            logits = processed(logits, self._processor, texts, trees, [step.tokens if step else [] for step in steps])
+            logits = processed(logits, self._processors, texts, trees, [step.tokens if step else [] for step in steps])
         with profiled("accept"):
             if self._adds_nothing:
                 return longest_branch(
@@ -362,6 +380,10 @@ class _Run:
 
 def _are_nodes(steps: Sequence[Step | None]) -> list[bool]:
     return [slot < 0 for step in steps if step is not None for slot in step.tree.slots]
+
+
+def _first_given(name: str, configs: Sequence[Any]) -> Any:
+    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
 
 def _token_ids(tokens: int | Sequence[int] | Tensor | None) -> frozenset[int]:

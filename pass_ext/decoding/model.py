@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pass_ext.decoding.plain_tensors import is_plain
 from pass_ext.early_exit import EarlyExitDraft
 from pass_ext.ops.lookahead import lookahead_embed
 
@@ -50,6 +51,8 @@ class Adapted:
 
     name = ""
     generation_config: Any = None
+    has_table: bool = True
+    """False: ``table`` tells shape, dtype and device only, as the model's own is quantised, or elsewhere between calls."""
     shared_model: Any = None
     """The model whose first ``shares_layers`` layers these are, so that keys and values of a text are the same."""
     shares_layers: int = 0
@@ -65,6 +68,11 @@ class Adapted:
         if self.table.dim() != 2:
             raise ValueError(
                 f"model.embedding must be [V, d], the table of input embeddings, got {list(self.table.shape)}"
+            )
+        if not is_plain(self.table):
+            raise ValueError(
+                "model.embedding must be a plain tensor with its numbers in memory, got "
+                f"{type(self.table).__name__} on {self.table.device}"
             )
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:

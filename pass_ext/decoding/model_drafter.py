@@ -30,6 +30,7 @@ from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session import Session
 from pass_ext.decoding.step_times import StepTimes
 from pass_ext.decoding.uploads import uploaded
+from pass_ext.early_exit import unwrapped
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 _MOST_ABOVE = 8  # tokens of a text that every level reads above the root; more are read once, in calls of their own
@@ -114,7 +115,7 @@ class ModelDrafter:
 
     def begin(self, target: Session, room: int) -> None:
         """Finds room for the texts beside the target's."""
-        self._shares = self._draft.shared_model is target.model.model
+        self._shares = self._draft.shared_model is unwrapped(target.model.model)
         if self._shares:
             self._graphs = False  # its calls read caches that are another session's
             self._session = target.first_layers(self._draft, self._draft.shares_layers)

@@ -16,6 +16,7 @@ from pass_ext.decoding.pass_plan import measured_times
 from pass_ext.decoding.planner import assumed_hit_rates
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.step_times import StepTimes
+from pass_ext.early_exit import unwrapped
 from pass_ext.tree import Tree
 
 _WITH_REPLACEMENT = ("rejection_with_replacement", "kseq")
@@ -58,7 +59,7 @@ def model_drafter(
 
 def call_times(target: Adapted, draft: Adapted, *, graphs: bool = False) -> tuple[StepTimes, StepTimes]:
     """Measured once: the target's calls and the draft's, of which only those with caches of its own are ever recorded."""
-    own = draft.shared_model is not target.model
+    own = draft.shared_model is not unwrapped(target.model)
     return measured_times(target, graphs=graphs), measured_times(draft, graphs=graphs and own)
 
 

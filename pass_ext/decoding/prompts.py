@@ -14,9 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokens of each request, and the tensor that they came in."""
+    """The tokens of each request, the ids of its padding, and the tensor that they came in."""
 
     texts: list[list[int]]
+    padding: list[list[int]]
     input_ids: Tensor
 
     def extended(self, new: Sequence[Sequence[int]], pad: int) -> Tensor:
@@ -43,7 +44,7 @@ def read_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocabulary: i
                 f"attention_mask must be a tensor [B, T] as input_ids, {list(input_ids.shape)}, got {came}"
             )
         mask = (attention_mask != 0).tolist()
-    texts = []
+    texts, padding = [], []
     for b, (row, seen) in enumerate(zip(input_ids.tolist(), mask, strict=True)):
         if True not in seen:
             raise ValueError(f"prompt {b} has no tokens")
@@ -51,9 +52,10 @@ def read_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocabulary: i
         if False in seen[first:last]:
             raise ValueError(f"attention_mask of prompt {b} has a hole: padding belongs to the left or the right")
         texts.append(row[first:last])
+        padding.append(row[:first] + row[last:])
         if min(texts[-1]) < 0 or max(texts[-1]) >= vocabulary:
             strange = next(token for token in texts[-1] if not 0 <= token < vocabulary)
             raise ValueError(f"prompt {b} holds the id {strange}; the model's ids are 0 to {vocabulary - 1}")
     if not texts:
         raise ValueError("input_ids must hold at least one prompt, got none")
-    return Prompts(texts, input_ids)
+    return Prompts(texts, padding, input_ids)

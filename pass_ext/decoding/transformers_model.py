@@ -18,6 +18,9 @@ from pass_ext.decoding.attachment import KEY, attached, attachment_of
 from pass_ext.decoding.attention_arguments import unsupported
 from pass_ext.decoding.layer_offsets import LayerOffsets
 from pass_ext.decoding.model import Adapted, Attend
+from pass_ext.decoding.peft_adapters import lost_adapter
+from pass_ext.decoding.plain_tensors import is_plain
+from pass_ext.early_exit import unwrapped
 from pass_ext.ops.lookahead import lookahead_embed
 
 _attending: ContextVar[Attend | None] = ContextVar("attending", default=None)
@@ -34,7 +37,8 @@ class TransformersModel(Adapted):
         self.generation_config = getattr(model, "generation_config", None)
         module = model.get_input_embeddings()
         self._embedding = module
-        self.table = module.weight
+        self.has_table = is_plain(module.weight)
+        self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
         self._check()
         text = model.config.get_text_config(decoder=True)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
@@ -45,10 +49,16 @@ class TransformersModel(Adapted):
         text = config.get_text_config(decoder=True)
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"{self.name} is an encoder-decoder model; decoder-only models are supported")
-        if "position_ids" not in inspect.signature(type(_unwrapped(self.model)).forward).parameters:
+        if "position_ids" not in inspect.signature(type(unwrapped(self.model)).forward).parameters:
             raise ValueError(
                 f"{self.name}: {type(self.model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
                 "their places in the text"
+            )
+        lost = lost_adapter(self.model)
+        if lost is not None:
+            raise ValueError(
+                f"{self.name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
+                "the model's own generate, or an adapter that changes layers only, as LoRA"
             )
         strange = sorted(set(getattr(text, "layer_types", None) or ()) - _FULL)
         if strange:
@@ -69,7 +79,7 @@ class TransformersModel(Adapted):
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """Through the model's own embedding module where that does more than look up."""
-        if type(self._embedding) is nn.Embedding and not self._embedding._forward_hooks:
+        if self.has_table and _only_looks_up(self._embedding):
             return lookahead_embed(ids, self.table, slots)
         rows = self._embedding(ids.clamp(min=0))
         if not len(slots):
@@ -78,7 +88,7 @@ class TransformersModel(Adapted):
 
     def attached(self) -> AbstractContextManager[None]:
         """Attention and few-row linear layers go through us meanwhile."""
-        return attached(self.model, _attention)
+        return attached(unwrapped(self.model), _attention)
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
@@ -116,13 +126,26 @@ class TransformersModel(Adapted):
             raise ValueError(
                 f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {offsets.shape[2]}"
             )
-        return attachment_of(self.model).offsets
+        return attachment_of(unwrapped(self.model)).offsets
 
 
-def _unwrapped(model: Any) -> Any:
-    """The model inside of torch.compile's wrapper, or peft's."""
-    model = getattr(model, "_orig_mod", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def _only_looks_up(embedding: nn.Module) -> bool:
+    """True for a plain ``nn.Embedding``: no hooks, and no ``forward`` that somebody put there."""
+    hooks = embedding._forward_hooks or embedding._forward_pre_hooks
+    return type(embedding) is nn.Embedding and "forward" not in vars(embedding) and not hooks
+
+
+def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:
+    """A tensor of the weight's shape and dtype, without values, on the device where its rows come out."""
+    weight: Tensor = embedding.weight  # type: ignore[assignment]
+    device: Any = weight.device
+    if weight.is_meta:
+        hook = getattr(embedding, "_hf_hook", None)  # accelerate's, which brings the weights for each call
+        device = getattr(hook, "execution_device", None)
+        if device is None:
+            raise ValueError(f"{name}: the embedding table is on the meta device: load the model's weights first")
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.empty(1, 1, dtype=weight.dtype, device=device).expand(weight.shape)
 
 
 def _rope_limit(text: Any) -> int | None:

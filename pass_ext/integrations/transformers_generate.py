@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
+from pass_ext.decoding.node_processor import NodeProcessor
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.transformers_cache import cache_length, read_cache, write_cache
-from pass_ext.integrations.transformers_processors import NodeCriteria, NodeProcessor, sampling_law
+from pass_ext.integrations.transformers_processors import NodeCriteria, sampling_law
 
 # What transformers prepares for a decoding loop, and we make ourselves or do not need.
 _KNOWN = {
@@ -78,6 +79,8 @@ class CustomGenerate:
         **model_kwargs: Any,
     ) -> Any:
         """What transformers calls. Names that its own loop does not have are taken from the arguments of ``generate``."""
+        from transformers import GenerationConfig
+
         _refuse(generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
@@ -112,6 +115,7 @@ class CustomGenerate:
             streamer=self._streamer if pass_ext_streamer is None else pass_ext_streamer,
             stopping=NodeCriteria(criteria, padding) if criteria else None,
             logits_processor=NodeProcessor(processors, padding) if processors else None,
+            generation_config=GenerationConfig(),  # transformers has put what its own asks for among the processors
             generator=self._generator,
             past=past,
             keep_cache=wants_cache,

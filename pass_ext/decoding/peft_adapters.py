@@ -1,0 +1,27 @@
+"""Finds peft adapters that a packed call would leave out.
+
+LoRA and its like change layers, and work as they are. Prompt, prefix and p-tuning change what every call is given, and aLoRA
+reads token ids; a call on packed embeddings has neither, so the text would be that of another model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def lost_adapter(model: Any) -> str | None:
+    """What would be lost, to follow the model's name; None: nothing."""
+    model = getattr(model, "_orig_mod", model)
+    # While its own `generate` runs, a PeftModel puts its method into the model that custom_generate is given.
+    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    for wrapper in (model, owner):
+        config: Any = getattr(wrapper, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False) and not getattr(wrapper, "_adapters_disabled", False):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            return f"has a peft adapter of the kind {kind}, which puts learned tokens, keys or values before each text"
+    for part in model.modules() if hasattr(model, "modules") else ():
+        variants = getattr(part, "lora_variant", None) or {}
+        active = [] if getattr(part, "disable_adapters", False) else getattr(part, "active_adapters", [])
+        if any(type(variants.get(name)).__name__.startswith("ALora") for name in active):
+            return "has a peft adapter of the kind aLoRA, which is active behind certain token ids only"
+    return None

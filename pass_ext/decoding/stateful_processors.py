@@ -1,0 +1,69 @@
+"""Refuses logits processors that keep state between calls, and explains the errors of those that nobody knew.
+
+A processor is asked about every candidate of a tree, accepted or not, in any order and number of rows. It must therefore
+compute its result from its arguments alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+
+# Packages whose processors follow one text: they advance by one token with every call.
+_FOLLOW_A_TEXT = ("formatron", "outlines", "transformers_cfg", "xgrammar")
+# Parts of the names of transformers' processors that run the model or count their calls.
+_COUNT_CALLS = ("Guidance", "SynthID", "Whisper", "Codebooks", "Delay")
+
+
+def processor_name(processor: Any) -> str:
+    """``package.module.Class``, or a function's own name."""
+    named = processor if hasattr(processor, "__qualname__") else type(processor)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def flat_processors(processor: Any) -> list[Processor]:
+    """The processors of a list of them, or of transformers' ``LogitsProcessorList``; a single one; none."""
+    if processor is None:
+        return []
+    if not isinstance(processor, (list, tuple)):
+        return [processor]
+    return [inner for part in processor for inner in flat_processors(part)]
+
+
+def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
+    """Raises ValueError for a processor that is known to keep state between calls.
+
+    one_text: a single prompt is decoded without candidates, so that calls come as in transformers' own loop.
+    """
+    for processor in processors:
+        check_stateless(getattr(processor, "processors", ()), one_text=one_text)
+        counts = any(part in type(processor).__name__ for part in _COUNT_CALLS)
+        kinds = type(getattr(processor, "__self__", processor)).__mro__
+        follows = any(kind.__module__.split(".")[0] in _FOLLOW_A_TEXT for kind in kinds)
+        if not counts and (one_text or not follows):
+            continue
+        way = "" if counts else "; give it method Plain() and one prompt, where it meets no candidates"
+        raise ValueError(
+            "generate: logits_processor must compute its result from ids and logits alone, because it is asked about every "
+            f"candidate of every text, got {processor_name(processor)}, which keeps state between calls or runs the "
+            f"model{way}"
+        )
+
+
+@contextmanager
+def explained(processor: Any, ids: Tensor) -> Iterator[None]:
+    """Names the processor, and says how it is called, where it raises an error."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"generate: logits_processor {processor_name(processor)} raised {type(error).__name__}"
+            f"{f': {error}' if str(error) else ''}. It was called with ids {list(ids.shape)}, a row for each candidate, and "
+            "must compute its result from ids and logits alone: rows come in any number and order, and a processor that keeps "
+            "state between calls does not work"
+        ) from error
