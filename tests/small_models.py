@@ -71,3 +71,27 @@ def ragged_prompts(count, longest=24, seed=0, vocabulary=VOCABULARY):
     ids = torch.randint(3, vocabulary, (count, longest), generator=generator)
     mask = (torch.arange(longest) >= longest - lengths[:, None]).long()
     return ids * mask, mask
+
+
+class Tokens:
+    """A tokenizer as far as stop strings need one: token i is the letter chr(97 + i)."""
+
+    all_special_ids = ()
+
+    def get_vocab(self):
+        return {chr(97 + i): i for i in range(VOCABULARY)}
+
+    def _convert_id_to_token(self, token):
+        return chr(97 + token)
+
+    def convert_ids_to_tokens(self, tokens):
+        return [chr(97 + token) for token in tokens]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(letter) - 97 for letter in text]}
+
+    def __len__(self):
+        return VOCABULARY

@@ -94,9 +94,8 @@ def test_the_step_of_the_page_decodes(page):
         for p, s in zip(prompts, (5, 6, 7), strict=True)
     ]
     caches = list(torch.full((2 * decoder.LAYERS, 3, 16, decoder.KV_HEADS, decoder.HEAD_DIM), torch.nan))
-    prefix_lens = torch.tensor([4, 0, 2], dtype=torch.int32)
-    for b, prompt in enumerate(prompts):
-        fill_cache(model, caches, b, prompt[:-1])
+    prefix_lens = page["read_prompts"](model, caches, prompts)
+    assert prefix_lens.tolist() == [4, 0, 2]
     parents = torch.tensor([-1, 0, 0, 2, 3, -1, 0, 0, 1, 1], dtype=torch.int32)
     cu_nodes = torch.tensor([0, 5, 5, 10], dtype=torch.int32)
     for _ in range(2):
@@ -113,6 +112,20 @@ def test_the_step_of_the_page_decodes(page):
         assert emitted[1].tolist() == [-1] * 4
         assert emitted[2].tolist()[:2] == texts[2][int(prefix_lens[2]) - 1 :][:2]
     assert prefix_lens.tolist() == [12, 0, 6]
+
+
+@pytest.mark.parametrize("most", [1024, 3, 1])
+def test_the_page_reads_prompts_whole_and_in_pieces(page, most):
+    decoder = load("tree_decoding", ROOT / "examples" / "tree_decoding.py")
+    torch.manual_seed(2)
+    model, prompts = decoder.Model().requires_grad_(False), [[3, 1, 4, 1, 5, 9, 2], [], [6, 5], [3]]
+    shape = 2 * decoder.LAYERS, len(prompts), 16, decoder.KV_HEADS, decoder.HEAD_DIM
+    caches, wanted = list(torch.full(shape, torch.nan)), list(torch.full(shape, torch.nan))
+    for b, prompt in enumerate(prompts):
+        fill_cache(model, wanted, b, prompt[:-1])
+    assert page["read_prompts"](model, caches, prompts, most).tolist() == [6, 0, 1, 0]
+    for cache, want in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(cache, want, equal_nan=True)
 
 
 def fill_cache(model, caches, request, tokens):

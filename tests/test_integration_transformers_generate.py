@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from small_models import VOCABULARY, ragged_prompts, small_model  # noqa: E402
+from small_models import VOCABULARY, Tokens, ragged_prompts, small_model  # noqa: E402
 from test_generate import BUSHY, Prophet, slots_for, unpadded  # noqa: E402
 from transformers import (  # noqa: E402
     DynamicCache,
@@ -48,30 +48,6 @@ class ThreeMultiples(StoppingCriteria):
 
     def __call__(self, ids, scores, **_):
         return (ids[:, -3:] % 3 == 0).sum(1) >= 2
-
-
-class Tokens:
-    """A tokenizer as far as stop strings need one: token i is the letter chr(97 + i)."""
-
-    all_special_ids = ()
-
-    def get_vocab(self):
-        return {chr(97 + i): i for i in range(VOCABULARY)}
-
-    def _convert_id_to_token(self, token):
-        return chr(97 + token)
-
-    def convert_ids_to_tokens(self, tokens):
-        return [chr(97 + token) for token in tokens]
-
-    def convert_tokens_to_string(self, tokens):
-        return "".join(tokens)
-
-    def __call__(self, text, **_):
-        return {"input_ids": [ord(letter) - 97 for letter in text]}
-
-    def __len__(self):
-        return VOCABULARY
 
 
 OPTIONS = {
@@ -132,6 +108,16 @@ def test_stop_strings(llama, foreseen, monkeypatch):
     assert want.shape[1] < ids.shape[1] + NEW
     Prophet(monkeypatch, [torch.cat([ids[mask.bool()], torch.tensor(text)]).tolist()])
     assert torch.equal(run(llama, ids, mask, custom_generate(foreseen), **criteria), want)
+
+
+def test_an_assistant_is_never_called(llama, monkeypatch):
+    """transformers keeps ``assistant_model`` to itself, as docs/pass.md says; the text is that of the model."""
+    ids, mask = ragged_prompts(1, longest=12, seed=4)
+    assistant = small_model("llama")
+    monkeypatch.setattr(assistant, "forward", lambda *arguments, **options: pytest.fail("the assistant was called"))
+    ours = custom_generate(NGram(shortest=1))
+    assert torch.equal(run(llama, ids, mask, ours, assistant_model=assistant), run(llama, ids, mask))
+    assert ours.stats.model_calls > 0
 
 
 def test_time_is_up(llama):

@@ -13,7 +13,7 @@ import pass_ext
 
 pytest.importorskip("transformers")
 
-from small_models import VOCABULARY, small_model
+from small_models import VOCABULARY, Tokens, small_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, README = ROOT / "docs" / "pass.md", ROOT / "README.md"
@@ -35,7 +35,10 @@ def names(monkeypatch, tmp_path):
     monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))
     input_ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
     yield dict(
-        model=model, input_ids=input_ids, inputs=dict(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
+        model=model,
+        input_ids=input_ids,
+        inputs=dict(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)),
+        tokenizer=Tokens(),
     )
     assert asked == ["smollm2-135m-instruct"]
 
@@ -43,7 +46,7 @@ def names(monkeypatch, tmp_path):
 def test_the_blocks_of_the_page_run(names, capsys):
     want = names["model"].generate(**names["inputs"], max_new_tokens=200, do_sample=False)
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     run_blocks(PAGE, blocks, names)
     assert torch.equal(names["made"].sequences, want)
     assert str(names["plan"]) in capsys.readouterr().out
