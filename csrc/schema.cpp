@@ -23,10 +23,11 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "int window) -> (Tensor out, Tensor lse)");
   library.def("attention_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
 
-  // cache
+  // cache. No new rows: an empty list, for the dispatcher does not look into an optional one, and a tensor on another
+  // device, or a negated view, would reach the kernel as it is.
   library.def(
       "cache_commit_(Tensor(a!)[] caches, Tensor prefix_lens, Tensor cu_nodes, Tensor path, Tensor num_accepted, "
-      "Tensor[]? new, Tensor? block_table) -> ()");
+      "Tensor[] new, Tensor? block_table) -> ()");
 
   // draft
   library.def(

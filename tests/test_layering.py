@@ -117,6 +117,13 @@ def test_kernels_touch_the_machine_only_through_primitives():
             assert machine.findall(path.read_text()) == [], path
 
 
+def test_addresses_are_taken_in_one_file():
+    """There a tensor without memory is refused, and no kernel reads null."""
+    for path in CPP_FILES:
+        taken = re.findall(r"data_ptr\w*\(|get_data_ptr", path.read_text())
+        assert bool(taken) == (path == CSRC / "host/tensor.h"), path
+
+
 def test_schemas_live_in_one_file():
     for path in CPP_FILES:
         blocks = re.findall(r"STABLE_TORCH_LIBRARY(_FRAGMENT)?\(", path.read_text())

@@ -109,10 +109,10 @@ def cache_commit_(device):
     integers = dict(dtype=torch.int32, device=device)
     step = [torch.tensor(v, **integers) for v in ([2, 1], [0, 4, 6], [[0, 2, 3], [0, -1, -1]], [2, 0])]
     caches = [torch.randn(2, 9, 2, 8, device=device), torch.randn(2, 2, 9, 8, device=device).transpose(1, 2).half()]
-    yield caches, *step, None, None
+    yield caches, *step, [], None
     yield caches, *step, [torch.randn(6, 2, 8, device=device).to(cache.dtype) for cache in caches], None
     pages = [torch.randn(5, 3, 2, 8, device=device) for _ in range(2)]
-    yield pages, *step, None, torch.tensor([[4, 0, 2], [1, 3, 3]], **integers)
+    yield pages, *step, [], torch.tensor([[4, 0, 2], [1, 3, 3]], **integers)
 
 
 def linear_rows(device):

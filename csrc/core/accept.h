@@ -272,7 +272,9 @@ class AcceptWalk {
   }
 
   PASS_EXT_HOST_DEVICE Noise noise(Purpose purpose, int32_t depth) const {
-    return {seed_, position_ + depth, purpose, 0, 0};
+    // Unsigned: at the end of int64 a position goes on at its beginning.
+    return {seed_, static_cast<int64_t>(static_cast<uint64_t>(position_) + static_cast<uint64_t>(depth)), purpose, 0,
+            0};
   }
 
   // y ~ p as it stands at a node; from p_0 where rounding left nothing.

@@ -20,7 +20,18 @@ void check_is_chain(const AcceptProblem& problem) {
     }
 }
 
-void accept_on_cpu(const char*, const AcceptProblem& given, const Tensor&) {
+// Draws below the root are at the positions behind it. On a GPU they would go on at the beginning of int64.
+void check_positions(const char* op, const AcceptProblem& problem) {
+  if (!problem.positions) return;
+  const int64_t last = INT64_MAX - problem.max_depth;
+  for (int64_t request = 0; request < problem.requests; ++request)
+    if (problem.positions[request] > last)
+      refuse(op, "positions must be at most ", last, ", for drafts of depth ", problem.max_depth,
+             " lie behind them, got ", problem.positions[request], " at ", request);
+}
+
+void accept_on_cpu(const char* op, const AcceptProblem& given, const Tensor&) {
+  check_positions(op, given);
   AcceptProblem problem = given;
   int32_t divided = 1;
   for (int64_t index = 0; index < problem.requests && !problem.is_chain; ++index)

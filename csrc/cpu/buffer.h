@@ -4,7 +4,8 @@
 
 #include <cstdlib>
 #include <memory>
-#include <new>
+#include <stdexcept>
+#include <string>
 
 namespace pass_ext {
 
@@ -14,7 +15,9 @@ class Buffer {
     if (floats > size_) {
       size_ = 0;  // should there be no memory
       memory_.reset(static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64)));
-      if (!memory_) throw std::bad_alloc();
+      if (!memory_)
+        throw std::runtime_error("pass_ext: out of memory: work space of " + std::to_string(floats * sizeof(float)) +
+                                 " bytes could not be allocated");
       size_ = floats;
     }
     return memory_.get();

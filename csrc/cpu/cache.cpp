@@ -121,8 +121,7 @@ void commit_group(const CommitGroup& group, const GroupMoves& found, bool in_pla
 }
 
 void cache_commit(const TensorList& caches, const Tensor& prefix_lens, const Tensor& cu_nodes, const Tensor& path,
-                  const Tensor& num_accepted, const std::optional<TensorList>& fresh,
-                  const OptionalTensor& block_table) {
+                  const Tensor& num_accepted, const TensorList& fresh, const OptionalTensor& block_table) {
   const CommitProblem problem = prepare_commit(caches, prefix_lens, cu_nodes, path, num_accepted, fresh, block_table);
   if (problem.groups.empty()) return;
   check_path(problem.step);

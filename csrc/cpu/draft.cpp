@@ -9,7 +9,17 @@
 namespace pass_ext {
 namespace {
 
+// Nodes have 24 bits of a draw's number. On a GPU the upper ones are left out.
+void check_nodes(const DraftProblem& problem) {
+  constexpr int32_t kNodes = 1 << 24;
+  if (!problem.nodes) return;
+  for (int64_t row = 0; row < problem.rows; ++row)
+    if (problem.nodes[row] < 0 || problem.nodes[row] >= kNodes)
+      refuse("draft_sample", "nodes must be in [0, ", kNodes, "), got ", problem.nodes[row], " at ", row);
+}
+
 void draft_on_cpu(const DraftProblem& problem, const Tensor&) {
+  check_nodes(problem);
   for_each_request(problem.rows, [&](int64_t index, bool alone) { draft_row(thread_rows(alone), problem, index); });
 }
 

@@ -53,19 +53,19 @@ void multiply(const LinearRows<T>& problem) {
 }
 
 Tensor linear_rows(const Tensor& given, const Tensor& weight, const OptionalTensor& given_bias) {
+  constexpr const char* op = "linear_rows";
   check_linear_rows(given, weight, given_bias);
   const int64_t distance = distance_of_rows(given);
-  const Tensor x = distance < 0 ? torch::stable::contiguous(given) : given;
-  const OptionalTensor bias = given_bias ? OptionalTensor(contiguous_of(*given_bias)) : given_bias;
+  const Tensor x = distance < 0 ? contiguous_of(op, "x", given) : given;
+  const OptionalTensor bias = given_bias ? OptionalTensor(contiguous_of(op, "bias", *given_bias)) : given_bias;
   const Tensor out = empty_linear_rows(x, weight);
   if (out.numel() == 0) return out;
   const int64_t in = weight.size(1), outputs = weight.size(0), rows = out.numel() / outputs;
   const auto call = [&](auto value) {
     using T = type_of<decltype(value)>;
-    multiply(LinearRows<T>{static_cast<const T*>(x.const_data_ptr()), static_cast<const T*>(weight.const_data_ptr()),
-                           bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
-                           static_cast<T*>(out.mutable_data_ptr()), rows, in, outputs, distance < 0 ? in : distance,
-                           weight.stride(0)});
+    multiply(LinearRows<T>{data_of<T>(op, "x", x), data_of<T>(op, "weight", weight),
+                           bias ? data_of<T>(op, "bias", *bias) : nullptr, output_of<T>(out), rows, in, outputs,
+                           distance < 0 ? in : distance, weight.stride(0)});
   };
   switch (x.scalar_type()) {
     case ScalarType::BFloat16: call(TypeTag<bfloat16>{}); break;

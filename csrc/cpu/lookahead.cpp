@@ -28,7 +28,8 @@ void check_ids(const LookaheadEmbed<T, S, Id>& problem) {
 
 Tensor lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& lookahead) {
   check_lookahead_embed(ids, table, lookahead);
-  const Tensor flat_ids = contiguous_of(ids), slots = contiguous_of(lookahead);
+  constexpr const char* op = "lookahead_embed";
+  const Tensor flat_ids = contiguous_of(op, "ids", ids), slots = contiguous_of(op, "lookahead", lookahead);
   const Tensor out = empty_lookahead_embed(ids, table);
   with_lookahead_embed(flat_ids, table, slots, out, [](const auto& problem) {
     check_ids(problem);
@@ -69,9 +70,10 @@ PositionsByRow group_positions(const Id* ids, int64_t count, bool slots, int64_t
 
 Tensor lookahead_embed_backward(const Tensor& grad, const Tensor& ids, int64_t rows, bool slots, ScalarType dtype) {
   check_lookahead_embed_backward(grad, ids, rows, dtype);
-  const Tensor flat_ids = contiguous_of(ids), flat_grad = contiguous_of(grad);
+  constexpr const char* op = "lookahead_embed_backward";
+  const Tensor flat_ids = contiguous_of(op, "ids", ids), flat_grad = contiguous_of(op, "grad", grad);
   const std::vector<int64_t> shape{rows, grad.size(grad.dim() - 1)};
-  const Tensor out = empty_of_shape(grad, shape, dtype);
+  const Tensor out = empty_of_shape(op, grad, shape, dtype);
   with_lookahead_embed_backward(flat_grad, flat_ids, out, slots, [](const auto& problem) {
     const PositionsByRow groups = group_positions(problem.ids, problem.rows, problem.slots, problem.out_rows);
     // A task is one block of columns of one row: every element has one owner and one order, whatever the thread count.

@@ -13,8 +13,8 @@ namespace {
 void accept_on_cuda(const char* op, const AcceptProblem& problem, const Tensor& target_logits) {
   const CudaScope scope(target_logits);
   const gpu::RowsPlan plan = gpu::plan_accept(problem, scope.multiprocessors());
-  const Tensor workspace = empty_of_shape(target_logits, {plan.bytes()}, ScalarType::Byte);
-  gpu::launch_accept(problem, plan.carve(workspace.mutable_data_ptr()), scope.stream());
+  const Tensor workspace = empty_of_shape(op, target_logits, {plan.bytes()}, ScalarType::Byte);
+  gpu::launch_accept(problem, plan.carve(output_of<void>(workspace)), scope.stream());
   check_launch(op);
 }
 

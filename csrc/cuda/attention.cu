@@ -59,9 +59,9 @@ void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
   } else {
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
     const gpu::AttentionPlan plan = gpu::plan_attention(problem, between(resident, 1, kCountersOfSlot / 2));
-    const Tensor parts = empty_of_shape(q, {plan.parts}, ScalarType::Float);
+    const Tensor parts = empty_of_shape("attention_tree", q, {plan.parts}, ScalarType::Float);
     int32_t* const counters = CounterSlots::of_device(scope.device()).slot_for("attention_tree", scope.stream());
-    gpu::launch_attention(problem, plan, {static_cast<float*>(parts.mutable_data_ptr()), counters}, scope.stream());
+    gpu::launch_attention(problem, plan, {output_of<float>(parts), counters}, scope.stream());
   }
   check_launch("attention_tree");
 }

@@ -11,14 +11,14 @@ namespace pass_ext {
 namespace {
 
 void cache_commit(const TensorList& caches, const Tensor& prefix_lens, const Tensor& cu_nodes, const Tensor& path,
-                  const Tensor& num_accepted, const std::optional<TensorList>& fresh,
-                  const OptionalTensor& block_table) {
+                  const Tensor& num_accepted, const TensorList& fresh, const OptionalTensor& block_table) {
   const CommitProblem problem = prepare_commit(caches, prefix_lens, cu_nodes, path, num_accepted, fresh, block_table);
   if (problem.groups.empty()) return;
   const CudaScope scope(caches[0]);
   for (const CommitGroup& group : problem.groups)
-    gpu::launch_cache_commit(problem.step, group.shape, group.caches.data(), fresh ? group.fresh.data() : nullptr,
-                             static_cast<int64_t>(group.caches.size()), scope.stream());
+    gpu::launch_cache_commit(problem.step, group.shape, group.caches.data(),
+                             fresh.empty() ? nullptr : group.fresh.data(), static_cast<int64_t>(group.caches.size()),
+                             scope.stream());
   check_launch("cache_commit_");
 }
 

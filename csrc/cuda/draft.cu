@@ -13,8 +13,8 @@ namespace {
 void draft_on_cuda(const DraftProblem& problem, const Tensor& logits) {
   const CudaScope scope(logits);
   const gpu::RowsPlan plan = gpu::plan_draft(problem, scope.multiprocessors());
-  const Tensor workspace = empty_of_shape(logits, {plan.bytes()}, ScalarType::Byte);
-  gpu::launch_draft(problem, plan.carve(workspace.mutable_data_ptr()), scope.stream());
+  const Tensor workspace = empty_of_shape("draft_sample", logits, {plan.bytes()}, ScalarType::Byte);
+  gpu::launch_draft(problem, plan.carve(output_of<void>(workspace)), scope.stream());
   check_launch("draft_sample");
 }
 

@@ -64,14 +64,14 @@ inline AcceptResult prepare_accept(const AcceptArguments& arguments, int64_t req
   problem.threshold = static_cast<float>(arguments.threshold);
   problem.alpha = static_cast<float>(arguments.alpha);
   const Tensor& like = arguments.target_logits;
-  const Tensor emitted = empty_of_shape(like, {requests, max_depth + 1}, ScalarType::Long);
-  const Tensor path = empty_of_shape(like, {requests, max_depth + 1}, ScalarType::Int);
-  const Tensor num_accepted = empty_of_shape(like, {requests}, ScalarType::Int);
-  const Tensor status = empty_of_shape(like, {requests}, ScalarType::Int);
-  problem.emitted = static_cast<int64_t*>(emitted.mutable_data_ptr());
-  problem.path = static_cast<int32_t*>(path.mutable_data_ptr());
-  problem.num_accepted = static_cast<int32_t*>(num_accepted.mutable_data_ptr());
-  problem.status = static_cast<int32_t*>(status.mutable_data_ptr());
+  const Tensor emitted = empty_of_shape(op, like, {requests, max_depth + 1}, ScalarType::Long);
+  const Tensor path = empty_of_shape(op, like, {requests, max_depth + 1}, ScalarType::Int);
+  const Tensor num_accepted = empty_of_shape(op, like, {requests}, ScalarType::Int);
+  const Tensor status = empty_of_shape(op, like, {requests}, ScalarType::Int);
+  problem.emitted = output_of<int64_t>(emitted);
+  problem.path = output_of<int32_t>(path);
+  problem.num_accepted = output_of<int32_t>(num_accepted);
+  problem.status = output_of<int32_t>(status);
   return {emitted, path, num_accepted, status};
 }
 
@@ -99,24 +99,28 @@ inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const 
   check_dtype(op, "cu_nodes", cu_nodes, {ScalarType::Int});
   check_dim(op, "cu_nodes", cu_nodes, 1, "[B + 1]");
   if (cu_nodes.size(0) < 1) refuse(op, "cu_nodes must have shape [B + 1], got ", describe(cu_nodes));
+  check_below(op, "cu_nodes", cu_nodes, 0, kInt32Limit, "bounds");
   check_column({op, target, "target_logits", cu_nodes.size(0), "B + 1"}, "cu_nodes", cu_nodes, ScalarType::Int);
   const int64_t requests = cu_nodes.size(0) - 1;
   problem = {};
-  problem.target = logit_rows_of(target, allowed_of(op, "allowed", arguments.allowed, target, "target_logits", nodes));
+  problem.target = logit_rows_of(op, "target_logits", target,
+                                 allowed_of(op, "allowed", arguments.allowed, target, "target_logits", nodes));
   if (arguments.draft_logits.has_value()) {
     const Tensor& draft = *arguments.draft_logits;
     check_draft_logits(arguments, 2, "[R, V]");
+    check_below(op, "draft_logits", draft, 0, kInt32Limit, "rows");
     if (!draft_rows.has_value() && draft.size(0) != nodes)
       refuse(op, "draft_rows must be given unless draft_logits has a row for each of the ", nodes, " nodes, got ",
              describe(draft));
-    problem.draft = logit_rows_of(
-        draft, allowed_of(op, "draft_allowed", arguments.draft_allowed, draft, "draft_logits", draft.size(0)));
+    problem.draft =
+        logit_rows_of(op, "draft_logits", draft,
+                      allowed_of(op, "draft_allowed", arguments.draft_allowed, draft, "draft_logits", draft.size(0)));
     problem.has_draft = true;
     problem.draft_row_count = static_cast<int32_t>(draft.size(0));
   }
-  problem.tokens = static_cast<const int64_t*>(tokens.const_data_ptr());
-  problem.parents = static_cast<const int32_t*>(parents.const_data_ptr());
-  problem.cu_nodes = static_cast<const int32_t*>(cu_nodes.const_data_ptr());
+  problem.tokens = data_of<int64_t>(op, "tokens", tokens);
+  problem.parents = data_of<int32_t>(op, "parents", parents);
+  problem.cu_nodes = data_of<int32_t>(op, "cu_nodes", cu_nodes);
   problem.draft_rows = column_of<int32_t>(rows, "draft_rows", draft_rows, ScalarType::Int);
   problem.nodes = nodes;
   return prepare_accept(arguments, requests, max_depth, problem);
@@ -140,7 +144,8 @@ inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const
 
   problem = {};
   problem.target =
-      logit_rows_of(target, allowed_of(op, "allowed", arguments.allowed, target, "target_logits", requests * nodes));
+      logit_rows_of(op, "target_logits", target,
+                    allowed_of(op, "allowed", arguments.allowed, target, "target_logits", requests * nodes));
   problem.target_request_stride = target.stride(0);
   if (arguments.draft_logits.has_value()) {
     const Tensor& draft = *arguments.draft_logits;
@@ -148,12 +153,13 @@ inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const
     check_size(op, "draft_logits", draft, 0, requests, "the requests of target_logits");
     check_size(op, "draft_logits", draft, 1, nodes - 1, "one for each draft token");
     problem.draft = logit_rows_of(
-        draft, allowed_of(op, "draft_allowed", arguments.draft_allowed, draft, "draft_logits", requests * (nodes - 1)));
+        op, "draft_logits", draft,
+        allowed_of(op, "draft_allowed", arguments.draft_allowed, draft, "draft_logits", requests * (nodes - 1)));
     problem.draft_request_stride = draft.stride(0);
     problem.has_draft = true;
     problem.draft_row_count = static_cast<int32_t>(nodes - 1);
   }
-  problem.tokens = static_cast<const int64_t*>(draft_tokens.const_data_ptr());
+  problem.tokens = data_of<int64_t>(op, "draft_tokens", draft_tokens);
   problem.is_chain = true;
   problem.chain_nodes = static_cast<int32_t>(nodes);
   problem.nodes = requests * nodes;

@@ -12,6 +12,8 @@ namespace pass_ext {
 
 using AttentionResult = std::tuple<Tensor, Tensor>;  // out, lse
 
+constexpr int64_t kMostHeads = 1 << 20;  // times the nodes of one request they are rows, counted in int32
+
 inline FloatType float_type_of(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::BFloat16 ? FloatType::bfloat16
          : tensor.scalar_type() == ScalarType::Half   ? FloatType::float16
@@ -36,7 +38,7 @@ inline KeyRows cache_rows_of(const AttentionArguments& arguments, const char* ar
   check_size(op, argument, cache, 3, q.size(2), "q's head size D");
   check_same_device(op, argument, cache, "q", q);
   check_contiguous_rows(op, argument, cache);
-  return {cache.const_data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
+  return {data_of<void>(op, argument, cache), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
 // The nodes' own rows: [N, head, head_dim].
@@ -50,7 +52,7 @@ inline KeyRows new_rows_of(const AttentionArguments& arguments, const char* argu
   check_size(op, argument, fresh, 2, q.size(2), "q's head size D");
   check_same_device(op, argument, fresh, "q", q);
   check_contiguous_rows(op, argument, fresh);
-  return {fresh.const_data_ptr(), 0, fresh.stride(0), fresh.stride(1)};
+  return {data_of<void>(op, argument, fresh), 0, fresh.stride(0), fresh.stride(1)};
 }
 
 inline void check_head_dim(const char* op, const Tensor& q) {
@@ -59,17 +61,28 @@ inline void check_head_dim(const char* op, const Tensor& q) {
   refuse(op, "q must have a head size of 64, 80, 96, 128 or 256, got ", describe(q));
 }
 
-// Makes the outputs and the problem that fills them. `q` is contiguous.
-inline AttentionResult prepare_attention(const AttentionArguments& arguments, AttentionProblem& problem) {
+inline void check_queries(const Tensor& q) {
   constexpr const char* op = "attention_tree";
-  const Tensor &q = arguments.q, &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
   check_dtype(op, "q", q, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
   check_dim(op, "q", q, 3, "[N, Hq, D]");
   check_head_dim(op, q);
+  check_below(op, "q", q, 0, kInt32Limit, "rows");
+  check_below(op, "q", q, 1, kMostHeads + 1, "heads");
+}
+
+// Makes the outputs and the problem that fills them. `q` is contiguous, and checked.
+inline AttentionResult prepare_attention(const AttentionArguments& arguments, AttentionProblem& problem) {
+  constexpr const char* op = "attention_tree";
+  const Tensor &q = arguments.q, &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
   check_max_nodes(op, arguments.max_nodes);
   problem.k_cache = cache_rows_of(arguments, "k_cache", k_cache);
   problem.v_cache = cache_rows_of(arguments, "v_cache", v_cache);
   for (int64_t i = 0; i < 3; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i), "as k_cache");
+  // The nodes follow the slots in int32, and a tile's keys both.
+  constexpr int64_t kMostSlots = INT32_MAX - 2 * kMostTreeNodes;
+  check_below(op, "k_cache", k_cache, 0, kInt32Limit, arguments.block_table ? "pages" : "requests");
+  check_below(op, "k_cache", k_cache, 1, kMostSlots + 1, "slots");
+  check_below(op, "k_cache", k_cache, 2, kMostHeads + 1, "heads");
   if (k_cache.size(2) < 1 || q.size(1) % k_cache.size(2) != 0)
     refuse(op, "q must have a multiple of the ", k_cache.size(2), " heads of k_cache, got ", describe(q));
   if (arguments.k_new.has_value() != arguments.v_new.has_value())
@@ -78,8 +91,9 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
     problem.k_new = new_rows_of(arguments, "k_new", *arguments.k_new);
     problem.v_new = new_rows_of(arguments, "v_new", *arguments.v_new);
   }
-  problem.requests = check_cu_nodes(op, arguments.cu_nodes, "q", q);
-  problem.cu_nodes = static_cast<const int32_t*>(arguments.cu_nodes.const_data_ptr());
+  const Bounds bounds = check_cu_nodes(op, arguments.cu_nodes, "q", q);
+  problem.cu_nodes = bounds.cu_nodes;
+  problem.requests = bounds.requests;
   problem.prefix_lens = check_integers(op, "prefix_lens", arguments.prefix_lens, "q", q);
   check_size(op, "prefix_lens", arguments.prefix_lens, 0, problem.requests, "the requests of cu_nodes");
   problem.visible = check_visible(op, arguments.visible, arguments.max_nodes, q.size(0), "q", q);
@@ -89,37 +103,33 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
     problem.table_stride = table.stride(0);
     if (table.size(1) < 1) refuse(op, "block_table must have at least 1 page for each request, got ", describe(table));
     if (k_cache.size(1) < 1) refuse(op, "k_cache must have pages of at least 1 slot, got ", describe(k_cache));
+    if (table.size(1) > kMostSlots / k_cache.size(1))
+      refuse(op, "block_table must give a request at most ", kMostSlots, " slots, got ", describe(table),
+             " with pages of ", k_cache.size(1));
     problem.slots = table.size(1) * k_cache.size(1);
   } else {
     check_size(op, "k_cache", k_cache, 0, problem.requests, "the requests of cu_nodes; no block_table was given");
     problem.slots = k_cache.size(1);
   }
-  // The nodes follow the slots in int32, and a tile's keys both.
-  constexpr int64_t kMostSlots = INT32_MAX - 2 * kMostTreeNodes;
-  if (problem.slots > kMostSlots || k_cache.size(0) > INT32_MAX || k_cache.size(1) > INT32_MAX)
-    refuse(op, "k_cache must have at most ", kMostSlots, " slots for a request and less than 2^31 pages, got ",
-           describe(k_cache));
   problem.page_size = static_cast<int32_t>(k_cache.size(1));
   problem.pages = static_cast<int32_t>(k_cache.size(0));
   if (arguments.window < -1 || arguments.window == 0 || arguments.window > INT32_MAX)
     refuse(op, "window must be positive, or -1 for none, got ", arguments.window);
   problem.window = static_cast<int32_t>(arguments.window);
   if (arguments.depths) {
-    check_integers(op, "depths", *arguments.depths, "q", q);
+    const int32_t* depths = check_integers(op, "depths", *arguments.depths, "q", q);
     check_size(op, "depths", *arguments.depths, 0, q.size(0), "the packed nodes of q");
-  }
-  if (problem.window >= 0) {
-    if (!arguments.depths) refuse(op, "depths must be given with a window (tree_prepare makes them), got None");
-    problem.depths = static_cast<const int32_t*>(arguments.depths->const_data_ptr());
+    if (problem.window >= 0) problem.depths = depths;
+  } else if (problem.window >= 0) {
+    refuse(op, "depths must be given with a window (tree_prepare makes them), got None");
   }
   problem.softcap = static_cast<float>(arguments.softcap);
   if (!(arguments.softcap >= 0) || std::isinf(problem.softcap) || (problem.softcap == 0) != (arguments.softcap == 0))
     refuse(op, "softcap must be positive in float32, or 0 for none, got ", arguments.softcap);
   problem.scale = static_cast<float>(arguments.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2)))));
   if (!std::isfinite(problem.scale)) refuse(op, "scale must be finite, got ", problem.scale);
-  problem.q = q.const_data_ptr();
+  problem.q = data_of<void>(op, "q", q);
   problem.rows = q.size(0);
-  if (problem.rows > INT32_MAX) refuse(op, "q must have less than 2^31 rows, got ", describe(q));
   problem.heads = static_cast<int32_t>(q.size(1));
   problem.kv_heads = static_cast<int32_t>(k_cache.size(2));
   problem.group = problem.heads / problem.kv_heads;
@@ -127,10 +137,10 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
   problem.max_nodes = static_cast<int32_t>(arguments.max_nodes);
   problem.visible_stride = arguments.visible.stride(0);
   problem.type = float_type_of(q);
-  const Tensor out = empty_of_shape(q, {q.size(0), q.size(1), q.size(2)});
-  const Tensor lse = empty_of_shape(q, {q.size(0), q.size(1)}, ScalarType::Float);
-  problem.out = out.mutable_data_ptr();
-  problem.lse = static_cast<float*>(lse.mutable_data_ptr());
+  const Tensor out = empty_of_shape(op, q, {q.size(0), q.size(1), q.size(2)});
+  const Tensor lse = empty_of_shape(op, q, {q.size(0), q.size(1)}, ScalarType::Float);
+  problem.out = output_of<void>(out);
+  problem.lse = output_of<float>(lse);
   return {out, lse};
 }
 
@@ -145,7 +155,8 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
                                const OptionalTensor& block_table, const OptionalTensor& depths,
                                std::optional<double> scale, double softcap, int64_t window) {
   AttentionProblem problem{};
-  const Tensor flat_q = contiguous_of(q);
+  check_queries(q);  // before they are copied
+  const Tensor flat_q = contiguous_of("attention_tree", "q", q);
   const AttentionResult result = prepare_attention({flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes,
                                                     k_new, v_new, block_table, depths, scale, softcap, window},
                                                    problem);
@@ -162,6 +173,7 @@ AttentionResult attention_merge(const Tensor& out_a, const Tensor& lse_a, const 
   check_dtype(op, "out_b", out_b, {out_a.scalar_type()});
   if (out_a.dim() < 1) refuse(op, "out_a must have shape [..., D], got ", describe(out_a));
   const int64_t dim = out_a.dim() - 1;
+  check_below(op, "out_a", out_a, dim, kInt32Limit, "numbers in a row");
   check_dim(op, "out_b", out_b, dim + 1, "as out_a");
   for (int64_t i = 0; i <= dim; ++i) check_size(op, "out_b", out_b, i, out_a.size(i), "as out_a");
   std::vector<int64_t> shape;
@@ -173,15 +185,14 @@ AttentionResult attention_merge(const Tensor& out_a, const Tensor& lse_a, const 
     check_same_device(op, name, *lse, "out_a", out_a);
   }
   check_same_device(op, "out_b", out_b, "out_a", out_a);
-  const Tensor flat_out_a = contiguous_of(out_a), flat_out_b = contiguous_of(out_b);
-  const Tensor flat_lse_a = contiguous_of(lse_a), flat_lse_b = contiguous_of(lse_b);
-  const Tensor lse = empty_of_shape(out_a, shape, ScalarType::Float);
+  const Tensor flat_out_a = contiguous_of(op, "out_a", out_a), flat_out_b = contiguous_of(op, "out_b", out_b);
+  const Tensor flat_lse_a = contiguous_of(op, "lse_a", lse_a), flat_lse_b = contiguous_of(op, "lse_b", lse_b);
+  const Tensor lse = empty_of_shape(op, out_a, shape, ScalarType::Float);
   shape.push_back(out_a.size(dim));
-  const Tensor out = empty_of_shape(out_a, shape);
-  run({flat_out_a.const_data_ptr(), flat_out_b.const_data_ptr(), static_cast<const float*>(flat_lse_a.const_data_ptr()),
-       static_cast<const float*>(flat_lse_b.const_data_ptr()), out.mutable_data_ptr(),
-       static_cast<float*>(lse.mutable_data_ptr()), lse.numel(), static_cast<int32_t>(out_a.size(dim)),
-       float_type_of(out_a)},
+  const Tensor out = empty_of_shape(op, out_a, shape);
+  run({data_of<void>(op, "out_a", flat_out_a), data_of<void>(op, "out_b", flat_out_b),
+       data_of<float>(op, "lse_a", flat_lse_a), data_of<float>(op, "lse_b", flat_lse_b), output_of<void>(out),
+       output_of<float>(lse), lse.numel(), static_cast<int32_t>(out_a.size(dim)), float_type_of(out_a)},
       out);
   return {out, lse};
 }

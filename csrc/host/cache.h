@@ -40,7 +40,7 @@ void read_layout(const Tensor& tensor, int64_t& device, int64_t& dtype, int64_t 
   int32_t type;  // as torch numbers it, because not every dtype has a name in the stable ABI
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &type));
   dtype = type;
-  device = tensor.is_cuda() ? tensor.get_device_index() : -1;
+  device = int64_t{device_type_of(tensor)} << 32 | static_cast<uint32_t>(tensor.get_device_index());
   std::copy_n(tensor.sizes().data(), dims, sizes);
   std::copy_n(tensor.strides().data(), dims, strides);
 }
@@ -64,7 +64,7 @@ inline void check_commit_tensors(const CommitStep& step, int64_t index, const Te
     check_size(op, argument, cache, 0, step.requests, "the requests of cu_nodes; no block_table was given");
   else if (layout.sizes[1] < 1)
     refuse(op, argument, " must have pages of at least 1 slot, got ", describe(cache));
-  else if (layout.sizes[1] * step.table_width > INT32_MAX)
+  else if (step.table_width > INT32_MAX / layout.sizes[1])
     refuse(op, argument, " must have less than 2^31 slots in block_table's ", step.table_width, " pages, got ",
            describe(cache));
   if (!fresh) return;
@@ -104,17 +104,18 @@ inline void check_all_differ(const std::vector<CommitGroup>& groups, size_t coun
 }
 
 inline CommitProblem prepare_commit(const TensorList& caches, const Tensor& prefix_lens, const Tensor& cu_nodes,
-                                    const Tensor& path, const Tensor& num_accepted,
-                                    const std::optional<TensorList>& fresh, const OptionalTensor& block_table) {
+                                    const Tensor& path, const Tensor& num_accepted, const TensorList& fresh,
+                                    const OptionalTensor& block_table) {
   constexpr const char* op = "cache_commit_";
-  if (fresh && fresh->size() != caches.size())
-    refuse(op, "new must have one tensor for each of the ", caches.size(), " caches, got ", fresh->size());
+  if (!fresh.empty() && fresh.size() != caches.size())
+    refuse(op, "new must have one tensor for each of the ", caches.size(), " caches, got ", fresh.size());
   CommitProblem problem{};
   if (caches.empty()) return problem;
   const Tensor& first = caches[0];
   CommitStep& step = problem.step;
-  step.requests = check_cu_nodes(op, cu_nodes, "caches[0]", first);
-  step.cu_nodes = static_cast<const int32_t*>(cu_nodes.const_data_ptr());
+  const Bounds bounds = check_cu_nodes(op, cu_nodes, "caches[0]", first);
+  step.cu_nodes = bounds.cu_nodes;
+  step.requests = bounds.requests;
   step.prefix_lens = check_integers(op, "prefix_lens", prefix_lens, "caches[0]", first);
   check_size(op, "prefix_lens", prefix_lens, 0, step.requests, "the requests of cu_nodes");
   step.num_accepted = check_integers(op, "num_accepted", num_accepted, "caches[0]", first);
@@ -126,10 +127,10 @@ inline CommitProblem prepare_commit(const TensorList& caches, const Tensor& pref
   check_contiguous_rows(op, "path", path);
   if (path.size(1) > kMostCommittedRows)
     refuse(op, "path must have at most ", kMostCommittedRows, " columns, got ", describe(path));
-  step.path = static_cast<const int32_t*>(path.const_data_ptr());
+  step.path = data_of<int32_t>(op, "path", path);
   step.path_stride = path.stride(0);
   step.width = static_cast<int32_t>(path.size(1));
-  step.in_place = !fresh;
+  step.in_place = fresh.empty();
   if (block_table) {
     step.block_table = check_block_table(op, *block_table, step.requests, "caches[0]", first);
     step.table_stride = block_table->stride(0);
@@ -138,7 +139,7 @@ inline CommitProblem prepare_commit(const TensorList& caches, const Tensor& pref
 
   for (size_t i = 0; i < caches.size(); ++i) {
     const Tensor& cache = caches[i];
-    const Tensor* rows = fresh ? &(*fresh)[i] : nullptr;
+    const Tensor* rows = fresh.empty() ? nullptr : &fresh[i];
     if (cache.dim() != 4)
       refuse(op, "caches[", i, "] must have shape ", block_table ? "[pages, page, Hkv, D]" : "[B, S, Hkv, D]", ", got ",
              describe(cache));
@@ -159,8 +160,9 @@ inline CommitProblem prepare_commit(const TensorList& caches, const Tensor& pref
       group->caches.reserve(caches.size() - i);
       if (rows) group->fresh.reserve(caches.size() - i);
     }
-    group->caches.push_back(cache.mutable_data_ptr());
-    if (rows) group->fresh.push_back(rows->const_data_ptr());
+    const int64_t index = static_cast<int64_t>(i);
+    group->caches.push_back(address_of<void>(op, ItemName{"caches", index}, cache));
+    if (rows) group->fresh.push_back(data_of<void>(op, ItemName{"new", index}, *rows));
   }
   check_all_differ(problem.groups, caches.size());
   return problem;

@@ -40,13 +40,26 @@ inline const char* name_of(ScalarType type) {
   }
 }
 
+// As torch numbers it: "neither CUDA nor the CPU" would be one device.
+inline int32_t device_type_of(const Tensor& tensor) {
+  int32_t type;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  return type;
+}
+
 // "bfloat16[3, 576] on cuda:0"
 inline std::string describe(const Tensor& tensor) {
   std::ostringstream text;
   text << name_of(tensor.scalar_type()) << '[';
   for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
-  text << "] on " << (tensor.is_cuda() ? "cuda:" : tensor.is_cpu() ? "cpu" : "another device");
-  if (tensor.is_cuda()) text << tensor.get_device_index();
+  const int32_t device = device_type_of(tensor);
+  text << "] on ";
+  if (tensor.is_cuda())
+    text << "cuda:" << tensor.get_device_index();
+  else
+    text << (device == aoti_torch_device_type_cpu()    ? "cpu"
+             : device == aoti_torch_device_type_meta() ? "meta"
+                                                       : "another device");
   return text.str();
 }
 
@@ -77,10 +90,20 @@ inline void check_size(const char* op, const char* argument, const Tensor& tenso
 
 inline void check_same_device(const char* op, const char* argument, const Tensor& tensor, const char* other_argument,
                               const Tensor& other) {
-  if (tensor.is_cuda() != other.is_cuda() || tensor.get_device_index() != other.get_device_index())
+  if (device_type_of(tensor) != device_type_of(other) || tensor.get_device_index() != other.get_device_index())
     refuse(op, argument, " must be on the device of ", other_argument, " (", describe(other), "), got ",
            describe(tensor));
 }
+
+// Refuses a size that kernels could not count in int32. Call it before the size is narrowed or divided by.
+inline void check_below(const char* op, const char* argument, const Tensor& tensor, int64_t dim, int64_t limit,
+                        const char* meaning) {
+  if (tensor.size(dim) >= limit)
+    refuse(op, argument, " must have less than ", limit, " ", meaning, " (dimension ", dim, "), got ",
+           describe(tensor));
+}
+
+constexpr int64_t kInt32Limit = int64_t{1} << 31;
 
 // Rows may lie anywhere, but each must be contiguous.
 inline void check_contiguous_rows(const char* op, const char* argument, const Tensor& tensor) {

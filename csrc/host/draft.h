@@ -35,14 +35,15 @@ inline DraftResult prepare_draft(const DraftArguments& arguments, DraftProblem& 
   problem.seeds = column_of<int64_t>(rows, "seeds", arguments.seeds, ScalarType::Long);
   problem.positions = column_of<int64_t>(rows, "positions", arguments.positions, ScalarType::Long);
   problem.nodes = column_of<int32_t>(rows, "nodes", arguments.nodes, ScalarType::Int);
-  problem.logits = logit_rows_of(logits, allowed_of(op, "allowed", arguments.allowed, logits, "logits", count));
+  problem.logits =
+      logit_rows_of(op, "logits", logits, allowed_of(op, "allowed", arguments.allowed, logits, "logits", count));
   problem.rows = count;
   problem.count = static_cast<int32_t>(arguments.k);
   problem.mode = static_cast<DraftMode>(arguments.mode);
-  const Tensor tokens = empty_of_shape(logits, {count, arguments.k}, ScalarType::Long);
-  const Tensor logprobs = empty_of_shape(logits, {count, arguments.k}, ScalarType::Float);
-  problem.tokens = static_cast<int64_t*>(tokens.mutable_data_ptr());
-  problem.logprobs = static_cast<float*>(logprobs.mutable_data_ptr());
+  const Tensor tokens = empty_of_shape(op, logits, {count, arguments.k}, ScalarType::Long);
+  const Tensor logprobs = empty_of_shape(op, logits, {count, arguments.k}, ScalarType::Float);
+  problem.tokens = output_of<int64_t>(tokens);
+  problem.logprobs = output_of<float>(logprobs);
   return {tokens, logprobs};
 }
 

@@ -50,7 +50,7 @@ template <typename T>
 const T* column_of(const PerRow& rows, const char* argument, const OptionalTensor& column, ScalarType type) {
   if (!column.has_value()) return nullptr;
   check_column(rows, argument, *column, type);
-  return static_cast<const T*>(column->const_data_ptr());
+  return data_of<T>(rows.op, argument, *column);
 }
 
 struct LawArguments {
@@ -74,13 +74,13 @@ inline const int32_t* allowed_of(const char* op, const char* argument, const Opt
   if (allowed->dim() < 2 || allowed->size(allowed->dim() - 1) != words || allowed->numel() != rows * words)
     refuse(op, argument, " must have shape [", rows, ", ", words, "] (a word for 32 tokens), got ", describe(*allowed));
   if (!allowed->is_contiguous()) refuse(op, argument, " must be contiguous, got ", describe(*allowed));
-  return static_cast<const int32_t*>(allowed->const_data_ptr());
+  return data_of<int32_t>(op, argument, *allowed);
 }
 
 // Rows of a matrix; of a batch of matrices, the first one's.
-inline LogitRows logit_rows_of(const Tensor& logits, const int32_t* allowed) {
+inline LogitRows logit_rows_of(const char* op, const char* argument, const Tensor& logits, const int32_t* allowed) {
   const int64_t dim = logits.dim();
-  return {logits.const_data_ptr(), allowed, logits.stride(dim - 2), logit_type_of(logits),
+  return {data_of<void>(op, argument, logits), allowed, logits.stride(dim - 2), logit_type_of(logits),
           static_cast<int32_t>(logits.size(dim - 1))};
 }
 

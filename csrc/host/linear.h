@@ -30,7 +30,7 @@ inline void check_linear_rows(const Tensor& x, const Tensor& weight, const Optio
 inline Tensor empty_linear_rows(const Tensor& x, const Tensor& weight) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = weight.size(0);
-  return empty_of_shape(x, shape);
+  return empty_of_shape("linear_rows", x, shape);
 }
 
 // How far neighbouring rows of x [..., in] lie apart, or -1 if not all equally far, or not contiguous in themselves.

@@ -32,23 +32,23 @@ inline void check_lookahead_embed(const Tensor& ids, const Tensor& table, const 
 inline Tensor empty_lookahead_embed(const Tensor& ids, const Tensor& table) {
   std::vector<int64_t> shape(ids.sizes().begin(), ids.sizes().end());
   shape.push_back(table.size(1));
-  return empty_of_shape(table, shape);
+  return empty_of_shape("lookahead_embed", table, shape);
 }
 
 // Calls function(problem) with the LookaheadEmbed for the tensors' types; ids, lookahead and out are contiguous.
 template <typename Function>
 void with_lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& lookahead, const Tensor& out,
                           Function&& function) {
+  constexpr const char* op = "lookahead_embed";
   dispatch_floating(table.scalar_type(), [&](auto value) {
     dispatch_index(ids.scalar_type(), [&](auto index) {
       using T = type_of<decltype(value)>;
       using Id = type_of<decltype(index)>;
       const auto call = [&](auto slot) {
         using S = type_of<decltype(slot)>;
-        function(LookaheadEmbed<T, S, Id>{
-            static_cast<const Id*>(ids.const_data_ptr()), static_cast<const T*>(table.const_data_ptr()),
-            static_cast<const S*>(lookahead.const_data_ptr()), static_cast<T*>(out.mutable_data_ptr()), ids.numel(),
-            table.size(1), table.size(0), lookahead.size(0), table.stride(0)});
+        function(LookaheadEmbed<T, S, Id>{data_of<Id>(op, "ids", ids), data_of<T>(op, "table", table),
+                                          data_of<S>(op, "lookahead", lookahead), output_of<T>(out), ids.numel(),
+                                          table.size(1), table.size(0), lookahead.size(0), table.stride(0)});
       };
       if (lookahead.scalar_type() == table.scalar_type())
         call(TypeTag<T>{});
@@ -74,15 +74,15 @@ inline void check_lookahead_embed_backward(const Tensor& grad, const Tensor& ids
 template <typename Function>
 void with_lookahead_embed_backward(const Tensor& grad, const Tensor& ids, const Tensor& out, bool slots,
                                    Function&& function) {
+  constexpr const char* op = "lookahead_embed_backward";
   dispatch_floating(grad.scalar_type(), [&](auto value) {
     dispatch_index(ids.scalar_type(), [&](auto index) {
       using T = type_of<decltype(value)>;
       using Id = type_of<decltype(index)>;
       const auto call = [&](auto result) {
         using S = type_of<decltype(result)>;
-        function(LookaheadEmbedBackward<T, S, Id>{
-            static_cast<const T*>(grad.const_data_ptr()), static_cast<const Id*>(ids.const_data_ptr()),
-            static_cast<S*>(out.mutable_data_ptr()), ids.numel(), out.size(1), out.size(0), slots});
+        function(LookaheadEmbedBackward<T, S, Id>{data_of<T>(op, "grad", grad), data_of<Id>(op, "ids", ids),
+                                                  output_of<S>(out), ids.numel(), out.size(1), out.size(0), slots});
       };
       if (out.scalar_type() == grad.scalar_type())
         call(TypeTag<T>{});

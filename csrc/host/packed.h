@@ -17,14 +17,20 @@ inline const int32_t* check_integers(const char* op, const char* argument, const
   check_same_device(op, argument, tensor, other_argument, other);
   if (!tensor.is_contiguous())
     refuse(op, argument, " must be contiguous, got ", describe(tensor), " with stride ", tensor.stride(0));
-  return static_cast<const int32_t*>(tensor.const_data_ptr());
+  return data_of<int32_t>(op, argument, tensor);
 }
 
-// cu_nodes [B + 1]; returns B.
-inline int64_t check_cu_nodes(const char* op, const Tensor& cu_nodes, const char* other_argument, const Tensor& other) {
-  check_integers(op, "cu_nodes", cu_nodes, other_argument, other);
+// cu_nodes [B + 1], and B.
+struct Bounds {
+  const int32_t* cu_nodes;
+  int64_t requests;
+};
+
+inline Bounds check_cu_nodes(const char* op, const Tensor& cu_nodes, const char* other_argument, const Tensor& other) {
+  const int32_t* data = check_integers(op, "cu_nodes", cu_nodes, other_argument, other);
   if (cu_nodes.size(0) < 1) refuse(op, "cu_nodes must have shape [B + 1], got ", describe(cu_nodes));
-  return cu_nodes.size(0) - 1;
+  check_below(op, "cu_nodes", cu_nodes, 0, kInt32Limit, "bounds");
+  return {data, cu_nodes.size(0) - 1};
 }
 
 inline void check_max_nodes(const char* op, int64_t max_nodes) {
@@ -43,7 +49,7 @@ inline const int64_t* check_visible(const char* op, const Tensor& visible, int64
   check_size(op, "visible", visible, 1, words_for(max_nodes), "ceil(max_nodes / 64)");
   check_same_device(op, "visible", visible, other_argument, other);
   check_contiguous_rows(op, "visible", visible);
-  return static_cast<const int64_t*>(visible.const_data_ptr());
+  return data_of<int64_t>(op, "visible", visible);
 }
 
 // block_table [B, pages of one], rows may be strided
@@ -54,7 +60,7 @@ inline const int32_t* check_block_table(const char* op, const Tensor& block_tabl
   check_size(op, "block_table", block_table, 0, requests, "the requests of cu_nodes");
   check_same_device(op, "block_table", block_table, other_argument, other);
   check_contiguous_rows(op, "block_table", block_table);
-  return static_cast<const int32_t*>(block_table.const_data_ptr());
+  return data_of<int32_t>(op, "block_table", block_table);
 }
 
 // The values, which only the CPU can look at without waiting for anybody.

@@ -21,16 +21,17 @@ TreeResult tree_prepare(const Tensor& parents, const Tensor& cu_nodes, int64_t m
   constexpr const char* op = "tree_prepare";
   TreePrepare problem{};
   problem.parents = check_integers(op, "parents", parents, "parents", parents);
-  problem.requests = check_cu_nodes(op, cu_nodes, "parents", parents);
-  problem.cu_nodes = static_cast<const int32_t*>(cu_nodes.const_data_ptr());
+  const Bounds bounds = check_cu_nodes(op, cu_nodes, "parents", parents);
+  problem.cu_nodes = bounds.cu_nodes;
+  problem.requests = bounds.requests;
   check_max_nodes(op, max_nodes);
   problem.rows = parents.size(0);
   problem.max_nodes = static_cast<int32_t>(max_nodes);
   problem.words = static_cast<int32_t>(words_for(max_nodes));
-  const Tensor visible = empty_of_shape(parents, {problem.rows, problem.words}, ScalarType::Long);
-  const Tensor depths = empty_of_shape(parents, {problem.rows});
-  problem.visible = static_cast<int64_t*>(visible.mutable_data_ptr());
-  problem.depths = static_cast<int32_t*>(depths.mutable_data_ptr());
+  const Tensor visible = empty_of_shape(op, parents, {problem.rows, problem.words}, ScalarType::Long);
+  const Tensor depths = empty_of_shape(op, parents, {problem.rows});
+  problem.visible = output_of<int64_t>(visible);
+  problem.depths = output_of<int32_t>(depths);
   run(problem, parents);
   return {visible, depths};
 }
@@ -54,16 +55,15 @@ Tensor tree_mask(const Tensor& visible, const Tensor& cu_nodes, int64_t max_node
   check_max_nodes(op, max_nodes);
   check_dim(op, "visible", visible, 2, "[N, ceil(max_nodes / 64)]");
   const int64_t* words = check_visible(op, visible, max_nodes, visible.size(0), "visible", visible);
-  const int64_t requests = check_cu_nodes(op, cu_nodes, "visible", visible);
+  const Bounds bounds = check_cu_nodes(op, cu_nodes, "visible", visible);
   const int32_t* lengths = check_integers(op, "prefix_lens", prefix_lens, "visible", visible);
-  check_size(op, "prefix_lens", prefix_lens, 0, requests, "the requests of cu_nodes");
+  check_size(op, "prefix_lens", prefix_lens, 0, bounds.requests, "the requests of cu_nodes");
   if (kv_len < 0 || kv_len > INT32_MAX) refuse(op, "kv_len must be in [0, 2^31), got ", kv_len);
   Tensor out;
   dispatch_mask(op, dtype, [&](auto tag) {
     using T = type_of<decltype(tag)>;
-    out = empty_of_shape(visible, {requests, 1, max_nodes, kv_len}, dtype);
-    Run::run(TreeMask<T>{words, static_cast<const int32_t*>(cu_nodes.const_data_ptr()), lengths,
-                         static_cast<T*>(out.mutable_data_ptr()), requests, visible.size(0), kv_len,
+    out = empty_of_shape(op, visible, {bounds.requests, 1, max_nodes, kv_len}, dtype);
+    Run::run(TreeMask<T>{words, bounds.cu_nodes, lengths, output_of<T>(out), bounds.requests, visible.size(0), kv_len,
                          static_cast<int32_t>(max_nodes), visible.stride(0)},
              visible);
   });

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
+from pass_ext.ops.fakes import register_fake
+from pass_ext.ops.integers import integers
+from pass_ext.ops.nondifferentiable import call
 from pass_ext.ops.parameters import Parameter, column, seeds_for
 
 RULES = {
@@ -27,6 +30,12 @@ STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the t
 """The bits of ``AcceptResult.status``."""
 
 _RULE_NAMES = tuple(RULES)
+_LAW = (
+    ("temperature", torch.float32),
+    ("top_k", torch.int32),
+    ("top_p", torch.float32),
+    ("min_p", torch.float32),
+)
 _tree_op = torch.ops.pass_ext.accept_tree.default
 _chain_op = torch.ops.pass_ext.accept_chain.default
 
@@ -85,14 +94,14 @@ def accept_tree(
         draft_logits: ``[R, V]``, any of the dtypes: the very logits that the drafts were sampled from.
         draft_rows: ``[N]`` int32, the row of ``draft_logits`` that node i's children were drawn from; -1: its children are
             fixed proposals (n-grams, top-k candidates), not drawn. Not needed where ``draft_logits`` has a row per node.
-        temperature, top_k, top_p, min_p: one number per request (``[B]``), one for all, or None for off. Temperature 0 or
-            None is greedy: the arg-max, lowest id first, whatever the rule.
+        temperature, top_k, top_p, min_p: one number per request (``[B]``, or a list), one for all, or None for off.
+            Temperature 0 or None is greedy: the arg-max, lowest id first, whatever the rule.
         draft_temperature, draft_top_k, draft_top_p, draft_min_p: what the drafts were sampled with; None: as the target.
         allowed: ``[N, ceil(V / 32)]`` int32 words, bit set = allowed: grammar masks of the target's rows.
         draft_allowed: ``[R, ceil(V / 32)]``: the masks that the drafts were sampled under, if any.
-        seeds: ``[B]`` int64. Without, fresh ones are drawn from ``generator``, or torch's own.
-        positions: ``[B]`` int64, the text position of the first token that this step can emit. The same seeds without
-            positions repeat the same noise in every step.
+        seeds: ``[B]`` int64, a list, or one for all. Without, fresh ones are drawn from ``generator``, or torch's own.
+        positions: ``[B]`` int64, a list, or one for all: the text position of the first token that this step can emit; at
+            most 2^63 - 1 - max_depth. The same seeds without positions repeat the same noise in every step.
         threshold, alpha: of rule "typical": accept where p > min(threshold, alpha exp(-entropy)).
 
     Returns:
@@ -100,15 +109,20 @@ def accept_tree(
         token that led there is the last one emitted (at the root: -1), and ``status`` says so. A malformed tree is ignored:
         the root's row gives one token. Other requests are never touched. Only ``cu_nodes`` that do not divide the rows end
         all requests with -1.
+
+    Integers may be of any integer dtype. The CPU refuses numbers that do not fit the dtype named here. On CUDA they become
+    its lowest or highest number, which is as malformed, and positions beyond the last go on at -2^63. No derivatives: a
+    forward-mode one is refused.
     """
     requests, device = cu_nodes.shape[0] - 1, target_logits.device
     shared = _shared(
-        requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
+        "accept_tree", requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
         draft_top_p, draft_min_p, allowed, draft_allowed, seeds, positions, threshold, alpha, generator,
     )  # fmt: skip
     return _call(
-        _tree_op, target_logits, _as(tokens, torch.int64), _as(parents, torch.int32), _as(cu_nodes, torch.int32),
-        max_depth, _rule_index("accept_tree", rule), draft_logits, _as(draft_rows, torch.int32), *shared,
+        _tree_op, target_logits, _dense("accept_tree", "tokens", tokens, torch.int64),
+        _dense("accept_tree", "parents", parents), _dense("accept_tree", "cu_nodes", cu_nodes), max_depth,
+        _rule_index("accept_tree", rule), draft_logits, _dense("accept_tree", "draft_rows", draft_rows), *shared,
     )  # fmt: skip
 
 
@@ -146,12 +160,12 @@ def accept_chain(
     """
     requests, device = target_logits.shape[0], target_logits.device
     shared = _shared(
-        requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
+        "accept_chain", requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
         draft_top_p, draft_min_p, allowed, draft_allowed, seeds, positions, threshold, alpha, generator,
     )  # fmt: skip
     return _call(
-        _chain_op, target_logits, _as(draft_tokens, torch.int64), _rule_index("accept_chain", rule), draft_logits,
-        *shared,
+        _chain_op, target_logits, _dense("accept_chain", "draft_tokens", draft_tokens, torch.int64),
+        _rule_index("accept_chain", rule), draft_logits, *shared,
     )  # fmt: skip
 
 
@@ -161,13 +175,13 @@ def _rule_index(op: str, rule: str) -> int:
     return _RULE_NAMES.index(rule)
 
 
-def _as(tensor: Any, dtype: torch.dtype) -> Any:
-    if tensor is None or tensor.dtype in (dtype, torch.bool) or tensor.is_floating_point():
-        return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()  # a wrong dtype is refused
-    return tensor.to(dtype).contiguous()
+def _dense(op: str, argument: str, tensor: Tensor | None, dtype: torch.dtype = torch.int32) -> Tensor | None:
+    tensor = integers(op, argument, tensor, dtype)
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
 def _shared(
+    op: str,
     requests: int,
     device: torch.device,
     temperature: Parameter,
@@ -188,14 +202,13 @@ def _shared(
 ) -> tuple[Any, ...]:
     """The arguments that both ops end with, as the kernels read them."""
     law = tuple(
-        column(value, requests, torch.int32 if i == 1 else torch.float32, device)
-        for i, value in enumerate((temperature, top_k, top_p, min_p))
+        column(op, name, value, requests, dtype, device)
+        for (name, dtype), value in zip(_LAW, (temperature, top_k, top_p, min_p), strict=True)
     )
+    draft_given = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
     draft_law = tuple(
-        own if given is None else column(given, requests, torch.int32 if i == 1 else torch.float32, device)
-        for i, (given, own) in enumerate(
-            zip((draft_temperature, draft_top_k, draft_top_p, draft_min_p), law, strict=True)
-        )
+        own if given is None else column(op, f"draft_{name}", given, requests, dtype, device)
+        for (name, dtype), given, own in zip(_LAW, draft_given, law, strict=True)
     )
     is_greedy = temperature is None  # draws nothing
     return (
@@ -203,19 +216,16 @@ def _shared(
         *draft_law,
         allowed,
         draft_allowed,
-        None if is_greedy else seeds_for(seeds, requests, device, generator),
-        column(positions, requests, torch.int64, device),
+        None if is_greedy and seeds is None else seeds_for(op, seeds, requests, device, generator),
+        column(op, "positions", positions, requests, torch.int64, device),
         threshold,
         alpha,
     )
 
 
 def _call(op: Any, *arguments: Any) -> AcceptResult:
-    if torch.compiler.is_compiling():
-        return AcceptResult(*op(*arguments))
-    with torch._C._AutoDispatchBelowAutograd():  # decisions have no gradient
-        result = AcceptResult(*op(*arguments))
-    if _library.debug_enabled():
+    result = AcceptResult(*call(op, *arguments))  # decisions have no gradient
+    if _library.debug_enabled() and not torch.compiler.is_compiling():
         _raise_on_status(op, result.status)
     return result
 
@@ -240,11 +250,11 @@ def _fake(requests: Any, width: Any, like: Tensor) -> tuple[Tensor, Tensor, Tens
     )
 
 
-@torch.library.register_fake("pass_ext::accept_tree")
+@register_fake("accept_tree")
 def _tree_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
     return _fake(cu_nodes.shape[0] - 1, max_depth + 1, target_logits)
 
 
-@torch.library.register_fake("pass_ext::accept_chain")
+@register_fake("accept_chain")
 def _chain_shape(target_logits, draft_tokens, *rest):  # type: ignore[no-untyped-def]
     return _fake(target_logits.shape[0], target_logits.shape[1], target_logits)

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
+from pass_ext.ops.fakes import register_fake
+from pass_ext.ops.integers import integers
+from pass_ext.ops.nondifferentiable import call
 from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -40,7 +43,7 @@ def attention_tree(
     """Attention of N packed nodes of B requests; row i sees its request's whole prefix and the nodes in ``visible[i]``.
 
     Args:
-        q: ``[N, Hq, D]`` bfloat16, float16 or float32; D is 64, 80, 96, 128 or 256.
+        q: ``[N, Hq, D]`` bfloat16, float16 or float32; D is 64, 80, 96, 128 or 256, and Hq at most 2^20.
         k_cache, v_cache: ``[B, S, Hkv, D]`` with any strides, D contiguous (a ``[B, Hkv, S, D]`` cache comes through
             ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a ``block_table``. Hq is any multiple of Hkv.
         prefix_lens: ``[B]`` int32, committed tokens of each request: its slots ``[0, prefix_len)``.
@@ -68,19 +71,19 @@ def attention_tree(
 
     The CPU refuses lengths, bounds, depths and pages that do not fit. On CUDA nobody waits for the GPU to look: numbers are
     cut to what there is, and a page that the pool does not have reads as zeros; ``pass_ext.set_debug(True)`` checks them
-    there too. No gradients: it raises where one is wanted.
+    there too. Lengths, bounds, pages and depths may be of any integer dtype; numbers that int32 does not hold are such that do
+    not fit. No gradients, reverse or forward: it raises where one is wanted.
     """
     floats = (q, k_cache, v_cache, k_new, v_new)
     if torch.is_grad_enabled() and any(given is not None and given.requires_grad for given in floats):
         raise RuntimeError(
             "pass_ext::attention_tree: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
-    if torch.compiler.is_compiling():
-        return _op(
-            q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
-            softcap, window,
-        )  # fmt: skip
-    if _library.debug_enabled() and q.is_cuda:
+    prefix_lens = integers("attention_tree", "prefix_lens", prefix_lens)
+    cu_nodes = integers("attention_tree", "cu_nodes", cu_nodes)
+    block_table = integers("attention_tree", "block_table", block_table)
+    depths = integers("attention_tree", "depths", depths)
+    if _library.debug_enabled() and q.is_cuda and not torch.compiler.is_compiling():
         check_fits(
             k_cache,
             prefix_lens,
@@ -92,11 +95,11 @@ def attention_tree(
             window,
             nodes_in_cache=k_new is None,
         )
-    with torch._C._AutoDispatchBelowAutograd():
-        return _op(
-            q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
-            softcap, window,
-        )  # fmt: skip
+    out, lse = call(
+        _op, q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
+        softcap, window,
+    )  # fmt: skip
+    return out, lse
 
 
 def check_fits(
@@ -147,18 +150,18 @@ def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     Returns:
         ``(out [..., D], lse [...])``, as one attention over all the keys would give.
+
+    D is below 2^31. No gradients, reverse or forward: it raises where one is wanted.
     """
     if torch.is_grad_enabled() and any(given.requires_grad for given in (out_a, lse_a, out_b, lse_b)):
         raise RuntimeError(
             "pass_ext::attention_merge: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
-    if torch.compiler.is_compiling():
-        return _merge_op(out_a, lse_a, out_b, lse_b)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _merge_op(out_a, lse_a, out_b, lse_b)
+    out, lse = call(_merge_op, out_a, lse_a, out_b, lse_b)
+    return out, lse
 
 
-@torch.library.register_fake("pass_ext::attention_tree")
+@register_fake("attention_tree")
 def _attention_shape(
     q: Tensor,
     k_cache: Tensor,
@@ -178,6 +181,6 @@ def _attention_shape(
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.register_fake("pass_ext::attention_merge")
+@register_fake("attention_merge")
 def _merge_shape(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)

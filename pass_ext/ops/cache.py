@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
+from pass_ext.ops.fakes import register_fake
+from pass_ext.ops.integers import integers
+from pass_ext.ops.nondifferentiable import call
 
 _op = torch.ops.pass_ext.cache_commit_.default
 
@@ -47,7 +50,8 @@ def cache_commit_(
             to one request.
 
     The CPU refuses nodes, lengths and pages that do not fit, before anything is written. On CUDA nobody waits for the GPU
-    to look: such rows are left out; ``pass_ext.set_debug(True)`` checks them there too. Raises where a gradient is wanted.
+    to look: such rows are left out; ``pass_ext.set_debug(True)`` checks them there too. Integers may be of any integer dtype;
+    numbers that int32 does not hold are such that do not fit. Raises where a gradient, reverse or forward, is wanted.
     """
     caches = list(caches)
     if torch.is_grad_enabled() and (_require_grad(caches) or (new is not None and _require_grad(new))):
@@ -55,16 +59,20 @@ def cache_commit_(
             "pass_ext::cache_commit_: it overwrites caches and no gradient is implemented, but a tensor of caches or new "
             "requires one; call it under torch.no_grad()"
         )
-    if torch.compiler.is_compiling():
-        _op(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table)
-        return
-    if _library.debug_enabled():
+    if new is not None and len(new) != len(caches):
+        raise ValueError(
+            f"pass_ext::cache_commit_: new must have one tensor for each of the {len(caches)} caches, got {len(new)}"
+        )
+    prefix_lens = integers("cache_commit_", "prefix_lens", prefix_lens)
+    cu_nodes = integers("cache_commit_", "cu_nodes", cu_nodes)
+    path = integers("cache_commit_", "path", path)
+    num_accepted = integers("cache_commit_", "num_accepted", num_accepted)
+    block_table = integers("cache_commit_", "block_table", block_table)
+    if _library.debug_enabled() and not torch.compiler.is_compiling():
         check_fits(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table)
-    if torch.is_inference_mode_enabled():
-        _op(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table)
+    call(_op, caches, prefix_lens, cu_nodes, path, num_accepted, [] if new is None else list(new), block_table)
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return
-    with torch._C._AutoDispatchBelowAutograd():
-        _op(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table)
     # As every in-place op of torch does: a backward that has saved a cache must notice.
     torch.autograd.graph.increment_version(caches)
 
@@ -115,14 +123,14 @@ def check_fits(
                                      f"at {b}")  # fmt: skip
 
 
-@torch.library.register_fake("pass_ext::cache_commit_")
+@register_fake("cache_commit_")
 def _commit_shape(
     caches: list[Tensor],
     prefix_lens: Tensor,
     cu_nodes: Tensor,
     path: Tensor,
     num_accepted: Tensor,
-    new: list[Tensor] | None,
+    new: list[Tensor],
     block_table: Tensor | None,
 ) -> None:
     return None

@@ -7,6 +7,8 @@ csrc/cpu/rows.cpp and csrc/cuda/rows.cuh. Called by decoders to draft, and as th
 import torch
 from torch import Tensor
 
+from pass_ext.ops.fakes import register_fake
+from pass_ext.ops.nondifferentiable import call
 from pass_ext.ops.parameters import Parameter, column, seeds_for
 
 MODES = ("coupled", "without", "with", "top")
@@ -37,19 +39,22 @@ def draft_sample(
         mode: ``"without"``: k draws without replacement, in the order of drawing. ``"with"``: k independent draws. ``"top"``:
             the k most probable. ``"coupled"``: the k best under the target's own noise for that seed and position; the first
             is the very token that ``accept_tree(rule="coupled")`` emits there, so ``k=1`` is the plain sampler.
-        temperature, top_k, top_p, min_p: one number per row (``[R]``), one for all, or None for off. No temperature means 1,
-            but in mode "coupled" greedy, as in ``accept_tree``. Temperature 0 is the limit: tokens in the order of their
-            logits, and the first has all the probability. Ties at a filter's edge keep the lower id.
+        temperature, top_k, top_p, min_p: one number per row (``[R]``, or a list), one for all, or None for off. No
+            temperature means 1, but in mode "coupled" greedy, as in ``accept_tree``. Temperature 0 is the limit: tokens in the
+            order of their logits, and the first has all the probability. Ties at a filter's edge keep the lower id.
         allowed: ``[R, ceil(V / 32)]`` int32, bit ``v % 32`` of word ``v // 32`` set = token v may be drawn.
         seeds, positions: ``[R]`` int64, what the draw depends on besides the row. Mode "coupled": ``positions`` is the text
             position of the token drawn. Other modes: give the position of the step's first token and ``nodes``, then no draw
             of a generation is ever repeated. Without seeds, fresh ones come from ``generator``; without positions, 0.
-        nodes: ``[R]`` int32 below 2^24, the tree node whose children are drawn; tells draws with the same seed and position
-            apart.
+        nodes: ``[R]`` int32 from 0 to 2^24 - 1 (the CPU refuses others), the tree node whose children are drawn; tells draws
+            with the same seed and position apart.
 
     Returns:
         ``(tokens [R, k] int64, logprobs [R, k] float32)``: log probabilities under the processed law. Slots beyond the
         support, and rows with NaN, +inf or nothing allowed: token -1, log probability -inf.
+
+    Integers may be of any integer dtype. The CPU refuses numbers that do not fit the dtype named here; on CUDA they become its
+    lowest or highest number. No derivatives: a forward-mode one is refused.
     """
     if mode not in MODES:
         raise ValueError(f"pass_ext::draft_sample: mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -59,22 +64,20 @@ def draft_sample(
         logits,
         k,
         MODES.index(mode),
-        column(temperature, rows, torch.float32, device),
-        column(top_k, rows, torch.int32, device),
-        column(top_p, rows, torch.float32, device),
-        column(min_p, rows, torch.float32, device),
+        column("draft_sample", "temperature", temperature, rows, torch.float32, device),
+        column("draft_sample", "top_k", top_k, rows, torch.int32, device),
+        column("draft_sample", "top_p", top_p, rows, torch.float32, device),
+        column("draft_sample", "min_p", min_p, rows, torch.float32, device),
         allowed,
-        None if draws_nothing else seeds_for(seeds, rows, device, generator),
-        column(positions, rows, torch.int64, device),
-        column(nodes, rows, torch.int32, device),
+        None if draws_nothing and seeds is None else seeds_for("draft_sample", seeds, rows, device, generator),
+        column("draft_sample", "positions", positions, rows, torch.int64, device),
+        column("draft_sample", "nodes", nodes, rows, torch.int32, device),
     )
-    if torch.compiler.is_compiling():
-        return _op(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():  # a draw has no gradient, so torch's autograd layer has nothing to add
-        return _op(*arguments)
+    tokens, logprobs = call(_op, *arguments)  # a draw has no gradient
+    return tokens, logprobs
 
 
-@torch.library.register_fake("pass_ext::draft_sample")
+@register_fake("draft_sample")
 def _shape(
     logits: Tensor,
     k: int,

@@ -6,6 +6,9 @@ out[r] = weight @ x[r] + bias. Kernel: csrc/cpu/linear.cpp. Called by decoders t
 import torch
 from torch import Tensor
 
+from pass_ext.ops.fakes import register_fake
+from pass_ext.ops.nondifferentiable import call
+
 _op = torch.ops.pass_ext.linear_rows.default
 
 
@@ -24,18 +27,16 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     (on one instruction set). So a token decoded in a batch of drafts meets the same numbers as one decoded alone.
 
     For the CPU only: CUDA's own matrix product is right there. Many rows (more than 64) are right, but
-    ``torch.nn.functional.linear`` may be faster. No gradients: it raises where one is wanted.
+    ``torch.nn.functional.linear`` may be faster. No gradients, reverse or forward: it raises where one is wanted.
     """
     if torch.is_grad_enabled() and any(given is not None and given.requires_grad for given in (x, weight, bias)):
         raise RuntimeError(
             "pass_ext::linear_rows: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
-    if torch.compiler.is_compiling():
-        return _op(x, weight, bias)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _op(x, weight, bias)
+    out: Tensor = call(_op, x, weight, bias)
+    return out
 
 
-@torch.library.register_fake("pass_ext::linear_rows")
+@register_fake("linear_rows")
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
+from pass_ext.ops.fakes import register_fake
+from pass_ext.ops.integers import integers
+from pass_ext.ops.nondifferentiable import call
 
 _prepare_op = torch.ops.pass_ext.tree_prepare.default
 _mask_op = torch.ops.pass_ext.tree_mask.default
@@ -32,15 +35,16 @@ def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Ten
     The CPU refuses a parent that is not in ``[-1, i)``, naming its flat index, bounds that do not divide the rows, and
     requests larger than max_nodes. On CUDA nobody waits for the GPU to look: a node with such a parent is a root; nodes from
     max_nodes on get 0 and depth 0; and so does every row where the bounds do not rise from 0 to at most N.
-    ``pass_ext.set_debug(True)`` checks all three there too.
+    ``pass_ext.set_debug(True)`` checks all three there too. Parents and bounds may be of any integer dtype; numbers that int32
+    does not hold are refused or treated as these.
     """
-    if torch.compiler.is_compiling():
-        return _prepare_op(parents, cu_nodes, max_nodes)
-    if _library.debug_enabled():
+    parents = integers("tree_prepare", "parents", parents)
+    cu_nodes = integers("tree_prepare", "cu_nodes", cu_nodes)
+    if _library.debug_enabled() and not torch.compiler.is_compiling():
         check_bounds("tree_prepare", cu_nodes, parents.shape[0], max_nodes)
         check_parents(parents, cu_nodes)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _prepare_op(parents, cu_nodes, max_nodes)
+    visible, depths = call(_prepare_op, parents, cu_nodes, max_nodes)
+    return visible, depths
 
 
 def tree_mask(
@@ -63,15 +67,15 @@ def tree_mask(
         are no NaN after softmax.
 
     The CPU refuses lengths and bounds that do not fit. On CUDA they are cut to what there is; ``pass_ext.set_debug(True)``
-    checks them there too.
+    checks them there too. Both may be of any integer dtype; numbers that int32 does not hold are such that do not fit.
     """
-    if torch.compiler.is_compiling():
-        return _mask_op(visible, cu_nodes, max_nodes, prefix_lens, kv_len, dtype)
-    if _library.debug_enabled():
+    cu_nodes = integers("tree_mask", "cu_nodes", cu_nodes)
+    prefix_lens = integers("tree_mask", "prefix_lens", prefix_lens)
+    if _library.debug_enabled() and not torch.compiler.is_compiling():
         check_bounds("tree_mask", cu_nodes, visible.shape[0], max_nodes)
         check_columns(cu_nodes, prefix_lens, kv_len)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _mask_op(visible, cu_nodes, max_nodes, prefix_lens, kv_len, dtype)
+    mask: Tensor = call(_mask_op, visible, cu_nodes, max_nodes, prefix_lens, kv_len, dtype)
+    return mask
 
 
 def check_bounds(op: str, cu_nodes: Tensor, rows: int, max_nodes: int) -> None:
@@ -100,7 +104,7 @@ def check_columns(cu_nodes: Tensor, prefix_lens: Tensor, kv_len: int) -> None:
                              f"kv_len {kv_len} and {last - first} nodes")  # fmt: skip
 
 
-@torch.library.register_fake("pass_ext::tree_prepare")
+@register_fake("tree_prepare")
 def _prepare_shape(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
     return (
         parents.new_empty((parents.shape[0], (max_nodes + 63) // 64), dtype=torch.int64),
@@ -108,7 +112,7 @@ def _prepare_shape(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[T
     )
 
 
-@torch.library.register_fake("pass_ext::tree_mask")
+@register_fake("tree_mask")
 def _mask_shape(
     visible: Tensor, cu_nodes: Tensor, max_nodes: int, prefix_lens: Tensor, kv_len: int, dtype: torch.dtype
 ) -> Tensor:

@@ -21,6 +21,7 @@ def layout_of(cache: Tensor, fresh: Tensor | None) -> tuple[tuple[str, int], ...
 
 
 def cache_commit(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table) -> None:
+    new = new or None
     step = given(
         prefix_lens=prefix_lens, cu_nodes=cu_nodes, path=path, num_accepted=num_accepted, block_table=block_table
     )

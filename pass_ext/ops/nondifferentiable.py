@@ -1,0 +1,51 @@
+"""``call``: an op that has no derivative, straight to its kernel. Called by the other modules of ``pass_ext.ops``.
+
+A kernel drops forward-mode derivatives (dual tensors, ``torch.func.jvp``, ``jacfwd``): they would be zero without a word. So
+they are refused, as ``requires_grad`` is by the ops whose results a gradient could flow through.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from pass_ext.ops.fakes import tensors_in
+
+
+def call(op: Any, *arguments: Any) -> Any:
+    """The op's result. Torch's autograd layer costs more than a small step's kernel, and has nothing to add here."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents(op, *arguments)
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+def refuse_tangents(op: Any, *arguments: Any) -> None:
+    """Raises RuntimeError if an argument of the op carries a forward-mode derivative, at whatever level of torch.func."""
+    name = op._schema.name.split("::")[1]
+    for argument, tensor in tensors_in([each.name for each in op._schema.arguments], arguments):
+        if tensor.is_floating_point() or tensor.is_complex():
+            _Refusal.apply(name, argument, tensor)
+
+
+class _Refusal(torch.autograd.Function):
+    """Raises where torch would ask it for a forward-mode derivative. Torch knows at which of its levels that is."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op, argument, tensor):  # type: ignore[no-untyped-def]
+        return tensor.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.op, ctx.argument, _ = inputs
+
+    @staticmethod
+    def jvp(ctx, *tangents):  # type: ignore[no-untyped-def]
+        raise RuntimeError(
+            f"pass_ext::{ctx.op}: no forward-mode derivative is implemented, but {ctx.argument} carries one (a dual tensor, "
+            "torch.func.jvp or jacfwd); detach it"
+        )
