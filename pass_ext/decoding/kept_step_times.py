@@ -1,8 +1,10 @@
 """``KeptTimes``: measured step times on disk, with when they were measured and what else the machine did then.
 
-fresh       for a day after they were measured or confirmed
-to confirm  for 30 days after they were measured
-too old     then: drivers, firmware and the kernel change, and nothing in the key shows it
+    fresh       for a day after they were measured or confirmed
+    to confirm  for 30 days after they were measured
+    too old     then: drivers, firmware and the kernel change, and nothing in the key shows it
+
+An entry that does not say all of it, and one of a busy machine, counts as damaged.
 """
 
 from __future__ import annotations
