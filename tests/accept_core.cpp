@@ -1,5 +1,5 @@
-// The Python module _accept_core: the walk of csrc/core/accept.h on one tree of drafts, over all ways that its coins can
-// fall (enumerated/core/noise.h), with rows that are summed in plain loops. Called by test_accept_core.py.
+// The Python module _accept_core: the walk of csrc/core/accept.h on one tree of drafts, over all ways that its coins
+// can fall (enumerated/core/noise.h), with rows that are summed in plain loops.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

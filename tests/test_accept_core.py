@@ -1,6 +1,6 @@
-"""That the rules of csrc/core/accept.h are exact, by enumeration: the walk that CPU and CUDA kernels share, over every draft that
-can be drawn and every way that its coins can fall. The law of what is emitted must be the target's own to within the rounding
-of floats, and as many drafts must be accepted as the reference accepts.
+"""That the rules of csrc/core/accept.h are exact, by enumeration: the walk that CPU and CUDA kernels share, over every draft
+that can be drawn and every way that its coins can fall. The law of what is emitted must be the target's own to within the
+rounding of floats, and as many drafts must be accepted as the reference accepts.
 """
 
 from functools import cache

@@ -245,7 +245,11 @@ DUPLICATES = {
     "proposed again at once, with children": (TWINS, 2, {"fixed": {2: "again"}, "replaced": False}),
     "drawn with replacement": ([-1, 0, 0, 0], 4, {"replaced": True}),
     "drawn with replacement, with children": ([-1, 0, 0, 1, 2], 2, {"replaced": True}),
-    "drawn with replacement below a proposal": ([-1, 0, 1, 1, 1], 2, {"no_row": (0,), "fixed": {1: 0}, "replaced": True}),
+    "drawn with replacement below a proposal": (
+        [-1, 0, 1, 1, 1],
+        2,
+        {"no_row": (0,), "fixed": {1: 0}, "replaced": True},
+    ),
     "outside the draft's support": ([-1, 0, 0, 0], 6, {"fixed": {1: "outside", 3: "outside"}, "replaced": False}),
 }
 WANT_REPLACEMENT = ("rejection_with_replacement", "kseq")  # these judge every draft as drawn from the whole q

@@ -200,7 +200,10 @@ def test_evaluation_reads_each_text_from_its_prompts_end_to_where_slots_end(anch
     """The first place's root is the prompt's last token, and slot 0 stands for the second token behind it."""
     model = tiny_llama()
     embedding = slots_for(model)  # three slots
-    samples = [dataclasses.replace(one, prompt_tokens=prompt) for one, prompt in zip(counting(4, 24), (2, 6, 20, 21), strict=True)]
+    samples = [
+        dataclasses.replace(one, prompt_tokens=prompt)
+        for one, prompt in zip(counting(4, 24), (2, 6, 20, 21), strict=True)
+    ]
     places = {2: range(0, 20), 6: range(4, 20), 20: range(18, 20), 21: range(19, 20)}
     wanted, count = [], 0
     for one in samples:

@@ -13,24 +13,26 @@ import time
 from pathlib import Path
 
 from .faults import Fault, choose, faults_of
-from .trial import ROOT, Trial, targets
+from .table import TARGETS
+from .trial import ROOT, Trial
 
 CPP_SHARE = 0.35  # of the faults: they must be built
 
 
-def plan(count: int, seed: int, only: list[str]) -> list[tuple[str, Fault]]:
-    """So many faults, in an order in which files take turns."""
-    chosen: list[tuple[int, str, Fault]] = []
-    for is_cpp, share in ((True, CPP_SHARE), (False, 1 - CPP_SHARE)):
-        names = [name for name in targets() if name.startswith("csrc") == is_cpp]
-        found = {name: faults_of((ROOT / name).read_text(), not is_cpp) for name in names}
+def plan(count: int, seed: int) -> list[tuple[str, Fault]]:
+    """So many faults, file by file."""
+    chosen = []
+    for is_cpp, share in ((False, 1 - CPP_SHARE), (True, CPP_SHARE)):
+        found = {
+            name: faults_of((ROOT / name).read_text(), not is_cpp) for name in TARGETS if (name[0] == "c") == is_cpp
+        }
         total, wanted = sum(map(len, found.values())), round(count * share)
-        parts = {name: 1 + int(wanted * len(found[name]) / total) for name in names}
-        for name in names:
-            own = choose(found[name], parts[name], f"{seed} {name}")
-            chosen += [(turn, name, fault) for turn, fault in enumerate(own)]
-    chosen.sort(key=lambda one: one[0])
-    return [(name, fault) for _, name, fault in chosen[:count] if not only or any(part in name for part in only)]
+        before = 0
+        for name, faults in found.items():  # rounded so that the numbers add up
+            here = (before + len(faults)) * wanted // total - before * wanted // total
+            before += len(faults)
+            chosen += [(name, fault) for fault in choose(faults, here, f"{seed} {name}")]
+    return chosen
 
 
 def main() -> None:
@@ -38,30 +40,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=13)
-    parser.add_argument("--only", nargs="*", default=[], help="files whose names contain one of these")
+    parser.add_argument("--only", nargs="*", default=[""], help="files whose names contain one of these")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutation")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    record = options.folder / "results.json"
-    results: dict[str, dict[str, object]] = json.loads(record.read_text()) if record.exists() else {}
-    trial = Trial(options.folder)
+    trial, record = Trial(options.folder), options.folder / "results.json"
+    results = json.loads(record.read_text()) if record.exists() else {}
 
-    def tried(key: str, name: str, fault: Fault | None, seconds: float) -> dict[str, object]:
+    def tried(key: str, name: str, fault: Fault | None, seconds: float) -> tuple[str, float]:
         if key not in results:
             outcome, why, used = trial.run(name, fault, seconds)
-            results[key] = {"result": outcome, "why": why, "seconds": used}
-            record.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            results[key] = {"result": outcome, "by": why, "seconds": used}
+            record.write_text(json.dumps(results, indent=1) + "\n")
             print(time.strftime("%H:%M:%S"), outcome, key, why, used, sep="  ", flush=True)
-        return results[key]
+        return results[key]["result"], results[key]["seconds"]
 
-    for name, fault in plan(options.faults, options.seed, options.only):
-        source = (trial.tree / name).read_text()
-        sound = tried(f"as it is: {' '.join(targets()[name][1])}", name, None, 300)
-        if sound["result"] != "survived":
-            print("skipped: its tests fail without any fault", name, flush=True)
-            continue
-        before = source[fault.begin : fault.end]
-        tried(f"{name}:{fault.line(source)} {fault.operator}: {before!r} -> {fault.text!r}", name, fault, 3 * float(str(sound["seconds"])) + 10)
+    for name, fault in plan(options.faults, options.seed):
+        if any(part in name for part in options.only):
+            sound, used = tried(f"as it is: {' '.join(TARGETS[name][1])}", name, None, 300)
+            if sound == "survived":
+                tried(f"{name}:{fault.described((ROOT / name).read_text())}", name, fault, 3 * used + 10)
+            else:
+                print("not tried, its tests fail by themselves:", name, flush=True)
     counted = collections.Counter(one["result"] for key, one in results.items() if not key.startswith("as it is"))
     print(dict(counted))
 

@@ -29,7 +29,7 @@ _SPECULATIVE = [
 _BOTH = [_SPECULATIVE[0], *_GENERATE[:-1], f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
 # path below csrc/: the sources in cpu/ that are built again, the tests
-CPP: dict[str, tuple[list[str], list[str]]] = {
+_CPP: dict[str, tuple[list[str], list[str]]] = {
     "core/accept.h": (["accept"], _ACCEPT),
     "core/weights.h": (["rows", "accept"], _ACCEPT),
     "core/law.h": (["rows", "accept", "draft"], _ROWS),
@@ -65,7 +65,7 @@ CPP: dict[str, tuple[list[str], list[str]]] = {
 }
 
 # of pass_ext/decoding/
-PYTHON: dict[str, list[str]] = {
+_PYTHON: dict[str, list[str]] = {
     "attachment": ["tests/test_attachment.py", "-k", "not thread"],
     "attention_arguments": ["tests/test_decoded_models.py"],
     "calibration": ["tests/test_calibration.py"],
@@ -100,4 +100,9 @@ PYTHON: dict[str, list[str]] = {
     "step_times": ["tests/test_step_times.py"],
     "transformers_model": ["tests/test_decoded_models.py"],
 }
-# Not here: cpu/isa.* and each_isa.h (the choice among instruction sets), graphs.py and uploads.py (they need a GPU).
+
+TARGETS = {f"csrc/{name}": both for name, both in _CPP.items()}
+TARGETS |= {f"pass_ext/decoding/{name}.py": ([], tests) for name, tests in _PYTHON.items()}
+# Without tests here: the choice among instruction sets; what needs a GPU; what holds no code.
+LEFT_OUT = ["csrc/core/platform.h", *(f"csrc/cpu/{name}" for name in ("isa.h", "isa.cpp", "each_isa.h", "buffer.h"))]
+LEFT_OUT += [f"pass_ext/decoding/{name}.py" for name in ("__init__", "graphs", "uploads")]

@@ -1,5 +1,5 @@
-// In place of csrc/core/noise.h where core/accept.h is enumerated: a coin is not thrown but compared with its bound, and a
-// script says how that ends. Both ways are tried in turn, with the probability of each.
+// In place of csrc/core/noise.h where core/accept.h is enumerated: a coin is not thrown but compared with its bound,
+// and a script says how that ends. Both ways are tried in turn, with the probability of each.
 #pragma once
 
 #include <cstdint>

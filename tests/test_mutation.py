@@ -1,0 +1,110 @@
+"""The mutation run: what it plants, what it chooses, and that known faults are noticed. All of it: python -m tests.mutation."""
+
+import pytest
+from mutation.faults import Fault, choose, faults_of
+from mutation.table import LEFT_OUT, TARGETS
+from mutation.trial import ROOT, Trial
+
+PYTHON = '''\
+"""1 < 2"""
+def f(a, b=1):  # a < b
+    if a.size <= b and g(a, b):
+        a.x = min(b, 3)
+    return "a < b" if a is None else a - b
+'''
+CPP = """\
+// if (a < b)
+int f(int a) {
+  if (a < 2 && g(a, b)) x = y;
+  h(minimum(a, b), "1 + 1");
+  return a << 1;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        (
+            PYTHON,
+            [
+                "    if not (a.size <= b and g(a, b)):",
+                "    if a.size < b and g(a, b):",
+                "    if a.size <= b or g(a, b):",
+                "    if a.size <= b and g(b, a):",
+                "        pass",
+                "        a.x = max(b, 3)",
+                "        a.x = min(b, 4)",
+                '    return "a < b" if not (a is None) else a - b',
+                '    return "a < b" if a is not None else a - b',
+                '    return "a < b" if a is None else a + b',
+            ],
+        ),
+        (
+            CPP,
+            [
+                "  if (!(a < 2 && g(a, b))) x = y;",
+                "  if (a <= 2 && g(a, b)) x = y;",
+                "  if (a < 3 && g(a, b)) x = y;",
+                "  if (a < 2 || g(a, b)) x = y;",
+                "  if (a < 2 && g(b, a)) x = y;",
+                "  ;",
+                '  h(maximum(a, b), "1 + 1");',
+                "  return a >> 1;",
+                "  return a << 2;",
+            ],
+        ),
+    ],
+    ids=["Python", "C++"],
+)
+def test_what_is_planted(source, lines):
+    before = source.splitlines()
+    planted = [fault.planted(source).splitlines() for fault in faults_of(source, source is PYTHON)]
+    changed = [[one for one, other in zip(after, before, strict=True) if one != other] for after in planted]
+    assert sorted(changed) == sorted([line] for line in lines)
+
+
+def test_the_choice_depends_on_the_seed_alone():
+    faults = faults_of((ROOT / "csrc/core/accept.h").read_text(), False)
+    assert len(faults) > 300 and choose(faults, 20, "1") == choose(faults, 20, "1") != choose(faults, 20, "2")
+    assert len({fault.kind for fault in choose(faults, 20, "1")}) == 6
+
+
+def test_every_file_is_looked_at_or_left_out_by_name():
+    files = [path for folder in ("core", "cpu") for path in ROOT.glob(f"csrc/{folder}/*")]
+    files += ROOT.glob("pass_ext/decoding/*.py")
+    assert {str(path.relative_to(ROOT)) for path in files} == {*TARGETS, *LEFT_OUT}
+    for _, tests in TARGETS.values():
+        assert all((ROOT / test).exists() for test in tests if test.startswith("tests/"))
+
+
+KNOWN = [
+    ("pass_ext/decoding/pace.py", "            self._next_rest = _SHORTEST_REST", "            pass", "killed"),
+    ("pass_ext/decoding/ngram.py", "shortest", "shortest ", "survived"),  # nothing is changed
+    ("csrc/core/draft.h", "rows.fill(tokens, logprobs, 0,", "rows.fill(tokens, logprobs, 1,", "killed"),
+    ("csrc/core/draft.h", "  int64_t rows;", "  int64_t rows;  ", "same code"),
+    ("csrc/core/draft.h", "  int64_t rows;", "  int64_t row;", "does not compile"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_known_faults_are_told_from_none():
+    trial = Trial(ROOT / "build" / "mutation")
+    for name, before, after, outcome in KNOWN:
+        source = (ROOT / name).read_text()
+        begin = source.index(before)
+        assert trial.run(name, Fault(begin, begin + len(before), after, ""), 300)[0] == outcome, (name, after)
+        assert (trial.tree / name).read_text() == (ROOT / name).read_text() == source
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_seeded_sample_is_noticed():
+    """Of the rules and the drafting: none of these may survive."""
+    trial = Trial(ROOT / "build" / "mutation")
+    for name in ("csrc/core/accept.h", "pass_ext/decoding/ngram.py"):
+        source = (ROOT / name).read_text()
+        for fault in choose(faults_of(source, name.endswith(".py")), 4, "a sample"):
+            outcome = trial.run(name, fault, 300)
+            assert outcome[0] != "survived", (name, fault.described(source))
