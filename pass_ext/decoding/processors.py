@@ -1,6 +1,6 @@
 """Logits processors per node: each node's logits are processed as if its path had been written already.
 
-Called by ``generation`` where the model's generation_config or the caller asks for some (penalties, bans, constraints).
+Processors are penalties, bans, constraints: those of the model's generation_config and the caller's.
 """
 
 from __future__ import annotations
