@@ -272,7 +272,8 @@ def cache_commit_(draw: Draw):
     before = [cache.clone() for cache in arguments["caches"]]
     yield arguments
     table = arguments["block_table"]
-    if table is None or table.unique().numel() == table.numel():  # no two requests write to one page
+    has_own_pages = table is None or table.unique().numel() == table.numel()  # no two requests write to one
+    if arguments["caches"] and has_own_pages:
         reference.cache_commit_(before, **{name: value for name, value in arguments.items() if name != "caches"})
         check_same(arguments["caches"], before)
 

@@ -68,7 +68,6 @@ def environment(sanitizer: str, folder: Path, threads: int) -> dict[str, str]:
         "UBSAN_OPTIONS": options,
         "TSAN_OPTIONS": options,
         "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),  # torch takes the smaller of the two
         "PYTHONPATH": str(folder),
     }
 
