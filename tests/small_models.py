@@ -34,12 +34,26 @@ ARCHITECTURES = {
     "gpt_neox": _SHAPE,
     "opt": dict(_OPT, ffn_dim=96, word_embed_proj_dim=32),
 }
+_MOE = dict(num_experts_per_tok=2, sliding_window=7)
+_QWEN_MOE = dict(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32, use_sliding_window=True)
+# They say their window to the mask alone, not to the attention call; qwen2_moe has it in every other layer.
+MASKS_KNOW_WINDOWS = {
+    "phimoe": dict(_GROUPED, **_MOE, num_local_experts=4),
+    "qwen2_moe": dict(_GROUPED, **_MOE, **_QWEN_MOE),
+}
+ODD_HEADS = {
+    "afmoe": dict(
+        _GROUPED, head_dim=24, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1
+    ),
+    "jetmoe": dict(_GROUPED, kv_channels=24, num_local_experts=2, num_experts_per_tok=2),
+}
 WITHOUT_WINDOWS = {"mistral": dict(sliding_window=None), "gemma2": dict(layer_types=["full_attention"] * 2)}
 REFUSED = {
     "stablelm": _GROUPED,
     "gpt_oss": dict(_GROUPED, head_dim=16, num_local_experts=2, num_experts_per_tok=1),
     "bloom": dict(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4),
 }
+_ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | REFUSED
 
 
 def small_model(architecture, seed=0, sharpness=3.0, **changes):
@@ -47,7 +61,7 @@ def small_model(architecture, seed=0, sharpness=3.0, **changes):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(architecture, **{**(ARCHITECTURES | REFUSED)[architecture], **changes})
+    config = AutoConfig.for_model(architecture, **{**_ALL[architecture], **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and "embed" not in name:

@@ -99,7 +99,7 @@ def test_the_first_of_two_threads_ends_first(llama, deep):
             assert second_runs.wait(10)
 
     got["first"] = generate(llama, IDS, deep, streamer=During(begin), **OPTIONS).sequences
-    assert llama.config._attn_implementation == "pass_ext_rows", "the second still needs it"
+    assert llama.config._attn_implementation.startswith("pass_ext_rows"), "the second still needs it"
     first_ended.set()
     other.join(10)
     assert torch.equal(got["first"], want) and torch.equal(got["second"], want)

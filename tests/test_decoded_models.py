@@ -48,7 +48,7 @@ def test_models_that_take_no_positions(architecture):
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("doge", {"keep_window_size": 4}, "DogeAttention hands down an attention_mask"),
+        ("doge", {"keep_window_size": 4}, "doge computes with its attention_mask"),
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, r"attention sinks \(s_aux\)"),
     ],
 )

@@ -21,9 +21,10 @@ _op = torch.ops.pass_ext.linear_rows.default
 
 
 @contextmanager
-def few_rows_linear(module: nn.Module) -> Iterator[None]:
+def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -> Iterator[None]:
     """Inside, every plain ``nn.Linear`` of the module that is on the CPU takes at most ``MOST_ROWS`` rows at a time through
-    ``linear_rows``; more rows, and calls that record gradients, go to ``torch.nn.functional.linear`` as before.
+    ``linear_rows``; more rows, calls that record gradients or are compiled, and those for which ``when()`` is False go to
+    ``torch.nn.functional.linear`` as before.
 
     Plain: that very type, no hooks of its own, no ``forward`` of its own (what wraps layers, and an outer ``with`` like this,
     keep theirs), weights that are plain tensors (``is_plain``) in bfloat16, float16 or float32. Weights that replace them
@@ -34,7 +35,7 @@ def few_rows_linear(module: nn.Module) -> Iterator[None]:
         if not torch.is_autocast_enabled("cpu"):
             for layer in module.modules():
                 if type(layer) is nn.Linear and _is_plain(layer):
-                    layer.forward = _forward(layer)  # type: ignore[method-assign, assignment]
+                    layer.forward = _forward(layer, when)  # type: ignore[method-assign, assignment]
                     changed.append(layer)
         yield
     finally:
@@ -56,12 +57,14 @@ def _is_plain(layer: nn.Linear) -> bool:
     )
 
 
-def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+def _forward(layer: nn.Linear, when: Callable[[], bool] | None) -> Callable[[Tensor], Tensor]:
     # Held here: `layer.weight` costs as much as a small product. The dictionary is quick, and shows a weight that was replaced.
     parameters = layer._parameters
     weight, bias, dtype, most = layer.weight, layer.bias, layer.weight.dtype, MOST_ROWS * layer.in_features
 
     def forward(input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # a graph would not ask `when` again
+            return functional.linear(input, layer.weight, layer.bias)
         if (
             input.numel() <= most
             and input.dtype is dtype
@@ -69,6 +72,7 @@ def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
             and parameters.get("weight") is weight
             and parameters.get("bias") is bias
             and not torch.is_grad_enabled()
+            and (when is None or when())
         ):
             return _op(input, weight, bias)
         return functional.linear(input, layer.weight, layer.bias)

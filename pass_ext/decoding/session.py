@@ -109,7 +109,7 @@ class Session:
                 k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
                 window=window,
             )  # fmt: skip
-            return out[..., :value_dim]
+            return out[..., :value_dim].contiguous()  # models take views of it
 
         starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
         rows = self.model.embed(ids, self.slots)

@@ -1,29 +1,26 @@
 """``TransformersModel``: a transformers decoder-only model, as it is, as a packed model.
 
 Its forward runs on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit ``position_ids`` and no cache; a
-registered attention function hands queries, keys and values to the session. Called by ``model.packed_model``.
+registered attention function (``row_attention``) hands queries, keys and values to the session.
 """
 
 from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.attachment import KEY, attached, attachment_of
-from pass_ext.decoding.attention_arguments import unsupported
+from pass_ext.decoding.attachment import attached, attachment_of
 from pass_ext.decoding.layer_offsets import LayerOffsets
 from pass_ext.decoding.model import Adapted, Attend
 from pass_ext.decoding.peft_adapters import lost_adapter
 from pass_ext.decoding.plain_tensors import is_plain
+from pass_ext.decoding.row_attention import our_call
 from pass_ext.early_exit import unwrapped
 from pass_ext.ops.lookahead import lookahead_embed
-
-_attending: ContextVar[Attend | None] = ContextVar("attending", default=None)
 
 _FULL = {"full_attention", "sliding_attention", "attention"}
 
@@ -43,6 +40,7 @@ class TransformersModel(Adapted):
         text = model.config.get_text_config(decoder=True)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
         self.rope_limit = _rope_limit(model.config.get_text_config(decoder=True))
+        self._kept = _kept_by_cache(text)
 
     def _check(self) -> None:
         config = self.model.config
@@ -88,26 +86,27 @@ class TransformersModel(Adapted):
 
     def attached(self) -> AbstractContextManager[None]:
         """Attention and few-row linear layers go through us meanwhile."""
-        return attached(unwrapped(self.model), _attention)
+        return attached(unwrapped(self.model))
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
     ) -> Tensor:
         """As ``Adapted``."""
         shifted = None if offsets is None else self._fitting(offsets)
-        token = _attending.set(attend)
+        seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         try:
             if shifted is not None:
                 shifted.offsets = offsets
-            output = self.model(
-                inputs_embeds=rows[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=0 if wanted is None else wanted,
-                return_dict=True,
-            )
+            with our_call(attend, self.name, self._kept, seen):
+                output = self.model(
+                    inputs_embeds=rows[None],
+                    attention_mask=seen,
+                    position_ids=positions[None],
+                    use_cache=False,
+                    logits_to_keep=0 if wanted is None else wanted,
+                    return_dict=True,
+                )
         finally:
-            _attending.reset(token)
             if shifted is not None:
                 shifted.offsets = None
         logits = output.logits[0]
@@ -148,6 +147,13 @@ def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:
     return torch.empty(1, 1, dtype=weight.dtype, device=device).expand(weight.shape)
 
 
+def _kept_by_cache(text: Any) -> tuple[int, ...]:
+    """How many keys of a text the cache that transformers' ``generate`` makes keeps in each layer; -1: all."""
+    from transformers import DynamicCache
+
+    return tuple(getattr(layer, "sliding_window", None) or -1 for layer in DynamicCache(config=text).layers)
+
+
 def _rope_limit(text: Any) -> int | None:
     """The longest text for which no rope of the model has other frequencies than for a shorter one; None: any."""
     given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -160,49 +166,3 @@ def _rope_limit(text: Any) -> int | None:
         elif kind == "dynamic":
             limits.append(limit)
     return min(limits, default=None)
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: q, k, v ``[1, heads, N, D]``."""
-    attend = _attending.get()
-    if attend is None:
-        raise RuntimeError(f"attention implementation {KEY!r} works inside pass_ext.generate only")
-    reason = (
-        unsupported(module, query.shape[2], dropout, others)
-        if attention_mask is None or _is_causal(attention_mask, query.shape[2])
-        else f"{type(module).__name__} hands down an attention_mask of its own"
-    )
-    if reason is not None:
-        raise ValueError(f"pass_ext attention: {reason}, so pass_ext cannot decode this model")
-    out = attend(
-        module.layer_idx,  # type: ignore[arg-type]
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
-        scale=scaling,
-        softcap=softcap or 0.0,
-        window=sliding_window or -1,
-    )
-    return out[None], None
-
-
-def _is_causal(mask: Any, rows: int) -> bool:
-    """Whether it says no more than that rows see those before them, as what some models of transformers 4 make of no mask."""
-    if not isinstance(mask, Tensor) or mask.shape[-2:] != (rows, rows) or not mask.is_floating_point():
-        return False
-    if (
-        mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    ):  # the call before, outside of the graph, was looked at
-        return True
-    hidden = mask < torch.finfo(mask.dtype).min / 2
-    above = torch.ones(rows, rows, dtype=torch.bool, device=mask.device).triu(1)
-    return bool((hidden == above).all() & (mask.masked_fill(above, 0) == 0).all())

@@ -7,7 +7,7 @@ forward and kind of layer; the plans for 4-D masks and tree steps are made from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.mask_patterns import window_of
 from pass_ext.ops.attention import MOST_NODES
 
 
@@ -94,8 +95,8 @@ def causal_rows(**given: Any) -> Any:
     attention_mask = given["attention_mask"]
     if isinstance(attention_mask, CausalRows):  # prepared before the forward, as generate does with static caches
         return attention_mask
-    is_plain, window = _pattern(given["mask_function"])
-    if not is_plain:
+    window = window_of(given["mask_function"])
+    if window is None:
         from transformers.masking_utils import sdpa_mask
 
         return sdpa_mask(**{**given, "allow_is_causal_skip": False})
@@ -231,28 +232,6 @@ def _padded_rows(step: TreeStep, batch: int, queries: int) -> tuple[Tensor, Tens
     visible = step.visible.new_zeros(batch * queries, step.visible.shape[1]).index_copy(0, place, step.visible)
     depths = step.depths
     return visible, None if depths is None else depths.new_zeros(batch * queries).index_copy(0, place, depths)
-
-
-def _pattern(mask_function: Callable[..., Any]) -> tuple[bool, int]:
-    """Whether a mask function of transformers is causal, with a sliding window (-1: none) or without, and nothing else."""
-    from transformers import masking_utils
-
-    if mask_function is masking_utils.causal_mask_function:
-        return True, -1
-    parts = _captured(mask_function, masking_utils.and_masks, "mask_functions")
-    if isinstance(parts, tuple) and len(parts) == 2 and parts[1] is masking_utils.causal_mask_function:
-        window = _captured(parts[0], masking_utils.sliding_window_overlay, "sliding_window")
-        if isinstance(window, int):
-            return True, window
-    return False, -1
-
-
-def _captured(function: Any, maker: Callable[..., Any], name: str) -> Any:
-    """The variable that ``maker`` left in the function it returned; None where the function is somebody else's."""
-    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or closure is None or code not in maker.__code__.co_consts or name not in code.co_freevars:
-        return None
-    return closure[code.co_freevars.index(name)].cell_contents
 
 
 def _starts(attention_mask: Tensor, offset: int | Tensor, queries: int, kv_offset: int) -> tuple[int, ...] | None:
