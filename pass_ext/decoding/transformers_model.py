@@ -22,6 +22,9 @@ from pass_ext.ops.lookahead import lookahead_embed
 
 _attending: ContextVar[Attend | None] = ContextVar("attending", default=None)
 
+# What fails for want of memory or in the device says nothing of the model.
+_MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
 _FULL = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -37,8 +40,11 @@ class TransformersModel(Adapted):
         self.table = module.weight
         self._check()
         text = model.config.get_text_config(decoder=True)
+        self.layers = getattr(text, "num_hidden_layers", None)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
-        self.rope_limit = _rope_limit(model.config.get_text_config(decoder=True))
+        self.rope_limit = _rope_limit(text)
+        self.known_positions = _known_positions(model, self.most_positions)
+        self._ran = False
 
     def _check(self) -> None:
         config = self.model.config
@@ -85,6 +91,8 @@ class TransformersModel(Adapted):
     ) -> Tensor:
         """As ``Adapted``."""
         shifted = None if offsets is None else self._fitting(offsets)
+        if self.known_positions is not None:  # drafts behind the last one are never accepted
+            positions = positions.clamp(max=self.known_positions - 1)
         token = _attending.set(attend)
         try:
             if shifted is not None:
@@ -96,14 +104,32 @@ class TransformersModel(Adapted):
                 logits_to_keep=0 if wanted is None else wanted,
                 return_dict=True,
             )
+        except _MACHINE:
+            raise
+        except Exception as error:
+            if self._ran:
+                raise
+            raise self._refusal(error) from error
         finally:
             _attending.reset(token)
             if shifted is not None:
                 shifted.offsets = None
+        self._ran = True
         logits = output.logits[0]
         if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
             return logits[wanted]
         return logits
+
+    def _refusal(self, error: Exception) -> Exception:
+        """What the first call fails with, as a sentence that begins with the model's name."""
+        if isinstance(error, NotImplementedError):
+            return NotImplementedError(f"{self.name}: {error}")
+        if isinstance(error, ValueError):
+            return ValueError(f"{self.name}: {error}")
+        return ValueError(
+            f"{self.name}: {type(self.model).__name__}.forward fails on packed rows (inputs_embeds [1, N, d] and position_ids, "
+            f"no ids, mask or cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
+        )
 
     def _fitting(self, offsets: Tensor) -> LayerOffsets:
         """What adds them, if they are of this model's layers."""
@@ -137,6 +163,17 @@ def _rope_limit(text: Any) -> int | None:
         elif kind == "dynamic":
             limits.append(limit)
     return min(limits, default=None)
+
+
+def _known_positions(model: Any, most: int) -> int | None:
+    """``most``, if the model looks positions up in a table that ends there, learned or a buffer; None: it computes them."""
+    tokens = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in tokens]
+    rows = {table.num_embeddings - getattr(table, "offset", 0) for table in tables}
+    rows |= {
+        len(buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2 and "pos" in name.rsplit(".")[-1]
+    }
+    return most if most in rows else None
 
 
 def _attention(
