@@ -135,3 +135,103 @@ def test_attention_of_their_own():
     with pytest.raises(ValueError, match="codegen: CodeGenForCausalLM has attention of its own"):
         generate(model, IDS, max_new_tokens=1)
     assert model.config._attn_implementation == before
+
+
+_VISION = dict(hidden_size=48, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+TABLES = {
+    "gpt2": dict(vocab_size=97, n_embd=64, n_layer=1, n_head=4, n_positions=20),
+    "opt": dict(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        ffn_dim=96,
+        word_embed_proj_dim=64,
+        max_position_embeddings=20,
+    ),
+    "ctrl": dict(vocab_size=97, n_embd=64, n_layer=1, n_head=4, dff=96, n_positions=20),  # a table of sines
+}
+
+
+@pytest.mark.parametrize("architecture", TABLES)
+def test_texts_that_end_at_the_last_position(architecture):
+    """The last new token needs no position; drafts may lie behind the last one."""
+    model = model_of(architecture, **TABLES[architecture])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    options = dict(attention_mask=torch.ones_like(IDS), do_sample=False, eos_token_id=None, pad_token_id=0)
+    want = model.generate(IDS, max_new_tokens=18, **options)
+    slots = pass_ext.LookaheadEmbedding.from_table(3, model.get_input_embeddings().weight)
+    for method in (
+        pass_ext.Plain(),
+        pass_ext.NGram(longest=2, shortest=1, tokens=8),
+        pass_ext.PaSS(slots, tree=pass_ext.Tree.chain(3), rows=16),
+        pass_ext.MultiCandidate(model, (2, 2, 1, 1)),
+    ):
+        assert torch.equal(generate(model, IDS, method, max_new_tokens=18, eos_token_id=[]).sequences, want), method
+        with pytest.raises(ValueError, match=rf"{architecture} has a table of 20 positions.* within 21 tokens, got 22"):
+            generate(model, IDS, method, max_new_tokens=19, eos_token_id=[])
+    with pytest.raises((IndexError, RuntimeError)):
+        model.generate(IDS, max_new_tokens=19, **options)
+
+
+def test_rotary_models_go_past_their_positions():
+    model = model_of("llama", **{**_SHAPE, "max_position_embeddings": 5})
+    want = model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=9, do_sample=False, eos_token_id=None
+    )
+    assert torch.equal(generate(model, IDS, max_new_tokens=9, eos_token_id=[]).sequences, want)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("diffllama", {}, "^diffllama: layers must attend once each"),
+        ("hrm_text", {"head_dim": 16}, "^hrm_text: layers must attend once each"),
+        (
+            "git",
+            {"vision_config": _VISION},
+            "^git: 0 layers attended",
+        ),
+        ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, "^gpt_oss: .* attention sinks"),
+    ],
+)
+def test_refusals_name_the_model(architecture, changes, message):
+    model = model_of(architecture, **_SHAPE, **changes)
+    for run in (
+        lambda: generate(model, IDS, max_new_tokens=2),
+        lambda: model.generate(IDS, max_new_tokens=2, custom_generate=pass_ext.custom_generate(), use_cache=False),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
+def test_what_fails_in_the_model_is_a_sentence_at_the_first_call_only(monkeypatch):
+    """Later calls, and machines that run out of memory, say what they say."""
+    model = model_of("llama", **_SHAPE)
+    forward = model.model.forward
+    outcomes = []
+
+    def fails(*given, **named):
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        return forward(*given, **named)
+
+    monkeypatch.setattr(model.model, "forward", fails)
+    for fate, kind, message in (
+        ([RuntimeError("size of a")], ValueError, r"^llama: LlamaForCausalLM.forward fails .* RuntimeError: size of a"),
+        ([None, RuntimeError("size of a")], RuntimeError, "^size of a"),
+        ([torch.OutOfMemoryError("no memory")], torch.OutOfMemoryError, "^no memory"),
+    ):
+        outcomes[:] = fate
+        with pytest.raises(kind, match=message):
+            generate(model, IDS, max_new_tokens=3)
+
+
+def test_every_layer_must_attend():
+    """One that mixes rows otherwise would be wrong without a word."""
+    model = model_of("llama", **{**_SHAPE, "num_hidden_layers": 2})
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
+    with pytest.raises(ValueError, match=r"^llama: 1 of 2 layers attended"):
+        generate(model, IDS, max_new_tokens=2)

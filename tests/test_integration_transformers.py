@@ -299,6 +299,43 @@ def test_training_is_refused():
         logits(model.train(), "pass_ext", ids)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("doge", dict(keep_window_size=4), r"doge computes with its attention mask \(\.dtype\)"),
+        (
+            "deepseek_v32",
+            dict(
+                num_key_value_heads=4,
+                kv_lora_rank=16,
+                q_lora_rank=24,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=16,
+                v_head_dim=16,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                moe_intermediate_size=32,
+                index_head_dim=16,
+                index_n_heads=4,
+                index_topk=4,
+            ),
+            r"deepseek_v32 computes with its attention mask \(slices\)",
+        ),
+    ],
+)
+def test_models_that_compute_with_the_mask_are_refused(architecture, changes, message):
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    if architecture not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {architecture}")
+    shape = dict(vocab_size=97, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **shape, **changes)).eval()
+    with pytest.raises((AttributeError, TypeError), match=message):
+        logits(model, "pass_ext", prompts(1, 5)[0])
+
+
 def test_heads_that_are_too_wide_are_refused():
     query = torch.zeros(1, 1, 2, 264)
     with pytest.raises(ValueError, match="up to 256, got 264"):

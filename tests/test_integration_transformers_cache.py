@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 transformers = pytest.importorskip("transformers")
 
 from small_models import prompts, small_model  # noqa: E402
 
-from pass_ext.integrations.transformers import cache_length, read_cache, write_cache  # noqa: E402
+from pass_ext.integrations.transformers import cache_length, custom_generate, read_cache, write_cache  # noqa: E402
 
 AT_LEAST_5 = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -84,3 +85,55 @@ def test_content_that_does_not_fit_is_refused():
             write_cache(cache, 0, torch.zeros(shape), torch.zeros(shape))
     with pytest.raises(ValueError, match="must be"):
         write_cache(cache, 0, torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 4, 16))
+
+
+SIZES = {
+    # Layers of one model differ in their heads.
+    "gemma4_text": dict(
+        head_dim=16,
+        global_head_dim=32,
+        num_key_value_heads=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=6,
+        hidden_size_per_layer_input=0,
+    ),
+    # Values are not as wide as keys.
+    "mimo_v2_flash": dict(
+        head_dim=24,
+        v_head_dim=16,
+        swa_head_dim=24,
+        swa_v_head_dim=16,
+        num_key_value_heads=2,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        layer_types=["full_attention", "full_attention"],
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=32,
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", SIZES)
+def test_custom_generate_hands_back_heads_of_their_own_sizes(architecture):
+    """transformers goes on from our cache, and we from its."""
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    if architecture not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {architecture}")
+    torch.manual_seed(0)
+    shape = dict(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
+    config = AutoConfig.for_model(architecture, **shape, **SIZES[architecture])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    ids, mask = prompts(2, 9, padding=(0, 3))
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True)
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=8, **options).sequences
+    half = model.generate(ids, attention_mask=mask, max_new_tokens=4, custom_generate=custom_generate(), **options)
+    assert torch.equal(half.sequences, want[:, :13])
+    filled, seen = transformers.DynamicCache(), pad(mask, (0, 3), value=1)
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    model(half.sequences[:, :-1], attention_mask=seen, position_ids=positions, past_key_values=filled)
+    options.update(attention_mask=pad(mask, (0, 4), value=1), max_new_tokens=4)
+    theirs = model.generate(half.sequences, past_key_values=half.past_key_values, **options)
+    ours = model.generate(half.sequences, past_key_values=filled, custom_generate=custom_generate(), **options)
+    assert torch.equal(theirs.sequences, want) and torch.equal(ours.sequences, want)

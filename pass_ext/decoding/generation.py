@@ -205,6 +205,12 @@ class _Run:
                 f"{self._model.name} changes its rotary frequencies behind {limit} tokens, and earlier keys would not "
                 f"fit: prompt, max_new_tokens and the deepest draft must stay within them, got {longest}"
             )
+        positions, asked = self._model.known_positions, max(self._limits)
+        if positions is not None and asked > positions + 1:  # nothing is read behind the last new token
+            raise ValueError(
+                f"{self._model.name} has a table of {positions} positions and knows none behind them: prompt and "
+                f"max_new_tokens must stay within {positions + 1} tokens, got {asked}"
+            )
         if session is None:
             session = Session(self._model, requests, room, slots, deep, graphs=self._graphs)
         elif session.requests != requests or session.room < room or session.model.model is not self._model.model:

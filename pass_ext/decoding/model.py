@@ -56,10 +56,14 @@ class Adapted:
     shared_model: Any = None
     """The model whose first ``shares_layers`` layers these are, so that keys and values of a text are the same."""
     shares_layers: int = 0
+    layers: int | None = None
+    """That attend; None: unknown."""
     most_positions: int = sys.maxsize
     """Of a text, that the model knows."""
     rope_limit: int | None = None
     """The longest text that rotary frequencies stay the same for; None: any."""
+    known_positions: int | None = None
+    """Rows of its table of positions, behind which it knows none; None: it has no such table."""
 
     def __init__(self, model: PackedModel) -> None:
         self.model: Any = model

@@ -60,6 +60,7 @@ class Session:
         self.deep = None if deep is None else deep.to(table, copy=True)
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
+        self.head_dims: list[tuple[int, int]] = []  # of keys and values, before their padding to what the kernel has
         self._new: list[tuple[Tensor, Tensor]] = []
         self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
 
@@ -94,12 +95,13 @@ class Session:
             window: int = -1,
         ) -> Tensor:
             if layer != len(new):
-                raise RuntimeError(f"layers must attend once each and in order: expected layer {len(new)}, got {layer}")
+                raise ValueError(f"layers must attend once each and in order: expected layer {len(new)}, got {layer}")
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            width, value_dim = _head_dim(max(q.shape[-1], v.shape[-1])), v.shape[-1]
+            dims = k.shape[-1], v.shape[-1]
+            width = _head_dim(max(dims))
             q, k, v = (_padded(x, width) for x in (q, k, v))
             if first:
-                self._add_layer(k, v)
+                self._add_layer(k, v, dims)
             elif layer == len(self.caches):
                 raise ValueError(f"the model has more layers than {layer}, which `past` is of")
             self._check_rows(layer, k, v)
@@ -109,16 +111,21 @@ class Session:
                 k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
                 window=window,
             )  # fmt: skip
-            return out[..., :value_dim].contiguous()  # models take views of it
+            return out[..., : dims[1]].contiguous()  # models take views of it
 
         starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
         rows = self.model.embed(ids, self.slots)
         offsets = None if self.deep is None else offsets_of(ids, self.deep)
         logits = self.model(rows, (starts + trees.depths).long(), attend, wanted, offsets)
         if len(new) != len(self.caches) or not new:
-            raise RuntimeError(
-                f"{len(new)} layers attended, {len(self.caches)} in the first call or in `past`: every layer that mixes rows "
-                "must do so by attention"
+            raise ValueError(
+                f"{self.model.name or 'the model'}: {len(new)} layers attended, {len(self.caches)} in the first call or in "
+                "`past`: every layer that mixes rows must do so by attention, each time"
+            )
+        if first and self.model.layers not in (None, len(new)):
+            raise ValueError(
+                f"{self.model.name}: {len(new)} of {self.model.layers} layers attended; every layer must, by attention that "
+                "takes transformers' AttentionInterface"
             )
         return logits, new
 
@@ -170,15 +177,16 @@ class Session:
             width = _head_dim(max(given.shape[-1] for given in both))
             rows = [_padded(given[:, :length], width) for given in both]
             if first:
-                self._add_layer(*(given[0] for given in rows))
+                self._add_layer(rows[0][0], rows[1][0], (both[0].shape[-1], both[1].shape[-1]))
             self._check_rows(layer, *(given[0] for given in rows))
             for cache, given in zip(self.caches[layer], rows, strict=True):
                 cache[:, :length] = given
         self.prefix_lens.fill_(length)
 
-    def _add_layer(self, keys: Tensor, values: Tensor) -> None:
-        """Caches for rows like these, ``[N, KV heads, D]``."""
+    def _add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
+        """Caches for rows like these, ``[N, KV heads, padded D]``."""
         room = self.requests, self.room
+        self.head_dims.append(dims)
         self.caches.append(
             (
                 keys.new_empty(*room, *keys.shape[1:], device=self.device),

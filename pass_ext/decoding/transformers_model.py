@@ -22,6 +22,9 @@ from pass_ext.decoding.row_attention import our_call
 from pass_ext.early_exit import unwrapped
 from pass_ext.ops.lookahead import lookahead_embed
 
+# What fails for want of memory or in the device says nothing of the model.
+_MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
 _FULL = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -38,9 +41,12 @@ class TransformersModel(Adapted):
         self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
         self._check()
         text = model.config.get_text_config(decoder=True)
+        self.layers = getattr(text, "num_hidden_layers", None)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
-        self.rope_limit = _rope_limit(model.config.get_text_config(decoder=True))
+        self.rope_limit = _rope_limit(text)
+        self.known_positions = _known_positions(model, self.most_positions)
         self._kept = _kept_by_cache(text)
+        self._ran = False
 
     def _check(self) -> None:
         config = self.model.config
@@ -93,6 +99,8 @@ class TransformersModel(Adapted):
     ) -> Tensor:
         """As ``Adapted``."""
         shifted = None if offsets is None else self._fitting(offsets)
+        if self.known_positions is not None:  # drafts behind the last one are never accepted
+            positions = positions.clamp(max=self.known_positions - 1)
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         try:
             if shifted is not None:
@@ -106,13 +114,31 @@ class TransformersModel(Adapted):
                     logits_to_keep=0 if wanted is None else wanted,
                     return_dict=True,
                 )
+        except _MACHINE:
+            raise
+        except Exception as error:
+            if self._ran or (isinstance(error, (ValueError, NotImplementedError)) and self.name in str(error)):
+                raise
+            raise self._refusal(error) from error
         finally:
             if shifted is not None:
                 shifted.offsets = None
+        self._ran = True
         logits = output.logits[0]
         if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
             return logits[wanted]
         return logits
+
+    def _refusal(self, error: Exception) -> Exception:
+        """What the first call fails with, as a sentence that begins with the model's name."""
+        if isinstance(error, NotImplementedError):
+            return NotImplementedError(f"{self.name}: {error}")
+        if isinstance(error, ValueError):
+            return ValueError(f"{self.name}: {error}")
+        return ValueError(
+            f"{self.name}: {type(self.model).__name__}.forward fails on packed rows (inputs_embeds [1, N, d] and position_ids, "
+            f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
+        )
 
     def _fitting(self, offsets: Tensor) -> LayerOffsets:
         """What adds them, if they are of this model's layers."""
@@ -166,3 +192,14 @@ def _rope_limit(text: Any) -> int | None:
         elif kind == "dynamic":
             limits.append(limit)
     return min(limits, default=None)
+
+
+def _known_positions(model: Any, most: int) -> int | None:
+    """``most``, if the model looks positions up in a table that ends there, learned or a buffer; None: it computes them."""
+    tokens = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in tokens]
+    rows = {table.num_embeddings - getattr(table, "offset", 0) for table in tables}
+    rows |= {
+        len(buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2 and "pos" in name.rsplit(".")[-1]
+    }
+    return most if most in rows else None

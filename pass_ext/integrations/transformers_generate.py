@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
+from pass_ext.decoding.model import packed_model
 from pass_ext.decoding.node_processor import NodeProcessor
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.transformers_cache import cache_length, read_cache, write_cache
@@ -81,6 +82,7 @@ class CustomGenerate:
         """What transformers calls. Names that its own loop does not have are taken from the arguments of ``generate``."""
         from transformers import GenerationConfig
 
+        packed_model(model)  # refuses the model before its cache
         _refuse(generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
@@ -92,9 +94,8 @@ class CustomGenerate:
         past = None if cache is None else _past(cache, mask)
         if not exchanges and (wants_cache or past is not None):
             raise ValueError(
-                f"custom_generate: {model.config.model_type} caches latent keys and values (kv_lora_rank), or values that "
-                "are not as wide as keys, which cannot be exchanged: give no past_key_values, and with return_dict_in_generate "
-                "use_cache=False"
+                f"custom_generate: {model.config.model_type} caches latent keys and values (kv_lora_rank), which "
+                "cannot be exchanged: give no past_key_values, and with return_dict_in_generate use_cache=False"
             )
         law, processors = sampling_law(logits_processor, sample=bool(generation_config.do_sample))
         padding = _padding(input_ids, mask)
@@ -122,7 +123,7 @@ class CustomGenerate:
         )
         self.stats = result.stats
         if wants_cache:
-            cache = _written(cache, result, mask, model)
+            cache = _written(cache, result, mask)
         if not generation_config.return_dict_in_generate:
             return result.sequences
         from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -193,9 +194,7 @@ def _starts(mask: Tensor) -> Tensor:
 
 def _exchanges_caches(model: Any) -> bool:
     """Whether the model's cache holds the keys and values that its attention is given."""
-    config = model.config.get_text_config(decoder=True)
-    dim = _head_dim(model)
-    return not getattr(config, "kv_lora_rank", None) and (getattr(config, "v_head_dim", None) or dim) == dim
+    return not getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None)
 
 
 def _is_to_be_filled(cache: Any, columns: int, config: Any, exchanges: bool) -> bool:
@@ -246,7 +245,7 @@ def _past(cache: Any, mask: Tensor) -> tuple[list[tuple[Tensor, Tensor]], int] |
     return layers, common
 
 
-def _written(cache: Any, result: Generation, mask: Tensor, model: Any) -> Any:
+def _written(cache: Any, result: Generation, mask: Tensor) -> Any:
     """The cache with all of the texts but each one's last token, columns as in ``sequences``. A sliding one is replaced."""
     assert result.session is not None
     columns = mask.shape[1] + max(result.lengths) - 1
@@ -258,9 +257,8 @@ def _written(cache: Any, result: Generation, mask: Tensor, model: Any) -> Any:
         from transformers import DynamicCache
 
         cache = DynamicCache()
-    dim = _head_dim(model)
-    for layer, tensors in enumerate(result.session.caches):
-        keys, values = (_gathered(own[..., :dim], rows).transpose(1, 2) for own in tensors)
+    for layer, (tensors, dims) in enumerate(zip(result.session.caches, result.session.head_dims, strict=True)):
+        keys, values = (_gathered(own[..., :dim], rows).transpose(1, 2) for own, dim in zip(tensors, dims, strict=True))
         write_cache(cache, layer, keys, values)
     return cache
 
@@ -268,8 +266,3 @@ def _written(cache: Any, result: Generation, mask: Tensor, model: Any) -> Any:
 def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
     """``[B, n, H, D]`` -> ``[B, len, H, D]``, request b's rows ``rows[b]``."""
     return tensor[torch.arange(len(rows), device=tensor.device)[:, None], rows.to(tensor.device)]
-
-
-def _head_dim(model: Any) -> int:
-    config = model.config.get_text_config(decoder=True)
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -44,6 +44,21 @@ class CausalRows(NamedTuple):
     window: int
     """As ``attention_tree`` takes it: -1 is all."""
     calls: tuple[Call, ...]
+    model: str = "this model"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self._no_tensor(f".{name}"))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple):
+            raise TypeError(self._no_tensor("slices"))
+        return tuple.__getitem__(self, index)
+
+    def _no_tensor(self, asked: str) -> str:
+        return (
+            f"pass_ext attention: {self.model} computes with its attention mask ({asked}), which is no tensor here; use "
+            "attn_implementation='sdpa'"
+        )
 
     @property
     def ndim(self) -> int:
@@ -112,9 +127,9 @@ def causal_rows(**given: Any) -> Any:
     if attention_mask is not None:
         starts = _starts(attention_mask, offset, queries, given["kv_offset"])
     batch = given["batch_size"]
-    return CausalRows(
-        batch, queries, column, starts, window, causal_calls(batch, queries, column, starts, window, device)
-    )
+    calls = causal_calls(batch, queries, column, starts, window, device)
+    name = getattr(given.get("config"), "model_type", "this model")
+    return CausalRows(batch, queries, column, starts, window, calls, name)
 
 
 def causal_calls(
