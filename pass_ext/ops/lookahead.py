@@ -38,10 +38,12 @@ def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
     """
     if ids.dtype not in _ID_DTYPES:
         ids = integers("lookahead_embed", "ids", ids, torch.int64)
+    if _is_transformed():
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]  # it would trace the forward alone: tangents of 0
+        return _Transformed.apply(ids, table, lookahead)
     if torch.compiler.is_compiling():
         return _op(ids, table, lookahead)
-    if _is_transformed():
-        return _Transformed.apply(ids, table, lookahead)
     if _library.debug_enabled():
         check_ids(ids, table.shape[0], lookahead.shape[0])
     if torch.is_inference_mode_enabled():  # autograd is out of the way already
