@@ -52,8 +52,9 @@ class Fault(NamedTuple):
         return source[: self.begin] + self.text + source[self.end :]
 
     def described(self, source: str) -> str:
-        """Its line, and what it changes."""
-        return f"{source.count(chr(10), 0, self.begin) + 1} {source[self.begin : self.end]!r} -> {self.text!r}"
+        """Its line and column, and what it changes."""
+        line, column = source.count("\n", 0, self.begin) + 1, self.begin - source.rfind("\n", 0, self.begin)
+        return f"{line}:{column} {source[self.begin : self.end]!r} -> {self.text!r}"
 
 
 def faults_of(source: str, is_python: bool) -> list[Fault]:

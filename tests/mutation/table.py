@@ -76,7 +76,7 @@ _PYTHON: dict[str, list[str]] = {
     "early_flag": _SPECULATIVE,
     "few_rows": ["tests/test_linear.py", "-k", "not thread"],
     "generation": _BOTH,
-    "hit_rates": ["tests/test_pass_plan.py", "tests/test_calibration.py"],
+    "hit_rates": ["tests/test_planner.py", "tests/test_pass_plan.py", "tests/test_calibration.py"],
     "kept_hidden": _SPECULATIVE,
     "layer_offsets": ["tests/test_lookahead_embedding.py"],
     "levels": _GENERATE,

@@ -8,7 +8,6 @@ import importlib
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from .table import TARGETS
 
 ROOT = Path(__file__).parents[2]
 _IMPORTS = ("numpy", "hypothesis", "torch", "torch.testing", "pytest", "transformers.models.llama.modeling_llama")
+_PARTS = ("csrc", "pass_ext", "tests", "examples", "pyproject.toml")
 _ONE_ISA = ("each_isa.h", "isa.h", "isa.cpp")  # in which x86's instruction sets are switched off
 _PYTEST = ["-x", "-q", "--device", "cpu", "-m", "not slow", "-p", "no:cacheprovider", "--no-header"]
 
@@ -43,17 +43,19 @@ class Trial:
         self._link(self._built)
 
     def _copy(self) -> None:
-        listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-        )
-        for name in listed.stdout.splitlines():
-            text, path = (ROOT / name).read_bytes(), self.tree / name
+        found = [
+            file for part in _PARTS for file in ((ROOT / part).rglob("*") if (ROOT / part).is_dir() else [ROOT / part])
+        ]
+        for file in found:
+            if not file.is_file() or file.suffix in (".so", ".pyc"):
+                continue
+            name = str(file.relative_to(ROOT))
+            text, path = file.read_bytes(), self.tree / name
             if name.startswith("csrc/cpu/") and path.name in _ONE_ISA:
                 text = text.replace(b"defined(__x86_64__)", b"0")
             if not path.exists() or path.read_bytes() != text:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(text)
-        shutil.copy(ROOT / "pass_ext/_build_info.py", self.tree / "pass_ext")
 
     def _compile(self, source: str, faulty: str = "") -> Path:
         out = self._objects / f"{source.replace('/', '-')}{faulty}.o"
