@@ -20,16 +20,16 @@ LAYERS, LIMIT = 6, 4  # a function that is compiled for each layer is compiled t
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled():
     """A model, the same compiled, and a list of warnings that torch.compile gives."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", LIMIT)
     warned = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())
     logging.getLogger("torch._dynamo").addHandler(handler)
     model = small_model("llama", num_hidden_layers=LAYERS)
-    yield model, torch.compile(model, backend="eager"), warned
+    with torch._dynamo.config.patch(recompile_limit=LIMIT):
+        yield model, torch.compile(model, backend="eager"), warned
     logging.getLogger("torch._dynamo").removeHandler(handler)
     torch._dynamo.reset()
 
