@@ -489,11 +489,11 @@ REFUSALS = [
     ({"caches": second(torch.zeros(2, 0, 2, 8)), "block_table": table}, r"caches\[1\] must have pages of at least 1 slot"),
     ({"prefix_lens": torch.zeros(2)}, r"prefix_lens must be int32, got float32\[2\]"),
     ({"prefix_lens": int32([1])}, r"prefix_lens must have 2 \(the requests of cu_nodes\)"),
-    ({"cu_nodes": torch.tensor([0, 3, 5])}, r"cu_nodes must be int32, got int64\[3\]"),
+    ({"cu_nodes": torch.tensor([0.0, 3.0, 5.0])}, r"cu_nodes must be int32, got float32\[3\]"),
     ({"cu_nodes": int32([])}, r"cu_nodes must have shape \[B \+ 1\]"),
     ({"path": int32([0, 1])}, r"path must have shape \[B, A\], got int32\[2\]"),
     ({"path": int32([[0]])}, r"path must have 2 \(the requests of cu_nodes\) in dimension 0"),
-    ({"path": torch.zeros(2, 2).long()}, r"path must be int32, got int64\[2, 2\]"),
+    ({"path": torch.zeros(2, 2)}, r"path must be int32, got float32\[2, 2\]"),
     ({"path": int32([[0, 1], [1, 0]]).t()}, "path must be contiguous in its last dimension"),
     ({"path": torch.zeros(2, 1025, dtype=torch.int32)}, r"path must have at most 1024 columns, got int32\[2, 1025\]"),
     ({"num_accepted": int32([1, 0, 2])}, r"num_accepted must have 2 \(the requests of cu_nodes\)"),
@@ -506,7 +506,7 @@ REFUSALS = [
     ({"new": [rows, rows[..., :7]]}, r"new\[1\] must have 8 \(the head size D of the cache\) in dimension 2"),
     ({"new": [rows, torch.zeros(5, 8, 2).mT]}, r"new\[1\] must be contiguous in its last dimension"),
     ({"block_table": table[:1]}, r"block_table must have 2 \(the requests of cu_nodes\)"),
-    ({"block_table": table.long()}, r"block_table must be int32, got int64\[2, 2\]"),
+    ({"block_table": table.float()}, r"block_table must be int32, got float32\[2, 2\]"),
 ]  # fmt: skip
 
 

@@ -261,7 +261,7 @@ REFUSALS = [
         {"temperature": torch.ones(2)},
         r"temperature must have 3 \(one for each row of logits\) in dimension 0, got float32\[2\]",
     ),
-    ({"top_k": torch.ones(3, 1)}, r"top_k must have shape \[n\], one number each, got int32\[3, 1\]"),
+    ({"top_k": torch.ones(3, 1).int()}, r"top_k must have shape \[n\], one number each, got int32\[3, 1\]"),
     ({"seeds": torch.zeros(4).long()}, r"seeds must have 3 \(one for each row of logits\) in dimension 0"),
     ({"allowed": torch.zeros(3).int()}, r"allowed must have shape \[3, 1\] \(a word for 32 tokens\), got int32\[3\]"),
 ]

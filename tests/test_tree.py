@@ -417,10 +417,10 @@ def test_compiles_whole(backend):
 
 TREE = dict(parents=torch.tensor([-1, 0, 0, -1]).int(), cu_nodes=torch.tensor([0, 3, 4]).int(), max_nodes=3)
 PREPARE_REFUSALS = [
-    ({"parents": torch.tensor([-1, 0])}, r"parents must be int32, got int64\[2\]"),
+    ({"parents": torch.tensor([-1.0, 0.0])}, r"parents must be int32, got float32\[2\]"),
     ({"parents": torch.zeros(2, 2).int()}, r"parents must have shape \[n\], one number each, got int32\[2, 2\]"),
     ({"parents": torch.zeros(8).int()[::2]}, r"parents must be contiguous, got int32\[4\] on .* with stride 2"),
-    ({"cu_nodes": torch.tensor([0, 4])}, r"cu_nodes must be int32, got int64\[2\]"),
+    ({"cu_nodes": torch.tensor([0.0, 4.0])}, r"cu_nodes must be int32, got float32\[2\]"),
     ({"cu_nodes": torch.zeros(0).int()}, r"cu_nodes must have shape \[B \+ 1\], got int32\[0\]"),
     ({"max_nodes": 0}, r"max_nodes must be in \[1, 1024\], got 0"),
     ({"max_nodes": 1025}, r"max_nodes must be in \[1, 1024\], got 1025"),

@@ -60,7 +60,7 @@ def cache_commit_(
             "requires one; call it under torch.no_grad()"
         )
     if new is not None and len(new) != len(caches):
-        raise ValueError(
+        raise RuntimeError(
             f"pass_ext::cache_commit_: new must have one tensor for each of the {len(caches)} caches, got {len(new)}"
         )
     prefix_lens = integers("cache_commit_", "prefix_lens", prefix_lens)
