@@ -40,7 +40,7 @@ def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
         ids = integers("lookahead_embed", "ids", ids, torch.int64)
     if _is_transformed():
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]  # it would trace the forward alone: tangents of 0
+            torch._dynamo.graph_break()  # it would trace the forward alone: tangents of 0
         return _Transformed.apply(ids, table, lookahead)
     if torch.compiler.is_compiling():
         return _op(ids, table, lookahead)
