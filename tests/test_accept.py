@@ -156,6 +156,12 @@ def test_a_chain_is_a_tree(backend, rule):
     as_tree = pass_ext.accept_tree(max_depth=drafts, rule=rule, **tree)
     for one, other in zip(as_chain, as_tree, strict=True):
         assert torch.equal(one, other)
+    for b in range(batch):  # alone: kernels tell its rows apart by numbers that depend on how many there are
+        own = slice(b, b + 1)
+        alone = {name: value[own] if isinstance(value, torch.Tensor) else value for name, value in chain.items()}
+        of_one = pass_ext.accept_chain(strided_target[own], tokens[own].to(backend.device), rule=rule, **alone)
+        for one, other in zip(of_one, as_chain, strict=True):
+            assert torch.equal(one, other[own])
     expected = reference.accept_chain(
         target, tokens, rule=rule, draft_logits=draft, allowed=allowed, seeds=law["seeds"], positions=law["positions"],
         temperature=torch.full((batch,), 0.8), top_p=torch.full((batch,), 0.95),

@@ -10,9 +10,11 @@ import torch
 from native import ROOT, build_module
 from test_accept_exactness import (
     CASES,
+    CHAINS,
     DUPLICATE_CASES,
     DUPLICATES,
     FAULTY,
+    FIXED,
     SHAPES,
     emitted_law,
     make,
@@ -84,6 +86,21 @@ def test_exact_with_duplicates(rule, origin):
     parents, _, options = DUPLICATES[origin]
     for world in worlds(parents, 2, zeros=0.4 if "outside" in origin else 0.1):
         assert_exact(make(world, rule, parents, **options), rule)
+
+
+@pytest.mark.parametrize("fixed", FIXED)
+@pytest.mark.parametrize("rule", SHAPES)
+def test_exact_with_fixed_proposals(rule, fixed):
+    parents = CHAINS["chain3"] if rule == "block" else [-1, 0, 0, 1, 1]
+    for world in worlds(parents, 2, zeros=0.4):
+        assert_exact(make(world, rule, parents, **FIXED[fixed]), rule)
+
+
+@pytest.mark.parametrize("max_depth", [0, 1])
+@pytest.mark.parametrize("rule", SHAPES)
+def test_exact_when_the_tree_is_cut(rule, max_depth):
+    (world,) = worlds([], 1)
+    assert_exact(make(world, rule, CHAINS["chain2"], max_depth=max_depth), rule)
 
 
 def test_other_drafts_than_the_core_was_told_show():

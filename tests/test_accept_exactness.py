@@ -160,7 +160,7 @@ class Drafts:
             return self.fixed[node]
         if not self.replaced:
             for sibling in [i for i in range(1, node) if self.parents[i] == parent]:
-                if self.token(sibling) >= 0:
+                if 0 <= self.token(sibling) < self.vocabulary:
                     q[self.token(sibling)] = 0.0
         mass = sum(q)
         return self.chance.choose([x / mass for x in q]) if mass > 0.0 else -1
