@@ -1,5 +1,6 @@
 # make demo | test | test-all | lint | bench | gpu | clean. Each sets up what it needs in .venv and is quick when repeated.
 # Settings: PYTHON, TORCH (the torch to install), TORCH_CUDA_ARCH_LIST, MAX_JOBS, PASS_EXT_CUDA; pip's own variables work too.
+# make gpu: MINUTES (what there is), STAGES (which; python -m benchmarks.gpu --list names them).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -37,7 +38,7 @@ bench: build $(VENV)/.dev $(VENV)/.demo
 	@$(BIN)/python -m benchmarks.report
 
 gpu:
-	@bash benchmarks/gpu.sh
+	@$(PYTHON) -m benchmarks.gpu
 
 build: $(VENV)/.built
 

@@ -97,6 +97,7 @@ class NinjaBuild(build_ext):
         relative = f"-fmacro-prefix-map={ROOT}/= -fmacro-prefix-map={torch}/include/="  # what __FILE__ leaves behind
         hidden = f"-fPIC -fvisibility=hidden -ffp-contract=off {relative} -Wall"  # what is written is what is computed
         quiet = "-Wno-maybe-uninitialized -Wno-uninitialized"  # GCC 12's own AVX-512 headers
+        lines = "-lineinfo" if os.environ.get("PASS_EXT_LINEINFO") == "1" else ""  # source lines for profilers
         link, cxx = f"-shared -L{torch}/lib", os.environ.get("CXX", "g++")
         rules = [
             "rule cxx\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
@@ -111,7 +112,7 @@ class NinjaBuild(build_ext):
                 "rule nvcc\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
                 f"  command = {nvcc} {common} -fmad=false -DUSE_CUDA -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"'"
                 f" -Xcompiler={','.join(hidden.split())} --threads {min(jobs, len(architectures))}"
-                f" {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''} -MMD -MF $out.d -c $in -o $out\n",
+                f" {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''} {lines} -MMD -MF $out.d -c $in -o $out\n",
                 # libtorch.so pulls in libtorch_cuda.so, where the CUDA shim lives; no symbol of its own is named here.
                 "rule link_cuda\n  description = link $out\n"
                 f"  command = {nvcc} {link} --no-device-link -cudart static -Xlinker --exclude-libs,ALL,--no-as-needed"
