@@ -2,6 +2,7 @@
 # quick when repeated. sanitize: the op tests and random calls under AddressSanitizer, UBSan and ThreadSanitizer; test-all does
 # it too. mutants: planted faults, and which of them the tests notice.
 # Settings: PYTHON, TORCH (the torch to install), TORCH_CUDA_ARCH_LIST, MAX_JOBS, PASS_EXT_CUDA; pip's own variables work too.
+# make gpu: MINUTES (what there is), STAGES (which; python -m benchmarks.gpu --list names them).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -47,7 +48,7 @@ bench: build $(VENV)/.dev $(VENV)/.demo
 	@$(BIN)/python -m benchmarks.report
 
 gpu:
-	@bash benchmarks/gpu.sh
+	@$(PYTHON) -m benchmarks.gpu
 
 build: $(VENV)/.built
 

@@ -120,6 +120,7 @@ class NinjaBuild(build_ext):
         hidden = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall"]  # what is written is what is computed
         hidden += [f"-fmacro-prefix-map={folder}/=" for folder in (ROOT, torch / "include")]  # what __FILE__ leaves
         quiet = "-Wno-maybe-uninitialized -Wno-uninitialized"  # GCC 12's own AVX-512 headers
+        lineinfo = " -lineinfo" if os.environ.get("PASS_EXT_LINEINFO") == "1" else ""  # source lines for profilers
         link, cxx = f"-shared -L{quote(torch)}/lib", os.environ.get("CXX", "g++")
         rules = [
             "rule cxx\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
@@ -135,7 +136,7 @@ class NinjaBuild(build_ext):
                 "rule nvcc\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
                 f"  command = {quote(nvcc)} {common} -fmad=false -DUSE_CUDA -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"'"
                 f" -Xcompiler={','.join(quoted)} --threads {min(jobs, len(architectures))}"
-                f" {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''} -MMD -MF $out.d -c $in -o $out\n",
+                f" {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''}{lineinfo} -MMD -MF $out.d -c $in -o $out\n",
                 # libtorch.so pulls in libtorch_cuda.so, where the CUDA shim lives; no symbol of its own is named here.
                 "rule link_cuda\n  description = link $out\n"
                 f"  command = {quote(nvcc)} {link} --no-device-link -cudart static -Xlinker --exclude-libs,ALL,--no-as-needed"

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine, report
+from benchmarks.gpu import evidence
 from benchmarks.harness import Case, Rates, Row, measure_case, settings_for
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -110,7 +111,23 @@ def run(
 
     rows: list[Row] = []
     started = time.monotonic()
-    left_out = list(plan.left_out)
+    left_out, failed = list(plan.left_out), list[dict[str, str]]()
+
+    def result() -> dict[str, Any]:
+        return {
+            **begun,
+            "load_average": {"before": load, "after": os.getloadavg()[0]},
+            "settings": {**asdict(settings), **extra},
+            "copy_gb_per_s": rates.copy / 1e9,
+            "read_gb_per_s": rates.read / 1e9,
+            **({"matmul_gflop_per_s": {key: rate / 1e9 for key, rate in rates.matmul.items()}} if matmul else {}),
+            "left_out": left_out,
+            **({"failed": failed} if failed else {}),
+            "rows": rows,
+            "aims": [asdict(aim) for aim in judge(rows)],
+        }
+
+    path = result_path(name, options)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(name, total=len(plan.labels))
@@ -120,34 +137,39 @@ def run(
                 left_out += plan.labels[index:]
                 break
             progress.update(task, description=f"{name}: {label}")
-            rows += measure_case(next(cases), settings, rates)
+            try:
+                case = next(cases, None)
+                if case is None:
+                    raise RuntimeError("not made, because an earlier case could not be")
+                rows += measure_case(case, settings, rates)
+            except Exception as error:  # what the other cases say is worth having
+                failed.append({"case": label, "error": f"{type(error).__name__}: {error}"[:2000]})
+            # After every case: a run that is cut off keeps what it measured.
+            evidence.add_here("bench", file=file_name(name, options), result=result())
+            if path is not None:
+                report.save(result(), path)
             progress.advance(task)
         else:
             assert next(cases, None) is None, "more cases than labels"
 
-    result = {
-        **begun,
-        "load_average": {"before": load, "after": os.getloadavg()[0]},
-        "settings": {**asdict(settings), **extra},
-        "copy_gb_per_s": rates.copy / 1e9,
-        "read_gb_per_s": rates.read / 1e9,
-        **({"matmul_gflop_per_s": {key: rate / 1e9 for key, rate in rates.matmul.items()}} if matmul else {}),
-        "left_out": left_out,
-        "rows": rows,
-        "aims": [asdict(aim) for aim in judge(rows)],
-    }
-    report.show(result, console)
+    report.show(result(), console)
     if left_out:
         console.print(f"{report.LEFT_OUT}: {'; '.join(left_out)}")
-    path = result_path(name, options)
     if path is not None:
-        report.save(result, path)
+        report.save(result(), path)
         console.print(f"written: {path}")
+    if failed:
+        raise SystemExit("; ".join(f"{name}, {case['case']}: {case['error']}" for case in failed))
+
+
+def file_name(name: str, options: argparse.Namespace) -> str:
+    """bench_tree.json; bench_tree-float32.json for another type than bfloat16."""
+    return f"{name}.json" if options.dtype == "bfloat16" else f"{name}-{options.dtype}.json"
 
 
 def result_path(name: str, options: argparse.Namespace) -> Path | None:
     """--out; else the folder $OUT; else benchmarks/results/<device>/, which a quick run leaves alone."""
-    file = f"{name}.json" if options.dtype == "bfloat16" else f"{name}-{options.dtype}.json"
+    file = file_name(name, options)
     if options.out:
         return Path(options.out)
     if os.environ.get("OUT"):

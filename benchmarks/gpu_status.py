@@ -1,8 +1,7 @@
 """Writes docs/gpu-status.md: for every kernel file its content hash, and what ran on which GPU with that very content.
 
-A claim comes from a benchmarks/results/*/verified.json that benchmarks/gpu.sh wrote; a kernel whose content has changed
-since is shown as not verified. `python -m benchmarks.gpu_status` writes the page, `--check` only compares it.
-Called by benchmarks/verified.py for the hashes, and by tests/test_gpu_status.py.
+A claim comes from a benchmarks/results/*/verified-<commit>.json that benchmarks/gpu/record.py wrote; a kernel whose content has
+changed since is shown as not verified. `python -m benchmarks.gpu_status` writes the page, `--check` only compares it.
 """
 
 import argparse
@@ -18,7 +17,7 @@ PAGE = Path("docs/gpu-status.md")
 HEADER = """# What was verified on a GPU
 
 Written by `python -m benchmarks.gpu_status`; do not edit. `make gpu` on a machine with a GPU builds the kernels, runs
-their tests and leaves the record that this page reads, `benchmarks/results/<GPU>/verified.json`. A kernel counts as
+their tests and leaves the record that this page reads, `benchmarks/results/<GPU>/verified-<commit>.json`. A kernel counts as
 verified there if its tests ran on the GPU and none failed, and only while its hash is still the same. The hash covers
 the file and every project header that it includes; argument checks and registration (`csrc/cuda/*.cu`) are not in it.
 On every other machine the same kernels run in the tests on an emulator, which proves their logic, not their speed.
@@ -49,8 +48,8 @@ def content_hash(file: Path, root: Path) -> str:
 
 
 def read_records(root: Path) -> list[dict[str, Any]]:
-    """Every verified.json, oldest first."""
-    paths = sorted(root.glob("benchmarks/results/*/verified.json"))
+    """Every verified-<commit>.json, oldest first."""
+    paths = sorted(root.glob("benchmarks/results/*/verified*.json"))
     return sorted((json.loads(path.read_text()) for path in paths), key=lambda record: record["date"])
 
 
@@ -74,7 +73,8 @@ def describe_state(name: str, current: str, records: list[dict[str, Any]]) -> st
 
 def _describe_run(record: dict[str, Any], entry: dict[str, Any]) -> str:
     sanitized = [f"{count} under {tool}" for tool, count in entry["sanitized"].items()]
-    ran = ", ".join([f"{entry['tests_passed']} tests", *sanitized])
+    failed = [f"{entry['failed_before']} failed in an earlier run"] if entry.get("failed_before") else []
+    ran = ", ".join([f"{entry['tests_passed']} tests", *sanitized, *failed])
     return f"{record['date'][:10]}, {record['machine']['gpu']['name']}, commit {record['commit']}: {ran}"
 
 

@@ -1,6 +1,6 @@
 """What a measurement ran on: processor, GPU, versions, commit, ready for JSON; never the host's name or its paths.
 
-Called by benchmarks/command.py and benchmarks/verified.py; `python -m benchmarks.machine` prints it all,
+`python -m benchmarks.machine` prints it all,
 `--slug cuda` the name of the results folder.
 """
 

@@ -36,7 +36,7 @@ def hash_of(file, root):
 def find_lies(root):
     """What the page says and the files do not."""
     page = (root / "docs/gpu-status.md").read_text()
-    records = [json.loads(path.read_text()) for path in root.glob("benchmarks/results/*/verified.json")]
+    records = [json.loads(path.read_text()) for path in root.glob("benchmarks/results/*/verified-*.json")]
     shown = dict(re.findall(r"^\| csrc/cuda/(\S+\.cuh) \| (.*) \|$", page, flags=re.MULTILINE))
     lies = [f"{file.name} is not shown" for file in root.glob("csrc/cuda/*.cuh") if file.name not in shown]
     for name, (claimed, state) in {name: rest.split(" | ") for name, rest in shown.items()}.items():
@@ -77,33 +77,27 @@ def tree(tmp_path):
 
 
 @pytest.fixture
-def verified(monkeypatch):
+def record(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks import verified
+    from benchmarks.gpu import record
 
-    return verified
+    return record
 
 
-def write_record(root, verified, cases, date="2031-02-03T04:05:06Z", gpu="Some GPU"):
-    """The record of a run whose junit file holds these cases: (module, test, tag of the child or None)."""
-    report = root / "tests.xml"
-    lines = (
-        f'<testcase classname="tests.test_{module}" name="{test}">{f"<{tag}/>" if tag else ""}</testcase>'
-        for module, test, tag in cases
-    )
-    report.write_text(f"<testsuites><testsuite>{''.join(lines)}</testsuite></testsuites>")
-    record = {
-        "date": date,
-        "commit": "0123456789ab",
-        "machine": {"gpu": {"name": gpu}},
-        "stages": {"tests": "passed", "memcheck": "passed", "racecheck": "failed with status 86"},
-        "kernels": verified.judge_kernels(
-            verified.count_tests(report), root, {"memcheck": verified.count_tests(report)}
-        ),
-    }
-    path = root / "benchmarks/results" / gpu.lower().replace(" ", "-") / "verified.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record))
+def write_record(root, record, cases, date="2031-02-03T04:05:06Z", gpu="Some GPU"):
+    """The record of a run whose tests these are: (module, test, outcome)."""
+    run = dict(kind="run", date=date, commit="0123456789ab", machine={"gpu": {"name": gpu}}, versions={})
+    facts = [{**run, "kernels": record.describe_kernels(root)}]
+    for module, test, outcome in cases:
+        for stage in ("tests", "memcheck", "racecheck"):
+            test_id = f"tests/test_{module}.py::{test}"
+            facts.append(dict(kind="test", stage=stage, id=test_id, outcome=outcome))
+    for family in {module.partition("_")[0] for module, _, _ in cases}:
+        facts.append(dict(kind="job", stage="memcheck", name=family, state="passed"))
+        facts.append(dict(kind="job", stage="racecheck", name=family, state="failed with status 86"))
+    folder = root / "benchmarks/results" / gpu.lower().replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "verified-0123456789ab.json").write_text(json.dumps(record.make_record([facts])))
 
 
 def state_of(name, root):
@@ -123,8 +117,8 @@ def test_without_a_record_nothing_is_verified(tree):
 
 
 @pytest.mark.parametrize("changed", ["cuda/lookahead.cuh", "cuda/primitives.cuh", "core/platform.h"])
-def test_a_changed_kernel_or_header_ends_the_claim(tree, verified, changed):
-    write_record(tree, verified, [("lookahead", "test_a[cuda]", None)])
+def test_a_changed_kernel_or_header_ends_the_claim(tree, record, changed):
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed")])
     before = state_of("lookahead.cuh", tree)
     assert before == "2031-02-03, Some GPU, commit 0123456789ab: 1 tests, 1 under memcheck"
     file = tree / "csrc" / changed
@@ -158,30 +152,32 @@ def test_a_kernel_left_out_is_found(tree):
         [],
         [("lookahead", "test_a[cuda]", "skipped")],
         [
-            ("lookahead", "test_a[emulated]", None),
-            ("lookahead", "test_b[cpu-avx2]", None),
-            ("lookahead", "test_c", None),
+            ("lookahead", "test_a[emulated]", "passed"),
+            ("lookahead", "test_b[cpu-avx2]", "passed"),
+            ("lookahead", "test_c", "passed"),
         ],
-        [("other", "test_a[cuda]", None)],
-        [("lookahead", "test_a[cuda]", None), ("lookahead", "test_b[cuda-3]", "failure")],
-        [("lookahead", "test_a[cuda]", None), ("lookahead_gradient", "test_b[cuda]", "error")],
+        [("other", "test_a[cuda]", "passed")],
+        [("lookahead", "test_a[cuda]", "passed"), ("lookahead", "test_b[cuda-3]", "failed")],
+        [("lookahead", "test_a[cuda]", "passed"), ("lookahead_gradient", "test_b[cuda]", "begun")],
     ],
 )
-def test_what_does_not_verify_a_kernel(tree, verified, cases):
-    write_record(tree, verified, cases)
+def test_what_does_not_verify_a_kernel(tree, record, cases):
+    write_record(tree, record, cases)
     assert state_of("lookahead.cuh", tree) == "not verified on a GPU"
 
 
-def test_a_shared_header_needs_all_its_users(tree, verified):
+def test_a_shared_header_needs_all_its_users(tree, record):
     (tree / "csrc/cuda/second.cuh").write_text('#include "cuda/primitives.cuh"\n')
-    write_record(tree, verified, [("lookahead", "test_a[cuda]", None), ("second", "test_b[cuda]", "failure")])
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed"), ("second", "test_b[cuda]", "failed")])
     assert "1 tests" in state_of("lookahead.cuh", tree)
     assert state_of("primitives.cuh", tree) == "not verified on a GPU"
-    write_record(tree, verified, [("lookahead", "test_a[cuda]", None), ("second", "test_b[cuda]", None)])
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed"), ("second", "test_b[cuda]", "passed")])
     assert "2 tests" in state_of("primitives.cuh", tree)
 
 
-def test_every_gpu_has_its_claim(tree, verified):
-    write_record(tree, verified, [("lookahead", "test_a[cuda]", None)])
-    write_record(tree, verified, [("lookahead", "test_a[1-cuda]", None)], date="2032-01-01T00:00:00Z", gpu="Other GPU")
+def test_every_gpu_has_its_claim(tree, record):
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed")])
+    write_record(
+        tree, record, [("lookahead", "test_a[1-cuda]", "passed")], date="2032-01-01T00:00:00Z", gpu="Other GPU"
+    )
     assert [claim.split(", ")[1] for claim in state_of("lookahead.cuh", tree).split("; ")] == ["Some GPU", "Other GPU"]

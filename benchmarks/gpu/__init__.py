@@ -1,0 +1,1 @@
+"""One run on a machine with a GPU, whose evidence survives whatever ends the run: ``python -m benchmarks.gpu``."""

@@ -1,0 +1,104 @@
+"""Everything that needs a GPU, in one run (``make gpu``): build, compare, test, sanitize, profile, measure, record.
+
+    make gpu                                 all stages, as long as it takes
+    make gpu MINUTES=10                      as far as ten minutes go; what a run left, the next one does
+    make gpu STAGES=smoke,tests,memcheck     these only
+
+Every outcome is in benchmarks/results/<GPU>/evidence-<time>.jsonl the moment it is known, all output in the .log beside it, so
+a run may be cut off at any time. At its end, or by ``python -m benchmarks.gpu.record FOLDER``, verified-<commit>.json and the
+results of the benches are made of it. Exit status 0 only if every stage passed or cannot run here.
+
+Environment: OUT (another folder, which gets evidence and log only), PASS_EXT_PREBUILT=1 (do not build), PASS_EXT_COMMIT (what
+to record outside of a git tree).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks import machine
+from benchmarks.gpu import evidence, record
+from benchmarks.gpu.runner import Runner, Stage
+from benchmarks.gpu.stages import ROOT, all_stages
+
+
+def chosen(stages: Sequence[Stage], names: str) -> list[Stage]:
+    """The stages of these names, comma-separated, in the order of `stages`; a beginning names all that begin so."""
+    wanted = [name for name in names.split(",") if name]
+    unknown = [name for name in wanted if not any(stage.name.startswith(name) for stage in stages)]
+    if unknown:
+        raise SystemExit(f"no stage {', '.join(unknown)}; there are {', '.join(stage.name for stage in stages)}")
+    return [stage for stage in stages if not wanted or any(stage.name.startswith(name) for name in wanted)]
+
+
+def without_passed(stages: Sequence[Stage], folder: Path, path: Path) -> list[Stage]:
+    """The stages, less what passed in an earlier run of this commit; what those leave behind is made anew."""
+    passed = {
+        fact["name"]
+        for earlier in evidence.of_commit(folder, evidence.run_of(path)["commit"])
+        for fact in evidence.read(earlier)
+        if fact["kind"] == "stage" and fact["state"] == "passed"
+    } - {"versions", "build"}
+    return [replace(s, impossible="passed in an earlier run") if s.name in passed else s for s in stages]
+
+
+def begin(folder: Path) -> Path:
+    """A new evidence file with its first fact: what runs, on what."""
+    folder.mkdir(parents=True, exist_ok=True)
+    now = machine.now()
+    path = folder / f"evidence-{now.replace(':', '').replace('-', '')}.jsonl"
+    if path.exists():
+        raise SystemExit(f"{path} is there already; wait a second")
+    evidence.add(
+        path,
+        "run",
+        date=now,
+        commit=machine.commit(),
+        machine=machine.describe_machine(),
+        versions=machine.describe_versions(),
+        kernels=record.describe_kernels(ROOT),
+    )
+    return path
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.gpu`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=float(os.environ.get("MINUTES") or math.inf))
+    parser.add_argument("--stages", default=os.environ.get("STAGES", ""), help="comma-separated; default: all")
+    parser.add_argument("--list", action="store_true", help="say what would run, and end")
+    options = parser.parse_args()
+    until = time.monotonic() + 60 * options.minutes - 10  # to write the record
+    if not torch.cuda.is_available() and not options.list:
+        print("benchmarks.gpu: torch sees no GPU", file=sys.stderr)
+        return 1
+    capability = ".".join(map(str, torch.cuda.get_device_capability())) if torch.cuda.is_available() else "9.0"
+    stages = chosen(all_stages(capability), options.stages)
+    if options.list:
+        for stage in stages:
+            print(f"{stage.name:<28} {stage.seconds:>4.0f} s  {stage.impossible or ', '.join(stage.jobs)}")
+        return 0
+    given = os.environ.pop("OUT", "")  # the jobs must not write there
+    folder = Path(given) if given else ROOT / "benchmarks" / "results" / machine.device_slug("cuda")
+    path = begin(folder)
+    stages = stages if options.stages else without_passed(stages, folder, path)
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    runner = Runner(path, path.with_suffix(".log"), until)
+    fine = runner.run(stages)
+    made = record.records(folder) if given else record.write(folder)
+    record.show(made[-1])
+    print(f"evidence: {path}")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

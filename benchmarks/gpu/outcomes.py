@@ -1,0 +1,111 @@
+"""A pytest plugin that writes down each test's beginning and outcome at once: ``pytest -p benchmarks.gpu.outcomes``.
+
+Tests whose outcome is known are left out: those that ended in this run, in whatever way, and those that passed or were
+skipped in an earlier run of the same commit. So a process that died is simply started again. A test that takes longer than
+PASS_EXT_TEST_SECONDS ends its process, also if it hangs in a kernel; it is left as "begun". So does a test that leaves the
+GPU unusable, because every test behind it would fail for its fault.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import evidence
+
+STAGE, SECONDS = "PASS_EXT_STAGE", "PASS_EXT_TEST_SECONDS"
+SOME_FAILED = 10
+"""Exit status of a session that ran all of its tests, some of which failed: 1 is also that of a process that hung."""
+_MOST_REASON = 4000  # characters: the end of a traceback
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the plugin where a run is on."""
+    if os.environ.get(evidence.PATH):
+        config.pluginmanager.register(Outcomes(Path(os.environ[evidence.PATH]), os.environ[STAGE]), "outcomes")
+
+
+class Outcomes:
+    """See the module."""
+
+    def __init__(self, path: Path, stage: str) -> None:
+        self._path, self._stage = path, stage
+        self._seconds = float(os.environ.get(SECONDS, "60"))
+        self._worst, self._took, self._reason = "passed", 0.0, ""
+        self._session: Any = None
+        self._running: str | None = None
+
+    def _known(self) -> set[str]:
+        known = set(evidence.outcomes(evidence.read(self._path), self._stage))
+        for path in evidence.of_commit(self._path.parent, evidence.run_of(self._path).get("commit", "unknown")):
+            ended = evidence.outcomes(evidence.read(path), self._stage)
+            known |= {test for test, outcome in ended.items() if outcome in ("passed", "skipped")}
+        return known
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leaves out what is known."""
+        known = self._known()
+        left_out = [item for item in items if item.nodeid in known]
+        items[:] = [item for item in items if item.nodeid not in known]
+        config.hook.pytest_deselected(items=left_out)
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Keeps the session, to end it."""
+        self._session = session
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A module that cannot be imported counts as a failed test."""
+        if report.failed:
+            self._add(report.nodeid, "failed", reason=str(report.longrepr)[-_MOST_REASON:])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Before a test."""
+        self._worst, self._took, self._reason = "passed", 0.0, ""
+        self._running = nodeid
+        self._add(nodeid, "begun")
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=sys.__stderr__)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """After set-up, call and tear-down of a test."""
+        self._took += report.duration
+        if report.failed or (report.skipped and self._worst == "passed"):
+            self._worst = "failed" if report.failed else "skipped"
+            self._reason = str(report.longrepr)[-_MOST_REASON:]
+        if report.when != "teardown":
+            return
+        faulthandler.cancel_dump_traceback_later()
+        self._running = None
+        self._add(report.nodeid, self._worst, seconds=round(self._took, 3), reason=self._reason)
+        if self._worst == "failed" and not _gpu_answers():
+            self._session.shouldstop = "the GPU does not answer after this test"
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Says that the session came to its end."""
+        if exitstatus == pytest.ExitCode.TESTS_FAILED:
+            session.exitstatus = SOME_FAILED
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """The run's time is up: that says nothing about the test."""
+        if self._running is not None:
+            self._add(self._running, "cut off")
+
+    def _add(self, test: str, outcome: str, **more: Any) -> None:
+        evidence.add(self._path, "test", stage=self._stage, id=test, outcome=outcome, **more)
+
+
+def _gpu_answers() -> bool:
+    torch: Any = sys.modules.get("torch")
+    if torch is None:  # nobody has touched the GPU
+        return True
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            return bool(torch.ones(1, device="cuda").item() == 1)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,87 @@
+"""One call of one op between the profiler's start and stop, for ``ncu --profile-from-start off``.
+
+The shapes are those that the project's aims speak of: V 128,256, heads 32/8 of 128, bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+import pass_ext
+
+_VOCABULARY, _HEADS, _KV_HEADS, _HEAD_DIM = 128_256, 32, 8, 128
+
+
+def _accept(requests: int, **options: object) -> Callable[[], object]:
+    drafts = 4
+    generator = torch.Generator("cuda").manual_seed(0)
+    target = torch.randn(requests, drafts + 1, _VOCABULARY, device="cuda", generator=generator).mul_(2.5)
+    noise = torch.randn(requests, drafts, _VOCABULARY, device="cuda", generator=generator)
+    draft = target[:, :-1].add(noise, alpha=0.8).bfloat16()
+    tokens = torch.stack(
+        [
+            pass_ext.draft_sample(draft[:, k], 1, mode="without", temperature=0.8, seeds=1, positions=7, nodes=k)[0][
+                :, 0
+            ]
+            for k in range(drafts)
+        ],
+        dim=1,
+    )
+    given = (target.bfloat16(), tokens)
+    return lambda: pass_ext.accept_chain(
+        *given,
+        draft_logits=draft,
+        temperature=0.8,
+        seeds=1,
+        positions=7,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def _draft(rows: int) -> Callable[[], object]:
+    logits = torch.randn(rows, _VOCABULARY, device="cuda").mul_(2.5).bfloat16()
+    return lambda: pass_ext.draft_sample(logits, 4, mode="coupled", temperature=0.8, seeds=1, positions=7)
+
+
+def _attention(requests: int, prefix: int, nodes: int) -> Callable[[], object]:
+    trees = pass_ext.pack_trees([pass_ext.Tree.chain(nodes - 1)] * requests, "cuda")
+    make = dict(device="cuda", dtype=torch.bfloat16)
+    k_cache, v_cache = torch.randn(2, requests, prefix + nodes, _KV_HEADS, _HEAD_DIM, **make)
+    q = torch.randn(requests * nodes, _HEADS, _HEAD_DIM, **make)
+    lengths = torch.full((requests,), prefix, dtype=torch.int32, device="cuda")
+    step = lengths, trees.cu_nodes, trees.visible, trees.max_nodes
+    return lambda: pass_ext.attention_tree(q, k_cache, v_cache, *step)
+
+
+CASES: dict[str, Callable[[], Callable[[], object]]] = {
+    "accept-rejection-b1": lambda: _accept(1, rule="rejection"),
+    "accept-filters-b1": lambda: _accept(1, rule="rejection", top_k=50, top_p=0.9),
+    "accept-rejection-b64": lambda: _accept(64, rule="rejection"),
+    "draft-1-row": lambda: _draft(1),
+    "draft-256-rows": lambda: _draft(256),
+    "attention-b1-1k-q4": lambda: _attention(1, 1024, 4),
+    "attention-b1-32k-q16": lambda: _attention(1, 32768, 16),
+    "attention-b64-8k-q4": lambda: _attention(64, 8192, 4),
+}
+
+
+def main() -> None:
+    """Entry point of `python -m benchmarks.gpu.profiled`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=tuple(CASES))
+    call = CASES[parser.parse_args().case]()
+    with torch.inference_mode():
+        for _ in range(3):  # the first calls load kernels and take workspaces
+            call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main()

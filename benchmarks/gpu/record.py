@@ -1,0 +1,186 @@
+"""The record of what was verified on a GPU: every run of one commit, merged.
+
+    a kernel is verified  =  at least one test of its op families passed on the GPU, and none failed or never ended
+
+A test's last outcome counts; one that failed in an earlier run of the same commit is counted apart. The tests of a kernel
+file are those of its own op family and of every kernel file that includes it. ``python -m benchmarks.gpu.record FOLDER`` reads
+the evidence in the folder and writes verified-<commit>.json and the results of the benches beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import evidence
+from benchmarks.gpu_status import content_hash, is_verified, kernel_files, with_headers
+
+TESTS = "tests"
+SANITIZERS = {"memcheck": ("memcheck",), "racecheck": ("racecheck", "racecheck-rest")}
+"""Tool -> the stages that run it."""
+
+
+def describe_kernels(root: Path) -> dict[str, dict[str, Any]]:
+    """Kernel file -> its content hash, and the op families whose tests run it."""
+    files = kernel_files(root)
+    return {
+        file.name: {
+            "hash": content_hash(file, root),
+            "families": sorted({user.stem for user in files if file in with_headers(user, root)}),
+        }
+        for file in files
+    }
+
+
+def module_of(test: str) -> str:
+    """tests/test_accept_exactness.py::test_x[cuda] -> accept_exactness."""
+    return Path(test.partition("::")[0]).stem.removeprefix("test_")
+
+
+def runs_on_gpu(test: str) -> bool:
+    """Whether a test's parameters name the CUDA backend: test_x[cuda], test_x[3-cuda-bfloat16]."""
+    parameters = re.search(r"\[(.*)\]$", test)
+    return bool(parameters) and "cuda" in parameters[1].split("-")
+
+
+def count(outcomes: Mapping[str, str]) -> dict[str, Counter[str]]:
+    """Test module -> how many passed and failed; a test that began and never ended has failed, others count for nothing."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for test, outcome in outcomes.items():
+        if outcome in ("failed", "begun"):
+            counts[module_of(test)]["failed"] += 1
+        elif outcome == "passed" and runs_on_gpu(test):
+            counts[module_of(test)]["passed"] += 1
+    return counts
+
+
+def make_record(runs: Iterable[list[evidence.Fact]]) -> dict[str, Any]:
+    """The runs of one commit, oldest first, as one record."""
+    outcomes: dict[str, dict[str, str]] = defaultdict(dict)
+    stages: dict[str, str] = {}
+    jobs: dict[tuple[str, str], str] = {}
+    failed_before: set[str] = set()
+    first: evidence.Fact = {}
+    for facts in runs:
+        first = next(fact for fact in facts if fact["kind"] == "run")
+        for fact in facts:
+            if fact["kind"] == "stage":
+                stages[fact["name"]] = fact["state"]
+            elif fact["kind"] == "job":
+                jobs[fact["stage"], fact["name"]] = fact["state"]
+        for stage in (TESTS, *chain(*SANITIZERS.values())):
+            for test, outcome in evidence.outcomes(facts, stage).items():
+                if stage == TESTS and outcomes[stage].get(test) in ("failed", "begun"):
+                    failed_before.add(test)
+                outcomes[stage][test] = outcome
+    sanitized = {
+        tool: count(
+            {
+                test: outcome
+                for stage in those
+                for test, outcome in outcomes[stage].items()
+                if jobs.get((stage, family_of(test))) == "passed"
+            }
+        )
+        for tool, those in SANITIZERS.items()
+    }
+    return {
+        "format": 2,
+        **{key: first[key] for key in ("date", "commit", "machine", "versions")},
+        "stages": stages,
+        "kernels": {
+            name: _judge(kernel, count(outcomes[TESTS]), sanitized, failed_before)
+            for name, kernel in first["kernels"].items()
+        },
+    }
+
+
+def family_of(test: str) -> str:
+    """The op family of a test: the first word of its module."""
+    return module_of(test).partition("_")[0]
+
+
+def _judge(
+    kernel: Mapping[str, Any],
+    counts: Mapping[str, Counter[str]],
+    sanitized: Mapping[str, Mapping[str, Counter[str]]],
+    failed_before: set[str],
+) -> dict[str, Any]:
+    def is_of_kernel(module: str) -> bool:
+        return any(module == family or module.startswith(f"{family}_") for family in kernel["families"])
+
+    modules = sorted(filter(is_of_kernel, counts))
+    clean = {
+        tool: sum(c["passed"] for module, c in found.items() if is_of_kernel(module))
+        for tool, found in sanitized.items()
+    }
+    return {
+        "hash": kernel["hash"],
+        "tests_passed": sum(counts[module]["passed"] for module in modules),
+        "tests_failed": sum(counts[module]["failed"] for module in modules),
+        "failed_before": sum(is_of_kernel(module_of(test)) for test in failed_before),
+        "test_modules": modules,
+        "sanitized": {tool: passed for tool, passed in clean.items() if passed},
+    }
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """A record for each commit that has evidence in the folder, oldest first."""
+    runs: dict[str, list[list[evidence.Fact]]] = defaultdict(list)
+    files = [path for path in folder.glob("evidence-*.jsonl") if evidence.run_of(path)]
+    for path in sorted(files, key=lambda path: evidence.run_of(path)["at"]):
+        runs[evidence.run_of(path)["commit"]].append(list(evidence.read(path)))
+    return [make_record(of_commit) for of_commit in runs.values()]
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    """Bench -> its latest full result in the folder's evidence, as far as it got."""
+    found = {}
+    for path in sorted(folder.glob("evidence-*.jsonl"), key=lambda path: evidence.run_of(path).get("at", 0)):
+        for fact in evidence.read(path):
+            if fact["kind"] == "bench" and not fact["result"]["quick"]:
+                found[fact["file"]] = fact["result"]
+    return found
+
+
+def write(folder: Path) -> list[dict[str, Any]]:
+    """Writes the records and the results of benches into the folder; returns the records."""
+    made = records(folder)
+    for record in made:
+        (folder / f"verified-{record['commit']}.json").write_text(json.dumps(record, indent=1) + "\n")
+    for file, result in results(folder).items():
+        (folder / file).write_text(json.dumps(result, indent=1) + "\n")
+    return made
+
+
+def show(record: Mapping[str, Any]) -> None:
+    """The summary that ends a run; plain, for any log."""
+    for stage, state in record["stages"].items():
+        print(f"{stage:<24} {state}")
+    for name, entry in record["kernels"].items():
+        state = "verified" if is_verified(entry) else "NOT verified"
+        tests = f"{entry['tests_passed']} passed, {entry['tests_failed']} failed"
+        print(f"{name:<24} {state:<13} {entry['hash']}  {tests}")
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.gpu.record`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="benchmarks/results/<GPU>, with the evidence-*.jsonl of its runs")
+    made = write(parser.parse_args().folder)
+    if not made:
+        print("record: no evidence-*.jsonl there", file=sys.stderr)
+        return 1
+    show(made[-1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Runs stages one after the other, a stage's jobs side by side, within the time that there is.
+
+    seconds of a stage = min(its limit, what is left of the run)
+
+A job is a process group of its own. Its output goes to the screen and to the log line by line. When its time is up it gets
+SIGINT, which lets pytest and Python say what they have, and SIGKILL some seconds later. A job that dies is started again
+where its stage allows that: what it has already written down is left out then (see outcomes.py). If the runner itself is
+killed, the kernel ends its jobs, and the evidence stays as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from benchmarks.gpu import evidence
+
+_GRACE = 8.0  # seconds from SIGINT to SIGKILL
+_LEAST = 5.0  # with less left no stage begins
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a run."""
+
+    name: str
+    jobs: Mapping[str, Sequence[str]]
+    """Commands by name; they run side by side."""
+    seconds: float
+    """At most, for all of them together."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    """How often each job may be started again after it died."""
+    fine: tuple[int, ...] = (0,)
+    """Exit statuses of a job that say: all is well."""
+    ended: tuple[int, ...] = (0, 1)
+    """Exit statuses of a job that did what it could; with any other it died."""
+    impossible: str = ""
+    """Why this stage cannot run here; empty if it can."""
+    keeps_output: bool = False
+    """The output of the jobs is a result: it goes into the evidence."""
+
+
+class Runner:
+    """Runs stages into one evidence file and one log.
+
+    Args:
+        path: the evidence file, which must have its "run" fact.
+        log: where the output of all jobs goes too.
+        until: time.monotonic() at which the run must be over.
+    """
+
+    def __init__(self, path: Path, log: Path, until: float) -> None:
+        self._path, self._until = path, until
+        self._log = log.open("a")
+        self._lock = threading.Lock()
+
+    def run(self, stages: Sequence[Stage]) -> bool:
+        """Whether each stage passed or could not run here. A stage without time left is not begun, and that is no pass."""
+        fine = [self._run(stage) for stage in stages]  # all of them: a failure ends nothing
+        return all(fine)
+
+    def say(self, text: str) -> None:
+        """One line to the screen and the log."""
+        with self._lock:
+            for file in (sys.stdout, self._log):
+                print(f"{time.strftime('%H:%M:%S', time.gmtime())}  {text}", file=file, flush=True)
+
+    def _run(self, stage: Stage) -> bool:
+        left = self._until - time.monotonic()
+        if stage.impossible:
+            return self._end(stage, f"left out: {stage.impossible}", True)
+        if left < _LEAST:
+            return self._end(stage, "left out: no time", False)
+        self._fact(stage, "begun")
+        self.say(f"== {stage.name}: at most {min(stage.seconds, left):.0f} s")
+        began = time.monotonic()
+        until = began + min(stage.seconds, left)
+        results: dict[str, str] = {}
+        threads = [
+            threading.Thread(target=self._job, args=(stage, name, list(command), until, results))
+            for name, command in stage.jobs.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        bad = [f"{name}: {results[name]}" for name in stage.jobs if results[name] != "passed"]
+        took = f"{time.monotonic() - began:.0f} s"
+        return self._end(stage, "; ".join(bad) if bad else "passed", not bad, took)
+
+    def _end(self, stage: Stage, state: str, fine: bool, took: str = "0 s") -> bool:
+        self._fact(stage, state)
+        self.say(f"-- {stage.name}: {state}, {took}")
+        return fine
+
+    def _fact(self, stage: Stage, state: str) -> None:
+        evidence.add(self._path, "stage", name=stage.name, state=state)
+
+    def _job(self, stage: Stage, name: str, command: list[str], until: float, results: dict[str, str]) -> None:
+        """Runs a job till it ends, its time is up, or it has died too often."""
+        for attempt in range(stage.restarts + 1):
+            status, cut_off = self._process(stage, name, command, until)
+            if status in stage.fine:
+                results[name] = "passed"
+            elif cut_off:
+                results[name] = "cut off"
+            else:
+                results[name] = f"killed by signal {-status}" if status < 0 else f"failed with status {status}"
+            evidence.add(self._path, "job", stage=stage.name, name=name, state=results[name])
+            if cut_off or status in stage.ended or until - time.monotonic() < _LEAST:
+                return
+            if attempt < stage.restarts:
+                self.say(f"{stage.name} {name}: {results[name]}; it begins again behind that")
+
+    def _process(self, stage: Stage, name: str, command: list[str], until: float) -> tuple[int, bool]:
+        """Exit status, and whether its time was up."""
+        environment = {**os.environ, **stage.environment, evidence.PATH: str(self._path.resolve())}
+        environment["PASS_EXT_STAGE"] = stage.name
+        try:
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                start_new_session=True, preexec_fn=_dies_with(os.getpid()),
+            )  # fmt: skip
+        except OSError as error:
+            self.say(f"{stage.name} {name}: {error}")
+            return 127, False
+        assert process.stdout is not None
+        kept: list[str] = []
+        reader = threading.Thread(target=self._copy, args=(process.stdout, f"{name}: ", kept), daemon=True)
+        reader.start()
+        cut_off = not _wait(process, until)
+        reader.join(timeout=2.0)  # a stray grandchild may hold the pipe
+        if stage.keeps_output:
+            evidence.add(self._path, "text", stage=stage.name, name=name, text="".join(kept)[-200_000:])
+        return process.returncode, cut_off
+
+    def _copy(self, output: IO[str], prefix: str, kept: list[str]) -> None:
+        for line in output:
+            kept.append(line)
+            with self._lock:
+                for file in (sys.stdout, self._log):
+                    print(prefix + line, end="", file=file, flush=True)
+
+
+def _wait(process: subprocess.Popen[str], until: float) -> bool:
+    """Whether the process ended by itself; else it is ended, with everything that it started."""
+    try:
+        process.wait(max(0.0, until - time.monotonic()))
+        return True
+    except subprocess.TimeoutExpired:
+        pass
+    os.killpg(process.pid, signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return False
+
+
+def _dies_with(parent: int) -> Callable[[], None]:
+    libc = ctypes.CDLL(None)  # loaded here: between fork and exec little is safe
+
+    def ask() -> None:
+        libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return ask

