@@ -95,6 +95,11 @@ def _build_info() -> dict[str, Any]:
     return vars(_build_info)
 
 
+def _has_kernels(device: str) -> bool:
+    # One op speaks for all: listing them takes longer than the rest of the import.
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::lookahead_embed", device))
+
+
 def _load_cpu() -> ctypes.CDLL:
     path = _HERE / "_C.so"
     if not path.exists():
@@ -107,7 +112,7 @@ def _load_cpu() -> ctypes.CDLL:
     except OSError as error:
         reason = error.__cause__ or error
         raise ImportError(f"{path} does not load with torch {torch.__version__}: {reason}") from None
-    if not hasattr(native, "pass_ext_cpu_isa") or not op_names():
+    if not hasattr(native, "pass_ext_cpu_isa") or not _has_kernels("CPU"):
         raise ImportError(
             f"{path} is a library of something else: it has no kernels of ours. Build it again: {_REBUILD}"
         )
@@ -138,7 +143,7 @@ def _load_cuda() -> str:
     except OSError as error:
         _log.info("CUDA kernels not loaded from %s", path, exc_info=error)
         return f"{path} does not load with torch {torch.__version__}: {error.__cause__ or error}"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::lookahead_embed", "CUDA"):
+    if not _has_kernels("CUDA"):
         return f"{path} is a library of something else: it has no kernels of ours. Build it again: {_REBUILD}"
     return ""
 

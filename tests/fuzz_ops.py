@@ -449,16 +449,17 @@ def make_call(seed: int, number: int, op: str, verbose: bool) -> str:
         print(f"call {number}, {op} on {isa}: {described(arguments)}", flush=True)
     before = [storage.clone() for storage in storages_of(arguments)]
     function = getattr(pass_ext, op, None) or getattr(torch.ops.pass_ext, op)
+    outcome = "result"
     try:
         result = function(**arguments)
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
         demand(str(error).startswith(f"pass_ext::{op}"), f"{type(error).__name__} without our words: {error}")
         outcome = "refusal"
-    else:
-        outcome = "result"
+    # Before the result is looked at: what is expected of it is computed from the inputs.
+    demand(all(map(torch.equal, before, storages_of(arguments))), "an input was written to")
+    if outcome == "result":
         with contextlib.suppress(StopIteration):
             case.send(result)
-    demand(all(map(torch.equal, before, storages_of(arguments))), "an input was written to")
     return outcome
 
 

@@ -150,7 +150,7 @@ def test_a_run_gets_past_what_hangs_aborts_and_cannot_be_imported(stand_in, tmp_
     assert "no such library" in (tmp_path / "run.log").read_text()
 
 
-@pytest.mark.parametrize("seconds", [0.6, 1.8, pytest.param(1.2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [0.6, *(pytest.param(late, marks=pytest.mark.slow) for late in (1.2, 1.8))])
 def test_a_killed_run_leaves_what_was_known(stand_in, tmp_path, benchmarks_gpu, seconds):
     evidence, record = benchmarks_gpu
     process = stand_in()
