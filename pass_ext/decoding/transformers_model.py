@@ -177,6 +177,8 @@ def _kept_by_cache(text: Any) -> tuple[int, ...]:
     """How many keys of a text the cache that transformers' ``generate`` makes keeps in each layer; -1: all."""
     from transformers import DynamicCache
 
+    if getattr(text, "num_hidden_layers", None) is None:
+        return ()
     return tuple(getattr(layer, "sliding_window", None) or -1 for layer in DynamicCache(config=text).layers)
 
 

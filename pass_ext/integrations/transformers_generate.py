@@ -89,13 +89,13 @@ class CustomGenerate:
         _check_prompt(input_ids, mask, model_kwargs.get("position_ids"), generation_config)
         cache = model_kwargs.get("past_key_values")
         most, ends, criteria = _split_criteria(stopping_criteria, generation_config)
-        exchanges = _exchanges_caches(model)
-        wants_cache = cache is not None and _is_to_be_filled(cache, most - 1, generation_config, exchanges)
+        otherwise = _cached_otherwise(model)
+        wants_cache = cache is not None and _is_to_be_filled(cache, most - 1, generation_config, not otherwise)
         past = None if cache is None else _past(cache, mask)
-        if not exchanges and (wants_cache or past is not None):
+        if otherwise and (wants_cache or past is not None):
             raise ValueError(
-                f"custom_generate: {model.config.model_type} caches latent keys and values (kv_lora_rank), which "
-                "cannot be exchanged: give no past_key_values, and with return_dict_in_generate use_cache=False"
+                f"custom_generate: {model.config.model_type} caches {otherwise}, which cannot be exchanged: give no "
+                "past_key_values, and with return_dict_in_generate use_cache=False"
             )
         law, processors = sampling_law(logits_processor, sample=bool(generation_config.do_sample))
         padding = _padding(input_ids, mask)
@@ -192,9 +192,13 @@ def _starts(mask: Tensor) -> Tensor:
     return (mask.shape[1] - mask.sum(1)).long()
 
 
-def _exchanges_caches(model: Any) -> bool:
-    """Whether the model's cache holds the keys and values that its attention is given."""
-    return not getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None)
+def _cached_otherwise(model: Any) -> str:
+    """What the model's cache holds, where that is not the keys and values that its attention is given; else ""."""
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        return "latent keys and values (kv_lora_rank)"
+    if model.config.model_type == "jetmoe":
+        return "keys and values before they are repeated for its experts"
+    return ""
 
 
 def _is_to_be_filled(cache: Any, columns: int, config: Any, exchanges: bool) -> bool:
