@@ -1,7 +1,7 @@
 """A tiny model with random weights of any causal language model that the installed transformers has.
 
 Sizes are found by the names of a config's fields (``SIZES``), in every part of it; ``CHANGES`` holds what single architectures
-need besides. Windows are shorter than the texts, so that they tell. Called by architectures.py and its tests.
+need besides. Windows are shorter than the texts, so that they tell.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """``register_fake``: an op's fake kernel, the shapes of its results, behind a check that all its tensors are on one device.
 
 Without the check an op that got a CPU tensor beside one on ``meta`` would return memory that nobody wrote: torch calls the fake
-kernel then, and it makes its results on the device of one argument. Called by the other modules of ``pass_ext.ops``.
+kernel then, and it makes its results on the device of one argument.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,7 +2,7 @@
 
 Every integer dtype is taken. On the CPU a number that does not fit the kernel's dtype is refused. On CUDA, where looking would
 wait for the GPU, and under torch.compile it becomes the dtype's lowest or highest number: it stays out of range, and the op
-treats it as any other number that is. Called by the other modules of ``pass_ext.ops``.
+treats it as any other number that is.
 """
 
 from typing import overload

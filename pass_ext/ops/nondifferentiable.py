@@ -1,4 +1,4 @@
-"""``call``: an op that has no derivative, straight to its kernel. Called by the other modules of ``pass_ext.ops``.
+"""``call``: an op that has no derivative, straight to its kernel.
 
 A kernel drops forward-mode derivatives (dual tensors, ``torch.func.jvp``, ``jacfwd``): they would be zero without a word. So
 they are refused, as ``requires_grad`` is by the ops whose results a gradient could flow through.

@@ -1,7 +1,6 @@
 """One number per request or per row, as the sampling ops take them: a tensor, a list, one number for all, or None.
 
-Integers are never cut: a float, and a number outside the dtype that the kernel reads, is refused. Called by
-``pass_ext.ops.draft`` and ``pass_ext.ops.accept``.
+Integers are never cut: a float, and a number outside the dtype that the kernel reads, is refused.
 """
 
 import operator
