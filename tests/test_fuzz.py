@@ -56,6 +56,7 @@ def test_a_wrong_op_is_seen(fault, words, monkeypatch):
             fuzz_ops.make_call(0, number, "lookahead_embed", verbose=False)
 
 
+@pytest.mark.slow
 def test_a_call_is_the_same_when_repeated_alone():
     verbose = ("--seed", 3, "--verbose")
     many, alone = run(*verbose, "--calls", 40), run(*verbose, "--first", 37, "--calls", 1)

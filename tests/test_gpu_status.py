@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -58,8 +57,12 @@ def find_lies(root):
 
 
 def run_command(root, *options):
-    command = [sys.executable, "-m", "benchmarks.gpu_status", "--root", root, *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).returncode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        from benchmarks import gpu_status
+
+        patch.setattr(sys, "argv", ["gpu_status", "--root", str(root), *options])
+        return gpu_status.main()
 
 
 def is_honest(root):
