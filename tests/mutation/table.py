@@ -26,7 +26,7 @@ _SPECULATIVE = [
     "or longer_than_what or may_differ or at_temperature_0",
 ]
 
-_BOTH = [_SPECULATIVE[0], *_GENERATE[:-1], f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
+_BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
 # path below csrc/: the sources in cpu/ that are built again, the tests
 _CPP: dict[str, tuple[list[str], list[str]]] = {
