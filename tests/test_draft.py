@@ -90,7 +90,9 @@ def test_rows_may_begin_at_any_element(backend, dtype):
         moved.copy_(logits)
         for law in ({}, {"top_k": 40, "top_p": 0.9}):
             for got, expected in zip(
-                draw(backend, moved, 3, **law, **keys), draw(backend, logits.contiguous(), 3, **law, **keys), strict=True
+                draw(backend, moved, 3, **law, **keys),
+                draw(backend, logits.contiguous(), 3, **law, **keys),
+                strict=True,
             ):
                 assert torch.equal(got, expected)
 

@@ -11,6 +11,8 @@
 namespace pass_ext {
 namespace {
 
+static_assert(gpu::kMostRowsBeforehand <= kCountersOfSlot, "a row has a counter");
+
 void accept_on_cuda(const char* op, const AcceptProblem& problem, const Tensor& target_logits) {
   if (problem.requests == 0) return;
   const CudaScope scope(target_logits);
