@@ -17,12 +17,8 @@ CPP_LAW = {
     "cpu": ("core/", "host/", "cpu/"),
     "cuda/*.cuh": (
         "core/",
-        "cuda/primitives.cuh",
-        "cuda/block.cuh",
-        "cuda/row",
-        "cuda/accept_rows.cuh",
-        "cuda/attention_",
-    ),  # fmt: skip
+        *("cuda/primitives.cuh", "cuda/block.cuh", "cuda/row", "cuda/accept_rows.cuh", "cuda/attention_"),
+    ),
     "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention_"),
     "cuda/*.h": ("host/",),
     "schema.cpp": (),
