@@ -130,7 +130,7 @@ std::vector<Outcome> outcomes(int rule, const std::vector<int32_t>& parents, con
   script = &all;
   do {
     EnumeratedRows walked;
-    AcceptWalk<EnumeratedRows>(walked, request_of(problem, 0)).run();
+    AcceptWalk<EnumeratedRows>(walked, request_of(problem, 0)).run(true);
     if (status != 0) throw std::runtime_error("status " + std::to_string(status));
     found.push_back({all.probability, path[accepted], walked.last});
   } while (all.next());

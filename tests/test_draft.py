@@ -78,6 +78,39 @@ def test_large_vocabularies(backend, mode):
         assert_same_candidates(draw(backend, logits, k, mode=mode, **law, **keys), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_may_begin_at_any_element(backend, dtype):
+    """Wide loads start at multiples of 16 bytes, rows do not: what is drawn is the same to the bit."""
+    vocabulary = 3 * 1024 + 77
+    logits, _, keys = random_rows(8, vocabulary, 4, dtype)
+    rows = torch.empty(8 * (vocabulary + 9) + 8, dtype=dtype)
+    for shift in (0, 1, 5):
+        moved = rows[shift : shift + 8 * (vocabulary + 9)].view(8, -1)[:, :vocabulary]  # and each row at another place
+        rows.fill_(100.0)  # what lies around a row must not be taken for a part of it
+        moved.copy_(logits)
+        for law in ({}, {"top_k": 40, "top_p": 0.9}):
+            for got, expected in zip(
+                draw(backend, moved, 3, **law, **keys),
+                draw(backend, logits.contiguous(), 3, **law, **keys),
+                strict=True,
+            ):
+                assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("mode", ["coupled", "top"])
+def test_flat_rows_are_narrowed_down(backend, mode):
+    """More candidates than a list holds, nearly all equal: the cut is found by bins of logits, then of ids."""
+    logits = torch.zeros(2, 6000)
+    logits[1, ::3] = torch.linspace(0, 1e-3, 2000)
+    keys = dict(seeds=torch.tensor([3, 4]), positions=torch.tensor([5, 6]))
+    for law in ({"top_k": 4500}, {"top_p": 0.7}, {"top_k": 5000, "top_p": 0.6, "min_p": 0.5}):
+        law = {"temperature": 1.0, **law}
+        columns = {name: torch.full((2,), value) for name, value in law.items()}
+        k = 40
+        expected = reference.draft_sample(logits, k, mode=mode, **columns, **keys)
+        assert_same_candidates(draw(backend, logits, k, mode=mode, **law, **keys), expected)
+
+
 def test_masks(backend):
     logits, random, keys = random_rows(8, 100, 2)
     allowed = torch.randint(-(2**31), 2**31, (8, 4), generator=random).int()

@@ -15,7 +15,10 @@ CPP_LAW = {
     "core": ("core/",),
     "host": ("core/", "host/"),
     "cpu": ("core/", "host/", "cpu/"),
-    "cuda/*.cuh": ("core/", "cuda/primitives.cuh", "cuda/rows.cuh", "cuda/block.cuh", "cuda/attention_"),
+    "cuda/*.cuh": (
+        "core/",
+        *("cuda/primitives.cuh", "cuda/block.cuh", "cuda/row", "cuda/accept_rows.cuh", "cuda/attention_"),
+    ),
     "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention_"),
     "cuda/*.h": ("host/",),
     "schema.cpp": (),

@@ -44,7 +44,6 @@ struct AcceptProblem {
   const int64_t* tokens;
   const int32_t* parents;
   const int32_t* cu_nodes;
-  const int32_t* divided;  // whether cu_nodes divides the rows, if somebody found out already; null: each request looks
   const int32_t* draft_rows;                            // [nodes] or null: a node's own index
   int64_t target_request_stride, draft_request_stride;  // in elements, of a chain
   int32_t chain_nodes;
@@ -61,6 +60,27 @@ struct AcceptProblem {
   int32_t* num_accepted;
   int32_t* status;
 };
+
+// How a rule goes through a tree. A kernel may be made for one of them, `any` asks the rule.
+enum class Route { coupled, down, traversal, typical, any };
+
+PASS_EXT_HOST_DEVICE constexpr Route route_of(Rule rule) {
+  switch (rule) {
+    case Rule::coupled: return Route::coupled;
+    case Rule::block:
+    case Rule::traversal: return Route::traversal;
+    case Rule::typical: return Route::typical;
+    default: return Route::down;
+  }
+}
+
+// The noise of the race, or of the final draw, `depth` levels below a request's root. Unsigned: at the end of int64 a
+// position goes on at its beginning.
+PASS_EXT_HOST_DEVICE Noise noise_at(const AcceptProblem& problem, int64_t request, Purpose purpose, int32_t depth) {
+  const uint64_t seed = problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[request]);
+  const uint64_t position = problem.positions == nullptr ? 0 : static_cast<uint64_t>(problem.positions[request]);
+  return {seed, static_cast<int64_t>(position + static_cast<uint64_t>(depth)), purpose, 0, 0};
+}
 
 // Whether the bounds of a tree's request are none: then cu_nodes does not divide the rows.
 PASS_EXT_HOST_DEVICE bool breaks_bounds(const AcceptProblem& problem, int64_t request) {
@@ -133,9 +153,11 @@ class AcceptWalk {
  public:
   PASS_EXT_HOST_DEVICE AcceptWalk(Rows& rows, const AcceptRequest& request) : rows_(rows), request_(request) {}
 
-  PASS_EXT_HOST_DEVICE void run() {
+  // `divided`: whether cu_nodes divides the rows at all; if not, nobody knows whose row is whose.
+  template <Route known = Route::any>
+  PASS_EXT_HOST_DEVICE void run(bool divided) {
     const AcceptProblem& problem = request_.problem;
-    if (!are_bounds()) return write(-1, -1, kBadTree);
+    if (!divided) return write(-1, -1, kBadTree);
     if (request_.nodes == 0) return write(-1, -1, 0);
     int32_t status = 0;
     if (!is_tree()) {  // the drafts are ignored, the target still gives its token
@@ -148,13 +170,13 @@ class AcceptWalk {
     q_parameters_ = parameters_of(problem.draft_law, request_.index, problem.target.vocabulary, 0.0f);
     seed_ = problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[request_.index]);
     position_ = problem.positions == nullptr ? 0 : problem.positions[request_.index];
-    if (greedy || problem.rule == Rule::coupled)
+    if (greedy || goes<known>(Route::coupled))
       walk_coupled(greedy);  // at temperature 0 every rule comes to this
-    else if (problem.rule == Rule::traversal || problem.rule == Rule::block)
+    else if (goes<known>(Route::traversal))
       walk_traversal();
-    else if (problem.rule == Rule::typical)
+    else if (goes<known>(Route::typical))
       walk_typical();
-    else
+    else if (goes<known>(Route::down))
       walk_down();
     write(stop_, token_, status | status_);
   }
@@ -166,13 +188,9 @@ class AcceptWalk {
     int32_t twin;  // an earlier deleted child with the same token, or -1
   };
 
-  // Whether cu_nodes divides the rows at all: if not, nobody knows whose row is whose.
-  PASS_EXT_HOST_DEVICE bool are_bounds() {
-    const AcceptProblem& problem = request_.problem;
-    if (problem.is_chain) return true;
-    if (problem.divided != nullptr) return *problem.divided != 0;
-    return rows_.first_node(0, static_cast<int32_t>(problem.requests),
-                            [&](int32_t i) { return breaks_bounds(problem, i); }) < 0;
+  template <Route known>
+  PASS_EXT_HOST_DEVICE bool goes(Route route) const {
+    return (known == Route::any ? route_of(request_.problem.rule) : known) == route;
   }
 
   PASS_EXT_HOST_DEVICE bool is_tree() {
@@ -272,9 +290,7 @@ class AcceptWalk {
   }
 
   PASS_EXT_HOST_DEVICE Noise noise(Purpose purpose, int32_t depth) const {
-    // Unsigned: at the end of int64 a position goes on at its beginning.
-    return {seed_, static_cast<int64_t>(static_cast<uint64_t>(position_) + static_cast<uint64_t>(depth)), purpose, 0,
-            0};
+    return noise_at(request_.problem, request_.index, purpose, depth);
   }
 
   // y ~ p as it stands at a node; from p_0 where rounding left nothing.

@@ -32,15 +32,24 @@ struct DraftProblem {
   float* logprobs;  // [rows, count]
 };
 
+PASS_EXT_HOST_DEVICE bool is_greedy_draft(const DraftProblem& problem, int64_t index) {
+  if (problem.law.temperature == nullptr) return problem.mode == DraftMode::coupled;
+  return is_greedy(problem.law.temperature[index]);
+}
+
+// At temperature 0 all tokens are ranked, unfiltered.
+PASS_EXT_HOST_DEVICE LawParameters draft_parameters(const DraftProblem& problem, int64_t index) {
+  const float default_temperature = problem.mode == DraftMode::coupled ? 0.0f : 1.0f;
+  LawParameters parameters = parameters_of(problem.law, index, problem.logits.vocabulary, default_temperature);
+  if (is_greedy_draft(problem, index)) parameters.top_k = 0;
+  return parameters;
+}
+
 template <typename Rows>
 PASS_EXT_HOST_DEVICE void draft_row(Rows& rows, const DraftProblem& problem, int64_t index) {
   const LogitRow row = row_at(problem.logits, index * problem.logits.stride, index, index);
-  const float default_temperature = problem.mode == DraftMode::coupled ? 0.0f : 1.0f;
-  const float temperature = problem.law.temperature == nullptr ? default_temperature : problem.law.temperature[index];
-  LawParameters parameters = parameters_of(problem.law, index, row.vocabulary, default_temperature);
-  const bool greedy = is_greedy(temperature);
-  if (greedy) parameters.top_k = 0;
-  const Law law = rows.describe(row, parameters, true);
+  const bool greedy = is_greedy_draft(problem, index);
+  const Law law = rows.describe(row, draft_parameters(problem, index), true);
   int64_t* tokens = problem.tokens + index * problem.count;
   float* logprobs = problem.logprobs + index * problem.count;
   const bool is_coupled = problem.mode == DraftMode::coupled;

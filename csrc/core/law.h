@@ -125,10 +125,16 @@ PASS_EXT_HOST_DEVICE float probability(const Law& law, float logit, int32_t id) 
 }
 
 // Moves the cut up to the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id; whether it moved.
-// That is monotone in z, so it is found by halving the floats below the maximum.
+// That is monotone in z, so it is found by halving: the floats around where it must lie, or all below the maximum.
 PASS_EXT_HOST_DEVICE bool cut_at_floor(Law& law, float min_p) {
   const float floor = logarithm(maximum(min_p, 0x1p-126f));
   uint32_t below = ordered_bits(-kInfinity), reaches = ordered_bits(law.maximum);
+  const uint32_t guess = ordered_bits(law.maximum + floor / law.scale), around = 16;
+  if (guess - around > below && guess - around < reaches &&
+      !(log_weight(law, float_of_ordered(guess - around)) >= floor))
+    below = guess - around;
+  if (guess + around < reaches && guess + around > below && log_weight(law, float_of_ordered(guess + around)) >= floor)
+    reaches = guess + around;
   while (reaches - below > 1) {
     const uint32_t middle = below + (reaches - below) / 2;
     (log_weight(law, float_of_ordered(middle)) >= floor ? reaches : below) = middle;

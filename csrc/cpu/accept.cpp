@@ -30,16 +30,14 @@ void check_positions(const char* op, const AcceptProblem& problem) {
              " lie behind them, got ", problem.positions[request], " at ", request);
 }
 
-void accept_on_cpu(const char* op, const AcceptProblem& given, const Tensor&) {
-  check_positions(op, given);
-  AcceptProblem problem = given;
-  int32_t divided = 1;
+void accept_on_cpu(const char* op, const AcceptProblem& problem, const Tensor&) {
+  check_positions(op, problem);
+  bool divided = true;
   for (int64_t index = 0; index < problem.requests && !problem.is_chain; ++index)
-    if (breaks_bounds(problem, index)) divided = 0;
-  problem.divided = &divided;
+    if (breaks_bounds(problem, index)) divided = false;
   if (problem.rule == Rule::block && !problem.is_chain && divided) check_is_chain(problem);
   for_each_request(problem.requests, [&](int64_t index, bool alone) {
-    AcceptWalk<CpuRows>(thread_rows(alone), request_of(problem, index)).run();
+    AcceptWalk<CpuRows>(thread_rows(alone), request_of(problem, index)).run(divided);
   });
 }
 

@@ -1,20 +1,26 @@
-// torch.ops.pass_ext.accept_tree and accept_chain on CUDA: checks, workspace, launch, registration. The kernels:
-// cuda/accept.cuh. Called by torch's dispatcher.
+// torch.ops.pass_ext.accept_tree and accept_chain on CUDA: workspace, launch, registration. The kernels:
+// cuda/accept.cuh.
 #include "cuda/accept.cuh"
 
 #include <torch/csrc/stable/library.h>
 
+#include "cuda/counters.h"
 #include "cuda/runtime.h"
 #include "host/accept.h"
 
 namespace pass_ext {
 namespace {
 
+static_assert(gpu::kMostRowsBeforehand <= kCountersOfSlot, "a row has a counter");
+
 void accept_on_cuda(const char* op, const AcceptProblem& problem, const Tensor& target_logits) {
+  if (problem.requests == 0) return;
   const CudaScope scope(target_logits);
   const gpu::RowsPlan plan = gpu::plan_accept(problem, scope.multiprocessors());
   const Tensor workspace = empty_of_shape(op, target_logits, {plan.bytes()}, ScalarType::Byte);
-  gpu::launch_accept(problem, plan.carve(output_of<void>(workspace)), scope.stream());
+  int32_t* const counters =
+      plan.rows > 0 ? CounterSlots::of_device(scope.device()).slot_for(op, scope.stream()) : nullptr;
+  gpu::launch_accept(problem, plan, plan.carve(output_of<void>(workspace), counters), scope.stream());
   check_launch(op);
 }
 

@@ -1,10 +1,11 @@
-// The accept step on the GPU: one block per request walks its tree. The rules: core/accept.h; how a row is read:
-// cuda/rows.cuh. Called by cuda/accept.cu, and by the emulator in the tests.
+// The accept step on the GPU. The rules: core/accept.h. Where rows are few, one kernel scans all of them and describes
+// each as a law, and a second one walks the trees; else a block scans the rows that its request comes to.
 #pragma once
 
 #include <cstdint>
 
 #include "core/accept.h"
+#include "cuda/accept_rows.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/rows.cuh"
 
@@ -14,43 +15,125 @@ namespace pass_ext::gpu {
 struct AcceptSource {
   AcceptProblem problem;
 
-  PASS_EXT_DEVICE bool find(int64_t slot, LogitRow& row, float& scale) const {
-    const bool is_draft = slot >= problem.nodes;
-    const int64_t packed = is_draft ? slot - problem.nodes : slot;
-    const AcceptRequest request = request_of(problem, owner_of(packed));
-    const int32_t node = static_cast<int32_t>(packed - request.first);
-    if (node < 0 || node >= request.nodes) return false;
-    if (!is_draft) {
-      row = request.target_row(node);
-      scale = parameters_of(problem.target_law, request.index, row.vocabulary, 0.0f).scale;
+  PASS_EXT_DEVICE bool find(int64_t slot, LogitRow& row) const {
+    // The way to the request is longer than the way to the row: the row's loads go first.
+    if (slot < problem.nodes && !problem.is_chain) {
+      row = row_at(problem.target, slot * problem.target.stride, slot, slot);
       return true;
     }
+    const AcceptRequest request = request_of_row(slot);
+    const int32_t node = node_of_row(slot, request);
+    if (slot < problem.nodes) {
+      row = request.target_row(node);
+      return true;
+    }
+    if (!holds(request, node) || !is_judged(request, node)) return false;
     const int32_t draft_index = request.draft_index(node);
     if (draft_index < 0 || draft_index >= problem.draft_row_count) return false;
     row = request.draft_row(node, draft_index);
-    scale = parameters_of(problem.draft_law, request.index, row.vocabulary, 0.0f).scale;
     return true;
   }
 
+  PASS_EXT_DEVICE ScanWish wish(int64_t slot) const {
+    const LawParameters parameters = parameters_of_row(slot);
+    return {parameters.scale, is_sum_needed(parameters, needs_mass(slot))};
+  }
+
+  PASS_EXT_DEVICE void finish(BlockRows& rows, const LogitRow& row, const RowsWorkspace& workspace) const {
+    const Law law = rows.describe(row, parameters_of_row(row.slot), needs_mass(row.slot));
+    if (rows.is_leader()) workspace.laws[row.slot] = law;
+    if (law.status != 0 || row.slot >= problem.nodes || problem.rule != Rule::coupled) return;
+    const AcceptRequest request = request_of_row(row.slot);
+    const int32_t node = node_of_row(row.slot, request);
+    if (!holds(request, node) || is_greedy_request(request.index)) return;
+    const int32_t depth = depth_of(request, node);
+    const int32_t winner = rows.winner(row, law, noise_at(problem, request.index, Purpose::coupled, depth));
+    if (rows.is_leader()) workspace.winners[row.slot] = winner;
+  }
+
  private:
-  // The last request that begins at or before a packed node; cu_nodes that are not in order find some request.
-  PASS_EXT_DEVICE int64_t owner_of(int64_t packed) const {
-    if (problem.is_chain) return packed / problem.chain_nodes;
+  // The last request that begins at or before a row's node; cu_nodes that are not in order find some request.
+  PASS_EXT_DEVICE AcceptRequest request_of_row(int64_t slot) const {
+    const int64_t packed = slot < problem.nodes ? slot : slot - problem.nodes;
+    if (problem.is_chain)
+      return request_of(problem, static_cast<uint32_t>(packed) / static_cast<uint32_t>(problem.chain_nodes));
     int64_t low = 0, high = problem.requests;
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
       (problem.cu_nodes[middle] <= packed ? low : high) = middle;
     }
-    return low;
+    return request_of(problem, low);
+  }
+
+  PASS_EXT_DEVICE int32_t node_of_row(int64_t slot, const AcceptRequest& request) const {
+    return static_cast<int32_t>((slot < problem.nodes ? slot : slot - problem.nodes) - request.first);
+  }
+
+  // Whether there is such a node. Bounds that divide nothing may point anywhere, and rows may belong to nobody.
+  PASS_EXT_DEVICE bool holds(const AcceptRequest& request, int32_t node) const {
+    return node >= 0 && node < request.nodes && (problem.is_chain || !breaks_bounds(problem, request.index));
+  }
+
+  PASS_EXT_DEVICE bool is_greedy_request(int64_t request) const {
+    return problem.target_law.temperature == nullptr || is_greedy(problem.target_law.temperature[request]);
+  }
+
+  PASS_EXT_DEVICE LawParameters parameters_of_row(int64_t slot) const {
+    const bool is_draft = slot >= problem.nodes;
+    const int64_t request = request_of_row(slot).index;
+    return parameters_of(is_draft ? problem.draft_law : problem.target_law, request, problem.target.vocabulary, 0.0f);
+  }
+
+  PASS_EXT_DEVICE bool needs_mass(int64_t slot) const { return slot >= problem.nodes || problem.rule != Rule::coupled; }
+
+  // Whether a node's children are held against the law they were drawn from.
+  PASS_EXT_DEVICE bool is_judged(const AcceptRequest& request, int32_t node) const {
+    if (is_greedy_request(request.index)) return false;
+    if (problem.is_chain) return node + 1 < request.nodes;
+    bool found = false;
+    const int32_t lane = static_cast<int32_t>(lane_index());
+    for (int32_t base = node + 1; base < request.nodes && !found; base += 32)
+      found = any(base + lane < request.nodes && request.parent(base + lane) == node);
+    return found;
+  }
+
+  PASS_EXT_DEVICE int32_t depth_of(const AcceptRequest& request, int32_t node) const {
+    int32_t depth = 0;
+    while (node > 0 && depth < problem.max_depth) {
+      const int32_t parent = request.parent(node);
+      if (parent < 0 || parent >= node) break;  // no tree: the walk will not come here
+      node = parent;
+      ++depth;
+    }
+    return depth;
   }
 };
 
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512)
-    accept_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace) {
-  BlockRows rows(workspace, *dynamic_shared<BlockShared>());
-  const AcceptRequest request = request_of(problem, block_index().x);
-  rows.begin(request.first);
-  AcceptWalk<BlockRows>(rows, request).run();
+template <Route route>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
+    accept_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace,
+                  bool are_bounds_checked) {
+  bool divided = true;
+  if (are_bounds_checked) {
+    divided = *workspace.divided != 0;
+  } else if (!problem.is_chain) {
+    bool broken = false;
+    for (int64_t i = thread_rank(); i < problem.requests; i += block_size().x)
+      broken = broken || breaks_bounds(problem, i);
+    divided = sync_block_count(broken) == 0;
+  }
+  for (int64_t index = block_index().x; index < problem.requests; index += grid_size().x) {
+    const AcceptRequest request = request_of(problem, index);
+    JobRows jobs(workspace);
+    WalkRows rows(workspace, jobs, request);
+    if (warp_index() == 0) {
+      AcceptWalk<WalkRows>(rows, request).template run<route>(divided);
+      rows.dismiss();
+    } else {
+      rows.serve();
+    }
+    sync_block();
+  }
 }
 
 constexpr int64_t kRequestsThatLookThemselves = 1024;  // at whether cu_nodes divides the rows; for more, one block does
@@ -64,25 +147,34 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) check_bounds_kernel(AcceptProblem pr
 }
 
 inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
-  const int64_t rows =
-      problem.nodes * (!problem.has_draft || problem.rule == Rule::coupled || problem.rule == Rule::typical ? 1 : 2);
-  return plan_rows(rows, problem.requests, problem.nodes, problem.target.vocabulary, multiprocessors);
+  const bool uses_draft = problem.has_draft && problem.rule != Rule::coupled && problem.rule != Rule::typical;
+  const int64_t rows_of_node = uses_draft ? 2 : 1;
+  const int64_t levels = 1 + (problem.max_depth < 3 ? problem.max_depth : 3);  // that a walk comes to: a guess
+  return plan_rows(problem.nodes * rows_of_node, problem.requests, levels * rows_of_node, problem.nodes,
+                   problem.target.vocabulary, multiprocessors);
 }
 
-inline void launch_accept(const AcceptProblem& given, const RowsWorkspace& workspace, Stream stream) {
-  AcceptProblem problem = given;
+template <Route route>
+void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, int64_t blocks, bool are_bounds_checked,
+                 Stream stream) {
+  launch("accept", accept_kernel<route>,
+         LaunchShape{{static_cast<unsigned>(blocks)}, {threads_for(problem.target.vocabulary)}, sizeof(AcceptShared)},
+         stream, problem, workspace, are_bounds_checked);
+}
+
+inline void launch_accept(const AcceptProblem& problem, const RowsPlan& plan, const RowsWorkspace& workspace,
+                          Stream stream) {
   if (problem.requests == 0) return;
-  if (!problem.is_chain && problem.requests > kRequestsThatLookThemselves) {
+  const bool is_checked = !problem.is_chain && problem.requests > kRequestsThatLookThemselves;
+  if (is_checked)
     launch("accept (bounds)", check_bounds_kernel, LaunchShape{{1}, {512}}, stream, problem, workspace.divided);
-    problem.divided = workspace.divided;
-  }
-  if (workspace.rows > 0)
-    launch_scan_rows("accept (scan)", AcceptSource{problem}, workspace,
-                     problem.rule != Rule::coupled || problem.target_law.top_p != nullptr, stream);
-  launch("accept", accept_kernel,
-         LaunchShape{
-             {static_cast<unsigned>(problem.requests)}, {threads_for(problem.target.vocabulary)}, sizeof(BlockShared)},
-         stream, problem, workspace);
+  if (workspace.rows > 0) launch_scan_rows("accept (scan)", AcceptSource{problem}, workspace, stream);
+  const Route route = route_of(problem.rule);
+  const auto walk = route == Route::coupled     ? launch_walk<Route::coupled>
+                    : route == Route::traversal ? launch_walk<Route::traversal>
+                    : route == Route::typical   ? launch_walk<Route::typical>
+                                                : launch_walk<Route::down>;
+  walk(problem, workspace, plan.blocks, is_checked, stream);
 }
 
 }  // namespace pass_ext::gpu

@@ -1,5 +1,4 @@
 // Counters that are zero when a kernel starts and that it leaves at zero, so that no call has to clear them.
-// Called by cuda/attention.cu.
 //
 // Kernels of one stream run one after another and each leaves zeros behind: one slot of counters per stream is enough,
 // cleared when it is taken. Two streams run at once and must not count in the same place, hence a slot for each.
@@ -25,7 +24,7 @@
 
 namespace pass_ext {
 
-constexpr int64_t kCountersOfSlot = 1024;
+constexpr int64_t kCountersOfSlot = 2048;
 
 class CounterSlots {  // of one device
  public:

@@ -1,9 +1,9 @@
-// torch.ops.pass_ext.draft_sample on CUDA: checks, workspace, launch, registration. The kernels: cuda/draft.cuh.
-// Called by torch's dispatcher.
+// torch.ops.pass_ext.draft_sample on CUDA: workspace, launch, registration. The kernels: cuda/draft.cuh.
 #include "cuda/draft.cuh"
 
 #include <torch/csrc/stable/library.h>
 
+#include "cuda/counters.h"
 #include "cuda/runtime.h"
 #include "host/draft.h"
 
@@ -11,10 +11,13 @@ namespace pass_ext {
 namespace {
 
 void draft_on_cuda(const DraftProblem& problem, const Tensor& logits) {
+  if (problem.rows == 0) return;
   const CudaScope scope(logits);
   const gpu::RowsPlan plan = gpu::plan_draft(problem, scope.multiprocessors());
   const Tensor workspace = empty_of_shape("draft_sample", logits, {plan.bytes()}, ScalarType::Byte);
-  gpu::launch_draft(problem, plan.carve(output_of<void>(workspace)), scope.stream());
+  int32_t* const counters =
+      plan.rows > 0 ? CounterSlots::of_device(scope.device()).slot_for("draft_sample", scope.stream()) : nullptr;
+  gpu::launch_draft(problem, plan, plan.carve(output_of<void>(workspace), counters), scope.stream());
   check_launch("draft_sample");
 }
 

@@ -1,5 +1,5 @@
-// Drawing candidates on the GPU: one block per row of logits. What is drawn: core/draft.h; how a row is read:
-// cuda/rows.cuh. Called by cuda/draft.cu, and by the emulator in the tests.
+// Drawing candidates on the GPU. What is drawn: core/draft.h. Where rows are few, the block that finishes the scan of a
+// row goes on to draw from it, so there is one launch; else a block scans a row and draws.
 #pragma once
 
 #include <cstdint>
@@ -13,31 +13,36 @@ namespace pass_ext::gpu {
 struct DraftSource {
   DraftProblem problem;
 
-  PASS_EXT_DEVICE bool find(int64_t index, LogitRow& row, float& scale) const {
-    row = row_at(problem.logits, index * problem.logits.stride, index, index);
-    const float temperature = problem.mode == DraftMode::coupled ? 0.0f : 1.0f;
-    scale = parameters_of(problem.law, index, row.vocabulary, temperature).scale;
+  PASS_EXT_DEVICE bool find(int64_t slot, LogitRow& row) const {
+    row = row_at(problem.logits, slot * problem.logits.stride, slot, slot);
     return true;
+  }
+  PASS_EXT_DEVICE ScanWish wish(int64_t slot) const {
+    const LawParameters parameters = draft_parameters(problem, slot);
+    return {parameters.scale, is_sum_needed(parameters, true)};
+  }
+  PASS_EXT_DEVICE void finish(BlockRows& rows, const LogitRow& row, const RowsWorkspace&) const {
+    draft_row(rows, problem, row.slot);
   }
 };
 
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512)
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     draft_kernel(PASS_EXT_PARAMETER DraftProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace) {
-  BlockRows rows(workspace, *dynamic_shared<BlockShared>());
-  draft_row(rows, problem, block_index().x);
+  BlockRows rows(workspace, block_index().x);
+  for (int64_t index = block_index().x; index < problem.rows; index += grid_size().x) draft_row(rows, problem, index);
 }
 
 inline RowsPlan plan_draft(const DraftProblem& problem, int multiprocessors) {
-  return plan_rows(problem.rows, problem.rows, 0, problem.logits.vocabulary, multiprocessors);
+  return plan_rows(problem.rows, problem.rows, 1, 0, problem.logits.vocabulary, multiprocessors);
 }
 
-inline void launch_draft(const DraftProblem& problem, const RowsWorkspace& workspace, Stream stream) {
+inline void launch_draft(const DraftProblem& problem, const RowsPlan& plan, const RowsWorkspace& workspace,
+                         Stream stream) {
   if (problem.rows == 0) return;
-  if (workspace.rows > 0) launch_scan_rows("draft_sample (scan)", DraftSource{problem}, workspace, true, stream);
-  launch(
-      "draft_sample", draft_kernel,
-      LaunchShape{{static_cast<unsigned>(problem.rows)}, {threads_for(problem.logits.vocabulary)}, sizeof(BlockShared)},
-      stream, problem, workspace);
+  if (workspace.rows > 0) return launch_scan_rows("draft_sample", DraftSource{problem}, workspace, stream);
+  launch("draft_sample", draft_kernel,
+         LaunchShape{{static_cast<unsigned>(plan.blocks)}, {threads_for(problem.logits.vocabulary)}, sizeof(RowShared)},
+         stream, problem, workspace);
 }
 
 }  // namespace pass_ext::gpu

@@ -75,7 +75,9 @@ PASS_EXT_DEVICE unsigned ballot(bool vote, unsigned mask = kFullWarp) { return _
 PASS_EXT_DEVICE bool any(bool vote, unsigned mask = kFullWarp) { return __any_sync(mask, vote); }
 PASS_EXT_DEVICE bool all(bool vote, unsigned mask = kFullWarp) { return __all_sync(mask, vote); }
 
-PASS_EXT_DEVICE int first_set_bit(unsigned bits) { return __ffs(bits) - 1; }  // -1 for none
+PASS_EXT_DEVICE int first_set_bit(unsigned bits) { return __ffs(bits) - 1; }                    // -1 for none
+PASS_EXT_DEVICE int last_set_bit(unsigned bits) { return 31 - __clz(static_cast<int>(bits)); }  // -1 for none
+PASS_EXT_DEVICE int leading_zeros(uint64_t bits) { return __clzll(static_cast<long long>(bits)); }
 PASS_EXT_DEVICE int count_set_bits(unsigned bits) { return __popc(bits); }
 
 // ---- atomics, relaxed, on global or shared memory; each returns the old value ----
@@ -151,6 +153,8 @@ PASS_EXT_DEVICE void copy_async_wait() {
 
 // ---- arithmetic with an instruction of its own ----
 
+// The larger one, a number rather than NaN.
+PASS_EXT_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 // 2^x, within 2 ulp; results below 2^-126 are 0. NaN stays NaN.
 PASS_EXT_DEVICE float exp2_approximate(float x) {
   float y;

@@ -1,13 +1,11 @@
-// The GPU's way to work on rows of logits, one block for a row: describe it as a law, sum over it, draw from it. It is
-// the `Rows` of core/accept.h and core/draft.h. A first pass leaves two small summaries of a row in global memory: the
-// largest logit of every group of 64 tokens, and of every chunk of 1,024 its share of the softmax sum. Races, top-k
-// and top-p then look only at the groups that can matter.
-// Where rows are few, scan_rows_kernel makes these summaries for all of them beforehand, on the whole GPU; else a block
-// makes them for the rows that it comes to. Sums are added in an order that does not depend on which of the two.
-// Called by cuda/draft.cuh and cuda/accept.cuh.
+// One block's way to work on a row of logits, from its summaries (cuda/row_scan.cuh): describe it as a law, find the
+// best tokens of a race. It is the `Rows` of core/draft.h.
+// What a row gives depends neither on the size of the block nor on who scanned it: sums go from chunk to chunk, in the
+// order of one warp; counts and the masses of top-p are integers.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/accept.h"
 #include "core/draft.h"
@@ -15,336 +13,153 @@
 #include "core/noise.h"
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
+#include "cuda/row_pieces.cuh"
+#include "cuda/row_scan.cuh"
+#include "cuda/row_select.cuh"
 
 namespace pass_ext::gpu {
 
-constexpr int kPiece = 8;                         // logits that a lane loads at once
-constexpr int kChunk = 1024;                      // logits of one warp at once: four pieces a lane
-constexpr int kGroupsPerChunk = kChunk / kGroup;  // 16
-constexpr int kPieces = kChunk / kPiece / 32;     // 4
-constexpr int kLanesPerGroup = kGroup / kPiece;   // 8
-constexpr float kLowestExponent = -86.0f;         // e^-86 for -inf: no sum notices
+constexpr unsigned kScanWarps = 4;
+constexpr int64_t kMostRowsBeforehand = 2048;
+constexpr int32_t kGroupsInShared = 4096;  // bounds of a race that fit: 262,144 tokens
+constexpr int kBlocksPerMultiprocessor = 2;
 
-PASS_EXT_HOST_DEVICE int32_t chunks_of(int32_t vocabulary) { return (vocabulary + kChunk - 1) / kChunk; }
-
-// A chunk's largest logit and sum of exp((z - largest) scale); the sum is NaN where a logit is NaN or +inf.
-struct ChunkSum {
-  float maximum, sum;
-};
-
-// What is known of a row: [groups] and [chunks].
-struct RowSummary {
-  float* maxima;
-  ChunkSum* chunks;
-};
-
-// Global memory of one problem. `rows`: summaries are kept for so many rows, made beforehand; 0: two per block, made on
-// the way.
+// Global memory of one problem. `rows`: these are scanned and finished beforehand; 0: a block scans two at a time, when
+// it comes to them.
 struct RowsWorkspace {
-  float* maxima;     // [rows or 2 blocks, groups]
-  ChunkSum* chunks;  // [rows or 2 blocks, chunks]
-  float* bounds;     // [blocks, groups]
-  float* cuts;       // [nodes]
-  Judge* judges;     // [nodes]
-  int32_t* divided;  // one: AcceptProblem::divided
+  float* maxima;      // [rows or 2 blocks, groups]
+  ChunkSum* chunks;   // [rows or 2 blocks, chunks]
+  float* bounds;      // [rows and blocks, groups], where shared memory is too small
+  Law* laws;          // [rows]
+  int32_t* winners;   // [rows], rule coupled: the token that the target draws
+  Judge* judges;      // [nodes]
+  int32_t* divided;   // one
+  int32_t* counters;  // [rows], zero: blocks that are done with a row
   int64_t rows;
   int32_t groups, chunks_per_row;
 };
 
-// How much of it a problem needs. Few rows: all are summarised beforehand.
+// How much of it a problem needs: no more for more requests than the GPU works on at once, but for the judges.
 struct RowsPlan {
   int64_t rows, blocks, nodes;
   int32_t groups, chunks_per_row;
 
   int64_t summaries() const { return rows > 0 ? rows : 2 * blocks; }
+  int64_t bounds() const { return groups <= kGroupsInShared ? 0 : rows > blocks ? rows : blocks; }
   int64_t bytes() const {
-    return nodes * static_cast<int64_t>(sizeof(Judge)) +
-           summaries() * chunks_per_row * static_cast<int64_t>(sizeof(ChunkSum)) +
-           ((summaries() + blocks) * groups + nodes + 1) * static_cast<int64_t>(sizeof(float));
-  }
-  RowsWorkspace carve(void* memory) const {
     RowsWorkspace workspace{};
-    workspace.judges = static_cast<Judge*>(memory);
-    workspace.chunks = reinterpret_cast<ChunkSum*>(workspace.judges + nodes);
-    workspace.maxima = reinterpret_cast<float*>(workspace.chunks + summaries() * chunks_per_row);
-    workspace.bounds = workspace.maxima + summaries() * groups;
-    workspace.cuts = workspace.bounds + blocks * groups;
-    workspace.divided = reinterpret_cast<int32_t*>(workspace.cuts + nodes);
+    return carve(nullptr, workspace);
+  }
+  RowsWorkspace carve(void* memory, int32_t* counters) const {
+    RowsWorkspace workspace{};
+    carve(static_cast<char*>(memory), workspace);
+    workspace.counters = counters;
     workspace.rows = rows;
     workspace.groups = groups;
     workspace.chunks_per_row = chunks_per_row;
     return workspace;
   }
+
+ private:
+  int64_t carve(char* memory, RowsWorkspace& workspace) const {
+    int64_t used = 0;
+    const auto take = [&](auto*& part, int64_t count) {
+      part = reinterpret_cast<std::decay_t<decltype(part)>>(memory + used);
+      used += (count * static_cast<int64_t>(sizeof *part) + 15) / 16 * 16;
+    };
+    take(workspace.judges, nodes);
+    take(workspace.laws, rows);
+    take(workspace.chunks, summaries() * chunks_per_row);
+    take(workspace.maxima, summaries() * groups);
+    take(workspace.bounds, bounds() * groups);
+    take(workspace.winners, rows);
+    take(workspace.divided, 1);
+    return used;
+  }
 };
 
-// `rows`: what might have to be summarised; `nodes`: 0 where none are judged.
-inline RowsPlan plan_rows(int64_t rows, int64_t blocks, int64_t nodes, int32_t vocabulary, int multiprocessors) {
-  // A block reads a row about as fast as the whole GPU reads one row per multiprocessor, and it comes to a few of them.
-  const bool beforehand = rows <= 3 * static_cast<int64_t>(multiprocessors);
-  return {beforehand ? rows : 0, blocks, nodes, groups_of(vocabulary), chunks_of(vocabulary)};
+// `rows`: what might have to be scanned; `visited`: what one block comes to of a request, of which there are so many.
+// Scanning beforehand reads all rows with the whole GPU. A block alone reads about 1.5 times its share of the GPU's
+// bandwidth, and only what it comes to.
+inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64_t nodes, int32_t vocabulary,
+                          int multiprocessors) {
+  const int64_t busy = requests > multiprocessors * 2 / 3 ? requests : multiprocessors * 2 / 3;
+  int64_t room = 8 * static_cast<int64_t>(multiprocessors),
+          blocks = kBlocksPerMultiprocessor * int64_t{multiprocessors};
+  if (room > kMostRowsBeforehand) room = kMostRowsBeforehand;
+  if (blocks < 1) blocks = 1;
+  const bool beforehand = rows <= room && rows <= visited * busy;
+  return {beforehand ? rows : 0, requests < blocks ? requests : blocks, nodes, groups_of(vocabulary),
+          chunks_of(vocabulary)};
 }
 
 // Threads for a block that works on one row.
-inline unsigned threads_for(int32_t vocabulary) {
-  return vocabulary <= 4 * kChunk ? 128 : vocabulary <= 16 * kChunk ? 256 : 512;
-}
+inline unsigned threads_for(int32_t vocabulary) { return vocabulary <= 4 * kChunk ? 128 : 256; }
 
-constexpr unsigned kScanWarps = 4;
+// A block's shared memory begins with it.
+struct RowShared {
+  union {
+    uint64_t listed[kListed];
+    float bounds[kGroupsInShared];
+  };
+  SelectScratch select;
+  BlockScratch block;
+};
+
+PASS_EXT_DEVICE RowShared& row_shared() { return *dynamic_shared<RowShared>(); }
 
 PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t index) {
   return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row};
 }
 
-// Eight logits from `first` on, a multiple of 8; -inf for what is not allowed or behind the end.
-PASS_EXT_DEVICE void load_piece(const LogitRow& row, int32_t first, float (&z)[kPiece]) {
-  const bool whole = first + kPiece <= row.vocabulary;
-  const int64_t element = row.type == LogitType::float32 ? 4 : 2;
-  const char* from = static_cast<const char*>(row.logits) + first * element;
-  if (whole && reinterpret_cast<uintptr_t>(row.logits) % 16 == 0) {
-    const Bytes16 low = load16_streaming(from);
-    if (row.type == LogitType::float32) {
-      const Bytes16 high = load16_streaming(from + 16);
-      for (int i = 0; i < 4; ++i) {
-        z[i] = float_of(low.word[i]);
-        z[4 + i] = float_of(high.word[i]);
-      }
-    } else if (row.type == LogitType::bfloat16) {
-      for (int i = 0; i < 4; ++i) {
-        z[2 * i] = unpack_low<bfloat16>(low.word[i]);
-        z[2 * i + 1] = unpack_high<bfloat16>(low.word[i]);
-      }
-    } else {
-      for (int i = 0; i < 4; ++i) {
-        z[2 * i] = unpack_low<float16>(low.word[i]);
-        z[2 * i + 1] = unpack_high<float16>(low.word[i]);
-      }
-    }
-  } else {
-    for (int i = 0; i < kPiece; ++i)
-      z[i] = first + i < row.vocabulary ? load_logit(row.logits, row.type, first + i) : -kInfinity;
-  }
-  if (row.allowed == nullptr || first >= row.vocabulary) return;
-  const uint32_t bits = row.allowed[first / 32] >> first % 32;
-  for (int i = 0; i < kPiece; ++i)
-    if ((bits >> i & 1u) == 0) z[i] = -kInfinity;
-}
-
-// One warp: the summary of one chunk. `needs_sum` false leaves the sum 0.
-PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, float scale, bool needs_sum,
-                                const RowSummary& summary) {
-  float z[kPieces][kPiece];
-  const int32_t lane = static_cast<int32_t>(lane_index());
-  for (int k = 0; k < kPieces; ++k) load_piece(row, chunk * kChunk + (k * 32 + lane) * kPiece, z[k]);
-  bool good = true;
-  float largest = -kInfinity;
-  for (int k = 0; k < kPieces; ++k) {
-    float piece = -kInfinity;
-    for (int i = 0; i < kPiece; ++i) {
-      good = good && z[k][i] < kInfinity;
-      piece = maximum(z[k][i], piece);
-    }
-    for (int step = kLanesPerGroup / 2; step > 0; step /= 2) piece = maximum(piece, shuffle_xor(piece, step));
-    const int32_t group = chunk * kGroupsPerChunk + k * (32 / kLanesPerGroup) + lane / kLanesPerGroup;
-    if (lane % kLanesPerGroup == 0 && group < groups_of(row.vocabulary)) summary.maxima[group] = piece;
-    largest = maximum(largest, piece);
-  }
-  for (int step = 16; step >= kLanesPerGroup; step /= 2) largest = maximum(largest, shuffle_xor(largest, step));
-  float sum = 0.0f;
-  if (needs_sum && largest > -kInfinity) {
-    for (int k = 0; k < kPieces; ++k)
-      for (int i = 0; i < kPiece; ++i)
-        sum += exponential_in_range(maximum((z[k][i] - largest) * scale, kLowestExponent));
-    for (int step = 16; step > 0; step /= 2) sum += shuffle_xor(sum, step);
-  }
-  good = all(good);
-  if (lane == 0) summary.chunks[chunk] = {largest, good ? sum : float_of(0x7fc00000u)};
-}
-
-// Makes the summaries of all rows, a warp for a chunk. source.find(index, row, scale): whether there is such a row.
-template <typename Source>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps)
-    scan_rows_kernel(Source source, RowsWorkspace workspace, bool needs_sum) {
-  const int32_t chunk = static_cast<int32_t>(block_index().x * kScanWarps + warp_index());
-  LogitRow row;
-  float scale;
-  if (chunk >= workspace.chunks_per_row || !source.find(block_index().y, row, scale)) return;
-  scan_chunk(row, chunk, scale, needs_sum, summary_of(workspace, block_index().y));
-}
-
-template <typename Source>
-void launch_scan_rows(const char* name, const Source& source, const RowsWorkspace& workspace, bool needs_sum,
-                      Stream stream) {
-  const unsigned blocks = (static_cast<unsigned>(workspace.chunks_per_row) + kScanWarps - 1) / kScanWarps;
-  launch(name, scan_rows_kernel<Source>,
-         LaunchShape{{blocks, static_cast<unsigned>(workspace.rows)}, {32 * kScanWarps}}, stream, source, workspace,
-         needs_sum);
-}
-
-// Deleted children of the node being judged, in shared memory.
-struct BlockShared {
-  BlockScratch scratch;
-  int32_t removed_count;
-  int32_t removed_ids[kMostNodes];
-  float removed_cuts[kMostNodes];
-};
-
 class BlockRows {
  public:
-  PASS_EXT_DEVICE BlockRows(const RowsWorkspace& workspace, BlockShared& shared)
-      : workspace_(workspace), shared_(shared), scratch_(shared.scratch) {}
+  // `area`: which bounds in global memory are this block's.
+  PASS_EXT_DEVICE BlockRows(const RowsWorkspace& workspace, int64_t area) : workspace_(workspace), area_(area) {}
 
   PASS_EXT_DEVICE bool is_leader() const { return thread_rank() == 0; }
 
-  template <typename Predicate>
-  PASS_EXT_DEVICE int32_t first_node(int32_t from, int32_t count, const Predicate& predicate) {
-    int32_t first = INT32_MAX;
-    for (int32_t i = from + static_cast<int32_t>(thread_rank()); i < count; i += static_cast<int32_t>(block_size().x))
-      if (predicate(i)) {
-        first = i;
-        break;
-      }
-    first = smallest_of_block(scratch_, first);
-    return first == INT32_MAX ? -1 : first;
-  }
-
-  // The request's part of the workspace.
-  PASS_EXT_DEVICE void begin(int64_t first_node) {
-    cuts_ = workspace_.cuts + first_node;
-    judges_ = workspace_.judges + first_node;
-  }
-  PASS_EXT_DEVICE void reset_cuts(int32_t nodes) {
-    for (unsigned i = thread_rank(); i < static_cast<unsigned>(nodes); i += block_size().x) cuts_[i] = kNotCut;
-    sync_block();
-  }
-  PASS_EXT_DEVICE float cut(int32_t node) const { return cuts_[node]; }
-  PASS_EXT_DEVICE void set_cut(int32_t node, float value) {
-    sync_block();
-    if (is_leader()) cuts_[node] = value;
-    sync_block();
-  }
-  PASS_EXT_DEVICE void save(int32_t node, const Judge& judge) {
-    sync_block();
-    if (is_leader()) judges_[node] = judge;
-    sync_block();
-  }
-  PASS_EXT_DEVICE Judge saved(int32_t node) const { return judges_[node]; }
-
   PASS_EXT_DEVICE_CALL Law describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass) {
-    const bool filtered = has_filter(parameters);
-    const bool total = filtered ? parameters.top_p < 1.0f && parameters.top_k == 0 : needs_mass;
-    const RowSummary summary = summary_of_row(row, parameters.scale, total);
+    const bool filtered = has_filter(parameters), needs_sum = is_sum_needed(parameters, needs_mass);
+    const RowSummary summary = summary_of_row(row, parameters.scale, needs_sum);
     Law law{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
-    float largest = -kInfinity, bad = 0.0f;
-    for (int32_t i = first_index(); i < workspace_.chunks_per_row; i += stride()) {
+    bool bad = false;
+    for (int32_t i = lane(); i < workspace_.chunks_per_row; i += 32) {
       const ChunkSum chunk = summary.chunks[i];
-      largest = maximum(chunk.maximum, largest);
-      if (!(chunk.sum == chunk.sum)) bad = 1.0f;
+      law.maximum = larger(chunk.maximum, law.maximum);
+      bad = bad || !(chunk.sum == chunk.sum);
     }
-    law.maximum = best_of_block(scratch_, {largest, 0}).score;
-    if (best_of_block(scratch_, {bad, 0}).score > 0.0f)
+    for (int step = 16; step > 0; step /= 2) law.maximum = larger(law.maximum, shuffle_xor(law.maximum, step));
+    if (any(bad))
       law.status = kBadLogits;
     else if (law.maximum == -kInfinity)
       law.status = kEmptySupport;
     if (law.status != 0) return law;
+    double mass = needs_sum ? total_mass(summary, law) : 0.0;
     if (filtered) {
       if (parameters.top_k > 0) cut_top_k(row, summary, parameters.top_k, law);
-      if (parameters.top_p < 1.0f)
-        cut_top_p(row, summary, parameters.top_p, total ? total_mass(summary, law) : mass_of(row, summary, law), law);
+      if (parameters.top_p < 1.0f) {
+        if (!needs_sum) mass = mass_of(row, summary, law);
+        cut_top_p(row, summary, parameters.top_p, mass, law);
+      }
       if (parameters.min_p > 0.0f) cut_at_floor(law, parameters.min_p);
-      if (needs_mass) set_mass(law, mass_of(row, summary, law));
-    } else if (needs_mass) {
-      set_mass(law, total_mass(summary, law));
+      if (needs_mass) mass = mass_of(row, summary, law);
     }
+    if (needs_mass) set_mass(law, mass);
     return law;
   }
 
   PASS_EXT_DEVICE float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
 
-  PASS_EXT_DEVICE_CALL double entropy(const Judge& judge) {
-    double moment = 0.0;
-    for_each_piece(judge.p_row, [&](int32_t first, const float (&z)[kPiece]) {
-      float sum = 0.0f;
-      for (int i = 0; i < kPiece; ++i)
-        if (in_support(judge.p, z[i], first + i)) {
-          const float exponent = maximum(log_weight(judge.p, z[i]), -100.0f);
-          sum += exponential(exponent) * exponent;
-        }
-      moment += sum;
-    });
-    moment = sum_of_block(scratch_, moment);
-    return judge.p.log_mass - moment * judge.p.inverse_mass;
-  }
-
-  PASS_EXT_DEVICE_CALL ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request) {
-    collect_removed(judge, request);
-    const float beta = static_cast<float>(judge.beta);
-    double weights = 0.0, remaining = 0.0;
-    for_each_pair(judge, [&](int32_t first, float (&p)[kPiece], float (&q)[kPiece]) {
-      float weight[kPiece];
-      for (int i = 0; i < kPiece; ++i) weight[i] = residual_weight(p[i], q[i], beta);
-      for_each_removed(first, kPiece, [&](int32_t i, float cut) {
-        weight[i] = cut == kInfinity ? 0.0f : residual_weight(p[i], q[i], cut);
-        q[i] = 0.0f;
-      });
-      float weight_sum = 0.0f, q_sum = 0.0f;
-      for (int i = 0; i < kPiece; ++i) {
-        weight_sum += weight[i];
-        q_sum += q[i];
-      }
-      weights += weight_sum;
-      remaining += q_sum;
-    });
-    weights = sum_of_block(scratch_, weights);
-    return {weights, sum_of_block(scratch_, remaining)};
-  }
-
-  PASS_EXT_DEVICE_CALL void overlap_sums(const Judge& judge, const float* inverse_rho, double* sums) {
-    for (int k = 0; k < kOverlaps; ++k) sums[k] = 0.0;
-    for_each_pair(judge, [&](int32_t, float (&p)[kPiece], float (&q)[kPiece]) {
-      for (int k = 0; k < kOverlaps; ++k) {
-        float sum = 0.0f;
-        for (int i = 0; i < kPiece; ++i) sum += kseq_overlap(p[i], q[i], inverse_rho[k]);
-        sums[k] += sum;
-      }
-    });
-    for (int k = 0; k < kOverlaps; ++k) sums[k] = sum_of_block(scratch_, sums[k]);
-  }
-
-  PASS_EXT_DEVICE_CALL int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request,
-                                    bool rejected, const Noise& noise) {
-    const RowSummary summary = summary_of_row(judge.p_row, judge.p.scale, false);
-    if (rejected) collect_removed(judge, request);
-    const bool is_plain = weight.kind == Weight::plain;
-    bound_groups(summary, judge.p, &noise, is_plain ? 0.0f : -judge.p.log_mass);
-    const auto score = [&](int32_t id, float log_e) {
-      const float z = logit_at(judge.p_row, id);
-      if (!in_support(judge.p, z, id)) return -kInfinity;
-      float cut = kNotCut;
-      if (rejected) for_each_removed(id, 1, [&](int32_t, float value) { cut = value; });
-      if (cut == kInfinity) return -kInfinity;
-      if (is_plain) return race_score(z, judge.p.maximum, judge.p.scale, log_e);
-      const float p = probability(judge.p, z, id);
-      const float q = judge.has_q ? probability(judge.q, logit_at(judge.q_row, id), id) : 0.0f;
-      const float left = cut != kNotCut                ? residual_weight(p, q, cut)
-                         : weight.kind == Weight::kseq ? kseq_weight(p, q, weight.first, weight.second)
-                                                       : residual_weight(p, q, weight.first);
-      return left < 0x1p-126f ? -kInfinity : logarithm(left) - log_e;
-    };
-    return next_best(judge.p_row, &noise, {kInfinity, -1}, score).id;
-  }
-
+  // The `count` best tokens of a race, and their probabilities.
   PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Law& law, const Noise* noise, int32_t count,
                                  int64_t* tokens, float* logprobs) {
     const RowSummary summary = summary_of_row(row, law.scale, false);
     bound_groups(summary, law, noise, 0.0f);
-    const auto score = [&](int32_t id, float log_e) {
-      const float z = logit_at(row, id);
-      return in_support(law, z, id) ? race_score(z, law.maximum, law.scale, log_e) : -kInfinity;
-    };
     Best last{kInfinity, -1};
     int32_t found = 0;
     for (; found < count; ++found) {
-      last = next_best(row, noise, last, score);
+      last = next_best(row, noise, last, PlainScore{row, law});
       if (last.id < 0) break;
       if (is_leader()) {
         tokens[found] = last.id;
@@ -352,6 +167,12 @@ class BlockRows {
       }
     }
     fill(tokens, logprobs, found, count);
+  }
+
+  // The winner of a race among a law's tokens, or -1.
+  PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Law& law, const Noise& noise) {
+    bound_groups(summary_of_row(row, law.scale, false), law, &noise, 0.0f);
+    return next_best(row, &noise, {kInfinity, -1}, PlainScore{row, law}).id;
   }
 
   PASS_EXT_DEVICE void fill(int64_t* tokens, float* logprobs, int32_t begin, int32_t end) {
@@ -366,17 +187,18 @@ class BlockRows {
     for (int32_t i = first_index(); i < count; i += stride()) logprobs[i] = i == 0 || everywhere ? 0.0f : -kInfinity;
   }
 
- private:
+ protected:
+  PASS_EXT_DEVICE int32_t lane() const { return static_cast<int32_t>(lane_index()); }
   PASS_EXT_DEVICE int32_t first_index() const { return static_cast<int32_t>(thread_rank()); }
   PASS_EXT_DEVICE int32_t stride() const { return static_cast<int32_t>(block_size().x); }
-  PASS_EXT_DEVICE float* bounds() const {
-    return workspace_.bounds + static_cast<int64_t>(block_index().x) * workspace_.groups;
+  PASS_EXT_DEVICE float* bounds() {
+    return workspace_.groups <= kGroupsInShared ? row_shared().bounds : workspace_.bounds + area_ * workspace_.groups;
   }
 
   // A row's summary: made beforehand, or kept since it was last needed, or made now.
   PASS_EXT_DEVICE_CALL RowSummary summary_of_row(const LogitRow& row, float scale, bool needs_sum) {
     if (workspace_.rows > 0) return summary_of(workspace_, row.slot);
-    const int64_t first = static_cast<int64_t>(block_index().x) * 2;
+    const int64_t first = area_ * 2;
     for (int i = 0; i < 2; ++i)
       if (kept_slot_[i] == row.slot && (kept_sum_[i] || !needs_sum)) return summary_of(workspace_, first + i);
     const int place = next_kept_;
@@ -387,157 +209,187 @@ class BlockRows {
     sync_block();
     for (int32_t chunk = static_cast<int32_t>(warp_index()); chunk < workspace_.chunks_per_row;
          chunk += static_cast<int32_t>(warps_in_block()))
-      scan_chunk(row, chunk, scale, needs_sum, summary);
+      scan_chunk_of_any_type(row, chunk, summary, [&] { return ScanWish{scale, needs_sum}; });
     sync_block();
     return summary;
   }
 
-  // function(first id, eight logits), each piece by one lane.
-  template <typename Function>
-  PASS_EXT_DEVICE void for_each_piece(const LogitRow& row, const Function& function) {
-    for (int32_t first = first_index() * kPiece; first < row.vocabulary; first += stride() * kPiece) {
-      float z[kPiece];
-      load_piece(row, first, z);
-      function(first, z);
-    }
-  }
-
-  template <typename Function>
-  PASS_EXT_DEVICE void for_each_pair(const Judge& judge, const Function& function) {
-    for_each_piece(judge.p_row, [&](int32_t first, const float (&z)[kPiece]) {
-      float p[kPiece], q[kPiece];
-      load_piece(judge.q_row, first, q);
-      for (int i = 0; i < kPiece; ++i) {
-        p[i] = probability(judge.p, z[i], first + i);
-        q[i] = probability(judge.q, q[i], first + i);
-      }
-      function(first, p, q);
-    });
-  }
-
-  // function(first id, piece) for the pieces of groups whose largest logit is at least `floor`, each by one lane.
-  template <typename Function>
+  // take(first id, eight logits) for the pieces of all groups whose largest logit is at least `floor`.
+  template <typename Take>
   PASS_EXT_DEVICE void for_each_high_piece(const LogitRow& row, const RowSummary& summary, float floor,
-                                           const Function& function) {
-    for (int32_t first = first_index() * kPiece; first < row.vocabulary; first += stride() * kPiece) {
-      if (summary.maxima[first / kGroup] < floor) continue;
-      float z[kPiece];
-      load_piece(row, first, z);
-      function(first, z);
+                                           const Take& take) {
+    constexpr int kAtOnce = 4, kGroupsAtOnce = 32 / kLanesPerGroup;
+    for (int32_t base = static_cast<int32_t>(warp_index()) * 32; base < workspace_.groups; base += stride()) {
+      unsigned high = ballot(base + lane() < workspace_.groups && summary.maxima[base + lane()] >= floor);
+      while (high != 0) {
+        RawPiece raw[kAtOnce];
+        int32_t first[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          first[k] = -1;
+#pragma unroll
+          for (int i = 0; i < kGroupsAtOnce; ++i)
+            if (high != 0) {
+              if (lane() / kLanesPerGroup == i)
+                first[k] = (base + first_set_bit(high)) * kGroup + lane() % kLanesPerGroup * kPiece;
+              high &= high - 1;
+            }
+          if (first[k] >= 0) raw[k] = load_raw(row, first[k]);
+        }
+#pragma unroll 1
+        for (int k = 0; k < kAtOnce; ++k) {  // one piece at a time moves to the front: the code below is there once
+          if (first[0] >= 0) {
+            float z[kPiece];
+            convert(row.type, raw[0], z);
+            if (row.allowed != nullptr) forbid(load_allowed(row, first[0]), z);
+            take(first[0], z);
+          }
+#pragma unroll
+          for (int i = 1; i < kAtOnce; ++i) {
+            first[i - 1] = first[i];
+            raw[i - 1] = raw[i];
+          }
+          first[kAtOnce - 1] = -1;
+        }
+      }
     }
   }
 
-  PASS_EXT_DEVICE double total_mass(const RowSummary& summary, const Law& law) {
+  // Every warp for itself, all alike.
+  PASS_EXT_DEVICE double total_mass(const RowSummary& summary, const Law& law) const {
     double mass = 0.0;
-    for (int32_t i = first_index(); i < workspace_.chunks_per_row; i += stride()) {
+    for (int32_t i = lane(); i < workspace_.chunks_per_row; i += 32) {
       const ChunkSum chunk = summary.chunks[i];
       if (chunk.maximum > -kInfinity) mass += chunk.sum * exponential(log_weight(law, chunk.maximum));
     }
-    return sum_of_block(scratch_, mass);
+    return sum_of_warp(mass);
   }
 
+  // Sum over the support. The chunks' sums are replaced by those of what is in the support.
   PASS_EXT_DEVICE_CALL double mass_of(const LogitRow& row, const RowSummary& summary, const Law& law) {
+    sync_block();  // everybody has read the chunks
+    for (int i = 0; i < 2; ++i)
+      if (kept_slot_[i] == row.slot) kept_sum_[i] = false;
+    for (int32_t base = 0; base < workspace_.chunks_per_row; base += 32) {
+      unsigned high =
+          ballot(base + lane() < workspace_.chunks_per_row && summary.chunks[base + lane()].maximum >= law.cut);
+      for (unsigned turn = 0; high != 0; ++turn) {
+        const int32_t chunk = base + first_set_bit(high);
+        high &= high - 1;
+        if (turn % warps_in_block() == warp_index()) sum_chunk(row, summary, law, chunk);
+      }
+    }
+    sync_block();
     double mass = 0.0;
-    for_each_high_piece(row, summary, law.cut, [&](int32_t first, const float (&z)[kPiece]) {
-      float sum = 0.0f;
-      for (int i = 0; i < kPiece; ++i)
-        if (in_support(law, z[i], first + i)) sum += exponential(log_weight(law, z[i]));
-      mass += sum;
-    });
-    return sum_of_block(scratch_, mass);
+    for (int32_t i = lane(); i < workspace_.chunks_per_row; i += 32)
+      if (summary.chunks[i].maximum >= law.cut) mass += summary.chunks[i].sum;
+    return sum_of_warp(mass);
   }
 
-  // The r-th lowest id among the tokens of the support whose logit is `tied`; the last of them where they are fewer.
-  PASS_EXT_DEVICE_CALL int32_t select_tie(const LogitRow& row, const RowSummary& summary, const Law& law, float tied,
-                                          unsigned long long rank) {
-    const auto ties = [&](const auto& take) {
-      for_each_high_piece(row, summary, tied, [&](int32_t first, const float (&z)[kPiece]) {
+  // One warp.
+  PASS_EXT_DEVICE void sum_chunk(const LogitRow& row, const RowSummary& summary, const Law& law, int32_t chunk) {
+    float sum = 0.0f;
+    RawPiece raw[kPieces];
+    bool wanted[kPieces];
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      const int32_t first = chunk * kChunk + (k * 32 + lane()) * kPiece;
+      wanted[k] = first < row.vocabulary && summary.maxima[first / kGroup] >= law.cut;
+      if (wanted[k]) raw[k] = load_raw(row, first);
+    }
+#pragma unroll 1
+    for (int k = 0; k < kPieces; ++k) {  // as in for_each_high_piece
+      const int32_t first = chunk * kChunk + (k * 32 + lane()) * kPiece;
+      if (wanted[0]) {
+        float z[kPiece];
+        convert(row.type, raw[0], z);
+        if (row.allowed != nullptr) forbid(load_allowed(row, first), z);
         for (int i = 0; i < kPiece; ++i)
-          if (z[i] == tied && in_support(law, z[i], first + i)) take(~static_cast<uint32_t>(first + i), 1ull);
+          if (in_support(law, z[i], first + i)) sum += exponential(log_weight(law, z[i]));
+      }
+#pragma unroll
+      for (int i = 1; i < kPieces; ++i) {
+        wanted[i - 1] = wanted[i];
+        raw[i - 1] = raw[i];
+      }
+    }
+    for (int step = 16; step > 0; step /= 2) sum += shuffle_xor(sum, step);
+    if (lane() == 0) summary.chunks[chunk].sum = sum;
+  }
+
+  PASS_EXT_DEVICE static uint64_t lowest_key(const Law& law) {
+    return law.cut == -kInfinity ? kLowestKey : key_of(law.cut, law.tie);
+  }
+
+  // What a selection goes through: the tokens whose logit is at least `floor`, or the groups, by their largest logits.
+  // It counts them; or, with a law, their masses under it.
+  struct Selection {
+    bool of_groups, crowded;
+    float floor;
+    const Law* law;
+  };
+
+  PASS_EXT_DEVICE_CALL Selected select(const LogitRow& row, const RowSummary& summary, const Selection& selection,
+                                       unsigned long long wanted, const KeyRange& range) {
+    const auto measure = [&](uint64_t key) -> unsigned long long {
+      if (selection.law == nullptr) return 1;
+      return integer_mass(exponential(log_weight(*selection.law, logit_of_key(key))));
+    };
+    const auto for_each = [&](const auto& take) {
+      if (selection.of_groups) {
+        for (int32_t i = first_index(); i < workspace_.groups; i += stride()) take(key_of(summary.maxima[i], i));
+        return;
+      }
+      for_each_high_piece(row, summary, selection.floor, [&](int32_t first, const float (&z)[kPiece]) {
+        for (int i = 0; i < kPiece; ++i)
+          if (z[i] >= selection.floor) take(key_of(z[i], first + i));
       });
     };
-    return static_cast<int32_t>(~select_key(scratch_, rank, ~static_cast<uint32_t>(row.vocabulary - 1), ~0u, ties).key);
+    return select_key(row_shared().select, row_shared().listed, wanted, range, selection.crowded, measure, for_each);
   }
 
-  PASS_EXT_DEVICE_CALL void cut_top_k(const LogitRow& row, const RowSummary& summary, int32_t top_k, Law& law) {
-    // k groups have a largest logit that is at least the k-th largest of these: no token below it is among the top k.
-    const uint32_t highest = ordered_bits(law.maximum);
+  // The law's first `top_k` tokens, if it has so many.
+  PASS_EXT_DEVICE void cut_top_k(const LogitRow& row, const RowSummary& summary, int32_t top_k, Law& law) {
+    const uint64_t highest = key_of(law.maximum, 0);
     float floor = law.maximum;
-    if (top_k > 1) floor = top_k <= workspace_.groups ? select_group_maximum(summary, top_k, highest) : -kInfinity;
-    double count = 0.0;
-    for_each_high_piece(row, summary, floor, [&](int32_t, const float (&z)[kPiece]) {
-      for (int i = 0; i < kPiece; ++i) count += z[i] >= floor && z[i] > -kInfinity;
-    });
-    if (sum_of_block(scratch_, count) < top_k) return;
-    const Law whole = law;
-    Selected selected{highest, 0};
-    if (top_k > 1)
-      selected = select_key(scratch_, top_k, ordered_bits(floor), highest, [&](const auto& take) {
-        for_each_high_piece(row, summary, floor, [&](int32_t, const float (&z)[kPiece]) {
-          for (int i = 0; i < kPiece; ++i)
-            if (z[i] >= floor && z[i] > -kInfinity) take(ordered_bits(z[i]), 1ull);
-        });
-      });
-    law.cut = float_of_ordered(selected.key);
-    law.tie = select_tie(row, summary, whole, law.cut, top_k - selected.before);
+    if (top_k > 1) {
+      // k groups have a largest logit that is at least the k-th largest of these: no token below it is among the top k.
+      const Selected group = select(row, summary, {true, false, -kInfinity, nullptr}, top_k, {kLowestKey, highest, 0});
+      floor = group.reached ? logit_of_key(group.key) : -kInfinity;
+    }
+    const Selected selected = select(row, summary, {false, false, floor, nullptr}, top_k,
+                                     {floor == -kInfinity ? kLowestKey : key_of(floor, -1), highest, 0});
+    if (!selected.reached) return;
+    law.cut = logit_of_key(selected.key);
+    law.tie = id_of_key(selected.key);
   }
 
-  // The k-th largest of the groups' largest logits.
-  PASS_EXT_DEVICE float select_group_maximum(const RowSummary& summary, int32_t k, uint32_t highest) {
-    float smallest = kInfinity;
-    for (int32_t i = first_index(); i < workspace_.groups; i += stride())
-      smallest = minimum(summary.maxima[i], smallest);
-    smallest = -best_of_block(scratch_, {-smallest, 0}).score;
-    return float_of_ordered(select_key(scratch_, k, ordered_bits(smallest), highest, [&](const auto& take) {
-                              for (int32_t i = first_index(); i < workspace_.groups; i += stride())
-                                take(ordered_bits(summary.maxima[i]), 1ull);
-                            }).key);
-  }
-
-  PASS_EXT_DEVICE_CALL void cut_top_p(const LogitRow& row, const RowSummary& summary, float top_p, double mass,
-                                      Law& law) {
+  // The law's first tokens that have `top_p` of its mass.
+  PASS_EXT_DEVICE void cut_top_p(const LogitRow& row, const RowSummary& summary, float top_p, double mass, Law& law) {
     const unsigned long long wanted = mass_to_reach(top_p, mass) > 0 ? mass_to_reach(top_p, mass) : 1;
     // Tokens so improbable that even the whole vocabulary of them weighs less than what top-p leaves out.
     const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / row.vocabulary * 0.99);
     const float floor = minimum(law.maximum + logarithm(maximum(spare, 0x1p-60f)) / law.scale, law.maximum);
+    KeyRange range{lowest_key(law), key_of(law.maximum, 0), 0};
+    if (key_of(floor, -1) > range.low) range.low = key_of(floor, -1);
     const Law whole = law;
-    const uint32_t highest = ordered_bits(law.maximum);
-    const Selected selected = select_key(scratch_, wanted, ordered_bits(floor), highest, [&](const auto& take) {
-      for_each_high_piece(row, summary, maximum(floor, whole.cut), [&](int32_t first, const float (&z)[kPiece]) {
-        for (int i = 0; i < kPiece; ++i)
-          if (z[i] >= floor && in_support(whole, z[i], first + i))
-            take(ordered_bits(z[i]), integer_mass(exponential(log_weight(whole, z[i]))));
-      });
-    });
-    law.cut = float_of_ordered(selected.key);
-    const unsigned long long each = integer_mass(exponential(log_weight(whole, law.cut)));
-    const unsigned long long missing = wanted > selected.before ? wanted - selected.before : 1;
-    law.tie = select_tie(row, summary, whole, law.cut, each > 0 ? (missing + each - 1) / each : 1);
+    const Selected selected = select(row, summary, {false, true, maximum(floor, law.cut), &whole}, wanted, range);
+    law.cut = logit_of_key(selected.key);
+    law.tie = id_of_key(selected.key);
   }
 
-  PASS_EXT_DEVICE_CALL void collect_removed(const Judge& judge, const AcceptRequest& request) {
-    sync_block();
-    if (is_leader()) shared_.removed_count = 0;
-    sync_block();
-    for (int32_t i = judge.node + 1 + first_index(); i < request.nodes; i += stride())
-      if (request.parent(i) == judge.node && cuts_[i] != kNotCut) {
-        const int32_t place = atomic_add(&shared_.removed_count, 1);
-        shared_.removed_ids[place] = static_cast<int32_t>(request.token(i));
-        shared_.removed_cuts[place] = cuts_[i];
-      }
-    sync_block();
-  }
+  // What a token of a law scores in a race.
+  struct PlainScore {
+    const LogitRow& row;
+    const Law& law;
 
-  // function(index from `first` on, cut) for the removed ids in [first, first + count).
-  template <typename Function>
-  PASS_EXT_DEVICE void for_each_removed(int32_t first, int32_t count, const Function& function) const {
-    for (int32_t k = 0; k < shared_.removed_count; ++k) {
-      const int32_t i = shared_.removed_ids[k] - first;
-      if (i >= 0 && i < count) function(i, shared_.removed_cuts[k]);
+    PASS_EXT_DEVICE float operator()(int32_t id, float log_e) const {
+      const float z = logit_at(row, id);
+      return in_support(law, z, id) ? race_score(z, law.maximum, law.scale, log_e) : -kInfinity;
     }
-  }
+  };
 
-  // See cpu/rows_kernels.h: what no token of a group can exceed in a race.
+  // What no token of a group can exceed in a race: see cpu/rows_kernels.h.
   PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Law& law, const Noise* noise, float offset) {
     sync_block();
     for (int32_t group = first_index(); group < workspace_.groups; group += stride()) {
@@ -559,8 +411,8 @@ class BlockRows {
 
   // One warp: the best token of a group behind `last`. score(id, ln E) is -inf for what does not race.
   template <typename Score>
-  PASS_EXT_DEVICE Best best_of_group(const LogitRow& row, const Noise* noise, int32_t group, const Best& last,
-                                     const Score& score) {
+  PASS_EXT_DEVICE_CALL Best best_of_group(const LogitRow& row, const Noise* noise, int32_t group, const Best& last,
+                                          const Score& score) {
     const int32_t lane = static_cast<int32_t>(lane_index());
     float log_e[2] = {0.0f, 0.0f};
     if (noise != nullptr) {
@@ -593,7 +445,7 @@ class BlockRows {
   // The best token of a race behind `last`, id -1 where there is none. Groups that were looked at get their exact
   // bound.
   template <typename Score>
-  PASS_EXT_DEVICE Best next_best(const LogitRow& row, const Noise* noise, const Best& last, const Score& score) {
+  PASS_EXT_DEVICE_CALL Best next_best(const LogitRow& row, const Noise* noise, const Best& last, const Score& score) {
     Best found{-kInfinity, -1};
     for (;;) {  // a first score to reach, from the most promising group
       Best bound{-kInfinity, INT32_MAX};
@@ -601,17 +453,17 @@ class BlockRows {
         const Best candidate{bounds()[group], group};
         if (is_better(candidate, bound)) bound = candidate;
       }
-      bound = best_of_block(scratch_, bound);
+      bound = best_of_block(row_shared().block, bound);
       if (bound.score == -kInfinity) return found;
       if (warp_index() == 0) {
         found = best_of_group(row, noise, bound.id, last, score);
         if (lane_index() == 0) {
-          scratch_.best[0] = found;
+          row_shared().block.best[0] = found;
           bounds()[bound.id] = found.score;
         }
       }
       sync_block();
-      found = scratch_.best[0];
+      found = row_shared().block.best[0];
       sync_block();
       if (found.id >= 0) break;
     }
@@ -630,17 +482,40 @@ class BlockRows {
       }
     }
     sync_block();
-    return best_of_block(scratch_, best);
+    return best_of_block(row_shared().block, best);
   }
 
   const RowsWorkspace& workspace_;
-  BlockShared& shared_;
-  BlockScratch& scratch_;
-  float* cuts_ = nullptr;
-  Judge* judges_ = nullptr;
+  int64_t area_;
   int64_t kept_slot_[2] = {-1, -1};
   bool kept_sum_[2] = {false, false};
   int next_kept_ = 0;
 };
+
+// Scans rows, a warp for a chunk; the block that is the last to do so for a row finishes it.
+//   source.find(slot, row)    where the row is; false if it is not to be read
+//   source.wish(slot)         ScanWish
+//   source.finish(rows, row, workspace)
+template <typename Source>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, 6)
+    scan_rows_kernel(PASS_EXT_PARAMETER Source source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
+  const int64_t slot = block_index().y;
+  LogitRow row;
+  if (!source.find(slot, row)) return;  // all blocks of a row agree
+  const int32_t chunk = static_cast<int32_t>(block_index().x * kScanWarps + warp_index());
+  if (chunk < workspace.chunks_per_row)
+    scan_chunk_of_any_type(row, chunk, summary_of(workspace, slot), [&] { return source.wish(slot); });
+  if (!is_last(row_shared().block, workspace.counters + slot, static_cast<int32_t>(grid_size().x))) return;
+  BlockRows rows(workspace, slot);
+  source.finish(rows, row, workspace);
+}
+
+template <typename Source>
+void launch_scan_rows(const char* name, const Source& source, const RowsWorkspace& workspace, Stream stream) {
+  const unsigned blocks = (static_cast<unsigned>(workspace.chunks_per_row) + kScanWarps - 1) / kScanWarps;
+  launch(name, scan_rows_kernel<Source>,
+         LaunchShape{{blocks, static_cast<unsigned>(workspace.rows)}, {32 * kScanWarps}, sizeof(RowShared)}, stream,
+         source, workspace);
+}
 
 }  // namespace pass_ext::gpu

@@ -17,8 +17,12 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+COUNTERS = 2048
+
+
 def multiprocessors() -> int:
-    """Every other launch finds a GPU so large that all rows are summarised beforehand, the others one that has no room."""
+    """Launches in turn find a GPU so large that all rows are scanned beforehand, and one so small that a single block works
+    on all requests."""
     return next(launches) % 2 * 100_000
 
 
@@ -31,10 +35,12 @@ def launch(name: str, numbers: dict[str, int], inputs: dict[str, Tensor], output
     numbers["multiprocessors"] = multiprocessors()
     with session({}) as machine:
         size = getattr(machine, f"{name}_workspace")(numbers)
-    workspace = torch.empty(size, dtype=torch.uint8)
-    numbers["workspace"] = workspace.data_ptr()
+    workspace, counters = torch.empty(size, dtype=torch.uint8), torch.zeros(COUNTERS, dtype=torch.int32)
+    numbers |= {"workspace": workspace.data_ptr(), "counters": counters.data_ptr()}
     buffers = {key: (tensor, "in") for key, tensor in inputs.items()}
     buffers |= {key: (tensor, "out") for key, tensor in (outputs | {"workspace": workspace}).items()}
+    buffers["counters"] = (counters, "inout")
     with session(buffers, seed=next(seeds)) as machine:
         getattr(machine, name)(numbers, *rest)
+    assert not counters.any(), "the counters are not zero again"
     return tuple(outputs.values())

@@ -78,7 +78,8 @@ void draft(const Numbers& numbers) {
   const LogitArguments given{{numbers}};
   const pass_ext::DraftProblem problem = draft_problem(given);
   const auto plan = pass_ext::gpu::plan_draft(problem, static_cast<int>(given("multiprocessors")));
-  pass_ext::gpu::launch_draft(problem, plan.carve(given.at<void>("workspace")), {});
+  pass_ext::gpu::launch_draft(problem, plan, plan.carve(given.at<void>("workspace"), given.at<int32_t>("counters")),
+                              {});
 }
 
 int64_t accept_workspace(const Numbers& numbers) {
@@ -90,7 +91,8 @@ void accept(const Numbers& numbers, float threshold, float alpha) {
   const LogitArguments given{{numbers}};
   const pass_ext::AcceptProblem problem = accept_problem(given, threshold, alpha);
   const auto plan = pass_ext::gpu::plan_accept(problem, static_cast<int>(given("multiprocessors")));
-  pass_ext::gpu::launch_accept(problem, plan.carve(given.at<void>("workspace")), {});
+  pass_ext::gpu::launch_accept(problem, plan, plan.carve(given.at<void>("workspace"), given.at<int32_t>("counters")),
+                               {});
 }
 
 }  // namespace emulator

@@ -177,6 +177,18 @@ inline PASS_EXT_KERNEL exp2_kernel(const float* in, float* out) {
   out[i] = exp2_approximate(in[i]);
 }
 
+inline PASS_EXT_KERNEL larger_kernel(const float* in, float* out) {
+  const unsigned i = thread_index().x;
+  out[i] = larger(in[2 * i], in[2 * i + 1]);
+}
+
+// positions[2 i] = leading_zeros(in[i]), positions[2 i + 1] = last_set_bit(the low half of in[i])
+inline PASS_EXT_KERNEL bits_kernel(const uint64_t* in, int* positions) {
+  const unsigned i = thread_index().x;
+  positions[2 * i] = leading_zeros(in[i]);
+  positions[2 * i + 1] = last_set_bit(static_cast<uint32_t>(in[i]));
+}
+
 // words[i] = philox4x32(counters[i], keys[i])
 inline PASS_EXT_KERNEL philox_kernel(const uint32_t* counters, const uint64_t* keys, uint32_t* words) {
   const unsigned i = block_index().x * block_size().x + thread_index().x;

@@ -47,6 +47,10 @@ void run_primitive(const std::string& name, Address in, Address out, Address out
            as<uint32_t>(out3));
   } else if (name == "exp2") {
     launch("exp2", exp2_kernel, {{unsigned(a)}, {32}}, {}, as<float>(in), as<float>(out));
+  } else if (name == "larger") {
+    launch("larger", larger_kernel, {{1}, {32}}, {}, as<float>(in), as<float>(out));
+  } else if (name == "bits") {
+    launch("bits", bits_kernel, {{1}, {unsigned(a)}}, {}, as<uint64_t>(in), as<int>(out));
   } else if (name == "philox") {
     launch("philox", philox_kernel, {{unsigned(a)}, {32}}, {}, as<uint32_t>(in), as<uint64_t>(out2), as<uint32_t>(out));
   } else {

@@ -243,6 +243,21 @@ def test_powers_of_two():
     torch.testing.assert_close(got.double(), exact, rtol=2.0**-22, atol=0.0, equal_nan=True)
 
 
+def test_the_larger_of_a_number_and_nan_is_the_number():
+    pairs = torch.randn(32, 2, generator=generator)
+    pairs[:6] = torch.tensor([[NONE, 1], [1, NONE], [torch.nan, 2], [2, torch.nan], [NONE, NONE], [-NONE, 3]])
+    got = run("larger", pairs, [torch.zeros(32)])
+    assert torch.equal(got, torch.fmax(pairs[:, 0], pairs[:, 1]))
+
+
+def test_positions_of_bits():
+    numbers = [0, 1, 2, 3, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, *(2**k + 1 for k in range(1, 64, 3))]
+    numbers += [0] * (-len(numbers) % 32)
+    given = torch.from_numpy(np.array(numbers, dtype=np.uint64).view(np.int64))
+    got = run("bits", given, [torch.zeros(2 * len(numbers), dtype=torch.int32)], len(numbers)).view(-1, 2).tolist()
+    assert got == [[64 - number.bit_length(), (number % 2**32).bit_length() - 1] for number in numbers]
+
+
 # Random123's published known-answer vectors for philox4x32-10: counter, key, result.
 PHILOX = [
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),

@@ -82,6 +82,8 @@ inline bool any(bool vote, unsigned mask = kFullWarp) { return emulator::ballot(
 inline bool all(bool vote, unsigned mask = kFullWarp) { return emulator::ballot("all", !vote, mask) == 0; }
 
 inline int first_set_bit(unsigned bits) { return bits == 0 ? -1 : __builtin_ctz(bits); }
+inline int last_set_bit(unsigned bits) { return bits == 0 ? -1 : 31 - __builtin_clz(bits); }
+inline int leading_zeros(uint64_t bits) { return bits == 0 ? 64 : __builtin_clzll(bits); }
 inline int count_set_bits(unsigned bits) { return __builtin_popcount(bits); }
 
 // ---- atomics: fibers switch only at barriers and warp operations, so a plain update is atomic ----
@@ -157,6 +159,7 @@ void copy_async_wait() {
 
 // ---- arithmetic ----
 
+inline float larger(float a, float b) { return std::fmax(a, b); }
 inline float exp2_approximate(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.0f : y;

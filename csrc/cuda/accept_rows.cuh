@@ -1,0 +1,311 @@
+// The `Rows` of core/accept.h on the GPU. One warp of a block walks a request's tree: its questions to the tree are a
+// ballot each, with no barrier. What needs a whole row is a job that it hands to all warps of its block.
+#pragma once
+
+#include <cstdint>
+
+#include "core/accept.h"
+#include "cuda/primitives.cuh"
+#include "cuda/rows.cuh"
+
+namespace pass_ext::gpu {
+
+enum class JobKind : int32_t { none, describe, draw, entropy, residual_sums, overlap_sums };
+
+// What the walking warp wants to know, and what came out.
+struct Job {
+  JobKind kind;
+  LogitRow row;
+  LawParameters parameters;
+  bool needs_mass, rejected;
+  Judge judge;
+  Weight weight;
+  Noise noise;
+  float inverse_rho[kOverlaps];
+  int32_t nodes;  // of the request
+  Law law;
+  int32_t id;
+  double sums[kOverlaps];
+};
+
+struct AcceptShared {
+  RowShared row;  // first: see there
+  Job job;
+  float cuts[kMostNodes];
+  int32_t removed_count;  // deleted children of the node being judged
+  int32_t removed_ids[kMostNodes];
+  float removed_cuts[kMostNodes];
+};
+
+PASS_EXT_DEVICE AcceptShared& accept_shared() { return *dynamic_shared<AcceptShared>(); }
+
+// The jobs. All threads of a block call them together.
+class JobRows : public BlockRows {
+ public:
+  PASS_EXT_DEVICE explicit JobRows(const RowsWorkspace& workspace) : BlockRows(workspace, block_index().x) {}
+
+  PASS_EXT_DEVICE_CALL void run(AcceptRequest request) {
+    Job& job = accept_shared().job;
+    request.nodes = job.nodes;
+    if (job.kind == JobKind::describe) {
+      const Law law = describe(job.row, job.parameters, job.needs_mass);
+      if (is_leader()) job.law = law;
+    } else if (job.kind == JobKind::draw) {
+      const int32_t id = draw(job.judge, job.weight, request, job.rejected, job.noise);
+      if (is_leader()) job.id = id;
+    } else if (job.kind == JobKind::entropy) {
+      const double sum = entropy(job.judge);
+      if (is_leader()) job.sums[0] = sum;
+    } else if (job.kind == JobKind::residual_sums) {
+      const ResidualSums sums = residual_sums(job.judge, request);
+      if (is_leader()) {
+        job.sums[0] = sums.weight;
+        job.sums[1] = sums.remaining;
+      }
+    } else if (job.kind == JobKind::overlap_sums) {
+      double sums[kOverlaps];
+      overlap_sums(job.judge, job.inverse_rho, sums);
+      if (is_leader())
+        for (int k = 0; k < kOverlaps; ++k) job.sums[k] = sums[k];
+    }
+  }
+
+ private:
+  PASS_EXT_DEVICE double entropy(const Judge& judge) {
+    double moment = 0.0;
+    for_each_piece(judge.p_row, [&](int32_t first, const float (&z)[kPiece]) {
+      float sum = 0.0f;
+      for (int i = 0; i < kPiece; ++i)
+        if (in_support(judge.p, z[i], first + i)) {
+          const float exponent = maximum(log_weight(judge.p, z[i]), -100.0f);
+          sum += exponential(exponent) * exponent;
+        }
+      moment += sum;
+    });
+    moment = sum_of_block(row_shared().block, moment);
+    return judge.p.log_mass - moment * judge.p.inverse_mass;
+  }
+
+  PASS_EXT_DEVICE ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request) {
+    collect_removed(judge, request);
+    const float beta = static_cast<float>(judge.beta);
+    double weights = 0.0, remaining = 0.0;
+    for_each_pair(judge, [&](int32_t first, float (&p)[kPiece], float (&q)[kPiece]) {
+      float weight[kPiece];
+      for (int i = 0; i < kPiece; ++i) weight[i] = residual_weight(p[i], q[i], beta);
+      for (int32_t k = 0; k < accept_shared().removed_count; ++k) {
+        const int32_t place = accept_shared().removed_ids[k] - first;
+        if (place < 0 || place >= kPiece) continue;
+        const float cut = accept_shared().removed_cuts[k];
+        for (int i = 0; i < kPiece; ++i)  // no index that is not known to the compiler
+          if (i == place) {
+            weight[i] = cut == kInfinity ? 0.0f : residual_weight(p[i], q[i], cut);
+            q[i] = 0.0f;
+          }
+      }
+      float weight_sum = 0.0f, q_sum = 0.0f;
+      for (int i = 0; i < kPiece; ++i) {
+        weight_sum += weight[i];
+        q_sum += q[i];
+      }
+      weights += weight_sum;
+      remaining += q_sum;
+    });
+    weights = sum_of_block(row_shared().block, weights);
+    return {weights, sum_of_block(row_shared().block, remaining)};
+  }
+
+  PASS_EXT_DEVICE void overlap_sums(const Judge& judge, const float* inverse_rho, double (&sums)[kOverlaps]) {
+    for (int k = 0; k < kOverlaps; ++k) sums[k] = 0.0;
+    for_each_pair(judge, [&](int32_t, float (&p)[kPiece], float (&q)[kPiece]) {
+#pragma unroll
+      for (int k = 0; k < kOverlaps; ++k) {
+        float sum = 0.0f;
+        for (int i = 0; i < kPiece; ++i) sum += kseq_overlap(p[i], q[i], inverse_rho[k]);
+        sums[k] += sum;
+      }
+    });
+#pragma unroll
+    for (int k = 0; k < kOverlaps; ++k) sums[k] = sum_of_block(row_shared().block, sums[k]);
+  }
+
+  PASS_EXT_DEVICE int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
+                               const Noise& noise) {
+    if (rejected) collect_removed(judge, request);
+    const bool is_plain = weight.kind == Weight::plain;
+    const RowSummary summary = summary_of_row(judge.p_row, judge.p.scale, false);
+    bound_groups(summary, judge.p, &noise, is_plain ? 0.0f : -judge.p.log_mass);
+    const auto score = [&](int32_t id, float log_e) {
+      float cut = kNotCut;
+      if (rejected)
+        for (int32_t k = 0; k < accept_shared().removed_count; ++k)
+          if (accept_shared().removed_ids[k] == id) cut = accept_shared().removed_cuts[k];
+      if (cut == kInfinity) return -kInfinity;
+      if (is_plain) return PlainScore{judge.p_row, judge.p}(id, log_e);
+      const float p = probability(judge.p, logit_at(judge.p_row, id), id);
+      const float q = judge.has_q ? probability(judge.q, logit_at(judge.q_row, id), id) : 0.0f;
+      const float left = cut != kNotCut                ? residual_weight(p, q, cut)
+                         : weight.kind == Weight::kseq ? kseq_weight(p, q, weight.first, weight.second)
+                                                       : residual_weight(p, q, weight.first);
+      return left < 0x1p-126f ? -kInfinity : logarithm(left) - log_e;
+    };
+    return next_best(judge.p_row, &noise, {kInfinity, -1}, score).id;
+  }
+
+  // function(first id, eight logits), each piece by one lane.
+  template <typename Function>
+  PASS_EXT_DEVICE void for_each_piece(const LogitRow& row, const Function& function) {
+    for (int32_t first = first_index() * kPiece; first < row.vocabulary; first += stride() * kPiece) {
+      float z[kPiece];
+      load_piece(row, first, z);
+      function(first, z);
+    }
+  }
+
+  // function(first id, eight probabilities of p, eight of q)
+  template <typename Function>
+  PASS_EXT_DEVICE void for_each_pair(const Judge& judge, const Function& function) {
+    for (int32_t first = first_index() * kPiece; first < judge.p_row.vocabulary; first += stride() * kPiece) {
+      const RawPiece raw_p = load_raw(judge.p_row, first), raw_q = load_raw(judge.q_row, first);
+      float p[kPiece], q[kPiece];
+      convert(judge.p_row.type, raw_p, p);
+      convert(judge.q_row.type, raw_q, q);
+      if (judge.p_row.allowed != nullptr) forbid(load_allowed(judge.p_row, first), p);
+      if (judge.q_row.allowed != nullptr) forbid(load_allowed(judge.q_row, first), q);
+      for (int i = 0; i < kPiece; ++i) {
+        p[i] = probability(judge.p, p[i], first + i);
+        q[i] = probability(judge.q, q[i], first + i);
+      }
+      function(first, p, q);
+    }
+  }
+
+  PASS_EXT_DEVICE void collect_removed(const Judge& judge, const AcceptRequest& request) {
+    sync_block();
+    if (is_leader()) accept_shared().removed_count = 0;
+    sync_block();
+    for (int32_t i = judge.node + 1 + first_index(); i < request.nodes; i += stride())
+      if (request.parent(i) == judge.node && accept_shared().cuts[i] != kNotCut) {
+        const int32_t place = atomic_add(&accept_shared().removed_count, 1);
+        accept_shared().removed_ids[place] = static_cast<int32_t>(request.token(i));
+        accept_shared().removed_cuts[place] = accept_shared().cuts[i];
+      }
+    sync_block();
+  }
+};
+
+// The walking warp. All its lanes call every method together.
+class WalkRows {
+ public:
+  PASS_EXT_DEVICE WalkRows(const RowsWorkspace& workspace, JobRows& jobs, const AcceptRequest& request)
+      : workspace_(workspace), jobs_(jobs), request_(request) {}
+
+  PASS_EXT_DEVICE bool is_leader() const { return lane_index() == 0; }
+
+  template <typename Predicate>
+  PASS_EXT_DEVICE int32_t first_node(int32_t from, int32_t count, const Predicate& predicate) {
+#pragma unroll 1
+    for (int32_t base = from; base < count; base += 32) {
+      const int32_t i = base + static_cast<int32_t>(lane_index());
+      const unsigned found = ballot(i < count && predicate(i));
+      if (found != 0) return base + first_set_bit(found);
+    }
+    return -1;
+  }
+
+  PASS_EXT_DEVICE void reset_cuts(int32_t nodes) {
+#pragma unroll 1
+    for (int32_t i = static_cast<int32_t>(lane_index()); i < nodes; i += 32) accept_shared().cuts[i] = kNotCut;
+    sync_warp();
+  }
+  PASS_EXT_DEVICE float cut(int32_t node) const { return accept_shared().cuts[node]; }
+  PASS_EXT_DEVICE void set_cut(int32_t node, float value) {
+    sync_warp();
+    if (is_leader()) accept_shared().cuts[node] = value;
+    sync_warp();
+  }
+  PASS_EXT_DEVICE void save(int32_t node, const Judge& judge) {
+    sync_warp();
+    if (is_leader()) workspace_.judges[request_.first + node] = judge;
+    sync_warp();
+  }
+  PASS_EXT_DEVICE Judge saved(int32_t node) const { return workspace_.judges[request_.first + node]; }
+
+  PASS_EXT_DEVICE Law describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass) {
+    if (workspace_.rows > 0) return workspace_.laws[row.slot];
+    if (is_leader()) {
+      accept_shared().job.row = row;
+      accept_shared().job.parameters = parameters;
+      accept_shared().job.needs_mass = needs_mass;
+    }
+    hand_over(JobKind::describe, request_.nodes);
+    return accept_shared().job.law;
+  }
+
+  PASS_EXT_DEVICE float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
+
+  PASS_EXT_DEVICE double entropy(const Judge& judge) {
+    if (is_leader()) accept_shared().job.judge = judge;
+    hand_over(JobKind::entropy, request_.nodes);
+    return accept_shared().job.sums[0];
+  }
+
+  PASS_EXT_DEVICE ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request) {
+    if (is_leader()) accept_shared().job.judge = judge;
+    hand_over(JobKind::residual_sums, request.nodes);
+    return {accept_shared().job.sums[0], accept_shared().job.sums[1]};
+  }
+
+  PASS_EXT_DEVICE void overlap_sums(const Judge& judge, const float* inverse_rho, double* sums) {
+    if (is_leader()) {
+      accept_shared().job.judge = judge;
+      for (int k = 0; k < kOverlaps; ++k) accept_shared().job.inverse_rho[k] = inverse_rho[k];
+    }
+    hand_over(JobKind::overlap_sums, request_.nodes);
+    for (int k = 0; k < kOverlaps; ++k) sums[k] = accept_shared().job.sums[k];
+  }
+
+  PASS_EXT_DEVICE int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
+                               const Noise& noise) {
+    if (workspace_.rows > 0 && noise.purpose == Purpose::coupled) return workspace_.winners[judge.p_row.slot];
+    if (is_leader()) {
+      accept_shared().job.judge = judge;
+      accept_shared().job.weight = weight;
+      accept_shared().job.rejected = rejected;
+      accept_shared().job.noise = noise;
+    }
+    hand_over(JobKind::draw, request.nodes);
+    return accept_shared().job.id;
+  }
+
+  // The other warps: jobs, until the walk is over.
+  PASS_EXT_DEVICE void serve() {
+    for (;;) {
+      sync_block();
+      if (accept_shared().job.kind == JobKind::none) return;
+      jobs_.run(request_);
+      sync_block();
+    }
+  }
+  PASS_EXT_DEVICE void dismiss() {
+    if (is_leader()) accept_shared().job.kind = JobKind::none;
+    sync_block();
+  }
+
+ private:
+  PASS_EXT_DEVICE_CALL void hand_over(JobKind kind, int32_t nodes) {
+    if (is_leader()) {
+      accept_shared().job.kind = kind;
+      accept_shared().job.nodes = nodes;
+    }
+    sync_block();
+    jobs_.run(request_);
+    sync_block();
+  }
+
+  const RowsWorkspace& workspace_;
+  JobRows& jobs_;
+  AcceptRequest request_;
+};
+
+}  // namespace pass_ext::gpu

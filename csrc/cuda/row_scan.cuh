@@ -1,0 +1,106 @@
+// The first pass over rows of logits, by the whole GPU. It leaves two small summaries of a row in global memory: the
+// largest logit of every group of 64 tokens, and of every chunk of 1,024 its share of the softmax sum. Races, top-k and
+// top-p then look only at the groups that can matter. The last block to finish with a row goes on to use it.
+// A sum is taken with the processor's own 2^x, within 2 ulp; a token's own probability never is.
+#pragma once
+
+#include <cstdint>
+
+#include "core/law.h"
+#include "core/noise.h"
+#include "cuda/primitives.cuh"
+#include "cuda/row_pieces.cuh"
+
+namespace pass_ext::gpu {
+
+constexpr int kChunk = 1024;                      // logits of one warp at once: four pieces a lane
+constexpr int kGroupsPerChunk = kChunk / kGroup;  // 16
+constexpr int kPieces = kChunk / kPiece / 32;     // 4
+constexpr int kLanesPerGroup = kGroup / kPiece;   // 8
+constexpr float kLog2E = 1.44269504f;
+
+PASS_EXT_HOST_DEVICE int32_t chunks_of(int32_t vocabulary) { return (vocabulary + kChunk - 1) / kChunk; }
+
+// A chunk's largest logit and sum of exp((z - largest) scale); the sum is NaN where a logit is NaN or +inf.
+struct ChunkSum {
+  float maximum, sum;
+};
+
+// What is known of a row: [groups] and [chunks].
+struct RowSummary {
+  float* maxima;
+  ChunkSum* chunks;
+};
+
+// What a scan must know of a row besides its place.
+struct ScanWish {
+  float scale;
+  bool needs_sum;
+};
+
+// Whether describing a row takes the sum over all of it.
+PASS_EXT_DEVICE bool is_sum_needed(const LawParameters& parameters, bool needs_mass) {
+  return has_filter(parameters) ? parameters.top_p < 1.0f && parameters.top_k == 0 : needs_mass;
+}
+
+// One warp: the summary of one chunk. wish() gives a ScanWish; it is asked while the logits are on their way.
+template <typename Wish>
+PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSummary& summary, const Wish& wish) {
+  RawPiece raw[kPieces];
+  uint32_t allowed[kPieces];
+  const int32_t lane = static_cast<int32_t>(lane_index());
+  load_pieces(row, chunk * kChunk, raw);
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) allowed[k] = load_allowed(row, chunk * kChunk + (k * 32 + lane) * kPiece);
+  const ScanWish wished = wish();
+  float z[kPieces][kPiece];
+  bool good = true;
+  float largest = -kInfinity;
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    convert(row.type, raw[k], z[k]);
+    if (row.allowed != nullptr) forbid(allowed[k], z[k]);
+    float piece = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      good = good && z[k][i] < kInfinity;
+      piece = larger(z[k][i], piece);
+    }
+#pragma unroll
+    for (int step = kLanesPerGroup / 2; step > 0; step /= 2) piece = larger(piece, shuffle_xor(piece, step));
+    const int32_t group = chunk * kGroupsPerChunk + k * (32 / kLanesPerGroup) + lane / kLanesPerGroup;
+    if (lane % kLanesPerGroup == 0 && group < groups_of(row.vocabulary)) summary.maxima[group] = piece;
+    largest = larger(largest, piece);
+  }
+#pragma unroll
+  for (int step = 16; step >= kLanesPerGroup; step /= 2) largest = larger(largest, shuffle_xor(largest, step));
+  float sum = 0.0f;
+  if (wished.needs_sum && largest > -kInfinity) {
+    const float scale = wished.scale * kLog2E;
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k)
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) sum += exp2_approximate((z[k][i] - largest) * scale);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += shuffle_xor(sum, step);
+  }
+  good = all(good);
+  if (lane == 0) summary.chunks[chunk] = {largest, good ? sum : float_of(0x7fc00000u)};
+}
+
+// The same with the type known to the compiler, so that only its own loads and registers remain.
+template <typename Wish>
+PASS_EXT_DEVICE void scan_chunk_of_any_type(LogitRow row, int32_t chunk, const RowSummary& summary, const Wish& wish) {
+  if (row.type == LogitType::bfloat16) {
+    row.type = LogitType::bfloat16;
+    scan_chunk(row, chunk, summary, wish);
+  } else if (row.type == LogitType::float16) {
+    row.type = LogitType::float16;
+    scan_chunk(row, chunk, summary, wish);
+  } else {
+    row.type = LogitType::float32;
+    scan_chunk(row, chunk, summary, wish);
+  }
+}
+
+}  // namespace pass_ext::gpu
