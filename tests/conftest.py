@@ -8,6 +8,7 @@ import torch
 from pass_ext import testing
 
 KINDS = ("cpu", "emulated", "cuda")
+BEST = testing.cpu_backends()[-1].name
 
 
 def pytest_addoption(parser):
@@ -21,11 +22,21 @@ def pytest_configure(config):
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """With --device, a test that takes no backend is not about a device and runs only with cpu."""
+    """With --device, a test that takes no backend is not about a device and runs only with cpu. quick_on becomes slow."""
+    for item in items:
+        quick_on = item.get_closest_marker("quick_on")
+        backend = item.callspec.params["backend"] if "backend" in item.fixturenames else None
+        if quick_on and backend and not is_quick(backend.name, quick_on.args):
+            item.add_marker(pytest.mark.slow)
     wanted = config.getoption("--device")
     if wanted and "cpu" not in wanted:
         items[:] = [item for item in items if "backend" in item.fixturenames or "cuda" in item.fixturenames]
+
+
+def is_quick(name, kinds):
+    return name == "cuda" or name.split("-")[0] in kinds or (name == BEST and "best" in kinds)
 
 
 def find_backends(wanted):
