@@ -168,7 +168,9 @@ def test_a_chain_is_a_tree(backend, rule):
     as_tree = pass_ext.accept_tree(max_depth=drafts, rule=rule, **tree)
     for one, other in zip(as_chain, as_tree, strict=True):
         assert torch.equal(one, other)
-    for b in (0, 2, batch - 1) if backend.name == "emulated" else range(batch):  # alone: kernels tell its rows apart by numbers that depend on how many there are
+    for b in (
+        (0, 2, batch - 1) if backend.name == "emulated" else range(batch)
+    ):  # alone: kernels tell its rows apart by numbers that depend on how many there are
         own = slice(b, b + 1)
         alone = {name: value[own] if isinstance(value, torch.Tensor) else value for name, value in chain.items()}
         of_one = pass_ext.accept_chain(strided_target[own], tokens[own].to(backend.device), rule=rule, **alone)

@@ -373,7 +373,9 @@ def test_variants_of_the_law(backend, rule, variant):
     assert chi_square(counts, world.joint(3)) > SUSPICIOUS
 
 
-@pytest.mark.parametrize("fixed", [pytest.param((0, 1, 2), marks=SLOW), (0,), pytest.param((1, 2), marks=SLOW)], ids=str)
+@pytest.mark.parametrize(
+    "fixed", [pytest.param((0, 1, 2), marks=SLOW), (0,), pytest.param((1, 2), marks=SLOW)], ids=str
+)
 @pytest.mark.parametrize("rule", EXACT)
 def test_fixed_proposals(backend, rule, fixed):
     """Random ones: among them the same token twice, and -1."""
@@ -626,13 +628,17 @@ DRAFT_VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", [pytest.param(name, marks=SLOW if "million" in name else ()) for name in DRAFT_VARIANTS])
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=SLOW if "million" in name else ()) for name in DRAFT_VARIANTS]
+)
 @pytest.mark.parametrize("mode", ["coupled", "without", "with"])
 def test_three_drafts_in_order(backend, mode, variant):
     options = dict(DRAFT_VARIANTS[variant])
     world = World(options.pop("seed", 50), 6, 0, near=0.0, **options)
     assert (world.q[0] > 0).sum() >= 3
-    requests = how_many(backend, 1_000_000 if variant == "a million" else 40_000, 3_000, 100 if variant == "plain" else 0)
+    requests = how_many(
+        backend, 1_000_000 if variant == "a million" else 40_000, 3_000, 100 if variant == "plain" else 0
+    )
     counts = torch.zeros(6**3, dtype=torch.int64)
     on_device = world.to(backend.device)
     for seeds, positions in requests_of(backend.device, requests, 4):

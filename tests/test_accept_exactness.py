@@ -369,7 +369,9 @@ def chi_square_tail(counts, probabilities):
 
 
 # For kernels test_accept_distribution.py shows it, and they decide as the reference does: one rule is enough to be quick.
-@pytest.mark.parametrize("rule", [pytest.param(rule, marks=() if rule == "rejection" else pytest.mark.slow) for rule in SHAPES])
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=() if rule == "rejection" else pytest.mark.slow) for rule in SHAPES]
+)
 def test_drafted_and_judged_with_philox_noise(rule):
     """draft_sample and accept_tree together, one request per seed: two tokens have the target's law. So the draws of one
     request (drafts, coins, last token) are independent of each other as the rules need it."""
