@@ -9,6 +9,23 @@ from pass_ext import testing
 
 KINDS = ("cpu", "emulated", "cuda")
 BEST = testing.cpu_backends()[-1].name
+# Files that take longest, longest first. They start first: two processes share the files, and the last to end is a short one.
+LONG = (
+    "test_accept.py",
+    "test_attention.py",
+    "test_generate.py",
+    "test_attention_masks.py",
+    "test_accept_distribution.py",
+    "test_accept_exactness.py",
+    "test_draft.py",
+    "test_examples.py",
+    "test_import.py",
+    "test_speculative.py",
+    "test_tree.py",
+    "test_seed_stability.py",
+    "test_benchmarks.py",
+    "test_speculative_laws.py",
+)
 
 
 def pytest_addoption(parser):
@@ -25,6 +42,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """With --device, a test that takes no backend is not about a device and runs only with cpu. quick_on becomes slow."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
         quick_on = item.get_closest_marker("quick_on")
         backend = item.callspec.params["backend"] if "backend" in item.fixturenames else None
