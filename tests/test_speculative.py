@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from small_models import ARCHITECTURES, VOCABULARY, ragged_prompts, small_model
+from small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model
 from test_pass_drafter import Monotone
 
 import pass_ext
@@ -84,9 +84,6 @@ def of_transformers(model, ids, mask):
 
 
 # ---- the text ----
-
-
-JUDGED = ("mistral", "qwen2", "qwen3", "phi3")  # by draft models too, in test_architectures.py
 
 
 @pytest.mark.parametrize(
