@@ -42,7 +42,7 @@ CHUNK = 1024  # requests of one call
 # test_accept.py compares single decisions of every backend with the reference's, and test_accept_core.py enumerates the law of
 # every rule. What is left to samples is the noise as a whole, which one backend shows as well as all.
 pytestmark = pytest.mark.quick_on("best")
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.quick_on()  # but for CUDA
 
 
 @pytest.fixture(autouse=True)
@@ -306,7 +306,7 @@ def shape_for(rule, name):
 # ---- the law of what is emitted ----
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("rule", EXACT)
 def test_a_million_texts(backend, rule):
     requests, parents = how_many(backend, 1_000_000, 5_000, 40), shape_for(rule, "some")
@@ -570,7 +570,7 @@ def test_chains_accept_as_many_as_theory_says(backend, rule, seed):
     assert chain_expectation(world, 3, True) > chain_expectation(world, 3, False) + 0.02
 
 
-@pytest.mark.slow  # the mean of each is known: above, and as the reference's in test_accept_core.py
+@SLOW  # the mean of each is known: above, and as the reference's in test_accept_core.py
 @pytest.mark.parametrize(
     ("better", "worse", "name"),
     [
