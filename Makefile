@@ -22,7 +22,7 @@ demo: $(VENV)/.demo build
 
 test: lint
 	@echo "== Tests: CPU at every instruction set of this processor, and the CUDA kernels on the emulator"
-	@$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile $(PYTEST)
+	@$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-all: lint $(VENV)/.demo sanitize
 	@echo "== All tests, with builds from scratch and several torch versions: minutes, and gigabytes the first time"

@@ -8,6 +8,24 @@ import torch
 from pass_ext import testing
 
 KINDS = ("cpu", "emulated", "cuda")
+BEST = testing.cpu_backends()[-1].name
+# Files that take longest, longest first. They start first: two processes share the files, and the last to end is a short one.
+LONG = (
+    "test_accept.py",
+    "test_attention.py",
+    "test_generate.py",
+    "test_attention_masks.py",
+    "test_accept_distribution.py",
+    "test_accept_exactness.py",
+    "test_draft.py",
+    "test_examples.py",
+    "test_import.py",
+    "test_speculative.py",
+    "test_tree.py",
+    "test_seed_stability.py",
+    "test_benchmarks.py",
+    "test_speculative_laws.py",
+)
 
 
 def pytest_addoption(parser):
@@ -21,11 +39,22 @@ def pytest_configure(config):
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """With --device, a test that takes no backend is not about a device and runs only with cpu."""
+    """With --device, a test that takes no backend is not about a device and runs only with cpu. quick_on becomes slow."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    for item in items:
+        quick_on = item.get_closest_marker("quick_on")
+        backend = item.callspec.params["backend"] if "backend" in item.fixturenames else None
+        if quick_on and backend and not is_quick(backend.name, quick_on.args):
+            item.add_marker(pytest.mark.slow)
     wanted = config.getoption("--device")
     if wanted and "cpu" not in wanted:
         items[:] = [item for item in items if "backend" in item.fixturenames or "cuda" in item.fixturenames]
+
+
+def is_quick(name, kinds):
+    return name == "cuda" or name.split("-")[0] in kinds or (name == BEST and "best" in kinds)
 
 
 def find_backends(wanted):

@@ -34,6 +34,8 @@ ARCHITECTURES = {
     "gpt_neox": _SHAPE,
     "opt": dict(_OPT, ffn_dim=96, word_embed_proj_dim=32),
 }
+# test_architectures.py has judged them by every method: what else is tried on all architectures is slow for these.
+JUDGED = ("qwen2", "qwen3", "mistral", "phi3")
 _MOE = dict(num_experts_per_tok=2, sliding_window=7)
 _QWEN_MOE = dict(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32, use_sliding_window=True)
 # They say their window to the mask alone, not to the attention call; qwen2_moe has it in every other layer.

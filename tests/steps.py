@@ -5,6 +5,7 @@ Called by test_accept.py and test_draft.py. A step is a dict of the keyword argu
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import pass_ext
 
@@ -74,10 +75,11 @@ def random_step(
     positions = torch.randint(0, 2**40, (len(sizes),), generator=random)
     target, draft = strided(target, dtype), strided(draft, draft_dtype or dtype, 5)
     most = max([1, *(parents[b].count(i) for b in range(len(sizes)) for i in range(sizes[b]))])
-    drawn, _ = pass_ext.draft_sample(
-        draft, most, mode=DRAFT_MODE.get(rule, "without"), seeds=seeds[owner], positions=positions[owner],
-        nodes=torch.arange(total), **{name: values[owner] for name, values in law.items()},
-    )  # fmt: skip
+    with _disable_current_modes():  # the emulator's mode among them: it would take longer for this than for the step
+        drawn, _ = pass_ext.draft_sample(
+            draft, most, mode=DRAFT_MODE.get(rule, "without"), seeds=seeds[owner], positions=positions[owner],
+            nodes=torch.arange(total), **{name: values[owner] for name, values in law.items()},
+        )  # fmt: skip
     tokens, draft_rows = torch.full((total,), -7), torch.randperm(total, generator=random).int()
     shuffled = torch.empty_like(draft.contiguous())
     for b, own in enumerate(parents):

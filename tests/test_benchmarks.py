@@ -33,6 +33,19 @@ def run_module(*arguments, **environment):
     )
 
 
+@pytest.fixture
+def report(monkeypatch):
+    """python -m benchmarks.report, in this process: what it returns."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import report
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
+        return report.main()
+
+    return run
+
+
 def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
     done = run_module("benchmarks.bench_lookahead", "--quick", "--device", "cpu", OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -59,7 +72,7 @@ def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
     assert "pass_ext" in done.stdout and "gain" in done.stdout
 
 
-def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path):
+def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path, report, capsys):
     done = run_module("benchmarks.bench_attention", "--quick", OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "bench_attention.json").read_text())
@@ -70,7 +83,8 @@ def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path):
         assert all(row[key] > 0 for key in ("gb_per_s", "gflop_per_s", "of_limit", "times_ours")), row
     absent = [row for row in result["rows"] if row["median_us"] is None]
     assert absent and all(row["reason"] for row in absent)
-    page = run_module("benchmarks.report", tmp_path / "bench_attention.json").stdout
+    assert report(tmp_path / "bench_attention.json") == 0
+    page = capsys.readouterr().out
     assert f"Not timed: {absent[0]['contender']}, on " in page and "of limit" in page
 
 
@@ -170,9 +184,9 @@ def test_the_page_shows_the_committed_results():
     assert run_module("benchmarks.report", "--check").returncode == 0, "run: python -m benchmarks.report"
 
 
-def test_the_page_changes_with_the_results(tmp_path):
-    assert run_module("benchmarks.report", "--root", tmp_path).returncode == 0
-    assert run_module("benchmarks.report", "--root", tmp_path, "--check").returncode == 0
+def test_the_page_changes_with_the_results(tmp_path, report):
+    assert report("--root", tmp_path) == 0
+    assert report("--root", tmp_path, "--check") == 0
     page = tmp_path / "docs/benchmarks.md"
     page.write_text(page.read_text() + "| forward | 1 | 576 | warm | 0.1 |\n")
-    assert run_module("benchmarks.report", "--root", tmp_path, "--check").returncode == 1
+    assert report("--root", tmp_path, "--check") == 1

@@ -112,7 +112,12 @@ DRAFTING = ["speculative", "multi_candidate"]
 
 @needs_examples
 @pytest.mark.parametrize(
-    "name,way", [("speculative", "as a module"), ("multi_candidate", "as a module"), ("multi_candidate", "as a script")]
+    "name,way",
+    [
+        ("speculative", "as a module"),
+        pytest.param("multi_candidate", "as a module", marks=pytest.mark.slow),
+        ("multi_candidate", "as a script"),
+    ],
 )
 def test_draft_models_give_the_texts_of_plain_decoding(name, way):
     pytest.importorskip("transformers")

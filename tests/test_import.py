@@ -83,27 +83,39 @@ def copy_package(folder, *, without):
     return copy
 
 
+MOST_SECONDS = 0.050
+
+
 @functools.cache
-def three_imports():
+def imports():
+    """What imports tell: the first, and on a busy machine up to two more, until one of them is quick."""
     compileall.compile_dir(PACKAGE, quiet=2)  # as pip does when it installs: reading source would be half of the time
-    return [json.loads(output_of("-c", IMPORT_AND_TELL)) for _ in range(3)]
+    told = []
+    while len(told) < 3 and (not told or told[-1]["seconds"] >= MOST_SECONDS):
+        told.append(json.loads(output_of("-c", IMPORT_AND_TELL)))
+    return told
+
+
+@functools.cache
+def info():
+    return output_of("-m", "pass_ext", "info")
 
 
 def test_import_takes_less_than_50_ms_beyond_torch():
-    best = min(run["seconds"] for run in three_imports())
-    assert best < 0.050, f"best of three: {best * 1e3:.0f} ms"
+    best = min(run["seconds"] for run in imports())
+    assert best < MOST_SECONDS, f"best of three: {best * 1e3:.0f} ms"
 
 
 def test_import_pulls_in_no_package_beyond_torch():
-    assert three_imports()[0]["new"] == ["pass_ext"]
+    assert imports()[0]["new"] == ["pass_ext"]
 
 
 def test_import_creates_no_cuda_context():
-    assert not any(run["cuda_context"] for run in three_imports())
+    assert not any(run["cuda_context"] for run in imports())
 
 
 def test_info_prints_every_line_and_why_cuda_is_absent():
-    lines = dict(line.split("  ", 1) for line in output_of("-m", "pass_ext", "info").splitlines())
+    lines = dict(line.split("  ", 1) for line in info().splitlines())
     lines = {name.strip(): text.strip() for name, text in lines.items()}
     names = ("pass_ext", "torch", "python", "CPU kernels", "CUDA kernels", "built with CUDA", "GPUs", "ops")
     assert tuple(lines) == names
@@ -121,12 +133,12 @@ def test_the_command_and_the_module_are_the_same():
     if not command.exists():
         pytest.skip("pass_ext is imported from a source tree, not installed")
     said = subprocess.run([command, "info"], capture_output=True, text=True, check=True).stdout
-    assert said == output_of("-m", "pass_ext", "info")
+    assert said == info()
 
 
-def test_cpu_isa_can_be_lowered_from_the_environment():
-    code = "import pass_ext; print(pass_ext.status().cpu_isa)"
-    assert output_of("-c", code, PASS_EXT_CPU_ISA="portable").strip() == "portable"
+def test_cpu_isa_can_be_lowered_and_debug_set_from_the_environment():
+    code = "import pass_ext; print(pass_ext.status().cpu_isa, pass_ext.set_debug(False))"
+    assert output_of("-c", code, PASS_EXT_CPU_ISA="portable", PASS_EXT_DEBUG="1").split() == ["portable", "True"]
 
 
 def test_a_wrong_cpu_isa_is_refused_with_the_names_that_exist():
@@ -135,11 +147,6 @@ def test_a_wrong_cpu_isa_is_refused_with_the_names_that_exist():
     assert done.stderr.splitlines()[-1] == (
         "ImportError: PASS_EXT_CPU_ISA must be portable, avx2, avx512 or avx512_bf16, got 'AVX2'"
     )
-
-
-def test_debug_can_be_set_from_the_environment():
-    code = "import pass_ext; print(pass_ext.set_debug(False))"
-    assert output_of("-c", code, PASS_EXT_DEBUG="1").strip() == "True"
 
 
 def test_a_missing_cpu_library_is_an_import_error_that_says_how_to_build(tmp_path):
@@ -199,7 +206,8 @@ def test_a_damaged_cpu_library_is_an_import_error_that_says_what_it_is(kind, tmp
     assert str(told.value) == sentence
 
 
-@pytest.mark.parametrize("kind", ["half", "other project"])
+# In a process of its own, for a signal would end it; the others are looked at above, by the functions that load.
+@pytest.mark.parametrize("kind", ["half", pytest.param("other project", marks=pytest.mark.slow)])
 def test_info_says_in_a_sentence_what_a_damaged_cpu_library_is(kind, tmp_path):
     copy = copy_package(tmp_path, without=["_C.so"])
     sentence = damage(copy / "_C.so", kind, (PACKAGE / "_C.so").read_bytes())
@@ -233,7 +241,8 @@ def test_a_damaged_cuda_library_is_named(kind, tmp_path, monkeypatch):
     assert _library._load_cuda() == sentence
 
 
-@pytest.mark.parametrize("kind", ["half", "other project"])
+# In a process of its own, for a signal would end it; the others are looked at above, by the functions that load.
+@pytest.mark.parametrize("kind", ["half", pytest.param("other project", marks=pytest.mark.slow)])
 def test_a_damaged_cuda_library_is_ignored_and_status_says_what_it_is(kind, tmp_path):
     copy = copy_package(tmp_path, without=["_C_cuda.so"])
     sentence = damage(copy / "_C_cuda.so", kind, (PACKAGE / "_C.so").read_bytes())

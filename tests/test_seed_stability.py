@@ -312,7 +312,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+def shapes(*on_emulator):
+    """All of them on the CPU; on the emulator those that take another branch of the kernels."""
+    beside = pytest.mark.quick_on("cpu")
+    return [pytest.param(shape, marks=() if shape in on_emulator else beside) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("shape", shapes("odd, bfloat16", "float16, masked", "no filters", "greedy"))
 def test_any_tree_emits_what_plain_decoding_emits(backend, shape):
     requests = how_many(backend, 1000, 100, 10)
     length = 6 if backend.name == "emulated" else 10
@@ -322,7 +328,7 @@ def test_any_tree_emits_what_plain_decoding_emits(backend, shape):
         assert steps >= requests and accepted >= requests // 4  # so drafts did matter
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", shapes("small", "float16, masked"))
 def test_any_chain_emits_what_plain_decoding_emits(backend, shape):
     requests = how_many(backend, 1000, 100, 10)
     length = 6 if backend.name == "emulated" else 10
@@ -337,7 +343,7 @@ def test_large_trees_emit_what_plain_decoding_emits(backend):
     assert accepted > 0
 
 
-@pytest.mark.parametrize("vocabulary", [1_025, 20_011])
+@pytest.mark.parametrize("vocabulary", [1_025, pytest.param(20_011, marks=pytest.mark.quick_on("cpu"))])
 def test_large_vocabularies_emit_what_plain_decoding_emits(backend, vocabulary):
     case = make_case(backend, 6, how_many(backend, 60, 20, 4), 5, vocabulary=vocabulary, dtype=torch.bfloat16)
     _, accepted = generate_with_trees(case, 4, most=7)
@@ -486,7 +492,14 @@ def same(results, others):
         assert_same_bits(one.contiguous(), other.contiguous())
 
 
-@pytest.mark.parametrize("rule", pass_ext.RULES)
+# On the emulator those that walk otherwise: block is traversal, and replacement leaves out a step of rejection.
+WALKS = [
+    pytest.param(rule, marks=pytest.mark.quick_on("cpu") if rule in ("block", "rejection_with_replacement") else ())
+    for rule in pass_ext.RULES
+]
+
+
+@pytest.mark.parametrize("rule", WALKS)
 def test_batches_and_their_order_change_nothing(backend, rule):
     requests = how_many(backend, 300, 60, 8)
     batch = make_batch(backend, rule, requests, seed=21)
@@ -501,6 +514,7 @@ def test_batches_and_their_order_change_nothing(backend, rule):
         same(batch.run([b]), [value[b : b + 1] for value in whole])
 
 
+@pytest.mark.quick_on("cpu")  # on the emulator test_accept.py does the same
 @pytest.mark.parametrize("rule", pass_ext.RULES)
 def test_a_chain_is_a_tree(backend, rule):
     requests, size = how_many(backend, 1000, 200, 8), 5

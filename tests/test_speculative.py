@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from small_models import ARCHITECTURES, VOCABULARY, ragged_prompts, small_model
+from small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model
 from test_pass_drafter import Monotone
 
 import pass_ext
@@ -86,7 +86,9 @@ def of_transformers(model, ids, mask):
 # ---- the text ----
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=pytest.mark.slow if name in JUDGED else ()) for name in ARCHITECTURES]
+)
 def test_greedy_is_that_of_transformers(architecture):
     """Targets of every architecture, drafts of the same and of another; ragged batches with padding."""
     model = small_model(architecture)
@@ -114,12 +116,16 @@ def test_a_seed_gives_one_text_whatever_drafts(llama, near):
         assert torch.equal(got.sequences, want.sequences[3:4]), name
 
 
+# Every rule and every kind of drafting; their pairs are enumerated in test_speculative_laws.py.
 LAWS = [
-    ("coupled", "chain"), ("coupled", "tree"), ("coupled", "stopped"), ("coupled", "joined"), ("coupled", "looking ahead"),
-    ("rejection", "chain"), ("rejection", "branching"), ("rejection", "tree"), ("rejection", "stopped"),
-    ("block", "chain"), ("traversal", "chain"), ("traversal", "branching"), ("traversal", "stopped"),
-    ("rejection_with_replacement", "replaced"), ("rejection_with_replacement", "replaced, stopped"),
-    ("kseq", "replaced"), ("kseq", "replaced, stopped"), ("rejection", "left early"), ("traversal", "left early"),
+    ("coupled", "joined"), ("coupled", "looking ahead"), ("rejection", "tree"), ("rejection", "stopped"), ("block", "chain"),
+    ("traversal", "branching"), ("rejection_with_replacement", "replaced"), ("kseq", "replaced, stopped"),
+    ("traversal", "left early"),
+]  # fmt: skip
+MORE_LAWS = [
+    ("coupled", "chain"), ("coupled", "tree"), ("coupled", "stopped"), ("rejection", "chain"), ("rejection", "branching"),
+    ("traversal", "chain"), ("traversal", "stopped"), ("rejection_with_replacement", "replaced, stopped"),
+    ("kseq", "replaced"), ("rejection", "left early"),
 ]  # fmt: skip
 
 
@@ -136,7 +142,7 @@ def law_of_texts(model, prompt, vocabulary, new_tokens, temperature):
     return logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp()
 
 
-@pytest.mark.parametrize("rule,name", LAWS)
+@pytest.mark.parametrize("rule,name", [*LAWS, *(pytest.param(*law, marks=pytest.mark.slow) for law in MORE_LAWS)])
 def test_sampled_text_has_the_models_law(rule, name):
     """All texts of four tokens over five, their probabilities from the model itself, and 2,000 texts: chi square. The draft is
     another model, with two tokens of padding that the target does not have."""

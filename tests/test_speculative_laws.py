@@ -182,8 +182,14 @@ WORLDS = [
 ]
 
 
-@pytest.mark.parametrize("world", range(3))
-@pytest.mark.parametrize("rule,shape", COMBINATIONS)
+def one_of(values):
+    """Each combination with one of the values, by turns; the others are slow."""
+    for i, (rule, shape) in enumerate(COMBINATIONS):
+        for j, value in enumerate(values):
+            yield pytest.param(rule, shape, value, marks=() if j == i % len(values) else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("rule,shape,world", list(one_of(range(3))))
 def test_exact(rule, shape, world):
     distance, mean, depths = measured(Recalling(world), TREES[shape], rule, WORLDS[world])
     assert distance < EXACT
@@ -191,14 +197,18 @@ def test_exact(rule, shape, world):
 
 
 @pytest.mark.parametrize(
-    "rule,shape", [("kseq", "branching"), ("rejection", "wider than the vocabulary"), ("traversal", "irregular")]
+    "rule,shape",
+    [
+        pytest.param("kseq", "branching", marks=pytest.mark.slow),
+        ("rejection", "wider than the vocabulary"),
+        pytest.param("traversal", "irregular", marks=pytest.mark.slow),
+    ],
 )
 def test_exact_in_larger_trees(rule, shape):
     assert measured(Recalling(9), TREES[shape], rule, WORLDS[1])[0] < EXACT
 
 
-@pytest.mark.parametrize("decision", DECISIONS)
-@pytest.mark.parametrize("rule,shape", COMBINATIONS)
+@pytest.mark.parametrize("rule,shape,decision", list(one_of(DECISIONS)))
 def test_exact_when_drafting_stops_by_what_was_drafted(rule, shape, decision):
     """A decision may look at anything that was drawn so far: it decides about draws that are still to come."""
     distance, _, depths = measured(Recalling(4), TREES[shape], rule, WORLDS[0], decision=DECISIONS[decision])
