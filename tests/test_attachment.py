@@ -59,6 +59,26 @@ def test_deep_slots_shift_layers_with_a_used_session_too(llama, deep, monkeypatc
     assert again.stats.acceptance_histogram == first.stats.acceptance_histogram
 
 
+def test_layers_get_what_deep_slots_add(llama, deep):
+    given = []
+    taps = [
+        llama.model.register_forward_pre_hook(
+            lambda _, __, named: given.append(named["inputs_embeds"]), with_kwargs=True
+        ),
+        llama.model.layers[0].input_layernorm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0])),
+    ]
+    try:
+        generate(llama, IDS, deep, **OPTIONS)
+    finally:
+        for tap in taps:
+            tap.remove()
+    added = torch.cat([(layer - embedded)[0] for embedded, layer in zip(given[0::2], given[1::2], strict=True)])
+    added = added[added.abs().amax(1) > 0]
+    slots = deep.lookahead.deep[0]
+    assert len(added) > 0
+    assert ((added[:, None] - slots).abs().amax(2).amin(1) < 1e-5).all()  # each row by a slot's own vector
+
+
 def test_offsets_for_a_model_that_is_not_attached(llama):
     adapted = packed_model(llama)
     with pytest.raises(RuntimeError, match="LlamaForCausalLM is not attached"):

@@ -23,7 +23,7 @@ _SPECULATIVE = [
     "tests/test_speculative.py",
     "-k",
     "per_level or no_more_levels or a_decision_says or scores or hidden_rows or not_read_again or fewer_positions or same_text "
-    "or longer_than_what or may_differ or at_temperature_0",
+    "or longer_than_what or may_differ or at_temperature_0 or other_tokenizers",
 ]
 
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
