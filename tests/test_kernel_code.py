@@ -93,25 +93,20 @@ STAND_IN_LIMITS = (
 )
 
 
+def compile_kernels(source, folder, include):
+    """The kernels of a source file as sm_90 runs them."""
+    options = ["-std=c++17", "-O3", "-DNDEBUG", "-fmad=false", f"-I{include}", "-arch=sm_90", "-cubin", "-x", "cu"]
+    subprocess.run(["nvcc", *options, source, "-o", folder / "kernels.cubin"], check=True)
+    (folder / "extracted").mkdir()
+    return disassembler.list_kernels(folder / "kernels.cubin", folder / "extracted")
+
+
 def judge_stand_ins(folder, old, new, count=-1):
     """Breaches of the stand-in kernels, compiled with a text of their file replaced."""
     text = STAND_INS.read_text()
     assert old in text
     (folder / "kernels.cuh").write_text(text.replace(old, new, count))
-    options = [
-        "-std=c++17",
-        "-O3",
-        "-DNDEBUG",
-        "-fmad=false",
-        f"-I{ROOT / 'csrc'}",
-        "-arch=sm_90",
-        "-cubin",
-        "-x",
-        "cu",
-    ]
-    subprocess.run(["nvcc", *options, folder / "kernels.cuh", "-o", folder / "kernels.cubin"], check=True)
-    (folder / "extracted").mkdir()
-    kernels = disassembler.list_kernels(folder / "kernels.cubin", folder / "extracted")
+    kernels = compile_kernels(folder / "kernels.cuh", folder, ROOT / "csrc")
     assert {k.name.partition("<")[0] for k in kernels} == {"stand_in_scan_kernel", "stand_in_walk_kernel"}
     code = disassembler.disassemble(kernel_limits.needs_code(kernels, STAND_IN_LIMITS))
     return kernel_limits.breaches(kernels, code, STAND_IN_LIMITS)
@@ -135,6 +130,32 @@ def test_launch_bounds_without_their_second_number_are_a_breach(tmp_path):
     assert said and all(
         re.match(r"stand_in_walk_kernel<\d+>, sm_90: stack \d+, allowed at most 0", line) for line in said
     ), said
+
+
+@pytest.mark.slow
+@no_tools
+@no_nvcc
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("attention.cuh", "(kAttentionThreads, Shape::kResidentBlocks)", "(kAttentionThreads)"),
+        ("attention_warp.cuh", "#pragma unroll\n", ""),
+    ],
+    ids=["launch bounds", "unroll"],
+)
+def test_the_same_faults_in_the_real_attention_are_breaches(tmp_path, file, old, new):
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    changed = tmp_path / "csrc" / "cuda" / file
+    assert old in changed.read_text(), "the text to plant the fault in is gone: name another"
+    changed.write_text(changed.read_text().replace(old, new))
+    kernel = "pass_ext::gpu::attention_kernel<pass_ext::gpu::AttentionShape<pass_ext::float16, 64, 4>>"
+    source = f'#include "cuda/attention.cuh"\nconst void* wanted = reinterpret_cast<const void*>(&{kernel});\n'
+    (tmp_path / "kernels.cu").write_text(source)
+    kernels = compile_kernels(tmp_path / "kernels.cu", tmp_path, tmp_path / "csrc")
+    said = [line for line in kernel_limits.breaches(kernels, {}) if "about no kernel" not in line]
+    assert any(line.startswith("attention_kernel<AttentionShape<float16, 64, 4>>, sm_90: stack ") for line in said), (
+        said
+    )
 
 
 # ---- names ----
