@@ -1,0 +1,116 @@
+"""What each kernel's machine code may cost at most: one limit a line, with the reason of its number.
+
+test_kernel_code.py holds the built library to this table. Of several lines for one kernel, architecture and number the first
+counts, so "*" comes last. A number that a change made smaller is to be made smaller here too. Kernels are named as
+`python -m benchmarks.kernel_code` prints them; * and ? stand for any text and any character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from benchmarks.kernel_code.control_flow import ControlFlow
+from benchmarks.kernel_code.disassembler import Code, Kernel
+from benchmarks.kernel_code.instructions import Instruction, count_opcodes
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One line of the table. ``number``: of `RESOURCES` or of `COUNTS`, at most ``bound``; "loads in flight": at least."""
+
+    kernel: str
+    architectures: str
+    number: str
+    bound: int
+    reason: str
+
+
+RESOURCES: dict[str, Callable[[Kernel], int]] = {
+    "registers": lambda kernel: kernel.registers,
+    "stack": lambda kernel: kernel.stack,
+    "code": lambda kernel: kernel.code,
+}
+"""Numbers that cuobjdump tells of every kernel."""
+
+LOADS = "loads in flight"
+COUNTS: dict[str, Callable[[list[Instruction]], int]] = {
+    "local accesses": lambda code: sum(instruction.base in ("LDL", "STL") for instruction in code),
+    "atomics that are CAS loops": lambda code: count_opcodes(code).get("ATOMS, CAS loop", 0),
+    LOADS: lambda code: ControlFlow(code).loads_in_flight()[0],
+}
+"""Numbers that are read from the instructions, so only for the kernels and architectures that a line names."""
+
+BOTH, ALL = "sm_80 sm_90", "sm_80 sm_90 sm_100"
+
+# fmt: off
+LIMITS = (
+    # Stack: 0 is right for every kernel. The others are what they have now, so that they only shrink.
+    Limit("accept_kernel*", ALL, "stack", 1_120, "the walk's records and registers that do not fit into 64, today"),
+    Limit("draft_kernel*", ALL, "stack", 368, "registers that do not fit into 64, and the row's description, today"),
+    Limit("scan_rows_kernel<DraftSource*", ALL, "stack", 128, "32 logits, for the piece loop is not unrolled, today"),
+    Limit("commit_kernel*", "sm_90", "stack", 8, "one spilled address in a kind for units of one byte"),
+    Limit("sum_slots_kernel*", ALL, "stack", 8, "two spilled registers in the wide kinds for float16"),
+    Limit("attention_kernel*256, 4*", "sm_100", "stack", 40, "head_dim 256 needs all 255 registers; ten do not fit there"),
+    Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
+
+    # Registers: 65,536 on a multiprocessor over the threads that are to be there at once.
+    Limit("accept_kernel*", ALL, "registers", 128, "one block of 512 threads"),
+    Limit("draft_kernel*", ALL, "registers", 128, "one block of 512 threads"),
+    Limit("attention_kernel*16, 64, ?>>", ALL, "registers", 168, "three blocks of 128 threads"),
+    Limit("attention_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
+    Limit("commit_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
+    Limit("embed_kernel*", ALL, "registers", 32, "2,048 threads: it does nothing but wait for memory"),
+    Limit("*", ALL, "registers", 64, "1,024 threads, half of a multiprocessor's"),
+
+    # Code: an instruction that no cache holds is fetched from device memory. A tenth of room, as compilers differ.
+    Limit("accept_kernel*", ALL, "code", 490_000, "seven rules, three types of logits in one kernel, today"),
+    Limit("draft_kernel*", ALL, "code", 225_000, "four modes, three types of logits in one kernel, today"),
+    Limit("attention_kernel*", ALL, "code", 190_000, "a main loop unrolled over a tile, and the merge, today"),
+    Limit("scan_rows_kernel*", ALL, "code", 38_000, "32 logits a lane, unrolled, of three types"),
+    Limit("*", ALL, "code", 44_000, "what mask_kernel has, the largest of the others"),
+
+    # Instructions.
+    Limit("accept_kernel*", "sm_90", "local accesses", 1_747, "LDL and STL of a kernel that has stack, today"),
+    Limit("draft_kernel*", "sm_90", "local accesses", 387, "LDL and STL of a kernel that has stack, today"),
+    Limit("scan_rows_kernel<DraftSource*", "sm_90", "local accesses", 46, "z of pieces that are not unrolled, today"),
+    Limit("scan_rows_kernel*", "sm_90", "local accesses", 0, "logits go from the load to registers"),
+    Limit("scan_rows_kernel*", "sm_90", LOADS, 1, "each load waits for the one before, today; four hide the latency"),
+    Limit("accept_kernel*", "sm_90", "atomics that are CAS loops", 25, "64-bit counts of the filters in shared memory, today"),
+    Limit("draft_kernel*", "sm_90", "atomics that are CAS loops", 25, "64-bit counts of the filters in shared memory, today"),
+)
+# fmt: on
+
+
+def limits_of(kernel: Kernel, limits: Iterable[Limit] = LIMITS) -> dict[str, Limit]:
+    """Number -> the line that counts for this kernel."""
+    found: dict[str, Limit] = {}
+    for limit in limits:
+        if kernel.architecture in limit.architectures.split() and fnmatchcase(kernel.name, limit.kernel):
+            found.setdefault(limit.number, limit)
+    return found
+
+
+def needs_code(kernels: Iterable[Kernel], limits: Iterable[Limit] = LIMITS) -> list[Kernel]:
+    """The kernels whose instructions some line is about."""
+    return [kernel for kernel in kernels if limits_of(kernel, limits).keys() & COUNTS.keys()]
+
+
+def breaches(kernels: list[Kernel], code: Mapping[Kernel, Code], limits: tuple[Limit, ...] = LIMITS) -> list[str]:
+    """A sentence for each number beyond its limit, and for each line that no kernel of the library is left for."""
+    said, used = [], set()
+    for kernel in kernels:
+        for number, limit in limits_of(kernel, limits).items():
+            used.add(limit)
+            found = RESOURCES[number](kernel) if number in RESOURCES else COUNTS[number](code[kernel].instructions)
+            if found < limit.bound if number == LOADS else found > limit.bound:
+                allowed = f"at {'least' if number == LOADS else 'most'} {limit.bound:,}"
+                said.append(
+                    f"{kernel.name}, {kernel.architecture}: {number} {found:,}, allowed {allowed} ({limit.reason})"
+                )
+    present = {kernel.architecture for kernel in kernels}
+    for limit in limits:
+        if limit not in used and present & set(limit.architectures.split()):
+            said.append(f"{limit.kernel}, {limit.architectures}: the line for {limit.number} is about no kernel")
+    return said
