@@ -13,7 +13,7 @@
 
 #define PASS_EXT_KERNEL __global__ void
 #define PASS_EXT_DEVICE __device__ __forceinline__
-#define PASS_EXT_DEVICE_CALL __device__ __noinline__  // called, not inlined: large, and used in several places
+#define PASS_EXT_DEVICE_CALL inline __device__ __noinline__         // called: large, and used in several places
 #define PASS_EXT_LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)  // threads; blocks at once on a multiprocessor
 #define PASS_EXT_PARAMETER const __grid_constant__  // a kernel's large parameter: read where it lies, not copied
 #define PASS_EXT_SHARED(type, name, count) __shared__ type name[count]  // static shared memory, inside a kernel

@@ -88,7 +88,8 @@ PASS_EXT_DEVICE RawPiece load_between(const LogitRow& row, int32_t first, unsign
   return row.type == LogitType::float32 ? load_shifted<8>(from, shift) : load_shifted<4>(from, shift);
 }
 
-PASS_EXT_DEVICE_CALL RawPiece load_any(const LogitRow& row, int32_t first) {
+// The row by value: what a call gets by reference lies in memory for the caller too.
+PASS_EXT_DEVICE_CALL RawPiece load_any(LogitRow row, int32_t first) {
   const unsigned shift = shift_of(row);
   return is_inside(row, first, kPiece, shift) ? load_between(row, first, shift) : load_elements(row, first);
 }

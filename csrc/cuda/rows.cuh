@@ -507,7 +507,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, 6)
     scan_chunk_of_any_type(row, chunk, summary_of(workspace, slot), [&] { return source.wish(slot); });
   if (!is_last(row_shared().block, workspace.counters + slot, static_cast<int32_t>(grid_size().x))) return;
   BlockRows rows(workspace, slot);
-  source.finish(rows, row, workspace);
+  const LogitRow finished = row;  // a copy that calls may point to
+  source.finish(rows, finished, workspace);
 }
 
 template <typename Source>
