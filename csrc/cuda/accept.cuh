@@ -158,8 +158,8 @@ template <Route route>
 void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, int64_t blocks, bool are_bounds_checked,
                  Stream stream) {
   launch("accept", accept_kernel<route>,
-         LaunchShape{{static_cast<unsigned>(blocks)}, {threads_for(problem.target.vocabulary)}, sizeof(AcceptShared)},
-         stream, problem, workspace, are_bounds_checked);
+         LaunchShape{{blocks}, {threads_for(problem.target.vocabulary)}, sizeof(AcceptShared)}, stream, problem,
+         workspace, are_bounds_checked);
 }
 
 inline void launch_accept(const AcceptProblem& problem, const RowsPlan& plan, const RowsWorkspace& workspace,

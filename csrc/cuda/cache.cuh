@@ -168,7 +168,7 @@ void launch_commit(CommitLaunch& launch, int64_t tensors, Stream stream) {
   const int64_t most = kStageBytes / bytes, wanted = threads * step.width;
   launch.stage_pieces =
       !step.in_place || step.width <= kRowsAtOnce ? 0 : static_cast<int32_t>(wanted < most ? wanted : most);
-  const LaunchShape shape{{static_cast<unsigned>(step.requests * launch.column_blocks), static_cast<unsigned>(tensors)},
+  const LaunchShape shape{{step.requests * launch.column_blocks, tensors},
                           {static_cast<unsigned>(threads)},
                           static_cast<size_t>(launch.stage_pieces) * bytes};
   if (step.in_place)

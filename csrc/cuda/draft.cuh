@@ -41,8 +41,8 @@ inline void launch_draft(const DraftProblem& problem, const RowsPlan& plan, cons
   if (problem.rows == 0) return;
   if (workspace.rows > 0) return launch_scan_rows("draft_sample", DraftSource{problem}, workspace, stream);
   launch("draft_sample", draft_kernel,
-         LaunchShape{{static_cast<unsigned>(plan.blocks)}, {threads_for(problem.logits.vocabulary)}, sizeof(RowShared)},
-         stream, problem, workspace);
+         LaunchShape{{plan.blocks}, {threads_for(problem.logits.vocabulary)}, sizeof(RowShared)}, stream, problem,
+         workspace);
 }
 
 }  // namespace pass_ext::gpu

@@ -86,8 +86,8 @@ template <typename T, typename S, typename Id, bool wide>
 void launch_embed(const LookaheadEmbed<T, S, Id>& problem, Stream stream) {
   const int64_t warps_per_row = (problem.dim / Chunk<T, wide>::size + kChunksPerWarp - 1) / kChunksPerWarp;
   const int64_t blocks = (problem.rows * warps_per_row + kWarpsPerBlock - 1) / kWarpsPerBlock;
-  launch("lookahead_embed", embed_kernel<T, S, Id, wide>,
-         LaunchShape{{static_cast<unsigned>(blocks)}, {32 * kWarpsPerBlock}}, stream, problem);
+  launch("lookahead_embed", embed_kernel<T, S, Id, wide>, LaunchShape{{blocks}, {32 * kWarpsPerBlock}}, stream,
+         problem);
 }
 
 template <typename T, typename S, typename Id>
@@ -212,24 +212,23 @@ inline int64_t count_splits(int64_t rows) {
 template <typename T, typename S, typename Id, bool wide>
 void launch_backward(const LookaheadEmbedBackward<T, S, Id>& problem, sum_t<T>* partial, Stream stream) {
   const int64_t columns_per_block = kColumnThreads * Chunk<T, wide>::size;
-  const unsigned column_blocks = static_cast<unsigned>((problem.dim + columns_per_block - 1) / columns_per_block);
+  const int64_t column_blocks = (problem.dim + columns_per_block - 1) / columns_per_block;
   if (!problem.slots) {
     if (problem.rows == 0) return;
     launch("lookahead_embed_backward", sum_table_kernel<T, S, Id, wide>,
-           LaunchShape{{static_cast<unsigned>(problem.rows), column_blocks}, {kColumnThreads}}, stream, problem);
+           LaunchShape{{problem.rows, column_blocks}, {kColumnThreads}}, stream, problem);
     return;
   }
   const int64_t splits = count_splits(problem.rows);
   const int64_t positions_per_split = (problem.rows + splits - 1) / splits;
   launch("lookahead_embed_backward", sum_slots_kernel<T, S, Id, wide>,
-         LaunchShape{{static_cast<unsigned>(problem.out_rows), column_blocks, static_cast<unsigned>(splits)},
-                     {kColumnThreads}},
-         stream, problem, partial, positions_per_split);
+         LaunchShape{{problem.out_rows, column_blocks, splits}, {kColumnThreads}}, stream, problem, partial,
+         positions_per_split);
   if (splits == 1) return;
   const int64_t elements = problem.out_rows * problem.dim;
   launch("lookahead_embed_backward (merge)", merge_splits_kernel<S, sum_t<T>>,
-         LaunchShape{{static_cast<unsigned>((elements + kColumnThreads - 1) / kColumnThreads)}, {kColumnThreads}},
-         stream, partial, problem.out, elements, splits);
+         LaunchShape{{(elements + kColumnThreads - 1) / kColumnThreads}, {kColumnThreads}}, stream, partial,
+         problem.out, elements, splits);
 }
 
 template <typename T, typename S, typename Id>

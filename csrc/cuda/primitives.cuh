@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/grid.h"
 #include "core/half.h"
 
 #define PASS_EXT_KERNEL __global__ void
@@ -255,19 +256,22 @@ PASS_EXT_DEVICE void multiply_m16n8k16<float16>(float (&d)[4], const uint32_t (&
 using Stream = cudaStream_t;
 
 struct LaunchShape {
-  Index3 grid;
+  Grid grid;
   Index3 block;
   size_t dynamic_shared_bytes = 0;
 };
 
 // Starts `kernel` on `stream`; `name` is what error messages call it. Errors wait for check_launch (runtime.h).
 template <typename... Parameters, typename... Arguments>
-void launch([[maybe_unused]] const char* name, void (*kernel)(Parameters...), const LaunchShape& shape, Stream stream,
+void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape, Stream stream,
             Arguments... arguments) {
   if (shape.dynamic_shared_bytes > 48 * 1024)
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                          static_cast<int>(shape.dynamic_shared_bytes));
-  const dim3 grid(shape.grid.x, shape.grid.y, shape.grid.z), block(shape.block.x, shape.block.y, shape.block.z);
+  check_grid(name, shape.grid);
+  const dim3 grid(static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
+                  static_cast<unsigned>(shape.grid.z));
+  const dim3 block(shape.block.x, shape.block.y, shape.block.z);
   kernel<<<grid, block, shape.dynamic_shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
 }
 

@@ -513,10 +513,9 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, 6)
 
 template <typename Source>
 void launch_scan_rows(const char* name, const Source& source, const RowsWorkspace& workspace, Stream stream) {
-  const unsigned blocks = (static_cast<unsigned>(workspace.chunks_per_row) + kScanWarps - 1) / kScanWarps;
-  launch(name, scan_rows_kernel<Source>,
-         LaunchShape{{blocks, static_cast<unsigned>(workspace.rows)}, {32 * kScanWarps}, sizeof(RowShared)}, stream,
-         source, workspace);
+  const int64_t blocks = (workspace.chunks_per_row + kScanWarps - 1) / kScanWarps;
+  launch(name, scan_rows_kernel<Source>, LaunchShape{{blocks, workspace.rows}, {32 * kScanWarps}, sizeof(RowShared)},
+         stream, source, workspace);
 }
 
 }  // namespace pass_ext::gpu

@@ -112,11 +112,10 @@ inline void launch_tree_prepare(const TreePrepare& problem, Stream stream) {
   const int64_t threads = problem.max_nodes < kMostPrepareThreads ? (problem.max_nodes + 31) / 32 * 32 : 1024;
   const int64_t wanted = (problem.rows + threads - 1) / threads;
   const int64_t clear_blocks = wanted < kMostClearBlocks ? wanted : kMostClearBlocks;
-  launch("tree_prepare", prepare_kernel,
-         LaunchShape{{static_cast<unsigned>(problem.requests + clear_blocks)},
-                     {static_cast<unsigned>(threads)},
-                     path_bytes(problem.max_nodes)},
-         stream, problem);
+  launch(
+      "tree_prepare", prepare_kernel,
+      LaunchShape{{problem.requests + clear_blocks}, {static_cast<unsigned>(threads)}, path_bytes(problem.max_nodes)},
+      stream, problem);
 }
 
 // ---- masks: a warp writes up to four times 32 chunks of 16 bytes of one row ----
@@ -178,8 +177,8 @@ void launch_tree_mask(const TreeMask<T>& problem, Stream stream) {
   if (rows == 0 || problem.kv_len == 0) return;
   const int64_t segments = (problem.kv_len + kMaskChunk<T> - 1 + kMaskSegment<T> - 1) / kMaskSegment<T>;
   launch("tree_mask", mask_kernel<T>,
-         LaunchShape{{static_cast<unsigned>((rows + kMaskWarps - 1) / kMaskWarps),
-                      static_cast<unsigned>(segments < kMostMaskBlocksPerRow ? segments : kMostMaskBlocksPerRow)},
+         LaunchShape{{(rows + kMaskWarps - 1) / kMaskWarps,
+                      segments < kMostMaskBlocksPerRow ? segments : kMostMaskBlocksPerRow},
                      {32 * kMaskWarps}},
          stream, problem);
 }

@@ -46,7 +46,7 @@ void run_primitive(const std::string& name, Address in, Address out, Address out
     launch("narrow", narrow_kernel, {{unsigned(a)}, {256}}, {}, as<float>(in), as<uint16_t>(out), as<uint16_t>(out2),
            as<uint32_t>(out3));
   } else if (name == "exp2") {
-    launch("exp2", exp2_kernel, {{unsigned(a)}, {32}}, {}, as<float>(in), as<float>(out));
+    launch("exp2", exp2_kernel, {{int64_t{a} << c}, {32}}, {}, as<float>(in), as<float>(out));
   } else if (name == "larger") {
     launch("larger", larger_kernel, {{1}, {32}}, {}, as<float>(in), as<float>(out));
   } else if (name == "bits") {

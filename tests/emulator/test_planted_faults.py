@@ -77,6 +77,12 @@ def test_invalid_launches_are_refused():
         machine.run_primitive("reverse", 0, 0, 0, 0, 0, 0, 0)
 
 
+def test_more_blocks_than_a_launch_can_have_are_refused():
+    message = "pass_ext::exp2: too much for one launch: 4294967296 x 1 x 1 blocks"  # narrowed to 32 bits it would be none
+    with emulator.session({}) as machine, pytest.raises(RuntimeError, match=message):
+        machine.run_primitive("exp2", 0, 0, 0, 0, 2**30, 0, 2)
+
+
 def test_sessions_do_not_nest():
     with emulator.session({}), pytest.raises(RuntimeError, match="already runs a session"), emulator.session({}):
         pass

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "core/grid.h"
 #include "core/half.h"
 #include "engine.h"
 
@@ -199,7 +200,7 @@ void multiply_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
 struct Stream {};
 
 struct LaunchShape {
-  Index3 grid;
+  Grid grid;
   Index3 block;
   size_t dynamic_shared_bytes = 0;
 };
@@ -217,7 +218,10 @@ struct Call {
 template <typename... Parameters, typename... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape, Stream, Arguments... arguments) {
   const Call<Parameters...> call{kernel, {static_cast<Parameters>(arguments)...}};
-  emulator::run_grid(name, shape.grid, shape.block, shape.dynamic_shared_bytes, &Call<Parameters...>::run, &call,
+  check_grid(name, shape.grid);
+  const Index3 grid{static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
+                    static_cast<unsigned>(shape.grid.z)};
+  emulator::run_grid(name, grid, shape.block, shape.dynamic_shared_bytes, &Call<Parameters...>::run, &call,
                      sizeof call);
 }
 
