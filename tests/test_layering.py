@@ -16,8 +16,8 @@ CPP_LAW = {
     "host": ("core/", "host/"),
     "cpu": ("core/", "host/", "cpu/"),
     "cuda/*.cuh": ("core/", "cuda/primitives.cuh", "cuda/rows.cuh", "cuda/block.cuh", "cuda/attention_"),
-    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention_"),
-    "cuda/*.h": ("host/",),
+    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention"),
+    "cuda/*.h": ("host/", "cuda/primitives.cuh"),
     "schema.cpp": (),
 }
 # ... and of torch, by angle brackets.

@@ -1,10 +1,10 @@
 // torch.ops.pass_ext.attention_tree and attention_merge on CUDA: checks, grid, workspace, launch, registration. The
-// kernels: cuda/attention.cuh and cuda/attention_merge.cuh. Called by torch's dispatcher.
-#include "cuda/attention.cuh"
-
+// kernels: cuda/attention.cuh, compiled by the other attention_*.cu, attention_plain.cuh and attention_merge.cuh.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/attention_merge.cuh"
+#include "cuda/attention_plain.cuh"
+#include "cuda/attention_plan.cuh"
 #include "cuda/counters.h"
 #include "cuda/runtime.h"
 #include "host/attention.h"
@@ -46,7 +46,8 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
   return gpu::with_attention_shape(problem, [&](auto shape) {
     using Shape = decltype(shape);
     static ResidentBlocks resident;
-    return resident.count(scope.device(), gpu::attention_kernel<Shape>, gpu::kAttentionThreads, Shape::kSharedBytes);
+    return resident.count(scope.device(), gpu::attention_kernel_of<Shape>(), gpu::kAttentionThreads,
+                          Shape::kSharedBytes);
   });
 }
 
@@ -55,7 +56,7 @@ void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
   if (problem.type == FloatType::float32) {
-    gpu::launch_attention(problem, {}, {}, scope.stream());
+    gpu::launch_plain_attention(problem, scope.stream());
   } else {
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
     const gpu::AttentionPlan plan = gpu::plan_attention(problem, between(resident, 1, kCountersOfSlot / 2));

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "cuda/attention_plan.cuh"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/primitives.cuh"
@@ -107,13 +108,6 @@ PASS_EXT_DEVICE void merge_into_result(const AttentionProblem& problem, const Se
         problem.lse[row_offset(problem, segment, row)] = log_of_total(total.maximum, total.exact);
       });
 }
-
-// What blocks share: parts [2 grid] in global memory, of which block i has slots 2 i and 2 i + 1, and counters [2
-// grid], zero before and after every launch.
-struct SharedWork {
-  float* parts;
-  int32_t* counters;
-};
 
 // Whether this block is the last of `expected` to come here; if so it sees what the others wrote before they came, and
 // the counter is zero again. `ticket` is shared memory.

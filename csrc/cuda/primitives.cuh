@@ -8,6 +8,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "core/half.h"
 
@@ -117,6 +120,12 @@ PASS_EXT_DEVICE Bytes16 load16(const void* address) {
 }
 PASS_EXT_DEVICE void store16(void* address, Bytes16 value) {
   *static_cast<uint4*>(address) = make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
+}
+// To global memory, as one instruction for certain: nvcc 13.0 makes four of some unrolled store16.
+PASS_EXT_DEVICE void store16_global(void* address, Bytes16 value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.word[0]), "r"(value.word[1]),
+               "r"(value.word[2]), "r"(value.word[3])
+               : "memory");
 }
 // Global memory that this launch only reads, and once: keep it out of L1.
 PASS_EXT_DEVICE Bytes16 load16_streaming(const void* address) {
@@ -256,13 +265,28 @@ struct LaunchShape {
   size_t dynamic_shared_bytes = 0;
 };
 
+// Lets a kernel have more than 48 KB of dynamic shared memory, and asks for the largest carve-out: with the driver's
+// own choice one block may fit where two would. Once per kernel and device, because the attributes cost 3 us a call.
+inline void allow_dynamic_shared(const void* kernel, size_t bytes) {
+  static std::mutex mutex;
+  static auto* const allowed = new std::map<std::pair<const void*, int>, size_t>;  // never destroyed: exit order
+  int device = 0;
+  cudaGetDevice(&device);
+  const std::lock_guard lock(mutex);
+  size_t& known = (*allowed)[{kernel, device}];
+  if (bytes <= known) return;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)) != cudaSuccess)
+    return;  // the launch will say what is wrong
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  known = bytes;
+}
+
 // Starts `kernel` on `stream`; `name` is what error messages call it. Errors wait for check_launch (runtime.h).
 template <typename... Parameters, typename... Arguments>
 void launch([[maybe_unused]] const char* name, void (*kernel)(Parameters...), const LaunchShape& shape, Stream stream,
             Arguments... arguments) {
   if (shape.dynamic_shared_bytes > 48 * 1024)
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(shape.dynamic_shared_bytes));
+    allow_dynamic_shared(reinterpret_cast<const void*>(kernel), shape.dynamic_shared_bytes);
   const dim3 grid(shape.grid.x, shape.grid.y, shape.grid.z), block(shape.block.x, shape.block.y, shape.block.z);
   kernel<<<grid, block, shape.dynamic_shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
 }

@@ -9,6 +9,7 @@
 
 #include <atomic>
 
+#include "cuda/primitives.cuh"
 #include "host/checks.h"
 
 #ifndef PASS_EXT_CUDA_ARCHITECTURES
@@ -19,37 +20,34 @@ namespace pass_ext {
 
 constexpr int kMostDevices = 64;
 
-// Makes a tensor's device current for this scope and knows torch's current stream on it.
+// Makes a tensor's device current for this scope and knows torch's current stream on it. The device is the tensor's own
+// index: this library has a CUDA runtime of its own, whose idea of the current device is not asked.
 class CudaScope {
  public:
-  explicit CudaScope(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+  explicit CudaScope(const Tensor& tensor) : device_(tensor.get_device_index()), guard_(device_) {
     void* stream = nullptr;
-    if (aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != AOTI_TORCH_SUCCESS)
+    if (aoti_torch_get_current_cuda_stream(device_, &stream) != AOTI_TORCH_SUCCESS)
       throw std::runtime_error("pass_ext: torch gave no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
   cudaStream_t stream() const { return stream_; }
 
-  int device() const {
-    int device = 0;
-    cudaGetDevice(&device);
-    return device;
-  }
+  int device() const { return device_; }
 
-  // Of the current device, asked once per process and device.
+  // Of the tensor's device, asked once per process and device.
   int multiprocessors() const {
     static std::atomic<int> counts[kMostDevices] = {};
-    const int device = this->device();
-    int count = counts[device % kMostDevices];
+    int count = counts[device_ % kMostDevices];
     if (count == 0) {
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-      counts[device % kMostDevices] = count;
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_);
+      counts[device_ % kMostDevices] = count;
     }
     return count;
   }
 
  private:
+  int device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };
@@ -61,7 +59,7 @@ class ResidentBlocks {
   int count(int device, Kernel* kernel, int threads, size_t dynamic_shared_bytes) {
     int count = counts_[device % kMostDevices];
     if (count == 0) {
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(dynamic_shared_bytes));
+      gpu::allow_dynamic_shared(reinterpret_cast<const void*>(kernel), dynamic_shared_bytes);
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, dynamic_shared_bytes);
       if (count < 1) count = 1;  // the launch will say what is wrong
       counts_[device % kMostDevices] = count;

@@ -38,6 +38,7 @@ FAULTS = {
     "divergent_shuffle": r"divergence: nobody can go on..*Thread 5 has returned.",
     "absent_lane": r"undefined: shuffle from lane 20, which does not take part",
     "streaming": r"load16_streaming: 16 bytes at offset \d+ of out was written in this launch",
+    "global_store": r"store16_global: the address is shared memory",
 }
 
 
