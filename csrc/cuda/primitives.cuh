@@ -52,9 +52,9 @@ PASS_EXT_DEVICE T* dynamic_shared() {
 PASS_EXT_DEVICE void sync_block() { __syncthreads(); }
 PASS_EXT_DEVICE int sync_block_count(bool vote) { return __syncthreads_count(vote); }
 PASS_EXT_DEVICE void sync_warp(unsigned mask = kFullWarp) { __syncwarp(mask); }
-// Orders this thread's earlier writes before its later ones as other blocks see them (release half of "last block
-// merges").
-PASS_EXT_DEVICE void fence_device() { __threadfence(); }
+// Orders this thread's earlier reads and writes before its later ones as other blocks see them: both halves of "last
+// block merges". __threadfence would also order them among all fences of the device, which is dearer and for nothing.
+PASS_EXT_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- within a warp; every lane of `mask` must call it. None of these orders memory: that is sync_warp's job ----
 

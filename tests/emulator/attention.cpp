@@ -4,6 +4,7 @@
 
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
+#include "cuda/attention_plan.cuh"
 #include "launches.h"
 
 namespace emulator {

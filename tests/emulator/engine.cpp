@@ -61,6 +61,7 @@ struct Engine {
   std::mt19937_64 random;
   std::unique_ptr<Memory> memory;
   bool in_session = false;
+  uint64_t accesses = 0;
   bool records_copies = false;
   std::vector<CopyRecord> copies;
 
@@ -344,6 +345,7 @@ void begin_session(uint64_t seed) {
   if (e.in_session) throw std::logic_error("the emulator already runs a session");
   e.in_session = true;
   e.random.seed(seed);
+  e.accesses = 0;
 }
 
 void add_buffer(const std::string& name, void* address, size_t bytes, Content content) {
@@ -356,6 +358,8 @@ std::vector<CopyRecord> taken_copies() {
   engine().records_copies = false;
   return std::move(engine().copies);
 }
+
+uint64_t count_accesses() { return engine().accesses; }
 
 void end_session() {
   engine().memory->forget_all();
@@ -513,6 +517,7 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
   if (aligned && reinterpret_cast<uintptr_t>(a) % bytes != 0)
     fail("misaligned: an access of " + std::to_string(bytes) + " bytes at an address that is no multiple of it");
   if (a >= e.stacks && a < e.stacks + kStackBytes * kMostThreads) return;  // a thread's own variables
+  ++e.accesses;
   const std::string error = e.memory->access(address, bytes, kind, observer());
   if (!error.empty()) {
     if (kind == Access::read && is_constant_data(address)) return;

@@ -30,6 +30,7 @@ struct CopyRecord {
 // From now on copies are recorded; what was recorded is returned, and forgotten, by taken_copies.
 void record_copies();
 std::vector<CopyRecord> taken_copies();
+uint64_t count_accesses();  // of kernels to buffers and shared memory in this session, each whatever its size
 
 // ---- from launch() ----
 // Runs thread_body(call) once per thread; `call` (the kernel and its parameters) is memory that threads may read.

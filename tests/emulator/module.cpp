@@ -20,6 +20,7 @@ PYBIND11_MODULE(_emulator, module) {
                };
                emulator::add_buffer(name, emulator::as<void>(address), bytes, kContents.at(content));
              });
+  module.def("count_accesses", &emulator::count_accesses);
   module.def("record_copies", &emulator::record_copies);
   module.def("taken_copies", [] {
     std::vector<std::tuple<uint32_t, uint32_t, uintptr_t>> copies;
