@@ -8,6 +8,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <atomic>
+#include <cstdlib>
+#include <string>
 
 #include "cuda/primitives.cuh"
 #include "host/checks.h"
@@ -20,6 +22,23 @@ namespace pass_ext {
 
 constexpr int kMostDevices = 64;
 
+// Whether every op first waits for what its stream has to do, and says what failed there: set_debug(True). A failed
+// kernel of another library otherwise shows as the failure of whichever op comes next.
+inline std::atomic<bool> g_checks_earlier_errors{std::getenv("PASS_EXT_DEBUG") != nullptr &&
+                                                 std::string(std::getenv("PASS_EXT_DEBUG")) == "1"};
+
+inline void check_earlier_errors(cudaStream_t stream) {
+  if (!g_checks_earlier_errors) return;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  if (error == cudaSuccess && status != cudaStreamCaptureStatusNone) return;  // nothing runs, and nobody may wait
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("pass_ext: CUDA had already failed before this op was called: ") +
+                           cudaGetErrorString(error) +
+                           ". Some earlier kernel did; CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer finds it");
+}
+
 // Makes a tensor's device current for this scope and knows torch's current stream on it. The device is the tensor's own
 // index: this library has a CUDA runtime of its own, whose idea of the current device is not asked.
 class CudaScope {
@@ -29,6 +48,7 @@ class CudaScope {
     if (aoti_torch_get_current_cuda_stream(device_, &stream) != AOTI_TORCH_SUCCESS)
       throw std::runtime_error("pass_ext: torch gave no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
+    check_earlier_errors(stream_);
   }
 
   cudaStream_t stream() const { return stream_; }
