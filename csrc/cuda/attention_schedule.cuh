@@ -111,14 +111,14 @@ struct ScheduleScratch {
 template <typename Shape>
 PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch& scratch, int32_t most,
                                RequestSteps& own_first) {
-  own_first = steps_of<Shape>(problem, thread_rank(), most);
   if (thread_rank() <= kMostInStep) scratch.steps[thread_rank()] = 0;
   if (thread_rank() == 0) scratch.chunk = scratch.before = 0;
   sync_block();
-  if (own_first.steps > 0) atomic_add(&scratch.steps[own_first.in_step], own_first.steps);
+  own_first = {};
 #pragma unroll 1
-  for (int64_t b = kAttentionThreads + thread_rank(); b < problem.requests; b += kAttentionThreads) {
+  for (int64_t b = thread_rank(); b < problem.requests; b += kAttentionThreads) {
     const RequestSteps own = steps_of<Shape>(problem, b, most);
+    if (b < kAttentionThreads) own_first = own;
     if (own.steps > 0) atomic_add(&scratch.steps[own.in_step], own.steps);
   }
   sync_block();
