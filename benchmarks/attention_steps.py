@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.laws import require
+
 PAGE = 64  # slots of a page, for libraries that want pages; also what every cache is rounded up to
 # Unit roundoff that a result is judged with. Float32: not its own, since peers may take exponentials by approximation.
 ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
@@ -24,6 +26,8 @@ class Spec:
     batch: int
     prefix: int
     nodes: int
+    window: int = -1
+    """Positions that a node sees back in the text, itself included; -1: all."""
 
     @property
     def group(self) -> int:
@@ -36,13 +40,18 @@ class Spec:
         return self.prefix + self.nodes
 
     @property
+    def prefix_read(self) -> int:
+        """Keys of the prefix that some node sees."""
+        return self.prefix if self.window < 0 else min(self.prefix, self.window - 1)
+
+    @property
     def slots(self) -> int:
         """Of one request in the cache."""
         return -(-self.keys // PAGE) * PAGE
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
         """Of the keys and values that one call reads."""
-        return 2 * self.batch * self.keys * self.kv_heads * self.head_dim * dtype.itemsize
+        return 2 * self.batch * (self.prefix_read + self.nodes) * self.kv_heads * self.head_dim * dtype.itemsize
 
     def rows_bytes(self, dtype: torch.dtype) -> int:
         """Of the queries, the results and their lse."""
@@ -51,7 +60,7 @@ class Spec:
     def flops(self, seen: int | None = None) -> int:
         """Of both products, over the keys that rows see; `seen`: nodes seen by nodes, all requests. Default: all by all."""
         rows = self.batch * self.nodes
-        pairs = rows * self.prefix + (rows * self.nodes if seen is None else seen)
+        pairs = rows * self.prefix_read + (rows * self.nodes if seen is None else seen)
         return 4 * pairs * self.heads * self.head_dim
 
 
@@ -64,6 +73,7 @@ class Trees:
     no_prefix: Tensor  # [B], zeros
     cu_nodes: Tensor  # [B + 1]
     visible: Tensor  # [N, 1]
+    depths: Tensor  # [N]
     seen: Tensor  # [B, n, n] bool
     mask: Tensor  # [B, 1, n, keys], 0 or -inf in the type of the queries
     folded_mask: Tensor  # [B, 1, n G, keys]
@@ -95,16 +105,23 @@ def make_trees(spec: Spec, dtype: torch.dtype, device: str, seed: int = 0) -> Tr
     """A tree per request; a node sees its ancestors and itself."""
     generator = random.Random(seed)
     words: list[int] = []
+    depths: list[int] = []
     for _ in range(spec.batch):
         own: list[int] = []
         for node, parent in enumerate(make_parents(spec.nodes, generator)):
             own.append((own[parent] if node else 0) | 1 << node)
         words += own
+        depths += [word.bit_count() - 1 for word in own]
     visible = torch.tensor([word - (word >> 63 << 64) for word in words])[:, None]  # as a signed word
     seen = (visible >> torch.arange(spec.nodes) & 1).bool().view(spec.batch, spec.nodes, spec.nodes).to(device)
     # Rows of the mask start where vector loads may: some kernels copy masks that do not.
     mask = torch.zeros(spec.batch, 1, spec.nodes, spec.slots, dtype=dtype, device=device)
     mask[:, 0, :, spec.prefix : spec.keys].masked_fill_(~seen, float("-inf"))
+    placed = torch.tensor(depths, device=device).view(spec.batch, 1, spec.nodes, 1)
+    if spec.window >= 0:
+        require(spec.nodes <= spec.window, "a node must see its ancestors, else `seen` is wrong")
+        before = torch.arange(spec.prefix, device=device) <= spec.prefix + placed - spec.window
+        mask[..., : spec.prefix].masked_fill_(before, float("-inf"))
     integers = {"dtype": torch.int32, "device": device}
     return Trees(
         spec,
@@ -112,6 +129,7 @@ def make_trees(spec: Spec, dtype: torch.dtype, device: str, seed: int = 0) -> Tr
         torch.zeros(spec.batch, **integers),
         torch.arange(spec.batch + 1, **integers) * spec.nodes,
         visible.to(device),
+        placed.flatten().int(),
         seen,
         mask[..., : spec.keys],
         mask.repeat_interleave(spec.group, dim=2)[..., : spec.keys],
@@ -119,7 +137,7 @@ def make_trees(spec: Spec, dtype: torch.dtype, device: str, seed: int = 0) -> Tr
 
 
 def make_step(trees: Trees, dtype: torch.dtype, device: str, generator: torch.Generator) -> Step:
-    """Random numbers, but a node seen weighs about as much as a quarter of the prefix: a wrong bit shows."""
+    """Random numbers, but a node seen weighs about as much as a quarter of the prefix that it sees: a wrong bit shows."""
     spec = trees.spec
 
     def draw(*shape: int) -> Tensor:
@@ -128,7 +146,7 @@ def make_step(trees: Trees, dtype: torch.dtype, device: str, generator: torch.Ge
     q = draw(spec.batch * spec.nodes, spec.heads, spec.head_dim)
     k, v = (draw(spec.batch, spec.kv_heads, spec.slots, spec.head_dim) for _ in range(2))
     q[..., 0] = 4
-    k[:, :, spec.prefix :, 0] = torch.tensor(spec.prefix / 4).log().item() * spec.head_dim**0.5 / 4
+    k[:, :, spec.prefix :, 0] = torch.tensor(spec.prefix_read / 4).log().item() * spec.head_dim**0.5 / 4
     return Step(trees, q, k, v)
 
 
@@ -167,8 +185,7 @@ def reference(step: Step) -> tuple[Tensor, Tensor]:
         q = fold(step)[b].double()  # [Hkv, n G, D]
         k, v = (cache[b, :, : spec.keys].double() for cache in (step.k, step.v))
         scores = q @ k.mT * spec.head_dim**-0.5
-        hidden = ~step.trees.seen[b].repeat_interleave(spec.group, dim=0)
-        scores[..., spec.prefix :].masked_fill_(hidden, float("-inf"))
+        scores.masked_fill_(step.trees.folded_mask[b] < 0, float("-inf"))
         p = scores.softmax(-1)
         outs.append(p @ v)
         magnitudes.append(p @ v.abs())

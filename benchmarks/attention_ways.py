@@ -33,6 +33,8 @@ class Way:
     """What must be installed; tried in a process of its own first."""
     one_request: bool = False
     """Has one tree for all requests, so it does the job for one."""
+    has_window: bool = False
+    """Hides what lies outside a window that goes by depth."""
 
 
 def ours(step: Step) -> tuple[Tensor, Tensor]:
@@ -46,6 +48,8 @@ def ours(step: Step) -> tuple[Tensor, Tensor]:
         trees.cu_nodes,
         trees.visible,
         step.spec.nodes,
+        depths=trees.depths,
+        window=step.spec.window,
     )
 
 
@@ -117,10 +121,12 @@ def prepare_flex(name: str, mode: str | None, steps: Sequence[Step]) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     trees, spec = steps[0].trees, steps[0].spec
-    words, prefix = trees.visible.view(spec.batch, spec.nodes), spec.prefix
+    words, prefix, window = trees.visible.view(spec.batch, spec.nodes), spec.prefix, spec.window
+    depths = trees.depths.view(spec.batch, spec.nodes)
 
     def sees(b: Tensor, head: Tensor, node: Tensor, key: Tensor) -> Tensor:
-        return (key < prefix) | ((words[b, node] >> (key - prefix).clamp(0, 63) & 1) == 1)
+        seen = (key < prefix) | ((words[b, node] >> (key - prefix).clamp(0, 63) & 1) == 1)
+        return seen if window < 0 else seen & ((key >= prefix) | (key > prefix + depths[b, node] - window))
 
     if name == FLEX:
         torch._dynamo.reset()  # one shape after the other: none must count against a limit on shapes
@@ -137,21 +143,21 @@ def with_flex(name: str, step: Step) -> Any:
 def flex(name: str, mode: str | None, devices: tuple[str, ...]) -> Way:
     """FlexAttention compiled in that mode."""
     prepare = functools.partial(prepare_flex, name, mode)
-    return Way(name, functools.partial(with_flex, name), devices, prepare, compiles=True)
+    return Way(name, functools.partial(with_flex, name), devices, prepare, compiles=True, has_window=True)
 
 
 GPU = ("cuda",)
 DENSE = [
-    Way(SDPA, sdpa),
-    Way(FOLDED, sdpa_folded),
-    Way("SDPA cuDNN", on_backend(sdpa, SDPBackend.CUDNN_ATTENTION), GPU),
-    Way("SDPA cuDNN, folded", on_backend(sdpa_folded, SDPBackend.CUDNN_ATTENTION), GPU),
-    Way("SDPA efficient, folded", on_backend(sdpa_folded, SDPBackend.EFFICIENT_ATTENTION), GPU),
-    Way("SDPA efficient, repeated", on_backend(sdpa_repeated, SDPBackend.EFFICIENT_ATTENTION), GPU),
-    Way("SDPA math", on_backend(sdpa, SDPBackend.MATH), GPU),
+    Way(SDPA, sdpa, has_window=True),
+    Way(FOLDED, sdpa_folded, has_window=True),
+    Way("SDPA cuDNN", on_backend(sdpa, SDPBackend.CUDNN_ATTENTION), GPU, has_window=True),
+    Way("SDPA cuDNN, folded", on_backend(sdpa_folded, SDPBackend.CUDNN_ATTENTION), GPU, has_window=True),
+    Way("SDPA efficient, folded", on_backend(sdpa_folded, SDPBackend.EFFICIENT_ATTENTION), GPU, has_window=True),
+    Way("SDPA efficient, repeated", on_backend(sdpa_repeated, SDPBackend.EFFICIENT_ATTENTION), GPU, has_window=True),
+    Way("SDPA math", on_backend(sdpa, SDPBackend.MATH), GPU, has_window=True),
 ]
 WAYS = [
-    Way(OURS, ours),
+    Way(OURS, ours, has_window=True),
     *DENSE,
     Way(MERGED, flash_and_merge),
     flex(FLEX, None, ("cpu", "cuda")),

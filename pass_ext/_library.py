@@ -45,10 +45,13 @@ def set_debug(enabled: bool) -> bool:
     """Checks that a GPU cannot make without being waited for (ids in range) on or off; returns the former setting.
 
     Off by default. On, ops on CUDA tensors read results back to the host before they launch, so they are slow and cannot be
-    captured in a CUDA graph. The environment variable ``PASS_EXT_DEBUG=1`` turns it on from the start.
+    captured in a CUDA graph; and a kernel that failed earlier is reported as such, not as a failure of the op. The
+    environment variable ``PASS_EXT_DEBUG=1`` turns it on from the start.
     """
     global _debug
     former, _debug = _debug, enabled
+    if _cuda_native is not None:
+        _cuda_native.pass_ext_check_earlier_cuda_errors(int(enabled))
     return former
 
 
@@ -165,4 +168,5 @@ def _refuse_cuda_tensors(reason: str) -> torch.library.Library:
 
 _native = _load_cpu()
 _cuda_reason = _load_cuda()
+_cuda_native = None if _cuda_reason else ctypes.CDLL(str(_HERE / "_C_cuda.so"))
 _refusals = _refuse_cuda_tensors(_cuda_reason)  # kept alive: dropping it unregisters

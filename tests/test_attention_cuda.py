@@ -193,11 +193,52 @@ def test_the_grid_changes_rounding_only_and_the_order_of_threads_nothing():
         torch.testing.assert_close(lse, results[1][1], atol=2e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("blocks", "prefix"), [(9, 64 * 17), (20, 64 * 40), (70, 64 * 140)])
-def test_a_unit_that_many_blocks_share(blocks, prefix):
-    """More than 8 members make several groups, more than 64 several at the second level."""
-    case = Case([prefix], [3], seed=blocks)
-    case.check(*case.run(blocks=blocks))
+def test_a_batch_of_all_sizes_longer_than_a_block_has_threads():
+    """Requests of one and of three tiles of rows, the larger ones far apart."""
+    nodes = [(b % 16 == 0) + 39 * (b in (2, 135)) for b in range(140)]
+    case = Case([3] * 140, nodes, heads=4, seed=2)
+    case.check(*case.run(blocks=11))
+
+
+@pytest.mark.parametrize(
+    ("members", "nodes", "group"),
+    [(9, 3, 1), (16, 3, 1), (17, 3, 1), (20, 3, 1), (70, 3, 1), (8, 16, 4), (9, 5, 5), (12, 15, 4)],
+)
+def test_a_unit_that_many_blocks_share(members, nodes, group):
+    """Up to 16 members of 16 rows, or 8 of 64, are merged at once; of more some in groups, one of them perhaps alone."""
+    case = Case([128 * members - nodes], [nodes], heads=group, seed=members)
+    out, lse = case.run(blocks=members, seed=1)
+    case.check(out, lse)
+    for seed in (2, 3):
+        again = case.run(blocks=members, seed=seed)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
+def bytes_from_memory(copies, kept=1):
+    """(read from memory, copied at all, distinct): memory is read if nobody has copied the same in the last ``kept`` steps.
+
+    A step is one tile of a block: a model of blocks that run side by side at one pace, with a cache that holds little.
+    """
+    last_use, read = {}, 0
+    for step, address in sorted((group, address) for _, group, address in copies):
+        read += 16 * (step - last_use.get(address, -kept - 1) > kept)
+        last_use[address] = step
+    return read, 16 * len(copies), 16 * len(last_use)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group", "kv_heads", "blocks"),
+    [([64], 4, 2, 12), ([64], 4, 2, 10), ([70], 6, 1, 28), ([64, 5, 20], 4, 1, 13)],
+    ids=["4 tiles", "blocks left over", "7 tiles", "ragged"],
+)
+def test_tiles_of_rows_read_the_keys_of_their_head_in_step(nodes, group, kv_heads, blocks):
+    """More than 64 rows to a key head: all of them see a key when it comes from memory, once."""
+    case = Case([64 * 5] * len(nodes), nodes, heads=group * kv_heads, kv_heads=kv_heads)
+    record = {}
+    case.check(*case.run(blocks=blocks, record=record))
+    read, copied, distinct = bytes_from_memory(record["copies"])
+    assert copied > 2 * distinct  # every tile of rows does copy them
+    assert read <= 1.05 * distinct
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -228,6 +269,18 @@ def test_what_is_hidden_may_be_anything_and_what_is_seen_shows(value, dim, separ
         assert not out[4, 2:, 7].isfinite().any()
         if value != value:
             assert out[1].isnan().all() and out[4].isnan().all() and lse[1].isnan().all()
+
+
+def test_a_value_that_is_not_finite_costs_no_more_than_reading_its_tile_again():
+    """Not rows times keys: 64 rows, of which all see it."""
+    case = Case([80], [16], heads=4, seed=4)
+    clean, dirty = {}, {}
+    case.run(blocks=1, seed=0, record=clean)
+    case.v_cache[0, 90, 0, 3] = torch.nan
+    case.visible[:] = -1
+    out = case.run(blocks=1, seed=0, record=dirty)[0]
+    assert out[:, :, 3].isnan().all() and not out[:, :, :3].isnan().any() and not out[:, :, 4:].isnan().any()
+    assert dirty["accesses"] < 1.25 * clean["accesses"]
 
 
 def test_pages_that_are_not_there_read_as_zeros():

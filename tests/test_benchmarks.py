@@ -88,15 +88,17 @@ def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path, report, caps
     assert f"Not timed: {absent[0]['contender']}, on " in page and "of limit" in page
 
 
-def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness):
+@pytest.mark.parametrize("window", [-1, 2048])
+def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness, window):
     from benchmarks import attention_steps as steps
     from benchmarks.attention_ways import ours, sdpa
 
-    spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=2, prefix=8192, nodes=33)
+    spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=2, prefix=8192, nodes=33, window=window)
     trees = steps.make_trees(spec, torch.bfloat16, "cpu")
     step = steps.make_step(trees, torch.bfloat16, "cpu", torch.Generator().manual_seed(0))
     expected = steps.reference(step)
     assert steps.excess(step, ours(step), expected) < 1 > steps.excess(step, sdpa(step), expected)
+    assert spec.prefix_read == (8192 if window < 0 else 2047)
     trees.visible[-1] ^= 1  # the last node no longer sees the root
     trees.mask[0, 0, -1, spec.prefix] = float("-inf")  # nor does that of the first request
     assert steps.excess(step, ours(step), expected) > 1 < steps.excess(step, sdpa(step), expected)

@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,30 @@ def test_a_wrong_cpu_isa_is_refused_with_the_names_that_exist():
     assert done.stderr.splitlines()[-1] == (
         "ImportError: PASS_EXT_CPU_ISA must be portable, avx2, avx512 or avx512_bf16, got 'AVX2'"
     )
+
+
+def test_debug_reaches_the_cuda_library(monkeypatch):
+    """It then says what failed before an op, rather than that the op did."""
+    calls = []
+    library = types.SimpleNamespace(pass_ext_check_earlier_cuda_errors=calls.append)
+    monkeypatch.setattr(_library, "_cuda_native", library)
+    former = _library.set_debug(True)
+    _library.set_debug(former)
+    assert calls == [1, int(former)]
+
+
+def test_an_earlier_failure_on_the_gpu_is_not_told_as_the_ops(cuda):
+    code = """
+import torch, pass_ext
+out = torch.randn(2, 4, 64, device="cuda")
+lse = torch.zeros(2, 4, device="cuda")
+pass_ext.set_debug(True)
+pass_ext.attention_merge(out, lse, out, lse)
+torch.zeros(1, device="cuda")[torch.tensor([7], device="cuda")]  # a device-side assertion
+pass_ext.attention_merge(out, lse, out, lse)
+"""
+    done = run("-c", code)
+    assert done.returncode != 0 and "had already failed before this op" in done.stderr
 
 
 def test_a_missing_cpu_library_is_an_import_error_that_says_how_to_build(tmp_path):

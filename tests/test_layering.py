@@ -19,8 +19,8 @@ CPP_LAW = {
         "core/",
         *("cuda/primitives.cuh", "cuda/block.cuh", "cuda/row", "cuda/accept_rows.cuh", "cuda/attention_"),
     ),
-    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention_"),
-    "cuda/*.h": ("host/",),
+    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention"),
+    "cuda/*.h": ("host/", "cuda/primitives.cuh"),
     "schema.cpp": (),
 }
 # ... and of torch, by angle brackets.

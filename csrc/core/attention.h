@@ -132,20 +132,21 @@ PASS_EXT_HOST_DEVICE int32_t depth_of(const AttentionProblem& problem, const Att
   return static_cast<int32_t>(between(problem.depths[request.first + node], 0, request.nodes - 1));
 }
 
-// Which of keys [first, first + 64) node `node` of the request sees: bit i for key first + i.
+// Which of keys [first, first + 64) node `node` of the request sees: bit i for key first + i. word(i) is word i of the
+// node's row in `visible`.
+template <typename Word>
 PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, const AttentionRequest& request,
-                                           int32_t node, int32_t first) {
+                                           int32_t node, int32_t first, const Word& word) {
   const int32_t start = first - request.prefix;  // of the 64, counted in nodes
   uint64_t seen = ones_below(-int64_t{start});   // the prefix
   uint64_t nodes = 0;
   if (start > -64 && start < request.nodes) {
-    const int64_t* words = problem.visible + (request.first + node) * problem.visible_stride;
     if (start <= 0) {
-      nodes = static_cast<uint64_t>(words[0]) << -start;
+      nodes = word(0) << -start;
     } else {
-      const int32_t word = start / 64, shift = start % 64;
-      nodes = static_cast<uint64_t>(words[word]) >> shift;
-      if (shift > 0 && 64 * (word + 1) < request.nodes) nodes |= static_cast<uint64_t>(words[word + 1]) << (64 - shift);
+      const int32_t i = start / 64, shift = start % 64;
+      nodes = word(i) >> shift;
+      if (shift > 0 && 64 * (i + 1) < request.nodes) nodes |= word(i + 1) << (64 - shift);
     }
     nodes &= ones_below(int64_t{request.nodes} - start);
   }
@@ -159,6 +160,17 @@ PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, cons
           nodes &= ~(uint64_t{1} << i);
   }
   return seen | nodes;
+}
+
+PASS_EXT_HOST_DEVICE uint64_t visible_word(const AttentionProblem& problem, const AttentionRequest& request,
+                                           int32_t node, int32_t i) {
+  return static_cast<uint64_t>(problem.visible[(request.first + node) * problem.visible_stride + i]);
+}
+
+PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, const AttentionRequest& request,
+                                           int32_t node, int32_t first) {
+  return visible_keys(problem, request, node, first,
+                      [&](int32_t i) { return visible_word(problem, request, node, i); });
 }
 
 constexpr float kLog2E = 1.44269504f;

@@ -5,11 +5,8 @@
 // tests.
 #pragma once
 
-#include <type_traits>
-
 #include "core/attention.h"
 #include "cuda/attention_parts.cuh"
-#include "cuda/attention_plain.cuh"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/attention_warp.cuh"
@@ -21,39 +18,56 @@ namespace pass_ext::gpu {
 // their registers, which results and queries fill.
 struct AttentionScratch {
   ScheduleScratch schedule;
-  Segment segment;
-  Shares shares;
-  int32_t ticket;
+  int32_t answer;
   int32_t has_non_finite;  // whether a masked tile of this segment had a value that is not finite
 };
 
 // Adds to the stored results the non-finite values that remove_non_finite took out, for the rows that do see their
-// keys: to the part of the warp that had the key, for a part that saw nothing counts nothing.
+// keys: to the part of the warp that had the key, for a part that saw nothing counts nothing. Every masked tile is read
+// once, whatever is in it; rows are gone through only where a column has a value that is not finite.
 template <typename Shape>
-PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const Segment& segment, float* parts) {
+PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const Segment& segment) {
   using T = typename Shape::T;
-  for (int column = static_cast<int>(thread_rank()); column < problem.head_dim; column += kAttentionThreads)
-    for (int tile = segment.begin; tile < segment.end; ++tile) {
-      const int32_t first = segment.first_key + tile * Shape::kKeys;
-      if (all_see(problem, segment.request, first, Shape::kKeys)) continue;
-      for (int row = 0; row < segment.rows; ++row) {
-        const uint64_t seen = visible_keys(problem, segment.request, (segment.first_row + row) / problem.group, first);
+  constexpr SharedTiles<Shape> shared{};
+  uint64_t* const seen = reinterpret_cast<uint64_t*>(shared.behind_parts());  // [kRows]
 #pragma unroll 1
-        for (int i = 0; i < Shape::kKeys; ++i) {
-          if (!(seen >> i & 1)) continue;
+  for (int tile = segment.begin; tile < segment.end; ++tile) {
+    const int32_t first = segment.first_key + tile * Shape::kKeys;
+    if (all_see(problem, segment.request, first, Shape::kKeys)) continue;
+    for (int row = static_cast<int>(thread_rank()); row < segment.rows; row += kAttentionThreads)
+      seen[row] = visible_keys(problem, segment.request, (segment.first_row + row) / problem.group, first);
+    sync_block();
+#pragma unroll 1
+    for (int column = static_cast<int>(thread_rank()); column < problem.head_dim; column += kAttentionThreads) {
+      uint64_t found = 0;  // keys whose value in this column is not finite
+#pragma unroll 8
+      for (int i = 0; i < Shape::kKeys; ++i) {
+        if (first + i >= segment.request.keys()) continue;
+        const T* const from =
+            key_row<T>(problem, segment.request, problem.v_cache, problem.v_new, first + i, segment.head);
+        if (from != nullptr && !is_finite(from[column])) found |= uint64_t{1} << i;
+      }
+      if (found == 0) continue;
+#pragma unroll 1
+      for (int row = 0; row < segment.rows; ++row)
+#pragma unroll 1
+        for (uint64_t left = seen[row] & found; left != 0; left &= left - 1) {
+          const int i = static_cast<uint32_t>(left) != 0 ? first_set_bit(static_cast<uint32_t>(left))
+                                                         : 32 + first_set_bit(static_cast<uint32_t>(left >> 32));
           const T* const from =
               key_row<T>(problem, segment.request, problem.v_cache, problem.v_new, first + i, segment.head);
-          if (from != nullptr && !is_finite(from[column]))
-            parts[i / Shape::kWarpKeys * Shape::kPart + row * Shape::kPartStride + column] += to_float(from[column]);
+          shared.parts()[i / Shape::kWarpKeys * Shape::kPart + row * Shape::kPartStride + column] +=
+              to_float(from[column]);
         }
-      }
     }
+    sync_block();  // seen is free again
+  }
 }
 
 // All tiles of a segment; the block's result is then in shared memory, in Shape::kKeyWarps parts.
 template <typename Shape>
 PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& scratch) {
-  const Segment& segment = scratch.segment;
+  const Segment& segment = scratch.schedule.segment;
   constexpr SharedTiles<Shape> shared{};
   constexpr int kAhead = Shape::kStages - 1;  // tiles under way while one is computed with
   const AddressedKey<Shape> own_key{problem, segment};
@@ -64,6 +78,7 @@ PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& s
   for (int i = 0; i < Shape::kStages; ++i) outer[i] = own_key.find(segment.begin + i);
   Queries<Shape> queries;
   queries.load(problem, segment);
+  const uint64_t first_word = load_first_word<Shape>(problem, segment);
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     own_key.put(segment.begin + i, outer[i]);
@@ -93,7 +108,7 @@ PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& s
       Scores<Shape> scores;
       multiply_queries_keys<Shape>(scores, queries, shared.keys(tile));
       scale_scores<Shape>(scores, problem);
-      if (is_masked) hide_keys<Shape>(scores, problem, segment, first_key);
+      if (is_masked) hide_keys<Shape>(scores, problem, segment, first_key, first_word);
       uint32_t weights[Shape::kWarpKeys / 8][2];
       state.add_weights(weights, scores);
       state.add_values(weights, shared.values(tile));
@@ -105,8 +120,7 @@ PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& s
   if (has_rows) state.store();
   sync_block();
   if (scratch.has_non_finite) {
-    restore_non_finite<Shape>(problem, segment, shared.parts());
-    sync_block();
+    restore_non_finite<Shape>(problem, segment);
   }
 }
 
@@ -139,83 +153,33 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
     attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem, SharedWork work) {
   PASS_EXT_SHARED(AttentionScratch, scratches, 1);
   AttentionScratch& scratch = scratches[0];
-  constexpr SharedTiles<Shape> shared{};
-  const Segment& segment = scratch.segment;
-  const Shares& shares = scratch.shares;
-  const int64_t work_of_all = count_work<Shape>(problem, scratch.schedule);
-  if (thread_rank() == 0) scratch.shares = shares_of(work_of_all, grid_size().x);
-  sync_block();
-  const int64_t block = block_index().x;
-  for (int64_t position = shares.begin(block); position < shares.begin(block + 1);) {
-    find_request<Shape>(problem, scratch.schedule, position);
-    if (thread_rank() == 0)
-      scratch.segment = segment_at<Shape>(problem, scratch.schedule, position, shares.begin(block + 1));
-    sync_block();
-    attend<Shape>(problem, scratch);
-    RowTotals* const totals = reinterpret_cast<RowTotals*>(shared.behind_parts());
-    const auto warp_part = [&](int k) { return shared.parts() + k * Shape::kPart; };
-    if (segment.is_whole()) {
-      merge_into_result<Shape, Shape::kKeyWarps>(problem, segment, totals, Shape::kKeyWarps, warp_part);
-    } else {
-      float* const own = work.parts + (2 * block + (segment.begin == 0 ? 1 : 0)) * Shape::kPart;
-      merge_into_part<Shape, Shape::kKeyWarps>(own, totals, segment.rows, Shape::kKeyWarps, warp_part);
-      merge_shared_unit<Shape>(problem, segment, work, shares.block_of(segment.unit_begin),
-                               shares.block_of(segment.unit_begin + segment.tiles - 1), block, totals, &scratch.ticket);
+  const Segment& segment = scratch.schedule.segment;
+  const int32_t most = Shape::kRowWarps == 1 ? 1 : work.most_in_step;
+  RequestSteps own_first;
+  const Team team = join_team<Shape>(problem, scratch.schedule, most, own_first);
+  const int32_t share_end = team.in_step == 0 ? 0 : team.begin(team.own + 1);
+#pragma unroll 1
+  for (int32_t step = team.in_step == 0 ? 0 : team.begin(team.own); step < share_end;) {
+    find_segment<Shape>(problem, scratch.schedule, team, own_first, step, most);
+    if (segment.rows > 0) {
+      attend<Shape>(problem, scratch);
+      RowTotals* const totals = reinterpret_cast<RowTotals*>(SharedTiles<Shape>{}.behind_parts());
+      const int64_t slot = 2 * block_index().x + (segment.begin == 0 ? 1 : 0);
+      const bool is_whole = segment.is_whole();
+      merge_warps<Shape>(problem, segment, totals, {is_whole ? nullptr : work.parts + slot * Shape::kPart});
+      if (!is_whole)
+        merge_members<Shape>(problem, segment, work, team, team.team_of(segment.unit_begin),
+                             team.team_of(segment.unit_begin + segment.tiles - 1), totals, &scratch.answer);
     }
-    position = segment.unit_begin + segment.end;
+    step = segment.unit_begin + segment.end;
     sync_block();  // shared memory is free again
   }
   write_rows_of_nobody<typename Shape::T>(problem);
 }
 
-// ---- host ----
-
-// use(AttentionShape) for what the problem needs: by dtype, head size and rows that share a key head. fp32 has none.
-template <typename Use>
-decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& use) {
-  const bool is_one_tile = int64_t{problem.max_nodes} * problem.group <= 16;
-  const auto with_dim = [&](auto element, auto dim) -> decltype(auto) {
-    using T = decltype(element);
-    constexpr int kDim = decltype(dim)::value;
-    return is_one_tile ? use(AttentionShape<T, kDim, 1>{}) : use(AttentionShape<T, kDim, 4>{});
-  };
-  const auto with_type = [&](auto element) -> decltype(auto) {
-    return problem.head_dim <= 64    ? with_dim(element, std::integral_constant<int, 64>{})
-           : problem.head_dim <= 96  ? with_dim(element, std::integral_constant<int, 96>{})
-           : problem.head_dim <= 128 ? with_dim(element, std::integral_constant<int, 128>{})
-                                     : with_dim(element, std::integral_constant<int, 256>{});
-  };
-  return problem.type == FloatType::bfloat16 ? with_type(bfloat16{}) : with_type(float16{});
-}
-
-struct AttentionPlan {
-  unsigned blocks;
-  int64_t parts;     // floats
-  int64_t counters;  // int32, zero: two for each block
-};
-
-// A grid of at most `most_blocks`, what fits on the GPU at once, and not more than shapes alone say can have work.
-inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t most_blocks) {
-  if (problem.type == FloatType::float32) return {0, 0, 0};
-  return with_attention_shape(problem, [&](auto shape) -> AttentionPlan {
-    using Shape = decltype(shape);
-    const int64_t units = problem.requests * problem.kv_heads *
-                          ((int64_t{problem.max_nodes} * problem.group + Shape::kRows - 1) / Shape::kRows);
-    const int64_t tiles = (problem.slots + problem.max_nodes + Shape::kKeys - 1) / Shape::kKeys;
-    const int64_t blocks = between(units * tiles / kLeastTilesOfBlock, 1, most_blocks);
-    return {static_cast<unsigned>(blocks), 2 * blocks * Shape::kPart, 2 * blocks};
-  });
-}
-
-inline void launch_attention(const AttentionProblem& problem, const AttentionPlan& plan, const SharedWork& work,
-                             Stream stream) {
-  if (problem.rows == 0 || problem.heads == 0) return;
-  if (problem.type == FloatType::float32) return launch_plain_attention(problem, stream);
-  with_attention_shape(problem, [&](auto shape) {
-    using Shape = decltype(shape);
-    launch("attention_tree", attention_kernel<Shape>,
-           LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, work);
-  });
+template <typename Shape>
+AttentionKernel* attention_kernel_of() {
+  return attention_kernel<Shape>;
 }
 
 }  // namespace pass_ext::gpu

@@ -57,7 +57,7 @@ void launch_merge_of(const MergeProblem& problem, Stream stream) {
   const int64_t chunks = problem.head_dim / (wide ? 16 / static_cast<int64_t>(sizeof(T)) : 1);
   const int64_t blocks = (problem.rows * (chunks == 0 ? 1 : chunks) + kMergeThreads - 1) / kMergeThreads;
   launch("attention_merge", wide ? merge_kernel<T, true> : merge_kernel<T, false>,
-         LaunchShape{{static_cast<unsigned>(blocks)}, {kMergeThreads}}, stream, problem);
+         LaunchShape{{blocks}, {kMergeThreads}}, stream, problem);
 }
 
 inline void launch_merge(const MergeProblem& problem, Stream stream) {

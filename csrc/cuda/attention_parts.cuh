@@ -1,9 +1,10 @@
 // From parts of a unit's result to the result. A part holds, for each row, sums over some of its keys (AttentionShape):
 //   maximum m, sum of weights 2^(s - m) times values, sum of weights as rounded, sum of weights
 // and several make one by weighing each by 2^(m - largest m). Parts come from the warps of a block, through shared
-// memory, and from the blocks that share a unit, through global memory, merged by whichever block comes last: first in
-// groups of kGroup neighbours, then the groups. The order of additions is that of the keys, whoever comes last.
-// Called by cuda/attention.cuh.
+// memory, and from the blocks that share a unit, its members, through global memory. Up to kMergeGroup members are
+// merged by whichever comes last. More are merged in groups of neighbours, then the groups, slice of rows by slice of
+// rows: the group that comes last with a slice merges that slice of all groups, and each group starts with another one.
+// The order of additions is that of the keys, whoever comes last.
 #pragma once
 
 #include <cmath>
@@ -12,11 +13,17 @@
 #include "core/attention.h"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
+#include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
 
-constexpr int kGroup = 8;
+constexpr int kSlices = 8;       // of a unit's rows, each merged by one warp
+constexpr int kPartsAtOnce = 8;  // whose loads a thread has under way together
+
+// A part has 8.5 KB at 16 rows of 128 and 34 KB at 64: reading 16 of the small ones costs less than a second level.
+template <typename Shape>
+constexpr int kMergeGroup = Shape::kRowWarps == 1 ? 16 : 8;
 
 // Of one row: the last four floats of its line in a part, the fourth unused.
 struct RowTotals {
@@ -27,15 +34,22 @@ PASS_EXT_DEVICE void store_totals(float* part_row, int dim, const RowTotals& tot
   store16(part_row + dim, {{bits_of(totals.maximum), bits_of(totals.rounded), bits_of(totals.exact), 0}});
 }
 
-// The parts of `rows` rows made one: take_chunk(row, column, sums of 8 columns, RowTotals), then, when nobody reads
-// parts any more, take_totals(row, RowTotals) once for each row. A thread has the loads of `at_once` parts under way
-// together. `totals` is shared memory, [kRows].
-template <typename Shape, int at_once, typename PartOf, typename TakeChunk, typename TakeTotals>
-PASS_EXT_DEVICE void merge_parts(RowTotals* totals, int rows, int parts, const PartOf& part_of,
-                                 const TakeChunk& take_chunk, const TakeTotals& take_totals) {
+// Where merged rows go: into a part, which may be one of those that are merged, or, if null, into the result.
+struct MergeTarget {
+  float* part;
+};
+
+// One warp: slice `slice` of the parts of `rows` rows made one. `totals` is shared memory, [kRows].
+template <typename Shape, int at_once, typename PartOf>
+PASS_EXT_DEVICE void merge_slice(const AttentionProblem& problem, const Segment& segment, RowTotals* totals, int slice,
+                                 int parts, const PartOf& part_of, const MergeTarget& target) {
+  using T = typename Shape::T;
+  constexpr int kSliceRows = Shape::kRows / kSlices;
+  const int lane = static_cast<int>(lane_index()), first_row = slice * kSliceRows;
+  const int rows = segment.rows - first_row < kSliceRows ? segment.rows - first_row : kSliceRows;
 #pragma unroll 1
-  for (int i = static_cast<int>(thread_rank()); i < rows * Shape::kChunks; i += kAttentionThreads) {
-    const int row = i / Shape::kChunks, column = i % Shape::kChunks * 8;
+  for (int i = lane; i < rows * Shape::kChunks; i += 32) {
+    const int row = first_row + i / Shape::kChunks, column = i % Shape::kChunks * 8;
     RowTotals total;
     float sums[8] = {};
 #pragma unroll 1
@@ -67,92 +81,89 @@ PASS_EXT_DEVICE void merge_parts(RowTotals* totals, int rows, int parts, const P
         for (int j = 0; j < 8; ++j) sums[j] = fused(weight, float_of(line[k][j / 4].word[j % 4]), sums[j]);
       }
     }
-    take_chunk(row, column, sums, total);
+    if (target.part != nullptr) {
+      float* const to = target.part + row * Shape::kPartStride + column;
+      store16(to, {{bits_of(sums[0]), bits_of(sums[1]), bits_of(sums[2]), bits_of(sums[3])}});
+      store16(to + 4, {{bits_of(sums[4]), bits_of(sums[5]), bits_of(sums[6]), bits_of(sums[7])}});
+    } else if (column < problem.head_dim) {
+      const float inverse = total.rounded == 0.0f ? 0.0f : 1.0f / total.rounded;
+      Bytes16 bytes;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) bytes.word[j] = pack2<T>(sums[2 * j] * inverse, sums[2 * j + 1] * inverse);
+      store16(static_cast<T*>(problem.out) + row_offset(problem, segment, row) * problem.head_dim + column, bytes);
+    }
     if (column == 0) totals[row] = total;
   }
-  sync_block();
-  const int row = static_cast<int>(thread_rank());
-  if (row < rows) take_totals(row, totals[row]);
-}
-
-// Parts into one part at `target`, which may be one of them.
-template <typename Shape, int at_once, typename PartOf>
-PASS_EXT_DEVICE void merge_into_part(float* target, RowTotals* totals, int rows, int parts, const PartOf& part_of) {
-  merge_parts<Shape, at_once>(
-      totals, rows, parts, part_of,
-      [&](int row, int column, const float (&sums)[8], const RowTotals&) {
-        float* const to = target + row * Shape::kPartStride + column;
-        store16(to, {{bits_of(sums[0]), bits_of(sums[1]), bits_of(sums[2]), bits_of(sums[3])}});
-        store16(to + 4, {{bits_of(sums[4]), bits_of(sums[5]), bits_of(sums[6]), bits_of(sums[7])}});
-      },
-      [&](int row, const RowTotals& total) { store_totals(target + row * Shape::kPartStride, Shape::kDim, total); });
-}
-
-// Parts into the rows of the result.
-template <typename Shape, int at_once, typename PartOf>
-PASS_EXT_DEVICE void merge_into_result(const AttentionProblem& problem, const Segment& segment, RowTotals* totals,
-                                       int parts, const PartOf& part_of) {
-  using T = typename Shape::T;
-  merge_parts<Shape, at_once>(
-      totals, segment.rows, parts, part_of,
-      [&](int row, int column, const float (&sums)[8], const RowTotals& total) {
-        if (column >= problem.head_dim) return;
-        const float inverse = total.rounded == 0.0f ? 0.0f : 1.0f / total.rounded;
-        Bytes16 bytes;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) bytes.word[j] = pack2<T>(sums[2 * j] * inverse, sums[2 * j + 1] * inverse);
-        store16(static_cast<T*>(problem.out) + row_offset(problem, segment, row) * problem.head_dim + column, bytes);
-      },
-      [&](int row, const RowTotals& total) {
-        problem.lse[row_offset(problem, segment, row)] = log_of_total(total.maximum, total.exact);
-      });
-}
-
-// What blocks share: parts [2 grid] in global memory, of which block i has slots 2 i and 2 i + 1, and counters [2
-// grid], zero before and after every launch.
-struct SharedWork {
-  float* parts;
-  int32_t* counters;
-};
-
-// Whether this block is the last of `expected` to come here; if so it sees what the others wrote before they came, and
-// the counter is zero again. `ticket` is shared memory.
-PASS_EXT_DEVICE bool is_last(int32_t* counter, int32_t expected, int32_t* ticket) {
-  sync_block();
-  if (thread_rank() == 0) {
-    fence_device();
-    *ticket = atomic_add(counter, 1);
-    if (*ticket + 1 == expected) atomic_exchange(counter, 0);
+  sync_warp();  // nobody reads the parts' totals any more, where the merged ones may go
+  if (lane < rows) {
+    const int row = first_row + lane;
+    const RowTotals total = totals[row];
+    if (target.part != nullptr)
+      store_totals(target.part + row * Shape::kPartStride, Shape::kDim, total);
+    else
+      problem.lse[row_offset(problem, segment, row)] = log_of_total(total.maximum, total.exact);
   }
-  sync_block();
-  const bool last = *ticket + 1 == expected;
-  if (last) fence_device();
-  return last;
+  sync_warp();  // totals are free again
+}
+
+// The parts of the block's own warps, in shared memory, made one.
+template <typename Shape>
+PASS_EXT_DEVICE void merge_warps(const AttentionProblem& problem, const Segment& segment, RowTotals* totals,
+                                 const MergeTarget& target) {
+  const auto part_of = [](int k) { return SharedTiles<Shape>{}.parts() + k * Shape::kPart; };
+#pragma unroll 1
+  for (int slice = static_cast<int>(warp_index()); slice < kSlices; slice += kAttentionWarps)
+    merge_slice<Shape, Shape::kKeyWarps>(problem, segment, totals, slice, Shape::kKeyWarps, part_of, target);
+}
+
+// As block_comes_last, for what a warp has written and will read.
+PASS_EXT_DEVICE bool warp_comes_last(int32_t* counter, int32_t expected) {
+  sync_warp();
+  int last = 0;
+  if (lane_index() == 0) last = comes_last(counter, expected);
+  sync_warp();
+  return shuffle(last, 0) != 0;
 }
 
 // After this block has stored its part of a unit that several blocks share: merges what is complete.
-// The unit's members are blocks `first` to `last`. Each has its part in its slot 2 i, for the unit is the first thing
-// in its share, but for the first member, to which it is the last thing: slot 2 i + 1. Counters: of the groups at 2
-// first + 1; of the members of a group at 2 i, i its first member. No other unit counts there: block i may also be the
-// last member of the unit before, but the first of several in a group there it is not.
+// The unit's members are teams `first` to `last`. Each has its part in slot 2 i of its block i, for the unit is the
+// first thing in its share, but for the first member, to which it is the last thing: slot 2 i + 1. Counters of members
+// of a group: 2 i, i the block of its first member. No other unit counts there: a block may also be the last member of
+// the unit before, but the first of several in a group there it is not. Counters of groups, one for each slice: 2 i + 1
+// of the first kSlices members. No other unit counts there: of a unit with several groups none of these is the last
+// member, and a block is the last but in one of its units.
 template <typename Shape>
-PASS_EXT_DEVICE void merge_shared_unit(const AttentionProblem& problem, const Segment& segment, const SharedWork& work,
-                                       int64_t first, int64_t last, int64_t own, RowTotals* totals, int32_t* ticket) {
-  const auto part_of = [&](int64_t member) {
-    return work.parts + (2 * (first + member) + (member == 0 ? 1 : 0)) * Shape::kPart;
+PASS_EXT_DEVICE void merge_members(const AttentionProblem& problem, const Segment& segment, const SharedWork& work,
+                                   const Team& team, int32_t first, int32_t last, RowTotals* totals, int32_t* answer) {
+  constexpr int kGroup = kMergeGroup<Shape>;
+  static_assert(kGroup >= kSlices, "more than one group: at least kSlices members before the last");
+  const auto part_of = [&](int32_t member) {
+    return work.parts + (2 * team.block_of(first + member) + (member == 0 ? 1 : 0)) * Shape::kPart;
   };
-  const int members = static_cast<int>(last - first + 1), groups = (members + kGroup - 1) / kGroup;
-  const int group_first = static_cast<int>(own - first) / kGroup * kGroup;
-  const int group_size = members - group_first < kGroup ? members - group_first : kGroup;
+  const int32_t members = last - first + 1, groups = (members + kGroup - 1) / kGroup;
+  const int32_t group = (team.own - first) / kGroup, group_first = group * kGroup;
+  const int32_t group_size = members - group_first < kGroup ? members - group_first : kGroup;
   if (group_size > 1) {
-    const auto member_of_group = [&](int k) { return part_of(group_first + k); };
-    if (!is_last(work.counters + 2 * (first + group_first), group_size, ticket)) return;
-    if (groups == 1) return merge_into_result<Shape, kGroup>(problem, segment, totals, group_size, member_of_group);
-    merge_into_part<Shape, kGroup>(part_of(group_first), totals, segment.rows, group_size, member_of_group);
+    if (!block_comes_last(work.counters + 2 * team.block_of(first + group_first), group_size, answer)) return;
+  } else {
+    sync_block();  // a warp passes on slices of the part that other warps have written
   }
-  if (!is_last(work.counters + 2 * first + 1, groups, ticket)) return;
-  merge_into_result<Shape, kGroup>(problem, segment, totals, groups,
-                                   [&](int group) { return part_of(group * kGroup); });
+#pragma unroll 1
+  for (int i = static_cast<int>(warp_index()); i < kSlices; i += kAttentionWarps) {
+    const int slice = (i + group) % kSlices;
+    bool is_of_groups = false;
+#pragma unroll 1
+    for (;;) {
+      const bool is_final = is_of_groups || groups == 1;
+      const int32_t begin = is_of_groups ? 0 : group_first, stride = is_of_groups ? kGroup : 1;
+      if (is_final || group_size > 1)
+        merge_slice<Shape, kPartsAtOnce>(problem, segment, totals, slice, is_of_groups ? groups : group_size,
+                                         [&](int k) { return part_of(begin + k * stride); },
+                                         {is_final ? nullptr : part_of(group_first)});
+      if (is_final || !warp_comes_last(work.counters + 2 * team.block_of(first + slice) + 1, groups)) break;
+      is_of_groups = true;
+    }
+  }
 }
 
 }  // namespace pass_ext::gpu

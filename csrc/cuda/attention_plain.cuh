@@ -84,8 +84,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
 
 inline void launch_plain_attention(const AttentionProblem& problem, Stream stream) {
   const int64_t blocks = (problem.rows * problem.heads + kPlainWarps - 1) / kPlainWarps;
-  launch("attention_tree", plain_attention_kernel, LaunchShape{{static_cast<unsigned>(blocks)}, {32 * kPlainWarps}},
-         stream, problem);
+  launch("attention_tree", plain_attention_kernel, LaunchShape{{blocks}, {32 * kPlainWarps}}, stream, problem);
 }
 
 }  // namespace pass_ext::gpu

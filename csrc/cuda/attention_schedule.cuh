@@ -1,7 +1,11 @@
-// Who computes what: the work of all requests, cut into equal shares for the blocks of a persistent grid.
-// A unit is one M tile of rows of one request for one key head; its work is a run of key tiles. Units stand in order of
-// request, key head and M tile, so that neighbours read the same keys; block i of G takes tiles [i T / G, (i + 1) T /
-// G) of the T in all. Lengths are on the device: every block adds them up for itself. Called by cuda/attention.cuh.
+// Who computes what: the work of all requests, cut into equal shares for teams of blocks of a persistent grid.
+// A unit is the tiles of rows of one request for one key head (of more than kMostInStep such tiles, an equal part of
+// them); its work is a run of key tiles. The blocks of a team, one for each of the unit's tiles of rows, go through the
+// same keys in step, so that keys come from memory once and for the other blocks from L2:
+//   block = first + team * in_step + tile of rows        team t of n takes steps [begin(t), begin(t + 1)) of all
+// Requests with as many tiles of rows have teams of their own (`in_step` blocks each), as many as their share of the
+// work. Lengths are on the device: every block adds them up for itself, in one pass for up to kAttentionThreads
+// requests.
 #pragma once
 
 #include <cstdint>
@@ -13,124 +17,194 @@ namespace pass_ext::gpu {
 
 constexpr int kAttentionThreads = 128;
 constexpr int kAttentionWarps = kAttentionThreads / 32;
-constexpr int64_t kLeastTilesOfBlock = 2;
+constexpr int32_t kLeastTilesOfBlock = 2;
+constexpr int kMostInStep = 8;  // blocks of a team: 512 rows to a key compute for longer than the key takes to read
+
+// What blocks share: parts [2 grid] in global memory, of which block i has slots 2 i and 2 i + 1, and counters [2
+// grid], zero before and after every launch.
+struct SharedWork {
+  float* parts;
+  int32_t* counters;
+  int32_t most_in_step;  // blocks of a team; of the plan
+};
+
+using AttentionKernel = void(AttentionProblem, SharedWork);
+
+// Defined where the kernel is compiled: attention.cuh, in one of the attention_*.cu.
+template <typename Shape>
+AttentionKernel* attention_kernel_of();
 
 // How one request is cut, for tiles of kRows rows and kKeys keys.
 struct RequestTiles {
   int32_t first_key;  // of the first tile
-  int32_t keys;       // tiles of one unit
-  int32_t rows;       // M tiles of one key head
-  int64_t work;       // tiles of all units
+  int32_t keys;       // tiles of keys: the steps of one unit
+  int32_t parts;      // units of one key head
+  int32_t in_step;    // tiles of rows of one unit
 };
 
 template <typename Shape>
-PASS_EXT_DEVICE RequestTiles tiles_of(const AttentionProblem& problem, const AttentionRequest& request) {
+PASS_EXT_DEVICE RequestTiles tiles_of(const AttentionProblem& problem, const AttentionRequest& request, int32_t most) {
   RequestTiles tiles;
   tiles.first_key = request.begin / 64 * 64;
   tiles.keys = request.nodes == 0 ? 0 : (request.keys() - tiles.first_key + Shape::kKeys - 1) / Shape::kKeys;
-  tiles.rows = (request.nodes * problem.group + Shape::kRows - 1) / Shape::kRows;
-  tiles.work = int64_t{tiles.rows} * problem.kv_heads * tiles.keys;
+  tiles.in_step = (request.nodes * problem.group + Shape::kRows - 1) / Shape::kRows;
+  tiles.parts = 1;
+  if constexpr (Shape::kRowWarps > 1)  // the small shape is for requests of one tile of rows
+    if (tiles.in_step > most) {
+      tiles.parts = (tiles.in_step + most - 1) / most;
+      tiles.in_step = (tiles.in_step + tiles.parts - 1) / tiles.parts;
+    }
   return tiles;
 }
 
-// Found by all threads of a block together.
-struct ScheduleScratch {
-  int64_t sums[kAttentionWarps];
-  int64_t request, before;  // the request at work, and the work of all before it
+// One request's work: steps of teams of `in_step` blocks.
+struct RequestSteps {
+  int32_t in_step = 0, steps = 0;
 };
 
 template <typename Shape>
-PASS_EXT_DEVICE int64_t work_of(const AttentionProblem& problem, int64_t request) {
-  return request < problem.requests ? tiles_of<Shape>(problem, request_of(problem, request)).work : 0;
+PASS_EXT_DEVICE RequestSteps steps_of(const AttentionProblem& problem, int64_t request, int32_t most) {
+  if (request >= problem.requests) return {};
+  const RequestTiles tiles = tiles_of<Shape>(problem, request_of(problem, request), most);
+  return {tiles.in_step, problem.kv_heads * tiles.parts * tiles.keys};
 }
 
-// All work; scratch is at its start.
-template <typename Shape>
-PASS_EXT_DEVICE int64_t count_work(const AttentionProblem& problem, ScheduleScratch& scratch) {
-  int64_t work = 0;
-  for (int64_t b = thread_rank(); b < problem.requests; b += kAttentionThreads) work += work_of<Shape>(problem, b);
-  for (int step = 16; step > 0; step /= 2) work += shuffle_xor(work, step);
-  if (lane_index() == 0) scratch.sums[warp_index()] = work;
-  if (thread_rank() == 0) scratch.request = scratch.before = 0;
-  sync_block();
-  work = 0;
-  for (int warp = 0; warp < kAttentionWarps; ++warp) work += scratch.sums[warp];
-  sync_block();
-  return work;
-}
+// Which share of which requests a block has.
+struct Team {
+  int32_t in_step;              // of its requests; 0: there is nothing for this block
+  int32_t steps, teams;         // of all those requests
+  int32_t quotient, remainder;  // of these two
+  int32_t first_block;          // of the first of those teams
+  int32_t own, tile;            // this block's team, and which of its tiles of rows it has
 
-// Moves scratch.request, scratch.before on to the request that tile `position` of the whole work belongs to.
-template <typename Shape>
-PASS_EXT_DEVICE void find_request(const AttentionProblem& problem, ScheduleScratch& scratch, int64_t position) {
-  int64_t before = scratch.before;
-  const int64_t begin = scratch.request;
-  sync_block();
-  for (int64_t first = begin; first < problem.requests && before <= position; first += kAttentionThreads) {
-    const int64_t own = work_of<Shape>(problem, first + thread_rank());
-    int64_t up_to = own;  // of this request and of those before it in its warp, then of all before it
-    for (unsigned step = 1; step < 32; step *= 2) {
-      const int64_t other = shuffle_up(up_to, step);
-      if (lane_index() >= step) up_to += other;
-    }
-    if (lane_index() == 31) scratch.sums[warp_index()] = up_to;
-    sync_block();
-    up_to += before;
-    for (unsigned warp = 0; warp < kAttentionWarps; ++warp) {
-      if (warp < warp_index()) up_to += scratch.sums[warp];
-      before += scratch.sums[warp];
-    }
-    if (up_to - own <= position && position < up_to) {
-      scratch.request = first + thread_rank();
-      scratch.before = up_to - own;
-    }
-    sync_block();
+  PASS_EXT_DEVICE int32_t begin(int32_t team) const { return team * quotient + (team < remainder ? team : remainder); }
+  PASS_EXT_DEVICE int32_t team_of(int32_t step) const {
+    const int32_t longer = remainder * (quotient + 1);  // steps of the teams that have one more
+    return step < longer ? step / (quotient + 1) : remainder + (step - longer) / quotient;
   }
-}
-
-// How the whole work is shared. Only as many blocks take part as can have kLeastTilesOfBlock.
-struct Shares {
-  int64_t work, blocks;
-
-  PASS_EXT_DEVICE int64_t begin(int64_t block) const { return block < blocks ? block * work / blocks : work; }
-  PASS_EXT_DEVICE int64_t block_of(int64_t tile) const { return ((tile + 1) * blocks - 1) / work; }
+  // The block of another team that has the same tile of rows.
+  PASS_EXT_DEVICE int64_t block_of(int32_t team) const { return first_block + team * in_step + tile; }
 };
-
-PASS_EXT_DEVICE Shares shares_of(int64_t work, int64_t grid) {
-  return {work, between(work / kLeastTilesOfBlock, 1, grid)};
-}
 
 // The part of one unit that one block computes: key tiles [begin, end) of its `tiles`.
 struct Segment {
   AttentionRequest request;
   int32_t head;       // key head
-  int32_t first_row;  // of the M tile, among the request's rows
-  int32_t rows;       // of the M tile that are a node's
+  int32_t first_row;  // of the tile of rows, among the request's rows
+  int32_t rows;       // of the tile that are a node's; none where a unit's tiles are fewer than its team's blocks
   int32_t first_key, tiles;
   int32_t begin, end;
-  int64_t unit_begin;  // in the whole work
+  int32_t unit_begin;  // in the steps of all requests of the team
 
   PASS_EXT_DEVICE bool is_whole() const { return begin == 0 && end == tiles; }
 };
 
-// The segment that starts at tile `position` of the whole work, in the request of `scratch`, cut where the block's
-// share ends.
-template <typename Shape>
-PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, const ScheduleScratch& scratch, int64_t position,
-                                   int64_t share_end) {
+// Found by all threads of a block together.
+struct ScheduleScratch {
+  int32_t steps[kMostInStep + 1];  // of all requests with so many blocks in step
+  int32_t sums[kAttentionWarps];
+  int32_t chunk, before;  // the kAttentionThreads requests at work, by the first of them, and the steps before it
   Segment segment;
-  segment.request = request_of(problem, scratch.request);
-  const RequestTiles tiles = tiles_of<Shape>(problem, segment.request);
-  const int32_t unit = static_cast<int32_t>((position - scratch.before) / tiles.keys);
-  segment.unit_begin = scratch.before + int64_t{unit} * tiles.keys;
-  segment.head = unit / tiles.rows;
-  segment.first_row = unit % tiles.rows * Shape::kRows;
-  const int32_t rows = segment.request.nodes * problem.group - segment.first_row;
-  segment.rows = rows < Shape::kRows ? rows : Shape::kRows;
+};
+
+// The block's share. `own_first` becomes what request thread_rank() has, which find_segment needs.
+template <typename Shape>
+PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch& scratch, int32_t most,
+                               RequestSteps& own_first) {
+  if (thread_rank() <= kMostInStep) scratch.steps[thread_rank()] = 0;
+  if (thread_rank() == 0) scratch.chunk = scratch.before = 0;
+  sync_block();
+  own_first = {};
+#pragma unroll 1
+  for (int64_t b = thread_rank(); b < problem.requests; b += kAttentionThreads) {
+    const RequestSteps own = steps_of<Shape>(problem, b, most);
+    if (b < kAttentionThreads) own_first = own;
+    if (own.steps > 0) atomic_add(&scratch.steps[own.in_step], own.steps);
+  }
+  sync_block();
+  const int32_t grid = static_cast<int32_t>(grid_size().x), block = static_cast<int32_t>(block_index().x);
+  // Everybody who has work gets one team; the other blocks are shared out by work, rounded down.
+  int32_t left = grid;
+  float work = 0.0f;
+#pragma unroll 1
+  for (int32_t in_step = 1; in_step <= most; ++in_step) {
+    const int32_t steps = scratch.steps[in_step];
+    if (steps == 0) continue;
+    left -= in_step;
+    work += static_cast<float>(in_step) * static_cast<float>(steps);
+  }
+  Team team{};
+#pragma unroll 1
+  for (int32_t in_step = 1; in_step <= most; ++in_step) {
+    const int32_t steps = scratch.steps[in_step];
+    if (steps == 0) continue;
+    // 1 + 2^-20: 64 may come out as 63.99. The sum over all stays below left + 1, for a grid has at most 512 blocks.
+    const float share = static_cast<float>(left) * (static_cast<float>(steps) / work) * 1.00000095f;
+    int32_t teams = 1 + static_cast<int32_t>(share);
+    if (teams > steps / kLeastTilesOfBlock) teams = steps < kLeastTilesOfBlock ? 1 : steps / kLeastTilesOfBlock;
+    const int32_t place = block - team.first_block;
+    if (place < teams * in_step) {
+      const int32_t own = most == 1 ? place : place / in_step;
+      return {in_step, steps, teams, steps / teams, steps % teams, team.first_block, own, place - own * in_step};
+    }
+    team.first_block += teams * in_step;
+  }
+  return team;
+}
+
+// The segment at step `step` of the team's requests, in request `index`, whose first step is `request_begin`, cut where
+// the share ends.
+template <typename Shape>
+PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, int64_t index, int32_t request_begin,
+                                   const Team& team, int32_t step, int32_t most) {
+  Segment segment;
+  segment.request = request_of(problem, index);
+  const RequestTiles tiles = tiles_of<Shape>(problem, segment.request, most);
+  const int32_t unit = (step - request_begin) / tiles.keys;
+  segment.head = tiles.parts == 1 ? unit : unit / tiles.parts;
+  segment.first_row = ((unit - segment.head * tiles.parts) * tiles.in_step + team.tile) * Shape::kRows;
+  segment.rows =
+      static_cast<int32_t>(between(segment.request.nodes * problem.group - segment.first_row, 0, Shape::kRows));
   segment.first_key = tiles.first_key;
   segment.tiles = tiles.keys;
-  segment.begin = static_cast<int32_t>(position - segment.unit_begin);
-  segment.end = static_cast<int32_t>(between(share_end - segment.unit_begin, 0, tiles.keys));
+  segment.unit_begin = request_begin + unit * tiles.keys;
+  segment.begin = step - segment.unit_begin;
+  const int32_t share_end = team.begin(team.own + 1) - segment.unit_begin;
+  segment.end = share_end < tiles.keys ? share_end : tiles.keys;
   return segment;
+}
+
+// Sets scratch.segment to the one at step `step` of the block's share. Steps must not fall from call to call.
+template <typename Shape>
+PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScratch& scratch, const Team& team,
+                                  RequestSteps own_first, int32_t step, int32_t most) {
+  int32_t before = scratch.before;
+#pragma unroll 1
+  for (int64_t chunk = scratch.chunk; chunk < problem.requests && before <= step; chunk += kAttentionThreads) {
+    const int64_t request = chunk + thread_rank();
+    const RequestSteps found = chunk == 0 ? own_first : steps_of<Shape>(problem, request, most);
+    const int32_t own = found.in_step == team.in_step ? found.steps : 0;
+    int32_t up_to = own;  // of this request and of those before it in its warp, then of all before it
+#pragma unroll
+    for (unsigned distance = 1; distance < 32; distance *= 2) {
+      const int32_t other = shuffle_up(up_to, distance);
+      if (lane_index() >= distance) up_to += other;
+    }
+    if (lane_index() == 31) scratch.sums[warp_index()] = up_to;
+    sync_block();
+    up_to += before;
+    const int32_t chunk_begin = before;
+    for (unsigned warp = 0; warp < kAttentionWarps; ++warp) {
+      if (warp < warp_index()) up_to += scratch.sums[warp];
+      before += scratch.sums[warp];
+    }
+    if (up_to - own <= step && step < up_to) {
+      scratch.segment = segment_at<Shape>(problem, request, up_to - own, team, step, most);
+      scratch.chunk = static_cast<int32_t>(chunk);
+      scratch.before = chunk_begin;
+    }
+    sync_block();
+  }
 }
 
 // Where row `row` of the segment's tile is in q and out.

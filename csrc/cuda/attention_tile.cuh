@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "core/attention.h"
 #include "cuda/attention_schedule.cuh"
@@ -26,6 +27,8 @@ struct AttentionShape {
   static constexpr int kStages = dim <= 64 ? 4 : dim <= 128 ? 3 : 2;
   static constexpr int kChunks = dim / 8;                                   // of 16 bytes, in a row
   static constexpr int kRowThreads = dim <= 64 ? 8 : dim <= 128 ? 16 : 32;  // that copy a row: a chunk each, or none
+  static constexpr int kRowsAtOnce = kAttentionThreads / kRowThreads;       // that a block copies
+  static constexpr int kCopies = kKeys / kRowsAtOnce;                       // of a thread, for a tile of K or of V
   static constexpr bool kIsSwizzled = dim % 64 == 0;
   static constexpr bool kMayBeWider = dim == 96;               // than head_dim, which may be 80
   static constexpr int kStride = kIsSwizzled ? dim : dim + 8;  // of rows of a tile; unswizzled: an odd number of chunks
@@ -59,7 +62,8 @@ struct SharedTiles {
   PASS_EXT_DEVICE T* keys(int tile) const { return dynamic_shared<T>() + tile % Shape::kStages * 2 * Shape::kTile; }
   PASS_EXT_DEVICE T* values(int tile) const { return keys(tile) + Shape::kTile; }
   PASS_EXT_DEVICE T* queries() const { return dynamic_shared<T>() + Shape::kStages * 2 * Shape::kTile; }
-  // Of the rows of a tile of K, then of V: null where there is nothing to read.
+  // Of the rows of a tile of K, then of V: null where there is nothing to read. Those that one thread copies stand side
+  // by side, so that it loads two at a time: place_of_address.
   PASS_EXT_DEVICE const T** addresses(int tile) const {
     return reinterpret_cast<const T**>(dynamic_shared<char>() + Shape::kRingBytes + Shape::kQueryBytes) +
            tile % 2 * 2 * Shape::kKeys;
@@ -68,6 +72,11 @@ struct SharedTiles {
   PASS_EXT_DEVICE float* parts() const { return dynamic_shared<float>(); }
   PASS_EXT_DEVICE float* behind_parts() const { return parts() + Shape::kKeyWarps * Shape::kPart; }
 };
+
+template <typename Shape>
+PASS_EXT_DEVICE unsigned place_of_address(unsigned row) {
+  return row % Shape::kRowsAtOnce * Shape::kCopies + row / Shape::kRowsAtOnce;
+}
 
 // What this thread contributes to the addresses of each tile: one key's row, of K or of V.
 template <typename Shape>
@@ -95,7 +104,8 @@ struct AddressedKey {
     if (key(tile) < segment.request.keys())
       row = row_in<T>(problem, segment.request, is_value ? problem.v_cache : problem.k_cache,
                       is_value ? problem.v_new : problem.k_new, outer, key(tile), segment.head);
-    SharedTiles<Shape>{}.addresses(tile)[thread_rank()] = row;
+    SharedTiles<Shape>{}.addresses(
+        tile)[(is_value ? Shape::kKeys : 0) + place_of_address<Shape>(thread_rank() % Shape::kKeys)] = row;
   }
 };
 
@@ -107,16 +117,23 @@ PASS_EXT_DEVICE void copy_tile(const AttentionProblem& problem, int tile) {
   const unsigned chunk = thread_rank() % Shape::kRowThreads, first = thread_rank() / Shape::kRowThreads;
   if (chunk >= Shape::kChunks) return;
   const bool has_column = !Shape::kMayBeWider || static_cast<int32_t>(chunk) * 8 < problem.head_dim;
-  const T* const* addresses = shared.addresses(tile);
+  // All addresses before the first copy: the compiler moves no load across a copy, and each would wait for its own.
+  const T* from[2][Shape::kCopies];
+#pragma unroll
+  for (int which = 0; which < 2; ++which)
+#pragma unroll
+    for (int i = 0; i < Shape::kCopies; i += 2) {
+      const Bytes16 pair = load16(shared.addresses(tile) + which * Shape::kKeys + first * Shape::kCopies + i);
+      memcpy(&from[which][i], &pair, sizeof pair);
+    }
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     T* const target = which == 0 ? shared.keys(tile) : shared.values(tile);
 #pragma unroll
-    for (unsigned i = 0; i < Shape::kKeys; i += kAttentionThreads / Shape::kRowThreads) {
-      const T* const from = addresses[which * Shape::kKeys + i + first];
-      const bool is_there = has_column && from != nullptr;
-      const void* const source = is_there ? static_cast<const void*>(from + chunk * 8) : problem.q;  // any address
-      copy_async16(target + chunk_offset<Shape>(i + first, chunk), source, is_there);
+    for (int i = 0; i < Shape::kCopies; ++i) {
+      const bool is_there = has_column && from[which][i] != nullptr;
+      const void* const source = is_there ? static_cast<const void*>(from[which][i] + chunk * 8) : problem.q;  // any
+      copy_async16(target + chunk_offset<Shape>(i * Shape::kRowsAtOnce + first, chunk), source, is_there);
     }
   }
 }

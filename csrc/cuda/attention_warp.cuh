@@ -120,16 +120,34 @@ PASS_EXT_DEVICE void scale_scores(Scores<Shape>& scores, const AttentionProblem&
     for (float& score : block) score = softcapped(score, problem.softcap) * kLog2E;
 }
 
+// The row for whose bits a lane looks: lane t of a row's four has row g + 8 (t % 2). Then each takes the bits of both
+// its rows from them.
+template <typename Shape>
+PASS_EXT_DEVICE int looked_for_row() {
+  const int lane = static_cast<int>(lane_index());
+  return first_row_of_warp<Shape>() + lane / 4 + 8 * (lane % 2);
+}
+
+// Word 0 of that row's bits, which is all there is of up to 64 nodes: loaded with q, long before the keys it hides.
+template <typename Shape>
+PASS_EXT_DEVICE uint64_t load_first_word(const AttentionProblem& problem, const Segment& segment) {
+  const int row = looked_for_row<Shape>();
+  if (row >= segment.rows) return 0;
+  return visible_word(problem, segment.request, (segment.first_row + row) / problem.group, 0);
+}
+
 // Scores of the keys that their row does not see become -inf.
 template <typename Shape>
 PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& problem, const Segment& segment,
-                               int32_t first_key) {
-  const int lane = static_cast<int>(lane_index());
-  // Lane t of a row's four looks for row g + 8 (t % 2); then each takes the bits of both its rows.
-  const int row = first_row_of_warp<Shape>() + lane / 4 + 8 * (lane % 2);
+                               int32_t first_key, uint64_t first_word) {
+  const int lane = static_cast<int>(lane_index()), row = looked_for_row<Shape>();
   uint64_t own = 0;
-  if (row < segment.rows)
-    own = visible_keys(problem, segment.request, (segment.first_row + row) / problem.group, first_key);
+  if (row < segment.rows) {
+    const int32_t node = (segment.first_row + row) / problem.group;
+    own = visible_keys(problem, segment.request, node, first_key, [&](int32_t i) {
+      return i == 0 ? first_word : visible_word(problem, segment.request, node, i);
+    });
+  }
   const int shift = static_cast<int>(first_key_of_warp<Shape>()) + 2 * (lane % 4);
   const uint64_t seen[2] = {shuffle(own, lane / 4 * 4) >> shift, shuffle(own, lane / 4 * 4 + 1) >> shift};
 #pragma unroll

@@ -21,7 +21,7 @@ PASS_EXT_DEVICE bool is_better(const Best& a, const Best& b) {
 struct BlockScratch {
   double sums[32];
   Best best[32];
-  int32_t ticket;
+  int32_t is_last;
 };
 
 PASS_EXT_DEVICE unsigned warps_in_block() { return block_size().x / 32; }
@@ -60,19 +60,24 @@ PASS_EXT_DEVICE double sum_of_block(BlockScratch& scratch, double value) {
   return sum;
 }
 
-// Whether this block is the last of `expected` to arrive at a counter: then it sees what the others wrote, and the
-// counter is zero again.
-PASS_EXT_DEVICE bool is_last(BlockScratch& scratch, int32_t* counter, int32_t expected) {
-  sync_block();
-  if (thread_rank() == 0) {
+// One thread: whether it is the last of `expected` to come here; if so it sees what the others wrote before they came,
+// and the counter is zero again.
+PASS_EXT_DEVICE bool comes_last(int32_t* counter, int32_t expected) {
+  fence_device();
+  const bool last = atomic_add(counter, 1) + 1 == expected;
+  if (last) {
+    atomic_exchange(counter, 0);
     fence_device();
-    scratch.ticket = atomic_add(counter, 1);
-    if (scratch.ticket + 1 == expected) atomic_exchange(counter, 0);
   }
-  sync_block();
-  const bool last = scratch.ticket + 1 == expected;
-  if (last) fence_device();
   return last;
+}
+
+// The same for all that a block has written and will read. `answer` is shared memory.
+PASS_EXT_DEVICE bool block_comes_last(int32_t* counter, int32_t expected, int32_t* answer) {
+  sync_block();
+  if (thread_rank() == 0) *answer = comes_last(counter, expected);
+  sync_block();
+  return *answer != 0;
 }
 
 }  // namespace pass_ext::gpu

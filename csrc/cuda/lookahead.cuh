@@ -24,7 +24,14 @@ struct alignas(wide ? 16 : alignof(T)) Chunk {
 template <typename T, bool wide, typename S>
 PASS_EXT_DEVICE Chunk<T, wide> load_chunk(const S* from) {
   Chunk<T, wide> chunk;
-  if constexpr (!std::is_same_v<T, S>) {
+  if constexpr (wide && !std::is_same_v<T, S> && sizeof(S) > sizeof(T)) {
+    S given[chunk.size];
+    for (int i = 0; i < static_cast<int>(sizeof given / 16); ++i) {
+      const Bytes16 bytes = load16(reinterpret_cast<const char*>(from) + 16 * i);
+      memcpy(reinterpret_cast<char*>(given) + 16 * i, &bytes, sizeof bytes);
+    }
+    for (int i = 0; i < chunk.size; ++i) chunk.value[i] = from_float<T>(given[i]);
+  } else if constexpr (!std::is_same_v<T, S>) {
     for (int i = 0; i < chunk.size; ++i) chunk.value[i] = from_float<T>(from[i]);
   } else if constexpr (wide) {
     const Bytes16 bytes = load16(from);
@@ -40,7 +47,7 @@ PASS_EXT_DEVICE void store_chunk(T* to, const Chunk<T, wide>& chunk) {
   if constexpr (wide) {
     Bytes16 bytes;
     memcpy(&bytes, &chunk, sizeof bytes);
-    store16(to, bytes);
+    store16_global(to, bytes);
   } else {
     *to = chunk.value[0];
   }

@@ -8,6 +8,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "core/grid.h"
 #include "core/half.h"
@@ -50,9 +53,9 @@ PASS_EXT_DEVICE T* dynamic_shared() {
 PASS_EXT_DEVICE void sync_block() { __syncthreads(); }
 PASS_EXT_DEVICE int sync_block_count(bool vote) { return __syncthreads_count(vote); }
 PASS_EXT_DEVICE void sync_warp(unsigned mask = kFullWarp) { __syncwarp(mask); }
-// Orders this thread's earlier writes before its later ones as other blocks see them (release half of "last block
-// merges").
-PASS_EXT_DEVICE void fence_device() { __threadfence(); }
+// Orders this thread's earlier reads and writes before its later ones as other blocks see them: both halves of "last
+// block merges". __threadfence would also order them among all fences of the device, which is dearer and for nothing.
+PASS_EXT_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- within a warp; every lane of `mask` must call it. None of these orders memory: that is sync_warp's job ----
 
@@ -120,6 +123,12 @@ PASS_EXT_DEVICE Bytes16 load16(const void* address) {
 }
 PASS_EXT_DEVICE void store16(void* address, Bytes16 value) {
   *static_cast<uint4*>(address) = make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
+}
+// To global memory, as one instruction for certain: nvcc 13.0 makes four of some unrolled store16.
+PASS_EXT_DEVICE void store16_global(void* address, Bytes16 value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.word[0]), "r"(value.word[1]),
+               "r"(value.word[2]), "r"(value.word[3])
+               : "memory");
 }
 // Global memory that this launch only reads, and once: keep it out of L1.
 PASS_EXT_DEVICE Bytes16 load16_streaming(const void* address) {
@@ -261,13 +270,28 @@ struct LaunchShape {
   size_t dynamic_shared_bytes = 0;
 };
 
+// Lets a kernel have more than 48 KB of dynamic shared memory, and asks for the largest carve-out: with the driver's
+// own choice one block may fit where two would. Once per kernel and device, because the attributes cost 3 us a call.
+inline void allow_dynamic_shared(const void* kernel, size_t bytes) {
+  static std::mutex mutex;
+  static auto* const allowed = new std::map<std::pair<const void*, int>, size_t>;  // never destroyed: exit order
+  int device = 0;
+  cudaGetDevice(&device);
+  const std::lock_guard lock(mutex);
+  size_t& known = (*allowed)[{kernel, device}];
+  if (bytes <= known) return;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)) != cudaSuccess)
+    return;  // the launch will say what is wrong
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  known = bytes;
+}
+
 // Starts `kernel` on `stream`; `name` is what error messages call it. Errors wait for check_launch (runtime.h).
 template <typename... Parameters, typename... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape, Stream stream,
             Arguments... arguments) {
   if (shape.dynamic_shared_bytes > 48 * 1024)
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(shape.dynamic_shared_bytes));
+    allow_dynamic_shared(reinterpret_cast<const void*>(kernel), shape.dynamic_shared_bytes);
   check_grid(name, shape.grid);
   const dim3 grid(static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
                   static_cast<unsigned>(shape.grid.z));

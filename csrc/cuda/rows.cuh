@@ -505,7 +505,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, 6)
   const int32_t chunk = static_cast<int32_t>(block_index().x * kScanWarps + warp_index());
   if (chunk < workspace.chunks_per_row)
     scan_chunk_of_any_type(row, chunk, summary_of(workspace, slot), [&] { return source.wish(slot); });
-  if (!is_last(row_shared().block, workspace.counters + slot, static_cast<int32_t>(grid_size().x))) return;
+  if (!block_comes_last(workspace.counters + slot, static_cast<int32_t>(grid_size().x), &row_shared().block.is_last))
+    return;
   BlockRows rows(workspace, slot);
   const LogitRow finished = row;  // a copy that calls may point to
   source.finish(rows, finished, workspace);

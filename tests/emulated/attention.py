@@ -21,8 +21,11 @@ def strides_of(name: str, rows: Tensor | None) -> dict[str, int]:
 
 def attention_tree(
     q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
-    window, blocks=None, seed=None,
+    window, blocks=None, seed=None, record=None,
 ):  # fmt: skip
+    """``record``: a dict that gets what the kernel did: "accesses", how many, and "copies" to shared memory, 16 bytes each, as
+    (block, how many groups its thread had committed before, address).
+    """
     q = q.contiguous()
     rows, heads, head_dim = q.shape
     caches = dict(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
@@ -49,7 +52,11 @@ def attention_tree(
     buffers = {name: (tensor, "in") for name, tensor in inputs.items()}
     buffers |= {"out": (out, "out"), "lse": (lse, "out"), "parts": (parts, "out"), "counters": (counters, "inout")}
     with session(buffers, seed=next(seeds) if seed is None else seed) as machine:
+        if record is not None:
+            machine.record_copies()
         machine.attention("attention_tree", numbers, head_dim**-0.5 if scale is None else scale, softcap)
+        if record is not None:
+            record |= {"copies": machine.taken_copies(), "accesses": machine.count_accesses()}
     assert not counters.any(), "the counters are not zero again"
     return out, lse
 

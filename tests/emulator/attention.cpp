@@ -3,6 +3,8 @@
 #include "cuda/attention.cuh"
 
 #include "cuda/attention_merge.cuh"
+#include "cuda/attention_plain.cuh"
+#include "cuda/attention_plan.cuh"
 #include "launches.h"
 
 namespace emulator {
@@ -49,7 +51,9 @@ pass_ext::AttentionProblem attention_problem(const Arguments& given) {
 // How many floats the parts take, or how many counters there are.
 int64_t attention_workspace(const Numbers& numbers) {
   const Arguments given{numbers};
-  const auto plan = pass_ext::gpu::plan_attention(attention_problem(given), given("most_blocks"));
+  const pass_ext::AttentionProblem problem = attention_problem(given);
+  if (problem.type == pass_ext::FloatType::float32) return 0;
+  const auto plan = pass_ext::gpu::plan_attention(problem, given("most_blocks"));
   return given("wants_parts") ? plan.parts : plan.counters;
 }
 
@@ -66,6 +70,8 @@ void attention(const std::string& name, const Numbers& numbers, float scale, flo
   pass_ext::AttentionProblem problem = attention_problem(given);
   problem.scale = scale;
   problem.softcap = softcap;
+  if (problem.rows == 0 || problem.heads == 0) return;
+  if (problem.type == pass_ext::FloatType::float32) return pass_ext::gpu::launch_plain_attention(problem, {});
   pass_ext::gpu::launch_attention(problem, pass_ext::gpu::plan_attention(problem, given("most_blocks")),
                                   {given.at<float>("parts"), given.at<int32_t>("counters")}, {});
 }

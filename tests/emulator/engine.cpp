@@ -61,6 +61,9 @@ struct Engine {
   std::mt19937_64 random;
   std::unique_ptr<Memory> memory;
   bool in_session = false;
+  uint64_t accesses = 0;
+  bool records_copies = false;
+  std::vector<CopyRecord> copies;
 
   // the launch
   const char* name = "";
@@ -342,11 +345,21 @@ void begin_session(uint64_t seed) {
   if (e.in_session) throw std::logic_error("the emulator already runs a session");
   e.in_session = true;
   e.random.seed(seed);
+  e.accesses = 0;
 }
 
 void add_buffer(const std::string& name, void* address, size_t bytes, Content content) {
   if (bytes > 0) engine().memory->add_buffer(name, address, bytes, content);
 }
+
+void record_copies() { engine().records_copies = true; }
+
+std::vector<CopyRecord> taken_copies() {
+  engine().records_copies = false;
+  return std::move(engine().copies);
+}
+
+uint64_t count_accesses() { return engine().accesses; }
 
 void end_session() {
   engine().memory->forget_all();
@@ -504,6 +517,7 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
   if (aligned && reinterpret_cast<uintptr_t>(a) % bytes != 0)
     fail("misaligned: an access of " + std::to_string(bytes) + " bytes at an address that is no multiple of it");
   if (a >= e.stacks && a < e.stacks + kStackBytes * kMostThreads) return;  // a thread's own variables
+  ++e.accesses;
   const std::string error = e.memory->access(address, bytes, kind, observer());
   if (!error.empty()) {
     if (kind == Access::read && is_constant_data(address)) return;
@@ -521,6 +535,10 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
 
 void check_streaming(const void* address, size_t bytes) { fail_if(engine().memory->check_streaming(address, bytes)); }
 
+void check_global(const char* name, const void* address) {
+  if (engine().memory->is_shared(address)) fail(std::string(name) + ": the address is shared memory");
+}
+
 void copy_async(void* shared, const void* global, size_t bytes, bool valid) {
   Thread& me = *engine().current;
   if (reinterpret_cast<uintptr_t>(shared) % bytes || (valid && reinterpret_cast<uintptr_t>(global) % bytes))
@@ -529,6 +547,9 @@ void copy_async(void* shared, const void* global, size_t bytes, bool valid) {
   fail_if(engine().memory->begin_async_write(shared, bytes, observer()));
   me.copies.push_back({shared, global, {}, bytes, valid, kUncommitted});
   if (valid) memcpy(me.copies.back().before, global, bytes);
+  Engine& e = engine();
+  if (valid && e.records_copies)
+    e.copies.push_back({e.block_rank, static_cast<uint32_t>(me.groups), reinterpret_cast<uintptr_t>(global)});
 }
 
 void copy_async_commit() {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace emulator {
 
@@ -20,6 +21,16 @@ enum class Content { read_only, uninitialised, initialised };
 void begin_session(uint64_t seed);
 void add_buffer(const std::string& name, void* address, size_t bytes, Content content);
 void end_session();
+
+// An asynchronous copy of one launch: who read what, and how many groups of copies its thread had committed before.
+struct CopyRecord {
+  uint32_t block, group;
+  uintptr_t from;
+};
+// From now on copies are recorded; what was recorded is returned, and forgotten, by taken_copies.
+void record_copies();
+std::vector<CopyRecord> taken_copies();
+uint64_t count_accesses();  // of kernels to buffers and shared memory in this session, each whatever its size
 
 // ---- from launch() ----
 // Runs thread_body(call) once per thread; `call` (the kernel and its parameters) is memory that threads may read.
@@ -48,6 +59,7 @@ void check_access(const void* address, size_t bytes, Access access, bool aligned
 // Copies without a check; the caller has made its own.
 void copy_bytes(void* to, const void* from, size_t bytes);
 void check_streaming(const void* address, size_t bytes);  // global, and not written in this launch
+void check_global(const char* name, const void* address);
 
 void copy_async(void* shared, const void* global, size_t bytes, bool valid);
 void copy_async_commit();

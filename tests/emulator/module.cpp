@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <tuple>
 
 #include "engine.h"
 #include "launches.h"
@@ -19,6 +20,13 @@ PYBIND11_MODULE(_emulator, module) {
                };
                emulator::add_buffer(name, emulator::as<void>(address), bytes, kContents.at(content));
              });
+  module.def("count_accesses", &emulator::count_accesses);
+  module.def("record_copies", &emulator::record_copies);
+  module.def("taken_copies", [] {
+    std::vector<std::tuple<uint32_t, uint32_t, uintptr_t>> copies;
+    for (const auto& copy : emulator::taken_copies()) copies.emplace_back(copy.block, copy.group, copy.from);
+    return copies;
+  });
   module.def("run_primitive", &emulator::run_primitive);
   module.def("run_planted_fault", &emulator::run_planted_fault);
   module.def("lookahead_embed", &emulator::lookahead_embed);

@@ -44,6 +44,7 @@ void run_planted_fault(const std::string& name, Address in, Address out, bool br
       {"divergent_shuffle", divergent_shuffle_kernel},
       {"absent_lane", absent_lane_kernel},
       {"streaming", streaming_kernel},
+      {"global_store", global_store_kernel},
   };
   const auto found = kKernels.find(name);
   if (found == kKernels.end()) throw std::invalid_argument("no planted fault is called " + name);

@@ -274,4 +274,12 @@ inline PASS_EXT_KERNEL streaming_kernel(const int* in, int* out, bool broken) {
   load16_streaming((broken ? out : in) + 4 * i);
 }
 
+inline PASS_EXT_KERNEL global_store_kernel(const int* in, int* out, bool broken) {
+  PASS_EXT_SHARED(Bytes16, tile, 16);
+  const unsigned i = thread_index().x;
+  if (i >= 16) return;
+  tile[i] = load16(in + 4 * i);
+  store16_global(broken ? static_cast<void*>(&tile[i]) : out + 4 * i, tile[i]);
+}
+
 }  // namespace pass_ext::gpu

@@ -107,7 +107,10 @@ inline PASS_EXT_KERNEL copy16_kernel(const int* in, int* out) {
   const Bytes16 a = load16(in + i), b = load16_streaming(in + i);
   Bytes16 sum;
   for (int k = 0; k < 4; ++k) sum.word[k] = a.word[k] + b.word[k];
-  store16(out + i, sum);
+  if (thread_rank() % 2 == 0)
+    store16(out + i, sum);
+  else
+    store16_global(out + i, sum);
 }
 
 // A three-stage pipeline: stage s is copied while stage s - 2 is used; every third chunk is filled with zeros.

@@ -38,6 +38,7 @@ FAULTS = {
     "divergent_shuffle": r"divergence: nobody can go on..*Thread 5 has returned.",
     "absent_lane": r"undefined: shuffle from lane 20, which does not take part",
     "streaming": r"load16_streaming: 16 bytes at offset \d+ of out was written in this launch",
+    "global_store": r"store16_global: the address is shared memory",
 }
 
 
@@ -78,7 +79,9 @@ def test_invalid_launches_are_refused():
 
 
 def test_more_blocks_than_a_launch_can_have_are_refused():
-    message = "pass_ext::exp2: too much for one launch: 4294967296 x 1 x 1 blocks"  # narrowed to 32 bits it would be none
+    message = (
+        "pass_ext::exp2: too much for one launch: 4294967296 x 1 x 1 blocks"  # narrowed to 32 bits it would be none
+    )
     with emulator.session({}) as machine, pytest.raises(RuntimeError, match=message):
         machine.run_primitive("exp2", 0, 0, 0, 0, 2**30, 0, 2)
 

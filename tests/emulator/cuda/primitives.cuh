@@ -139,6 +139,10 @@ inline void store16(void* address, Bytes16 value) {
   emulator::check_access(address, 16, emulator::Access::write, true);
   emulator::copy_bytes(address, &value, 16);
 }
+inline void store16_global(void* address, Bytes16 value) {
+  emulator::check_global("store16_global", address);
+  store16(address, value);
+}
 inline Bytes16 load16_streaming(const void* address) {
   emulator::check_streaming(address, 16);
   return load16(address);

@@ -1,0 +1,71 @@
+// What the host decides about attention in bf16 and fp16: which kernel, how many blocks, how much they share.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/attention.h"
+#include "cuda/attention_schedule.cuh"
+#include "cuda/attention_tile.cuh"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+// use(AttentionShape) for what the problem needs: by dtype, head size and rows that share a key head. fp32 has none.
+template <typename Use>
+decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& use) {
+  const bool is_one_tile = int64_t{problem.max_nodes} * problem.group <= 16;
+  const auto with_dim = [&](auto element, auto dim) -> decltype(auto) {
+    using T = decltype(element);
+    constexpr int kDim = decltype(dim)::value;
+    return is_one_tile ? use(AttentionShape<T, kDim, 1>{}) : use(AttentionShape<T, kDim, 4>{});
+  };
+  const auto with_type = [&](auto element) -> decltype(auto) {
+    return problem.head_dim <= 64    ? with_dim(element, std::integral_constant<int, 64>{})
+           : problem.head_dim <= 96  ? with_dim(element, std::integral_constant<int, 96>{})
+           : problem.head_dim <= 128 ? with_dim(element, std::integral_constant<int, 128>{})
+                                     : with_dim(element, std::integral_constant<int, 256>{});
+  };
+  return problem.type == FloatType::bfloat16 ? with_type(bfloat16{}) : with_type(float16{});
+}
+
+struct AttentionPlan {
+  unsigned blocks;
+  int64_t parts;     // floats
+  int64_t counters;  // int32, zero: two for each block
+  int32_t most_in_step;
+};
+
+// Key tiles of all requests and key heads, as far as shapes say; kernels count them in int32.
+template <typename Shape>
+int64_t most_steps(const AttentionProblem& problem) {
+  const int64_t rows = int64_t{problem.max_nodes} * problem.group;
+  const int64_t tiles = (problem.slots + problem.max_nodes + Shape::kKeys - 1) / Shape::kKeys;
+  return problem.requests * problem.kv_heads * ((rows + Shape::kRows - 1) / Shape::kRows) * tiles;
+}
+
+// A grid of at most `most_blocks`, what fits on the GPU at once, and not more than shapes alone say can have work.
+// Teams are small enough for one of each size to fit into the grid.
+inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t most_blocks) {
+  return with_attention_shape(problem, [&](auto shape) -> AttentionPlan {
+    using Shape = decltype(shape);
+    const int64_t tiles_of_rows = (int64_t{problem.max_nodes} * problem.group + Shape::kRows - 1) / Shape::kRows;
+    const int64_t blocks = between(most_steps<Shape>(problem) / kLeastTilesOfBlock, 1, most_blocks);
+    int32_t most = 1;
+    while (most < kMostInStep && most < tiles_of_rows && (most + 1) * (most + 2) / 2 <= blocks) ++most;
+    return {static_cast<unsigned>(blocks), 2 * blocks * Shape::kPart, 2 * blocks, most};
+  });
+}
+
+inline void launch_attention(const AttentionProblem& problem, const AttentionPlan& plan, const SharedWork& work,
+                             Stream stream) {
+  SharedWork shared = work;
+  shared.most_in_step = plan.most_in_step;
+  with_attention_shape(problem, [&](auto shape) {
+    using Shape = decltype(shape);
+    launch("attention_tree", attention_kernel_of<Shape>(),
+           LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, shared);
+  });
+}
+
+}  // namespace pass_ext::gpu
