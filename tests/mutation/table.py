@@ -11,7 +11,7 @@ _ACCEPT = [
 ]
 _ROWS = [*_ACCEPT[1:2], "tests/test_draft.py", *_ACCEPT[2:]]
 _CORE = ["tests/test_core.py"]
-_ATTENTION = ["tests/test_attention.py", "-k", "not compiles"]
+_ATTENTION = ["tests/test_attention.py", "tests/test_attention_masks.py", "-k", "not compiles"]
 _GENERATE = [
     "tests/test_pass_drafter.py",
     "tests/test_generate.py",
@@ -75,7 +75,7 @@ _PYTHON: dict[str, list[str]] = {
     "draft_plan": ["tests/test_draft_plan.py"],
     "drafting": ["tests/test_pace.py", *_BOTH],
     "early_exit_model": ["tests/test_early_exit.py", "-k", "not train"],
-    "early_flag": _SPECULATIVE,
+    "early_flag": ["tests/test_early_flag.py"],
     "few_rows": ["tests/test_linear.py", "-k", "not thread"],
     "generation": _BOTH,
     "hit_rates": ["tests/test_planner.py", "tests/test_pass_plan.py", "tests/test_calibration.py"],
