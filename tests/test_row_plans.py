@@ -1,0 +1,55 @@
+"""How much memory accept and draft take on a GPU of 132 multiprocessors, and so which rows they scan beforehand."""
+
+import pytest
+
+import pass_ext
+
+VOCABULARY, GROUPS, CHUNKS = 128_256, 2004, 126
+SUMMARY = 4 * GROUPS + 8 * CHUNKS  # bytes of a row: the largest logit of each group, largest and sum of each chunk
+LAW, WINNER, JUDGE = 28, 4, 160
+ROUNDING = 16 * 8
+
+
+def accept_bytes(requests, nodes=5, rule="rejection", has_draft=True):
+    emulator = pytest.importorskip("emulator")
+    numbers = dict(
+        is_chain=1, chain_nodes=nodes, requests=requests, nodes=requests * nodes, vocabulary=VOCABULARY, max_depth=nodes - 1,
+        rule=list(pass_ext.RULES).index(rule), has_draft=int(has_draft), multiprocessors=132,
+    )  # fmt: skip
+    with emulator.session({}) as machine:
+        return machine.accept_workspace(numbers)
+
+
+def draft_bytes(rows):
+    emulator = pytest.importorskip("emulator")
+    with emulator.session({}) as machine:
+        return machine.draft_workspace(dict(rows=rows, vocabulary=VOCABULARY, count=1, multiprocessors=132))
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(1, 10), (8, 80), (64, 640)])
+def test_few_rows_are_scanned_beforehand(requests, rows):
+    expected = rows * (SUMMARY + LAW + WINNER) + 5 * requests * JUDGE
+    assert expected <= accept_bytes(requests) <= expected + ROUNDING
+
+
+@pytest.mark.parametrize("requests", [128, 300, 5000])
+def test_many_requests_take_no_more_than_what_runs_at_once(requests):
+    blocks = min(requests, 264)
+    expected = 2 * blocks * SUMMARY + 5 * requests * JUDGE
+    assert expected <= accept_bytes(requests) <= expected + ROUNDING
+
+
+def test_rules_that_do_not_look_at_drafts_have_half_the_rows():
+    expected = 64 * 5 * (SUMMARY + LAW + WINNER + JUDGE)
+    assert expected <= accept_bytes(64, rule="coupled") <= expected + ROUNDING
+
+
+def test_trees_are_walked_where_most_rows_are_never_looked_at():
+    expected = 2 * 32 * SUMMARY + 64 * 32 * JUDGE
+    assert expected <= accept_bytes(32, nodes=64) <= expected + ROUNDING
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(1, 1), (256, 256), (1056, 1056), (1057, 2 * 264), (100_000, 2 * 264)])
+def test_drafts_are_all_looked_at(rows, kept):
+    each = SUMMARY + (LAW + WINNER if kept == rows else 0)
+    assert kept * each <= draft_bytes(rows) <= kept * each + ROUNDING
