@@ -7,7 +7,7 @@ import torch
 
 from pass_ext import testing
 
-KINDS = ("cpu", "emulated", "cuda")
+KINDS = ("cpu", "best-cpu", "emulated", "cuda")  # best-cpu: at the best instruction set only
 BEST = testing.cpu_backends()[-1].name
 # Files that take longest, longest first. They start first: two processes share the files, and the last to end is a short one.
 LONG = (
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
         if quick_on and backend and not is_quick(backend.name, quick_on.args):
             item.add_marker(pytest.mark.slow)
     wanted = config.getoption("--device")
-    if wanted and "cpu" not in wanted:
+    if wanted and not {"cpu", "best-cpu"} & set(wanted):
         items[:] = [item for item in items if "backend" in item.fixturenames or "cuda" in item.fixturenames]
 
 
@@ -61,6 +61,8 @@ def find_backends(wanted):
     backends = []
     if not wanted or "cpu" in wanted:
         backends += testing.cpu_backends()
+    elif "best-cpu" in wanted:
+        backends += testing.cpu_backends()[-1:]
     if not wanted or "emulated" in wanted:
         from emulated import KERNELS
 

@@ -596,6 +596,28 @@ def test_a_lone_root_is_plain_sampling(backend):
     assert torch.equal(result.emitted, plain)
 
 
+def test_a_row_that_is_described_twice_is_the_same_law(backend):
+    """Typical takes the entropy of a law and draws from it later: top-p keeps two tokens both times."""
+    requests = 48
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(2 * requests, 1)
+    step = dict(
+        target_logits=logits,
+        tokens=torch.tensor([0, 3] * requests),  # the draft has no probability
+        parents=torch.tensor([-1, 0] * requests, dtype=torch.int32),
+        cu_nodes=torch.arange(requests + 1, dtype=torch.int32) * 2,
+        max_depth=1,
+        rule="typical",
+        temperature=torch.ones(requests),
+        top_p=torch.full((requests,), 0.5),
+        seeds=torch.arange(requests),
+        positions=torch.zeros(requests, dtype=torch.long),
+    )
+    for _ in range(2):  # with rows scanned beforehand, and not
+        result = accept(backend, step)
+        assert (result.num_accepted == 0).all() and set(result.emitted[:, 0].tolist()) == {0, 1}
+        assert 10 < (result.emitted[:, 0] == 1).sum() < 32  # three in seven
+
+
 def test_extreme_parameters(backend):
     """Temperatures from nearly nothing to infinite, filters at and beyond their ends: legal tokens, no status."""
     random = torch.Generator().manual_seed(13)

@@ -68,6 +68,7 @@ def environment(sanitizer: str, folder: Path, threads: int) -> dict[str, str]:
         "UBSAN_OPTIONS": options,
         "TSAN_OPTIONS": options,
         "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",  # more threads than cores: one that spins keeps another from working
         "PYTHONPATH": str(folder),
     }
 
