@@ -123,6 +123,15 @@ def test_frequencies_that_change_with_the_length(kind):
             generate(model, IDS, method, max_new_tokens=most + 1)
 
 
+def test_the_longest_text_of_a_batch_decides():
+    model = model_of("llama", **{**_SHAPE, "max_position_embeddings": 20, "rope_scaling": ROPES["dynamic"][1]})
+    ids = torch.tensor([[0, 0, 0, 5], [5, 6, 7, 8]])
+    seen = (ids != 0).long()
+    assert generate(model, ids, attention_mask=seen, max_new_tokens=16, eos_token_id=[]).lengths == (16, 16)
+    with pytest.raises(ValueError, match=r"behind 20 tokens.*got 21"):
+        generate(model, ids, attention_mask=seen, max_new_tokens=17)
+
+
 def test_attention_scaled_by_the_number_of_a_row():
     model = model_of("llama4_text", **_SHAPE, head_dim=16, num_local_experts=2, layer_types=["full_attention"])
     with pytest.raises(ValueError, match=r"llama4_text scales attention.*attn_temperature_tuning"):

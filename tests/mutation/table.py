@@ -77,7 +77,7 @@ _PYTHON: dict[str, list[str]] = {
     "early_exit_model": ["tests/test_early_exit.py", "-k", "not train"],
     "early_flag": ["tests/test_early_flag.py"],
     "few_rows": ["tests/test_linear.py", "-k", "not thread"],
-    "generation": _BOTH,
+    "generation": [*_BOTH[:3], "tests/test_decoded_models.py", "-k", f"{_BOTH[-1]} or longest_text or longest_branch"],
     "hit_rates": ["tests/test_planner.py", "tests/test_pass_plan.py", "tests/test_calibration.py"],
     "kept_hidden": _SPECULATIVE,
     "kept_step_times": ["tests/test_step_times.py"],
