@@ -12,7 +12,7 @@ from pairwise import pairwise
 from steps import random_step, to
 
 import pass_ext
-from pass_ext import reference
+from pass_ext import reference, testing
 from pass_ext.testing import cpu_backends
 
 BEST_CPU = cpu_backends()[-1].name
@@ -76,6 +76,33 @@ def one_hot(vocabulary, *ids, high=9.0):
 
 
 # ---- the reference's decisions ----
+
+
+def test_a_gpu_decides_as_the_cpu_does():
+    """Only a coin or an edge within 1e-6 may fall otherwise, because sums over a row are added otherwise. Rule coupled without
+    top-p has no sum: the same tokens always."""
+    others = testing.cuda_backends()
+    if not others:
+        from emulated import KERNELS
+
+        others = [testing.rerouted_backend("emulated", KERNELS)]
+    for rule, filters, requests in (("coupled", False, 60), ("rejection", True, 60), ("traversal", True, 30)):
+        random = torch.Generator().manual_seed(31)
+        sizes = [int(n) for n in torch.randint(1, 9, (requests,), generator=random)]
+        step = random_step(rule, sizes, 150, random, dtype=torch.bfloat16, filters=filters)
+        with cpu_backends()[-1].active():
+            wanted = accept(cpu_backends()[-1], step)
+        margin = torch.zeros(requests) if rule == "coupled" else reference.accept_tree(**step).margin
+        for backend in others:
+            with backend.active():
+                got = accept(backend, step)
+            differs = (got.emitted != wanted.emitted).any(1) | (got.status != wanted.status)
+            assert not (differs & (margin > 1e-6 if rule != "coupled" else True)).any(), (
+                backend,
+                rule,
+                margin[differs],
+            )
+            assert differs.sum() <= 1
 
 
 @pytest.mark.sanitizer
