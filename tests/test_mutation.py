@@ -1,9 +1,13 @@
 """The mutation run: what it plants, what it chooses, and that known faults are noticed. All of it: python -m tests.mutation."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 from mutation.faults import Fault, choose, faults_of
 from mutation.table import LEFT_OUT, TARGETS
-from mutation.trial import ROOT, Trial
+from mutation.trial import ROOT
 
 PYTHON = '''\
 """1 < 2"""
@@ -87,24 +91,47 @@ KNOWN = [
 ]
 
 
+ASK = """
+import json, sys
+from pathlib import Path
+from tests.mutation.faults import Fault
+from tests.mutation.trial import Trial
+trial = Trial(Path("build/mutation").resolve())
+for name, *fault in json.load(sys.stdin):
+    print(json.dumps(trial.run(name, Fault(*fault), 300)), flush=True)
+"""
+
+
+def outcomes(faults):
+    """What became of each (file, fault): in a process of its own, for this one has pass_ext loaded already."""
+    given = json.dumps([(name, *fault) for name, fault in faults])
+    done = subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, input=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_known_faults_are_told_from_none():
-    trial = Trial(ROOT / "build" / "mutation")
-    for name, before, after, outcome in KNOWN:
-        source = (ROOT / name).read_text()
-        begin = source.index(before)
-        assert trial.run(name, Fault(begin, begin + len(before), after, ""), 300)[0] == outcome, (name, after)
-        assert (trial.tree / name).read_text() == (ROOT / name).read_text() == source
+    sources = {name: (ROOT / name).read_text() for name, *_ in KNOWN}
+    faults = []
+    for name, before, after, _ in KNOWN:
+        begin = sources[name].index(before)
+        faults.append((name, Fault(begin, begin + len(before), after, "")))
+    got = outcomes(faults)
+    assert [outcome for outcome, *_ in got] == [wanted for *_, wanted in KNOWN], got
+    assert all(why.startswith("tests/") for outcome, why, _ in got if outcome == "killed"), got
+    for name, source in sources.items():
+        assert (ROOT / "build/mutation/tree" / name).read_text() == (ROOT / name).read_text() == source
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_seeded_sample_is_noticed():
     """Of the rules and the drafting: none of these may survive."""
-    trial = Trial(ROOT / "build" / "mutation")
+    faults = []
     for name in ("csrc/core/accept.h", "pass_ext/decoding/ngram.py"):
         source = (ROOT / name).read_text()
-        for fault in choose(faults_of(source, name.endswith(".py")), 4, "a sample"):
-            outcome = trial.run(name, fault, 300)
-            assert outcome[0] != "survived", (name, fault.described(source))
+        faults += [(name, fault) for fault in choose(faults_of(source, name.endswith(".py")), 4, "a sample")]
+    for (name, fault), got in zip(faults, outcomes(faults), strict=True):
+        assert got[0] != "survived", (name, fault.described((ROOT / name).read_text()))

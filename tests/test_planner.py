@@ -189,6 +189,11 @@ def test_it_reads_well():
     assert hash(made) == hash(made) and "slots=2" in repr(made)
 
 
+def test_a_tree_may_have_all_the_rows_there_are():
+    tree = Tree.chain(2).with_lookahead(2)
+    assert Plan.from_tree(tree, 2, rows=len(tree)).tree is tree
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

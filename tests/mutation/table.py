@@ -82,7 +82,7 @@ _PYTHON: dict[str, list[str]] = {
     "kept_hidden": _SPECULATIVE,
     "kept_step_times": ["tests/test_step_times.py"],
     "layer_offsets": ["tests/test_lookahead_embedding.py"],
-    "levels": _GENERATE,
+    "levels": _SPECULATIVE,
     "listener": _GENERATE,
     "longest_branch": ["tests/test_speculative_laws.py"],
     "mask_patterns": ["tests/test_row_attention.py"],
