@@ -1,5 +1,6 @@
 """How much memory accept and draft take on a GPU of 132 multiprocessors, and so which rows they scan beforehand."""
 
+import emulator
 import pytest
 
 import pass_ext
@@ -11,7 +12,6 @@ ROUNDING = 16 * 8
 
 
 def accept_bytes(requests, nodes=5, rule="rejection", has_draft=True):
-    emulator = pytest.importorskip("emulator")
     numbers = dict(
         is_chain=1, chain_nodes=nodes, requests=requests, nodes=requests * nodes, vocabulary=VOCABULARY, max_depth=nodes - 1,
         rule=list(pass_ext.RULES).index(rule), has_draft=int(has_draft), multiprocessors=132,
@@ -21,7 +21,6 @@ def accept_bytes(requests, nodes=5, rule="rejection", has_draft=True):
 
 
 def draft_bytes(rows):
-    emulator = pytest.importorskip("emulator")
     with emulator.session({}) as machine:
         return machine.draft_workspace(dict(rows=rows, vocabulary=VOCABULARY, count=1, multiprocessors=132))
 
