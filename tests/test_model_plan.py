@@ -1,0 +1,52 @@
+"""The tree that a draft model fills: planned for what it says of itself, guessed where it says nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pass_ext import MultiCandidate, Speculative, Tree
+from pass_ext.decoding import model_plan
+from pass_ext.decoding.model import packed_model
+from pass_ext.decoding.sampling import SamplingParams
+
+pytest.importorskip("transformers")
+from small_models import small_model
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """A target, and a draft whose calls cost next to nothing."""
+    times = {"llama": lambda rows: 1 + 1e-4 * rows, "qwen2": lambda rows: 1e-4 * rows}
+    monkeypatch.setattr(
+        model_plan, "measured_times", lambda model, graphs: SimpleNamespace(at=times[model.name], rows=(1, 64))
+    )
+    return packed_model(small_model("llama")), small_model("qwen2", seed=5, num_hidden_layers=1)
+
+
+def planned(target, method, rule):
+    sampling = SamplingParams.of(1, torch.device("cpu"), temperature=1.0)
+    return model_plan.model_drafter(method, target, sampling, rule, [[5, 9, 11]], graphs=False)
+
+
+def test_the_planned_tree_is_the_one_that_is_filled(models):
+    target, draft = models
+    sure = [[0.9, 0.05], [0.8, 0.1]]
+    assert planned(target, Speculative(draft, "auto", hit_rates=sure), "rejection").tree == Tree.chain(2)
+    filled = planned(target, MultiCandidate(draft, "auto", hit_rates=sure), "rejection").tree
+    assert filled == Tree.from_branching((2, 2)), "every candidate is worth its row"
+
+
+def test_no_drafts_where_they_gain_nothing(models):
+    target, draft = models
+    hopeless = [[1e-6, 1e-6]]
+    for method in (Speculative(draft, "auto", hit_rates=hopeless), MultiCandidate(draft, "auto", hit_rates=hopeless)):
+        assert planned(target, method, "rejection") is None
+
+
+def test_the_approximate_rule_has_candidates_always(models):
+    """It draws what its candidates' rows say, so it must not become plain decoding where drafts gain nothing."""
+    target, draft = models
+    method = MultiCandidate(draft, "auto", hit_rates=[[1e-6, 1e-6]], target_initialised=True)
+    assert planned(target, method, "longest_branch").tree == Tree.chain(1)
+    assert planned(target, method, "rejection") is None
