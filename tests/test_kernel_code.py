@@ -132,30 +132,38 @@ def test_launch_bounds_without_their_second_number_are_a_breach(tmp_path):
     ), said
 
 
+ATTENTION = "attention_kernel<pass_ext::gpu::AttentionShape<pass_ext::float16, 64, 4>>"
+SCAN = "scan_rows_kernel<pass_ext::gpu::DraftSource>"
+
+
 @pytest.mark.slow
 @no_tools
 @no_nvcc
 @pytest.mark.parametrize(
-    ("file", "old", "new"),
+    ("kernel", "file", "old", "new", "number"),
     [
-        ("attention.cuh", "(kAttentionThreads, Shape::kResidentBlocks)", "(kAttentionThreads)"),
-        ("attention_warp.cuh", "#pragma unroll\n", ""),
+        (ATTENTION, "attention.cuh", "Shape::kResidentBlocks)", "4)", "stack"),
+        (ATTENTION, "attention_warp.cuh", "#pragma unroll\n", "", "stack"),
+        (SCAN, "rows.cuh", "(32 * kScanWarps, 6)", "(32 * kScanWarps)", "registers"),
+        (SCAN, "row_scan.cuh", "#pragma unroll\n", "#pragma unroll 1\n", "stack"),
+        (SCAN, "row_pieces.cuh", "#pragma unroll\n", "#pragma unroll 1\n", LOADS),
     ],
-    ids=["launch bounds", "unroll"],
+    ids=["attention, launch bounds", "attention, unroll", "scan, launch bounds", "scan, unroll", "loads, unroll"],
 )
-def test_the_same_faults_in_the_real_attention_are_breaches(tmp_path, file, old, new):
+def test_such_faults_in_the_real_kernels_are_breaches(tmp_path, kernel, file, old, new, number):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     changed = tmp_path / "csrc" / "cuda" / file
     assert old in changed.read_text(), "the text to plant the fault in is gone: name another"
     changed.write_text(changed.read_text().replace(old, new))
-    kernel = "pass_ext::gpu::attention_kernel<pass_ext::gpu::AttentionShape<pass_ext::float16, 64, 4>>"
-    source = f'#include "cuda/attention.cuh"\nconst void* wanted = reinterpret_cast<const void*>(&{kernel});\n'
-    (tmp_path / "kernels.cu").write_text(source)
-    kernels = compile_kernels(tmp_path / "kernels.cu", tmp_path, tmp_path / "csrc")
-    said = [line for line in kernel_limits.breaches(kernels, {}) if "about no kernel" not in line]
-    assert any(line.startswith("attention_kernel<AttentionShape<float16, 64, 4>>, sm_90: stack ") for line in said), (
-        said
+    includes = '#include "cuda/attention.cuh"\n#include "cuda/draft.cuh"\n'
+    (tmp_path / "kernels.cu").write_text(
+        f"{includes}const void* wanted = reinterpret_cast<const void*>(&pass_ext::gpu::{kernel});\n"
     )
+    found = compile_kernels(tmp_path / "kernels.cu", tmp_path, tmp_path / "csrc")
+    limits = tuple(limit for limit in kernel_limits.LIMITS if limit.number == number)
+    said = kernel_limits.breaches(found, disassembler.disassemble(kernel_limits.needs_code(found, limits)), limits)
+    short = kernel.replace("pass_ext::gpu::", "").replace("pass_ext::", "")
+    assert any(line.startswith(f"{short}, sm_90: {number} ") for line in said), said
 
 
 # ---- names ----

@@ -136,18 +136,19 @@ class ControlFlow:
                 finished.append(block)
         return finished[::-1], back
 
-    def loads_in_flight(self) -> tuple[int, int]:
+    def loads_in_flight(self, *, called: bool = True) -> tuple[int, int]:
         """Wide loads issued before the first use of any: in the shortest such run and in the longest, (0, 0) without any.
+        Without ``called`` those in the functions that the kernel calls are left out.
 
         What a block finds in flight is for the shortest run that of the way with the fewest, for the longest that of the way
         with the most. A way takes each jump back at most once.
         """
-        longest = max(self._runs(max), default=0)
-        return min(self._runs(min), default=longest), longest
+        longest = max(self._runs(max, called), default=0)
+        return min(self._runs(min, called), default=longest), longest
 
-    def _runs(self, choose: Callable[..., _InFlight]) -> list[int]:
+    def _runs(self, choose: Callable[..., _InFlight], called: bool) -> list[int]:
         runs: list[int] = []
-        order, back = self._whole_order()
+        order, back = self._whole_order() if called else self._order(0, dict.fromkeys(range(len(self.blocks))))
         after: dict[int, _InFlight] = {}
         for _ in range(2):  # the second time with what an earlier turn of a loop left in flight
             before = after

@@ -62,7 +62,7 @@ struct AcceptProblem {
 };
 
 // How a rule goes through a tree. A kernel may be made for one of them, `any` asks the rule.
-enum class Route { coupled, down, traversal, typical, any };
+enum class Route { coupled, down, kseq, traversal, typical, any };
 
 PASS_EXT_HOST_DEVICE constexpr Route route_of(Rule rule) {
   switch (rule) {
@@ -70,6 +70,7 @@ PASS_EXT_HOST_DEVICE constexpr Route route_of(Rule rule) {
     case Rule::block:
     case Rule::traversal: return Route::traversal;
     case Rule::typical: return Route::typical;
+    case Rule::kseq: return Route::kseq;
     default: return Route::down;
   }
 }
@@ -176,8 +177,10 @@ class AcceptWalk {
       walk_traversal();
     else if (goes<known>(Route::typical))
       walk_typical();
+    else if (goes<known>(Route::kseq))
+      walk_down<true>();
     else if (goes<known>(Route::down))
-      walk_down();
+      walk_down<false>();
     write(stop_, token_, status | status_);
   }
 
@@ -335,6 +338,7 @@ class AcceptWalk {
     }
   }
 
+  template <bool is_kseq>
   PASS_EXT_HOST_DEVICE void walk_down() {
     reset_cuts();
     int32_t node = 0;
@@ -345,8 +349,11 @@ class AcceptWalk {
       if (judge.p.status != 0) return stop_before(node);
       if (first < 0 || !judged) return stop_at(node, draw(judge, false, depth));
       Weight weight{Weight::plain, 0, 0};
-      const int32_t accepted = request_.problem.rule == Rule::kseq && judge.has_q ? judge_kseq(judge, first, weight)
-                                                                                  : judge_in_turn(judge, first, weight);
+      int32_t accepted;
+      if constexpr (is_kseq)
+        accepted = judge.has_q ? judge_kseq(judge, first, weight) : judge_in_turn(judge, first, weight);
+      else
+        accepted = judge_in_turn(judge, first, weight);
       if (accepted < 0) return stop_at(node, draw(judge, weight, true, depth));
       node = accepted;
     }

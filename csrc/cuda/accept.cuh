@@ -39,7 +39,8 @@ struct AcceptSource {
     return {parameters.scale, is_sum_needed(parameters, needs_mass(slot))};
   }
 
-  PASS_EXT_DEVICE void finish(BlockRows& rows, const LogitRow& row, const RowsWorkspace& workspace) const {
+  PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row,
+                              const RowsWorkspace& workspace) const {
     const Law law = rows.describe(row, parameters_of_row(row.slot), needs_mass(row.slot));
     if (rows.is_leader()) workspace.laws[row.slot] = law;
     if (law.status != 0 || row.slot >= problem.nodes || problem.rule != Rule::coupled) return;
@@ -109,7 +110,7 @@ struct AcceptSource {
   }
 };
 
-template <Route route>
+template <Route route, Scan scan>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     accept_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace,
                   bool are_bounds_checked) {
@@ -124,10 +125,10 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
   }
   for (int64_t index = block_index().x; index < problem.requests; index += grid_size().x) {
     const AcceptRequest request = request_of(problem, index);
-    JobRows jobs(workspace);
-    WalkRows rows(workspace, jobs, request);
+    JobRows<route, scan> jobs(workspace);
+    WalkRows<route, scan> rows(workspace, jobs, request);
     if (warp_index() == 0) {
-      AcceptWalk<WalkRows>(rows, request).template run<route>(divided);
+      AcceptWalk<WalkRows<route, scan>>(rows, request).template run<route>(divided);
       rows.dismiss();
     } else {
       rows.serve();
@@ -157,9 +158,15 @@ inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
 template <Route route>
 void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, int64_t blocks, bool are_bounds_checked,
                  Stream stream) {
-  launch("accept", accept_kernel<route>,
-         LaunchShape{{blocks}, {threads_for(problem.target.vocabulary)}, sizeof(AcceptShared)}, stream, problem,
-         workspace, are_bounds_checked);
+  const auto walk = [&](auto kernel, unsigned threads) {
+    launch("accept", kernel, LaunchShape{{blocks}, {threads}, sizeof(AcceptShared)}, stream, problem, workspace,
+           are_bounds_checked);
+  };
+  const int32_t vocabulary = problem.target.vocabulary;
+  if (workspace.rows > 0)
+    walk(accept_kernel<route, Scan::beforehand>, walk_threads<route, Scan::beforehand>(vocabulary));
+  else
+    walk(accept_kernel<route, Scan::on_the_way>, walk_threads<route, Scan::on_the_way>(vocabulary));
 }
 
 inline void launch_accept(const AcceptProblem& problem, const RowsPlan& plan, const RowsWorkspace& workspace,
@@ -173,6 +180,7 @@ inline void launch_accept(const AcceptProblem& problem, const RowsPlan& plan, co
   const auto walk = route == Route::coupled     ? launch_walk<Route::coupled>
                     : route == Route::traversal ? launch_walk<Route::traversal>
                     : route == Route::typical   ? launch_walk<Route::typical>
+                    : route == Route::kseq      ? launch_walk<Route::kseq>
                                                 : launch_walk<Route::down>;
   walk(problem, workspace, plan.blocks, is_checked, stream);
 }

@@ -39,38 +39,78 @@ struct AcceptShared {
 
 PASS_EXT_DEVICE AcceptShared& accept_shared() { return *dynamic_shared<AcceptShared>(); }
 
-// The jobs. All threads of a block call them together.
-class JobRows : public BlockRows {
- public:
-  PASS_EXT_DEVICE explicit JobRows(const RowsWorkspace& workspace) : BlockRows(workspace, block_index().x) {}
+// Whether a walk that goes so has jobs of this kind.
+PASS_EXT_HOST_DEVICE constexpr bool has_job(Route route, Scan scan, JobKind kind) {
+  if (kind == JobKind::describe) return scan == Scan::on_the_way;
+  if (kind == JobKind::draw) return scan == Scan::on_the_way || route != Route::coupled;  // beforehand: the winners
+  if (kind == JobKind::entropy) return route == Route::typical;
+  if (kind == JobKind::residual_sums) return route == Route::down || route == Route::traversal || route == Route::kseq;
+  return kind == JobKind::overlap_sums && route == Route::kseq;
+}
 
-  PASS_EXT_DEVICE_CALL void run(AcceptRequest request) {
+// Threads of a walk's block: one warp where it has no jobs.
+template <Route route, Scan scan>
+unsigned walk_threads(int32_t vocabulary) {
+  constexpr bool works_alone = !has_job(route, scan, JobKind::describe) && !has_job(route, scan, JobKind::draw);
+  static_assert(!works_alone || route == Route::coupled, "and no other job");
+  return works_alone ? 32 : threads_for(vocabulary);
+}
+
+// The jobs. All threads of a block call them together.
+template <Route route, Scan scan>
+class JobRows : public BlockRows<scan> {
+  using Base = BlockRows<scan>;
+  using typename Base::PlainScore;
+
+ public:
+  using Base::is_leader;
+
+  PASS_EXT_DEVICE explicit JobRows(const RowsWorkspace& workspace) : Base(workspace, block_index().x) {}
+
+  PASS_EXT_DEVICE_CALL void run(AcceptRequest whole) {
     Job& job = accept_shared().job;
-    request.nodes = job.nodes;
-    if (job.kind == JobKind::describe) {
-      const Law law = describe(job.row, job.parameters, job.needs_mass);
-      if (is_leader()) job.law = law;
-    } else if (job.kind == JobKind::draw) {
-      const int32_t id = draw(job.judge, job.weight, request, job.rejected, job.noise);
-      if (is_leader()) job.id = id;
-    } else if (job.kind == JobKind::entropy) {
-      const double sum = entropy(job.judge);
-      if (is_leader()) job.sums[0] = sum;
-    } else if (job.kind == JobKind::residual_sums) {
-      const ResidualSums sums = residual_sums(job.judge, request);
-      if (is_leader()) {
-        job.sums[0] = sums.weight;
-        job.sums[1] = sums.remaining;
+    [[maybe_unused]] const AcceptRequest request{whole.problem, whole.index, whole.first, job.nodes};
+    if constexpr (has(JobKind::describe))
+      if (job.kind == JobKind::describe) {
+        const Law law = this->describe(job.row, job.parameters, job.needs_mass);
+        if (is_leader()) job.law = law;
       }
-    } else if (job.kind == JobKind::overlap_sums) {
-      double sums[kOverlaps];
-      overlap_sums(job.judge, job.inverse_rho, sums);
-      if (is_leader())
-        for (int k = 0; k < kOverlaps; ++k) job.sums[k] = sums[k];
-    }
+    if constexpr (has(JobKind::draw))
+      if (job.kind == JobKind::draw) {
+        const int32_t id = draw(job.judge, job.weight, request, job.rejected, job.noise);
+        if (is_leader()) job.id = id;
+      }
+    if constexpr (has(JobKind::entropy))
+      if (job.kind == JobKind::entropy) {
+        const double sum = entropy(job.judge);
+        if (is_leader()) job.sums[0] = sum;
+      }
+    if constexpr (has(JobKind::residual_sums))
+      if (job.kind == JobKind::residual_sums) {
+        const ResidualSums sums = residual_sums(job.judge, request);
+        if (is_leader()) {
+          job.sums[0] = sums.weight;
+          job.sums[1] = sums.remaining;
+        }
+      }
+    if constexpr (has(JobKind::overlap_sums))
+      if (job.kind == JobKind::overlap_sums) {
+        double sums[kOverlaps];
+        overlap_sums(job.judge, job.inverse_rho, sums);
+        if (is_leader())
+          for (int k = 0; k < kOverlaps; ++k) job.sums[k] = sums[k];
+      }
   }
 
  private:
+  using Base::bound_groups;
+  using Base::first_index;
+  using Base::next_best;
+  using Base::stride;
+  using Base::summary_of_row;
+
+  PASS_EXT_DEVICE static constexpr bool has(JobKind kind) { return has_job(route, scan, kind); }
+
   PASS_EXT_DEVICE double entropy(const Judge& judge) {
     double moment = 0.0;
     for_each_piece(judge.p_row, [&](int32_t first, const float (&z)[kPiece]) {
@@ -135,6 +175,8 @@ class JobRows : public BlockRows {
     const bool is_plain = weight.kind == Weight::plain;
     const RowSummary summary = summary_of_row(judge.p_row, judge.p.scale, false);
     bound_groups(summary, judge.p, &noise, is_plain ? 0.0f : -judge.p.log_mass);
+    if constexpr (!has(JobKind::residual_sums))
+      return next_best(judge.p_row, &noise, {kInfinity, -1}, PlainScore{judge.p_row, judge.p}).id;
     const auto score = [&](int32_t id, float log_e) {
       float cut = kNotCut;
       if (rejected)
@@ -195,9 +237,10 @@ class JobRows : public BlockRows {
 };
 
 // The walking warp. All its lanes call every method together.
+template <Route route, Scan scan>
 class WalkRows {
  public:
-  PASS_EXT_DEVICE WalkRows(const RowsWorkspace& workspace, JobRows& jobs, const AcceptRequest& request)
+  PASS_EXT_DEVICE WalkRows(const RowsWorkspace& workspace, JobRows<route, scan>& jobs, const AcceptRequest& request)
       : workspace_(workspace), jobs_(jobs), request_(request) {}
 
   PASS_EXT_DEVICE bool is_leader() const { return lane_index() == 0; }
@@ -232,7 +275,7 @@ class WalkRows {
   PASS_EXT_DEVICE Judge saved(int32_t node) const { return workspace_.judges[request_.first + node]; }
 
   PASS_EXT_DEVICE Law describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass) {
-    if (workspace_.rows > 0) return workspace_.laws[row.slot];
+    if constexpr (scan == Scan::beforehand) return workspace_.laws[row.slot];
     if (is_leader()) {
       accept_shared().job.row = row;
       accept_shared().job.parameters = parameters;
@@ -267,7 +310,7 @@ class WalkRows {
 
   PASS_EXT_DEVICE int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
                                const Noise& noise) {
-    if (workspace_.rows > 0 && noise.purpose == Purpose::coupled) return workspace_.winners[judge.p_row.slot];
+    if constexpr (scan == Scan::beforehand && route == Route::coupled) return workspace_.winners[judge.p_row.slot];
     if (is_leader()) {
       accept_shared().job.judge = judge;
       accept_shared().job.weight = weight;
@@ -304,7 +347,7 @@ class WalkRows {
   }
 
   const RowsWorkspace& workspace_;
-  JobRows& jobs_;
+  JobRows<route, scan>& jobs_;
   AcceptRequest request_;
 };
 

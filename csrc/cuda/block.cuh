@@ -50,7 +50,7 @@ PASS_EXT_DEVICE double sum_of_warp(double value) {
   return value;
 }
 
-PASS_EXT_DEVICE double sum_of_block(BlockScratch& scratch, double value) {
+PASS_EXT_DEVICE_CALL double sum_of_block(BlockScratch& scratch, double value) {
   value = sum_of_warp(value);
   if (lane_index() == 0) scratch.sums[warp_index()] = value;
   sync_block();

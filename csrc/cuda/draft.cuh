@@ -21,14 +21,14 @@ struct DraftSource {
     const LawParameters parameters = draft_parameters(problem, slot);
     return {parameters.scale, is_sum_needed(parameters, true)};
   }
-  PASS_EXT_DEVICE void finish(BlockRows& rows, const LogitRow& row, const RowsWorkspace&) const {
+  PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row, const RowsWorkspace&) const {
     draft_row(rows, problem, row.slot);
   }
 };
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     draft_kernel(PASS_EXT_PARAMETER DraftProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace) {
-  BlockRows rows(workspace, block_index().x);
+  BlockRows<Scan::on_the_way> rows(workspace, block_index().x);
   for (int64_t index = block_index().x; index < problem.rows; index += grid_size().x) draft_row(rows, problem, index);
 }
 

@@ -112,6 +112,11 @@ PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t in
   return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row};
 }
 
+// When a kernel's rows are scanned: all of them by a launch of their own, or each by the block that comes to it. A kernel
+// is made for one of the two, so that it holds no code of the other.
+enum class Scan { beforehand, on_the_way };
+
+template <Scan scan>
 class BlockRows {
  public:
   // `area`: which bounds in global memory are this block's.
@@ -197,7 +202,7 @@ class BlockRows {
 
   // A row's summary: made beforehand, or kept since it was last needed, or made now.
   PASS_EXT_DEVICE_CALL RowSummary summary_of_row(const LogitRow& row, float scale, bool needs_sum) {
-    if (workspace_.rows > 0) return summary_of(workspace_, row.slot);
+    if constexpr (scan == Scan::beforehand) return summary_of(workspace_, row.slot);
     const int64_t first = area_ * 2;
     for (int i = 0; i < 2; ++i)
       if (kept_slot_[i] == row.slot && (kept_sum_[i] || !needs_sum)) return summary_of(workspace_, first + i);
@@ -268,8 +273,9 @@ class BlockRows {
   // Sum over the support. The chunks' sums are replaced by those of what is in the support.
   PASS_EXT_DEVICE_CALL double mass_of(const LogitRow& row, const RowSummary& summary, const Law& law) {
     sync_block();  // everybody has read the chunks
-    for (int i = 0; i < 2; ++i)
-      if (kept_slot_[i] == row.slot) kept_sum_[i] = false;
+    if constexpr (scan == Scan::on_the_way)
+      for (int i = 0; i < 2; ++i)
+        if (kept_slot_[i] == row.slot) kept_sum_[i] = false;
     for (int32_t base = 0; base < workspace_.chunks_per_row; base += 32) {
       unsigned high =
           ballot(base + lane() < workspace_.chunks_per_row && summary.chunks[base + lane()].maximum >= law.cut);
@@ -507,7 +513,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, 6)
     scan_chunk_of_any_type(row, chunk, summary_of(workspace, slot), [&] { return source.wish(slot); });
   if (!block_comes_last(workspace.counters + slot, static_cast<int32_t>(grid_size().x), &row_shared().block.is_last))
     return;
-  BlockRows rows(workspace, slot);
+  BlockRows<Scan::beforehand> rows(workspace, slot);
   const LogitRow finished = row;  // a copy that calls may point to
   source.finish(rows, finished, workspace);
 }
