@@ -413,6 +413,8 @@ def test_refusals(llama):
     ]:
         with pytest.raises(ValueError, match=message):
             make()
+    smallest = PaSS(lookahead, rows=2, slots=4, tree=Tree.chain(4))
+    assert (smallest.rows, smallest.num_slots) == (2, 4)
 
 
 def test_slots_that_shift_layers_must_fit():

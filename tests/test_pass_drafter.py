@@ -70,3 +70,45 @@ def test_slots_that_know_the_law_are_always_right():
     alone = generate(Monotone(), ids, max_new_tokens=13, temperature=1.0, seeds=[1, 2])
     assert torch.equal(made.sequences, alone.sequences)
     assert made.stats.model_calls == 4, "the prompts' own token, and three steps of three candidates and one more"
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_rules_that_divide_by_a_law_are_told_it(rank):
+    """Each candidate's parent names the row that it was drawn from: its slot's, with what the token before it adds."""
+    torch.manual_seed(4)
+    table, slots = torch.randn(50, 16), torch.randn(2, 2, 50)
+    lookahead = LookaheadEmbedding.from_table(2, table, rank=rank)
+    if rank:
+        torch.nn.init.normal_(lookahead.transition_right)
+    sampling = SamplingParams.of(2, torch.device("cpu"), temperature=1.0, seeds=3)
+    tree = Tree.from_branching((2, 1))
+    with torch.no_grad():
+        for rule in ("coupled", "typical"):
+            told = PassDrafter(lookahead, tree, table, sampling, rule).draft(slots, [0, 1], [3, 4], [5, 6])
+            assert told.logits is None and told.rows is None, rule
+        told = PassDrafter(lookahead, tree, table, sampling, "rejection").draft(slots, [0, 1], [3, 4], [5, 6])
+        left, right = lookahead.transition_tables(table) if rank else (torch.zeros(50, 1), torch.zeros(50, 1))
+    for own, rows, roots, logits in zip(told.tokens, told.rows, (3, 4), slots, strict=True):
+        tokens = [roots, *own]
+        for node, depth in ((0, 0), (1, 1), (2, 1)):
+            expected = logits[depth] + left[tokens[node]] @ right.t()
+            torch.testing.assert_close(told.logits[rows[node]], expected)
+        assert rows[3:] == [-1, -1], "leaves have no children"
+
+
+def test_transition_scores_are_made_anew_when_their_parameters_change():
+    torch.manual_seed(5)
+    table, slots = torch.randn(50, 16), torch.randn(1, 2, 50)
+    lookahead = LookaheadEmbedding.from_table(2, table, rank=4)
+    sampling = SamplingParams.of(1, torch.device("cpu"), temperature=0.0)
+
+    def draft():
+        return PassDrafter(lookahead, Tree.chain(2), table, sampling, "coupled").draft(slots, [0], [3], [5]).tokens
+
+    with torch.no_grad():
+        first = draft()
+        assert draft() == first
+        lookahead.transition_left.normal_(std=10)
+        lookahead.transition_right.normal_(std=10)
+        changed = draft()
+        assert changed != first and draft() == changed
