@@ -5,6 +5,7 @@ are reported. Called by benchmarks/harness.py and benchmarks/command.py.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -17,9 +18,7 @@ from benchmarks.harness import Case, Contender, Sample, Settings
 MOST_CALLS = 64
 BYTES_PER_REPLAY = 4 * 10**9
 EAGER_CALLS = 32
-# Long enough for the host to queue the events and the replay before the GPU reaches them; an event on a starved stream
-# would time the host.
-HEAD_START_CYCLES = 200_000
+LEAST_HEAD_START, MOST_CLOCK = 100e-6, 2.1e9  # seconds; cycles of a GPU in one of them
 
 
 def samplers(case: Case, settings: Settings) -> Iterator[tuple[tuple[str, str], dict[str, Sample]]]:
@@ -56,6 +55,7 @@ def _graph_samplers(
 
 def _graph_sampler(contender: Contender, inputs: Sequence[tuple[Any, ...]], calls: int, flush: Tensor | None) -> Sample:
     graph = capture(contender.function, inputs, calls)
+    ahead = head_start(graph.replay)
     started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def sample() -> float:
@@ -63,7 +63,7 @@ def _graph_sampler(contender: Contender, inputs: Sequence[tuple[Any, ...]], call
             graph.replay()
         else:
             flush.sum()  # reading leaves no dirty lines whose write-back would be charged to the contender
-        torch.cuda._sleep(HEAD_START_CYCLES)
+        torch.cuda._sleep(ahead)
         started.record()
         graph.replay()
         ended.record()
@@ -87,6 +87,20 @@ def capture(function: Callable[..., object], inputs: Sequence[tuple[Any, ...]], 
             function(*inputs[call % len(inputs)])
     torch.cuda.synchronize()
     return graph
+
+
+def head_start(queue: Callable[[], object]) -> int:
+    """Cycles for which the GPU must sleep so that the host has queued all of this before the GPU comes to it: an event on a
+    starved stream would time the host. A graph with many kernels takes the host longer than one launch does.
+    """
+    took = []
+    for _ in range(3):  # the first time uploads the graph
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        queue()
+        took.append(time.perf_counter() - begun)
+    torch.cuda.synchronize()
+    return int(MOST_CLOCK * max(LEAST_HEAD_START, 3 * min(took)))
 
 
 def _eager_sampler(contender: Contender, arguments: tuple[Any, ...]) -> Sample:
@@ -136,9 +150,9 @@ def _median_time(function: Callable[[], object], settings: Settings) -> float:
 
 def _times(function: Callable[[], object], count: int) -> list[float]:
     started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
+    times, ahead = [], head_start(function)
     for _ in range(count):
-        torch.cuda._sleep(HEAD_START_CYCLES)
+        torch.cuda._sleep(ahead)
         started.record()
         function()
         ended.record()

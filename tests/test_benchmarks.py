@@ -1,5 +1,7 @@
 """The benchmarks run, write what they say they write, and refuse to time what is wrong. Speed itself is not tested."""
 
+import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -59,6 +61,8 @@ def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
         "settings": ("seed", "fewest_rounds", "sweep_bytes", "dtype", "clock_overhead_us"),
     }.items():
         assert set(entries) <= set(result[group]), group
+    if importlib.util.find_spec("transformers"):
+        assert result["versions"]["transformers"] == importlib.metadata.version("transformers"), "what others are"
     contenders = {(row["labels"]["pass"], row["contender"]) for row in result["rows"]}
     assert len(contenders) == 10
     for row in result["rows"]:
@@ -192,3 +196,18 @@ def test_the_page_changes_with_the_results(tmp_path, report):
     page = tmp_path / "docs/benchmarks.md"
     page.write_text(page.read_text() + "| forward | 1 | 576 | warm | 0.1 |\n")
     assert report("--root", tmp_path, "--check") == 1
+
+
+def test_the_gpu_sleeps_until_the_host_has_queued_a_graph(harness, monkeypatch):
+    """Three times what queueing takes once the graph is uploaded, never less than the least."""
+    from benchmarks import gpu_timing
+
+    clock, queueing = [0.0], iter([9e-3, 2e-3, 1e-3, 1e-6, 1e-6, 1e-6])
+
+    def queue():
+        clock[0] += next(queueing)
+
+    monkeypatch.setattr(gpu_timing.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu_timing.time, "perf_counter", lambda: clock[0])
+    assert gpu_timing.head_start(queue) == pytest.approx(3e-3 * gpu_timing.MOST_CLOCK)
+    assert gpu_timing.head_start(queue) == pytest.approx(gpu_timing.LEAST_HEAD_START * gpu_timing.MOST_CLOCK)

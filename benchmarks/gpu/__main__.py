@@ -9,7 +9,8 @@ a run may be cut off at any time. At its end, or by ``python -m benchmarks.gpu.r
 results of the benches are made of it. Exit status 0 only if every stage passed or cannot run here.
 
 Environment: OUT (another folder, which gets evidence and log only), PASS_EXT_PREBUILT=1 (do not build), PASS_EXT_COMMIT (what
-to record outside of a git tree).
+to record outside of a git tree), PYTHONPATH (where nothing can be installed: a folder of packages to measure beside, such as
+FlashInfer or vLLM).
 """
 
 from __future__ import annotations
