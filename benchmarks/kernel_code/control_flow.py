@@ -12,7 +12,7 @@ A call counts as one instruction: what it calls is not followed. A jump through 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from benchmarks.kernel_code.instructions import ARITHMETIC, BYTES, CLASSES, Instruction, class_of
@@ -83,15 +83,20 @@ class ControlFlow:
         return body
 
     def hottest_loop(self) -> Loop | None:
-        """The smallest loop with the most matrix products, else with the most wide loads; None where no loop has any."""
+        """The smallest loop with the most matrix products, else with the most wide loads; None where no loop has any, or the
+        kernel's own code has more wide loads outside of loops.
+        """
 
-        def work(loop: Loop) -> tuple[int, int]:
-            inside = self.instructions(loop.blocks)
+        def work(blocks: Iterable[int]) -> tuple[int, int]:
+            inside = self.instructions(tuple(blocks))
             products = sum(i.base in CLASSES["matrix"] for i in inside)
             return products, 0 if products else sum(i.is_wide_load or i.base == "LDGSTS" for i in inside)
 
-        loops = [loop for loop in self.loops() if work(loop) > (0, 0)]
-        return max(loops, key=lambda loop: (work(loop), -len(loop.blocks)), default=None)
+        loops = self.loops()
+        looped = {block for loop in loops for block in loop.blocks}
+        least = work(block for block in self.own_blocks() if block not in looped)
+        loops = [loop for loop in loops if work(loop.blocks) > (0, 0) and work(loop.blocks) >= least]
+        return max(loops, key=lambda loop: (work(loop.blocks), -len(loop.blocks)), default=None)
 
     def instructions(self, blocks: tuple[int, ...] | list[int]) -> list[Instruction]:
         """All instructions of these blocks."""
@@ -148,7 +153,7 @@ class ControlFlow:
 
     def _runs(self, choose: Callable[..., _InFlight], called: bool) -> list[int]:
         runs: list[int] = []
-        order, back = self._whole_order() if called else self._order(0, dict.fromkeys(range(len(self.blocks))))
+        order, back = self._whole_order() if called else self._own_order()
         after: dict[int, _InFlight] = {}
         for _ in range(2):  # the second time with what an earlier turn of a loop left in flight
             before = after
@@ -159,6 +164,14 @@ class ControlFlow:
                 runs += filter(None, map(state.advance, self.blocks[block]))
                 after[block] = state
         return runs
+
+    def own_blocks(self) -> tuple[int, ...]:
+        """The kernel's blocks, without those of the functions that it calls."""
+        return tuple(self._own_order()[0])
+
+    def _own_order(self) -> tuple[list[int], set[tuple[int, int]]]:
+        """`_order` of the kernel without the functions that it calls."""
+        return self._order(0, range(len(self.blocks)))
 
     def _whole_order(self) -> tuple[list[int], set[tuple[int, int]]]:
         """`_order` of the kernel, of the functions that it calls, and of what only a register jumps to."""

@@ -97,7 +97,7 @@ def describe(name: str, code: Code) -> dict[str, Any]:
     }
     moved = LANES * sum(i.width for i in path if i.is_wide_load or i.base == "LDGSTS")
     if moved:
-        part = flow.instructions(loop.blocks) if loop else code.instructions
+        part = flow.instructions(loop.blocks if loop else flow.own_blocks())
         found["hot"] = {
             "part": "loop" if loop else "kernel",
             "all": len(part),
@@ -106,7 +106,7 @@ def describe(name: str, code: Code) -> dict[str, Any]:
             "opcodes": count_opcodes(path),
             "bytes": moved,
         }
-        computes = 2 * _arithmetic(part) >= _arithmetic(code.instructions)
+        computes = loop is None or 2 * _arithmetic(part) >= _arithmetic(code.instructions)
         if computes and (element := bytes_of_logit(name)):
             found["hot"] |= {"logits": moved // element, "bytes_per_logit": element}
     return found

@@ -29,10 +29,10 @@ TERMS = """## What the numbers mean
 - **wide loads** (LDG.128): instructions that load 16 bytes a lane from global memory.
 - **in flight**: wide loads that are issued before the result of any is used, found by following registers through all
   branches: of the shortest such run, and of the longest. Each run costs one latency of memory.
-- **hot part**: the smallest loop with the most matrix products, or else with the most wide loads; the whole kernel where no
-  loop has any. *all* counts its instructions, *path* those of one turn on an ordinary way: the way with the most wide
-  loads, then with the most arithmetic (matrix products alone, where there are any), then with the fewest other
-  instructions. Inner loops count once, and a call counts as one instruction.
+- **hot part**: the smallest loop with the most matrix products, or else with the most wide loads; the kernel's own code,
+  without the functions that it calls, where no loop has as many. *all* counts its instructions, *path* those of one turn on
+  an ordinary way: the way with the most wide loads, then with the most arithmetic (matrix products alone, where there are
+  any), then with the fewest other instructions. Inner loops count once, and a call counts as one instruction.
 - **bytes** that the wide loads of a turn, and the copies to shared memory, bring to a warp of 32 lanes.
 - **instructions per logit**: *path* over the logits in those bytes. A multiprocessor of sm_90 issues four instructions
   a clock, and an H200's memory brings it some 16 bytes a clock: at 2 bytes a logit more than half an instruction per logit
@@ -160,7 +160,7 @@ _COMPARED: dict[str, tuple[Callable[..., float], Callable[[dict[str, Any]], floa
     "code": (max, lambda row: row["resources"].get(DETAILED, {}).get("code")),
     "local loads": (max, lambda row: row.get("classes", {}).get("local load", 0)),
     "local stores": (max, lambda row: row.get("classes", {}).get("local store", 0)),
-    "wide loads in flight": (min, lambda row: row.get("loads_in_flight", {}).get("fewest")),
+    "wide loads in flight": (min, lambda row: row.get("loads_in_flight", {}).get("fewest") or None),
     "barriers": (max, lambda row: row.get("classes", {}).get("barrier", 0)),
     "atomics that are CAS loops": (max, lambda row: row.get("opcodes", {}).get("ATOMS, CAS loop", 0)),
     "instructions of the hot part, path": (max, lambda row: row.get("hot", {}).get("path")),
