@@ -129,7 +129,8 @@ class BlockRows {
     const RowSummary summary = summary_of_row(row, parameters.scale, needs_sum);
     Law law{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
     bool bad = false;
-    for (int32_t i = lane(); i < workspace_.chunks_per_row; i += 32) {
+#pragma unroll 4
+    for (int32_t i = lane(); i < workspace_.chunks_per_row; i += 32) {  // four loads at once
       const ChunkSum chunk = summary.chunks[i];
       law.maximum = larger(chunk.maximum, law.maximum);
       bad = bad || !(chunk.sum == chunk.sum);
@@ -263,6 +264,7 @@ class BlockRows {
   // Every warp for itself, all alike.
   PASS_EXT_DEVICE double total_mass(const RowSummary& summary, const Law& law) const {
     double mass = 0.0;
+#pragma unroll 4
     for (int32_t i = lane(); i < workspace_.chunks_per_row; i += 32) {
       const ChunkSum chunk = summary.chunks[i];
       if (chunk.maximum > -kInfinity) mass += chunk.sum * exponential(log_weight(law, chunk.maximum));
@@ -395,22 +397,43 @@ class BlockRows {
     }
   };
 
-  // What no token of a group can exceed in a race: see cpu/rows_kernels.h.
+  // What no token of a group can exceed in a race: see cpu/rows_kernels.h. A warp has a scheduler to itself here, so the
+  // chains of arithmetic of several groups run side by side.
   PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Law& law, const Noise* noise, float offset) {
+    constexpr int kAtOnce = 4;
+    const int32_t groups = workspace_.groups;
+    const float cut = law.cut, maximum = law.maximum, scale = law.scale;
+    const Noise heard = noise == nullptr ? Noise{} : *noise;
     sync_block();
-    for (int32_t group = first_index(); group < workspace_.groups; group += stride()) {
-      const float largest = summary.maxima[group];
-      float bound = -kInfinity;
-      if (largest >= law.cut && largest > -kInfinity) {
-        float log_e = 0.0f;
-        if (noise != nullptr) {
-          const PhiloxBlock drawn =
-              philox4x32(counter_of(*noise, NoiseLevel::group, static_cast<uint32_t>(group)), noise->seed);
-          log_e = logarithm(exponential_variate(drawn.word[0]) * (1.0f / kGroup));
-        }
-        bound = race_score(largest, law.maximum, law.scale, log_e) + (offset + 0.001f);
+    for (int32_t base = first_index(); base < groups; base += kAtOnce * stride()) {
+      float largest[kAtOnce], bound[kAtOnce];
+      bool races = false;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int32_t group = base + k * stride();
+        largest[k] = group < groups ? summary.maxima[group] : -kInfinity;
+        bound[k] = -kInfinity;
+        races = races || (largest[k] >= cut && largest[k] > -kInfinity);
       }
-      bounds()[group] = bound;
+      if (races) {
+        float log_e[kAtOnce] = {};
+        if (noise != nullptr) {
+#pragma unroll
+          for (int k = 0; k < kAtOnce; ++k) {
+            const PhiloxBlock drawn = philox4x32(
+                counter_of(heard, NoiseLevel::group, static_cast<uint32_t>(base + k * stride())), heard.seed);
+            log_e[k] = logarithm(exponential_variate(drawn.word[0]) * (1.0f / kGroup));
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const float reached = race_score(largest[k], maximum, scale, log_e[k]) + (offset + 0.001f);
+          bound[k] = largest[k] >= cut ? reached : -kInfinity;  // of -inf it is -inf
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (base + k * stride() < groups) bounds()[base + k * stride()] = bound[k];
     }
     sync_block();
   }
