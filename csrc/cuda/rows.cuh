@@ -112,8 +112,8 @@ PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t in
   return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row};
 }
 
-// When a kernel's rows are scanned: all of them by a launch of their own, or each by the block that comes to it. A kernel
-// is made for one of the two, so that it holds no code of the other.
+// When a kernel's rows are scanned: all of them by a launch of their own, or each by the block that comes to it. A
+// kernel is made for one of the two, so that it holds no code of the other.
 enum class Scan { beforehand, on_the_way };
 
 template <Scan scan>
@@ -397,8 +397,8 @@ class BlockRows {
     }
   };
 
-  // What no token of a group can exceed in a race: see cpu/rows_kernels.h. A warp has a scheduler to itself here, so the
-  // chains of arithmetic of several groups run side by side.
+  // What no token of a group can exceed in a race: see cpu/rows_kernels.h. A warp has a scheduler to itself here, so
+  // the chains of arithmetic of several groups run side by side.
   PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Law& law, const Noise* noise, float offset) {
     constexpr int kAtOnce = 4;
     const int32_t groups = workspace_.groups;
