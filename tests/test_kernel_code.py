@@ -23,7 +23,7 @@ import kernel_limits  # noqa: E402
 from kernel_limits import LOADS, Limit  # noqa: E402
 
 from benchmarks.kernel_code import __main__ as command  # noqa: E402
-from benchmarks.kernel_code import disassembler, measure, page  # noqa: E402
+from benchmarks.kernel_code import bounds, disassembler, measure, page  # noqa: E402
 from benchmarks.kernel_code.control_flow import ControlFlow  # noqa: E402
 from benchmarks.kernel_code.instructions import class_of, count_classes  # noqa: E402
 
@@ -144,7 +144,7 @@ SCAN = "scan_rows_kernel<pass_ext::gpu::DraftSource>"
     [
         (ATTENTION, "attention.cuh", "Shape::kResidentBlocks)", "4)", "stack"),
         (ATTENTION, "attention_warp.cuh", "#pragma unroll\n", "", "stack"),
-        (SCAN, "rows.cuh", "(32 * kScanWarps, 6)", "(32 * kScanWarps)", "registers"),
+        (SCAN, "rows.cuh", "(32 * kScanWarps, kScansPerMultiprocessor)", "(32 * kScanWarps)", "registers"),
         (SCAN, "row_scan.cuh", "#pragma unroll\n", "#pragma unroll 1\n", "stack"),
         (SCAN, "row_pieces.cuh", "#pragma unroll\n", "#pragma unroll 1\n", LOADS),
     ],
@@ -402,3 +402,33 @@ def test_a_result_is_read_as_it_was_saved(tmp_path):
 def test_a_library_that_is_not_there_is_named(tmp_path, capsys):
     assert run_command(tmp_path, "--library", str(tmp_path / "none.so")) == 1
     assert "none.so does not exist" in capsys.readouterr().err
+
+
+def test_the_least_time_of_a_scan_by_hand():
+    scan = {"way_in": 100, "work": 400}
+    times = {name: rest for name, *rest in bounds.least_times({"kernels": {bounds.SCAN: {"scan": scan}}})}
+    rows, of_bytes, of_code = times["64 requests, 1 + 4"]
+    assert rows == 64 * 9
+    assert of_bytes == pytest.approx(rows * 128_256 * 2 / 4.3e6)
+    assert of_code == pytest.approx(rows * 126 * (400 + 100 / 4) / (132 * 4 * 1.98e3))
+    assert times["1 request, 1 + 4"][2] == pytest.approx(9 * 126 * 500 / (132 * 4 * 1.98e3)), "one chunk a warp"
+    assert bounds.least_times({"kernels": {}}) == []
+
+
+def test_the_way_with_so_many_wide_loads():
+    code = listing(
+        "@P0 BRA 0x50",
+        "LDG.E.128 R4,[R2.64]",
+        "LDG.E.128 R8,[R2.64]",
+        "MUFU.EX2 R0,R8",
+        "EXIT",
+        "MOV R3,R2",
+        "LDG.E.128 R4,[R2.64]",
+        "FADD R0,R4,R5",
+        "MUFU.EX2 R0,R0",
+        "EXIT",
+    )
+    flow = ControlFlow(code)
+    assert measure.scan_of(flow.path_with_loads(2)) == {"way_in": 1, "work": 3}
+    assert measure.scan_of(flow.path_with_loads(1)) == {"way_in": 2, "work": 3}
+    assert flow.path_with_loads(3) == [] and measure.scan_of([]) == {}

@@ -2,6 +2,8 @@
 
 import emulator
 import pytest
+import torch
+from emulated import launching, sampling
 
 import pass_ext
 
@@ -52,3 +54,33 @@ def test_trees_are_walked_where_most_rows_are_never_looked_at():
 def test_drafts_are_all_looked_at(rows, kept):
     each = SUMMARY + (LAW + WINNER if kept == rows else 0)
     assert kept * each <= draft_bytes(rows) <= kept * each + ROUNDING
+
+
+def scan_blocks(rows, vocabulary=VOCABULARY, multiprocessors=132):
+    with emulator.session({}) as machine:
+        numbers = dict(rows=rows, vocabulary=vocabulary, count=1, multiprocessors=multiprocessors)
+        return machine.draft_scan_blocks(numbers)
+
+
+def test_a_warp_scans_several_chunks_where_there_are_more_blocks_than_a_gpu_holds_at_once():
+    assert [scan_blocks(rows) for rows in (1, 9, 100, 400, 1056)] == [32, 32, 32, 8, 8], (
+        "32 without turns, of 126 chunks"
+    )
+    assert scan_blocks(1056, vocabulary=1000) == 1
+    assert scan_blocks(1057) == 0, "a block scans what it comes to"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_few_blocks_scan_in_turns(dtype, monkeypatch):
+    """On one multiprocessor a warp takes up to four chunks, some of which are none: what comes out is the CPU's."""
+    monkeypatch.setattr(launching, "multiprocessors", lambda: 1)
+    vocabulary, rows = 24_700, 8
+    assert scan_blocks(rows, vocabulary, 1) == 4, "of seven without turns"
+    random = torch.Generator().manual_seed(0)
+    logits = (torch.randn(rows, vocabulary, generator=random) * 3).to(dtype)
+    law = dict(temperature=torch.full((rows,), 0.7), top_k=torch.tensor([0, 5] * 4), seeds=torch.arange(rows))
+    expected = pass_ext.draft_sample(logits, 3, mode="coupled", **law)
+    empty = dict.fromkeys(("top_p", "min_p", "allowed", "positions", "nodes"))
+    ours = sampling.draft_sample(logits, 3, 0, **law | {"top_k": law["top_k"].int()} | empty)
+    assert torch.equal(expected[0], ours[0])
+    torch.testing.assert_close(expected[1], ours[1])

@@ -25,6 +25,8 @@ DETAILED = "sm_90"
 MERGED = ("commit_kernel", "embed_kernel", "mask_kernel", "merge_kernel", "merge_splits_kernel", "sum_slots_kernel",
           "sum_table_kernel")  # fmt: skip
 """Kernels whose many kinds differ in the types of elements alone: one row, with the largest number of any kind."""
+LOADS_OF_CHUNK = 4
+"""Wide loads of a lane for the chunk of a row of 16-bit logits that lies as it should: cuda/row_scan.cuh."""
 LANES = 32
 
 
@@ -109,7 +111,16 @@ def describe(name: str, code: Code) -> dict[str, Any]:
         computes = loop is None or 2 * _arithmetic(part) >= _arithmetic(code.instructions)
         if computes and (element := bytes_of_logit(name)):
             found["hot"] |= {"logits": moved // element, "bytes_per_logit": element}
+    if function_of(name).startswith("scan") and (scan := scan_of(flow.path_with_loads(LOADS_OF_CHUNK))):
+        found["scan"] = scan
     return found
+
+
+def scan_of(path: list[Instruction]) -> dict[str, int]:
+    """Of a way through a scan: instructions before its first wide load, and from there to the last 2^x of the sum."""
+    loads = [i for i, one in enumerate(path) if one.is_wide_load]
+    powers = [i for i, one in enumerate(path) if one.opcode.startswith("MUFU.EX2")]
+    return {"way_in": loads[0], "work": powers[-1] + 1 - loads[0]} if loads and powers else {}
 
 
 def _arithmetic(instructions: list[Instruction]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK, MULTIPROCESSORS, SCAN, VOCABULARY, least_times
 from benchmarks.kernel_code.instructions import CLASSES, OPCODES
 from benchmarks.kernel_code.measure import DETAILED, function_of
 
@@ -15,7 +16,7 @@ PAGE = Path("docs/kernel-code.md")
 HEADER = """# The kernels' machine code
 
 Written by `python -m benchmarks.kernel_code` from the compiled library and from `benchmarks/results/kernel-code/`; do not edit.
-No GPU is needed, and nothing here is a time: these are counts, to reason with before a GPU measures.
+No GPU is needed, and nothing here is a measured time: these are counts, to reason with before a GPU measures.
 `tests/kernel_limits.py` says which of them may not grow, and `make test` holds that.
 """
 TERMS = """## What the numbers mean
@@ -67,6 +68,7 @@ def render(results: list[dict[str, Any]]) -> str:
     parts += ["## What each kernel takes\n", *_resource_table(newest)]
     parts += [f"\n## What the code consists of, {DETAILED}\n", *_instruction_table(newest)]
     parts += [f"\n## Hot parts, {DETAILED}\n", *_hot_table(newest)]
+    parts += ["\n## The least time of a scan\n", *_bounds_table(newest)]
     parts += ["\n## Before and after\n", *_difference(first, newest)]
     return "\n".join(parts) + "\n"
 
@@ -170,6 +172,21 @@ _COMPARED: dict[str, tuple[Callable[..., float], Callable[[dict[str, Any]], floa
     ),
 }
 """What before and after are compared by: which kind of a kernel counts, and the number."""
+
+
+def _bounds_table(result: dict[str, Any]) -> list[str]:
+    times = least_times(result)
+    if not times:
+        return ["The scan was not read."]
+    scan = result["kernels"][SCAN]["scan"]
+    said = (
+        f"A bound from below, not a measurement: an H200 ({MULTIPROCESSORS} multiprocessors, {CLOCK / 1e9} GHz, "
+        f"{BANDWIDTH / 1e12} TB/s) scanning the rows of an accept step under `rejection`, {VOCABULARY:,} bfloat16 logits each. "
+        f"A warp's way to its first load takes {scan['way_in']} instructions, a chunk of 1,024 logits from there to its sum "
+        f"{scan['work']}. Launches, waiting and the walk come on top; at one request they are most of the time.\n"
+    )
+    rows = [[name, f"{count:,}", f"{of_bytes:.1f}", f"{of_code:.1f}"] for name, count, of_bytes, of_code in times]
+    return [said, *_table(["step", "rows", "µs of bytes", "µs of instructions"], rows)]
 
 
 def _worst(result: dict[str, Any]) -> dict[str, dict[str, float | None]]:

@@ -20,6 +20,8 @@
 namespace pass_ext::gpu {
 
 constexpr unsigned kScanWarps = 4;
+constexpr int kScansPerMultiprocessor = 6;  // blocks
+constexpr int64_t kMostTurns = 4;           // chunks that a warp scans one after the other
 constexpr int64_t kMostRowsBeforehand = 2048;
 constexpr int32_t kGroupsInShared = 4096;  // bounds of a race that fit: 262,144 tokens
 constexpr int kBlocksPerMultiprocessor = 2;
@@ -36,13 +38,13 @@ struct RowsWorkspace {
   int32_t* divided;   // one
   int32_t* counters;  // [rows], zero: blocks that are done with a row
   int64_t rows;
-  int32_t groups, chunks_per_row;
+  int32_t groups, chunks_per_row, scan_blocks;
 };
 
 // How much of it a problem needs: no more for more requests than the GPU works on at once, but for the judges.
 struct RowsPlan {
   int64_t rows, blocks, nodes;
-  int32_t groups, chunks_per_row;
+  int32_t groups, chunks_per_row, scan_blocks;  // of a row
 
   int64_t summaries() const { return rows > 0 ? rows : 2 * blocks; }
   int64_t bounds() const { return groups <= kGroupsInShared ? 0 : rows > blocks ? rows : blocks; }
@@ -57,6 +59,7 @@ struct RowsPlan {
     workspace.rows = rows;
     workspace.groups = groups;
     workspace.chunks_per_row = chunks_per_row;
+    workspace.scan_blocks = scan_blocks;
     return workspace;
   }
 
@@ -78,6 +81,16 @@ struct RowsPlan {
   }
 };
 
+// A warp finds its row once for several chunks where blocks enough remain to keep the whole GPU at work to the end.
+inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocessors) {
+  const int64_t all = (chunks_of(vocabulary) + int64_t{kScanWarps} - 1) / kScanWarps;
+  const int64_t resident = kScansPerMultiprocessor * int64_t{multiprocessors > 0 ? multiprocessors : 1};
+  int64_t turns = rows * all / (4 * resident);
+  if (turns < 1) turns = 1;
+  if (turns > kMostTurns) turns = kMostTurns;
+  return static_cast<int32_t>((all + turns - 1) / turns);
+}
+
 // `rows`: what might have to be scanned; `visited`: what one block comes to of a request, of which there are so many.
 // Scanning beforehand reads all rows with the whole GPU. A block alone reads about 1.5 times its share of the GPU's
 // bandwidth, and only what it comes to.
@@ -89,8 +102,12 @@ inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64
   if (room > kMostRowsBeforehand) room = kMostRowsBeforehand;
   if (blocks < 1) blocks = 1;
   const bool beforehand = rows <= room && rows <= visited * busy;
-  return {beforehand ? rows : 0, requests < blocks ? requests : blocks, nodes, groups_of(vocabulary),
-          chunks_of(vocabulary)};
+  return {beforehand ? rows : 0,
+          requests < blocks ? requests : blocks,
+          nodes,
+          groups_of(vocabulary),
+          chunks_of(vocabulary),
+          beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0};
 }
 
 // Threads for a block that works on one row.
@@ -526,14 +543,22 @@ class BlockRows {
 //   source.wish(slot)         ScanWish
 //   source.finish(rows, row, workspace)
 template <typename Source>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, 6)
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
     scan_rows_kernel(PASS_EXT_PARAMETER Source source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
   const int64_t slot = block_index().y;
   LogitRow row;
   if (!source.find(slot, row)) return;  // all blocks of a row agree
-  const int32_t chunk = static_cast<int32_t>(block_index().x * kScanWarps + warp_index());
-  if (chunk < workspace.chunks_per_row)
-    scan_chunk_of_any_type(row, chunk, summary_of(workspace, slot), [&] { return source.wish(slot); });
+  const RowSummary summary = summary_of(workspace, slot);
+  ScanWish wish{};
+  bool is_first = true;
+#pragma unroll 1
+  for (int32_t chunk = static_cast<int32_t>(block_index().x * kScanWarps + warp_index());
+       chunk < workspace.chunks_per_row; chunk += static_cast<int32_t>(grid_size().x * kScanWarps))
+    scan_chunk_of_any_type(row, chunk, summary, [&] {
+      if (is_first) wish = source.wish(slot);
+      is_first = false;
+      return wish;
+    });
   if (!block_comes_last(workspace.counters + slot, static_cast<int32_t>(grid_size().x), &row_shared().block.is_last))
     return;
   BlockRows<Scan::beforehand> rows(workspace, slot);
@@ -543,9 +568,9 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, 6)
 
 template <typename Source>
 void launch_scan_rows(const char* name, const Source& source, const RowsWorkspace& workspace, Stream stream) {
-  const int64_t blocks = (workspace.chunks_per_row + kScanWarps - 1) / kScanWarps;
-  launch(name, scan_rows_kernel<Source>, LaunchShape{{blocks, workspace.rows}, {32 * kScanWarps}, sizeof(RowShared)},
-         stream, source, workspace);
+  launch(name, scan_rows_kernel<Source>,
+         LaunchShape{{workspace.scan_blocks, workspace.rows}, {32 * kScanWarps}, sizeof(RowShared)}, stream, source,
+         workspace);
 }
 
 }  // namespace pass_ext::gpu

@@ -74,6 +74,11 @@ int64_t draft_workspace(const Numbers& numbers) {
   return pass_ext::gpu::plan_draft(draft_problem(given), static_cast<int>(given("multiprocessors"))).bytes();
 }
 
+int64_t draft_scan_blocks(const Numbers& numbers) {
+  const LogitArguments given{{numbers}};
+  return pass_ext::gpu::plan_draft(draft_problem(given), static_cast<int>(given("multiprocessors"))).scan_blocks;
+}
+
 void draft(const Numbers& numbers) {
   const LogitArguments given{{numbers}};
   const pass_ext::DraftProblem problem = draft_problem(given);

@@ -48,6 +48,7 @@ int64_t lookahead_embed_backward_splits(int64_t rows);
 
 // accept.cpp
 int64_t draft_workspace(const Numbers& numbers);
+int64_t draft_scan_blocks(const Numbers& numbers);
 void draft(const Numbers& numbers);
 int64_t accept_workspace(const Numbers& numbers);
 void accept(const Numbers& numbers, float threshold, float alpha);

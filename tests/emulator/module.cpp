@@ -33,6 +33,7 @@ PYBIND11_MODULE(_emulator, module) {
   module.def("lookahead_embed_backward", &emulator::lookahead_embed_backward);
   module.def("lookahead_embed_backward_splits", &emulator::lookahead_embed_backward_splits);
   module.def("draft_workspace", &emulator::draft_workspace);
+  module.def("draft_scan_blocks", &emulator::draft_scan_blocks);
   module.def("draft", &emulator::draft);
   module.def("accept_workspace", &emulator::accept_workspace);
   module.def("accept", &emulator::accept);
