@@ -142,8 +142,8 @@ class ControlFlow:
         return finished[::-1], back
 
     def path_with_loads(self, count: int) -> list[Instruction]:
-        """The way from the kernel's entry to an exit with exactly so many wide loads, of these the one with most arithmetic, then
-        with fewest other instructions; empty where there is none. Calls are not followed, and no jump back is taken.
+        """The way from the kernel's entry to an exit with exactly so many wide loads. Of several the one with most arithmetic,
+        then with fewest other instructions; empty where there is none. Calls are not followed, and no jump back is taken.
         """
         order, back = self._own_order()
         best: dict[int, dict[int, tuple[tuple[int, int], list[int]]]] = {}
