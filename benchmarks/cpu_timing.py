@@ -1,7 +1,4 @@
-"""How one sample is taken on the CPU: one call between two reads of the clock, with the caches warm or swept.
-
-Called by benchmarks/harness.py and benchmarks/command.py.
-"""
+"""How one sample is taken on the CPU: one call between two reads of the clock, with the caches warm or swept."""
 
 import itertools
 import time

@@ -155,7 +155,7 @@ def counted_calls(model: Any, wanted: bool) -> Iterator[list[int]]:
 
 def assisted_contender(model: Any, layers: int) -> Contender:
     """transformers' assisted decoding with the model's own first layers."""
-    from pass_ext.decoding.early_exit_model import first_layers
+    from pass_ext.decoding.models.early_exit import first_layers
 
     assistant = first_layers(model, layers)
     assistant.generation_config = copy.deepcopy(model.generation_config)

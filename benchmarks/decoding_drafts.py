@@ -4,7 +4,6 @@
     tokens per step = (tokens - 1) / (calls of the model - 1), the prompt's own call and its token left out
 
 With rule "longest_branch" the first level, which is the model's own, counts as accepted, and the prompt's call gives no token.
-Called by bench_decoding.py.
 """
 
 import argparse
@@ -56,7 +55,7 @@ class Drafts:
 
 def load_drafts(options: argparse.Namespace, model: Any, tokenizer: Any) -> Drafts:
     """As `--draft` and `--decision` say. What nobody asked for by name may be missing."""
-    from pass_ext.decision import DecisionModel
+    from pass_ext.modules.decision import DecisionModel
 
     missing: dict[str, str] = {}
 
@@ -83,13 +82,13 @@ def load_drafts(options: argparse.Namespace, model: Any, tokenizer: Any) -> Draf
 def _draft(name: str, options: argparse.Namespace, model: Any, tokenizer: Any) -> Callable[[Any], Any]:
     kind, _, what = name.partition(":")
     if kind == "exit":
-        from pass_ext.early_exit import EarlyExitDraft
+        from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft
 
         how: dict[str, Any] = {"layers": int(what)} if what.isdigit() else {"adapter": what}
         EarlyExitDraft(model, **how)  # what does not fit is refused now
         return lambda target: EarlyExitDraft(target, **how)
     from pass_ext.checkpoint import load_checkpoint
-    from pass_ext.decoding.draft_model import check_tokenizers
+    from pass_ext.decoding.models.vocabulary import check_tokenizers
 
     draft, its_tokenizer = load_checkpoint(name, DTYPES[options.dtype])
     check_tokenizers(tokenizer, its_tokenizer)
@@ -180,7 +179,7 @@ def draft_contender(model: Any, one: Entrant) -> Contender:
 @contextmanager
 def watched_drafters() -> Iterator[list[Any]]:
     """The drafters of draft models that are made meanwhile: of a batch of one each level is a call."""
-    from pass_ext.decoding import drafting
+    from pass_ext.decoding.drafting import drafting
 
     made: list[Any] = []
     before = drafting.model_drafter
@@ -200,8 +199,8 @@ def watched_drafters() -> Iterator[list[Any]]:
 
 def plans_of(some: Sequence[Entrant], model: Any) -> dict[str, Any]:
     """Name -> the plan of each that plans ("auto")."""
-    from pass_ext.decoding.model import packed_model
-    from pass_ext.decoding.model_plan import draft_plan
+    from pass_ext.decoding.models.adapt import packed_model
+    from pass_ext.decoding.planning.for_draft_model import draft_plan
 
     target, graphs = packed_model(model), model.device.type == "cuda"
     return {
@@ -228,7 +227,7 @@ def summarise_drafts(
     runs: Sequence[Row], some: Sequence[Entrant], profiles: Sequence[Row], plans: Mapping[str, Any]
 ) -> list[Row]:
     """A row per contender of one setting, all its prompts together. profiles: as `decoding_steps.profile` gives them."""
-    from pass_ext.decoding.longest_branch import DECODING_RULES
+    from pass_ext.decoding.drafting.longest_branch import DECODING_RULES
 
     summed = {row["contender"]: row for row in summarise_set(runs, ALL)}
     profiled = {row["contender"]: row for row in profiles}

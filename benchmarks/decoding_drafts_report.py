@@ -1,7 +1,4 @@
-"""The page's part "With a draft model": a table per setting, and one beside what was published.
-
-Called by decoding_report.py.
-"""
+"""The page's part "With a draft model": a table per setting, and one beside what was published."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 """vLLM beside the race: decoding_vllm.py, run by another Python on raced prompts.
 
-Another process, not interleaved. Called by bench_decoding.py.
+Another process, not interleaved.
 """
 
 import json

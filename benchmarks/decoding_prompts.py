@@ -1,11 +1,9 @@
 """Prompts held out from training, in three domains: the beginning of a text, never its continuation.
 
-    code    from the running Python's standard library: held-out files only, some hundred tokens from the first definition
-            behind a third of the file, cut at the end of a line
-    prose   prompts/prose.jsonl: openings of two to four sentences, written for this benchmark
-    chat    prompts/chat.jsonl: instructions, likewise, in the model's chat template
-
-Called by bench_decoding.py.
+code    from the running Python's standard library: held-out files only, some hundred tokens from the first definition
+        behind a third of the file, cut at the end of a line
+prose   prompts/prose.jsonl: openings of two to four sentences, written for this benchmark
+chat    prompts/chat.jsonl: instructions, likewise, in the model's chat template
 """
 
 import hashlib
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pass_ext.training.data import is_held_out
+from pass_ext.training.common.documents import is_held_out
 
 HERE = Path(__file__).resolve().parent / "prompts"
 DOMAINS = ("code", "prose", "chat")

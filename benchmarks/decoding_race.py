@@ -1,7 +1,7 @@
 """The race: all contenders on one prompt, one after the other, in an order shuffled anew for every prompt by a fixed seed.
 
 Prompts are first continued by Plain alone, which says whether the text is long enough and whether it loops; of each kind
-only so many are raced. Called by bench_decoding.py.
+only so many are raced.
 """
 
 import gc

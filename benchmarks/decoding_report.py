@@ -1,8 +1,7 @@
 """Results of bench_decoding.py: as tables on the screen, as docs/decoding-speed.md, and as a picture.
 
 `python -m benchmarks.report` writes page and pictures with all others; its `--check` holds them to the committed
-results. A picture carries the numbers that it shows, so it can be checked without drawing it again. Called by report.py
-and bench_decoding.py.
+results. A picture carries the numbers that it shows, so it can be checked without drawing it again.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Where a step's time goes: a call of the model by its number of rows, and each method's step by its ranges.
-
-Called by bench_decoding.py.
-"""
+"""Where a step's time goes: a call of the model by its number of rows, and each method's step by its ranges."""
 
 import random
 import time
@@ -26,8 +23,8 @@ RANGES = ("draft", "verify", "accept", "commit")
 def step_times(model: Any, rounds: int, seed: int = 0) -> list[Row]:
     """Milliseconds of one call, logits included, by its rows; interleaved, in a new order every round."""
     import pass_ext
-    from pass_ext.decoding.model import packed_model
-    from pass_ext.decoding.session import Session
+    from pass_ext.decoding.models.adapt import packed_model
+    from pass_ext.decoding.session.session import Session
 
     adapted = packed_model(model)
     device = adapted.table.device
@@ -85,7 +82,7 @@ def profile(contender: Contender, prompts: Sequence[Prompt], setting: Setting, m
 @contextmanager
 def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
     """Meanwhile the decoding loop's profiler ranges are timed; on a GPU each waits for the work before and in it."""
-    from pass_ext.decoding import generation
+    from pass_ext.decoding import loop
 
     taken: dict[str, list[float]] = defaultdict(list)
 
@@ -97,12 +94,12 @@ def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
         finally:
             taken[name].append(_now(device) - started)
 
-    before = generation.profiled
-    generation.profiled = timed
+    before = loop.profiled
+    loop.profiled = timed
     try:
         yield taken
     finally:
-        generation.profiled = before
+        loop.profiled = before
 
 
 def _now(device: torch.device) -> float:

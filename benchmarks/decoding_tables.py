@@ -1,4 +1,4 @@
-"""A table of bench_decoding's page, and how its cells are written. Called by those that render."""
+"""A table of bench_decoding's page, and how its cells are written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

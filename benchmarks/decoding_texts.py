@@ -1,7 +1,7 @@
 """What may be said of a continuation: whether it has fallen into a loop, and where it leaves another one.
 
 A text loops if a fifth of its tokens repeat what followed the same eight tokens earlier in the continuation, or if three
-quarters of its last third equal the token one period before. Called by bench_decoding.py and decoding_summary.py.
+quarters of its last third equal the token one period before.
 """
 
 from collections.abc import Sequence

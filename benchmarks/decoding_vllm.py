@@ -1,6 +1,6 @@
 """vLLM on the prompts of bench_decoding.py: batch of one, greedy, seconds per text. Runs in an environment of its own.
 
-Called by bench_decoding.py as `python decoding_vllm.py JOB RESULT`, two JSON files. Imports nothing of this project.
+Imports nothing of this project.
 """
 
 import json

@@ -1,7 +1,7 @@
 """How one sample is taken on a GPU: many calls in one CUDA graph, timed by events, caches warm or flushed; and eagerly.
 
 Graph replay gives the GPU's own time per call; eager gives what a Python loop sees, mostly the host's launch work. Both
-are reported. Called by benchmarks/harness.py and benchmarks/command.py.
+are reported.
 """
 
 import sys

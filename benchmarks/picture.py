@@ -1,6 +1,6 @@
 """Pictures that can be checked: an SVG says what it shows, its story, and the same matplotlib draws it the same to the byte.
 
-Called by decoding_report.py, docs/pictures.py and docs/pass_picture.py. Needs matplotlib to draw, not to check a story.
+Needs matplotlib to draw, not to check a story.
 """
 
 import html

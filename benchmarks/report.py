@@ -1,7 +1,7 @@
 """Results: saved as JSON, shown as a table on the screen, and rendered to docs/benchmarks.md.
 
 `python -m benchmarks.report` renders every committed result, those of bench_decoding by decoding_report.py; `--check`
-fails where the pages are not what they say. Called by benchmarks/command.py. The fields of a result: README.md.
+fails where the pages are not what they say. The fields of a result: README.md.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""The command line of the scripts that write what docs/ shows: `python -m docs.<name>`, and `--check`, which writes nothing.
-
-Called by pictures.py, pass_picture.py, speculative_picture.py and longest_branch_law.py.
-"""
+"""The command line of the scripts that write what docs/ shows: `python -m docs.<name>`, and `--check`, which writes nothing."""
 
 import argparse
 import sys

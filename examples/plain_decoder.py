@@ -1,6 +1,6 @@
 """A decoder in plain PyTorch under pass_ext.generate: python examples/plain_decoder.py.
 
-generate asks three things of a model that transformers does not know (pass_ext.decoding.model.PackedModel):
+generate asks three things of a model that transformers does not know (pass_ext.decoding.models.packed.PackedModel):
     embedding                                  the table of input embeddings, [V, d]
     model(rows, positions, attend, wanted)     rows [N, d] of all prompts' steps, back to back -> logits [N or len(wanted), V]
     attend(layer, q, k, v)                     called once per layer, with q [N, heads, D] and k, v [N, KV heads, D]

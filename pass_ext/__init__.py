@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from pass_ext._library import set_debug, status
-from pass_ext.lookahead import LookaheadEmbedding
-from pass_ext.ops.accept import RULES, AcceptResult, accept_chain, accept_tree
+from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.ops.accept import RULES, STATUS, AcceptResult, accept_chain, accept_tree
 from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.draft import draft_sample
@@ -19,13 +19,17 @@ from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 if TYPE_CHECKING:
-    from pass_ext.decision import DecisionModel, DraftLevel
-    from pass_ext.decoding.calibration import calibrate
     from pass_ext.decoding.generation import Generation, generate
     from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
+    from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft
+    from pass_ext.decoding.models.packed import PackedModel
+    from pass_ext.decoding.planning.calibration import calibrate
+    from pass_ext.decoding.planning.plan import plan
     from pass_ext.decoding.sampling import SamplingParams
-    from pass_ext.early_exit import EarlyExitDraft, ExitAdapter
-    from pass_ext.integrations.transformers_generate import custom_generate
+    from pass_ext.decoding.stats import GenerationStats
+    from pass_ext.integrations.transformers.generate import custom_generate
+    from pass_ext.modules.decision import DecisionModel, DraftLevel
+    from pass_ext.modules.exit_adapter import ExitAdapter
 
 try:
     __version__ = version("pass_ext")
@@ -34,16 +38,19 @@ except PackageNotFoundError:  # imported from a source tree that was never insta
 
 __all__ = [
     "RULES",
+    "STATUS",
     "AcceptResult",
     "DecisionModel",
     "DraftLevel",
     "EarlyExitDraft",
     "ExitAdapter",
     "Generation",
+    "GenerationStats",
     "LookaheadEmbedding",
     "MultiCandidate",
     "NGram",
     "PaSS",
+    "PackedModel",
     "PackedTrees",
     "Plain",
     "SamplingParams",
@@ -62,6 +69,7 @@ __all__ = [
     "linear_rows",
     "lookahead_embed",
     "pack_trees",
+    "plan",
     "set_debug",
     "status",
     "tree_mask",
@@ -71,20 +79,23 @@ __all__ = [
 
 # Imported when asked for: loops of one's own need the ops alone, and custom_generate needs transformers.
 _LATER = {
-    "DecisionModel": "decision",
-    "DraftLevel": "decision",
-    "EarlyExitDraft": "early_exit",
-    "ExitAdapter": "early_exit",
+    "DecisionModel": "modules.decision",
+    "DraftLevel": "modules.decision",
+    "EarlyExitDraft": "decoding.models.early_exit_draft",
+    "ExitAdapter": "modules.exit_adapter",
     "Generation": "decoding.generation",
+    "GenerationStats": "decoding.stats",
     "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",
+    "PackedModel": "decoding.models.packed",
     "PaSS": "decoding.methods",
     "Plain": "decoding.methods",
     "SamplingParams": "decoding.sampling",
     "Speculative": "decoding.methods",
-    "calibrate": "decoding.calibration",
-    "custom_generate": "integrations.transformers_generate",
+    "calibrate": "decoding.planning.calibration",
+    "custom_generate": "integrations.transformers.generate",
     "generate": "decoding.generation",
+    "plan": "decoding.planning.plan",
 }
 
 

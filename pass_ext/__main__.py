@@ -8,7 +8,9 @@ import torch
 
 import pass_ext
 from pass_ext import demo
-from pass_ext.training import command, decision_command, draft_command
+from pass_ext.training.decision import command as decision_command
+from pass_ext.training.draft import command as draft_command
+from pass_ext.training.lookahead import command as lookahead_command
 
 
 def info() -> str:
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("info", help="versions, libraries, instruction set, GPUs")
     demo.add_arguments(commands.add_parser("demo", help="PaSS beside plain decoding (needs pass_ext[hf,train])"))
     train = commands.add_parser("train", help="look-ahead embeddings for a model of yours (needs pass_ext[hf,train])")
-    command.add_arguments(train)
+    lookahead_command.add_arguments(train)
     train_draft = commands.add_parser("train-draft", help="an early-exit draft for a model of yours (the same extras)")
     draft_command.add_arguments(train_draft)
     train_decision = commands.add_parser("train-decision", help="when a draft should stop drafting (the same extras)")
@@ -49,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.command == "info":
         print(info())
     elif chosen.command == "train":
-        command.run(chosen, ["python", "-m", "pass_ext", *given])
+        lookahead_command.run(chosen, ["python", "-m", "pass_ext", *given])
     elif chosen.command == "train-draft":
         draft_command.run(chosen, ["python", "-m", "pass_ext", *given])
     elif chosen.command == "train-decision":

@@ -1,7 +1,6 @@
 """Run one test body on every way a kernel can run: the CPU at each instruction set, the emulator, and CUDA where it is.
 
-A ``Backend`` is a name, a torch device, and a context in which the ops use that way. Called by this project's tests, and by
-those of projects that register kernels of their own behind our ops.
+A ``Backend`` is a name, a torch device, and a context in which the ops use that way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random problems for attention_tree: trees and arbitrary bits, caches in every layout, poison wherever nobody may look.
 
-A case is a dict of the keyword arguments of attention_tree, on the CPU. Called by test_attention.py and planted_attention.py.
+A case is a dict of the keyword arguments of attention_tree, on the CPU.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Runs a case of attention_tree on a backend, and says how far from exact a result may be.
 
-Called by test_attention*.py. Sizes follow the backend: the emulator and stand-ins in Python take about 1,000 times as long.
+Sizes follow the backend: the emulator and stand-ins in Python take about 1,000 times as long.
 """
 
 import functools

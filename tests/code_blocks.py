@@ -1,4 +1,4 @@
-"""The fenced code blocks of a page, and running them: a page's examples do what it says. Called by the tests of pages."""
+"""The fenced code blocks of a page, and running them: a page's examples do what it says."""
 
 import doctest
 import re

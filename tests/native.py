@@ -1,4 +1,4 @@
-"""Builds a pybind11 module of the tests with ninja, under build/tests/, and imports it. Called by emulator and test_core."""
+"""Builds a pybind11 module of the tests with ninja, under build/tests/, and imports it."""
 
 import fcntl
 import importlib.util

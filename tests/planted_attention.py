@@ -1,7 +1,4 @@
-"""attention_tree as a kernel would compute it, in fp32, tile by tile, p rounded, and with one fault that a test must see.
-
-Called by test_attention_faults.py, which runs the tests of the kernels on it.
-"""
+"""attention_tree as a kernel would compute it, in fp32, tile by tile, p rounded, and with one fault that a test must see."""
 
 from itertools import pairwise
 

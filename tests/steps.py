@@ -1,6 +1,6 @@
 """Random steps to verify: trees, logits, drafts really drawn from the draft's law, one number per request for each filter.
 
-Called by test_accept.py and test_draft.py. A step is a dict of the keyword arguments of accept_tree.
+A step is a dict of the keyword arguments of accept_tree.
 """
 
 import torch

@@ -15,7 +15,7 @@ from test_generate import slots_for
 from torch import nn
 
 from pass_ext import EarlyExitDraft, NGram, PaSS, Speculative, Tree, custom_generate, generate
-from pass_ext.decoding.model import packed_model
+from pass_ext.decoding.models.adapt import packed_model
 
 NEW = 8
 IDS, MASK = ragged_prompts(3, longest=8, seed=1)

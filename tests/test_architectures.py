@@ -49,7 +49,7 @@ def test_transformers_own_text_or_a_refusal(architecture, result):
 
 
 def test_a_window_that_is_left_out_is_found(monkeypatch):
-    from pass_ext.decoding import session
+    from pass_ext.decoding.session import session
 
     attention_tree = session.attention_tree
     monkeypatch.setattr(
@@ -62,7 +62,7 @@ def test_a_window_that_is_left_out_is_found(monkeypatch):
 
 
 def test_logits_that_are_a_little_other_are_found(monkeypatch):
-    from pass_ext.decoding import session
+    from pass_ext.decoding.session import session
 
     attention_tree = session.attention_tree
 

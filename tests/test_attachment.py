@@ -11,7 +11,7 @@ from small_models import small_model
 from test_generate import slots_for
 
 from pass_ext import NGram, PaSS, Tree, generate
-from pass_ext.decoding.model import packed_model
+from pass_ext.decoding.models.adapt import packed_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OPTIONS = dict(max_new_tokens=8, eos_token_id=[])

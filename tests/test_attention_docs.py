@@ -205,7 +205,7 @@ def test_a_picture_drawn_otherwise_is_found(pictures, tmp_path, monkeypatch):
     for name in pictures.PICTURES:
         pictures.draw(name, tmp_path / pictures.path_of(name))
     assert pictures.check(tmp_path) == []
-    from pass_ext import tree_picture
+    from pass_ext.tree import picture
 
-    monkeypatch.setattr(tree_picture, "NODE", "#2f6fb4")
+    monkeypatch.setattr(picture, "NODE", "#2f6fb4")
     assert len(pictures.check(tmp_path)) == len(pictures.PICTURES)

@@ -379,14 +379,14 @@ def draft(model):
 
 @pytest.fixture
 def quick_times(monkeypatch, draft):
-    from pass_ext.decoding import model_plan, pass_plan
-    from pass_ext.decoding.step_times import StepTimes
+    from pass_ext.decoding.planning import for_draft_model, for_lookahead
+    from pass_ext.decoding.planning.step_times import StepTimes
 
     def times(adapted, graphs):
         share = 0.1 if adapted.model is draft else 1.0
         return StepTimes((1, 64), (share, 1.2 * share))
 
-    for module in (pass_plan, model_plan):
+    for module in (for_lookahead, for_draft_model):
         monkeypatch.setattr(module, "measured_times", times)
 
 
@@ -400,7 +400,7 @@ def test_the_whole_run_on_a_tiny_model(model, draft, quick_times, tmp_path):
     from benchmarks import bench_decoding, decoding_report, report
     from benchmarks.decoding_drafts import Drafts, judge_drafts
     from benchmarks.decoding_summary import judge
-    from pass_ext.decision import DecisionModel
+    from pass_ext.modules.decision import DecisionModel
 
     arguments = ["--quick", "--dtype", "float32", "--prompts", "1", "--tokens", "16", "--assistant-layers", "1"]
     options = bench_decoding.parse("", arguments, bench_decoding.add_options)
@@ -483,10 +483,10 @@ def test_without_drafts_the_rest_runs(model):
 def test_drafts_by_name(model, tmp_path):
     from benchmarks import bench_decoding
     from benchmarks.decoding_drafts import load_drafts
-    from pass_ext.decision import DecisionModel
+    from pass_ext.modules.decision import DecisionModel
 
     DecisionModel("entropy", threshold=0.3).save(tmp_path / "a-decision-entropy.safetensors")
-    exits = pytest.importorskip("pass_ext.early_exit")
+    exits = pytest.importorskip("pass_ext.decoding.models.early_exit_draft")
     given = ["--dtype", "float32", "--draft", "exit:1", "--decision", str(tmp_path / "a-decision-entropy.safetensors")]
 
     def options(*arguments):
@@ -536,7 +536,7 @@ def test_transformers_with_its_static_cache_writes_the_same(model):
 
 def test_the_first_layers_share_weights_and_nothing_else(model):
     from benchmarks.decoding_contenders import counted_calls
-    from pass_ext.decoding.early_exit_model import first_layers
+    from pass_ext.decoding.models.early_exit import first_layers
 
     part = first_layers(model, 1)
     assert part.config.num_hidden_layers == 1 and model.config.num_hidden_layers == 2

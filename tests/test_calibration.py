@@ -5,10 +5,10 @@ import torch
 from small_models import VOCABULARY, small_model
 
 from pass_ext import Tree
-from pass_ext.decoding import calibration
-from pass_ext.decoding.calibration import calibrate
-from pass_ext.decoding.draft_plan import plan_drafts
-from pass_ext.decoding.model import packed_model
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.planning import calibration
+from pass_ext.decoding.planning.calibration import calibrate
+from pass_ext.decoding.planning.draft_tree import plan_drafts
 
 pytest.importorskip("transformers")
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-import pass_ext.decision
-from pass_ext.decision import DecisionModel, DraftLevel
-from pass_ext.decoding.model import Adapted, packed_model
-from pass_ext.decoding.session import Session
-from pass_ext.training import decision_command, decision_draft, decision_evaluation
-from pass_ext.training.decision_chains import Chains, read_chains, with_levels, with_threshold
-from pass_ext.training.decision_loop import class_weights, fit, fresh
-from pass_ext.training.decision_rows import Text, acceptance, read_places, reading
+import pass_ext.modules.decision
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.session.session import Session
+from pass_ext.modules.decision import DecisionModel, DraftLevel
+from pass_ext.training.decision import command, evaluation, which_draft
+from pass_ext.training.decision.chains import Chains, read_chains, with_levels, with_threshold
+from pass_ext.training.decision.loop import class_weights, fit, fresh
+from pass_ext.training.decision.rows import Text, acceptance, read_places, reading
 from pass_ext.tree import Tree, pack_trees
 
 INF, NAN = math.inf, math.nan
@@ -141,7 +142,7 @@ def test_a_file_gives_back_what_was_saved(kind, tmp_path, monkeypatch):
         assert getattr(again, name) == getattr(decision, name)
     assert repr(again) == repr(decision) and "threshold=0.37" in repr(again)
 
-    monkeypatch.setattr(pass_ext.decision, "_SHIPPED", tmp_path)
+    monkeypatch.setattr(pass_ext.modules.decision, "_SHIPPED", tmp_path)
     assert DecisionModel.from_pretrained(path.stem).threshold == 0.37
     assert DecisionModel.from_pretrained(path).threshold == 0.37
     with pytest.raises(ValueError, match=f"'absent' is neither a file nor one of the shipped names: {path.stem}"):
@@ -190,7 +191,7 @@ def test_kept_hidden_is_what_the_head_gets(architecture):
     pytest.importorskip("transformers")
     from small_models import small_model
 
-    from pass_ext.decoding.kept_hidden import kept_hidden
+    from pass_ext.decoding.models.hidden_rows import kept_hidden
 
     adapted = packed_model(small_model(architecture))
     tree, tokens = Tree([-1, 0, 0, 1, 1, 2, 4]), [5, 9, 14, 3, 77, 40, 8]
@@ -215,7 +216,7 @@ def test_kept_hidden_leaves_other_models_of_the_same_head_alone():
     pytest.importorskip("transformers")
     from small_models import small_model
 
-    from pass_ext.decoding.kept_hidden import kept_hidden
+    from pass_ext.decoding.models.hidden_rows import kept_hidden
 
     target, draft = small_model("llama"), small_model("llama", seed=1)
     draft.set_output_embeddings(target.get_output_embeddings())
@@ -239,7 +240,7 @@ def test_kept_hidden_of_a_model_that_ignores_what_is_wanted():
         def forward(self, rows, logits_to_keep=None):
             return self.head(rows)
 
-    from pass_ext.decoding.kept_hidden import kept_hidden
+    from pass_ext.decoding.models.hidden_rows import kept_hidden
 
     model, rows = AllRows(), torch.randn(5, 8)
     with kept_hidden(Adapted(model)) as kept:
@@ -248,7 +249,7 @@ def test_kept_hidden_of_a_model_that_ignores_what_is_wanted():
 
 
 def test_models_without_an_output_layer_are_told_so():
-    from pass_ext.decoding.kept_hidden import kept_hidden
+    from pass_ext.decoding.models.hidden_rows import kept_hidden
 
     class Plain(nn.Module):
         embedding = torch.zeros(20, 8)
@@ -312,8 +313,8 @@ def test_separable_places_are_learnt_and_the_seed_decides_everything():
     decision, losses = fitted()
     logits, labels = separable(seed=5)
     scores = decision(level_of(logits))
-    assert decision_evaluation.auc(scores, labels) > 0.99 and sum(losses[-10:]) < 0.3 * sum(losses[:10])
-    assert decision_evaluation.accuracy(scores, labels, 0.5) > 0.95
+    assert evaluation.auc(scores, labels) > 0.99 and sum(losses[-10:]) < 0.3 * sum(losses[:10])
+    assert evaluation.accuracy(scores, labels, 0.5) > 0.95
     again, _ = fitted()
     assert all(torch.equal(a, b) for a, b in zip(decision.parameters(), again.parameters(), strict=True))
     other, _ = fitted(seed=1)
@@ -351,14 +352,14 @@ def test_auc_and_accuracy_equal_brute_force():
                 weight = y * (1 - z)
                 total += weight
                 better += weight * (1.0 if s > t else 0.5 if s == t else 0.0)
-        assert decision_evaluation.auc(scores, labels) == pytest.approx(better / total)
+        assert evaluation.auc(scores, labels) == pytest.approx(better / total)
         right = sum(y if s > 0.4 else 1 - y for s, y in zip(scores.tolist(), labels.tolist(), strict=True)) / 60
-        assert decision_evaluation.accuracy(scores, labels, 0.4) == pytest.approx(right)
-    assert decision_evaluation.auc(scores, torch.ones(60)) is None
+        assert evaluation.accuracy(scores, labels, 0.4) == pytest.approx(right)
+    assert evaluation.auc(scores, torch.ones(60)) is None
 
 
 def test_calibration_has_a_row_for_each_tenth():
-    rows = decision_evaluation.calibration(torch.tensor([0.05, 0.01, 0.45, 1.0]), torch.tensor([0.0, 1.0, 1.0, 0.5]))
+    rows = evaluation.calibration(torch.tensor([0.05, 0.01, 0.45, 1.0]), torch.tensor([0.0, 1.0, 1.0, 0.5]))
     assert [(one["from"], one["places"], one["accepted"]) for one in rows] == [
         (0.0, 2, 0.5),
         (0.4, 1, 1.0),
@@ -377,13 +378,13 @@ def test_outcomes_of_stopping():
     assert with_threshold(chains, 0.5) == pytest.approx(((2 + 1 + 3) / 3, (2 + 1 + 1.0) / 3))
     assert with_threshold(chains, 0.0) == with_levels(chains, 3)
     assert with_threshold(chains, 0.9) == with_levels(chains, 1)
-    report = decision_evaluation.chains_report(chains, 0.5, 0.25)
+    report = evaluation.chains_report(chains, 0.5, 0.25)
     assert report["chosen"]["levels_saved"] == pytest.approx(1 / 3, abs=1e-4)
     assert report["chosen"]["tokens_lost"] == pytest.approx(0.2, abs=1e-4)
     assert report["chosen"]["speed"] == pytest.approx((1 + 4 / 3) / 1.5, abs=1e-4)
-    speeds = {at: decision_evaluation.speed(with_threshold(chains, at), 0.25) for at in (0.0, 0.2, 0.35, 0.8, 0.9)}
-    best = decision_evaluation.best_threshold(chains, 0.25)
-    assert decision_evaluation.speed(with_threshold(chains, best), 0.25) == max(speeds.values())
+    speeds = {at: evaluation.speed(with_threshold(chains, at), 0.25) for at in (0.0, 0.2, 0.35, 0.8, 0.9)}
+    best = evaluation.best_threshold(chains, 0.25)
+    assert evaluation.speed(with_threshold(chains, best), 0.25) == max(speeds.values())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -434,7 +435,7 @@ def test_places_and_chains_are_those_of_models_run_alone(temperature):
 
 def options_for(out, **changes):
     parser = argparse.ArgumentParser()
-    decision_command.add_arguments(parser)
+    command.add_arguments(parser)
     given = {
         "model": "tiny", "draft": "exit:1", "kind": "entropy", "out": str(out), "texts": 12, "length": 24, "places": 8,
         "own_chats": 12, "sample_tokens": 12, "evaluation_places": 5, "levels": 3, "epochs": 2, "batch": 32, **changes,
@@ -467,7 +468,7 @@ def options_for(out, **changes):
 )
 def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, message):
     with pytest.raises(SystemExit, match=message):
-        decision_command.check_arguments(options_for(tmp_path, **changes))
+        command.check_arguments(options_for(tmp_path, **changes))
 
 
 def test_the_package_has_the_command(tmp_path):
@@ -483,7 +484,7 @@ def test_what_was_left_open_is_settled(tmp_path):
     settled = {}
     for kind in ("hidden", "entropy"):
         options = options_for(tmp_path, kind=kind)
-        decision_command.check_arguments(options)
+        command.check_arguments(options)
         settled[kind] = (options.temperature, options.threshold, options.name)
     assert settled == {"hidden": (1.0, 0.4, "decision-hidden"), "entropy": (0.0, 0.4, "decision-entropy")}
 
@@ -495,25 +496,25 @@ def test_exit_drafts_are_made_when_asked_for(monkeypatch):
                 raise ValueError("'absent' is neither a file nor one of the shipped names")
             self.given = (model, layers, adapter)
 
-    fake = types.ModuleType("pass_ext.early_exit")
+    fake = types.ModuleType("pass_ext.decoding.models.early_exit_draft")
     fake.EarlyExitDraft = EarlyExitDraft
-    monkeypatch.setitem(sys.modules, "pass_ext.early_exit", fake)
-    made = [decision_draft.load_draft(given, "model", None, torch.float32) for given in ("exit:3", "exit:smol")]
+    monkeypatch.setitem(sys.modules, "pass_ext.decoding.models.early_exit_draft", fake)
+    made = [which_draft.load_draft(given, "model", None, torch.float32) for given in ("exit:3", "exit:smol")]
     assert [one.given for one in made] == [("model", 3, None), ("model", None, "smol")]
     with pytest.raises(SystemExit, match="--draft 'exit:absent': 'absent' is neither"):
-        decision_draft.load_draft("exit:absent", "model", None, torch.float32)
+        which_draft.load_draft("exit:absent", "model", None, torch.float32)
     names = ("exit:3", "exit:/a/b-exit.safetensors", "/models/c.gguf", "exit:smol")
-    assert list(map(decision_draft.draft_name, names)) == ["exit:3", "exit:b-exit", "c", "exit:smol"]
+    assert list(map(which_draft.draft_name, names)) == ["exit:3", "exit:b-exit", "c", "exit:smol"]
 
 
 def test_another_tokenizer_is_refused(monkeypatch):
     def tokenizer(*tokens):
         return types.SimpleNamespace(get_vocab=lambda: {token: number for number, token in enumerate(tokens)})
 
-    monkeypatch.setattr(decision_draft, "load_frozen", lambda *_: ("draft", tokenizer("a", "b", "c")))
-    assert decision_draft.load_draft("other", None, tokenizer("a", "b"), torch.float32) == "draft"
+    monkeypatch.setattr(which_draft, "load_frozen", lambda *_: ("draft", tokenizer("a", "b", "c")))
+    assert which_draft.load_draft("other", None, tokenizer("a", "b"), torch.float32) == "draft"
     with pytest.raises(SystemExit, match="1 is token 'c' for the target"):
-        decision_draft.load_draft("other", None, tokenizer("a", "c"), torch.float32)
+        which_draft.load_draft("other", None, tokenizer("a", "c"), torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["hidden", "entropy"])
@@ -523,8 +524,8 @@ def test_the_command_trains_evaluates_and_repeats_itself(kind, tmp_path):
     rich = pytest.importorskip("rich.console")
     from training_models import Letters, tiny_llama
 
-    from pass_ext.training import decision_pipeline
-    from pass_ext.training.data import Document
+    from pass_ext.training.common.documents import Document
+    from pass_ext.training.decision import pipeline
 
     console = rich.Console(file=(tmp_path / "log").open("w"))
     target, draft = tiny_llama(), tiny_llama(seed=3)
@@ -535,8 +536,8 @@ def test_the_command_trains_evaluates_and_repeats_itself(kind, tmp_path):
 
     def trained(folder, **changes):
         options = options_for(folder, kind=kind, data="unread", continuations=20, **changes)
-        decision_command.check_arguments(options)
-        return decision_pipeline.train(
+        command.check_arguments(options)
+        return pipeline.train(
             options, "the command", target, draft, Letters(), documents, ["Say hello.", "Count."], console
         )
 

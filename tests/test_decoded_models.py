@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 import pass_ext
 from pass_ext import generate
-from pass_ext.decoding.attention_arguments import unsupported
+from pass_ext.decoding.models.patching.attention_arguments import unsupported
 
 _SHAPE = dict(
     vocab_size=97,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pass_ext import Tree
-from pass_ext.decoding.draft_plan import DraftPlan, plan_drafts
-from pass_ext.decoding.step_times import StepTimes
+from pass_ext.decoding.planning.draft_tree import DraftPlan, plan_drafts
+from pass_ext.decoding.planning.step_times import StepTimes
 
 RATES = [[0.6, 0.15, 0.05], [0.55, 0.14, 0.05], [0.5, 0.1, 0.05]]
 

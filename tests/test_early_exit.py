@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from small_models import VOCABULARY, small_model
 from training_models import Letters, counting, tiny_llama
 
-from pass_ext.decoding.early_exit_model import EarlyExitModel, first_layers
-from pass_ext.decoding.model import packed_model
-from pass_ext.decoding.session import Session
-from pass_ext.early_exit import EarlyExitDraft, ExitAdapter, exit_parts
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import EarlyExitModel, first_layers
+from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft, exit_parts
+from pass_ext.decoding.session.session import Session
+from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.tree import Tree, pack_trees
 
 pytest.importorskip("transformers")
@@ -218,7 +219,7 @@ def test_the_shipped_adapter_loads_by_name_and_is_small():
     for line in adapter.hit_rates:
         assert len(line) == 8 and all(0 <= rate <= 1 for rate in line) and sum(line) <= 1.0001
     assert adapter.training_record["command"].startswith("python -m pass_ext train-draft")
-    from pass_ext.early_exit import _SHIPPED
+    from pass_ext.modules.exit_adapter import _SHIPPED
 
     assert (_SHIPPED / "smollm2-135m-instruct-exit.safetensors").stat().st_size <= 400_000
 
@@ -227,7 +228,7 @@ def test_the_shipped_adapter_loads_by_name_and_is_small():
 
 
 def settings_of(**changes):
-    from pass_ext.training.draft_loop import DraftSettings
+    from pass_ext.training.draft.loop import DraftSettings
 
     return DraftSettings(
         **{
@@ -238,7 +239,7 @@ def settings_of(**changes):
 
 
 def test_hidden_states_are_those_of_each_text_alone(tmp_path):
-    from pass_ext.training.draft_data import collect_hidden, load_hidden, save_hidden
+    from pass_ext.training.draft.data import collect_hidden, load_hidden, save_hidden
 
     model = tiny_llama()
     texts = [sample.ids[:length] for sample, length in zip(counting(3, 20), (20, 7, 13), strict=True)]
@@ -265,8 +266,8 @@ def test_hidden_states_are_those_of_each_text_alone(tmp_path):
 
 
 def test_the_loss_is_the_divergence_within_the_vocabulary():
-    from pass_ext.training.draft_data import collect_hidden
-    from pass_ext.training.draft_loop import DraftTrainer, rows_of_step
+    from pass_ext.training.draft.data import collect_hidden
+    from pass_ext.training.draft.loop import DraftTrainer, rows_of_step
 
     model = tiny_llama()
     hidden = collect_hidden(model, [sample.ids for sample in counting(4, 20)], [1])
@@ -283,7 +284,7 @@ def test_the_loss_is_the_divergence_within_the_vocabulary():
 
 
 def test_every_row_is_read_before_any_comes_again():
-    from pass_ext.training.draft_loop import frequent_tokens, rows_of_step
+    from pass_ext.training.draft.loop import frequent_tokens, rows_of_step
 
     steps = [rows_of_step(12, 4, step, 0).tolist() for step in range(6)]
     first, second = ({row for step in epoch for row in step} for epoch in (steps[:3], steps[3:]))
@@ -295,9 +296,9 @@ def test_every_row_is_read_before_any_comes_again():
 
 
 def test_ranks_count_what_is_better_and_tokens_outside_are_never_hit():
-    from pass_ext.training.draft_data import collect_hidden
-    from pass_ext.training.draft_evaluation import evaluate_draft, ranks_of_tokens, weights_read
-    from pass_ext.training.rates import hit_rates
+    from pass_ext.training.common.rates import hit_rates
+    from pass_ext.training.draft.data import collect_hidden
+    from pass_ext.training.draft.evaluation import evaluate_draft, ranks_of_tokens, weights_read
 
     model = tiny_llama()
     samples = counting(2, 30)
@@ -322,10 +323,10 @@ def test_ranks_count_what_is_better_and_tokens_outside_are_never_hit():
 
 
 def options_for(tmp_path, **changes):
-    from pass_ext.training import draft_command
+    from pass_ext.training.draft import command
 
     parser = argparse.ArgumentParser()
-    draft_command.add_arguments(parser)
+    command.add_arguments(parser)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"say {letter}\n" for letter in "abcdefghijklmnopqrstuvwxyz"))
     line = f"--model tiny --out {tmp_path / 'out'} --self-distill {prompts} --layers 1 2 --rank 8 --vocabulary 60 --steps 25"
@@ -339,7 +340,7 @@ def options_for(tmp_path, **changes):
 def run_tiny(tmp_path, **changes):
     from rich.console import Console
 
-    from pass_ext.training.draft_pipeline import train_draft
+    from pass_ext.training.draft.pipeline import train_draft
 
     tmp_path.mkdir(exist_ok=True)
     options = options_for(tmp_path, **changes)
@@ -385,24 +386,24 @@ def test_hidden_states_that_were_cut_off_are_computed_again_and_said(tmp_path, k
 
 
 def test_the_command_says_what_cannot_be_done(tmp_path):
-    from pass_ext.training import draft_command
+    from pass_ext.training.draft import command
 
     with pytest.raises(SystemExit, match="--rank must be at least 1, got 0"):
-        draft_command.check_arguments(options_for(tmp_path, rank=0))
+        command.check_arguments(options_for(tmp_path, rank=0))
     for option in ("continuations", "own_chats", "held_out", "warm_up", "learning_rate"):
         with pytest.raises(SystemExit, match=f"--{option.replace('_', '-')} must be at least 0, got -1"):
-            draft_command.check_arguments(options_for(tmp_path, **{option: -1}))
+            command.check_arguments(options_for(tmp_path, **{option: -1}))
     with pytest.raises(SystemExit, match="--vocabulary must be at least 0, got -1"):
-        draft_command.check_arguments(options_for(tmp_path, vocabulary=-1))
+        command.check_arguments(options_for(tmp_path, vocabulary=-1))
     with pytest.raises(SystemExit, match="nothing to train on"):
-        draft_command.check_arguments(options_for(tmp_path, self_distill=None))
+        command.check_arguments(options_for(tmp_path, self_distill=None))
     with pytest.raises(SystemExit, match="--layers must be from 1 to 2"):
         run_tiny(tmp_path, layers=[1, 5])
 
 
 def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
-    from pass_ext.training import draft_command
-    from pass_ext.training.command import INSTRUCTIONS
+    from pass_ext.training.common.options import INSTRUCTIONS
+    from pass_ext.training.draft import command
 
     root = Path(__file__).parent.parent
     _, _, guide = (root / "docs/training.md").read_text().replace("\\\n", " ").partition("## Train an early-exit draft")
@@ -410,7 +411,7 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist():
     shipped = ExitAdapter.from_pretrained("smollm2-135m-instruct").training_record["command"]
     assert len(lines) == 1
     parser = argparse.ArgumentParser()
-    draft_command.add_arguments(parser)
+    command.add_arguments(parser)
     for line in [*lines, shipped]:
         options = parser.parse_args(shlex.split(line)[4:])
         assert options.vocabulary == 8192

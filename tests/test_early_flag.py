@@ -2,7 +2,7 @@
 
 import torch
 
-from pass_ext.decoding.early_flag import EarlyFlag
+from pass_ext.decoding.drafting.early_stop import EarlyFlag
 
 
 def test_each_request_ends_by_itself():

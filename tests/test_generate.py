@@ -11,7 +11,7 @@ from small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, smal
 
 import pass_ext
 from pass_ext import NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.pass_drafter import Candidates, PassDrafter
+from pass_ext.decoding.drafting.from_lookahead import Candidates, PassDrafter
 
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 

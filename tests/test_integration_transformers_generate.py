@@ -264,7 +264,7 @@ def next_law(model, ids, options):
 
 
 def test_warpers_become_parameters_only_where_the_order_allows():
-    from pass_ext.integrations.transformers_processors import sampling_law
+    from pass_ext.integrations.transformers.processors import sampling_law
 
     warm, few = transformers.TemperatureLogitsWarper(0.7), transformers.TopKLogitsWarper(5)
     nucleus, least = transformers.TopPLogitsWarper(0.9), transformers.MinPLogitsWarper(0.1)

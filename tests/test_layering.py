@@ -1,4 +1,6 @@
-"""The import law of csrc/README.md and CONTRIBUTING.md, checked on every file, and other rules that grep can see."""
+"""The import rules, checked on every file: the tables here are the only place where they are written. And other rules that
+grep can see.
+"""
 
 import ast
 import re
@@ -36,38 +38,37 @@ TORCH_LAW = {
 CUDA_HEADERS = dict.fromkeys(("cuda/primitives.cuh", "cuda/runtime.h", "cuda/counters.h"), ("cuda_runtime.h",))
 BANNED = re.compile(r"ATen/|c10/|torch/extension\.h|torch/torch\.h|pybind11|Python\.h")
 
-# Package -> what of pass_ext it may import.
-PYTHON_LAW = {
-    "_elf": set(),
-    "_library": {"_elf"},
-    "_build_info": set(),
-    "reference": {"reference"},
-    "ops": {"_library", "ops"},
-    "cache_folder": set(),
-    "checkpoint": {"cache_folder"},
-    "decision": {"trained_file"},
-    "decoding": {"cache_folder", "decision", "decoding", "early_exit", "lookahead", "ops", "trained_file", "tree"},
-    "early_exit": {"trained_file"},
-    "lookahead": {"ops", "trained_file"},
-    "trained_file": set(),
-    "tree": {"ops", "tree_picture"},
-    "tree_picture": {"tree"},
-    "integrations": {"decoding", "integrations", "lookahead", "ops", "tree"},
-    "testing": {"_library"},
-    "training": {"checkpoint", "decision", "decoding", "early_exit", "lookahead", "ops", "training", "tree"},
-    "demo": {"", "cache_folder", "checkpoint", "decoding", "demo"},
-    "__main__": {"", "_library", "demo", "training"},
-    "__init__": {
-        "_library",
-        "decision",
-        "decoding",
-        "early_exit",
-        "integrations",
-        "lookahead",
-        "ops",
-        "tree",
-    },  # integrations: when asked for
-}
+# Rooms of pass_ext, from the ground up: a module imports rooms on lines above its own, and its own room. Imports inside of
+# functions and for types count too.
+FLOORS = (
+    "cache_folder", "reference",
+    "_library",
+    "ops",
+    "tree", "modules", "checkpoint", "testing",
+    "decoding",
+    "integrations", "training",
+    "pass_ext",  # the face: pass_ext/__init__.py
+    "demo",
+    "__main__",
+)  # fmt: skip
+SIDE_BY_SIDE = (
+    ("cache_folder", "reference"),
+    ("tree", "modules", "checkpoint", "testing"),
+    ("integrations", "training"),
+)
+NOT_FOR = {"ops": {"reference", "cache_folder"}, "training": {"integrations"}}
+"""What a room does not import although it lies below."""
+DECODING_FLOORS = (
+    "sampling", "stats", "profiling",
+    "models",
+    "methods",
+    "session", "requests",
+    "planning",
+    "drafting",
+    "loop",
+    "generation",
+)  # fmt: skip
+MOST_SIDE_BY_SIDE = 12
 
 
 def place_of(path):
@@ -133,26 +134,116 @@ def test_schemas_live_in_one_file():
         assert len(blocks) == (path.name == "schema.cpp"), path
 
 
-def imports_of(path):
-    """The parts of pass_ext that a module imports, at any depth of the code; '' is the package itself."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = (
-                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "pass_ext" else [node.module]
-            )
-        found |= {(name + ".").split(".")[1] for name in names if name.split(".")[0] == "pass_ext"}
+def modules_of(folder):
+    """Module name -> its file."""
+    found = {}
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_keep_the_law(path):
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    allowed = PYTHON_LAW[part] | ({"_build_info"} if part == "_library" else set())
-    assert imports_of(path) <= allowed
+def imports_of(text, modules):
+    """The modules among these that a text imports, at any depth of the code, for types too."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in modules else node.module)
+    return found & modules.keys()
+
+
+MODULES = modules_of(PACKAGE)
+IMPORTS = {name: imports_of(path.read_text(), MODULES) for name, path in MODULES.items()}
+
+
+def circle_in(imports):
+    """Modules that import each other in a circle, or []."""
+    done, way = set(), []
+
+    def follow(module):
+        if module in way:
+            return way[way.index(module) :]
+        if module in done:
+            return []
+        way.append(module)
+        for other in sorted(imports.get(module, ())):
+            if found := follow(other):
+                return found
+        way.pop()
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(imports) if (found := follow(module))), [])
+
+
+def room_of(module, base="pass_ext"):
+    """The first part of a module's name behind the base; the base itself is its face."""
+    parts = module.removeprefix(base).strip(".").split(".")
+    return parts[0] or base
+
+
+def upward(imports, floors, beside=(), base="pass_ext"):
+    """ "module -> other" for each import of a room that lies above, or beside."""
+    together = {room: set(rooms) - {room} for rooms in beside for room in rooms}
+    found = []
+    for module, others in imports.items():
+        room = room_of(module, base)
+        for other in others:
+            theirs = room_of(other, base)
+            if theirs == room or not other.startswith(base) or not {room, theirs} <= set(floors):
+                continue
+            if floors.index(theirs) > floors.index(room) or theirs in together.get(room, ()):
+                found.append(f"{module} -> {other}")
+    return found
+
+
+def test_every_room_of_the_package_has_its_floor():
+    rooms = {room_of(name) for name in MODULES} - {"_build_info"}
+    assert rooms == set(FLOORS)
+    inside = {room_of(name, "pass_ext.decoding") for name in MODULES if name.startswith("pass_ext.decoding.")}
+    assert inside == set(DECODING_FLOORS)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle_in(IMPORTS) == []
+
+
+def test_no_import_runs_upward():
+    assert upward(IMPORTS, FLOORS, SIDE_BY_SIDE) == []
+    inside = {name: others for name, others in IMPORTS.items() if name.startswith("pass_ext.decoding.")}
+    assert upward(inside, DECODING_FLOORS, base="pass_ext.decoding") == []
+    for room, banned in NOT_FOR.items():
+        used = {room_of(other) for name, others in IMPORTS.items() if room_of(name) == room for other in others}
+        assert not used & banned, room
+
+
+def test_planted_imports_are_found():
+    """A circle through a function and a type, and an import of a room above."""
+    lazy = "def f():\n    from pass_ext.tree.tree import Tree\n"
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pass_ext.ops.tree\n"
+    planted = dict(IMPORTS)
+    planted["pass_ext.ops.fakes"] = IMPORTS["pass_ext.ops.fakes"] | imports_of(lazy, MODULES)
+    assert {"pass_ext.ops.fakes", "pass_ext.tree.tree"} <= set(circle_in(planted))
+    assert upward(planted, FLOORS, SIDE_BY_SIDE) == ["pass_ext.ops.fakes -> pass_ext.tree.tree"]
+    planted = IMPORTS | {"pass_ext._library": imports_of(typed, MODULES)}
+    assert "pass_ext._library" in circle_in(planted)
+    planted = {"pass_ext.decoding.models.packed": {"pass_ext.decoding.loop"}}
+    assert upward(planted, DECODING_FLOORS, base="pass_ext.decoding") != []
+
+
+def test_no_folder_holds_more_than_a_dozen_rooms():
+    for folder in {path.parent for path in MODULES.values()}:
+        rooms = [
+            p
+            for p in folder.iterdir()
+            if (p.suffix == ".py" and p.name not in ("__init__.py", "__main__.py", "_build_info.py"))
+            or (p / "__init__.py").is_file()
+        ]
+        assert len(rooms) <= MOST_SIDE_BY_SIDE, (folder, len(rooms))
 
 
 def test_every_source_file_opens_by_saying_what_it_is():

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import pass_ext
 from pass_ext import _library, reference
-from pass_ext.decoding.few_rows import MOST_ROWS, few_rows_linear
+from pass_ext.decoding.models.patching.few_rows import MOST_ROWS, few_rows_linear
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -260,7 +260,7 @@ def make_model():
 @pytest.fixture
 def calls(monkeypatch):
     """How many rows each call of the op had."""
-    from pass_ext.decoding import few_rows
+    from pass_ext.decoding.models.patching import few_rows
 
     seen, op = [], few_rows._op
 

@@ -206,7 +206,7 @@ def test_shipped_parameters_load_by_name(tmp_path):
     for row in shipped.hit_rates:
         assert len(row) == 16 and 0 < sum(row) <= 1.0001
     assert shipped.training_record["command"].startswith("python -m pass_ext train")
-    file = pass_ext.lookahead._SHIPPED / "smollm2-135m-instruct.safetensors"
+    file = pass_ext.modules.lookahead._SHIPPED / "smollm2-135m-instruct.safetensors"
     assert file.stat().st_size < 500_000
     assert torch.equal(LookaheadEmbedding.from_pretrained(file).weight, shipped.weight)
     with pytest.raises(

@@ -76,15 +76,20 @@ def test_the_choice_depends_on_the_seed_alone():
 
 def test_every_file_is_looked_at_or_left_out_by_name():
     files = [path for folder in ("core", "cpu") for path in ROOT.glob(f"csrc/{folder}/*")]
-    files += ROOT.glob("pass_ext/decoding/*.py")
+    files += (file for file in ROOT.glob("pass_ext/decoding/**/*.py") if file.name != "__init__.py")
     assert {str(path.relative_to(ROOT)) for path in files} == {*TARGETS, *LEFT_OUT}
     for _, tests in TARGETS.values():
         assert all((ROOT / test).exists() for test in tests if test.startswith("tests/"))
 
 
 KNOWN = [
-    ("pass_ext/decoding/pace.py", "            self._next_rest = _SHORTEST_REST", "            pass", "killed"),
-    ("pass_ext/decoding/ngram.py", "shortest", "shortest ", "survived"),  # nothing is changed
+    (
+        "pass_ext/decoding/drafting/pace.py",
+        "            self._next_rest = _SHORTEST_REST",
+        "            pass",
+        "killed",
+    ),
+    ("pass_ext/decoding/drafting/from_ngrams.py", "shortest", "shortest ", "survived"),  # nothing is changed
     ("csrc/core/draft.h", "rows.fill(tokens, logprobs, 0,", "rows.fill(tokens, logprobs, 1,", "killed"),
     ("csrc/core/draft.h", "  int64_t rows;", "  int64_t rows;  ", "same code"),
     ("csrc/core/draft.h", "  int64_t rows;", "  int64_t row;", "does not compile"),
@@ -130,7 +135,7 @@ def test_known_faults_are_told_from_none():
 def test_a_seeded_sample_is_noticed():
     """Of the rules and the drafting: none of these may survive."""
     faults = []
-    for name in ("csrc/core/accept.h", "pass_ext/decoding/ngram.py"):
+    for name in ("csrc/core/accept.h", "pass_ext/decoding/drafting/from_ngrams.py"):
         source = (ROOT / name).read_text()
         faults += [(name, fault) for fault in choose(faults_of(source, name.endswith(".py")), 4, "a sample")]
     for (name, fault), got in zip(faults, outcomes(faults), strict=True):

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pass_ext.decoding import ngram
-from pass_ext.decoding.ngram import NGramIndex, join
+from pass_ext.decoding.drafting import from_ngrams
+from pass_ext.decoding.drafting.from_ngrams import NGramIndex, join
 
 
-def searched(text, longest, shortest, tokens, branches, looked_at=ngram._MOST_PLACES):
+def searched(text, longest, shortest, tokens, branches, looked_at=from_ngrams._MOST_PLACES):
     """The proposals by comparing everywhere; the text grows by its own continuation, token by token."""
     found = []
     for n in range(min(longest, len(text)), shortest - 1, -1):
@@ -65,7 +65,7 @@ def test_nothing_to_propose():
 
 
 def test_only_the_latest_places_are_looked_at():
-    text = [7, 8] + [7, 9] * ngram._MOST_PLACES + [7]
+    text = [7, 8] + [7, 9] * from_ngrams._MOST_PLACES + [7]
     index = NGramIndex(1, 1)
     index.extend(text)
     assert index.proposals(1, 4) == [[9]] == searched(text, 1, 1, 1, 4)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pass_ext.decoding.pace import Pace
+from pass_ext.decoding.drafting.pace import Pace
 
 
 def steps(pace, count, seconds, tokens):
@@ -58,11 +58,11 @@ def test_a_planned_draft_model_that_is_always_wrong_is_hardly_asked(kind, monkey
     from small_models import small_model
 
     from pass_ext import MultiCandidate, Plain, Speculative, generate
-    from pass_ext.decoding import model_plan
+    from pass_ext.decoding.planning import for_draft_model
 
     times = {"llama": lambda rows: 1 + 0.01 * rows, "qwen2": lambda rows: 0.2 + 0.001 * rows}
     monkeypatch.setattr(
-        model_plan, "measured_times", lambda model, graphs: SimpleNamespace(at=times[model.name], rows=(1, 64))
+        for_draft_model, "measured_times", lambda model, graphs: SimpleNamespace(at=times[model.name], rows=(1, 64))
     )
     model, draft = small_model("llama"), small_model("qwen2", seed=5, num_hidden_layers=1)
     rates = [[0.9, 0.05]] * 3  # it says

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pass_ext import LookaheadEmbedding, PaSS, Tree, draft_sample, generate
-from pass_ext.decoding.pass_drafter import PassDrafter
+from pass_ext.decoding.drafting.from_lookahead import PassDrafter
 from pass_ext.decoding.sampling import SamplingParams
 
 STAR = Tree([-1] + [0] * 70 + [1, 1])

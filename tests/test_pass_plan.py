@@ -10,9 +10,9 @@ pytest.importorskip("transformers")
 from small_models import small_model
 
 from pass_ext import LookaheadEmbedding, PaSS, generate
-from pass_ext.decoding import pass_plan
-from pass_ext.decoding.model import packed_model
-from pass_ext.decoding.step_times import StepTimes
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.planning import measured as timing
+from pass_ext.decoding.planning.step_times import StepTimes
 
 
 @pytest.fixture
@@ -25,18 +25,18 @@ def measured(monkeypatch):
         fingerprints.append(fingerprint)
         return StepTimes((1, 64), (1.0, 1.0 + 0.01 * len(fingerprints)))
 
-    monkeypatch.setattr(pass_plan, "measure", measure)
-    monkeypatch.setattr(pass_plan, "_times", {})
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "_times", {})
     return fingerprints
 
 
 def test_another_dtype_or_size_is_another_model(measured):
     model = small_model("llama")
-    first = pass_plan.measured_times(packed_model(model))
-    assert pass_plan.measured_times(packed_model(model)) is first
-    assert pass_plan.measured_times(packed_model(small_model("llama"))) is first, "one like it takes as long"
-    assert pass_plan.measured_times(packed_model(model.bfloat16())) is not first
-    assert pass_plan.measured_times(packed_model(small_model("llama", num_hidden_layers=1))) is not first
+    first = timing.measured_times(packed_model(model))
+    assert timing.measured_times(packed_model(model)) is first
+    assert timing.measured_times(packed_model(small_model("llama"))) is first, "one like it takes as long"
+    assert timing.measured_times(packed_model(model.bfloat16())) is not first
+    assert timing.measured_times(packed_model(small_model("llama", num_hidden_layers=1))) is not first
     assert len(set(measured)) == len(measured) == 3 and None not in measured
 
 
@@ -56,6 +56,6 @@ def test_callables_have_times_of_their_own_that_are_not_kept(measured):
     method = PaSS(LookaheadEmbedding.from_table(2, few.embedding))
     for model in (few, many, few):
         generate(model, torch.tensor([[3, 4]]), method, max_new_tokens=3)
-    assert measured == [None, None] and len(pass_plan._times) == 2
+    assert measured == [None, None] and len(timing._times) == 2
     del model, few
-    assert len(pass_plan._times) == 1, "they go with their model"
+    assert len(timing._times) == 1, "they go with their model"

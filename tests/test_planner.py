@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pass_ext import Tree
-from pass_ext.decoding.planner import Plan, assumed_hit_rates, plan, plan_auto, predicted
-from pass_ext.decoding.step_times import StepTimes
+from pass_ext.decoding.planning.lookahead_tree import Plan, assumed_hit_rates, plan, plan_auto, predicted
+from pass_ext.decoding.planning.step_times import StepTimes
 
 RATES = [[0.4, 0.15, 0.1], [0.3, 0.15, 0.05], [0.25, 0.1, 0.05]]
 

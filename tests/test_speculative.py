@@ -12,8 +12,8 @@ from test_pass_drafter import Monotone
 
 import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
-from pass_ext.decoding.early_flag import EarlyFlag
-from pass_ext.decoding.model_drafter import ModelDrafter
+from pass_ext.decoding.drafting.early_stop import EarlyFlag
+from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
 
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 NOT_LEFT_EARLY = ("gemma2", "phi", "gpt_neox", "opt")  # not of Llama's form; test_early_exit.py sees them refused

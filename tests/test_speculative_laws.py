@@ -12,11 +12,11 @@ import torch
 from test_accept_exactness import EXACT, FAULTY, Replay, World, outcomes
 from test_speculative import counted, fit
 
-import pass_ext.decoding.model_drafter as model_drafter
+import pass_ext.decoding.drafting.from_draft_model as model_drafter
 from pass_ext import MultiCandidate, Tree, generate
-from pass_ext.decoding.model import packed_model
+from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.sampling import SamplingParams
-from pass_ext.decoding.session import Session
+from pass_ext.decoding.session.session import Session
 from pass_ext.reference.accept import Walk
 from pass_ext.reference.law import process
 from pass_ext.reference.noise import Purpose

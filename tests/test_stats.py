@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pass_ext import NGram, generate
-from pass_ext.decoding.ranges import profiled
+from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.stats import AcceptanceCounters, AcceptanceStats, GenerationStats
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pass_ext.cache_folder import cache_folder
-from pass_ext.decoding import cpu_watch, kept_step_times, step_times
-from pass_ext.decoding.cpu_watch import CpuUse, CpuWatch
-from pass_ext.decoding.step_times import StepTimes, measure
+from pass_ext.decoding.planning import cpu_watch, kept_step_times, step_times
+from pass_ext.decoding.planning.cpu_watch import CpuUse, CpuWatch
+from pass_ext.decoding.planning.step_times import StepTimes, measure
 
 QUIET, BUSY = CpuUse(0.01, 0.02, 0.5), CpuUse(0.6, 0.02, 0.5)
 DAY = 24 * 3600

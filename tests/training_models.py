@@ -2,7 +2,7 @@
 
 import torch
 
-from pass_ext.training.self_distill import Sample
+from pass_ext.training.common.own_texts import Sample
 
 
 class Letters:

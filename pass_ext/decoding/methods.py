@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pass_ext.decision import DraftLevel
-from pass_ext.decoding.draft_model import check_tokenizers
-from pass_ext.lookahead import LookaheadEmbedding
+from pass_ext.decoding.models.vocabulary import check_tokenizers
+from pass_ext.modules.decision import DraftLevel
+from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree
 
 MOST_ROWS = 256  # of one request and step, where "auto" looks for the best number

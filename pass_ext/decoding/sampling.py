@@ -1,7 +1,7 @@
 """``SamplingParams``: what the target's law is made of, one value per request, in the form that the sampling ops take.
 
 prob(v) = softmax over the support of logits / temperature, after top-k, top-p and min-p; temperature 0 is greedy. Draft and
-target are processed alike. Called by ``generation`` and the drafters.
+target are processed alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""``python -m pass_ext demo MODEL``: PaSS on a real model, beside plain decoding and transformers. Called by ``__main__``."""
+"""``python -m pass_ext demo MODEL``: PaSS on a real model, beside plain decoding and transformers."""
 
 import argparse
-from typing import NoReturn
+
+from pass_ext.demo.extras import end_without
 
 LOOKAHEAD_HELP = (
     "look-ahead embeddings: a file, or a shipped name; default: the shipped ones for this model, if there are"
@@ -25,14 +26,7 @@ def run(options: argparse.Namespace) -> None:
         import rich  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        missing(error)
+        end_without(error)
     from pass_ext.demo.show import show
 
     show(options.model, options.lookahead, options.prompt, options.new_tokens, options.out)
-
-
-def missing(error: ImportError) -> NoReturn:
-    """Ends the command with what to install."""
-    raise SystemExit(
-        f"the demo needs transformers, gguf, accelerate and rich: pip install 'pass_ext[hf]' ({error})"
-    ) from error

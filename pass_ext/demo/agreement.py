@@ -4,8 +4,6 @@ In fp32 texts are equal. In bf16 a product of another number of rows rounds othe
 as equal either may win, and behind that the texts are different texts:
 
     tie: |logit(a) - logit(b)| <= TIE * 2 ^ (floor(log2 of the largest |logit|) - 7)      logits of the same weights in fp32
-
-Called by ``show``.
 """
 
 from __future__ import annotations

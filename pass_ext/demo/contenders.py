@@ -1,6 +1,6 @@
 """The ways to continue a text that are compared, and one run of one of them: its tokens, calls and seconds.
 
-Seconds are those of the whole ``generate``, of pass_ext and of transformers alike. Called by ``show``.
+Seconds are those of the whole ``generate``, of pass_ext and of transformers alike.
 """
 
 from __future__ import annotations

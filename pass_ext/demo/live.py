@@ -1,7 +1,7 @@
 """``LiveText``: a streamer for ``pass_ext.generate`` that prints text as it comes, accepted drafts in colour.
 
 Tokens are pieces of UTF-8, so text is printed once its characters are complete, decoded behind the tokens before it, which
-keeps spaces right. Called by ``show``.
+keeps spaces right.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model, its tokenizer, its look-ahead embeddings, and the prompts. Called by ``show``."""
+"""The model, its tokenizer, its look-ahead embeddings, and the prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pass_ext
 from pass_ext.checkpoint import load_checkpoint
-from pass_ext.demo import missing
+from pass_ext.demo.extras import end_without
 
 QUESTION = "Write a short story about a lighthouse keeper and a storm."
 FUNCTION = '''def is_leap_year(year: int) -> bool:
@@ -41,7 +41,7 @@ def load_model(path: str) -> tuple[Any, Any]:
     try:
         return load_checkpoint(path, torch.bfloat16)
     except ImportError as error:
-        missing(error)
+        end_without(error)
     except FileNotFoundError as error:
         raise SystemExit(str(error)) from error
     except (OSError, ValueError) as error:

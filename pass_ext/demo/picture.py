@@ -1,4 +1,4 @@
-"""The picture: tokens per second of each contender, and which call emitted which token of each text. Called by ``show``."""
+"""The picture: tokens per second of each contender, and which call emitted which token of each text."""
 
 from __future__ import annotations
 

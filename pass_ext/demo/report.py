@@ -1,4 +1,4 @@
-"""The tables: how the texts agree, and how fast each contender was. Called by ``show``."""
+"""The tables: how the texts agree, and how fast each contender was."""
 
 from __future__ import annotations
 

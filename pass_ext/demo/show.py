@@ -1,7 +1,4 @@
-"""The demonstration, in order: plan, live text, exactness in fp32, all contenders side by side, tables, picture.
-
-Called by ``run``; every number that it prints comes from the run.
-"""
+"""The demonstration, in order: plan, live text, exactness in fp32, all contenders side by side, tables, picture."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from torch import Tensor
 
 import pass_ext
 from pass_ext.cache_folder import cache_folder
-from pass_ext.decoding.model import packed_model
-from pass_ext.decoding.pass_plan import pass_plan
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.planning.for_lookahead import pass_plan
 from pass_ext.demo.agreement import TIE, Agreement, agreement
 from pass_ext.demo.contenders import PLAIN, Contender, Run, contenders, continued
 from pass_ext.demo.live import LiveText

@@ -1,7 +1,7 @@
 """``accept_tree`` and ``accept_chain``: straight from logits to accepted tokens, distributed as the target model's own.
 
 The rules, with their formulas: csrc/core/accept.h; which one when: docs/accept.md. Kernels: csrc/cpu/accept.cpp,
-csrc/cuda/accept.cuh. Called by decoders after every model call that verified drafts.
+csrc/cuda/accept.cuh.
 """
 
 from typing import Any, NamedTuple

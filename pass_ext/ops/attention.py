@@ -1,8 +1,7 @@
 """``attention_tree``: a step's nodes attend to one long prefix and to the nodes that their bits let them see.
 ``attention_merge``: two attention results over disjoint keys, made one.
 
-The formulas: csrc/core/attention.h. Kernels: csrc/cpu/attention.cpp, csrc/cuda/attention.cuh. Called by decoders in place of
-their attention function, once per layer.
+The formulas: csrc/core/attention.h. Kernels: csrc/cpu/attention.cpp, csrc/cuda/attention.cuh.
 """
 
 from itertools import pairwise

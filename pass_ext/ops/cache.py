@@ -1,7 +1,7 @@
 """``cache_commit_``: the accepted rows of a step become part of the prefix, in the caches of all layers at once.
 
 Slot prefix_len + j takes row path[j], from the nodes' own K/V or from where the step wrote it in the cache:
-csrc/core/cache.h. Kernels: csrc/cpu/cache.cpp, csrc/cuda/cache.cuh. Called by decoders once per step, after ``accept_tree``.
+csrc/core/cache.h. Kernels: csrc/cpu/cache.cpp, csrc/cuda/cache.cuh.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """``draft_sample``: candidate tokens from rows of logits, in one pass, without materialised probabilities.
 
 prob(v) = softmax over the support of logits / T, after the allowed mask, top-k, top-p and min-p. Kernels: csrc/core/draft.h on
-csrc/cpu/rows.cpp and csrc/cuda/rows.cuh. Called by decoders to draft, and as their plain sampler (mode "coupled", k = 1).
+csrc/cpu/rows.cpp and csrc/cuda/rows.cuh.
 """
 
 import torch

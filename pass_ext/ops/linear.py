@@ -1,6 +1,6 @@
 """``linear_rows``: a linear layer for the few rows of a decoding step, on the CPU.
 
-out[r] = weight @ x[r] + bias. Kernel: csrc/cpu/linear.cpp. Called by decoders through pass_ext/decoding/few_rows.py.
+out[r] = weight @ x[r] + bias. Kernel: csrc/cpu/linear.cpp.
 """
 
 import torch

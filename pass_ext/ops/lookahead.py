@@ -1,7 +1,7 @@
 """``lookahead_embed``: input rows of a step that mixes real tokens and look-ahead slots, in one gather.
 
 out[n] = table[ids[n]] for ids[n] >= 0, lookahead[-1 - ids[n]] for ids[n] < 0. Kernels: csrc/cpu/lookahead.cpp,
-csrc/cuda/lookahead.cu. Called by decoders, the decoding loop, and training.
+csrc/cuda/lookahead.cu.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """``tree_prepare``: which nodes of its request each node of a step sees, as bits, and how deep it is.
 ``tree_mask``: those bits as the dense additive mask that most decoders take.
 
-The formulas: csrc/core/tree.h. Kernels: csrc/cpu/tree.cpp, csrc/cuda/tree.cuh. Called by decoding loops once per step.
+The formulas: csrc/core/tree.h. Kernels: csrc/cpu/tree.cpp, csrc/cuda/tree.cuh.
 """
 
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The ops as the emulator runs them: CPU tensors in and out, the CUDA kernels in between. Called by conftest's backend.
+"""The ops as the emulator runs them: CPU tensors in and out, the CUDA kernels in between.
 
 Each function does what the op's .cu does around the kernels: contiguous inputs, outputs, workspace, launch.
 """

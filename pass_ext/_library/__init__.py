@@ -1,0 +1,172 @@
+"""Loads the two compiled libraries and knows what became of each.
+
+``_C.so`` (schemas, CPU kernels) must load. ``_C_cuda.so`` is loaded where torch has CUDA; where it is not, ``status()`` keeps
+the reason, and an op that meets a CUDA tensor raises with that reason.
+"""
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from pass_ext._library.elf import damage_of
+
+NAMESPACE = "pass_ext"
+CPU_ONLY = {"linear_rows": "this op is for the CPU; on a GPU torch.nn.functional.linear is right"}
+"""Ops without a CUDA kernel, and why."""
+_HERE = Path(__file__).parent.parent
+_REBUILD = "pip install --no-build-isolation -e ."
+_log = logging.getLogger(NAMESPACE)
+_debug = os.environ.get("PASS_EXT_DEBUG", "0") == "1"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What this process runs on."""
+
+    cpu_isa: str
+    """Instruction set of the CPU kernels: portable, avx2, avx512 or avx512_bf16."""
+    cuda_loaded: bool
+    cuda_reason: str
+    """Why the CUDA kernels are not loaded; empty when they are."""
+    cuda_architectures: tuple[str, ...]
+    """GPU architectures in the binary; empty for a CPU-only build."""
+    cuda_compiler: str | None
+    sanitize: str
+    """The sanitizers that the CPU kernels were built with (setup.py's SANITIZE); empty in every ordinary build."""
+
+
+def set_debug(enabled: bool) -> bool:
+    """Checks that a GPU cannot make without being waited for (ids in range) on or off; returns the former setting.
+
+    Off by default. On, ops on CUDA tensors read results back to the host before they launch, so they are slow and cannot be
+    captured in a CUDA graph; and a kernel that failed earlier is reported as such, not as a failure of the op. The
+    environment variable ``PASS_EXT_DEBUG=1`` turns it on from the start.
+    """
+    global _debug
+    former, _debug = _debug, enabled
+    if _cuda_native is not None:
+        _cuda_native.pass_ext_check_earlier_cuda_errors(int(enabled))
+    return former
+
+
+def debug_enabled() -> bool:
+    """Whether ``set_debug(True)`` or ``PASS_EXT_DEBUG=1`` is in force."""
+    return _debug
+
+
+def status() -> Status:
+    """What is loaded, and why the rest is not."""
+    info = _build_info()
+    return Status(
+        cpu_isa=_native.pass_ext_cpu_isa().decode(),
+        cuda_loaded=not _cuda_reason,
+        cuda_reason=_cuda_reason,
+        cuda_architectures=tuple(info.get("architectures", ())),
+        cuda_compiler=info.get("cuda"),
+        sanitize=info.get("sanitize", ""),
+    )
+
+
+def limit_cpu_isa(name: str) -> str:
+    """Use at most this instruction set from now on; returns the one in use. For tests and benchmarks.
+
+    ``""`` goes back to what the process started with: the best there is, or what ``PASS_EXT_CPU_ISA`` says.
+    """
+    if _native.pass_ext_limit_cpu_isa((name or os.environ.get("PASS_EXT_CPU_ISA", "")).encode()) != 0:
+        raise ValueError(f"CPU instruction set must be portable, avx2, avx512, avx512_bf16 or '', got {name!r}")
+    return str(_native.pass_ext_cpu_isa().decode())
+
+
+def op_names() -> list[str]:
+    """Every operator in the namespace, without overload names."""
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    prefix = NAMESPACE + "::"
+    return sorted({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
+
+
+def _build_info() -> dict[str, Any]:
+    try:
+        return vars(import_module("pass_ext._build_info"))
+    except ImportError:
+        return {}
+
+
+def _has_kernels(device: str) -> bool:
+    # One op speaks for all: listing them takes longer than the rest of the import.
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::lookahead_embed", device))
+
+
+def _load_cpu() -> ctypes.CDLL:
+    path = _HERE / "_C.so"
+    if not path.exists():
+        raise ImportError(f"pass_ext is not built: {path} is missing. Run: {_REBUILD}")
+    if damage := damage_of(path):
+        raise ImportError(f"{path} {damage}. Build it again: {_REBUILD}")
+    try:
+        torch.ops.load_library(path)
+        native = ctypes.CDLL(str(path))
+    except OSError as error:
+        reason = error.__cause__ or error
+        raise ImportError(f"{path} does not load with torch {torch.__version__}: {reason}") from None
+    if not hasattr(native, "pass_ext_cpu_isa") or not _has_kernels("CPU"):
+        raise ImportError(
+            f"{path} is a library of something else: it has no kernels of ours. Build it again: {_REBUILD}"
+        )
+    native.pass_ext_cpu_isa.restype = ctypes.c_char_p
+    native.pass_ext_limit_cpu_isa.argtypes = [ctypes.c_char_p]
+    wish = os.environ.get("PASS_EXT_CPU_ISA", "")
+    if native.pass_ext_limit_cpu_isa(wish.encode()) != 0:
+        raise ImportError(f"PASS_EXT_CPU_ISA must be portable, avx2, avx512 or avx512_bf16, got {wish!r}")
+    return native
+
+
+def _load_cuda() -> str:
+    """Loads the CUDA library; the reason why not, or ''."""
+    path = _HERE / "_C_cuda.so"
+    if not path.exists():
+        return (
+            "this build of pass_ext has no CUDA kernels. Install the CUDA toolkit (nvcc) and rebuild: "
+            "PASS_EXT_CUDA=1 pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps pass_ext"
+        )
+    if torch.version.cuda is None:
+        return (
+            f"this torch ({torch.__version__}) has no CUDA; pass_ext's CUDA kernels are built and wait for one that has"
+        )
+    if damage := damage_of(path):
+        return f"{path} {damage}. Build it again: {_REBUILD}"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        _log.info("CUDA kernels not loaded from %s", path, exc_info=error)
+        return f"{path} does not load with torch {torch.__version__}: {error.__cause__ or error}"
+    if not _has_kernels("CUDA"):
+        return f"{path} is a library of something else: it has no kernels of ours. Build it again: {_REBUILD}"
+    return ""
+
+
+def _refusal(op: str, reason: str) -> Callable[..., NoReturn]:
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise RuntimeError(f"pass_ext::{op}: got a CUDA tensor, but {reason}")
+
+    return refuse
+
+
+def _refuse_cuda_tensors(reason: str) -> torch.library.Library:
+    """Every op's kernel for CUDA where there are none loaded, and always that of ops for the CPU only."""
+    library = torch.library.Library(NAMESPACE, "IMPL")
+    for op in op_names() if reason else CPU_ONLY:
+        library.impl(op, _refusal(op, CPU_ONLY.get(op, reason)), "CUDA")
+    return library
+
+
+_native = _load_cpu()
+_cuda_reason = _load_cuda()
+_cuda_native = None if _cuda_reason else ctypes.CDLL(str(_HERE / "_C_cuda.so"))
+_refusals = _refuse_cuda_tensors(_cuda_reason)  # kept alive: dropping it unregisters

@@ -1,0 +1,29 @@
+"""``packed_model``: what the caller gave, as the packed model that decoding calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft
+from pass_ext.decoding.models.packed import Adapted
+
+
+def packed_model(model: Any) -> Adapted:
+    """The model that the caller gave, as decoding calls it."""
+    if isinstance(model, Adapted):
+        return model
+    if isinstance(model, EarlyExitDraft):
+        from pass_ext.decoding.models.early_exit import EarlyExitModel
+
+        return EarlyExitModel(model)
+    if hasattr(model, "get_input_embeddings") and hasattr(model, "config"):
+        from pass_ext.decoding.models.transformers import TransformersModel
+
+        return TransformersModel(model)
+    if isinstance(model, Callable) and hasattr(model, "embedding"):  # type: ignore[arg-type]
+        return Adapted(model)
+    raise TypeError(
+        "model must be a transformers decoder-only model, or a callable with an attribute `embedding` "
+        f"(pass_ext.PackedModel), got {type(model).__name__}"
+    )

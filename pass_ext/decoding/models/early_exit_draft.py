@@ -1,0 +1,111 @@
+"""``EarlyExitDraft``: a model's own first k layers as its draft model, and ``ExitAdapter``, the parameters that help them.
+
+The draft's logits are head(norm(a(h))), h being what layer k - 1 puts out, norm and head the model's own, and
+a(h) = h + up(silu(down(h / rms(h)))) · rms(h). The head may be computed for some tokens only. The file is
+safetensors, its metadata say which model it belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from pass_ext.modules.exit_adapter import ExitAdapter
+from pass_ext.modules.files import HitRates
+
+
+class ExitParts(NamedTuple):
+    """Where a transformers model can be left early."""
+
+    decoder: Any
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: nn.Linear
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside of torch.compile's wrapper, or peft's; its layers keep their adapters."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def exit_parts(model: Any) -> ExitParts:
+    """The parts of a model of the known form: ``decoder.layers``, ``decoder.norm``, a linear head that gives the logits."""
+    name = type(model).__name__
+    known = "early exit knows models with decoder.layers, decoder.norm and a linear head (Llama's form, and what follows it)"
+    if not all(hasattr(model, wanted) for wanted in ("get_decoder", "get_output_embeddings", "config")):
+        raise TypeError(f"model must be a transformers model for causal language modelling, got {name}; {known}")
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    missing = [
+        what
+        for what, there in {
+            "decoder.layers": isinstance(layers, nn.ModuleList),
+            "decoder.norm": isinstance(norm, nn.Module),
+            "a linear head": type(head) is nn.Linear,
+            "its decoder as a direct part": getattr(model, model.base_model_prefix, None) is decoder,
+        }.items()
+        if not there
+    ]
+    if missing:
+        raise ValueError(f"{name} has not: {', '.join(missing)}; {known}")
+    patched = [part for part in (model, decoder, *layers) if "forward" in vars(part)]  # type: ignore[misc]
+    if patched:
+        raise ValueError(
+            f"{type(patched[0]).__name__}.forward of this {name} was replaced (by device_map or a patching library), and early "
+            "exit cannot run a part of what replaced it"
+        )
+    config = model.config.get_text_config(decoder=True)
+    for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, option, None) not in (None, 0, 1):
+            raise ValueError(
+                f"{name} changes its logits behind its head ({option}), which early exit does not; {known}"
+            )
+    return ExitParts(decoder, layers, norm, head)  # type: ignore[arg-type]
+
+
+class EarlyExitDraft:
+    """The target's own first layers as a draft model: no second model, and the text's keys and values are there already.
+
+    Args:
+        model: the target, a transformers model of Llama's form (Llama, Qwen 2 and 3, Mistral, Gemma, Phi 3), or peft's or
+            torch.compile's wrapper of one. LoRA layers of the target are the draft's too.
+        layers: k, how many of its layers the draft runs; default: the adapter's.
+        adapter: an ``ExitAdapter``, the path of its file, or a shipped name; None: none.
+
+    Attributes:
+        model, layers, adapter: as given, but for wrappers, and the adapter loaded.
+    """
+
+    def __init__(
+        self, model: Any, layers: int | None = None, adapter: ExitAdapter | str | os.PathLike[str] | None = None
+    ) -> None:
+        model = unwrapped(model)
+        parts = exit_parts(model)
+        if adapter is not None and not isinstance(adapter, ExitAdapter):
+            adapter = ExitAdapter.from_pretrained(adapter)
+        if layers is None and adapter is None:
+            raise ValueError(
+                "give layers, how many of the model's layers the draft runs, or an adapter, which knows it"
+            )
+        if adapter is not None:
+            adapter.check_fits(model.get_input_embeddings().weight, len(parts.layers))
+            if layers not in (None, adapter.layers):
+                raise ValueError(f"layers is {layers}, but the adapter was trained behind layer {adapter.layers}")
+            layers = adapter.layers
+        if layers is None or not 1 <= layers <= len(parts.layers):
+            raise ValueError(f"layers must be from 1 to {len(parts.layers)}, the model's own, got {layers}")
+        self.model = model
+        self.layers = layers
+        self.adapter = adapter
+
+    @property
+    def hit_rates(self) -> HitRates | None:
+        """The adapter's calibration; None without one."""
+        return None if self.adapter is None else self.adapter.hit_rates
+
+    def __repr__(self) -> str:
+        helped = "" if self.adapter is None else f", adapter=ExitAdapter({self.adapter.extra_repr()})"
+        return f"EarlyExitDraft({type(self.model).__name__}, layers={self.layers}{helped})"

@@ -1,0 +1,140 @@
+"""``attached``: a transformers model as generations need it, and as it was when the last of them ends.
+
+In their calls its attention is ours, its linear layers on the CPU are ``few_rows_linear``, and look-ahead slots may shift the
+input of its layers. Calls from elsewhere, other threads' among them, meanwhile compute what they always did, but for one thing:
+the model is in eval mode until the last generation ends, then each module is in the mode that it was in before the first.
+Generations on one model, nested or in several threads, share one attachment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import RLock
+from typing import Any
+
+from torch import nn
+
+from pass_ext.decoding.models.patching.few_rows import few_rows_linear
+from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
+from pass_ext.decoding.models.patching.row_attention import in_our_call, name_for
+
+_lock = RLock()
+_attachments: dict[int, Attachment] = {}
+"""Of models that are attached, by id: each holds its model."""
+_switched: dict[int, _Config] = {}
+"""Configs that name our attention, by id. Models may share one, and so may a draft and the model whose layers it has."""
+
+
+class Attachment:
+    """See the module."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.users = 0
+        self._offsets: LayerOffsets | None = None
+        with ExitStack() as hooks:
+            hooks.enter_context(_attention(model))
+            hooks.enter_context(_evaluation(model))
+            hooks.enter_context(few_rows_linear(model, when=in_our_call))
+            self._hooks = hooks.pop_all()
+
+    @property
+    def offsets(self) -> LayerOffsets:
+        """Hooks on the layers from the first time that somebody asks."""
+        with _lock:
+            if self._offsets is None:
+                self._offsets = self._hooks.enter_context(LayerOffsets(self.model).attached())
+            return self._offsets
+
+    def close(self) -> None:
+        """The model is as it was."""
+        self._hooks.close()
+
+
+@contextmanager
+def attached(model: Any) -> Iterator[None]:
+    """See the module."""
+    with _lock:
+        attachment = _attachments.get(id(model)) or Attachment(model)
+        _attachments[id(model)] = attachment
+        attachment.users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            attachment.users -= 1
+            if not attachment.users:
+                del _attachments[id(model)]
+                attachment.close()
+
+
+def attachment_of(model: Any) -> Attachment:
+    """Of a model that is attached."""
+    attachment = _attachments.get(id(model))
+    if attachment is None:
+        raise RuntimeError(f"{type(model).__name__} is not attached: rows are given to it inside of `attached()` only")
+    return attachment
+
+
+class _Config:
+    """A config, the attention that it named, and how many attachments want ours."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.former, self.users = config, config._attn_implementation, 0
+
+
+@contextmanager
+def _attention(model: Any) -> Iterator[None]:
+    configs = _configs(model)
+    for config in configs:
+        _switched.setdefault(id(config), _Config(config)).users += 1
+    try:
+        ours = name_for(_switched[id(model.config)].former)
+        model.set_attn_implementation(ours)
+        if model.config._attn_implementation != ours:
+            raise ValueError(
+                f"{model.config.model_type}: {type(model).__name__} has attention of its own and takes no other "
+                "(transformers' AttentionInterface), so pass_ext cannot decode it"
+            )
+        for config in configs:
+            if config._attn_implementation == ours:  # parts that take no other attention keep theirs
+                _set(config, name_for(_switched[id(config)].former))
+        yield
+    finally:
+        for config in configs:
+            switched = _switched[id(config)]
+            switched.users -= 1
+            if not switched.users:
+                del _switched[id(config)]
+                _set(config, switched.former)
+
+
+def _configs(model: Any) -> list[Any]:
+    """The model's config and those of its parts."""
+    configs, queue = {}, [model.config]
+    while queue:
+        config = queue.pop()
+        configs[id(config)] = config
+        queue += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            configs[id(config)] = config
+    return list(configs.values())
+
+
+def _set(config: Any, attention: str | None) -> None:
+    """A dictionary leaves the configs inside of it as they are."""
+    config._attn_implementation = {"": attention}
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,77 @@
+"""Learned offsets to the input of every decoder layer, per row: h_l <- h_l + offsets[l].
+
+Look-ahead embeddings may have such vectors for their slots (``LookaheadEmbedding.deep``); rows of tokens get zeros, which leave
+them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class LayerOffsets:
+    """While ``attached``, layer l adds ``offsets[l]`` ([N, d], broadcast over the batch) to its input; None: nothing.
+
+    Each thread has ``offsets`` of its own.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._layers = decoder_layers(model)
+        self._of_thread = local()
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """``[layers, N, d]``."""
+        return getattr(self._of_thread, "offsets", None)
+
+    @offsets.setter
+    def offsets(self, offsets: Tensor | None) -> None:
+        self._of_thread.offsets = offsets
+
+    @contextmanager
+    def attached(self) -> Iterator[LayerOffsets]:
+        """Hooks on every layer, which are gone afterwards."""
+        hooks = [
+            layer.register_forward_pre_hook(self._added(index), with_kwargs=True)
+            for index, layer in enumerate(self._layers)
+        ]
+        try:
+            yield self
+        finally:
+            self.offsets = None
+            for hook in hooks:
+                hook.remove()
+
+    def _added(self, index: int) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            offsets = self.offsets
+            if offsets is None:
+                return None
+            if inputs:
+                return (inputs[0] + offsets[index], *inputs[1:]), named
+            return inputs, {**named, "hidden_states": named["hidden_states"] + offsets[index]}
+
+        return hook
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The layers of a transformers decoder."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"{type(model).__name__} has no list of {count} layers that look-ahead slots could shift the input of"
+    )
+
+
+def offsets_of(ids: Tensor, deep: Tensor) -> Tensor:
+    """``[layers, N, d]``: deep ``[layers, L, d]`` of the rows that are slots (-1 - i), zeros of the others."""
+    known = torch.cat([deep.new_zeros(len(deep), 1, deep.shape[2]), deep], dim=1)
+    return known.index_select(1, (-ids).clamp(min=0).long())

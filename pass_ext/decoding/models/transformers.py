@@ -1,0 +1,207 @@
+"""``TransformersModel``: a transformers decoder-only model, as it is, as a packed model.
+
+Its forward runs on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit ``position_ids`` and no cache; a
+registered attention function (``row_attention``) hands queries, keys and values to the session.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pass_ext.decoding.models.early_exit_draft import unwrapped
+from pass_ext.decoding.models.packed import Adapted, Attend
+from pass_ext.decoding.models.patching.attachment import attached, attachment_of
+from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
+from pass_ext.decoding.models.patching.row_attention import our_call
+from pass_ext.decoding.models.peft_adapters import lost_adapter
+from pass_ext.decoding.models.plain_tensors import is_plain
+from pass_ext.ops.lookahead import lookahead_embed
+
+# What fails for want of memory or in the device says nothing of the model.
+_MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+_FULL = {"full_attention", "sliding_attention", "attention"}
+
+
+class TransformersModel(Adapted):
+    """See the module. ``attached`` is what a generation does to the model meanwhile."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.name = model.config.model_type
+        self.generation_config = getattr(model, "generation_config", None)
+        module = model.get_input_embeddings()
+        self._embedding = module
+        self.has_table = is_plain(module.weight)
+        self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
+        self._check()
+        text = model.config.get_text_config(decoder=True)
+        self.layers = getattr(text, "num_hidden_layers", None)
+        self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
+        self.rope_limit = _rope_limit(text)
+        self.known_positions = _known_positions(model, self.most_positions)
+        self._kept = _kept_by_cache(text)
+        self._ran = False
+
+    def _check(self) -> None:
+        config = self.model.config
+        text = config.get_text_config(decoder=True)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"{self.name} is an encoder-decoder model; decoder-only models are supported")
+        if "position_ids" not in inspect.signature(type(unwrapped(self.model)).forward).parameters:
+            raise ValueError(
+                f"{self.name}: {type(self.model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
+                "their places in the text"
+            )
+        lost = lost_adapter(self.model)
+        if lost is not None:
+            raise ValueError(
+                f"{self.name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
+                "the model's own generate, or an adapter that changes layers only, as LoRA"
+            )
+        strange = sorted(set(getattr(text, "layer_types", None) or ()) - _FULL)
+        if strange:
+            raise ValueError(
+                f"{self.name} has layers of the kind {', '.join(strange)}: what they keep of a text cannot be cut to the "
+                "accepted tokens, so only models whose layers all attend are supported"
+            )
+        if getattr(text, "hidden_size_per_layer_input", 0):
+            raise ValueError(
+                f"{self.name} looks tokens up again in every layer, so look-ahead rows cannot be given to it"
+            )
+        if getattr(text, "attn_temperature_tuning", False):
+            raise ValueError(
+                f"{self.name} scales attention by the number of the row (attn_temperature_tuning), not by position"
+            )
+        if self.table.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {self.table.dtype}")
+
+    def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """Through the model's own embedding module where that does more than look up."""
+        if self.has_table and _only_looks_up(self._embedding):
+            return lookahead_embed(ids, self.table, slots)
+        rows = self._embedding(ids.clamp(min=0))
+        if not len(slots):
+            return rows
+        return torch.where((ids < 0)[:, None], slots[(-1 - ids).clamp(min=0)].to(rows.dtype), rows)
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Attention and few-row linear layers go through us meanwhile."""
+        return attached(unwrapped(self.model))
+
+    def __call__(
+        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
+    ) -> Tensor:
+        """As ``Adapted``."""
+        shifted = None if offsets is None else self._fitting(offsets)
+        if self.known_positions is not None:  # drafts behind the last one are never accepted
+            positions = positions.clamp(max=self.known_positions - 1)
+        seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
+        try:
+            if shifted is not None:
+                shifted.offsets = offsets
+            with our_call(attend, self.name, self._kept, seen):
+                output = self.model(
+                    inputs_embeds=rows[None],
+                    attention_mask=seen,
+                    position_ids=positions[None],
+                    use_cache=False,
+                    logits_to_keep=0 if wanted is None else wanted,
+                    return_dict=True,
+                )
+        except _MACHINE:
+            raise
+        except Exception as error:
+            if self._ran or (isinstance(error, (ValueError, NotImplementedError)) and self.name in str(error)):
+                raise
+            raise self._refusal(error) from error
+        finally:
+            if shifted is not None:
+                shifted.offsets = None
+        self._ran = True
+        logits = output.logits[0]
+        if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
+            return logits[wanted]
+        return logits
+
+    def _refusal(self, error: Exception) -> Exception:
+        """What the first call fails with, as a sentence that begins with the model's name."""
+        if isinstance(error, NotImplementedError):
+            return NotImplementedError(f"{self.name}: {error}")
+        if isinstance(error, ValueError):
+            return ValueError(f"{self.name}: {error}")
+        return ValueError(
+            f"{self.name}: {type(self.model).__name__}.forward fails on packed rows (inputs_embeds [1, N, d] and position_ids, "
+            f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
+        )
+
+    def _fitting(self, offsets: Tensor) -> LayerOffsets:
+        """What adds them, if they are of this model's layers."""
+        text = self.model.config.get_text_config(decoder=True)
+        if len(offsets) != text.num_hidden_layers:
+            raise ValueError(
+                f"these look-ahead slots are for {len(offsets)} layers, {self.name} has {text.num_hidden_layers}"
+            )
+        if offsets.shape[2] != text.hidden_size:
+            raise ValueError(
+                f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {offsets.shape[2]}"
+            )
+        return attachment_of(unwrapped(self.model)).offsets
+
+
+def _only_looks_up(embedding: nn.Module) -> bool:
+    """True for a plain ``nn.Embedding``: no hooks, and no ``forward`` that somebody put there."""
+    hooks = embedding._forward_hooks or embedding._forward_pre_hooks
+    return type(embedding) is nn.Embedding and "forward" not in vars(embedding) and not hooks
+
+
+def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:
+    """A tensor of the weight's shape and dtype, without values, on the device where its rows come out."""
+    weight: Tensor = embedding.weight  # type: ignore[assignment]
+    device: Any = weight.device
+    if weight.is_meta:
+        hook = getattr(embedding, "_hf_hook", None)  # accelerate's, which brings the weights for each call
+        device = getattr(hook, "execution_device", None)
+        if device is None:
+            raise ValueError(f"{name}: the embedding table is on the meta device: load the model's weights first")
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.empty(1, 1, dtype=weight.dtype, device=device).expand(weight.shape)
+
+
+def _kept_by_cache(text: Any) -> tuple[int, ...]:
+    """How many keys of a text the cache that transformers' ``generate`` makes keeps in each layer; -1: all."""
+    from transformers import DynamicCache
+
+    if getattr(text, "num_hidden_layers", None) is None:
+        return ()
+    return tuple(getattr(layer, "sliding_window", None) or -1 for layer in DynamicCache(config=text).layers)
+
+
+def _rope_limit(text: Any) -> int | None:
+    """The longest text for which no rope of the model has other frequencies than for a shorter one; None: any."""
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    limits = []
+    for rope in given.values() if all(isinstance(value, dict) for value in given.values()) else (given,):
+        kind, limit = rope.get("rope_type", rope.get("type")), text.max_position_embeddings
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            limits.append(original or getattr(text, "original_max_position_embeddings", None) or limit)
+        elif kind == "dynamic":
+            limits.append(limit)
+    return min(limits, default=None)
+
+
+def _known_positions(model: Any, most: int) -> int | None:
+    """``most``, if the model looks positions up in a table that ends there, learned or a buffer; None: it computes them."""
+    tokens = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in tokens]
+    rows = {table.num_embeddings - getattr(table, "offset", 0) for table in tables}
+    rows |= {
+        len(buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2 and "pos" in name.rsplit(".")[-1]
+    }
+    return most if most in rows else None

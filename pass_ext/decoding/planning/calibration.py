@@ -1,0 +1,113 @@
+"""How often a draft model is right: hit rates for ``plan_drafts``, counted on texts that the target wrote.
+
+    rates[i][r] = P(the target's greedy token is the draft's rank r | the i tokens before were within the ranks)
+
+Every place of a text is a step's root once; both models read the text as it is, for what a greedy step accepts is the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.planning.hit_rates import checked_count
+from pass_ext.decoding.session.session import Session
+from pass_ext.modules.files import HitRates
+from pass_ext.ops.draft import draft_sample
+from pass_ext.tree import Tree, pack_trees
+
+_ROWS = 256  # of one call: with a large vocabulary the logits of a row are some 200 KB
+
+
+def calibrate(
+    model: Any,
+    draft_model: Any,
+    texts: Sequence[Sequence[int]],
+    *,
+    ranks: int = 8,
+    levels: int = 6,
+    prompt_lengths: Sequence[int] | None = None,
+) -> HitRates:
+    """Hit rates of a draft model, ``[levels][ranks]``; zeros where no text leads.
+
+    Args:
+        model: the target, as ``generate`` takes it.
+        draft_model: as ``model``. The vocabularies may differ by padding: what the target has not is no candidate.
+        texts: tokens that the target wrote itself (greedy), with their prompts. A path ends behind a token that the target
+            would not have written.
+        ranks: how many of the draft's candidates are looked at, the most probable first.
+        levels: how many tokens ahead.
+        prompt_lengths: how many tokens of each text are its prompt: steps begin at its last one. None: 1 for every text.
+    """
+    checked_count("ranks", ranks)
+    checked_count("levels", levels)
+    target, draft = packed_model(model), packed_model(draft_model)
+    prompts = _checked(texts, prompt_lengths, min(target.table.shape[0], draft.table.shape[0]))
+    right = _seen(target, texts, lambda logits, text, rows: logits.argmax(-1).cpu())
+    width = target.table.shape[0]
+    found = _seen(draft, texts, lambda logits, text, rows: _ranks(logits[:, :width], right[text][rows], ranks))
+    counts = torch.zeros(levels, ranks + 1, dtype=torch.int64)
+    for tokens, prompt, known, seen in zip(texts, prompts, right, found, strict=True):
+        counts += _counts(seen, known[:-1] == torch.tensor(tokens[1:]), prompt, levels, ranks)
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    return tuple(tuple(round(rate, 5) for rate in own[:ranks]) for own in shares.tolist())
+
+
+def _seen(model: Adapted, texts: Sequence[Sequence[int]], look: Callable[[Tensor, int, slice], Tensor]) -> list[Tensor]:
+    """For each text what ``look(logits of some rows, number of the text, the rows)`` returns, row by row."""
+    seen = []
+    with torch.no_grad(), model.attached():
+        session = Session(model, 1, max(map(len, texts)))
+        for text, tokens in enumerate(texts):
+            session.begin(model, None, None)
+            parts = []
+            for first in range(0, len(tokens), _ROWS):
+                ids = torch.tensor(tokens[first : first + _ROWS], device=session.device)
+                trees = pack_trees([Tree.chain(len(ids) - 1)], session.device)
+                parts.append(look(session.call(trees, ids).logits, text, slice(first, first + len(ids))))
+                path = torch.arange(len(ids), dtype=torch.int32, device=session.device)[None]
+                session.commit(trees, path, torch.full_like(path[:, 0], len(ids) - 1))
+            seen.append(torch.cat(parts))
+    return seen
+
+
+def _ranks(logits: Tensor, right: Tensor, ranks: int) -> Tensor:
+    """``[R]`` on the CPU: at which rank the draft has the right token; ``ranks`` where it has it not."""
+    found = draft_sample(logits, ranks, mode="top")[0].cpu() == right[:, None]
+    return torch.where(found.any(1), found.int().argmax(1), ranks)
+
+
+def _counts(found: Tensor, own: Tensor, prompt: int, levels: int, ranks: int) -> Tensor:
+    """``[levels, ranks + 1]``: how often which rank came up at which level. own ``[n - 1]``: whether the text goes on as the
+    target would."""
+    counts = torch.zeros(levels, ranks + 1, dtype=torch.int64)
+    goes_on = (found[:-1] < ranks) & own
+    alive = torch.arange(prompt - 1, len(found))  # the rows that are looked at, one for each root whose path led here
+    for level in range(levels):
+        counts[level] = torch.bincount(found[alive], minlength=ranks + 1)
+        alive = alive[alive < len(found) - 1]
+        alive = alive[goes_on[alive]] + 1
+    return counts
+
+
+def _checked(texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None, vocabulary: int) -> Sequence[int]:
+    if not texts:
+        raise ValueError("texts must hold at least one text, got none")
+    for index, tokens in enumerate(texts):
+        strange = [token for token in tokens if not 0 <= token < vocabulary]
+        if not tokens or strange:
+            got = f"the id {strange[0]}" if strange else "no tokens"
+            raise ValueError(
+                f"texts must hold ids from 0 to {vocabulary - 1}, which both models have; text {index} holds {got}"
+            )
+    prompts = [1] * len(texts) if prompt_lengths is None else prompt_lengths
+    if len(prompts) != len(texts) or any(not 1 <= own <= len(text) for own, text in zip(prompts, texts, strict=False)):
+        raise ValueError(
+            f"prompt_lengths must be a number from 1 to its length for each of the {len(texts)} texts, got {list(prompts)}"
+        )
+    return prompts

@@ -1,0 +1,45 @@
+"""The plan of PaSS for one model on one machine: calibrated hit rates of the embeddings and measured step times, planned."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from pass_ext.decoding.methods import PaSS
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.planning.lookahead_tree import Plan, assumed_hit_rates, plan, plan_auto
+from pass_ext.decoding.planning.measured import measured_times
+from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.tree import Tree
+
+_ASSUMED_RANKS = 16
+
+
+def pass_plan(method: PaSS, model: Adapted, requests: int, *, graphs: bool = False) -> tuple[Plan, StepTimes | None]:
+    """The plan, and the step times that chose it where ``rows`` is "auto". graphs: calls will be CUDA graphs."""
+    slots = method.num_slots
+    calibrated = method.lookahead.hit_rates
+    rates = calibrated[:slots] if calibrated else assumed_hit_rates(slots, _ASSUMED_RANKS)
+    times = measured_times(model, graphs=graphs) if method.rows == "auto" else None
+    known = tuple(map(tuple, rates))
+    return _planned(known, times, slots, method.tree, method.rows, method.passes, requests), times
+
+
+@lru_cache(maxsize=64)
+def _planned(
+    rates: tuple[tuple[float, ...], ...],
+    times: StepTimes | None,
+    slots: int,
+    tree: Tree | None,
+    rows: int | str,
+    passes: int,
+    requests: int,
+) -> Plan:
+    how: Any = dict(passes=passes, requests=requests)
+    if tree is not None:
+        most = rows if isinstance(rows, int) else None
+        return Plan.from_tree(tree, slots, rates, rows=most, step_time=None if times is None else times.at, **how)
+    if times is not None:
+        return plan_auto(rates, times, **how)
+    assert isinstance(rows, int)
+    return plan(rates, rows=rows, **how)

@@ -1,0 +1,317 @@
+"""The plan of a PaSS step: which candidates to verify, and which of them carry a group of look-ahead slots.
+
+reach(v) = product of the hit rates on v's path        last(v) = reach(v) - sum of reach over v's children
+miss = sum of last(v) over nodes v without a group     (the next call is then a probe: the root and one group)
+plan = arg max  (1 + sum of reach + miss) / (t(n + groups * slots) + miss * t(1 + slots))
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from pass_ext.decoding.planning.hit_rates import (
+    CallTimes,
+    HitRates,
+    StepTime,
+    checked_count,
+    checked_rates,
+    counted,
+    last_of,
+    node_table,
+    reach_of,
+)
+from pass_ext.tree import MOST_ROWS, Tree
+
+
+class MeasuredTimes(Protocol):
+    """What ``plan_auto`` takes: ``StepTimes`` is one."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The numbers of rows that were measured, ascending."""
+        ...
+
+    def at(self, rows: int) -> float:
+        """Seconds of one call at this number of rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shape of a PaSS step and what it promises. Child k of a node is the candidate of rank k."""
+
+    tree: Tree
+    """The nodes, and behind them their groups of look-ahead slots."""
+    slots: int
+    """Slots of one group, in full and in probe steps; 0: plain decoding."""
+    reach: tuple[float, ...] = field(repr=False)
+    """For each node, P(it is accepted)."""
+    tokens_per_call: float
+    """Expected, probe calls included."""
+    speedup: float | None
+    """Expected, against plain decoding by the step times; None without them."""
+
+    @classmethod
+    def plain(cls, speedup: float | None = None) -> Plan:
+        """No candidates: one token per call."""
+        return cls(Tree.chain(0), 0, (1.0,), 1.0, speedup)
+
+    @classmethod
+    def from_tree(
+        cls,
+        tree: Tree,
+        slots: int,
+        hit_rates: HitRates | None = None,
+        *,
+        rows: int | None = None,
+        step_time: StepTime | None = None,
+        passes: int = 1,
+        requests: int = 1,
+    ) -> Plan:
+        """The plan of a given tree.
+
+        Groups stay where ``tree.with_lookahead`` put them, all of one size; a tree without any gets those that pay, within
+        ``rows``, on the nodes most likely to be the last accepted one; with ``passes=2`` none.
+
+        Args:
+            tree: its depth is at most ``slots``.
+            slots: look-ahead slots that are trained.
+            hit_rates: without, ``assumed_hit_rates``.
+            rows, step_time, passes, requests: as for ``plan``; rows None: 1,024.
+        """
+        if not 1 <= tree.max_depth <= slots:
+            raise ValueError(
+                f"tree must have a depth of 1 to {slots}, the trained look-ahead slots; it has {tree.max_depth}"
+            )
+        rates = checked_rates(assumed_hit_rates(slots, tree.num_nodes) if hit_rates is None else hit_rates)
+        most = MOST_ROWS if rows is None else checked_count("rows", rows)
+        _check_passes(passes)
+        if len(tree) > most:
+            raise ValueError(f"tree has {len(tree)} rows, look-ahead slots included; rows allows {most}")
+        reach, costs = reach_of(tree, rates), _Costs(step_time, checked_count("requests", requests))
+        if tree.has_lookahead:
+            if passes == 2:
+                raise ValueError("two-pass decoding has no look-ahead slots behind candidates: give tree without them")
+            sizes = {len(tree.group_rows(node)) for node in range(tree.num_nodes)} - {0}
+            if len(sizes) > 1 or not tree.max_depth <= min(sizes) <= slots:
+                raise ValueError(
+                    f"tree's groups must all have one size, from its depth {tree.max_depth} to the {slots} trained "
+                    f"slots, got groups of {sorted(sizes)}"
+                )
+            slots = min(sizes)
+        else:
+            slots = tree.max_depth
+            last = last_of(tree.parents, reach)
+            order = sorted(range(tree.num_nodes), key=lambda node: (-last[node], node))
+            falling = [last[node] for node in order]
+            _, groups = max(
+                _scores(costs, tree.num_nodes, slots, sum(reach) - 1, falling, most, passes),
+                key=lambda scored: (scored[0], -scored[1]),
+            )
+            tree = tree.with_lookahead(dict.fromkeys(order[:groups], slots))
+        return _promised(tree, slots, tuple(reach), costs)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a full step, the most of any step."""
+        return len(self.tree)
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """The nodes with a group, and its slots."""
+        sizes = {node: len(self.tree.group_rows(node)) for node in range(self.tree.num_nodes)}
+        return {node: size for node, size in sizes.items() if size}
+
+    @property
+    def last(self) -> tuple[float, ...]:
+        """For each node, P(it is the last accepted one)."""
+        return tuple(last_of(self.tree.parents[: self.tree.num_nodes], self.reach))
+
+    @property
+    def accepted(self) -> float:
+        """Expected accepted drafts of a full step."""
+        return sum(self.reach) - 1
+
+    @property
+    def miss(self) -> float:
+        """P(a full step is followed by a probe): its last accepted node carries no group."""
+        return _miss(self.tree, self.last)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no candidates: nothing beats plain decoding."""
+        return self.slots == 0
+
+    def describe(self) -> str:
+        """The plan for people: what a step costs and promises, then the tree with the rank and probabilities of each node."""
+        if self.is_plain:
+            return "plain decoding: no plan is expected to be faster"
+        nodes, groups = self.tree.num_nodes, len(self.groups)
+        gain = "" if self.speedup is None else f", {self.speedup:.2f}x plain decoding"
+        lines = [
+            f"{self.rows} rows = {counted(nodes, 'node')} + {counted(groups, 'group')} of "
+            f"{counted(self.slots, 'slot')}; a probe has {1 + self.slots} rows",
+            f"expected: {self.tokens_per_call:.2f} tokens per call{gain}; {self.accepted:.2f} drafts accepted per full "
+            f"step, probe after {self.miss:.0%}",
+        ]
+        return "\n".join([*lines, *node_table(self.tree, self.reach, self.last, self.groups)])
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+def plan(
+    hit_rates: HitRates,
+    *,
+    rows: int,
+    step_time: StepTime | None = None,
+    passes: int = 1,
+    requests: int = 1,
+) -> Plan:
+    """The step that is expected to give the most tokens per second.
+
+    For each depth and number of nodes the tree grows best first: its nodes are those with the largest reach, which maximises
+    the accepted drafts where rates fall with the rank. Groups go to the nodes most likely to be the last accepted one.
+
+    Args:
+        hit_rates: ``rates[i][r]`` for slot i and rank r; their number is the look-ahead slots that are trained.
+        rows: most rows of one step, per request.
+        step_time: seconds of a call at a number of rows. Without, every call costs the same: most tokens per call.
+        passes: 1: groups behind candidates where they pay. 2: none, probes and full steps alternate.
+        requests: decoded together; ``step_time`` is asked with this many times the rows.
+
+    Returns:
+        Plan; ``Plan.plain`` where nothing is expected to be faster.
+    """
+    return _search(checked_rates(hit_rates), rows, _Costs(step_time, checked_count("requests", requests)), passes)
+
+
+def plan_auto(
+    hit_rates: HitRates,
+    step_times: MeasuredTimes,
+    *,
+    passes: int = 1,
+    requests: int = 1,
+    least_speedup: float = 1.0,
+) -> Plan:
+    """``plan`` with as many rows as pay on this machine, up to the most that were measured.
+
+    Args:
+        hit_rates, passes, requests: as for ``plan``.
+        step_times: measured, as ``StepTimes``.
+        least_speedup: plain decoding is the answer where no plan is expected to gain this much.
+    """
+    most = min(MOST_ROWS, max(1, step_times.rows[-1] // checked_count("requests", requests)))
+    best = plan(hit_rates, rows=most, step_time=step_times.at, passes=passes, requests=requests)
+    return best if best.speedup is not None and best.speedup > least_speedup else Plan.plain(1.0)
+
+
+def predicted(tree: Tree, hit_rates: HitRates) -> float:
+    """Expected tokens per call of steps with this tree and its groups, probe calls included."""
+    reach = reach_of(tree, checked_rates(hit_rates))
+    miss = _miss(tree, last_of(tree.parents[: tree.num_nodes], reach))
+    return (sum(reach) + miss) / (1 + miss)
+
+
+def assumed_hit_rates(slots: int, ranks: int) -> list[list[float]]:
+    """A guess for embeddings that were never calibrated: 0.35 for the best candidate of each slot, half as much for each
+    further rank."""
+    return [[0.35 * 0.5**rank for rank in range(ranks)] for _ in range(slots)]
+
+
+class _Costs:
+    """t(rows), and what a plan earns by it."""
+
+    def __init__(self, step_time: StepTime | None, requests: int) -> None:
+        self.are_measured = step_time is not None
+        self.at = CallTimes("step_time", step_time or (lambda rows: 1.0), requests).at
+
+    def rate(self, rows: int, slots: int, accepted: float, miss: float) -> float:
+        """Tokens per second (per call, without step times) of full steps with this many rows."""
+        return (1 + accepted + miss) / (self.at(rows) + miss * self.at(1 + slots))
+
+
+def _search(rates: list[list[float]], rows: int, costs: _Costs, passes: int) -> Plan:
+    _check_passes(passes)
+    rows = min(checked_count("rows", rows), MOST_ROWS)
+    best, chosen = 1 / costs.at(1), None  # depth limit, nodes, groups
+    for depth in range(1, min(len(rates), rows - 1) + 1):
+        parents, reach, depths = _best_first(rates, depth, rows)
+        last, rising, accepted, deepest = [1.0], [-1.0], 0.0, 0
+        for nodes in range(2, len(parents) + 1):
+            value, parent = reach[nodes - 1], parents[nodes - 1]
+            del rising[bisect_left(rising, -last[parent])]
+            last[parent] = max(0.0, last[parent] - value)
+            last.append(value)
+            insort(rising, -last[parent])
+            insort(rising, -value)
+            accepted, deepest = accepted + value, max(deepest, depths[nodes - 1])
+            if deepest < depth:  # a smaller limit has had this tree
+                continue
+            for score, groups in _scores(costs, nodes, depth, accepted, (-x for x in rising), rows, passes):
+                if score > best * (1 + 1e-9):
+                    best, chosen = score, (depth, nodes, groups)
+    if chosen is None:
+        return Plan.plain(1.0 if costs.are_measured else None)
+    depth, nodes, groups = chosen
+    parents, reach, _ = _best_first(rates, depth, nodes)
+    last = last_of(parents, reach)
+    order = sorted(range(nodes), key=lambda node: (-last[node], node))
+    tree = Tree(parents).with_lookahead(dict.fromkeys(order[:groups], depth))
+    return _promised(tree, depth, tuple(reach), costs)
+
+
+def _best_first(rates: list[list[float]], depth: int, most: int) -> tuple[list[int], list[float], list[int]]:
+    """Parents, reach and depths of the up to ``most`` nodes of largest reach, in that order, no deeper than ``depth``."""
+    parents, reach, depths = [-1], [1.0], [0]
+    open_nodes: list[tuple[float, int, int, int]] = []  # -reach, depth, parent, rank
+
+    def offer(parent: int, rank: int) -> None:
+        below = depths[parent]
+        if below < depth and rank < len(rates[below]) and reach[parent] * rates[below][rank] > 0:
+            heapq.heappush(open_nodes, (-reach[parent] * rates[below][rank], below + 1, parent, rank))
+
+    offer(0, 0)
+    while open_nodes and len(parents) < most:
+        value, level, parent, rank = heapq.heappop(open_nodes)
+        parents.append(parent)
+        reach.append(-value)
+        depths.append(level)
+        offer(parent, rank + 1)
+        offer(len(parents) - 1, 0)
+    return parents, reach, depths
+
+
+def _scores(
+    costs: _Costs, nodes: int, slots: int, accepted: float, falling: Iterable[float], rows: int, passes: int
+) -> Iterator[tuple[float, int]]:
+    """Tokens per second with 0, 1, 2, ... groups, on the nodes by falling probability of being the last."""
+    miss = 1.0
+    yield costs.rate(nodes, slots, accepted, miss), 0
+    if passes == 2:
+        return
+    for groups, last in enumerate(falling, 1):
+        if nodes + groups * slots > rows:
+            return
+        miss = max(0.0, miss - last)
+        yield costs.rate(nodes + groups * slots, slots, accepted, miss), groups
+
+
+def _promised(tree: Tree, slots: int, reach: tuple[float, ...], costs: _Costs) -> Plan:
+    shape = Plan(tree, slots, reach, 0.0, None)
+    tokens = (1 + shape.accepted + shape.miss) / (1 + shape.miss)
+    rate = costs.rate(len(tree), slots, shape.accepted, shape.miss)
+    return replace(shape, tokens_per_call=tokens, speedup=rate * costs.at(1) if costs.are_measured else None)
+
+
+def _miss(tree: Tree, last: Sequence[float]) -> float:
+    return sum(value for node, value in enumerate(last) if not tree.group_rows(node))
+
+
+def _check_passes(passes: int) -> None:
+    if passes not in (1, 2):
+        raise ValueError(f"passes must be 1 or 2, got {passes!r}")

@@ -1,0 +1,76 @@
+"""``measured_times``: the seconds of a model's calls by their rows, measured once per model and machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.methods import MOST_ROWS
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.planning.step_times import StepTimes, measure
+from pass_ext.decoding.session.session import Session
+from pass_ext.tree import Tree, pack_trees
+
+_times: dict[tuple[Any, ...], StepTimes] = {}
+"""By model, device, threads, and whether in CUDA graphs."""
+
+
+_PREFIX = 256  # tokens that measured steps stand behind
+
+
+def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
+    """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk.
+
+    Of a callable that cannot be told from another, once per object.
+    """
+    device, fingerprint = model.table.device, _fingerprint(model)
+    known = fingerprint or id(model.model)
+    key = (known, str(device), torch.get_num_threads(), graphs)
+    if key in _times:
+        return _times[key]
+    with torch.no_grad(), model.attached():
+        kind = fingerprint and f"{fingerprint}{' in graphs' if graphs else ''}"
+        times = measure(_Calls(model, graphs).run, fingerprint=kind, device=device)
+    if fingerprint is None:
+        try:
+            finalize(model.model, _times.pop, key, None)
+        except TypeError:  # nobody would tell us when its number is another object's
+            return times
+    _times[key] = times
+    return times
+
+
+class _Calls:
+    """Calls with any number of rows behind one prefix, which is read when the first is made."""
+
+    def __init__(self, model: Adapted, graphs: bool) -> None:
+        self._session = Session(model, 1, _PREFIX + MOST_ROWS, graphs=graphs)
+
+    def run(self, rows: int) -> None:
+        session = self._session
+        if not session.caches:
+            path = torch.arange(_PREFIX, dtype=torch.int32, device=session.device)[None]
+            trees = pack_trees([Tree.chain(_PREFIX - 1)], session.device)
+            session.call(trees, self._ids(_PREFIX), torch.zeros(1, dtype=torch.int64, device=session.device))
+            session.commit(trees, path, torch.full_like(path[:, 0], _PREFIX - 1))
+        session.call(pack_trees([Tree.chain(rows - 1)], session.device), self._ids(rows))
+
+    def _ids(self, count: int) -> Tensor:
+        return torch.arange(count, device=self._session.device) % self._session.model.table.shape[0]
+
+
+def _fingerprint(model: Adapted) -> str | None:
+    """What the time of a call depends on, of the model; None where it cannot be seen: of callables without a config."""
+    module: Any = model.model
+    config: Any = getattr(module, "config", None)
+    if not isinstance(module, torch.nn.Module) or not hasattr(config, "to_dict"):
+        return None
+    described = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return hashlib.sha256(f"{kind} {described} {shapes}".encode()).hexdigest()

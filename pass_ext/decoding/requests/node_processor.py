@@ -1,0 +1,90 @@
+"""``NodeProcessor``: runs transformers' logits processors on the nodes of trees, as transformers would on whole batches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.requests.stateful_processors import explained
+
+# These look at each row alone, so rows of all nodes with texts of one length go through them at once.
+_ROW_BY_ROW = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+
+
+class NodeProcessor:
+    """Runs processors on nodes as transformers would on whole batches: texts with their padding, ``[B, n]`` and one row per
+    request where a processor may depend on which request a row is of.
+
+    Args:
+        processors: transformers' ``LogitsProcessor``s, or any callables of that kind.
+        padding: each request's ids left of its prompt.
+    """
+
+    def __init__(self, processors: Sequence[Any], padding: Sequence[Sequence[int]]) -> None:
+        self.processors, self._padding = list(processors), [list(own) for own in padding]
+        self._rows_alone = all(
+            type(processor).__name__ in _ROW_BY_ROW
+            and not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+            for processor in processors
+        )
+
+    def process_nodes(self, requests: Sequence[int], texts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """Each row's logits after its text."""
+        result = logits.clone()
+        lengths = [len(self._padding[request]) + len(text) for request, text in zip(requests, texts, strict=True)]
+        for rows in self._batches(requests, lengths):
+            ids = torch.tensor([[*self._padding[requests[row]], *texts[row]] for row in rows], device=logits.device)
+            index = torch.tensor(rows, device=logits.device)
+            scores = logits[index].float()
+            for processor in self.processors:
+                with explained(processor, ids):
+                    scores = processor(ids, scores)
+            own = [i for i, row in enumerate(rows) if self._rows_alone or requests[row] == i]
+            result[index[own]] = scores[own].to(result.dtype)
+        return result
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """Not used: ``process_nodes`` is."""
+        raise NotImplementedError
+
+    def _batches(self, requests: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        """Rows that go through the processors together. Where B rows are due, a request without one lends another's."""
+        by_length: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+            by_length[length][request].append(row)
+        if self._rows_alone:
+            return [[row for rows in own.values() for row in rows] for own in by_length.values()]
+        batches = []
+        for own in by_length.values():
+            for turn in range(max(map(len, own.values()))):
+                some = next(rows[turn] for rows in own.values() if turn < len(rows))
+                batches.append(
+                    [own[b][turn] if turn < len(own.get(b, ())) else some for b in range(len(self._padding))]
+                )
+        return batches

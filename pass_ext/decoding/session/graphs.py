@@ -1,0 +1,67 @@
+"""``RecordedCalls``: a session's calls as CUDA graphs, one per shape of a step, recorded when a shape comes a second time.
+
+A replay reads the step from buffers that stay where they are (ids, positions' depths, bits, bounds; the session's own lengths
+and caches) and leaves logits, keys and values where the recording left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pass_ext.tree import PackedTrees
+
+Forward = Callable[[PackedTrees, Tensor], tuple[Tensor, list[tuple[Tensor, Tensor]]]]
+
+
+@dataclass
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    trees: PackedTrees
+    ids: Tensor
+    logits: Tensor
+    new: list[tuple[Tensor, Tensor]]
+
+    def replay(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        self.ids.copy_(ids)
+        for mine, given in zip(self.trees, trees, strict=True):
+            if isinstance(mine, Tensor) and isinstance(given, Tensor):
+                mine.copy_(given)
+        self.graph.replay()
+        return self.logits, self.new
+
+
+class RecordedCalls:
+    """``forward(trees, ids)`` gives logits, and keys and values of all layers; here it runs, is recorded, or is replayed."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._seen: set[tuple[int, ...]] = set()
+        self._recordings: dict[tuple[int, ...], _Recording] = {}
+        self._pool: Any = None
+
+    def __call__(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """What a replay returns is overwritten by the next replay of that shape."""
+        shape = (len(ids), trees.max_nodes, *trees.visible.shape, len(trees.cu_nodes))
+        if shape in self._recordings:
+            return self._recordings[shape].replay(trees, ids)
+        if shape not in self._seen:  # a first call outside of a graph: kernels load, libraries allocate
+            self._seen.add(shape)
+            return self._forward(trees, ids)
+        recording = self._record(trees, ids)
+        self._recordings[shape] = recording
+        return recording.replay(trees, ids)
+
+    def _record(self, trees: PackedTrees, ids: Tensor) -> _Recording:
+        parents, cu_nodes, most, visible, depths = trees
+        own = PackedTrees(parents.clone(), cu_nodes.clone(), most, visible.clone(), depths.clone())
+        ids = ids.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits, new = self._forward(own, ids)
+        self._pool = graph.pool()
+        return _Recording(graph, own, ids, logits, new)

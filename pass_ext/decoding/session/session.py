@@ -1,0 +1,230 @@
+"""``Session``: a model's keys and values while one batch is decoded; a call of packed rows, and keeping what was accepted.
+
+Caches are ``[B, room, KV heads, D]`` per layer; a call's own keys and values stay outside (``new``) until ``commit`` moves the
+accepted ones in, so a call never disturbs the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.models.patching.layer_offsets import offsets_of
+from pass_ext.decoding.session.graphs import RecordedCalls
+from pass_ext.ops.attention import HEAD_DIMS, attention_tree
+from pass_ext.ops.cache import cache_commit_
+from pass_ext.tree import PackedTrees
+
+
+class Call(NamedTuple):
+    """What a call of the model gave."""
+
+    trees: PackedTrees
+    logits: Tensor
+    """``[N, V]``, or of the wanted rows only."""
+
+
+class Session:
+    """The caches of one batch of B requests, and the calls that grow them.
+
+    Args:
+        model: ``packed_model(...)``.
+        requests: B.
+        room: text positions that the caches hold for each request.
+        slots: ``[L, d]``, look-ahead embeddings; None for none.
+        deep: ``[layers, L, d]``, what they add to the input of every layer; None for nothing.
+        graphs: on CUDA, calls whose shape comes again are CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        model: Adapted,
+        requests: int,
+        room: int,
+        slots: Tensor | None = None,
+        deep: Tensor | None = None,
+        *,
+        graphs: bool = False,
+    ) -> None:
+        self.model = model
+        self.requests = requests
+        self.room = room
+        table = model.table
+        # Copies: `begin` writes other slots there.
+        self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table, copy=True)
+        self.deep = None if deep is None else deep.to(table, copy=True)
+        self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
+        self.caches: list[tuple[Tensor, Tensor]] = []
+        self.head_dims: list[tuple[int, int]] = []  # of keys and values, before their padding to what the kernel has
+        self._new: list[tuple[Tensor, Tensor]] = []
+        self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything lies."""
+        return self.prefix_lens.device
+
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Call:
+        """One call on all rows of the trees; ids ``[N]`` as ``lookahead_embed`` takes them. Logits hold until the next call."""
+        if self._recorded is not None and wanted is None and self.caches:
+            logits, self._new = self._recorded(trees, ids)
+        else:
+            logits, self._new = self._forward(trees, ids, wanted)
+        return Call(trees, logits)
+
+    def _forward(
+        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Logits, and keys and values of all layers."""
+        new: list[tuple[Tensor, Tensor]] = []
+        first = not self.caches
+
+        def attend(
+            layer: int,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            *,
+            scale: float | None = None,
+            softcap: float = 0.0,
+            window: int = -1,
+        ) -> Tensor:
+            if layer != len(new):
+                raise ValueError(f"layers must attend once each and in order: expected layer {len(new)}, got {layer}")
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            dims = k.shape[-1], v.shape[-1]
+            width = _head_dim(max(dims))
+            q, k, v = (_padded(x, width) for x in (q, k, v))
+            if first:
+                self._add_layer(k, v, dims)
+            elif layer == len(self.caches):
+                raise ValueError(f"the model has more layers than {layer}, which `past` is of")
+            self._check_rows(layer, k, v)
+            new.append((k, v))
+            out, _ = attention_tree(
+                q, *self.caches[layer], self.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
+                k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
+                window=window,
+            )  # fmt: skip
+            return out[..., : dims[1]].contiguous()  # models take views of it
+
+        starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
+        rows = self.model.embed(ids, self.slots)
+        offsets = None if self.deep is None else offsets_of(ids, self.deep)
+        logits = self.model(rows, (starts + trees.depths).long(), attend, wanted, offsets)
+        if len(new) != len(self.caches) or not new:
+            raise ValueError(
+                f"{self.model.name or 'the model'}: {len(new)} layers attended, {len(self.caches)} in the first call or in "
+                "`past`: every layer that mixes rows must do so by attention, each time"
+            )
+        if first and self.model.layers not in (None, len(new)):
+            raise ValueError(
+                f"{self.model.name}: {len(new)} of {self.model.layers} layers attended; every layer must, by attention that "
+                "takes transformers' AttentionInterface"
+            )
+        return logits, new
+
+    def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
+        """Keeps the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
+        flat = [cache for both in self.caches for cache in both]
+        new = [rows for both in self._new for rows in both]
+        cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
+        self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Forgets what lies behind so many tokens of each text."""
+        most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        self.prefix_lens.copy_(self.prefix_lens.minimum(most))
+
+    def begin(self, model: Adapted, slots: Tensor | None, deep: Tensor | None) -> None:
+        """Forgets the texts; caches and recorded calls stay for the next ones. model: the same one, adapted anew."""
+        if slots is not None and slots.shape != self.slots.shape:
+            raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
+        if slots is not None and (deep is None) != (self.deep is None):
+            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
+        if slots is not None:
+            self.slots.copy_(slots)
+        if self.deep is not None and deep is not None:
+            self.deep.copy_(deep)
+        self.model = model
+        self.prefix_lens.zero_()
+
+    def first_layers(self, model: Adapted, count: int) -> Session:
+        """The same texts as a model sees them that is made of the first layers of this one. It reads these caches and commits
+        nothing."""
+        return _FirstLayers(self, model, count)
+
+    def fill(self, past: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
+        """Starts from keys and values, ``[B, n, KV heads, D]`` per layer, of the first ``length`` tokens of every text.
+
+        Caches that are there stay where they are, as recorded calls need them to.
+        """
+        first = not self.caches
+        if not past or (not first and len(past) != len(self.caches)):
+            raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
+        for layer, both in enumerate(past):
+            for given in both:
+                if given.dim() != 4 or given.shape[0] != self.requests or given.shape[1] < length:
+                    raise ValueError(
+                        f"past: keys and values of layer {layer} must be [{self.requests}, {length} or more, heads, D], got "
+                        f"{list(given.shape)}"
+                    )
+            width = _head_dim(max(given.shape[-1] for given in both))
+            rows = [_padded(given[:, :length], width) for given in both]
+            if first:
+                self._add_layer(rows[0][0], rows[1][0], (both[0].shape[-1], both[1].shape[-1]))
+            self._check_rows(layer, *(given[0] for given in rows))
+            for cache, given in zip(self.caches[layer], rows, strict=True):
+                cache[:, :length] = given
+        self.prefix_lens.fill_(length)
+
+    def _add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
+        """Caches for rows like these, ``[N, KV heads, padded D]``."""
+        room = self.requests, self.room
+        self.head_dims.append(dims)
+        self.caches.append(
+            (
+                keys.new_empty(*room, *keys.shape[1:], device=self.device),
+                values.new_empty(*room, *values.shape[1:], device=self.device),
+            )
+        )
+
+    def _check_rows(self, layer: int, *rows: Tensor) -> None:
+        """Whether keys and values are of the kind that the caches, which earlier calls or ``past`` made, hold."""
+        for cache, given in zip(self.caches[layer], rows, strict=True):
+            if cache.shape[2:] != given.shape[1:] or cache.dtype != given.dtype:
+                raise ValueError(
+                    f"layer {layer}: keys and values in the cache, from `past` or a first call, are "
+                    f"{cache.dtype} {list(cache.shape[2:])} (heads, padded D), those given now {given.dtype} "
+                    f"{list(given.shape[1:])}"
+                )
+
+
+class _FirstLayers(Session):
+    def __init__(self, whole: Session, model: Adapted, count: int) -> None:
+        super().__init__(model, whole.requests, whole.room)
+        self._whole, self._count = whole, count
+        self.prefix_lens = whole.prefix_lens
+
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Call:
+        """As ``Session``."""
+        self.caches = self._whole.caches[: self._count]
+        return super().call(trees, ids, wanted)
+
+
+def _head_dim(needed: int) -> int:
+    """The smallest width that the attention kernel has."""
+    for width in HEAD_DIMS:
+        if width >= needed:
+            return width
+    raise NotImplementedError(f"attention_tree has head sizes up to {HEAD_DIMS[-1]}, this model's is {needed}")
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """With zeros behind each row; they add nothing to a product."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

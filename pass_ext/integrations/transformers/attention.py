@@ -1,0 +1,135 @@
+"""transformers' attention function on ``attention_tree``: softmax(scaling q k^T) v over the columns that the mask lets through.
+
+Queries are the last rows of the keys, which already hold the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pass_ext.decoding.models.patching.attention_arguments import unsupported
+from pass_ext.integrations.transformers.masks import Call, CausalRows, TreeStep, causal_calls, dense_calls
+from pass_ext.ops.attention import HEAD_DIMS, attention_tree
+
+NAME = "pass_ext"
+_TREE = "pass_ext_tree"
+
+_dense_plans: Any = WeakIdKeyDictionary()  # 4-D mask -> (its version, calls): one plan for all layers
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """``[B, Hq, Q, D]`` queries, ``[B, Hkv, S, D]`` keys and values -> ``[B, Q, Hq, D]``."""
+    step = other.pop(_TREE, None)
+    _refuse(module, (query, key, value), dropout, other)
+    calls, window = _plan(module, query, key, attention_mask, sliding_window, step)
+    dim = value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    query, key, value = _at_head_dim(query, key, value)
+    batch, heads, queries, _ = query.shape
+    covered = sum((call.requests.stop - call.requests.start) * (call.rows.stop - call.rows.start) for call in calls)
+    rows_out = None
+    for call in calls:
+        q = query[call.requests, :, call.rows].transpose(1, 2).flatten(0, 1)
+        out, _ = attention_tree(
+            q,
+            key[call.requests, :, call.start :].transpose(1, 2),
+            value[call.requests, :, call.start :].transpose(1, 2),
+            call.prefix_lens,
+            call.cu_nodes,
+            call.visible,
+            call.max_nodes,
+            depths=call.depths,
+            scale=scale,
+            softcap=softcap or 0.0,
+            window=window,
+        )
+        out = out.unflatten(0, (call.requests.stop - call.requests.start, -1))[..., :dim]
+        if len(calls) == 1 and covered == batch * queries:
+            return out.contiguous(), None
+        if rows_out is None:
+            rows_out = query.new_zeros(batch, queries, heads, dim)  # rows of padding stay zeros
+        rows_out[call.requests, call.rows] = out
+    return query.new_zeros(batch, queries, heads, dim) if rows_out is None else rows_out, None
+
+
+def _plan(
+    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, sliding_window: int | None, step: TreeStep | None
+) -> tuple[tuple[Call, ...], int]:
+    """The calls of ``attention_tree`` that this layer is, and their window."""
+    batch, queries = query.shape[0], query.shape[2]
+    if isinstance(mask, Tensor):
+        if step is not None:
+            raise ValueError(f"{_TREE} and a 4-D attention_mask both say who sees whom; give one of them")
+        return _dense_plan(mask, batch, queries), -1
+    if mask is None:  # the model made none: nothing is padding
+        column, window = key.shape[2] - queries, -1 if sliding_window is None else sliding_window
+        mask = CausalRows(
+            batch, queries, column, None, window, causal_calls(batch, queries, column, None, window, query.device)
+        )
+    elif not isinstance(mask, CausalRows):
+        raise TypeError(
+            f"pass_ext attention: attention_mask must come from pass_ext's mask function or be a 4-D tensor, got "
+            f"{type(mask).__name__}"
+        )
+    elif sliding_window is not None and sliding_window != mask.window:
+        raise ValueError(
+            f"pass_ext attention: {type(module).__name__} says sliding_window={sliding_window}, its mask has "
+            f"{'none' if mask.window < 0 else mask.window}; use attn_implementation='sdpa' for this model"
+        )
+    if not isinstance(step, TreeStep | None):
+        raise TypeError(f"{_TREE} must be a TreeStep, got {type(step).__name__}")
+    return (mask.calls if step is None else step.calls(mask)), mask.window
+
+
+def _dense_plan(mask: Tensor, batch: int, queries: int) -> tuple[Call, ...]:
+    version = None if mask.is_inference() else mask._version
+    kept = _dense_plans.get(mask)
+    if kept is None or version is None or kept[0] != (version, batch):
+        kept = (version, batch), dense_calls(mask, batch, queries)
+        _dense_plans[mask] = kept
+    plan: tuple[Call, ...] = kept[1]
+    return plan
+
+
+def _at_head_dim(*tensors: Tensor) -> Iterable[Tensor]:
+    """Zeros behind the last dimension up to one that the op has: they add nothing to a product, and are cut off the result."""
+    most = max(tensor.shape[-1] for tensor in tensors)
+    dim = next((dim for dim in HEAD_DIMS if dim >= most), None)
+    if dim is None:
+        raise ValueError(
+            f"pass_ext attention: head dimensions go up to {HEAD_DIMS[-1]}, got {most}; use attn_implementation='sdpa'"
+        )
+    return (
+        tensor if tensor.shape[-1] == dim else torch.nn.functional.pad(tensor, (0, dim - tensor.shape[-1]))
+        for tensor in tensors
+    )
+
+
+def _refuse(module: torch.nn.Module, floats: tuple[Tensor, ...], dropout: float, other: dict[str, Any]) -> None:
+    """Raises for what would change the result and is not implemented."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floats):
+        raise RuntimeError(
+            "pass_ext attention has no gradients: run the model under torch.no_grad(), or train it with "
+            "model.set_attn_implementation('sdpa')"
+        )
+    reason = unsupported(module, floats[0].shape[2], dropout, other)
+    if reason is not None:
+        raise ValueError(
+            f"pass_ext attention: {reason}; transformers' own attn_implementation, 'eager' or 'sdpa', may have it"
+        )

@@ -1,0 +1,1 @@
+"""Trained parameters, and the files that hold them."""

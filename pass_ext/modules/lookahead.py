@@ -1,0 +1,278 @@
+"""``LookaheadEmbedding``: the parameters that PaSS adds to a frozen model, with save and load.
+
+Slot i's input embedding is ``weight[i]``. Optional beside it: a low-rank transition score between a candidate and the token
+before it, ``(E[previous] @ left) · (E[candidate] @ right)``, and a vector per layer and slot that is added to the layer's
+input. The file is safetensors, its metadata say which model it belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pass_ext.modules.files import HitRates, save_trained, trained_file
+from pass_ext.ops.lookahead import lookahead_embed
+
+_FORMAT = "pass_ext.lookahead.2"
+_READABLE = (_FORMAT, "pass_ext.lookahead.1")  # the first format had the slots' embeddings alone
+# Tensor in the file -> parameter of the module.
+_TENSORS = {
+    "lookahead": "weight",
+    "transition_left": "transition_left",
+    "transition_right": "transition_right",
+    "deep": "deep",
+}
+_SHIPPED = Path(__file__).parent / "pretrained"
+
+
+class LookaheadEmbedding(nn.Module):
+    """L trained input embeddings, one per look-ahead slot, beside a model's own table.
+
+    Args:
+        num_lookahead: L, the number of slots.
+        dim: d, the model's hidden size.
+        rank: r, the width of the transition score; 0: none.
+        deep_layers: the model's number of layers if each slot has a vector for every layer's input; 0: none.
+        base_model: name of the model they are trained for; kept in the file.
+        vocabulary: V, rows of that model's table; kept in the file. 0: not known yet.
+
+    Attributes:
+        weight: ``[L, d]``, the slots' input embeddings.
+        transition_left, transition_right: ``[d, r]`` or None.
+        deep: ``[layers, L, d]`` or None.
+        hit_rates: calibration, or None. Row i belongs to slot i; its entry k is the share of held-out places where the
+            candidate of rank k was right, among those where the path before it was.
+        training_record: what made the parameters (command, data, versions, evaluation), as JSON can hold it; empty if unknown.
+    """
+
+    transition_left: nn.Parameter | None
+    transition_right: nn.Parameter | None
+    deep: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_lookahead: int,
+        dim: int,
+        *,
+        rank: int = 0,
+        deep_layers: int = 0,
+        base_model: str = "",
+        vocabulary: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_lookahead < 1 or dim < 1:
+            raise ValueError(f"num_lookahead and dim must be at least 1, got {num_lookahead} and {dim}")
+        if rank < 0 or deep_layers < 0:
+            raise ValueError(f"rank and deep_layers must be at least 0, got {rank} and {deep_layers}")
+        self.base_model = base_model
+        self.vocabulary = vocabulary
+        self.hit_rates: HitRates | None = None
+        self.training_record: dict[str, Any] = {}
+        self.weight = nn.Parameter(torch.empty(num_lookahead, dim, device=device, dtype=dtype))
+        nn.init.normal_(self.weight, std=0.02)
+        extras = {
+            "transition_left": (dim, rank) if rank else None,
+            "transition_right": (dim, rank) if rank else None,
+            "deep": (deep_layers, num_lookahead, dim) if deep_layers else None,
+        }
+        for name, shape in extras.items():
+            parameter = None if shape is None else nn.Parameter(torch.zeros(*shape, device=device, dtype=dtype))
+            self.register_parameter(name, parameter)
+        if self.transition_left is not None:  # the right side stays zero: no score before training, and yet a gradient
+            nn.init.normal_(self.transition_left, std=dim**-0.5)
+
+    @property
+    def num_lookahead(self) -> int:
+        """L, the number of slots."""
+        return self.weight.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """d, the hidden size."""
+        return self.weight.shape[1]
+
+    @property
+    def rank(self) -> int:
+        """r, the width of the transition score; 0: none."""
+        return 0 if self.transition_left is None else self.transition_left.shape[1]
+
+    @property
+    def deep_layers(self) -> int:
+        """The number of layers whose input the slots shift; 0: none."""
+        return 0 if self.deep is None else self.deep.shape[0]
+
+    @classmethod
+    def from_table(
+        cls,
+        num_lookahead: int,
+        table: Tensor,
+        *,
+        rank: int = 0,
+        deep_layers: int = 0,
+        base_model: str = "",
+        ids: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LookaheadEmbedding:
+        """Starts each slot at the mean of a model's own embeddings (of the tokens ``ids``, or of all), plus a little noise.
+
+        The noise, 1 % of the table's per-coordinate deviation, lets the slots part; it comes from torch's default generator.
+        The transition's left side starts at random, so scaled that ``E[previous] @ left`` is about 1 in size.
+        """
+        _check_table(table)
+        rows = (table if ids is None else table[ids]).detach().to(torch.float32)
+        embedding = cls(
+            num_lookahead,
+            table.shape[1],
+            rank=rank,
+            deep_layers=deep_layers,
+            base_model=base_model,
+            vocabulary=table.shape[0],
+            device=table.device,
+            dtype=dtype or table.dtype,
+        )
+        noise = torch.randn(num_lookahead, table.shape[1]).to(table.device)
+        deviation = rows.std(dim=0, correction=0)
+        with torch.no_grad():
+            embedding.weight.copy_(rows.mean(dim=0) + 0.01 * deviation * noise)
+            if embedding.transition_left is not None:
+                embedding.transition_left.div_(rows.square().mean().sqrt())
+        return embedding
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | os.PathLike[str], *, table: Tensor | None = None, base_model: str = ""
+    ) -> LookaheadEmbedding:
+        """Parameters that come with the package, by name ("smollm2-135m-instruct"), or those of a file, by path."""
+        shipped = cls.shipped()
+        path = shipped.get(os.fspath(name), Path(name))
+        if not path.is_file():
+            raise ValueError(
+                f"{os.fspath(name)!r} is neither a file nor one of the shipped names: {', '.join(shipped)}"
+            )
+        return cls.load(path, table=table, base_model=base_model)
+
+    @staticmethod
+    def shipped() -> dict[str, Path]:
+        """Name -> file of those that come with the package; drafts and decisions lie beside them."""
+        files = sorted(_SHIPPED.glob("*.safetensors"))
+        return {file.stem: file for file in files if not re.search(r"-exit$|-decision-", file.stem)}
+
+    def first(self, count: int) -> LookaheadEmbedding:
+        """The first ``count`` slots alone, with all that belongs to them."""
+        if not 1 <= count <= self.num_lookahead:
+            raise ValueError(f"count must be from 1 to {self.num_lookahead} (the slots there are), got {count}")
+        tensors = {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
+        tensors["weight"] = tensors["weight"][:count]
+        if "deep" in tensors:
+            tensors["deep"] = tensors["deep"][:, :count]
+        fewer = self._with(tensors, self.base_model, self.vocabulary)
+        fewer.hit_rates = self.hit_rates and self.hit_rates[:count]
+        fewer.training_record = self.training_record
+        return fewer
+
+    @classmethod
+    def _with(cls, tensors: dict[str, Tensor], base_model: str, vocabulary: int) -> LookaheadEmbedding:
+        """A module that holds these parameters."""
+        weight, left, deep = tensors["weight"], tensors.get("transition_left"), tensors.get("deep")
+        made = cls(
+            *weight.shape,
+            rank=0 if left is None else left.shape[1],
+            deep_layers=0 if deep is None else deep.shape[0],
+            base_model=base_model,
+            vocabulary=vocabulary,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                made.get_parameter(name).copy_(tensor)
+        return made
+
+    def transition_tables(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        """``table @ left`` and ``table @ right``, fp32 ``[V, r]`` each: the score of c behind p is ``left[p] · right[c]``."""
+        _check_table(table)
+        if self.transition_left is None or self.transition_right is None:
+            raise ValueError("these look-ahead embeddings have no transition score (their rank is 0)")
+        wide = table.to(torch.float32)
+        return wide @ self.transition_left.to(torch.float32), wide @ self.transition_right.to(torch.float32)
+
+    def forward(self, ids: Tensor, table: Tensor) -> Tensor:
+        """``lookahead_embed(ids, table, self.weight)``: ``[..., d]`` in the table's dtype."""
+        return lookahead_embed(ids, table, self.weight)
+
+    def check_fits(self, table: Tensor, base_model: str = "") -> None:
+        """Raises ValueError, naming every difference, if these embeddings belong to another model."""
+        _check_table(table)
+        wanted = {"hidden size": table.shape[1], "vocabulary": table.shape[0], "base model": base_model}
+        found = {"hidden size": self.dim, "vocabulary": self.vocabulary, "base model": self.base_model}
+        differences = [
+            f"{name}: they have {found[name]!r}, this model has {wanted[name]!r}"
+            for name in wanted
+            if wanted[name] and found[name] and wanted[name] != found[name]
+        ]
+        if differences:
+            raise ValueError("these look-ahead embeddings belong to another model; " + "; ".join(differences))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the parameters and what they belong to as one safetensors file."""
+        parameters = dict(self.named_parameters())
+        save_trained(
+            path,
+            _FORMAT,
+            {
+                "base_model": self.base_model,
+                "vocabulary": self.vocabulary,
+                "hidden_size": self.dim,
+                "num_lookahead": self.num_lookahead,
+            },
+            {tensor: parameters[name] for tensor, name in _TENSORS.items() if name in parameters},
+            hit_rates=self.hit_rates,
+            training_record=self.training_record,
+        )
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, table: Tensor | None = None, base_model: str = ""
+    ) -> LookaheadEmbedding:
+        """Reads a file that ``save`` wrote; with ``table`` (and ``base_model``), refuses one made for another model.
+
+        The parameters keep the file's dtype; with ``table`` they go to its device.
+        """
+        with trained_file(path, "look-ahead embedding", _READABLE) as file:
+            slots, dim = file.count("num_lookahead", 1), file.count("hidden_size", 1)
+            shapes: dict[str, tuple[int, ...]] = {"lookahead": (slots, dim)}
+            sides = ("transition_left", "transition_right")
+            if any(side in file for side in sides):
+                shapes |= dict.fromkeys(sides, (dim, file.size(sides[0], 1)))
+            if "deep" in file:
+                shapes["deep"] = (file.size("deep", 0), slots, dim)
+            trained_for, vocabulary = file.text("base_model"), file.count("vocabulary")
+            file.check_names(list(_TENSORS))
+            tensors = {_TENSORS[name]: tensor for name, tensor in file.weights(shapes).items()}
+            rates, record = file.hit_rates(slots), file.training_record()
+        embedding = cls._with(tensors, trained_for, vocabulary)
+        embedding.hit_rates, embedding.training_record = rates, record
+        if table is not None:
+            embedding.check_fits(table, base_model)
+            embedding = embedding.to(table.device)
+        return embedding
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        model = f", base_model={self.base_model!r}" if self.base_model else ""
+        extras = (f", rank={self.rank}" if self.rank else "") + (
+            f", deep_layers={self.deep_layers}" if self.deep_layers else ""
+        )
+        return f"num_lookahead={self.num_lookahead}, dim={self.dim}{extras}{model}"
+
+
+def _check_table(table: Tensor) -> None:
+    if table.dim() != 2:
+        raise ValueError(f"table must be [V, d], a model's input embedding weight, got shape {list(table.shape)}")

@@ -1,0 +1,1 @@
+"""What the three training commands share: texts, samples, windows, losses, records."""

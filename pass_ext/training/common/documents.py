@@ -1,0 +1,109 @@
+"""Documents for training: files are read, split by name into training and held-out ones, and Python's prose is cut out.
+
+The split is a property of a file's name alone, so benchmarks can draw their prompts from the held-out side. A file of the
+standard library is named by its place there, however it was given. Needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sysconfig
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIXES = (".py", ".txt", ".md", ".rst")
+# Folders that hold no text worth learning, or somebody else's.
+SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "encodings"})
+_SHORTEST_PROSE = 200
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text: ``name`` is its file's, as ``read_documents`` says; ``kind`` is "python" or "prose"."""
+
+    name: str
+    kind: str
+    text: str
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a file of this name is kept for evaluation: a tenth of all, by a hash that never changes."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 10 == 0
+
+
+def read_documents(paths: Iterable[str | Path]) -> list[Document]:
+    """The documents of files and folders, sorted by name; a Python file gives its source and, apart, its long strings.
+
+    The word "stdlib" stands for the folder of Python's standard library. Files from there are named by their path in it, others
+    by their path in the outermost folder that was given, with as many folders above as it takes to tell equal names apart.
+    """
+    found: dict[Path, str] = {}
+    for path in paths:
+        given = Path(sysconfig.get_path("stdlib") if path == "stdlib" else path)
+        if not given.exists():
+            raise FileNotFoundError(f"--data names {str(given)!r}, which does not exist")
+        root = (given if given.is_dir() else given.parent).resolve()
+        for file in sorted(root.rglob("*")) if given.is_dir() else [root / given.name]:
+            relative = file.relative_to(root)
+            if file.is_file() and (not given.is_dir() or _wanted(relative)):
+                found[file] = max(found.get(file, ""), relative.as_posix(), key=len)
+    documents = []
+    for file, name in _distinct(found).items():
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        parts = {"python": text, "prose": prose_of(text)} if file.suffix == ".py" else {"prose": text}
+        documents += [Document(name, kind, part) for kind, part in parts.items() if len(part) >= _SHORTEST_PROSE]
+    return sorted(documents, key=lambda document: (document.name, document.kind))
+
+
+def _distinct(found: Mapping[Path, str]) -> dict[Path, str]:
+    """The files' names, no two equal."""
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    settled = {
+        file: file.relative_to(library).as_posix()
+        for file in found
+        if file.is_relative_to(library) and "site-packages" not in file.relative_to(library).parts
+    }
+    names = {**found, **settled}
+    while doubled := {name for name, count in Counter(names.values()).items() if count > 1}:
+        for file, name in names.items():
+            if name in doubled and file not in settled:
+                names[file] = "/".join(file.parts[-len(Path(name).parts) - 1 :])
+    return names
+
+
+def _wanted(relative: Path) -> bool:
+    return relative.suffix in SUFFIXES and SKIPPED.isdisjoint(relative.parts)
+
+
+def prose_of(source: str) -> str:
+    """The long strings of a Python source, docstrings mostly, a blank line between them."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    texts = [text for text in constants if isinstance(text, str) and len(text) >= _SHORTEST_PROSE and " " in text]
+    return "\n\n".join(dict.fromkeys(_unindented(text) for text in texts))
+
+
+def _unindented(text: str) -> str:
+    """A docstring with the indentation of its later lines taken away."""
+    lines = text.expandtabs().splitlines()
+    indents = [len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()]
+    common = min(indents, default=0)
+    return "\n".join([lines[0].strip(), *(line[common:].rstrip() for line in lines[1:])]).strip()
+
+
+def fingerprint(documents: Iterable[Document]) -> str:
+    """SHA-256 over names, kinds and texts: which data a training run saw."""
+    digest = hashlib.sha256()
+    for document in documents:
+        for part in (document.name, document.kind, document.text):
+            digest.update(part.encode() + b"\0")
+    return digest.hexdigest()

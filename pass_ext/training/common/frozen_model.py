@@ -1,0 +1,52 @@
+"""The frozen model that is trained beside, in one given dtype, with the command's errors, and a digest that tells it apart."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pass_ext.checkpoint import load_checkpoint
+
+_LOOKED_AT = 64  # elements of a parameter, evenly spread
+
+
+def load_frozen(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A causal model without gradients, and its tokenizer."""
+    try:
+        return load_checkpoint(path, dtype)
+    except ImportError as error:
+        raise SystemExit(f"training needs transformers and gguf: pip install 'pass_ext[hf,train]' ({error})") from error
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model {path!r} cannot be loaded: {error}") from error
+
+
+def weights_digest(model: Any) -> str:
+    """SHA-256 over the parameters' names and shapes and a few elements of each: cheap, and another model's differs."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT].float().tolist()
+        digest.update(f"{name} {tuple(parameter.shape)} {some}\0".encode())
+    return digest.hexdigest()
+
+
+def check_head(model: Any, ids: Tensor) -> None:
+    """Refuses a model whose logits are more than its output layer on the last hidden states."""
+    with torch.no_grad():
+        hidden, _ = text_rows(model, ids)
+        ours, theirs = model.get_output_embeddings()(hidden), model(input_ids=ids).logits
+    if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2):
+        raise SystemExit(
+            f"{type(model).__name__} changes its logits behind its output layer (scaling or soft-capping); training cannot "
+            f"reproduce that"
+        )
+
+
+def text_rows(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
+    """Last hidden states ``[B, T, d]`` of texts, without gradients, and the cache with their K/V."""
+    with torch.no_grad():
+        result = model.get_decoder()(input_ids=ids, use_cache=True)
+    return result.last_hidden_state, result.past_key_values

@@ -1,0 +1,73 @@
+"""KL(teacher || slot) or cross-entropy over a large vocabulary without ever holding all logits.
+
+logits = sum over k of rows_k @ table_k^T with frozen tables. Rows go through in chunks, sorted so that those with one
+teacher share its softmax; each chunk's gradient is taken on the spot, and its logits are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+
+
+def distillation_loss(
+    rows: list[Tensor],
+    tables: list[Tensor],
+    weights: Tensor,
+    *,
+    teacher_rows: Tensor | None = None,
+    teacher: Tensor | None = None,
+    labels: Tensor | None = None,
+    bias: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """``sum_r weights[r] * loss_r``, differentiable in every ``rows[k]`` [R, d_k].
+
+    With ``labels`` [R] the loss is cross-entropy. Else it is the KL divergence from the distribution of ``teacher[r]``, an
+    index [R] into ``teacher_rows`` [U, d], whose logits are ``teacher_rows @ tables[0]^T + bias``.
+    """
+    loss: Tensor = _Chunked.apply(tables, weights, teacher_rows, teacher, labels, bias, chunk, *rows)
+    return loss
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tables, weights, teacher_rows, teacher, labels, bias, chunk, *rows):  # type: ignore[no-untyped-def]
+        total = torch.zeros((), dtype=torch.float32, device=weights.device)
+        gradients = [torch.empty_like(part) for part in rows]
+        order = torch.arange(len(weights), device=weights.device) if teacher is None else teacher.argsort(stable=True)
+        for picked in order.split(chunk):
+            logits = _logits([part[picked] for part in rows], tables, bias)
+            own = torch.log_softmax(logits, dim=-1)
+            if labels is not None:
+                goal = labels[picked, None]
+                total += -(weights[picked] * own.gather(1, goal)[:, 0]).sum()
+                slope = own.exp_().scatter_add_(1, goal, own.new_full(goal.shape, -1.0))
+            else:
+                used, inverse = teacher[picked].unique(return_inverse=True)
+                wanted = torch.log_softmax(_logits([teacher_rows[used]], tables[:1], bias), dim=-1)
+                probability = wanted.exp()
+                entropy = torch.linalg.vecdot(probability, wanted)
+                target = probability[inverse]
+                total += (weights[picked] * (entropy[inverse] - torch.linalg.vecdot(target, own))).sum()
+                slope = own.exp_().sub_(target)
+            slope *= weights[picked, None]
+            for gradient, table in zip(gradients, tables, strict=True):
+                gradient[picked] = (slope.to(table.dtype) @ table).to(gradient.dtype)
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (*(None,) * 7, *(grad * gradient for gradient in ctx.saved_tensors))
+
+
+def _logits(rows: list[Tensor], tables: list[Tensor], bias: Tensor | None) -> Tensor:
+    logits = rows[0] @ tables[0].T
+    for part, table in zip(rows[1:], tables[1:], strict=True):
+        logits = logits + part @ table.T
+    return (logits if bias is None else logits + bias).to(torch.float32)

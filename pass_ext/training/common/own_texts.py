@@ -1,0 +1,225 @@
+"""The model's own samples as training text: continued prefixes, answered instructions, and chats written by it alone.
+
+What is written is kept in one JSON-lines file beside the checkpoints, a batch at a time, behind a header of all that decides
+it; a batch's random numbers depend on the seed and its number, so a run that was stopped goes on to the same file. Held-out
+prompts are continued greedily, for evaluation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pass_ext.training.common.documents import Document, is_held_out
+from pass_ext.training.common.frozen_model import weights_digest
+from pass_ext.training.common.sampling import sample
+
+BATCH = 96
+TEMPERATURES = (0.8, 0.5, 1.0, 0.0)
+_OWN_MESSAGE = 64  # tokens at most in an instruction that the model writes itself
+_LOOP = 8  # an n-gram of this length seen a third time starts a loop
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids of a prompt and of what the model wrote behind it; ``kind`` is "python", "prose" or "chat"."""
+
+    name: str
+    kind: str
+    temperature: float
+    prompt_tokens: int
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are continued together."""
+
+    kind: str
+    temperature: float
+    names: list[str]
+    prompts: list[list[int]]  # empty: the model writes the instructions first
+
+
+def plan_batches(
+    tokenizer: Any,
+    documents: Sequence[Document],
+    instructions: Sequence[str],
+    *,
+    continuations: int,
+    own_chats: int,
+    held_out: int,
+    prefix_tokens: int,
+    seed: int,
+) -> list[Batch]:
+    """All batches of a run: held-out prompts first (at most ``held_out`` of a kind), then the training ones, kinds mixed."""
+    chooser = random.Random(seed)
+    chats = [(line, _chat_ids(tokenizer, line)) for line in instructions]
+    evaluated: list[Batch] = []
+    trained: list[list[Batch]] = []
+    kinds = sorted({document.kind for document in documents})
+    for kind in kinds:
+        prefixes = list(_prefixes(tokenizer, [d for d in documents if d.kind == kind], prefix_tokens, chooser))
+        kept = [(name, ids) for name, ids in prefixes if is_held_out(name)]
+        evaluated += _batches(kind, _one_each(kept)[:held_out], greedy=True)
+        rest = [(name, ids) for name, ids in prefixes if not is_held_out(name)]
+        trained.append(_batches(kind, rest[: continuations // len(kinds)]))
+    evaluated += _batches("chat", [(line, ids) for line, ids in chats if is_held_out(line)][:held_out], greedy=True)
+    trained.append(_batches("chat", [(line, ids) for line, ids in chats if not is_held_out(line)]))
+    names = [f"own chat {number}" for number in range(own_chats)]
+    trained.append([Batch("chat", 0.8, names[at : at + BATCH], []) for at in range(0, own_chats, BATCH)])
+    longest = max(map(len, trained), default=0)
+    mixed = [batches[turn] for turn in range(longest) for batches in trained if turn < len(batches)]
+    return evaluated + mixed
+
+
+def _batches(kind: str, prompts: list[tuple[str, list[int]]], *, greedy: bool = False) -> list[Batch]:
+    made = []
+    for number, at in enumerate(range(0, len(prompts), BATCH)):
+        part = prompts[at : at + BATCH]
+        temperature = 0.0 if greedy else TEMPERATURES[number % len(TEMPERATURES)]
+        made.append(Batch(kind, temperature, [name for name, _ in part], [ids for _, ids in part]))
+    return made
+
+
+def _prefixes(
+    tokenizer: Any, documents: Sequence[Document], count: int, chooser: random.Random
+) -> Iterator[tuple[str, list[int]]]:
+    """Prefixes of ``count`` tokens, cut at line starts, in random order, as many from a document as its length warrants."""
+    for document in chooser.sample(list(documents), len(documents)):
+        starts = [0, *(at + 1 for at, letter in enumerate(document.text) if letter == "\n")]
+        for start in chooser.sample(starts, min(len(starts), 1 + len(document.text) // 20_000)):
+            ids = tokenizer(document.text[start : start + 12 * count], add_special_tokens=False).input_ids[:count]
+            if len(ids) == count:
+                yield document.name, ids
+
+
+def _one_each(prompts: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    return list({name: (name, ids) for name, ids in reversed(prompts)}.values())[::-1]
+
+
+def _chat_ids(tokenizer: Any, instruction: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        return list(tokenizer(instruction).input_ids)
+    messages = [{"role": "user", "content": instruction}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def collect(
+    model: Any, tokenizer: Any, batches: Sequence[Batch], path: Path, *, name: str, new_tokens: int, seed: int
+) -> Iterator[list[Sample]]:
+    """Yields every batch's samples: read from ``path`` where they are there already, else sampled and appended.
+
+    ``name`` is the model's, for the header.
+    """
+    stop = frozenset(_stop_ids(model))
+    frame = _chat_frame(tokenizer) if any(not batch.prompts for batch in batches) else ([], [])
+    header = {
+        "model": name,
+        "weights": weights_digest(model),
+        "dtype": str(model.get_input_embeddings().weight.dtype),
+        "prompts": _digest([[asdict(batch) for batch in batches], frame, sorted(stop)]),
+        "batches": len(batches),
+        "new_tokens": new_tokens,
+        "seed": seed,
+    }
+    written = path.read_bytes() if path.exists() else b""
+    whole = written[: written.rfind(b"\n") + 1]  # a run that was stopped while writing left a part of a line behind it
+    lines = whole.splitlines()
+    if lines:
+        _check_header(path, lines[0], header)
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    else:
+        path.write_text(json.dumps(header) + "\n")
+    for number, batch in enumerate(batches):
+        if number + 1 < len(lines):
+            yield _read_samples(path, number + 2, lines[number + 1], batch.names)
+            continue
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        prompts = batch.prompts or _own_prompts(model, frame, len(batch.names), generator, stop)
+        texts = sample(model, prompts, new_tokens, batch.temperature, generator, stop)
+        samples = [
+            Sample(name, batch.kind, batch.temperature, len(prompt), list(prompt) + without_loop(prompt, text))
+            for name, prompt, text in zip(batch.names, prompts, texts, strict=True)
+        ]
+        with path.open("a") as file:
+            file.write(json.dumps([asdict(one) for one in samples]) + "\n")
+        yield samples
+
+
+def _stop_ids(model: Any) -> list[int]:
+    ids = model.generation_config.eos_token_id
+    return list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def _check_header(path: Path, line: bytes, now: dict[str, Any]) -> None:
+    """Refuses samples of another model, other prompts or another seed, and says what differs."""
+    try:
+        there = dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SystemExit(f"{path} does not begin with the header of a file of samples: give another --out") from error
+    differing = [key for key in {**now, **there} if there.get(key) != now.get(key)]
+    if differing:
+        parts = "".join(f"\n  {key}: there {there.get(key)!r}, now {now.get(key)!r}" for key in differing)
+        raise SystemExit(f"{path} holds samples of other settings: give the same ones, or another --out{parts}")
+
+
+def _read_samples(path: Path, number: int, line: bytes, names: list[str]) -> list[Sample]:
+    try:
+        samples = [Sample(**fields) for fields in json.loads(line)]
+        if [one.name for one in samples] != names:
+            raise ValueError(f"wanted samples of {', '.join(names)}")
+        return samples
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SystemExit(
+            f"{path}, line {number} is damaged: delete it and the lines behind it to sample them again, or give another --out\n"
+            f"  {error}"
+        ) from error
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The template's tokens before a user's message, and those behind it that open the answer."""
+    if tokenizer.chat_template is None:
+        raise SystemExit(
+            "this model's tokenizer has no chat template, so it cannot write chats: leave --own-chats at 0"
+        )
+    marker = "\x02"
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": marker}], add_generation_prompt=True, tokenize=False
+    )
+    before, _, after = whole.partition(marker)
+    opening, closing = (list(tokenizer(part, add_special_tokens=False).input_ids) for part in (before, after))
+    return opening, closing
+
+
+def _own_prompts(
+    model: Any, frame: tuple[list[int], list[int]], count: int, generator: torch.Generator, stop: frozenset[int]
+) -> list[list[int]]:
+    """Instructions written by the model behind the template's user header, closed with the template's answer header."""
+    opening, closing = frame
+    written = sample(model, [opening] * count, _OWN_MESSAGE, 1.0, generator, stop)
+    return [opening + [token for token in text if token not in stop] + closing for text in written]
+
+
+def without_loop(prompt: Sequence[int], written: Sequence[int]) -> list[int]:
+    """``written`` up to where some n-gram of eight tokens comes for the third time: a looping text teaches only loops."""
+    ids, seen = [*prompt, *written], dict[tuple[int, ...], int]()
+    for end in range(_LOOP, len(ids) + 1):
+        gram = tuple(ids[end - _LOOP : end])
+        seen[gram] = seen.get(gram, 0) + 1
+        if seen[gram] == 3 and end > len(prompt):
+            return ids[len(prompt) : end]
+    return list(written)

@@ -1,0 +1,1 @@
+"""``train-decision``: a model that says which requests still draft."""

@@ -1,0 +1,142 @@
+"""What a decision model is trained on: rows of the draft model on known text, and how likely the target accepts their drafts.
+
+    label = Σ_x min(p(x), q(x))       hidden kind, at some temperature
+    label = [argmax p = argmax q]     entropy kind, and the hidden kind at temperature 0
+
+The published label of the hidden kind is min(1, p(x)/q(x)) of one token x drawn from q; the sum is its mean over draws, so the
+loss has the same minimum, and the labels have no noise of the draw. A text is one chain tree: one call of the target and one
+of the draft give all its places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.hidden_rows import KeptHidden, kept_hidden
+from pass_ext.decoding.session.session import Session
+from pass_ext.modules.decision import DecisionModel, DraftLevel
+from pass_ext.ops.draft import draft_sample
+from pass_ext.tree import Tree, pack_trees
+
+_CHUNK = 64  # rows whose laws are alive at a time
+
+
+class Reader:
+    """A model's logits at rows of a tree that has no text before it."""
+
+    def __init__(self, session: Session, kept: KeptHidden | None) -> None:
+        self._session = session
+        self._kept = kept
+
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return self._session.device
+
+    def __call__(self, tree: Tree, tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[W, V]`` and, where they are kept, hidden rows ``[W, d]``, of the wanted rows ``[W]``."""
+        device = self._session.device
+        logits = self._session.call(pack_trees([tree], device), tokens.to(device), wanted.to(device)).logits
+        return logits, None if self._kept is None else self._kept.rows
+
+
+class Pair(NamedTuple):
+    """Target and draft, ready to be called."""
+
+    target: Reader
+    draft: Reader
+
+
+@contextmanager
+def reading(model: Any, draft_model: Any, *, hidden: bool) -> Iterator[Pair]:
+    """Inside, both models can be called; ``hidden``: the draft's hidden rows are kept."""
+    target, draft = packed_model(model), packed_model(draft_model)
+    with torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(target.attached())
+        stack.enter_context(draft.attached())
+        kept = stack.enter_context(kept_hidden(draft)) if hidden else None
+        # Nothing is ever committed, so the caches need hardly any room.
+        yield Pair(Reader(Session(target, 1, 1), None), Reader(Session(draft, 1, 1), kept))
+
+
+def drafted(
+    logits: Tensor, hidden: Tensor | None, depth: int, temperature: float, *, nodes: Tensor | None = None, seed: int = 0
+) -> DraftLevel:
+    """The level of these rows with one child each: the most probable at temperature 0, else drawn from the draft's law."""
+    nodes = torch.arange(len(logits), device=logits.device, dtype=torch.int32) if nodes is None else nodes
+    how: dict[str, Any] = {"mode": "top"}
+    if temperature > 0:
+        how = {"mode": "with", "temperature": temperature, "seeds": seed, "positions": depth, "nodes": nodes}
+    tokens, logprobs = draft_sample(logits, 1, **how)
+    return DraftLevel(logits, hidden, tokens, logprobs, torch.zeros_like(nodes, dtype=torch.int64), depth)
+
+
+def acceptance(target: Tensor, draft: Tensor, temperature: float) -> Tensor:
+    """``[R]``: the chance that the target accepts what is drafted at rows with these logits ``[R, V]``; the smaller
+    vocabulary counts, as what the other has more is padding."""
+    both = min(target.shape[1], draft.shape[1])
+    parts = []
+    for p, q in zip(target.split(_CHUNK), draft.to(target.device).split(_CHUNK), strict=True):
+        p, q = p[:, :both].float(), q[:, :both].float()
+        if temperature == 0:
+            parts.append((p.argmax(-1) == q.argmax(-1)).float())
+        else:
+            parts.append(torch.minimum((p / temperature).softmax(-1), (q / temperature).softmax(-1)).sum(-1))
+    return torch.cat(parts)
+
+
+class Text(NamedTuple):
+    """Tokens of one text, and places in it: rows whose next token is drafted."""
+
+    ids: Tensor
+    places: Tensor
+    kind: str
+
+
+class Places(NamedTuple):
+    """Of many texts; on the CPU."""
+
+    features: Tensor
+    """``[N, F]`` float32."""
+    labels: Tensor
+    """``[N]`` float32 in 0..1."""
+    kinds: Sequence[str]
+    """Of each place's text."""
+
+
+def read_places(
+    pair: Pair, texts: Iterable[Text], features: Callable[[DraftLevel], Tensor], temperature: float
+) -> Places:
+    """Features and labels at the texts' places. Of no more than one text's places are there ever logits."""
+    found: list[tuple[Tensor, Tensor]] = []
+    kinds: list[str] = []
+    for text in texts:
+        chain = Tree.chain(len(text.ids) - 1)
+        logits, hidden = pair.draft(chain, text.ids, text.places)
+        rows = features(drafted(logits, hidden, 1, 0.0)).cpu()
+        labels = acceptance(pair.target(chain, text.ids, text.places)[0], logits, temperature).cpu()
+        found.append((rows, labels))
+        kinds += [text.kind] * len(labels)
+    if not found:
+        return Places(torch.empty(0, 0), torch.empty(0), [])
+    return Places(torch.cat([rows for rows, _ in found]), torch.cat([labels for _, labels in found]), kinds)
+
+
+def hidden_width(draft: Reader) -> int:
+    """d, of a draft whose hidden rows are kept."""
+    hidden = draft(Tree.chain(0), torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))[1]
+    if hidden is None:
+        raise ValueError("this draft's hidden rows are not kept")
+    return hidden.shape[1]
+
+
+def scores_of(decision: DecisionModel, features: Tensor) -> Tensor:
+    """What ``decision`` says of rows whose features are known."""
+    with torch.no_grad():
+        return decision.logit(features).sigmoid()

@@ -1,0 +1,1 @@
+"""``train``: look-ahead embeddings for a model."""
