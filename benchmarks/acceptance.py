@@ -25,6 +25,7 @@ from torch import Tensor
 
 import pass_ext
 from benchmarks import machine, report
+from pass_ext.ops.rules import ACCEPT_RULES
 from pass_ext.reference.accept import Judge
 from pass_ext.reference.law import process
 from pass_ext.reference.noise import coin
@@ -55,7 +56,6 @@ CASES = [
     ("typical", "without", ("chain", "tree"), "p of all accepted nodes, on every branch; again for the entropy"),
 ]
 FITS = {"block": "chain", "traversal": "tree; on a chain it is block"}  # the others: both
-WITHOUT_Q = ("coupled", "typical")
 
 
 # ---- measuring ----
@@ -127,7 +127,7 @@ def measure(requests: int) -> list[dict[str, Any]]:
                     torch.arange(size + 1) * len(parents),
                     len(branching),
                     rule=rule,
-                    draft_logits=None if rule in WITHOUT_Q else logits.flatten(0, 1),
+                    draft_logits=logits.flatten(0, 1) if ACCEPT_RULES[rule].needs_draft_logits else None,
                     temperature=TEMPERATURE,
                     seeds=seeds,
                     positions=positions,
@@ -323,7 +323,7 @@ def render(result: dict[str, Any]) -> str:
     heads = ["rule", "exactness", "needs q", "shape", "must read", "drafts", "chain", "tree"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * 6 + "---:|---:|"]
     for rule, mode, _, reads in CASES:
-        needs_q, shape = "no" if rule in WITHOUT_Q else "yes", FITS.get(rule, "both")
+        needs_q, shape = "yes" if ACCEPT_RULES[rule].needs_draft_logits else "no", FITS.get(rule, "both")
         cells = [f"`{rule}`", pass_ext.RULES[rule], needs_q, shape, reads, f"`{mode}`"]
         lines.append("| " + " | ".join([*cells, mean("chain", rule, mode), mean("tree", rule, mode)]) + " |")
     settings, worst = result["settings"], max(row["standard_error"] for row in result["rows"])

@@ -227,7 +227,7 @@ def summarise_drafts(
     runs: Sequence[Row], some: Sequence[Entrant], profiles: Sequence[Row], plans: Mapping[str, Any]
 ) -> list[Row]:
     """A row per contender of one setting, all its prompts together. profiles: as `decoding_steps.profile` gives them."""
-    from pass_ext.decoding.drafting.longest_branch import DECODING_RULES
+    from pass_ext.decoding.rules import DECODING_RULES
 
     summed = {row["contender"]: row for row in summarise_set(runs, ALL)}
     profiled = {row["contender"]: row for row in profiles}
@@ -239,7 +239,7 @@ def summarise_drafts(
         row = summed[one.name] | {
             "kind": one.kind,
             "rule": "greedy" if greedy and not waits else one.rule,
-            "exactness": DECODING_RULES[one.rule],
+            "exactness": DECODING_RULES[one.rule].exactness,
             "acceptance_rate": acceptance_rate(own, waits),
             "tokens_per_step": tokens_per_step(own, waits),
             "draft_calls_per_step": sum(run["draft_calls"] for run in own) / _steps(own),

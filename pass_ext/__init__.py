@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from pass_ext._library import set_debug, status
 from pass_ext.modules.lookahead import LookaheadEmbedding
-from pass_ext.ops.accept import RULES, STATUS, AcceptResult, accept_chain, accept_tree
+from pass_ext.ops.accept import STATUS, AcceptResult, accept_chain, accept_tree
 from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
+from pass_ext.ops.rules import RULES
 from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 

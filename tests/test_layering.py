@@ -61,7 +61,7 @@ NOT_FOR = {"ops": {"reference", "cache_folder"}, "training": {"integrations"}}
 DECODING_FLOORS = (
     "sampling", "stats", "profiling",
     "models",
-    "methods",
+    "methods", "rules",
     "session", "requests",
     "planning",
     "drafting",

@@ -89,12 +89,12 @@ def test_the_page_names_every_argument_of_the_methods():
 
 def test_the_page_names_every_rule_and_field():
     page = PAGE.read_text()
-    from pass_ext.decoding.drafting.longest_branch import DECODING_RULES
+    from pass_ext.decoding.rules import DECODING_RULES
 
     table = page[page.index("| rule |") : page.index("Which one:")]
-    for rule, exactness in DECODING_RULES.items():
+    for rule, asks in DECODING_RULES.items():
         row = next(line for line in table.splitlines() if f'`"{rule}"`' in line)
-        assert ("approximate" in row) == (exactness == "approximate")
+        assert ("approximate" in row) == (not asks.exact)
     for field in pass_ext.DraftLevel._fields:
         assert re.search(rf"`{field}( \[.*?\])?`", page), field
 

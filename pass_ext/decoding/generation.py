@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.drafting.longest_branch import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.loop import _Run
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
@@ -27,6 +26,7 @@ from pass_ext.decoding.requests.config_processor import config_processor
 from pass_ext.decoding.requests.listener import Listener
 from pass_ext.decoding.requests.prompts import read_prompts
 from pass_ext.decoding.requests.stateful_processors import Processor, check_stateless, flat_processors, processor_name
+from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats

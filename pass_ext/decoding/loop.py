@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.drafting.drafting import Drafting
-from pass_ext.decoding.drafting.longest_branch import LONGEST_BRANCH, longest_branch
+from pass_ext.decoding.drafting.longest_branch import longest_branch
 from pass_ext.decoding.drafting.step import Step
 from pass_ext.decoding.methods import Method
 from pass_ext.decoding.models.packed import Adapted
@@ -25,6 +25,7 @@ from pass_ext.decoding.requests.listener import Listener
 from pass_ext.decoding.requests.processors import processed
 from pass_ext.decoding.requests.prompts import Prompts
 from pass_ext.decoding.requests.stateful_processors import Processor
+from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import AcceptanceCounters
@@ -32,12 +33,6 @@ from pass_ext.ops.accept import STATUS, AcceptResult, accept_tree
 from pass_ext.tree import MOST_ROWS, PackedTrees, Tree, pack_trees
 
 _MOST_PACKED = 256  # combinations of trees whose packed form is kept
-
-
-_TAKE_ANY_NODES = ("coupled", "typical")  # rules for which look-ahead rows may stand among the nodes
-
-
-_NEED_A_LAW = ("kseq", "rejection_with_replacement")  # steps without drawn drafts are judged by "rejection"
 
 
 class _Run:
@@ -192,7 +187,8 @@ class _Run:
                     self._sampling,
                     [len(text) for text in self.texts],
                 )
-            if self._sampling.temperature is not None and self._rule not in _TAKE_ANY_NODES:
+            # A rule that divides by the drafts' distribution would judge look-ahead rows by none.
+            if self._sampling.temperature is not None and DECODING_RULES[self._rule].needs_draft_logits:
                 nodes = [row for row, is_node in enumerate(_are_nodes(steps)) if is_node]
                 trees = [step.candidates if step else None for step in steps]
                 tokens, law_rows = [tokens[row] for row in nodes], [law_rows[row] for row in nodes]
@@ -216,7 +212,8 @@ class _Run:
     def _rule_for(self, law: Tensor | None) -> str:
         if self._sampling.temperature is None:  # all are greedy then, and this one takes any tree
             return "coupled"
-        return "rejection" if law is None and self._rule in _NEED_A_LAW else self._rule
+        # Independent draws must have been drawn: a step without any has fixed proposals at most, which "rejection" judges.
+        return "rejection" if law is None and DECODING_RULES[self._rule].drafts == "with" else self._rule
 
     def _take(self, steps: Sequence[Step | None], result: AcceptResult) -> tuple[list[int], list[int]]:
         """Reads the result, extends the texts, ends those that end -> tokens still wanted, and each last accepted node."""

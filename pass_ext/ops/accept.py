@@ -14,17 +14,7 @@ from pass_ext.ops.fakes import register_fake
 from pass_ext.ops.integers import integers
 from pass_ext.ops.nondifferentiable import call
 from pass_ext.ops.parameters import Parameter, column, seeds_for
-
-RULES = {
-    "coupled": "exact",
-    "rejection": "exact",
-    "rejection_with_replacement": "exact",
-    "block": "exact",
-    "traversal": "exact",
-    "kseq": "exact",
-    "typical": "approximate",
-}
-"""Every accept rule and its exactness: "exact" emits the target's own distribution, "approximate" does not."""
+from pass_ext.ops.rules import RULES
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
 """The bits of ``AcceptResult.status``."""

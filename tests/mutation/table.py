@@ -107,6 +107,7 @@ _PYTHON: dict[str, list[str]] = {
     "planning/lookahead_tree": ["tests/test_planner.py", "tests/test_pass_plan.py"],
     "requests/processors": _GENERATE,
     "requests/prompts": _GENERATE,
+    "rules": _SPECULATIVE,
     "profiling": _GENERATE,
     "models/patching/row_attention": ["tests/test_row_attention.py"],
     "sampling": _GENERATE,

@@ -16,7 +16,7 @@ from torch import Tensor
 from pass_ext.decoding.drafting.from_draft_model import Drafted, ModelDrafter
 from pass_ext.decoding.drafting.from_lookahead import PassDrafter
 from pass_ext.decoding.drafting.from_ngrams import NGramIndex, join
-from pass_ext.decoding.drafting.longest_branch import LONGEST_BRANCH, first_level
+from pass_ext.decoding.drafting.longest_branch import first_level
 from pass_ext.decoding.drafting.of_method import model_drafter
 from pass_ext.decoding.drafting.pace import Pace
 from pass_ext.decoding.drafting.step import Step
@@ -25,12 +25,12 @@ from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.for_lookahead import pass_plan
 from pass_ext.decoding.planning.lookahead_tree import Plan
 from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.tree import Tree
 
 _ROOT = Tree.chain(0)
-_TAKE_FIXED = ("coupled", "typical")  # rules that judge candidates of any origin alike
 
 
 class Drafting:
@@ -90,7 +90,11 @@ class Drafting:
         several = [name for name, given in origins.items() if given is not None]
         if self._rule == LONGEST_BRANCH and several != ["draft model"]:
             raise ValueError("rule 'longest_branch' judges the candidates of a draft model alone: MultiCandidate(...)")
-        if self._sampling.temperature is not None and self._rule not in _TAKE_FIXED and len(several) > 1:
+        if (
+            self._sampling.temperature is not None
+            and DECODING_RULES[self._rule].needs_draft_logits
+            and len(several) > 1
+        ):
             raise ValueError(
                 f"rule {self._rule!r} judges drafts by the law that they were drawn from, and {' and '.join(several)} "
                 "candidates have none in common: use rule 'coupled', or one of them"
@@ -106,8 +110,12 @@ class Drafting:
         plan, times = pass_plan(method, model, len(self._texts), graphs=graphs)
         if plan.is_plain:
             return
-        if self._rule == "block" and self._sampling.temperature is not None and len(plan.tree.leaves) != 1:
-            raise ValueError("rule 'block' takes chains: give PaSS(tree=Tree.chain(n))")
+        if (
+            DECODING_RULES[self._rule].chains_only
+            and self._sampling.temperature is not None
+            and len(plan.tree.leaves) != 1
+        ):
+            raise ValueError(f"rule {self._rule!r} takes chains: give PaSS(tree=Tree.chain(n))")
         self._plan = plan
         self._nodes = Tree(plan.tree.parents[: plan.tree.num_nodes])
         self._groups = tuple(plan.groups.items())

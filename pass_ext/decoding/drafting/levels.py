@@ -1,9 +1,8 @@
 """The levels of a tree of candidates, as drafters fill them: who has children at each depth, and how children are drawn.
 
-coupled                                      the best under the target's own noise at the child's text position
-typical                                      likewise
-rejection, block, traversal                  without replacement, in the order of drawing
-rejection_with_replacement, kseq             independent draws
+coupled    the best under the target's own noise at the child's text position
+without    draws without replacement, in the order of drawing
+with       independent draws
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.rules import DECODING_RULES
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree
-
-_MODES = {"coupled": "coupled", "typical": "coupled", "rejection_with_replacement": "with", "kseq": "with"}
 
 
 class Level(NamedTuple):
@@ -45,7 +43,7 @@ def levels_of(tree: Tree, device: torch.device) -> list[Level]:
 
 def drawing_mode(sampling: SamplingParams, rule: str) -> str:
     """How candidates are drawn that this rule will judge. "coupled" keeps no law; greedy candidates are the draft's best."""
-    return "coupled" if sampling.temperature is None else _MODES.get(rule, "without")
+    return "coupled" if sampling.temperature is None else DECODING_RULES[rule].drafts
 
 
 def draw_children(

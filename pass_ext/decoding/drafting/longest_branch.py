@@ -16,13 +16,9 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.sampling import SamplingParams
-from pass_ext.ops.accept import RULES, AcceptResult, accept_tree
+from pass_ext.ops.accept import AcceptResult, accept_tree
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree, pack_trees
-
-LONGEST_BRANCH = "longest_branch"
-DECODING_RULES = {**RULES, LONGEST_BRANCH: "approximate"}
-"""Name -> exactness, of every rule that ``generate`` takes."""
 
 _SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # between the branches' seeds, so that their coins are their own
 

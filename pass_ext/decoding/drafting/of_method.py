@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
-from pass_ext.decoding.drafting.longest_branch import LONGEST_BRANCH
 from pass_ext.decoding.methods import MultiCandidate, Speculative
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.for_draft_model import _given, call_times, draft_plan
+from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.tree import Tree
 
-_WITH_REPLACEMENT = ("rejection_with_replacement", "kseq")
+_WITH_REPLACEMENT = tuple(name for name, rule in DECODING_RULES.items() if rule.drafts == "with")
 
 
 def model_drafter(
@@ -34,13 +34,13 @@ def model_drafter(
         raise TypeError(f"{type(method).__name__}: draft_model: {error}") from error
     tree = _given(method)
     if tree is None:
-        chain = rule == "block" and sampling.temperature is not None
+        chain = DECODING_RULES[rule].chains_only and sampling.temperature is not None
         plan = draft_plan(method, target, draft, len(texts), graphs=graphs, chain=chain)
         if plan.is_plain and rule != LONGEST_BRANCH:
             return None
         tree = Tree.chain(1) if plan.is_plain else plan.tree
-    if rule == "block" and sampling.temperature is not None and len(tree.leaves) != 1:
-        raise ValueError("rule 'block' takes chains: give Speculative(...), or MultiCandidate(branching=(1, 1, ...))")
+    if DECODING_RULES[rule].chains_only and sampling.temperature is not None and len(tree.leaves) != 1:
+        raise ValueError(f"rule {rule!r} takes chains: give Speculative(...), or MultiCandidate(branching=(1, 1, ...))")
     decision = method.decision if isinstance(method, MultiCandidate) else None
     times = draft_times = None
     if _given(method) is None:

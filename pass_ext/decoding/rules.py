@@ -1,0 +1,6 @@
+"""The accept rules that ``generate`` takes: those of the ops, and one that only a decoding loop can follow."""
+
+from pass_ext.ops.rules import ACCEPT_RULES, AcceptRule
+
+LONGEST_BRANCH = "longest_branch"
+DECODING_RULES = {**ACCEPT_RULES, LONGEST_BRANCH: AcceptRule(exact=False, drafts="without", needs_draft_logits=True)}
