@@ -27,7 +27,7 @@ def models(monkeypatch):
 
 
 def planned(target, method, rule):
-    sampling = SamplingParams.of(1, torch.device("cpu"), temperature=1.0)
+    sampling = SamplingParams(temperature=1.0).for_batch(1, torch.device("cpu"))
     return model_drafter(method, target, sampling, rule, [[5, 9, 11]], graphs=False)
 
 

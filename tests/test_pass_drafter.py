@@ -19,7 +19,7 @@ def test_more_children_than_a_shortlist_or_a_vocabulary_has(vocabulary, rank, te
     lookahead = LookaheadEmbedding.from_table(2, table, rank=rank)
     if rank:
         torch.nn.init.normal_(lookahead.transition_right, std=0.01)
-    sampling = SamplingParams.of(2, torch.device("cpu"), temperature=temperature, seeds=3)
+    sampling = SamplingParams(temperature=temperature, seeds=3).for_batch(2, torch.device("cpu"))
     drafter = PassDrafter(lookahead, STAR, table, sampling, "coupled")
     with torch.no_grad():
         drafted = drafter.draft(slots, [0, 1], [3, 4], [5, 6]).tokens
@@ -41,7 +41,7 @@ def test_candidates_hear_the_noise_of_their_own_positions(rank):
     vocabulary, depth, positions = 50, 3, [5, 40]
     table, slots = torch.randn(vocabulary, 16), torch.randn(2, depth, vocabulary)
     lookahead = LookaheadEmbedding.from_table(depth, table, rank=rank)  # a rank of 4 adds nothing yet
-    sampling = SamplingParams.of(2, torch.device("cpu"), temperature=1.0, seeds=[3, 8])
+    sampling = SamplingParams(temperature=1.0, seeds=[3, 8]).for_batch(2, torch.device("cpu"))
     drafter = PassDrafter(lookahead, Tree.from_branching((2, 2, 1)), table, sampling, "coupled")
     with torch.no_grad():
         drafted = drafter.draft(slots, [0, 1], [3, 4], positions).tokens
@@ -80,7 +80,7 @@ def test_rules_that_divide_by_a_law_are_told_it(rank):
     lookahead = LookaheadEmbedding.from_table(2, table, rank=rank)
     if rank:
         torch.nn.init.normal_(lookahead.transition_right)
-    sampling = SamplingParams.of(2, torch.device("cpu"), temperature=1.0, seeds=3)
+    sampling = SamplingParams(temperature=1.0, seeds=3).for_batch(2, torch.device("cpu"))
     tree = Tree.from_branching((2, 1))
     with torch.no_grad():
         for rule in ("coupled", "typical"):
@@ -100,7 +100,7 @@ def test_transition_scores_are_made_anew_when_their_parameters_change():
     torch.manual_seed(5)
     table, slots = torch.randn(50, 16), torch.randn(1, 2, 50)
     lookahead = LookaheadEmbedding.from_table(2, table, rank=4)
-    sampling = SamplingParams.of(1, torch.device("cpu"), temperature=0.0)
+    sampling = SamplingParams(temperature=0.0).for_batch(1, torch.device("cpu"))
 
     def draft():
         return PassDrafter(lookahead, Tree.chain(2), table, sampling, "coupled").draft(slots, [0], [3], [5]).tokens

@@ -111,7 +111,7 @@ def replayed(replay, filters):
 
 def drafted_once(draft, tree, rule, draw, filters, decision=None, levels=9, first=None):
     """One step's candidates behind PROMPT, by the real drafter with other draws."""
-    sampling = SamplingParams.of(1, torch.device("cpu"), temperature=1.0, seeds=0)
+    sampling = SamplingParams(temperature=1.0, seeds=0).for_batch(1, torch.device("cpu"))
     target = packed_model(Recalling(99))
     drafter = model_drafter.ModelDrafter(packed_model(draft), target, tree, sampling, rule, [PROMPT], decision)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -69,11 +69,12 @@ def generate(
     keep_cache: bool = False,
     session: Session | None = None,
     cuda_graphs: bool = False,
+    sampling: SamplingParams | None = None,
 ) -> Generation:
     """Continues each prompt with up to ``max_new_tokens`` tokens.
 
     Args:
-        model: a transformers decoder-only model, as it is, or any ``pass_ext.decoding.models.packed.PackedModel``.
+        model: a transformers decoder-only model, as it is, or any ``pass_ext.PackedModel``.
         input_ids: ``[B, T]`` integers.
         method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)`` or ``MultiCandidate(...)``.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right.
@@ -97,6 +98,7 @@ def generate(
         session: of an earlier generation with ``keep_cache``, as many requests, as many slots and room enough; its caches and
             CUDA graphs are used again, and its texts are overwritten.
         cuda_graphs: on CUDA, steps whose shape comes again are replayed; pays with a ``session`` that is used again.
+        sampling: ``SamplingParams(temperature=..., ...)`` in place of the loose numbers above.
 
     Returns:
         Generation: ``sequences``, ``lengths``, ``stats``.
@@ -119,16 +121,9 @@ def generate(
     if pad_token_id is None:
         pad_token_id = _first_given("pad_token_id", configs)
     pad = pad_token_id if pad_token_id is not None else min(ends, default=0)
-    sampling = SamplingParams.of(
-        len(prompts.texts),
-        adapted.table.device,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seeds=seeds,
-        generator=generator,
-    )
+    loose = SamplingParams(temperature, top_k, top_p, min_p, seeds)
+    chosen = loose if sampling is None else _alone(sampling, loose)
+    batch = chosen.for_batch(len(prompts.texts), adapted.table.device, generator)
     config = own if generation_config is None else generation_config
     asked = None if config is None else config_processor(adapted, config, prompts, max_new_tokens, ends)
     processors: list[Any] = [*([asked] if asked else []), *flat_processors(logits_processor)]
@@ -142,7 +137,7 @@ def generate(
     listener = Listener(streamer, stopping)
     # Ordinary tensors also in a caller's inference mode: a session may be used outside of it.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as drafting:
-        run = _Run(adapted, prompts, method, sampling, rule, max_new_tokens, ends, listener, processors, cuda_graphs)
+        run = _Run(adapted, prompts, method, batch, rule, max_new_tokens, ends, listener, processors, cuda_graphs)
         drafting.enter_context(run.drafting.attached())
         run.begin(session, past)
         started = time.perf_counter()
@@ -156,6 +151,17 @@ def generate(
     if keep_cache:
         run.session.keep([len(text) - 1 for text in run.texts])
     return Generation(prompts.extended(new, pad), tuple(map(len, new)), stats, run.session if keep_cache else None)
+
+
+def _alone(sampling: SamplingParams, loose: SamplingParams) -> SamplingParams:
+    """``sampling``, refused where loose numbers are given too: nobody could tell which count."""
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"generate: sampling must be SamplingParams(...), got {type(sampling).__name__}")
+    usual = SamplingParams()
+    given = [f.name for f in fields(loose) if repr(getattr(loose, f.name)) != repr(getattr(usual, f.name))]
+    if given:
+        raise ValueError(f"generate: give sampling, or the numbers by themselves, not both: got {', '.join(given)} too")
+    return sampling
 
 
 def _first_given(name: str, configs: Sequence[Any]) -> Any:

@@ -26,7 +26,7 @@ from pass_ext.decoding.requests.processors import processed
 from pass_ext.decoding.requests.prompts import Prompts
 from pass_ext.decoding.requests.stateful_processors import Processor
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
-from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import AcceptanceCounters
 from pass_ext.ops.accept import STATUS, AcceptResult, accept_tree
@@ -43,7 +43,7 @@ class _Run:
         model: Adapted,
         prompts: Prompts,
         method: Method,
-        sampling: SamplingParams,
+        sampling: BatchSampling,
         rule: str,
         max_new_tokens: int,
         ends: frozenset[int],

@@ -1,4 +1,4 @@
-"""``SamplingParams``: what the target's law is made of, one value per request, in the form that the sampling ops take.
+"""``SamplingParams``: how a user says that tokens are sampled. ``BatchSampling``: the same as the sampling ops take it.
 
 prob(v) = softmax over the support of logits / temperature, after top-k, top-p and min-p; temperature 0 is greedy. Draft and
 target are processed alike.
@@ -6,57 +6,66 @@ target are processed alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Numbers = float | Sequence[float] | Tensor
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """``[B]`` tensors on the device, or None for off. ``temperature`` None: every request is greedy."""
+    """How tokens are sampled, for ``generate(..., sampling=...)``. Each is one number for all requests, or one for each.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: 0 or None is off.
+        top_p, min_p: None is off.
+        seeds: integers; None: fresh ones.
+    """
+
+    temperature: Numbers = 0.0
+    top_k: Numbers | None = None
+    top_p: Numbers | None = None
+    min_p: Numbers | None = None
+    seeds: Numbers | None = None
+
+    def for_batch(self, requests: int, device: torch.device, generator: torch.Generator | None = None) -> BatchSampling:
+        """The same as tensors on a device, checked. Fresh seeds come from ``generator`` or torch's own."""
+        warm = _per_request("temperature", self.temperature, requests, torch.float32, device)
+        most = _per_request("top_k", self.top_k, requests, torch.int32, device)
+        nucleus = _per_request("top_p", self.top_p, requests, torch.float32, device)
+        least = _per_request("min_p", self.min_p, requests, torch.float32, device)
+        own = _per_request("seeds", self.seeds, requests, torch.int64, device)
+        if warm is not None and not bool((warm >= 0).all() & warm.isfinite().all()):
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if most is not None and not bool((most >= 0).all()):
+            raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if nucleus is not None and not bool(((nucleus > 0) & (nucleus <= 1)).all()):
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if least is not None and not bool(((least >= 0) & (least <= 1)).all()):
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if warm is None or not bool(warm.any()):
+            return BatchSampling(None, None, None, None, None)
+        if own is None:
+            where = generator.device if generator is not None else torch.device("cpu")
+            fresh = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator, device=where)
+            own = _per_request("seeds", fresh, requests, torch.int64, device)
+        return BatchSampling(warm, most, nucleus, least, own)
+
+
+@dataclass(frozen=True)
+class BatchSampling:
+    """The parameters of a batch: ``[B]`` tensors on the device, None for off. Without ``temperature`` all are greedy."""
 
     temperature: Tensor | None
     top_k: Tensor | None
     top_p: Tensor | None
     min_p: Tensor | None
     seeds: Tensor | None
-
-    @classmethod
-    def of(
-        cls,
-        requests: int,
-        device: torch.device,
-        *,
-        temperature: Any = 0.0,
-        top_k: Any = None,
-        top_p: Any = None,
-        min_p: Any = None,
-        seeds: Any = None,
-        generator: torch.Generator | None = None,
-    ) -> SamplingParams:
-        """From one number for all requests, or one for each: a sequence or a tensor. Fresh seeds where none are given."""
-        warm = _per_request("temperature", temperature, requests, torch.float32, device)
-        most = _per_request("top_k", top_k, requests, torch.int32, device)
-        nucleus = _per_request("top_p", top_p, requests, torch.float32, device)
-        least = _per_request("min_p", min_p, requests, torch.float32, device)
-        own = _per_request("seeds", seeds, requests, torch.int64, device)
-        if warm is not None and not bool((warm >= 0).all() & warm.isfinite().all()):
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
-        if most is not None and not bool((most >= 0).all()):
-            raise ValueError(f"top_k must be 0 (off) or more, got {top_k}")
-        if nucleus is not None and not bool(((nucleus > 0) & (nucleus <= 1)).all()):
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-        if least is not None and not bool(((least >= 0) & (least <= 1)).all()):
-            raise ValueError(f"min_p must be in [0, 1], got {min_p}")
-        if warm is None or not bool(warm.any()):
-            return cls(None, None, None, None, None)
-        if own is None:
-            where = generator.device if generator is not None else torch.device("cpu")
-            fresh = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator, device=where)
-            own = _per_request("seeds", fresh, requests, torch.int64, device)
-        return cls(warm, most, nucleus, least, own)
 
     def law(self) -> dict[str, Any]:
         """The keywords that ``accept_tree`` and ``draft_sample`` share."""

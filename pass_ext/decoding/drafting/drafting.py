@@ -26,7 +26,7 @@ from pass_ext.decoding.planning.for_lookahead import pass_plan
 from pass_ext.decoding.planning.lookahead_tree import Plan
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
-from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
 from pass_ext.tree import Tree
 
@@ -40,7 +40,7 @@ class Drafting:
         self,
         method: Method,
         model: Adapted,
-        sampling: SamplingParams,
+        sampling: BatchSampling,
         rule: str,
         texts: Sequence[list[int]],
         *,

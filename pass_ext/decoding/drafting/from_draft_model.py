@@ -27,7 +27,7 @@ from pass_ext.decoding.models.hidden_rows import kept_hidden
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import check_pair, in_vocabulary
 from pass_ext.decoding.planning.step_times import StepTimes
-from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.uploads import uploaded
 from pass_ext.modules.decision import DraftLevel
@@ -80,7 +80,7 @@ class ModelDrafter:
         draft: Adapted,
         target: Adapted,
         tree: Tree,
-        sampling: SamplingParams,
+        sampling: BatchSampling,
         rule: str,
         texts: Sequence[list[int]],
         decision: Decision | None = None,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pass_ext.decoding.drafting.levels import draw_children, drawing_mode, levels_of, repeated
-from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree
@@ -48,7 +48,7 @@ class PassDrafter:
     """
 
     def __init__(
-        self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, sampling: SamplingParams, rule: str
+        self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, sampling: BatchSampling, rule: str
     ) -> None:
         self.tree = tree
         self._sampling = sampling

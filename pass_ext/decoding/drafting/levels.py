@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.rules import DECODING_RULES
-from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree
 
@@ -41,7 +41,7 @@ def levels_of(tree: Tree, device: torch.device) -> list[Level]:
     return levels
 
 
-def drawing_mode(sampling: SamplingParams, rule: str) -> str:
+def drawing_mode(sampling: BatchSampling, rule: str) -> str:
     """How candidates are drawn that this rule will judge. "coupled" keeps no law; greedy candidates are the draft's best."""
     return "coupled" if sampling.temperature is None else DECODING_RULES[rule].drafts
 

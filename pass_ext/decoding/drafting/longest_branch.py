@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import AcceptResult, accept_tree
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree, pack_trees
@@ -23,7 +23,7 @@ from pass_ext.tree import Tree, pack_trees
 _SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # between the branches' seeds, so that their coins are their own
 
 
-def first_level(logits: Tensor, width: int, sampling: SamplingParams, positions: Sequence[int]) -> Tensor:
+def first_level(logits: Tensor, width: int, sampling: BatchSampling, positions: Sequence[int]) -> Tensor:
     """``[B, width]`` tokens of the target's law; logits ``[B, V]`` are those behind the texts' last tokens."""
     if sampling.temperature is None:
         return draft_sample(logits, width, mode="top")[0]
@@ -37,7 +37,7 @@ def longest_branch(
     tokens: Sequence[Sequence[int]],
     law: Tensor | None,
     law_rows: Sequence[Sequence[int]],
-    sampling: SamplingParams,
+    sampling: BatchSampling,
     positions: Sequence[int],
 ) -> AcceptResult:
     """What ``accept_tree`` returns, but for the text's end: ``emitted`` are accepted nodes only, and ``path`` has one node more

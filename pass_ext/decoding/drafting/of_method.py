@@ -10,7 +10,7 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.for_draft_model import _given, call_times, draft_plan
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
-from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.tree import Tree
 
 _WITH_REPLACEMENT = tuple(name for name, rule in DECODING_RULES.items() if rule.drafts == "with")
@@ -19,7 +19,7 @@ _WITH_REPLACEMENT = tuple(name for name, rule in DECODING_RULES.items() if rule.
 def model_drafter(
     method: Speculative | MultiCandidate,
     target: Adapted,
-    sampling: SamplingParams,
+    sampling: BatchSampling,
     rule: str,
     texts: Sequence[list[int]],
     *,
