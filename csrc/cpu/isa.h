@@ -17,7 +17,7 @@ Isa product_isa();
 
 }  // namespace pass_ext
 
-// The diagnostics that pass_ext/_library/__init__.py calls through ctypes. Names: "portable", "avx2", "avx512", "avx512_bf16".
+// The diagnostics that pass_ext/_library calls through ctypes. Names: "portable", "avx2", "avx512", "avx512_bf16".
 extern "C" {
 __attribute__((visibility("default"))) const char* pass_ext_cpu_isa();
 // Use at most this level from now on; an empty name means no limit. Returns 0, or 1 for an unknown name.
