@@ -33,8 +33,15 @@ def entry(module: ModuleType, name: str) -> str:
     """One name: a heading, its signature or value, its first paragraph."""
     value = getattr(module, name)
     if not callable(value):
-        return f"### `{name}`\n\n```python\n{name} = {value!r}\n```\n"
+        return f"### `{name}`\n\n```python\n{name} = {written(value)}\n```\n"
     return f"### `{name}`\n\n```python\n{signature(name, value)}\n```\n\n{first_paragraph(value)}\n"
+
+
+def written(value: Any) -> str:
+    """A value as ruff would format it: strings in double quotes, a dictionary with a line for each entry."""
+    if isinstance(value, dict):
+        return "{\n" + "".join(f"    {written(key)}: {written(one)},\n" for key, one in value.items()) + "}"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def signature(name: str, value: Any) -> str:
@@ -46,7 +53,7 @@ def signature(name: str, value: Any) -> str:
     for parameter in parameters:
         if parameter.kind is parameter.KEYWORD_ONLY and not any(x.startswith("*") for x in shown):
             shown.append("*")
-        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        default = "" if parameter.default is parameter.empty else f"={written(parameter.default)}"
         star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         shown.append(f"{star}{parameter.name}{default}")
     line = f"{name}({', '.join(shown)})"
