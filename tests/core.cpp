@@ -1,5 +1,4 @@
 // The Python module _core: csrc/core and csrc/cpu/simd.h as plain functions on arrays, one per instruction set.
-// Called by test_core.py.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// Vector loads and stores of csrc/cpu/simd.h over an array, at one instruction set. Called by core.cpp.
+// Vector loads and stores of csrc/cpu/simd.h over an array, at one instruction set.
 template <typename From, typename To>
 void convert(const From* in, To* out, int64_t n) {
   int64_t i = 0;

@@ -19,7 +19,7 @@
 // tokens, whose beta froze ("cut") when they were deleted. So a rule needs sums over a row, never a stored law.
 //
 // `Rows` is the device's way to work on rows: all its threads run this code together, and every method returns the same
-// value to all of them. Called by cpu/accept.cpp and cuda/accept.cuh.
+// value to all of them.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Attention of a step's nodes to the prefix and to the nodes that their bits let them see: the problem as raw pointers,
 // who may see whom, and the formulas that every kernel shares. With s = scale q k, softcapped to cap tanh(s / cap):
 //   out = sum over visible keys of e^(s - lse) v        lse = ln of the sum over visible keys of e^s
-// A row that sees nothing: out 0, lse -inf. Called by cpu/attention_kernels.h and cuda/attention.cuh.
+// A row that sees nothing: out 0, lse -inf.
 //
 // Keys of a request are numbered along its text: [0, prefix) are the prefix, [prefix, prefix + nodes) this step's
 // nodes. Rows of a tile: the nodes of a request times the query heads that share a key head; row r is node r / group,

@@ -1,7 +1,7 @@
 // Committing accepted rows to the caches: the problem as raw pointers, and which row goes where. For every tensor of
 // every layer, request b and j = 0 .. num_accepted[b] with a node path[b, j] >= 0:
 //   slot prefix_lens[b] + j  =  row cu_nodes[b] + path[b, j] of `fresh`, or slot prefix_lens[b] + path[b, j] in place
-// as if all sources were read before anything is written. Called by cpu/cache.cpp and cuda/cache.cuh.
+// as if all sources were read before anything is written.
 //
 // In place, rows may go in the order of j as long as no node lies before its target (path[b, j] >= j, as in every path
 // of accept_tree): then what row j overwrites, no later row reads.

@@ -5,7 +5,7 @@
 //   with     k independent draws
 //   top      the k most probable
 // At temperature 0 all of them mean the limit: tokens in the order of their logits, the first has all the probability.
-// `Rows` as in core/accept.h. Called by cpu/draft.cpp and cuda/draft.cuh.
+// `Rows` as in core/accept.h.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,7 @@
 // exp, log, softcap and an exponentially distributed number, as polynomials in the operations of core/scalar.h: at most
 // 2 ulp from exact (softcap: 4), and the same bits on every processor. F is a float or a vector of floats, W its
 // unsigned 32-bit counterpart. Text, not a header of its own: included once by core/scalar.h for floats and once per
-// instruction set by cpu/each_isa.h, each time inside a namespace that has the operations. Called by every kernel that
-// needs a probability or a draw.
+// instruction set by cpu/each_isa.h, each time inside a namespace that has the operations.
 
 // e^x for -86 <= x <= 0
 template <typename F>

@@ -1,6 +1,5 @@
 // The two 16-bit floats as storage types, and their conversions to and from fp32: exact upwards, round to nearest even
 // downwards, NaN stays NaN. The host runs the bit arithmetic below; the device has an instruction for each.
-// Called by every kernel that loads or stores bf16 / fp16.
 #pragma once
 
 #include <cstdint>

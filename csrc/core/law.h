@@ -3,7 +3,6 @@
 //   prob(v) = exp((z_v - max z) / T) / mass   for v in the support,  0 elsewhere
 // Filters keep a prefix of the order (z descending, id ascending), so the support is one cut: z > cut, or z == cut and
 // id <= tie. Temperature 0 is the limit: top-k 1. Target and draft rows are processed by the same code.
-// Called by core/draft.h and core/accept.h, and by the rows of each device, which fill in a Law.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,6 @@
 // Look-ahead embedding injection: the problem as raw pointers, and the rule by which an id picks its row.
 //   out[n] = table[ids[n]]            for 0 <= ids[n] < vocabulary
 //   out[n] = lookahead[-1 - ids[n]]   for -slots <= ids[n] < 0
-// Called by cpu/lookahead_kernels.h and cuda/lookahead.cuh.
 #pragma once
 
 #include <cstdint>

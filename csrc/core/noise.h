@@ -8,7 +8,6 @@
 // which is 64 independent exponentials (the minimum of n of them is exponential / n, wherever it lies, and what the
 // others have above it is exponential again). No token of a group can beat max(w) / first_g, so one draw and the
 // largest logit dismiss most groups. A token's E depends on seed, position, purpose and its own id, on nothing else.
-// Called by core/draft.h, core/accept.h, cpu/rows_kernels.h and cuda/rows.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The arithmetic that formulas in core/ are written in, for one float: each name is one IEEE operation, so a formula
 // gives the same bits on every processor (no flag lets a compiler fuse or reorder: setup.py). cpu/simd.h offers the
-// same names for vectors. Called by core/elementary.h, core/weights.h and everything that computes a probability.
+// same names for vectors.
 #pragma once
 
 #include <cstdint>

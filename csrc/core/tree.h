@@ -1,7 +1,6 @@
 // A step's trees as bits, and those bits as a dense mask: the problems as raw pointers, and whose rows are whose.
 //   visible[i] = {i} and all its ancestors, bit j for node j of i's own request      depths[i] = number of ancestors
 //   mask[b][i][c] = 0 for c < prefix and where visible[i] has bit c - prefix, else the lowest finite number
-// Called by cpu/tree_kernels.h and cuda/tree.cuh.
 #pragma once
 
 #include <cstdint>

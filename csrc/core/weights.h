@@ -1,6 +1,6 @@
 // Scores of races, the weights of residual draws and the terms of the sums that rules
 // need, from the logit or the probabilities p and q of one token.
-// Text like core/elementary.h: F is a float, or a vector of floats. Called by cpu/rows_kernels.h and cuda/rows.cuh.
+// Text like core/elementary.h: F is a float, or a vector of floats.
 
 // ln(weight / E) of a token that races with the unnormalised weight exp((z - maximum) scale)
 template <typename F>

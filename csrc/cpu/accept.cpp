@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.accept_tree and accept_chain on the CPU: parallel split and registration. The rules:
-// core/accept.h, the rows they work on: cpu/rows.h. Called by torch's dispatcher.
+// core/accept.h, the rows they work on: cpu/rows.h.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/rows.h"

@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.attention_tree and attention_merge on the CPU: checks, tasks and who runs them, registration. The
-// sums: cpu/attention_kernels.h. Called by torch's dispatcher.
+// sums: cpu/attention_kernels.h.
 #include "host/attention.h"
 
 #include <torch/csrc/stable/library.h>

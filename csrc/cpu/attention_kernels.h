@@ -3,7 +3,7 @@
 // is summed across lanes. Both products are the same loop,
 //   C[m][n] = sum over k of A[m][k] B[k][n],    A read number by number, B and C as vectors along n:
 //   scores [key][row]  = K [key][d] Q^T [d][row]            values [row][d] += P [row][key] V [key][d]
-// in fp32, or in pairs of bf16 (Pairs) where the processor multiplies those. Called by cpu/attention.cpp.
+// in fp32, or in pairs of bf16 (Pairs) where the processor multiplies those.
 
 #include "cpu/product.h"
 

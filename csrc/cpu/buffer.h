@@ -1,5 +1,4 @@
-// Work space that outlives a call: 64-byte aligned floats that only ever grow. Called by cpu/attention.cpp and
-// cpu/linear.cpp, which keep one for each thread.
+// Work space that outlives a call: 64-byte aligned floats that only ever grow.
 #pragma once
 
 #include <cstdlib>

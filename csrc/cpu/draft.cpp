@@ -1,5 +1,4 @@
 // torch.ops.pass_ext.draft_sample on the CPU: parallel split and registration. The drawing: core/draft.h on cpu/rows.h.
-// Called by torch's dispatcher.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/rows.h"

@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.linear_rows on the CPU: checks, parallel split, registration. The inner loops:
-// cpu/linear_kernels.h. Called by torch's dispatcher.
+// cpu/linear_kernels.h.
 #include "cpu/linear.h"
 
 #include <torch/csrc/stable/library.h>

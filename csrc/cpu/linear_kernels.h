@@ -1,7 +1,7 @@
 // A linear layer for few rows on the CPU, at one instruction set (see each_isa.h). Weights and rows are both read along
 // `in`, two vectors a step; a tile of kTileOutputs outputs times up to kTileRows rows keeps its sums in registers, a
 // vector each. Every sum has one order, lane by lane and step by step, whatever tile it is in: neither the other rows
-// nor the threads change a bit. Called by cpu/linear.cpp with ranges of outputs.
+// nor the threads change a bit.
 
 #if PASS_EXT_LEVEL >= 2
 constexpr int kTileRows = 6;

@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.lookahead_embed and its gradient on the CPU: checks, parallel split, registration.
-// The inner loops: cpu/lookahead_kernels.h. Called by torch's dispatcher.
+// The inner loops: cpu/lookahead_kernels.h.
 #include "host/lookahead.h"
 
 #include <torch/csrc/stable/library.h>

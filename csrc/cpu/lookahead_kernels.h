@@ -1,6 +1,5 @@
 // Look-ahead embedding injection on the CPU, at one instruction set (see each_isa.h): a row gather from two sources,
-// and its gradient as a segment sum. The problem and its formulas: core/lookahead.h. Called by cpu/lookahead.cpp with
-// ranges of rows or of columns, in parallel.
+// and its gradient as a segment sum. The problem and its formulas: core/lookahead.h.
 
 // Copies n values, widening or narrowing where the types differ.
 template <typename T, typename S>

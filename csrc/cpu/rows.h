@@ -2,7 +2,6 @@
 // core/accept.h and core/draft.h. Passes over a row are vectorised (cpu/rows_kernels.h) and, where `parallel` says that
 // requests do not fill the threads, split into slices whose results are merged in order: same bits with any number of
 // threads. Buffers belong to the thread and are kept, so a call allocates nothing once it has seen its sizes.
-// Called by cpu/accept.cpp and cpu/draft.cpp.
 #pragma once
 
 #include <cstdint>

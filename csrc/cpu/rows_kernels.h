@@ -1,5 +1,5 @@
 // Passes over one or two rows of logits at one instruction set (see each_isa.h), in units of groups of 64 tokens, and
-// the noise of a group. Sums are added up in an order that depends on nothing but the slice. Called by cpu/rows.cpp.
+// the noise of a group. Sums are added up in an order that depends on nothing but the slice.
 
 constexpr int kVectors = kGroup / Floats::width;
 constexpr float kNegligible = -40.0f;  // e^-40 of the largest, 2^22 times, is below the last bit of a sum

@@ -1,5 +1,5 @@
 // How the CPU ops share requests among torch's threads: one task per request where there are enough of them, else one
-// request after the other, each using all threads for its rows. Called by cpu/accept.cpp and cpu/draft.cpp.
+// request after the other, each using all threads for its rows.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

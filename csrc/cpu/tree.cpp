@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.tree_prepare and tree_mask on the CPU: values checked, parallel split, registration. The mask's
-// inner loops: cpu/tree_kernels.h. Called by torch's dispatcher.
+// inner loops: cpu/tree_kernels.h.
 #include "host/tree.h"
 
 #include <torch/csrc/stable/library.h>

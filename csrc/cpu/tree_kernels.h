@@ -1,5 +1,4 @@
-// Trees and masks on the CPU, at one instruction set (see each_isa.h). The problems: core/tree.h. Called by
-// cpu/tree.cpp with ranges of rows, in parallel.
+// Trees and masks on the CPU, at one instruction set (see each_isa.h). The problems: core/tree.h.
 
 template <typename T>
 inline void fill(T* to, T value, int64_t count) {

@@ -1,8 +1,7 @@
 // Attention on the GPU in bf16 and fp16: one persistent kernel that streams tiles of K and V through shared memory,
 // multiplies with matrix fragments, and merges what several blocks found for the same rows, in one launch whatever the
 // lengths are. Schedule: attention_schedule.cuh; tiles: attention_tile.cuh; a warp's arithmetic: attention_warp.cuh;
-// merging: attention_parts.cuh; fp32: attention_plain.cuh. Called by cuda/attention.cu, and by the emulator in the
-// tests.
+// merging: attention_parts.cuh; fp32: attention_plain.cuh.
 #pragma once
 
 #include "core/attention.h"

@@ -1,6 +1,5 @@
 // attention_merge on the GPU: two results for the same rows over disjoint keys, made one with the weights of
 // core/attention.h. A thread makes 16 bytes of a row where rows are multiples of that, else one element.
-// Called by cuda/attention.cu, and by the emulator in the tests.
 #pragma once
 
 #include <cstdint>

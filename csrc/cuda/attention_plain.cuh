@@ -1,6 +1,5 @@
 // Attention on the GPU in fp32, where no matrix fragments are: one warp for each row and head, 32 keys at a time, each
-// lane with a key for the score and with columns for the result. Correct and plain, not fast. Called by
-// cuda/attention.cuh.
+// lane with a key for the score and with columns for the result. Correct and plain, not fast.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,5 @@
 // Tiles of K and V on their way through shared memory: sizes, a layout without bank conflicts, the addresses of rows
 // that may lie anywhere, and copies that are under way while earlier tiles are computed with.
-// Called by cuda/attention.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // One warp's share of a tile: 16 rows times some of its keys. Scores by matrix fragments, the softmax of
 // core/attention.h row by row as keys come, its weights rounded to T and multiplied by the values. Fragments: a lane
 // holds elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1) of each 16 x 8 block of scores and results, g =
-// lane / 4, t = lane % 4. Called by cuda/attention.cuh.
+// lane / 4, t = lane % 4.
 #pragma once
 
 #include <cmath>

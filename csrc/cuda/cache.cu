@@ -1,5 +1,4 @@
 // torch.ops.pass_ext.cache_commit_ on CUDA: checks, launches, registration. The kernel: cuda/cache.cuh.
-// Called by torch's dispatcher.
 #include "cuda/cache.cuh"
 
 #include <torch/csrc/stable/library.h>

@@ -1,6 +1,6 @@
 // Committing accepted rows to the caches on the GPU: one launch for all tensors that lie alike. A thread owns a column
 // of one tensor, up to 16 bytes of a row, and moves it for every row: loads of up to eight rows before their stores.
-// What goes where: core/cache.h. Called by cuda/cache.cu, and by the emulator in the tests.
+// What goes where: core/cache.h.
 //
 // Nobody waits for the GPU to say that a row does not fit: it is left out. The Python op has a switch that checks
 // first.

@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.lookahead_embed and its gradient on CUDA: checks, workspace, launch, registration.
-// The kernels: cuda/lookahead.cuh. Called by torch's dispatcher.
+// The kernels: cuda/lookahead.cuh.
 #include "cuda/lookahead.cuh"
 
 #include <torch/csrc/stable/library.h>

@@ -1,6 +1,5 @@
 // Look-ahead embedding injection on the GPU: a row gather from two sources in one launch, and its gradient as a
 // deterministic segment sum. The problem and its formulas: core/lookahead.h.
-// Called by cuda/lookahead.cu, and by the emulator in the tests.
 //
 // An id out of range reads nothing and gives a row of zeros: nobody waits for the GPU to say so. The Python op has a
 // switch that checks ids first (pass_ext/ops/lookahead.py).

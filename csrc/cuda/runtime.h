@@ -1,5 +1,5 @@
 // Everything an op's .cu needs of torch's CUDA runtime: current stream, device guard, launch check, workspace sizes.
-// The only user of torch's CUDA shim. Called by cuda/<column>.cu.
+// The only user of torch's CUDA shim.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,4 @@
-// torch.ops.pass_ext.tree_prepare and tree_mask on CUDA: launch and registration. The kernels: cuda/tree.cuh. Called by
-// torch's dispatcher.
+// torch.ops.pass_ext.tree_prepare and tree_mask on CUDA: launch and registration. The kernels: cuda/tree.cuh.
 #include "cuda/tree.cuh"
 
 #include <torch/csrc/stable/library.h>

@@ -1,5 +1,4 @@
-// Trees and masks on the GPU, each in one launch. The problems: core/tree.h. Called by cuda/tree.cu, and by the
-// emulator in the tests.
+// Trees and masks on the GPU, each in one launch. The problems: core/tree.h.
 //
 // Nobody waits for the GPU to say that something is malformed: a parent that is no earlier node makes a root; nodes
 // beyond max_nodes get no bits and depth 0; bounds that do not divide the rows leave every row so, because two requests

@@ -1,5 +1,5 @@
 // The one switch from a tensor's dtype to a C++ type:  dispatch_floating(type, [&](auto tag) { using T =
-// type_of<decltype(tag)>; … }) Called by the CPU and CUDA entry points after their dtype checks.
+// type_of<decltype(tag)>; … })
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>

@@ -1,5 +1,5 @@
 // Checks of logits and of the parameters that make a law of them, the same on every device, and their packing into the
-// structs of core/law.h. Called by host/draft.h and host/accept.h.
+// structs of core/law.h.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,4 +1,4 @@
-// Checks of linear_rows' arguments and how its rows lie. Called by cpu/linear.cpp.
+// Checks of linear_rows' arguments and how its rows lie.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

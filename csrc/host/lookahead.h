@@ -1,5 +1,5 @@
 // Checks of the look-ahead ops' arguments, the same on every device, and their packing into the structs of
-// core/lookahead.h. Called by cpu/lookahead.cpp and cuda/lookahead.cu.
+// core/lookahead.h.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

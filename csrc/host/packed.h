@@ -1,5 +1,5 @@
 // Checks of what describes a packed step (cu_nodes, prefix_lens, block_table, visible, …), the same on every device and
-// in every op that takes it. Called by host/tree.h, host/attention.h and host/cache.h.
+// in every op that takes it.
 #pragma once
 
 #include "host/checks.h"

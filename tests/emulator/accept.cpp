@@ -1,5 +1,5 @@
 // The kernels of csrc/cuda/draft.cuh and csrc/cuda/accept.cuh through their own launch functions, as draft.cu and
-// accept.cu call them. Called from tests/emulated.py.
+// accept.cu call them.
 #include "cuda/accept.cuh"
 
 #include "cuda/draft.cuh"

@@ -1,5 +1,5 @@
 // The kernels of csrc/cuda/attention.cuh and attention_merge.cuh through their own launch functions, as attention.cu
-// calls them. Called from tests/emulated/attention.py.
+// calls them.
 #include "cuda/attention.cuh"
 
 #include "cuda/attention_merge.cuh"

@@ -1,5 +1,4 @@
-// The kernels of csrc/cuda/cache.cuh through their own launch function, as cache.cu calls it. Called from
-// tests/emulated/cache.py.
+// The kernels of csrc/cuda/cache.cuh through their own launch function, as cache.cu calls it.
 #include "cuda/cache.cuh"
 
 #include "launches.h"

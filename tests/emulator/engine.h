@@ -1,6 +1,5 @@
 // The machine behind cuda/primitives.cuh on the host: one fiber per CUDA thread, real barriers and warp operations, the
 // order shuffled by a seed. Blocks run one after another in a shuffled order. See README.md for what is checked.
-// Called by cuda/primitives.cuh (from kernels) and by module.cpp (from tests).
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // The functions that -fsanitize=thread makes a kernel call at every load and store: each becomes a checked access.
-// We link these instead of the sanitizer's own runtime. Called by compiled kernels.
+// We link these instead of the sanitizer's own runtime.
 #include <cstddef>
 #include <cstring>
 

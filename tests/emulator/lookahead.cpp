@@ -1,5 +1,4 @@
 // The kernels of csrc/cuda/lookahead.cuh through their own launch functions, as lookahead.cu calls them.
-// Called from tests/emulated.py.
 #include "cuda/lookahead.cuh"
 
 #include <stdexcept>

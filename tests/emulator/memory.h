@@ -1,6 +1,6 @@
 // What the emulator knows of every byte that a kernel may touch: which buffer it belongs to, whether it was ever
 // written, and which threads touched it last, so that two accesses that nothing orders are found whatever order they
-// ran in. Called by engine.cpp.
+// ran in.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// Launches of planted_faults.cuh by name: 64 threads, one block, two for the device fences. Called from
-// test_planted_faults.py.
+// Launches of planted_faults.cuh by name: 64 threads, one block, two for the device fences.
 #include "planted_faults.cuh"
 
 #include <map>

@@ -1,5 +1,5 @@
 // Kernels with one fault each, behind a switch: `broken` takes the needed line away. The emulator must report every
-// broken one and pass every whole one, under every seed. Called by planted_faults.cpp, from test_planted_faults.py.
+// broken one and pass every whole one, under every seed.
 #pragma once
 
 #include <cuda/primitives.cuh>  // not in quotes: nvcc must find the one in csrc/, not the one beside this file

@@ -1,5 +1,5 @@
 // One small kernel per primitive, so that tests can compare each with its definition. Written against the primitives
-// only: nvcc compiles this file too. Called by primitives.cpp (emulator).
+// only: nvcc compiles this file too.
 #pragma once
 
 #include <cuda/primitives.cuh>  // not in quotes: nvcc must find the one in csrc/, not the one beside this file

@@ -1,4 +1,4 @@
-// Launches of primitive_kernels.cuh by name. Called from test_primitives.py.
+// Launches of primitive_kernels.cuh by name.
 #include <stdexcept>
 
 #include "launches.h"

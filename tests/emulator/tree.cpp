@@ -1,5 +1,4 @@
-// The kernels of csrc/cuda/tree.cuh through their own launch functions, as tree.cu calls them. Called from
-// tests/emulated/tree.py.
+// The kernels of csrc/cuda/tree.cuh through their own launch functions, as tree.cu calls them.
 #include "cuda/tree.cuh"
 
 #include <stdexcept>
