@@ -1,5 +1,6 @@
 """The demo: the whole command with a tiny model, what it raises, what it prints without colour, and its parts."""
 
+import io
 import sys
 import sysconfig
 from pathlib import Path
@@ -234,3 +235,18 @@ def test_the_real_model(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "PaSS, one pass" in said and "3 texts of 8 tokens by 7 methods, the same" in said
     assert out.exists()
+
+
+def test_no_word_of_the_table_is_cut_off_in_a_narrow_window():
+    from pass_ext.decoding.stats import AcceptanceStats, GenerationStats
+    from pass_ext.demo.contenders import GREEDY, PLAIN, Run
+    from pass_ext.demo.report import speed_table
+
+    stats = GenerationStats.of(AcceptanceStats((1, 2), 5), model_calls=100, tokens=1200, seconds=1.0)
+    runs = {name: [Run([1], [], stats)] for name in (PLAIN, GREEDY, "transformers prompt lookup")}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(speed_table(runs))
+    shown = console.export_text()
+    assert "…" not in shown
+    for word in ("tokens/s", "acceptance", "transformers", "prompt", "greedy"):
+        assert word in shown, word

@@ -28,9 +28,9 @@ def speed_table(runs: Mapping[str, Sequence[Run]]) -> Table:
     """A row per contender."""
     totals = {name: total(made) for name, made in runs.items()}
     table = Table()
-    table.add_column("method", no_wrap=True)
+    table.add_column("method")  # the one that may break its lines: a word that is cut off cannot be read
     for column in ("tokens/s", "tokens per call", "mean acceptance length", "× Plain", "× greedy"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", min_width=max(map(len, column.split())))
     for name, stats in totals.items():
         drafted = f"{stats.mean_acceptance_length:.2f}" if stats.num_drafts else "–"
         ratios = [stats.tokens_per_second / totals[base].tokens_per_second for base in (PLAIN, GREEDY)]
