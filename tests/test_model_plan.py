@@ -39,6 +39,13 @@ def test_the_planned_tree_is_the_one_that_is_filled(models):
     assert filled == Tree.from_branching((2, 2)), "every candidate is worth its row"
 
 
+def test_the_drafter_knows_whose_calls_take_how_long(models):
+    target, draft = models
+    made = planned(target, Speculative(draft, "auto", hit_rates=[[0.9, 0.05], [0.8, 0.1]]), "rejection")
+    assert made.times.at(1) == pytest.approx(1, abs=1e-3), "the target's"
+    assert made.seconds(2) < 1e-2, "two calls of the draft"
+
+
 def test_no_drafts_where_they_gain_nothing(models):
     target, draft = models
     hopeless = [[1e-6, 1e-6]]
