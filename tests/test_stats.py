@@ -161,3 +161,10 @@ def test_ranges_cost_nothing_when_nobody_looks(monkeypatch):
     with profiled("commit"):
         pass
     assert opened == ["pass_ext::commit"]
+
+
+def test_steps_without_drafts_can_be_counted():
+    counters = AcceptanceCounters(0)
+    counters.update(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    stats = counters.snapshot()
+    assert (stats.num_drafts, stats.num_accepted_tokens, stats.mean_acceptance_length) == (0, 0, 1.0)
