@@ -51,7 +51,7 @@ def find_nvcc() -> str | None:
     if wish == "1" and nvcc is None:
         raise SystemExit(
             "pass_ext: PASS_EXT_CUDA=1, but no nvcc was found. Either\n"
-            "  install the CUDA toolkit (12.4 or newer) and put nvcc on PATH,\n"
+            "  install the CUDA toolkit (12.8 or newer) and put nvcc on PATH,\n"
             "  or set CUDA_HOME to the folder whose bin/ holds nvcc,\n"
             "  or set PASS_EXT_CUDA=0 for a CPU-only build."
         )

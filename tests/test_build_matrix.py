@@ -182,7 +182,7 @@ def test_cuda_1_without_nvcc_fails_with_the_three_ways_out(checkout, tmp_path):
     said = build(checkout, fails=True, PASS_EXT_CUDA="1", path=path)
     assert said.endswith(
         "pass_ext: PASS_EXT_CUDA=1, but no nvcc was found. Either\n"
-        "  install the CUDA toolkit (12.4 or newer) and put nvcc on PATH,\n"
+        "  install the CUDA toolkit (12.8 or newer) and put nvcc on PATH,\n"
         "  or set CUDA_HOME to the folder whose bin/ holds nvcc,\n"
         "  or set PASS_EXT_CUDA=0 for a CPU-only build.\n"
     )
