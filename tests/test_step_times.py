@@ -140,7 +140,6 @@ def test_kept_for_the_same_and_measured_again_for_others(cache):
     for again in (
         dict(fingerprint="b"),
         dict(fingerprint="a", rows=(1, 3)),
-        dict(fingerprint="a", refresh=True),
         dict(),
     ):
         before = len(calls)

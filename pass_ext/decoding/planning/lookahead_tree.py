@@ -11,7 +11,6 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from pass_ext.decoding.planning.hit_rates import (
     CallTimes,
@@ -24,20 +23,8 @@ from pass_ext.decoding.planning.hit_rates import (
     node_table,
     reach_of,
 )
+from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.tree import MOST_ROWS, Tree
-
-
-class MeasuredTimes(Protocol):
-    """What ``plan_auto`` takes: ``StepTimes`` is one."""
-
-    @property
-    def rows(self) -> Sequence[int]:
-        """The numbers of rows that were measured, ascending."""
-        ...
-
-    def at(self, rows: int) -> float:
-        """Seconds of one call at this number of rows."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -192,22 +179,20 @@ def plan(
 
 def plan_auto(
     hit_rates: HitRates,
-    step_times: MeasuredTimes,
+    step_times: StepTimes,
     *,
     passes: int = 1,
     requests: int = 1,
-    least_speedup: float = 1.0,
 ) -> Plan:
     """``plan`` with as many rows as pay on this machine, up to the most that were measured.
 
     Args:
         hit_rates, passes, requests: as for ``plan``.
-        step_times: measured, as ``StepTimes``.
-        least_speedup: plain decoding is the answer where no plan is expected to gain this much.
+        step_times: measured.
     """
     most = min(MOST_ROWS, max(1, step_times.rows[-1] // checked_count("requests", requests)))
     best = plan(hit_rates, rows=most, step_time=step_times.at, passes=passes, requests=requests)
-    return best if best.speedup is not None and best.speedup > least_speedup else Plan.plain(1.0)
+    return best if best.speedup is not None and best.speedup > 1 else Plan.plain(1.0)
 
 
 def predicted(tree: Tree, hit_rates: HitRates) -> float:

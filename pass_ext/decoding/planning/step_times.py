@@ -78,7 +78,6 @@ def measure(
     fingerprint: str | None = None,
     device: torch.device | str = "cpu",
     budget: float = 2.5,
-    refresh: bool = False,
 ) -> StepTimes:
     """Times ``run(rows)`` at each number of rows: medians of rounds that visit all of them, every other one backwards.
 
@@ -89,13 +88,12 @@ def measure(
             there again, for this device, number of threads and versions of torch and pass_ext. None: never kept.
         device: waited for before and after each call where it is CUDA.
         budget: seconds to spend, warm-up included; 3 rounds are made in any case. On a busy machine up to three times as much.
-        refresh: measure even if the result is on disk.
     """
     device, rows = torch.device(device), tuple(rows)
     if fingerprint is None:
         return StepTimes(rows, _medians(_rounds(run, rows, device, budget)))
     key = _key(fingerprint, rows, device)
-    if not refresh and (kept := _kept(key, run, rows, device)) is not None:
+    if (kept := _kept(key, run, rows, device)) is not None:
         return kept
     began, attempts = time.perf_counter(), list[tuple[float, ...]]()
     while len(attempts) < _ATTEMPTS:
