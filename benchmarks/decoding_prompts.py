@@ -1,9 +1,11 @@
 """Prompts held out from training, in three domains: the beginning of a text, never its continuation.
 
-code    from the running Python's standard library: held-out files only, some hundred tokens from the first definition
-        behind a third of the file, cut at the end of a line
-prose   prompts/prose.jsonl: openings of two to four sentences, written for this benchmark
-chat    prompts/chat.jsonl: instructions, likewise, in the model's chat template
+    code    from the running Python's standard library: held-out files only, some hundred tokens from the first definition
+            behind a third of the file, cut at the end of a line
+    prose   prompts/prose.jsonl: openings of two to four sentences, written for this benchmark
+    chat    prompts/chat.jsonl: instructions, likewise, in the model's chat template
+
+The choice depends on the files alone: every run has the same prompts.
 """
 
 import hashlib

@@ -1,12 +1,4 @@
-"""``generate``: the decoding loop. A step of all requests that are not finished:
-
-    draft     candidates for each request's tree, from look-ahead slots and from the text so far
-    verify    one call of the model on all rows
-    accept    how far each tree is right, and the token that the target adds
-    commit    keys and values of the accepted rows go into the caches
-
-The host reads the accepted tokens once per step: it ends texts and shapes the next trees by them.
-"""
+"""``generate``: checks what the caller gave, runs the decoding loop on it and returns the texts with what they cost."""
 
 from __future__ import annotations
 
@@ -19,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.loop import _Run
+from pass_ext.decoding.loop import Run
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.requests.config_processor import config_processor
@@ -137,7 +129,7 @@ def generate(
     listener = Listener(streamer, stopping)
     # Ordinary tensors also in a caller's inference mode: a session may be used outside of it.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as drafting:
-        run = _Run(adapted, prompts, method, batch, rule, max_new_tokens, ends, listener, processors, cuda_graphs)
+        run = Run(adapted, prompts, method, batch, rule, max_new_tokens, ends, listener, processors, cuda_graphs)
         drafting.enter_context(run.drafting.attached())
         run.begin(session, past)
         started = time.perf_counter()

@@ -35,7 +35,7 @@ from pass_ext.tree import MOST_ROWS, PackedTrees, Tree, pack_trees
 _MOST_PACKED = 256  # combinations of trees whose packed form is kept
 
 
-class _Run:
+class Run:
     """One generation on its way."""
 
     def __init__(

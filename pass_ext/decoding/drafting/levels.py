@@ -1,8 +1,10 @@
 """The levels of a tree of candidates, as drafters fill them: who has children at each depth, and how children are drawn.
 
-coupled    the best under the target's own noise at the child's text position
-without    draws without replacement, in the order of drawing
-with       independent draws
+    coupled    the best under the target's own noise at the child's text position
+    without    draws without replacement, in the order of drawing
+    with       independent draws
+
+The modes are those of ``draft_sample``; a rule says which of them it judges.
 """
 
 from __future__ import annotations

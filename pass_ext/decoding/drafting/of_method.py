@@ -8,7 +8,7 @@ from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
 from pass_ext.decoding.methods import MultiCandidate, Speculative
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.planning.for_draft_model import _given, call_times, draft_plan
+from pass_ext.decoding.planning.for_draft_model import call_times, draft_plan, given_tree
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.tree import Tree
@@ -32,7 +32,7 @@ def model_drafter(
         draft = packed_model(method.draft_model)
     except TypeError as error:
         raise TypeError(f"{type(method).__name__}: draft_model: {error}") from error
-    tree = _given(method)
+    tree = given_tree(method)
     if tree is None:
         chain = DECODING_RULES[rule].chains_only and sampling.temperature is not None
         plan = draft_plan(method, target, draft, len(texts), graphs=graphs, chain=chain)
@@ -43,7 +43,7 @@ def model_drafter(
         raise ValueError(f"rule {rule!r} takes chains: give Speculative(...), or MultiCandidate(branching=(1, 1, ...))")
     decision = method.decision if isinstance(method, MultiCandidate) else None
     times = draft_times = None
-    if _given(method) is None:
+    if given_tree(method) is None:
         times, draft_times = call_times(target, draft, graphs=graphs)
     return ModelDrafter(
         draft, target, tree, sampling, rule, texts, decision, times=times, draft_times=draft_times, graphs=graphs

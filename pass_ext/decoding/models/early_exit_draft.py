@@ -1,8 +1,6 @@
-"""``EarlyExitDraft``: a model's own first k layers as its draft model, and ``ExitAdapter``, the parameters that help them.
+"""``EarlyExitDraft``: a model's own first k layers as its draft model.
 
-The draft's logits are head(norm(a(h))), h being what layer k - 1 puts out, norm and head the model's own, and
-a(h) = h + up(silu(down(h / rms(h)))) · rms(h). The head may be computed for some tokens only. The file is
-safetensors, its metadata say which model it belongs to.
+What stands behind them, and the adapter between: pass_ext/modules/exit_adapter.py.
 """
 
 from __future__ import annotations

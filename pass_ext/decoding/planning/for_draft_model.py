@@ -43,7 +43,8 @@ def draft_plan(
     )
 
 
-def _given(method: Speculative | MultiCandidate) -> Tree | None:
+def given_tree(method: Speculative | MultiCandidate) -> Tree | None:
+    """The method's own tree; None: it is to be planned."""
     if isinstance(method, MultiCandidate):
         return method.tree
     return None if method.length == "auto" else Tree.chain(method.length)

@@ -1,6 +1,8 @@
 """What hit rates say of a tree of candidates, and the seconds of calls: what the planners of PaSS and of draft models share.
 
-reach(v) = product of the hit rates on v's path        last(v) = reach(v) - sum of reach over v's children
+    reach(v) = product of the hit rates on v's path        last(v) = reach(v) - sum of reach over v's children
+
+reach: P(node v is accepted). last: P(it is the last accepted one).
 """
 
 from __future__ import annotations

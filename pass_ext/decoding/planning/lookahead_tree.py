@@ -1,8 +1,10 @@
 """The plan of a PaSS step: which candidates to verify, and which of them carry a group of look-ahead slots.
 
-reach(v) = product of the hit rates on v's path        last(v) = reach(v) - sum of reach over v's children
-miss = sum of last(v) over nodes v without a group     (the next call is then a probe: the root and one group)
-plan = arg max  (1 + sum of reach + miss) / (t(n + groups * slots) + miss * t(1 + slots))
+    reach(v) = product of the hit rates on v's path        last(v) = reach(v) - sum of reach over v's children
+    miss = sum of last(v) over nodes v without a group     (the next call is then a probe: the root and one group)
+    plan = arg max  (1 + sum of reach + miss) / (t(n + groups * slots) + miss * t(1 + slots))
+
+t(rows) is the time of a call, n the nodes.
 """
 
 from __future__ import annotations

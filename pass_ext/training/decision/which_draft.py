@@ -1,8 +1,10 @@
 """The draft model that ``--draft`` names: a model of its own, or the target left early.
 
-PATH or NAME        as --model takes it
-exit:LAYERS         the target's first layers, ``EarlyExitDraft``
-exit:NAME_OR_FILE   the same with its adapter
+    PATH or NAME        as --model takes it
+    exit:LAYERS         the target's first layers, ``EarlyExitDraft``
+    exit:NAME_OR_FILE   the same with its adapter
+
+A name is that of a shipped adapter.
 """
 
 from __future__ import annotations
