@@ -1,11 +1,18 @@
 """How much memory accept and draft take on a GPU of 132 multiprocessors, and so which rows they scan beforehand."""
 
+import sys
+from pathlib import Path
+
 import emulator
 import pytest
 import torch
 from emulated import launching, sampling
 
 import pass_ext
+
+sys.path.append(str(Path(__file__).parent.parent))  # for benchmarks; at the end, so that an installed pass_ext stays
+
+from benchmarks.kernel_code import bounds
 
 VOCABULARY, GROUPS, CHUNKS = 128_256, 2004, 126
 SUMMARY = 4 * GROUPS + 8 * CHUNKS  # bytes of a row: the largest logit of each group, largest and sum of each chunk
@@ -54,6 +61,15 @@ def test_trees_are_walked_where_most_rows_are_never_looked_at():
 def test_drafts_are_all_looked_at(rows, kept):
     each = SUMMARY + (LAW + WINNER if kept == rows else 0)
     assert kept * each <= draft_bytes(rows) <= kept * each + ROUNDING
+
+
+def test_the_page_bounds_scans_that_are_made():
+    """docs/kernel-code.md: all its steps scan beforehand, with so many chunks a warp."""
+    for requests, drafts in bounds.STEPS:
+        planned = accept_bytes(requests, nodes=drafts + 1)
+        assert planned >= 2 * requests * (drafts + 1) * (SUMMARY + LAW + WINNER), (requests, drafts)
+    for rows in (1, 9, 72, 127, 400, 576, 1000):
+        assert scan_blocks(rows) == -(-32 // bounds.turns_of(rows)), rows
 
 
 def scan_blocks(rows, vocabulary=VOCABULARY, multiprocessors=132):

@@ -17,7 +17,8 @@ ISSUED = 4
 """Instructions that a multiprocessor begins in a clock, each for a warp of 32 lanes."""
 VOCABULARY, BYTES_OF_LOGIT, CHUNK = 128_256, 2, 1_024
 SCAN = "scan_rows_kernel<AcceptSource>"
-STEPS = tuple((requests, drafts) for drafts in (4, 63) for requests in (1, 8, 64))
+STEPS = ((1, 4), (8, 4), (64, 4), (1, 63))
+"""Requests, and drafts of each: steps whose rows are all scanned beforehand."""
 
 
 def turns_of(rows: int) -> int:
