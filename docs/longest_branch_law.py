@@ -4,7 +4,7 @@
     kept      the branch with the most kept drafts, the first of equal ones; nothing is added to it
 
 `python -m docs.longest_branch_law` writes the table of docs/speculative.md; `--check` writes nothing and fails where the table
-is not this one. tests/test_speculative_laws.py finds the same law in what generate writes.
+is not this one. tests/decoding/drafting/test_speculative_laws.py finds the same law in what generate writes.
 """
 
 import itertools

@@ -64,7 +64,7 @@ def find_backends(wanted):
     elif "best-cpu" in wanted:
         backends += testing.cpu_backends()[-1:]
     if not wanted or "emulated" in wanted:
-        from emulated import KERNELS
+        from emulator.ops import KERNELS
 
         backends.append(testing.rerouted_backend("emulated", KERNELS))
     if not wanted or "cuda" in wanted:

@@ -40,7 +40,7 @@ def describe_kernels(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def module_of(test: str) -> str:
-    """tests/test_accept_exactness.py::test_x[cuda] -> accept_exactness."""
+    """tests/ops/accept/test_accept_exactness.py::test_x[cuda] -> accept_exactness."""
     return Path(test.partition("::")[0]).stem.removeprefix("test_")
 
 

@@ -37,12 +37,12 @@ _NCU = (
 def files_of_families() -> dict[str, list[str]]:
     """Op family -> its test files; "others": the test files of no family that have a backend or want a GPU."""
     found: dict[str, list[str]] = {family: [] for family in (*FAMILIES, "others")}
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
         family = path.stem.removeprefix("test_").partition("_")[0]
         if family in FAMILIES:
-            found[family].append(f"tests/{path.name}")
+            found[family].append(str(path.relative_to(ROOT)))
         elif re.search(r"\bdef test_\w+\([^)]*\b(backend|cuda)\b", path.read_text()):
-            found["others"].append(f"tests/{path.name}")
+            found["others"].append(str(path.relative_to(ROOT)))
     return found
 
 
@@ -107,7 +107,7 @@ def all_stages(architecture: str) -> list[Stage]:
         ),
         Stage(
             "smoke",
-            {family: _pytest("tests/test_smoke.py", "-k", f"of_{family}") for family in FAMILIES},
+            {family: _pytest("tests/ops/test_smoke.py", "-k", f"of_{family}") for family in FAMILIES},
             60,
             {SECONDS: "30"},
             restarts=4,

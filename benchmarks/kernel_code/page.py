@@ -17,7 +17,7 @@ HEADER = """# The kernels' machine code
 
 Written by `python -m benchmarks.kernel_code` from the compiled library and from `benchmarks/results/kernel-code/`; do not edit.
 No GPU is needed, and nothing here is a measured time: these are counts, to reason with before a GPU measures.
-`tests/kernel_limits.py` says which of them may not grow, and `make test` holds that.
+`tests/measurement/kernel_limits.py` says which of them may not grow, and `make test` holds that.
 """
 TERMS = """## What the numbers mean
 

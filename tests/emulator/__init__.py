@@ -6,13 +6,14 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from native import ROOT, build_module, quote
+from support.native import ROOT, build_module, quote
 from torch import Tensor
 
 HERE = Path(__file__).parent
 # These hold kernels: every access is reported.
 CHECKED = (
-    "primitives.cpp", "planted_faults.cpp", "lookahead.cpp", "tree.cpp", "attention.cpp", "accept.cpp", "cache.cpp",
+    "primitives.cpp", "planted_faults.cpp", "launches/lookahead.cpp", "launches/tree.cpp", "launches/attention.cpp",
+    "launches/accept.cpp", "launches/cache.cpp",
 )  # fmt: skip
 PLAIN = ("engine.cpp", "memory.cpp", "hooks.cpp", "module.cpp")
 
@@ -27,7 +28,9 @@ def load() -> ModuleType:
         for name in CHECKED
     }
     return build_module(
-        "_emulator", sources, f"-g1 -Wall -Wno-unknown-pragmas -I{quote(HERE)} -I{quote(ROOT / 'csrc')}"
+        "_emulator",
+        sources,
+        f"-g1 -Wall -Wno-unknown-pragmas -I{quote(HERE)} -I{quote(HERE / 'launches')} -I{quote(ROOT / 'csrc')}",
     )
 
 

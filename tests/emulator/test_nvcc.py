@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from native import ROOT
+from support.native import ROOT
 
 HERE = ROOT / "tests" / "emulator"
 
@@ -18,6 +18,15 @@ def find_nvcc():
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 @pytest.mark.parametrize("name", ["primitives.cpp", "planted_faults.cpp"])
 def test_nvcc_compiles_kernels_and_launches(name, tmp_path):
-    command = [find_nvcc(), "-x", "cu", "-std=c++17", "-arch=sm_80", f"-I{ROOT / 'csrc'}", f"-I{HERE}"]
+    command = [
+        find_nvcc(),
+        "-x",
+        "cu",
+        "-std=c++17",
+        "-arch=sm_80",
+        f"-I{ROOT / 'csrc'}",
+        f"-I{HERE}",
+        f"-I{HERE / 'launches'}",
+    ]
     result = subprocess.run([*command, "-c", HERE / name, "-o", tmp_path / "out.o"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -1,6 +1,6 @@
 """Python on a library that was built with sanitizers: setup.py with SANITIZE, the runtime preloaded.
 
-``make sanitize`` (``__main__.py``) runs the op tests and tests/fuzz_ops.py so; ``test_planted.py`` shows that faults are found.
+``make sanitize`` (``__main__.py``) runs the op tests and ``fuzz_ops.py`` so; ``test_planted.py`` shows that faults are found.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[1]
 SANITIZERS = ("address,undefined", "thread")
 RUNTIMES = {"address,undefined": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
 # detect_leaks=0: Python and torch keep what they have until the end. allocator_may_return_null: a test may ask for too much.

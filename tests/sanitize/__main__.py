@@ -18,7 +18,7 @@ def check(sanitizer: str, calls: int, selected: list[str]) -> bool:
     """Builds, then runs both; says what was found."""
     build(sanitizer)
     threads, device = (4, "best-cpu") if sanitizer == "thread" else (1, "cpu")
-    tests = [ROOT / "tests" / f"test_{name}.py" for name in OP_TESTS]
+    tests = [path for name in OP_TESTS for path in (ROOT / "tests").rglob(f"test_{name}.py")]
     pytest = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-q"]
     pytest += ["-o", "timeout=3600", "--capture", "sys"]  # a report is written by C, and would be lost
     commands = {

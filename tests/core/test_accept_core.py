@@ -1,0 +1,115 @@
+"""That the rules of csrc/core/accept.h are exact, by enumeration: the walk that CPU and CUDA kernels share, over every draft
+that can be drawn and every way that its coins can fall. The law of what is emitted must be the target's own to within the
+rounding of floats, and as many drafts must be accepted as the reference accepts.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from support.enumeration import (
+    CASES,
+    CHAINS,
+    DUPLICATE_CASES,
+    DUPLICATES,
+    FAULTY,
+    FIXED,
+    SHAPES,
+    emitted_law,
+    make,
+    outcomes,
+    worlds,
+)
+from support.native import ROOT, build_module
+
+from pass_ext.reference.accept import RULES
+
+NEARLY = 1e-5  # probabilities are floats
+
+
+@cache
+def core():
+    folder = ROOT / "tests" / "core"
+    flags = f"-O1 -ffp-contract=off -Wall -Wextra -I{folder / 'enumerated'} -I{ROOT / 'csrc'}"
+    return build_module("_accept_core", {folder / "accept_core.cpp": ""}, flags)
+
+
+def cores_law(drafts, rule):
+    """As ``emitted_law`` of the reference: the law of the emitted text, and the mean number of accepted drafts."""
+    masses, mean = {}, 0.0
+    size, vocabulary = len(drafts.parents), drafts.vocabulary
+
+    def drawn(replay):
+        tree = drafts.with_chance(replay)
+        return tree, [-1, *(tree.token(node) for node in range(1, size))]
+
+    for probability, (tree, tokens), _ in outcomes(drawn):
+        logits = torch.zeros(2, size, vocabulary)
+        for node in range(size):
+            text = tree.text(node)
+            if all(0 <= token < vocabulary for token in text):
+                logits[:, node] = torch.stack([law.probs for law in drafts.world.at(text)]).log()
+        has_row = [int(node not in drafts.no_row) for node in range(size)]
+        found = core().outcomes(
+            list(RULES).index(rule), drafts.parents, tokens, *logits.numpy(), has_row, drafts.max_depth
+        )
+        for coins, stop, last in found:
+            text = tree.text(stop)
+            mean += probability * coins * len(text)
+            for token, p in enumerate(last):
+                masses[(*text, token)] = masses.get((*text, token), 0.0) + probability * coins * p
+    return drafts.world.completed(masses, drafts.max_depth + 1), mean
+
+
+def assert_exact(drafts, rule):
+    law, mean = cores_law(drafts, rule)
+    truth = drafts.world.joint(drafts.max_depth + 1)
+    assert 0.5 * sum(abs(law[text] - truth[text]) for text in truth) < NEARLY
+    assert abs(mean - emitted_law(drafts, rule)[1]) < NEARLY
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.25])
+@pytest.mark.parametrize(("rule", "shape"), [case for case in CASES if len(SHAPES[case[0]][case[1]]) <= 5])
+def test_exact(rule, shape, zeros):
+    for world in worlds(SHAPES[rule][shape], 2, zeros=zeros):
+        assert_exact(make(world, rule, SHAPES[rule][shape]), rule)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "rejection_with_replacement", "kseq", "traversal"])
+def test_exact_on_a_tree_of_two_levels(rule):
+    (world,) = worlds(range(9), 1, zeros=0.1)
+    assert_exact(make(world, rule, [-1, 0, 0, 1, 1, 2]), rule)
+
+
+@pytest.mark.parametrize(("rule", "origin"), DUPLICATE_CASES)
+def test_exact_with_duplicates(rule, origin):
+    parents, _, options = DUPLICATES[origin]
+    for world in worlds(parents, 2, zeros=0.4 if "outside" in origin else 0.1):
+        assert_exact(make(world, rule, parents, **options), rule)
+
+
+@pytest.mark.parametrize("fixed", FIXED)
+@pytest.mark.parametrize("rule", SHAPES)
+def test_exact_with_fixed_proposals(rule, fixed):
+    parents = CHAINS["chain3"] if rule == "block" else [-1, 0, 0, 1, 1]
+    for world in worlds(parents, 2, zeros=0.4):
+        assert_exact(make(world, rule, parents, **FIXED[fixed]), rule)
+
+
+@pytest.mark.parametrize("max_depth", [0, 1])
+@pytest.mark.parametrize("rule", SHAPES)
+def test_exact_when_the_tree_is_cut(rule, max_depth):
+    (world,) = worlds([], 1)
+    assert_exact(make(world, rule, CHAINS["chain2"], max_depth=max_depth), rule)
+
+
+def test_other_drafts_than_the_core_was_told_show():
+    """So the enumeration can fail: drafts of one law, judged by another."""
+    (world,) = worlds([], 1, zeros=0.0)
+    drafts = make(world, "rejection", [-1, 0, 0])
+    others = make(world, "rejection", [-1, 0, 0], fixed={1: 0})
+    truth = world.joint(2)
+    for one, is_exact in ((drafts, True), (others, False)):
+        law, _ = cores_law(one, "rejection")
+        distance = 0.5 * sum(abs(law[text] - truth[text]) for text in truth)
+        assert distance < NEARLY if is_exact else distance > FAULTY

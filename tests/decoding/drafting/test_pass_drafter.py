@@ -1,0 +1,104 @@
+"""Candidates from look-ahead slots: as many children as a tree asks for, in every kind of draft."""
+
+import pytest
+import torch
+from support.generation import Monotone
+
+from pass_ext import LookaheadEmbedding, PaSS, Tree, draft_sample, generate
+from pass_ext.decoding.drafting.from_lookahead import PassDrafter
+from pass_ext.decoding.sampling import SamplingParams
+
+STAR = Tree([-1] + [0] * 70 + [1, 1])
+
+
+@pytest.mark.parametrize("vocabulary", [50, 200])
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_more_children_than_a_shortlist_or_a_vocabulary_has(vocabulary, rank, temperature):
+    torch.manual_seed(0)
+    table, slots = torch.randn(vocabulary, 16), torch.randn(2, 2, vocabulary)
+    lookahead = LookaheadEmbedding.from_table(2, table, rank=rank)
+    if rank:
+        torch.nn.init.normal_(lookahead.transition_right, std=0.01)
+    sampling = SamplingParams(temperature=temperature, seeds=3).for_batch(2, torch.device("cpu"))
+    drafter = PassDrafter(lookahead, STAR, table, sampling, "coupled")
+    with torch.no_grad():
+        drafted = drafter.draft(slots, [0, 1], [3, 4], [5, 6]).tokens
+    for own, logits in zip(drafted, slots, strict=True):
+        known = [token for token in own[:70] if token >= 0]
+        assert len(set(known)) == len(known) == min(70, vocabulary), (
+            "every child is another token, while there are some"
+        )
+        assert own[len(known) : 70] == [-1] * (70 - len(known))
+        assert own[70] >= 0 and own[71] >= 0
+        if not temperature and not rank:
+            assert known == logits[0].topk(len(known)).indices.tolist()
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_candidates_hear_the_noise_of_their_own_positions(rank):
+    """Where a slot's logits are the target's, the first candidate is the token that the target will draw there."""
+    torch.manual_seed(1)
+    vocabulary, depth, positions = 50, 3, [5, 40]
+    table, slots = torch.randn(vocabulary, 16), torch.randn(2, depth, vocabulary)
+    lookahead = LookaheadEmbedding.from_table(depth, table, rank=rank)  # a rank of 4 adds nothing yet
+    sampling = SamplingParams(temperature=1.0, seeds=[3, 8]).for_batch(2, torch.device("cpu"))
+    drafter = PassDrafter(lookahead, Tree.from_branching((2, 2, 1)), table, sampling, "coupled")
+    with torch.no_grad():
+        drafted = drafter.draft(slots, [0, 1], [3, 4], positions).tokens
+    for own, logits, position, seed in zip(drafted, slots, positions, (3, 8), strict=True):
+        at = position + 1 + torch.arange(depth)
+        drawn = draft_sample(logits, 1, mode="coupled", temperature=1.0, seeds=seed, positions=at)[0]
+        assert [own[0], own[2], own[6]] == drawn[:, 0].tolist()
+
+
+def test_slots_that_know_the_law_are_always_right():
+    """Coupled candidates are then the very tokens that the model draws."""
+    method = PaSS(LookaheadEmbedding.from_table(3, Monotone.embedding), tree=Tree.chain(3), rows=16)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    made = generate(Monotone(), ids, method, max_new_tokens=13, temperature=1.0, seeds=[1, 2], rule="coupled")
+    alone = generate(Monotone(), ids, max_new_tokens=13, temperature=1.0, seeds=[1, 2])
+    assert torch.equal(made.sequences, alone.sequences)
+    assert made.stats.model_calls == 4, "the prompts' own token, and three steps of three candidates and one more"
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_rules_that_divide_by_a_law_are_told_it(rank):
+    """Each candidate's parent names the row that it was drawn from: its slot's, with what the token before it adds."""
+    torch.manual_seed(4)
+    table, slots = torch.randn(50, 16), torch.randn(2, 2, 50)
+    lookahead = LookaheadEmbedding.from_table(2, table, rank=rank)
+    if rank:
+        torch.nn.init.normal_(lookahead.transition_right)
+    sampling = SamplingParams(temperature=1.0, seeds=3).for_batch(2, torch.device("cpu"))
+    tree = Tree.from_branching((2, 1))
+    with torch.no_grad():
+        for rule in ("coupled", "typical"):
+            told = PassDrafter(lookahead, tree, table, sampling, rule).draft(slots, [0, 1], [3, 4], [5, 6])
+            assert told.logits is None and told.rows is None, rule
+        told = PassDrafter(lookahead, tree, table, sampling, "rejection").draft(slots, [0, 1], [3, 4], [5, 6])
+        left, right = lookahead.transition_tables(table) if rank else (torch.zeros(50, 1), torch.zeros(50, 1))
+    for own, rows, roots, logits in zip(told.tokens, told.rows, (3, 4), slots, strict=True):
+        tokens = [roots, *own]
+        for node, depth in ((0, 0), (1, 1), (2, 1)):
+            expected = logits[depth] + left[tokens[node]] @ right.t()
+            torch.testing.assert_close(told.logits[rows[node]], expected)
+        assert rows[3:] == [-1, -1], "leaves have no children"
+
+
+def test_transition_scores_are_made_anew_when_their_parameters_change():
+    torch.manual_seed(5)
+    table, slots = torch.randn(50, 16), torch.randn(1, 2, 50)
+    lookahead = LookaheadEmbedding.from_table(2, table, rank=4)
+    sampling = SamplingParams(temperature=0.0).for_batch(1, torch.device("cpu"))
+
+    def draft():
+        return PassDrafter(lookahead, Tree.chain(2), table, sampling, "coupled").draft(slots, [0], [3], [5]).tokens
+
+    with torch.no_grad():
+        first = draft()
+        assert draft() == first
+        lookahead.transition_left.normal_(std=10)
+        lookahead.transition_right.normal_(std=10)
+        changed = draft()
+        assert changed != first and draft() == changed

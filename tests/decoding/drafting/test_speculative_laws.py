@@ -1,0 +1,385 @@
+"""That draft models keep the target's law, by enumeration: every candidate that ModelDrafter can draw and every way that coins
+can fall. The drafter, its trees, slices and laws are the real ones; draws are replayed, and the rules are those of
+pass_ext.reference, whose own proof is test_accept_exactness.py. The approximate rule is shown to be another law, and the page's
+numbers for it to be those of generate.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from support.enumeration import EXACT, FAULTY, Replay, World, outcomes
+from support.generation import counted, fit
+
+import pass_ext.decoding.drafting.from_draft_model as model_drafter
+from pass_ext import MultiCandidate, Tree, generate
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.session.session import Session
+from pass_ext.reference.accept import Walk
+from pass_ext.reference.law import process
+from pass_ext.reference.noise import Purpose
+
+PROMPT = [2, 0, 1]
+VOCABULARY = 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- the two models ----
+
+
+class Recalling:
+    """A draft whose logits depend on every token of the text and on their order: its attention is a mean of the text's
+    tokens, weighted by their places."""
+
+    def __init__(self, seed, vocabulary=VOCABULARY):
+        self.embedding = torch.eye(vocabulary, 64)
+        generator = torch.Generator().manual_seed(seed)
+        self.inner = torch.randn(64, 16, generator=generator)
+        self.head = torch.randn(16, vocabulary, generator=generator)
+
+    def __call__(self, rows, positions, attend, wanted):
+        weighted = (rows * (1 + positions[:, None] ** 1.5))[:, None]
+        mean = attend(0, torch.zeros_like(weighted), weighted, weighted)[:, 0]
+        mean = mean if wanted is None else mean[wanted]
+        return 0.8 * torch.sin(mean @ self.inner) @ self.head
+
+
+class Judged:
+    """What the drafter drafted, as reference rules take it; the target's laws are a World's."""
+
+    def __init__(self, drafted, law, world, above=(), node=0):
+        self.parents, self.max_depth = list(drafted.tree.parents), drafted.tree.max_depth
+        self.vocabulary, self.world = world.vocabulary, world
+        self.tokens, self.rows, self.law = [PROMPT[-1], *drafted.tokens], drafted.law_rows, law
+
+    def text(self, node):
+        return () if node == 0 else (*self.text(self.parents[node]), self.tokens[node])
+
+    def token(self, node):
+        return self.tokens[node]
+
+    def target(self, node):
+        return self.world.at(self.text(node))[0]
+
+    def draft(self, node):
+        if self.rows is None or self.rows[node] < 0:
+            return None
+        return process(self.law[self.rows[node]].double(), **self.world.filters)
+
+    def branch(self, top):
+        """The tree below one node, which becomes its root."""
+        below = [top]
+        for node in below:
+            below += [child for child, parent in enumerate(self.parents) if parent == node]
+        branch = object.__new__(Judged)
+        branch.__dict__.update(self.__dict__, max_depth=self.max_depth - 1)
+        branch.parents = [-1, *(below.index(self.parents[node]) for node in below[1:])]
+        branch.tokens, branch.text = [self.tokens[node] for node in below], lambda node: self.text(below[node])
+        branch.rows = [self.rows[node] for node in below]
+        return branch
+
+
+# ---- everything that can be drafted ----
+
+
+def replayed(replay, filters):
+    """``draw_children`` that makes the choices of a script."""
+
+    def draw(logits, width, mode, law, places, depth, parents):
+        tokens = []
+        for row in logits:
+            q = process(row.double(), **filters).probs.tolist()
+            own = []
+            for _ in range(width):
+                left = [0.0 if mode == "without" and token in own else x for token, x in enumerate(q)]
+                own.append(replay.choose([x / sum(left) for x in left]) if sum(left) > 0 else -1)
+            tokens.append(own)
+        drawn = torch.tensor(tokens)
+        return drawn, logits.log_softmax(-1).gather(1, drawn.clamp(min=0))
+
+    return draw
+
+
+def drafted_once(draft, tree, rule, draw, filters, decision=None, levels=9, first=None):
+    """One step's candidates behind PROMPT, by the real drafter with other draws."""
+    sampling = SamplingParams(temperature=1.0, seeds=0).for_batch(1, torch.device("cpu"))
+    target = packed_model(Recalling(99))
+    drafter = model_drafter.ModelDrafter(packed_model(draft), target, tree, sampling, rule, [PROMPT], decision)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(model_drafter, "draw_children", draw)
+        drafter.begin(Session(target, 1, 16), 12)
+        (drafted,) = drafter.draft([levels], None if first is None else torch.tensor([first]))
+    return drafted, drafter.law
+
+
+def everything_drafted(draft, tree, rule, world, **options):
+    """(probability, what was drafted, the law of it), of all that can be drawn."""
+    for probability, (drafted, law), _ in outcomes(
+        lambda replay: drafted_once(draft, tree, rule, replayed(replay, world.filters), world.filters, **options)
+    ):
+        yield probability, drafted, law
+
+
+def emitted(request, rule, masses, mass):
+    """Adds the law of what one step emits, and gives the mean number of accepted drafts."""
+    mean = 0.0
+    for probability, (stop, token), replay in outcomes(lambda replay: Walk(request, replay, rule).run()):
+        text = request.text(stop)
+        mean += probability * len(text)
+        for last, p in ({token: 1.0} if replay.law is None else dict(enumerate(replay.law))).items():
+            masses[(*text, last)] = masses.get((*text, last), 0.0) + mass * probability * p
+    return mean
+
+
+def variation(law, world, horizon):
+    truth = world.joint(horizon)
+    assert abs(sum(law.values()) - 1.0) < EXACT
+    return 0.5 * sum(abs(law[text] - truth[text]) for text in truth)
+
+
+def measured(draft, tree, rule, world, spoil=lambda drafted, law: (drafted, law), judge=None, **options):
+    """Total variation of one step, continued by the target, to the target's law; the mean of accepted drafts; the depths."""
+    masses, mean, depths = {}, 0.0, set()
+    for mass, drafted, law in everything_drafted(draft, tree, rule, world, **options):
+        depths.add(drafted.tree.max_depth)
+        mean += mass * emitted(Judged(*spoil(drafted, law), world), judge or rule, masses, mass)
+    horizon = tree.max_depth + 1
+    return variation(world.completed(masses, horizon), world, horizon), mean, depths
+
+
+# ---- what is exact ----
+
+TREES = {
+    "chain": Tree.chain(2),
+    "narrow": Tree.from_branching((2, 1)),
+    "branching": Tree.from_branching((2, 2)),
+    "irregular": Tree([-1, 0, 0, 1, 1, 2]),
+    "wider than the vocabulary": Tree.from_branching((4, 1)),
+}
+DECISIONS = {
+    "by a sibling": lambda level: (level.tokens[:, -1:] != 1).any(1),
+    "by all tokens": lambda level: (level.tokens.sum() % 2 == 0).expand(len(level.tokens)),
+    "by likelihood": lambda level: level.logprobs[:, 0].exp(),
+}
+COMBINATIONS = [
+    *itertools.product(["rejection", "block", "traversal", "rejection_with_replacement", "kseq"], ["chain"]),
+    *itertools.product(["rejection", "traversal"], ["branching", "irregular"]),
+    *itertools.product(["rejection_with_replacement", "kseq"], ["narrow"]),
+]
+WORLDS = [
+    World(1, VOCABULARY, zeros=0.0),
+    World(2, VOCABULARY, zeros=0.3),
+    World(3, VOCABULARY, zeros=0.0, filters={"temperature": 0.7, "top_k": 2}),
+]
+
+
+def one_of(values):
+    """Each combination with one of the values, by turns; the others are slow."""
+    for i, (rule, shape) in enumerate(COMBINATIONS):
+        for j, value in enumerate(values):
+            yield pytest.param(rule, shape, value, marks=() if j == i % len(values) else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("rule,shape,world", list(one_of(range(3))))
+def test_exact(rule, shape, world):
+    distance, mean, depths = measured(Recalling(world), TREES[shape], rule, WORLDS[world])
+    assert distance < EXACT
+    assert 0.1 < mean < 2 and depths == {TREES[shape].max_depth}
+
+
+@pytest.mark.parametrize(
+    "rule,shape",
+    [
+        pytest.param("kseq", "branching", marks=pytest.mark.slow),
+        ("rejection", "wider than the vocabulary"),
+        pytest.param("traversal", "irregular", marks=pytest.mark.slow),
+    ],
+)
+def test_exact_in_larger_trees(rule, shape):
+    assert measured(Recalling(9), TREES[shape], rule, WORLDS[1])[0] < EXACT
+
+
+@pytest.mark.parametrize("rule,shape,decision", list(one_of(DECISIONS)))
+def test_exact_when_drafting_stops_by_what_was_drafted(rule, shape, decision):
+    """A decision may look at anything that was drawn so far: it decides about draws that are still to come."""
+    distance, _, depths = measured(Recalling(4), TREES[shape], rule, WORLDS[0], decision=DECISIONS[decision])
+    assert distance < EXACT
+    if decision != "by likelihood":
+        assert depths == {1, 2}, "some are sliced"
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_exact_in_three_levels(rule):
+    tree, decision = Tree([-1, 0, 0, 1, 2, 3]), DECISIONS["by all tokens"]
+    distance, _, depths = measured(Recalling(5), tree, rule, WORLDS[0], decision=decision)
+    assert distance < EXACT and depths == {1, 2, 3}
+
+
+@pytest.mark.parametrize("rule,shape", COMBINATIONS)
+def test_exact_when_the_tree_is_sliced(rule, shape):
+    """Near the end of a text fewer levels are drafted."""
+    distance, mean, depths = measured(Recalling(6), TREES[shape], rule, WORLDS[1], levels=1)
+    assert distance < EXACT and 0.1 < mean <= 1 and depths == {1}
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+def test_exact_with_a_smaller_vocabulary(rule):
+    """The target's last token is one that the draft does not have."""
+    distance, mean, _ = measured(Recalling(7, vocabulary=VOCABULARY - 1), TREES["branching"], rule, WORLDS[0])
+    assert distance < EXACT and mean > 0.1
+
+
+@pytest.mark.parametrize("decision", [None, "by all tokens"])
+@pytest.mark.parametrize("shape", ["chain", "irregular"])
+def test_coupled_is_the_targets_own_text(shape, decision):
+    """For every order of the noise at every place, which target and draft share: not only the law is the same."""
+    world, orders = WORLDS[0], list(itertools.permutations((0.2, 1.0, 3.0)))
+    accepted = 0
+    for noise in itertools.product(torch.tensor(orders, dtype=torch.float64), repeat=3):
+
+        def draw(logits, width, mode, law, places, depth, parents, noise=noise):
+            assert mode == "coupled"
+            scores = logits.double().log_softmax(-1) - noise[depth - 1].log()
+            tokens = scores.topk(min(width, VOCABULARY)).indices
+            tokens = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]), value=-1)
+            return tokens, scores.gather(1, tokens.clamp(min=0))
+
+        class Heard(Replay):
+            def draw(self, weights, sizes, purpose, depth, noise=noise):
+                assert purpose == Purpose.coupled
+                return int((weights / noise[depth]).argmax())
+
+        drafted, law = drafted_once(Recalling(8), TREES[shape], "coupled", draw, {}, DECISIONS.get(decision), 9)
+        request = Judged(drafted, law, world)
+        stop, token = Walk(request, Heard([]), "coupled").run()
+        own = ()
+        for place in range(3):
+            own = (*own, int((world.at(own)[0].probs / noise[place]).argmax()))
+        text = (*request.text(stop), token)
+        assert text == own[: len(text)]
+        accepted += len(text) - 1
+    assert accepted > 50
+
+
+# ---- that this could fail ----
+
+
+def test_a_law_of_other_rows_is_found():
+    def spoil(drafted, law):
+        return drafted._replace(law_rows=[row if row < 1 else 1 + row % 2 for row in drafted.law_rows]), law
+
+    for rule in ("rejection", "traversal"):
+        assert measured(Recalling(1), TREES["branching"], rule, WORLDS[0], spoil)[0] > FAULTY
+
+
+def test_drafts_thrown_away_after_they_were_drawn_are_found():
+    """What a decision must not do: take back the level that it has seen."""
+
+    def spoil(drafted, law):
+        if drafted.tokens[0] != 1:
+            return drafted, law
+        tree = drafted.tree.slice(0)
+        return drafted._replace(tree=tree, tokens=[], law_rows=[-1]), law
+
+    assert measured(Recalling(1), TREES["branching"], "rejection", WORLDS[0], spoil)[0] > FAULTY
+
+
+def test_a_rule_for_other_draws_is_found():
+    assert measured(Recalling(1), TREES["branching"], "rejection", WORLDS[0], judge="kseq")[0] > FAULTY
+
+
+# ---- the approximate rule ----
+
+
+def longest_branch_texts(draft, tree, world):
+    """The law of what one step writes by rule "longest_branch"."""
+    p = world.at(())[0].probs.tolist()
+    for roots in itertools.permutations(range(VOCABULARY), len(tree.children(0))):
+        left, mass = 1.0, 1.0
+        for root in roots:
+            mass, left = mass * p[root] / left, left - p[root]
+        for own, drafted, law in everything_drafted(draft, tree, "longest_branch", world, first=list(roots)):
+            request = Judged(drafted, law, world)
+            branches = [request.branch(top) for top in tree.children(0)]
+            walks = [list(outcomes(lambda replay, b=b: Walk(b, replay, "rejection").run())) for b in branches]
+            for ways in itertools.product(*walks):
+                paths = [branch.text(way[1][0]) for branch, way in zip(branches, ways, strict=True)]
+                yield max(paths, key=len), mass * own * math.prod(way[0] for way in ways)
+
+
+@pytest.mark.parametrize("tree", [Tree.from_branching((2, 1)), Tree.from_branching((2, 2))], ids=["chains", "trees"])
+def test_the_longest_branch_is_another_law(tree):
+    masses = {}
+    for text, mass in longest_branch_texts(Recalling(1), tree, WORLDS[0]):
+        masses[text] = masses.get(text, 0.0) + mass
+    distance = variation(WORLDS[0].completed(masses, 2), WORLDS[0], 2)
+    assert 0.01 < distance < 0.5
+
+
+class Table:
+    """A model that looks at the last token only."""
+
+    def __init__(self, laws):
+        self.embedding = torch.eye(len(laws), 64)
+        self.logits = torch.tensor([[float(p) for p in laws[token]] for token in range(len(laws))]).log()
+
+    def __call__(self, rows, positions, attend, wanted):
+        attend(0, *[rows[:, None]] * 3)
+        return (rows if wanted is None else rows[wanted])[:, : len(self.logits)] @ self.logits.clamp(min=-1e9)
+
+
+@pytest.fixture
+def page_law(monkeypatch, request):
+    folder = request.path.parent.parent
+    if not (folder / "docs" / "longest_branch_law.py").exists():
+        pytest.skip("an sdist has no docs")
+    monkeypatch.syspath_prepend(folder)
+    from docs import longest_branch_law
+
+    return longest_branch_law
+
+
+def test_the_pages_law_is_that_of_reference_rules_and_the_drafter(page_law):
+    """Chains of two drafts below two roots, by fractions and by replaying the parts of pass_ext."""
+    target, draft = page_law.TARGET, page_law.DRAFTS["good behind rare tokens"]
+    own = page_law.step(target, draft, PROMPT[-1], 2, 2)
+    world = World(0, VOCABULARY)
+    for text in itertools.chain.from_iterable(itertools.product(range(VOCABULARY), repeat=n) for n in range(4)):
+        law = torch.tensor([float(p) for p in target[text[-1] if text else 0]], dtype=torch.float64)
+        world.laws[text] = (process(law.log()), None)
+    masses = {}
+    for text, mass in longest_branch_texts(Table(draft), Tree.from_branching((2, 1, 1)), world):
+        masses[text] = masses.get(text, 0.0) + mass
+    assert set(masses) == {text for text, mass in own.items() if mass}
+    assert max(abs(masses[text] - float(mass)) for text, mass in own.items()) < 1e-6  # the draft's logits are float32
+
+
+@pytest.mark.parametrize("roots", [1, 2])
+def test_generate_writes_by_the_pages_law(page_law, roots):
+    """3,000 texts of three tokens: the enumerated law fits, the target's own does not."""
+    requests, new_tokens = 3000, 3
+    target, draft = page_law.TARGET, page_law.DRAFTS["good behind rare tokens"]
+    method = MultiCandidate(Table(draft), (roots, 1))
+    got = generate(
+        Table(target), torch.tensor([[page_law.PROMPT]]).expand(requests, -1), method, max_new_tokens=new_tokens,
+        temperature=1.0, seeds=range(requests), rule="longest_branch", eos_token_id=[],
+    )  # fmt: skip
+    counts = counted(got.sequences[:, -new_tokens:], VOCABULARY)
+    texts = list(itertools.product(range(VOCABULARY), repeat=new_tokens))
+    fits = []
+    for law in (
+        page_law.law_of_texts(target, draft, roots, 1, new_tokens),
+        page_law.true_law(target, new_tokens),
+    ):
+        chi_square, freedom = fit(counts, torch.tensor([float(law.get(text, 0)) for text in texts]).double())
+        fits.append((chi_square - freedom) / (2 * freedom) ** 0.5)
+    assert fits[0] < 5 and fits[1] > 20, fits

@@ -1,0 +1,154 @@
+"""A model while it is decoded and afterwards: generations that are nested, in threads, or go on with a session."""
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support.generation import slots_for
+from support.small_models import small_model
+
+from pass_ext import NGram, PaSS, Tree, generate
+from pass_ext.decoding.models.adapt import packed_model
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+OPTIONS = dict(max_new_tokens=8, eos_token_id=[])
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return small_model("llama")
+
+
+@pytest.fixture
+def deep(llama):
+    """Slots whose logits depend on what they add to the layers' inputs."""
+    lookahead = slots_for(llama, deep_layers=2)
+    with torch.no_grad():
+        lookahead.deep.mul_(6)
+    return PaSS(lookahead, tree=Tree.from_branching((8, 4)), rows=64, slots=2)
+
+
+class During:
+    """A streamer that calls something at each step."""
+
+    def __init__(self, call):
+        self._call = call
+
+    def put(self, tokens):
+        pass
+
+    def put_step(self, tokens, accepted):
+        self._call()
+
+    def end(self):
+        pass
+
+
+def test_deep_slots_shift_layers_with_a_used_session_too(llama, deep, monkeypatch):
+    shifted = []
+    embed = torch.Tensor.__add__  # every shift is a sum; the model's own are counted alike in both runs
+    monkeypatch.setattr(torch.Tensor, "__add__", lambda a, b: shifted.append(1) or embed(a, b))
+    first = generate(llama, IDS, deep, keep_cache=True, **OPTIONS)
+    sums = len(shifted)
+    again = generate(llama, IDS, deep, session=first.session, **OPTIONS)
+    assert torch.equal(again.sequences, first.sequences)
+    assert len(shifted) == 2 * sums
+    assert again.stats.acceptance_histogram == first.stats.acceptance_histogram
+
+
+def test_layers_get_what_deep_slots_add(llama, deep):
+    given = []
+    taps = [
+        llama.model.register_forward_pre_hook(
+            lambda _, __, named: given.append(named["inputs_embeds"]), with_kwargs=True
+        ),
+        llama.model.layers[0].input_layernorm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0])),
+    ]
+    try:
+        generate(llama, IDS, deep, **OPTIONS)
+    finally:
+        for tap in taps:
+            tap.remove()
+    added = torch.cat([(layer - embedded)[0] for embedded, layer in zip(given[0::2], given[1::2], strict=True)])
+    added = added[added.abs().amax(1) > 0]
+    slots = deep.lookahead.deep[0]
+    assert len(added) > 0
+    assert ((added[:, None] - slots).abs().amax(2).amin(1) < 1e-5).all()  # each row by a slot's own vector
+
+
+def test_offsets_for_a_model_that_is_not_attached(llama):
+    adapted = packed_model(llama)
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM is not attached"):
+        adapted(torch.zeros(1, 64), torch.zeros(1).long(), None, None, torch.zeros(2, 1, 64))
+
+
+def test_a_generation_inside_of_one_with_deep_slots(llama, deep):
+    want = generate(llama, IDS, **OPTIONS)
+    wanted = generate(llama, IDS, deep, **OPTIONS).stats
+    inside = []
+    for method in (None, deep):
+        streamer = During(lambda method=method: inside.append(generate(llama, IDS, method, **OPTIONS)))
+        outer = generate(llama, IDS, deep, streamer=streamer, **OPTIONS)
+        assert torch.equal(outer.sequences, want.sequences)
+        assert outer.stats.acceptance_histogram == wanted.acceptance_histogram
+    assert all(torch.equal(got.sequences, want.sequences) for got in inside)
+    assert inside[-1].stats.acceptance_histogram == wanted.acceptance_histogram
+
+
+def test_the_first_of_two_threads_ends_first(llama, deep):
+    """The second begins while the first decodes, goes on behind its end, and leaves the model as the first found it."""
+    want = generate(llama, IDS, **OPTIONS).sequences
+    before = llama.config._attn_implementation
+    second_runs, first_ended, got = threading.Event(), threading.Event(), {}
+
+    def second():
+        def wait():
+            second_runs.set()
+            assert first_ended.wait(10)
+
+        got["second"] = generate(llama, IDS, NGram(), streamer=During(wait), **OPTIONS).sequences
+
+    other = threading.Thread(target=second)
+
+    def begin():
+        if not other.ident:
+            other.start()
+            assert second_runs.wait(10)
+
+    got["first"] = generate(llama, IDS, deep, streamer=During(begin), **OPTIONS).sequences
+    assert llama.config._attn_implementation.startswith("pass_ext_rows"), "the second still needs it"
+    first_ended.set()
+    other.join(10)
+    assert torch.equal(got["first"], want) and torch.equal(got["second"], want)
+    assert llama.config._attn_implementation == before
+    assert not any("forward" in vars(part) or part._forward_pre_hooks for part in llama.modules())
+    llama(IDS)
+
+
+def test_many_threads_at_once(llama, deep):
+    want = generate(llama, IDS, **OPTIONS).sequences
+    before = llama.config._attn_implementation
+    wrong = []
+
+    def run(method):
+        for _ in range(3):
+            if not torch.equal(generate(llama, IDS, method, **OPTIONS).sequences, want):
+                wrong.append(method)
+
+    threads = [threading.Thread(target=run, args=(method,)) for method in (None, deep, NGram(), deep)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == [] and llama.config._attn_implementation == before
+
+
+def test_parts_in_eval_mode_stay_so():
+    model = small_model("llama").train()
+    model.model.layers[0].eval()
+    modes = [part.training for part in model.modules()]
+    generate(model, IDS, max_new_tokens=1)
+    assert [part.training for part in model.modules()] == modes and len(set(modes)) == 2

@@ -1,0 +1,166 @@
+"""What a transformers model's masks and attention calls say about windows: both are read, and what disagrees is refused."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from support.generation import greedy_of_transformers, methods_for
+from support.small_models import MASKS_KNOW_WINDOWS, ODD_HEADS, ragged_prompts, small_model
+from transformers import masking_utils
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+
+import pass_ext
+from pass_ext import NGram, generate
+from pass_ext.decoding.models.patching.mask_patterns import window_of
+
+IDS = torch.tensor([[5, 6, 7, 5, 6]])
+ENDS = [5, 6, 7]
+
+
+def assert_text_of_transformers(model, methods=("plain", "ngram", "one pass", "one pass, deep")):
+    ids, mask = ragged_prompts(8)
+    want = greedy_of_transformers(model, ids, mask, 16, eos_token_id=ENDS)
+    for name in methods:
+        method = methods_for(model)[name]
+        got = generate(model, ids, method, max_new_tokens=16, attention_mask=mask, eos_token_id=ENDS)
+        assert torch.equal(got.sequences, want), name
+        custom = pass_ext.custom_generate(method)
+        got = greedy_of_transformers(model, ids, mask, 16, eos_token_id=ENDS, custom_generate=custom)
+        assert torch.equal(got, want), f"{name}, custom_generate"
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", MASKS_KNOW_WINDOWS)
+def test_windows_that_the_mask_alone_knows(architecture, attention):
+    model = small_model(architecture)
+    model.set_attn_implementation(attention)
+    ids, mask = ragged_prompts(8)
+    whole = small_model(architecture, sliding_window=2048)
+    assert not torch.allclose(model(ids, attention_mask=mask).logits, whole(ids, attention_mask=mask).logits)
+    assert_text_of_transformers(model)
+
+
+@pytest.mark.parametrize("architecture", ODD_HEADS)
+def test_models_that_take_views_of_what_attention_gives(architecture):
+    """Heads of 24 are computed as 64 wide; what is cut off them is contiguous."""
+    assert_text_of_transformers(small_model(architecture), ["plain", "ngram"])
+
+
+def call_with(monkeypatch, attention, change):
+    """The attention layers of a file of transformers call with changed options."""
+    forward = attention.forward
+
+    def changed(self, *arguments, **options):
+        interface, name = transformers.AttentionInterface._global_mapping, self.config._attn_implementation
+        called = interface[name]
+        interface[name] = lambda *tensors, **options: called(*tensors, **change(options))
+        try:
+            return forward(self, *arguments, **options)
+        finally:
+            interface[name] = called
+
+    monkeypatch.setattr(attention, "forward", changed)
+
+
+def test_a_window_that_any_model_keeps_from_the_call(monkeypatch):
+    model = small_model("mistral")
+    model.set_attn_implementation("sdpa")
+    call_with(monkeypatch, modeling_mistral.MistralAttention, lambda options: {**options, "sliding_window": None})
+    assert_text_of_transformers(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "window", "message"),
+    [
+        ("mistral", 5, r"mistral, layer 0: MistralAttention says sliding_window=5, its mask has a window of 7"),
+        ("llama", 5, r"llama, layer 0: LlamaAttention says sliding_window=5, its mask has no window"),
+    ],
+)
+def test_call_and_mask_that_disagree(monkeypatch, architecture, window, message):
+    model = small_model(architecture)
+    before = model.config._attn_implementation
+    attention = {"mistral": modeling_mistral.MistralAttention, "llama": modeling_llama.LlamaAttention}[architecture]
+    call_with(monkeypatch, attention, lambda options: {**options, "sliding_window": window})
+    with pytest.raises(ValueError, match=message):
+        generate(model, IDS, max_new_tokens=2)
+    assert model.config._attn_implementation == before
+
+
+def test_a_window_that_the_cache_alone_knows():
+    """transformers' generate cuts this model's cache to 7 keys, and its mask shows all: its text depends on the steps."""
+    model = small_model("llama", sliding_window=7)
+    with pytest.raises(
+        ValueError, match=r"llama, layer 0: .* mask has no window, but transformers' cache keeps the last 7"
+    ):
+        generate(model, IDS, max_new_tokens=2)
+    generate(small_model("llama", sliding_window=7, layer_types=["full_attention"] * 2), IDS, max_new_tokens=2)
+
+
+def prefix(batch, head, query, key):
+    return (query < 2) & (key < 2)
+
+
+def without_last(mask):
+    return torch.cat([mask[:, :-1], torch.zeros_like(mask[:, -1:])], 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda given: {**given, "or_mask_function": prefix}, "the mask that llama makes is neither causal nor a sliding"),
+        (lambda given: {**given, "and_mask_function": prefix}, "the mask that llama makes is neither causal nor a sliding"),
+        (lambda given: {**given, "attention_mask": without_last(given["attention_mask"])}, "llama changes the attention_mask"),
+        (lambda given: {**given, "attention_mask": given["attention_mask"][:, 1:]}, "llama changes the attention_mask"),
+    ],
+)  # fmt: skip
+def test_other_masks_are_refused(monkeypatch, change, message):
+    model, make = small_model("llama"), modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: make(**change(given)))
+    with pytest.raises(ValueError, match=f"llama, layer 0: .*{message}"):
+        generate(model, IDS, max_new_tokens=2)
+
+
+def test_positions_of_trees_are_no_packed_texts(monkeypatch):
+    """Where a model keeps the attention_mask from its masks, transformers takes rows of a tree for several texts."""
+    model, make = small_model("llama"), modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: make(**{**given, "attention_mask": None}))
+    with pytest.raises(ValueError, match="layer 0: the mask"):
+        generate(model, IDS.repeat(2, 1), NGram(shortest=1), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda mask: mask.dtype, lambda mask: mask[:, :, -1:], lambda mask: 1 - mask, lambda mask: mask == 0,
+        lambda mask: torch.ones(2) * mask, lambda mask: torch.where(mask, 0.0, 1.0), lambda mask: mask.to(torch.float32),
+    ],
+)  # fmt: skip
+def test_models_that_compute_with_their_mask(monkeypatch, compute):
+    model, forward = small_model("llama"), modeling_llama.LlamaAttention.forward
+
+    def computing(self, *arguments, attention_mask, **options):
+        compute(attention_mask)
+        return forward(self, *arguments, attention_mask=attention_mask, **options)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", computing)
+    with pytest.raises(ValueError, match="llama computes with its attention_mask"):
+        generate(model, IDS, max_new_tokens=2)
+
+
+def test_patterns():
+    windowed = masking_utils.sliding_window_causal_mask_function
+    assert window_of(masking_utils.causal_mask_function) == -1
+    assert [window_of(windowed(width)) for width in (1, 7)] == [1, 7]
+    chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+    others = [
+        prefix,
+        chunked,
+        masking_utils.sliding_window_overlay(7),
+        masking_utils.and_masks(windowed(7), masking_utils.causal_mask_function),
+        masking_utils.or_masks(masking_utils.sliding_window_overlay(7), masking_utils.causal_mask_function),
+        masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(7)),
+    ]
+    assert [window_of(other) for other in others] == [None] * len(others)

@@ -1,0 +1,81 @@
+"""The tree that a draft model fills: planned for what it says of itself, guessed where it says nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pass_ext
+from pass_ext import MultiCandidate, NGram, Speculative, Tree
+from pass_ext.decoding.drafting.of_method import model_drafter
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.planning import for_draft_model
+from pass_ext.decoding.sampling import SamplingParams
+
+pytest.importorskip("transformers")
+from support.small_models import small_model
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """A target, and a draft whose calls cost next to nothing."""
+    times = {"llama": lambda rows: 1 + 1e-4 * rows, "qwen2": lambda rows: 1e-4 * rows}
+    monkeypatch.setattr(
+        for_draft_model, "measured_times", lambda model, graphs: SimpleNamespace(at=times[model.name], rows=(1, 64))
+    )
+    return packed_model(small_model("llama")), small_model("qwen2", seed=5, num_hidden_layers=1)
+
+
+def planned(target, method, rule):
+    sampling = SamplingParams(temperature=1.0).for_batch(1, torch.device("cpu"))
+    return model_drafter(method, target, sampling, rule, [[5, 9, 11]], graphs=False)
+
+
+def test_the_planned_tree_is_the_one_that_is_filled(models):
+    target, draft = models
+    sure = [[0.9, 0.05], [0.8, 0.1]]
+    assert planned(target, Speculative(draft, "auto", hit_rates=sure), "rejection").tree == Tree.chain(2)
+    filled = planned(target, MultiCandidate(draft, "auto", hit_rates=sure), "rejection").tree
+    assert filled == Tree.from_branching((2, 2)), "every candidate is worth its row"
+
+
+def test_the_drafter_knows_whose_calls_take_how_long(models):
+    target, draft = models
+    made = planned(target, Speculative(draft, "auto", hit_rates=[[0.9, 0.05], [0.8, 0.1]]), "rejection")
+    assert made.times.at(1) == pytest.approx(1, abs=1e-3), "the target's"
+    assert made.seconds(2) < 1e-2, "two calls of the draft"
+
+
+def test_no_drafts_where_they_gain_nothing(models):
+    target, draft = models
+    hopeless = [[1e-6, 1e-6]]
+    for method in (Speculative(draft, "auto", hit_rates=hopeless), MultiCandidate(draft, "auto", hit_rates=hopeless)):
+        assert planned(target, method, "rejection") is None
+
+
+def test_the_approximate_rule_has_candidates_always(models):
+    """It draws what its candidates' rows say, so it must not become plain decoding where drafts gain nothing."""
+    target, draft = models
+    method = MultiCandidate(draft, "auto", hit_rates=[[1e-6, 1e-6]], target_initialised=True)
+    assert planned(target, method, "longest_branch").tree == Tree.chain(1)
+    assert planned(target, method, "rejection") is None
+
+
+def test_the_face_plans_what_generate_would_follow(models):
+    target, draft = models
+    method = MultiCandidate(draft, "auto", hit_rates=[[0.9, 0.05], [0.8, 0.1]])
+    made = pass_ext.plan(target, method)
+    assert made.tree == Tree.from_branching((2, 2)) and "2 calls" in str(made)
+    assert len(pass_ext.plan(target, method, requests=16).tree) < 7, "64 rows for 16 requests"
+
+
+def test_what_has_no_plan_is_said(models):
+    target, draft = models
+    with pytest.raises(
+        TypeError, match=r"method must be PaSS\(...\), Speculative\(...\) or MultiCandidate\(...\), got NGram"
+    ):
+        pass_ext.plan(target, NGram())
+    with pytest.raises(ValueError, match="this Speculative has a tree already"):
+        pass_ext.plan(target, Speculative(draft, 3))
+    with pytest.raises(ValueError, match="requests must be a whole number, 1 or more, got 0"):
+        pass_ext.plan(target, Speculative(draft, "auto"), requests=0)

@@ -1,0 +1,61 @@
+"""Measured step times of models: whose they are, and which are kept on disk."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support.small_models import small_model
+
+from pass_ext import LookaheadEmbedding, PaSS, generate
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.planning import measured as timing
+from pass_ext.decoding.planning.step_times import StepTimes
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What was measured: fingerprints, a new one each time."""
+    fingerprints = []
+
+    def measure(run, *, fingerprint, device):
+        run(2)
+        fingerprints.append(fingerprint)
+        return StepTimes((1, 64), (1.0, 1.0 + 0.01 * len(fingerprints)))
+
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "_times", {})
+    return fingerprints
+
+
+def test_another_dtype_or_size_is_another_model(measured):
+    model = small_model("llama")
+    first = timing.measured_times(packed_model(model))
+    assert timing.measured_times(packed_model(model)) is first
+    assert timing.measured_times(packed_model(small_model("llama"))) is first, "one like it takes as long"
+    assert timing.measured_times(packed_model(model.bfloat16())) is not first
+    assert timing.measured_times(packed_model(small_model("llama", num_hidden_layers=1))) is not first
+    assert len(set(measured)) == len(measured) == 3 and None not in measured
+
+
+@dataclasses.dataclass  # its __eq__ makes it unhashable
+class Decoder:
+    embedding: torch.Tensor
+    layers: int = 1
+
+    def __call__(self, rows, positions, attend, wanted):
+        for layer in range(self.layers):
+            rows = rows + attend(layer, *(rows.unflatten(1, (1, 64)),) * 3).flatten(1)
+        return (rows if wanted is None else rows[wanted]) @ self.embedding.T
+
+
+def test_callables_have_times_of_their_own_that_are_not_kept(measured):
+    few, many = (Decoder(torch.randn(9, 64), layers) for layers in (1, 3))
+    method = PaSS(LookaheadEmbedding.from_table(2, few.embedding))
+    for model in (few, many, few):
+        generate(model, torch.tensor([[3, 4]]), method, max_new_tokens=3)
+    assert measured == [None, None] and len(timing._times) == 2
+    del model, few
+    assert len(timing._times) == 1, "they go with their model"

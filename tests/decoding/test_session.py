@@ -1,0 +1,112 @@
+"""Sessions between generations: what a text leaves behind, and what a generation may start from."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support.generation import slots_for
+from support.small_models import small_model
+
+from pass_ext import NGram, PaSS, Tree, generate
+
+IDS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 5]])
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return small_model("llama")
+
+
+@pytest.fixture(scope="module")
+def whole(llama):
+    return generate(llama, IDS, max_new_tokens=12, eos_token_id=[]).sequences
+
+
+def test_a_session_holds_all_but_the_last_token(llama, whole, monkeypatch):
+    """Texts that end inside of an accepted block too: they end by a criterion, at 11 and at 9 tokens."""
+    from pass_ext.decoding.drafting.drafting import NGramIndex
+
+    texts = iter(whole.tolist() * 99)
+    monkeypatch.setattr(
+        NGramIndex, "proposals", lambda self, tokens, branches, text=texts: [next(text)[len(self) :][:tokens]]
+    )
+    ends = {11: whole[0, :11], 9: whole[1, :9]}
+
+    def stopping(text, scores):
+        end = ends.get(text.shape[1])
+        return end is not None and torch.equal(text[0], end)
+
+    got = generate(llama, IDS, NGram(tokens=6), max_new_tokens=12, eos_token_id=[], stopping=stopping, keep_cache=True)
+    assert got.lengths == (6, 4) and got.stats.model_calls == 2, "both ended inside of one block"
+    assert got.session.prefix_lens.tolist() == [10, 8]
+
+
+def keys_and_values(layers=2, requests=2, columns=4, heads=2, width=64, dtype=torch.float32):
+    return [tuple(torch.zeros(requests, columns, heads, width, dtype=dtype) for _ in range(2)) for _ in range(layers)]
+
+
+@pytest.mark.parametrize(
+    ("past", "message"),
+    [
+        ((keys_and_values(), 0), "past must be of 1 token or more, got 0"),
+        ((keys_and_values(), -2), "past must be of 1 token or more, got -2"),
+        ((keys_and_values(), 2.0), r"past must be of 1 token or more, got 2\.0"),
+        (([], 2), "past must be of each layer, 1 or more, got 0"),
+        ((keys_and_values(columns=3), 4), r"layer 0 must be \[2, 4 or more, heads, D\], got \[2, 3, 2, 64\]"),
+        ((keys_and_values(requests=1), 2), r"layer 0 must be \[2, 2 or more, heads, D\], got \[1, 4, 2, 64\]"),
+        (([(torch.zeros(2, 4, 64),) * 2], 2), "layer 0 must be"),
+        ((keys_and_values(heads=4), 2), r"layer 0: .* \[4, 64\] .* \[2, 64\]"),
+        ((keys_and_values(width=80), 2), r"layer 0: .* \[2, 80\] .* \[2, 64\]"),
+        ((keys_and_values(dtype=torch.float16), 2), r"layer 0: .*torch.float16 .* torch.float32"),
+        ((keys_and_values(layers=1), 2), "more layers than 1, which `past` is of"),
+        ((keys_and_values(layers=3), 2), "2 layers attended, 3 in the first call or in `past`"),
+        ((keys_and_values(columns=5), 5), "past holds 5 tokens, so prompts must be longer, got 5"),
+    ],
+)
+def test_a_past_that_does_not_fit(llama, past, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        generate(llama, IDS, max_new_tokens=2, past=past)
+
+
+def test_a_past_goes_into_the_caches_that_are_there(llama, whole):
+    """Recorded calls read those."""
+    options = dict(max_new_tokens=12, eos_token_id=[])
+    session = generate(llama, IDS, keep_cache=True, **options).session
+    addresses = [cache.data_ptr() for both in session.caches for cache in both]
+    past = [tuple(x[:, :3].clone() for x in both) for both in session.caches]
+    for keys, values in session.caches:
+        keys.zero_(), values.zero_()
+    got = generate(llama, IDS, session=session, past=(past, 3), keep_cache=True, **options)
+    assert torch.equal(got.sequences, whole)
+    assert [cache.data_ptr() for both in got.session.caches for cache in both] == addresses
+    with pytest.raises(ValueError, match="past must be of each layer, 2, got 3"):
+        generate(llama, IDS, session=session, past=(keys_and_values(layers=3), 3), **options)
+    with pytest.raises(ValueError, match=r"layer 0: .* \[2, 64\] .* given now torch.float32 \[1, 64\]"):
+        generate(llama, IDS, session=session, past=(keys_and_values(heads=1), 3), **options)
+
+
+def test_a_session_does_not_write_into_the_embeddings_it_began_with(llama):
+    first, second = slots_for(llama, seed=0, deep_layers=2), slots_for(llama, seed=1, deep_layers=2)
+    kept = [parameter.clone() for parameter in first.parameters()]
+    tree = Tree.chain(4)
+    options = dict(max_new_tokens=6, eos_token_id=[])
+    session = generate(llama, IDS, PaSS(first, tree=tree, rows=16), keep_cache=True, **options).session
+    generate(llama, IDS, PaSS(second, tree=tree, rows=16), session=session, **options)
+    assert all(torch.equal(now, then) for now, then in zip(first.parameters(), kept, strict=True))
+
+
+def test_inference_mode_and_sessions(whole):
+    """A model, slots and a session that were made in inference mode, used in it and outside."""
+    options = dict(max_new_tokens=12, eos_token_id=[])
+    with torch.inference_mode():
+        model = small_model("llama")
+        method = PaSS(slots_for(model, rank=3, deep_layers=2), tree=Tree.chain(3), rows=16, slots=3)
+        inside = generate(model, IDS, method, keep_cache=True, **options)
+    outside = generate(model, IDS, method, session=inside.session, keep_cache=True, **options)
+    with torch.inference_mode():
+        again = generate(model, IDS, method, session=outside.session, **options)
+        past = [tuple(x[:, :3].clone() for x in both) for both in inside.session.caches]
+    after = generate(model, IDS, method, session=inside.session, past=(past, 3), **options)
+    for got in (inside, outside, again, after):
+        assert torch.equal(got.sequences, whole)

@@ -1,0 +1,76 @@
+"""``attention_tree`` and ``attention_merge`` on the emulator."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from emulator import session
+from emulator.ops.launching import given, seeds
+
+FLOAT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+GRIDS = itertools.cycle((7, 1, 16, 3))  # how many blocks fit on the GPU that the next launch finds
+
+
+def strides_of(name: str, rows: Tensor | None) -> dict[str, int]:
+    if rows is None:
+        return {}
+    *outer, slot, head, _ = rows.stride()
+    return {f"{name}_outer": outer[0] if outer else 0, f"{name}_slot": slot, f"{name}_head": head}
+
+
+def attention_tree(
+    q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
+    window, blocks=None, seed=None, record=None,
+):  # fmt: skip
+    """``record``: a dict that gets what the kernel did: "accesses", how many, and "copies" to shared memory, 16 bytes each, as
+    (block, how many groups its thread had committed before, address).
+    """
+    q = q.contiguous()
+    rows, heads, head_dim = q.shape
+    caches = dict(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
+    inputs = given(
+        q=q, prefix_lens=prefix_lens, cu_nodes=cu_nodes, visible=visible, block_table=block_table, **caches,
+        depths=depths if window >= 0 else None,
+    )  # fmt: skip
+    out, lse = torch.empty_like(q), torch.empty((rows, heads), dtype=torch.float32)
+    pages_of_one = 1 if block_table is None else block_table.shape[1]
+    numbers = {name: tensor.data_ptr() for name, tensor in (inputs | dict(out=out, lse=lse)).items()}
+    for name, tensor in caches.items():
+        numbers |= strides_of(name, tensor)
+    numbers |= dict(
+        rows=rows, heads=heads, head_dim=head_dim, kv_heads=k_cache.shape[2], requests=cu_nodes.numel() - 1,
+        max_nodes=max_nodes, slots=pages_of_one * k_cache.shape[1], page_size=k_cache.shape[1], pages=k_cache.shape[0],
+        table_stride=0 if block_table is None else block_table.stride(0), window=window, type=FLOAT_TYPES[q.dtype],
+        visible_stride=visible.stride(0),
+        most_blocks=next(GRIDS) if blocks is None else blocks,
+    )  # fmt: skip
+    with session({}) as machine:
+        parts = torch.empty(machine.attention_workspace(numbers | {"wants_parts": 1}), dtype=torch.float32)
+        counters = torch.zeros(machine.attention_workspace(numbers), dtype=torch.int32)
+    numbers |= dict(parts=parts.data_ptr(), counters=counters.data_ptr())
+    buffers = {name: (tensor, "in") for name, tensor in inputs.items()}
+    buffers |= {"out": (out, "out"), "lse": (lse, "out"), "parts": (parts, "out"), "counters": (counters, "inout")}
+    with session(buffers, seed=next(seeds) if seed is None else seed) as machine:
+        if record is not None:
+            machine.record_copies()
+        machine.attention("attention_tree", numbers, head_dim**-0.5 if scale is None else scale, softcap)
+        if record is not None:
+            record |= {"copies": machine.taken_copies(), "accesses": machine.count_accesses()}
+    assert not counters.any(), "the counters are not zero again"
+    return out, lse
+
+
+def attention_merge(out_a, lse_a, out_b, lse_b):
+    inputs = {name: tensor.contiguous() for name, tensor in
+              dict(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b).items()}  # fmt: skip
+    out, lse = torch.empty(out_a.shape, dtype=out_a.dtype), torch.empty(lse_a.shape, dtype=torch.float32)
+    numbers = {name: tensor.data_ptr() for name, tensor in (inputs | dict(out=out, lse=lse)).items()}
+    numbers |= dict(rows=lse.numel(), head_dim=out.shape[-1], type=FLOAT_TYPES[out.dtype])
+    buffers = {name: (tensor, "in") for name, tensor in inputs.items()} | {"out": (out, "out"), "lse": (lse, "out")}
+    with session(buffers, seed=next(seeds)) as machine:
+        machine.attention("attention_merge", numbers, 0.0, 0.0)
+    return out, lse
+
+
+KERNELS = {"attention_tree": attention_tree, "attention_merge": attention_merge}

@@ -1,0 +1,138 @@
+"""Every causal language model of transformers, tiny and random: transformers' own text by every method, or a refusal that names
+model and reason. Ten families always, all of them with the slow tests. docs/architectures.md shows the committed result.
+"""
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support.paths import ROOT
+
+from benchmarks import architectures
+from benchmarks.architecture_models import NOT_BUILT, model_types, tiny_model
+from benchmarks.architectures import RESULT, SAME, WAYS, judged
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2", "olmo2")
+ALL = [pytest.param(name, marks=[] if name in FAMILIES else pytest.mark.slow) for name in model_types()]
+
+
+@pytest.fixture(scope="module")
+def result():
+    return architectures.committed_result(ROOT)
+
+
+def kinds(line):
+    """Outcomes without the reasons."""
+    return {way: line[way].partition(":")[0] for way in (*WAYS, "early exit") if way in line}
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_transformers_own_text_or_a_refusal(architecture, result):
+    line = judged(architecture)
+    assert ("not built" in line) == (architecture in NOT_BUILT), line
+    wrong = {way: line[way] for way in WAYS if architectures.is_wrong(line, way)}
+    assert not wrong
+    assert architecture not in FAMILIES or [line[way] for way in WAYS] == [SAME] * 3
+    assert architecture not in FAMILIES or line["different rows"] == len(architectures.LENGTHS), (
+        "texts that tell nothing"
+    )
+    if result["versions"]["transformers"] == architectures.versions()["transformers"]:
+        shown = next(row for row in result["rows"] if row["architecture"] == architecture)
+        assert kinds(line) == kinds(shown), "the page shows another outcome: judge it again"
+
+
+# ---- what the sweep finds ----
+
+
+def test_a_window_that_is_left_out_is_found(monkeypatch):
+    from pass_ext.decoding.session import session
+
+    attention_tree = session.attention_tree
+    monkeypatch.setattr(
+        session, "attention_tree", lambda *given, **named: attention_tree(*given, **{**named, "window": -1})
+    )
+    line = judged("mistral")
+    assert line["generate"].startswith("another text by Plain: row 0"), line
+    assert line["custom_generate"].startswith("another text: row 0"), line
+    assert all(architectures.is_wrong(line, way) for way in WAYS[:2]) and line["attn_implementation"] == SAME
+
+
+def test_logits_that_are_a_little_other_are_found(monkeypatch):
+    from pass_ext.decoding.session import session
+
+    attention_tree = session.attention_tree
+
+    def scaled(*given, **named):
+        out, lse = attention_tree(*given, **named)
+        return out * 1.002, lse
+
+    monkeypatch.setattr(session, "attention_tree", scaled)
+    assert "other logits by Plain" in judged("llama")["generate"]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (ValueError("llama has no head"), "refused: llama has no head"),
+        (ValueError("LlamaAttention is not causal"), "refused: LlamaAttention is not causal"),
+        (ValueError("it has no head"), "fails: ValueError: it has no head"),
+        (AssertionError("llama"), "fails: AssertionError: llama"),
+        (RuntimeError("llama: view size"), "fails: RuntimeError: llama: view size"),
+    ],
+)
+def test_what_counts_as_a_refusal(error, outcome):
+    def raises():
+        raise error
+
+    assert architectures._outcome(tiny_model("llama"), raises) == outcome
+
+
+def test_only_ties_are_forgiven(monkeypatch):
+    """A token that is as likely as the wanted one, and no other."""
+    texts = architectures.Texts(tiny_model("llama"))
+    assert texts.difference(texts.wanted) is None and texts.ties == 0
+    got = texts.wanted.clone()
+    got[1, 3:] = 5
+    logits = texts.logits(1)
+    assert int(logits[architectures.LENGTHS[1] + 2].argmax()) == int(texts.wanted[1, 3]), "the row that wrote it"
+    assert texts.difference(got).startswith("row 1, token 3: 5, transformers writes")
+    best = logits[architectures.LENGTHS[1] + 2]
+    best[5] = best.max() - 1e-5
+    monkeypatch.setattr(texts, "logits", lambda row: logits)
+    assert texts.difference(got) is None and texts.ties == 1
+    got[1, 3] = 6
+    assert texts.difference(got) is not None, "a tie, but of two other tokens"
+
+
+# ---- the page ----
+
+
+def check(root):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["architectures", "--check", "--root", str(root)])
+        return architectures.main()
+
+
+def test_the_page_shows_the_committed_result(tmp_path):
+    assert check(ROOT) == 0
+    for file in (RESULT, architectures.PAGE):
+        (tmp_path / file).parent.mkdir(parents=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    page = tmp_path / architectures.PAGE
+    page.write_text(page.read_text().replace("| llama | yes |", "| llama | no |"))
+    assert check(tmp_path) == 1
+
+
+def test_every_architecture_is_in_the_table(result):
+    if result["versions"]["transformers"] == architectures.versions()["transformers"]:
+        assert [row["architecture"] for row in result["rows"]] == list(model_types())
+    assert {row["architecture"] for row in result["rows"] if "not built" in row} == set(NOT_BUILT)
+
+
+def test_models_are_tiny():
+    assert sum(parameter.numel() for parameter in tiny_model("llama").parameters()) < 200_000
+    assert torch.equal(tiny_model("llama").lm_head.weight, tiny_model("llama").lm_head.weight)

@@ -1,0 +1,237 @@
+"""A GPU run keeps its evidence, whatever ends it: shown with stand-ins for its stages, and by killing it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.paths import ROOT
+
+# What a run meets: tests that pass and fail, one that hangs in C, one that aborts its process, a module that cannot be
+# imported, and a bench that dies half way. Each test writes its name into a file of its own when it ends: the witness.
+MODULES = {
+    "accept": """
+        @pytest.mark.parametrize("backend", ["cuda"])
+        @pytest.mark.parametrize("number", range(12))
+        def test_many(backend, number):
+            time.sleep(0.05)
+            witness(number)
+            assert number != 5
+    """,
+    "cache": """
+        @pytest.mark.parametrize("backend", ["cuda"])
+        @pytest.mark.parametrize("number", range(3))
+        def test_middle_one_hangs(backend, number):
+            if number == 1:
+                ctypes.CDLL(None).sleep(600)
+            witness(number)
+    """,
+    "draft": """
+        @pytest.mark.parametrize("backend", ["cuda"])
+        @pytest.mark.parametrize("number", range(3))
+        def test_middle_one_aborts(backend, number):
+            if number == 1:
+                os.abort()
+            witness(number)
+    """,
+    "tree": """
+        raise ImportError("no such library")
+    """,
+}
+HEAD = """
+import ctypes, os, time
+import pytest
+
+def witness(number):
+    with open(os.environ["WITNESS"], "a") as file:
+        file.write(f"{__name__} {number}\\n")
+"""
+BENCH = """
+import os
+from benchmarks.gpu import evidence
+for rows in range(1, 4):
+    evidence.add_here("bench", file="bench_accept.json", result={"quick": False, "rows": list(range(rows))})
+os._exit(3)
+"""
+RUN = """
+import sys, time
+from pathlib import Path
+from benchmarks.gpu import evidence, record
+from benchmarks.gpu.runner import Runner, Stage
+folder = Path(sys.argv[1])
+tests = lambda name: [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.outcomes", "-p", "no:cacheprovider",
+                      "--continue-on-collection-errors", "-q", f"tests/test_{name}.py"]
+path = folder / f"evidence-{sys.argv[2]}.jsonl"
+machine = {"gpu": {"name": "Some GPU"}}
+evidence.add(path, "run", date="2031-02-03T04:05:06Z", commit="0123456789ab", machine=machine, versions={},
+             kernels=record.describe_kernels(Path(sys.argv[3])))
+stages = [
+    Stage("tests", {name: tests(name) for name in ("accept", "cache", "draft", "tree")}, 60, {"PASS_EXT_TEST_SECONDS": "2"},
+          restarts=3, fine=(0, 5), ended=(0, 5, 10)),
+    Stage("bench_accept", {"accept": [sys.executable, "bench.py"]}, 10),
+    Stage("sleeps", {"sleep": ["sleep", "600"]}, 1),
+    Stage("elsewhere", {"x": ["false"]}, 1, impossible="no such tool"),
+    Stage("prints", {"x": ["echo", "a number: 7"]}, 10, keeps_output=True),
+]
+sys.exit(0 if Runner(path, folder / "run.log", time.monotonic() + 100).run(stages) else 1)
+"""
+
+
+@pytest.fixture
+def benchmarks_gpu(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.gpu import evidence, record
+
+    return evidence, record
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """Starts a run of the stand-ins, in a folder of its own."""
+    (tmp_path / "tests").mkdir()
+    for name, text in MODULES.items():
+        lines = [line.removeprefix("        ") for line in text.splitlines()]
+        (tmp_path / f"tests/test_{name}.py").write_text(HEAD + "\n".join(lines))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "bench.py").write_text(BENCH)
+    (tmp_path / "run.py").write_text(RUN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WITNESS": str(tmp_path / "witness")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take seconds to load
+
+    def start(label="1"):
+        command = [sys.executable, "run.py", tmp_path, label, ROOT]
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+
+    return start
+
+
+def outcomes_of(folder, evidence):
+    found = {}
+    for path in sorted(folder.glob("evidence-*.jsonl")):
+        found |= evidence.outcomes(evidence.read(path), "tests")
+    return found
+
+
+def witnessed(folder):
+    text = (folder / "witness").read_text() if (folder / "witness").exists() else ""
+    return [line.split() for line in text.splitlines()]
+
+
+def test_a_run_gets_past_what_hangs_aborts_and_cannot_be_imported(stand_in, tmp_path, benchmarks_gpu):
+    evidence, record = benchmarks_gpu
+    assert stand_in().wait(timeout=90) == 1
+    outcomes = outcomes_of(tmp_path, evidence)
+    assert outcomes == {
+        **{
+            f"tests/test_accept.py::test_many[{n}-cuda]": "failed" if n == 5 else "passed" for n in range(12)
+        },
+        **{
+            f"tests/test_cache.py::test_middle_one_hangs[{n}-cuda]": "begun" if n == 1 else "passed"
+            for n in range(3)
+        },
+        **{
+            f"tests/test_draft.py::test_middle_one_aborts[{n}-cuda]": "begun" if n == 1 else "passed"
+            for n in range(3)
+        },
+        "tests/test_tree.py": "failed",
+    }
+    (made,) = record.write(tmp_path)
+    assert {name: state.split(",")[0] for name, state in made["stages"].items()} == {
+        "tests": "accept: failed with status 10; tree: failed with status 10",
+        "bench_accept": "accept: failed with status 3",
+        "sleeps": "sleep: cut off",
+        "elsewhere": "left out: no such tool",
+        "prints": "passed",
+    }
+    failed = {name: made["kernels"][f"{name}.cuh"]["tests_failed"] for name in MODULES}
+    assert failed == {"accept": 1, "cache": 1, "draft": 1, "tree": 1}
+    assert json.loads((tmp_path / "bench_accept.json").read_text())["rows"] == [0, 1, 2]
+    texts = [fact["text"] for fact in evidence.read(tmp_path / "evidence-1.jsonl") if fact["kind"] == "text"]
+    assert texts == ["a number: 7\n"]
+    assert "no such library" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.6, *(pytest.param(late, marks=pytest.mark.slow) for late in (1.2, 1.8))])
+def test_a_killed_run_leaves_what_was_known(stand_in, tmp_path, benchmarks_gpu, seconds):
+    evidence, record = benchmarks_gpu
+    process = stand_in()
+    while not witnessed(tmp_path):  # pytest takes its time to start
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(0.3)
+    seen = witnessed(tmp_path)
+    assert len(seen) > 3
+    outcomes = outcomes_of(tmp_path, evidence)
+    time.sleep(0.5)
+    assert witnessed(tmp_path) == seen, "the tests died with the run"
+    last = dict(seen)  # of each process: killed between its witness and its outcome
+    for module, number in seen:
+        (outcome,) = [o for test, o in outcomes.items() if f"{module}.py" in test and f"[{number}-" in test]
+        assert outcome == ("failed" if (module, number) == ("test_accept", "5") else "passed") or last[module] == number
+    (made,) = record.write(tmp_path)
+    assert made["kernels"]["accept.cuh"]["tests_passed"] > 0
+
+    # The page is made from it, and the next run of this commit goes on.
+    results = tmp_path / "root/benchmarks/results/some-gpu"
+    results.mkdir(parents=True)
+    (tmp_path / "root/csrc").symlink_to(ROOT / "csrc")
+    (tmp_path / "verified-0123456789ab.json").rename(results / "verified-0123456789ab.json")
+    page = [sys.executable, "-m", "benchmarks.gpu_status", "--root", tmp_path / "root"]
+    assert subprocess.run(page, cwd=ROOT).returncode == 0
+    assert "accept.cuh" in (tmp_path / "root/docs/gpu-status.md").read_text()
+    stand_in("2").wait(timeout=90)
+    again = witnessed(tmp_path)[len(seen) :]
+    done = {tuple(line) for line in seen if line[1] != last[line[0]]} - {("test_accept", "5")}
+    assert not done & set(map(tuple, again)), "what had passed is not run again"
+    (made,) = record.write(tmp_path)
+    assert made["kernels"]["accept.cuh"]["tests_passed"] == 11
+
+
+def test_half_a_line_costs_itself_alone(tmp_path, benchmarks_gpu):
+    evidence, _ = benchmarks_gpu
+    path = tmp_path / "evidence-1.jsonl"
+    evidence.add(path, "test", id="a")
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+    evidence.add(path, "test", id="b")
+    assert [fact["id"] for fact in evidence.read(path)] == ["a", "b"]
+
+
+def test_a_tree_that_differs_from_its_commit_shares_nothing(tmp_path, benchmarks_gpu):
+    evidence, _ = benchmarks_gpu
+    for number, commit in enumerate(["0123456789ab", "0123456789ab-dirty", "unknown", "0123456789ab"]):
+        evidence.add(tmp_path / f"evidence-{number}.jsonl", "run", commit=commit)
+    names = [path.stem for path in evidence.of_commit(tmp_path, "0123456789ab")]
+    assert names == ["evidence-0", "evidence-3"]
+    assert evidence.of_commit(tmp_path, "0123456789ab-dirty") == evidence.of_commit(tmp_path, "unknown") == []
+
+
+def test_the_stages_name_files_and_commands_that_are_there(benchmarks_gpu):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--list"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    from benchmarks.gpu.stages import BENCHES, FAMILIES, all_stages, files_of_families
+
+    assert set(FAMILIES) == {path.stem.split("_")[0] for path in ROOT.glob("csrc/cuda/*.cu")} - {"debug"}
+    assert all((ROOT / f"benchmarks/bench_{family}.py").exists() for family in BENCHES)
+    files = files_of_families()
+    assert all(files.values()) and "tests/decoding/test_generate.py" not in files["tree"]
+    names = [stage.name for stage in all_stages("9.0")]
+    assert names.index("smoke") < names.index("tests") < names.index("memcheck") < names.index("racecheck")
+    assert len(set(names)) == len(names)
+    unknown = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--list", "--stages", "smoke,ncx"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert unknown.returncode == 1 and "no stage ncx; there are versions" in unknown.stderr

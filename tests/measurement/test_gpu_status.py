@@ -1,0 +1,185 @@
+"""docs/gpu-status.md says nothing about a GPU that no record holds: checked by other code than the code that wrote it.
+
+Each way to lie is tried on a copy of the tree, to show that these checks can fail.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from support.paths import ROOT
+
+CLAIM = re.compile(r"(\d{4}-\d\d-\d\d), (.+), commit (\S+): (\d+) tests")
+
+
+def hash_of(file, root):
+    """The content hash, written a second time: depth first, each header once."""
+    order = []
+
+    def visit(path):
+        if path in order or not path.exists():
+            return
+        order.append(path)
+        for line in path.read_text().splitlines():
+            if line.split('"')[0].replace(" ", "") == "#include":
+                visit(root / "csrc" / line.split('"')[1])
+
+    visit(file)
+    return hashlib.sha256(b"".join(path.read_bytes() for path in order)).hexdigest()[:16]
+
+
+def find_lies(root):
+    """What the page says and the files do not."""
+    page = (root / "docs/gpu-status.md").read_text()
+    records = [json.loads(path.read_text()) for path in root.glob("benchmarks/results/*/verified-*.json")]
+    shown = dict(re.findall(r"^\| csrc/cuda/(\S+\.cuh) \| (.*) \|$", page, flags=re.MULTILINE))
+    lies = [f"{file.name} is not shown" for file in root.glob("csrc/cuda/*.cuh") if file.name not in shown]
+    for name, (claimed, state) in {name: rest.split(" | ") for name, rest in shown.items()}.items():
+        if claimed != hash_of(root / "csrc/cuda" / name, root):
+            lies.append(f"{name} does not have the hash {claimed}")
+        if state.startswith("not verified on a GPU"):
+            continue
+        for claim in state.split("; "):
+            date, gpu, commit, tests = CLAIM.match(claim).groups()
+            if not any(
+                (record["date"][:10], record["machine"]["gpu"]["name"], record["commit"]) == (date, gpu, commit)
+                and record["kernels"][name]["hash"] == claimed
+                and record["kernels"][name]["tests_passed"] == int(tests) > 0
+                and record["kernels"][name]["tests_failed"] == 0
+                for record in records
+            ):
+                lies.append(f"{name}: no record says {claim!r}")
+    return lies
+
+
+def run_command(root, *options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        from benchmarks import gpu_status
+
+        patch.setattr(sys, "argv", ["gpu_status", "--root", str(root), *options])
+        return gpu_status.main()
+
+
+def is_honest(root):
+    honest = not find_lies(root)
+    assert (run_command(root, "--check") == 0) == honest, "the two checks disagree"
+    return honest
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of what the page is about, without records, with a page of its own."""
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    assert run_command(tmp_path) == 0
+    return tmp_path
+
+
+@pytest.fixture
+def record(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.gpu import record
+
+    return record
+
+
+def write_record(root, record, cases, date="2031-02-03T04:05:06Z", gpu="Some GPU"):
+    """The record of a run whose tests these are: (module, test, outcome)."""
+    run = dict(kind="run", date=date, commit="0123456789ab", machine={"gpu": {"name": gpu}}, versions={})
+    facts = [{**run, "kernels": record.describe_kernels(root)}]
+    for module, test, outcome in cases:
+        for stage in ("tests", "memcheck", "racecheck"):
+            test_id = f"tests/test_{module}.py::{test}"
+            facts.append(dict(kind="test", stage=stage, id=test_id, outcome=outcome))
+    for family in {module.partition("_")[0] for module, _, _ in cases}:
+        facts.append(dict(kind="job", stage="memcheck", name=family, state="passed"))
+        facts.append(dict(kind="job", stage="racecheck", name=family, state="failed with status 86"))
+    folder = root / "benchmarks/results" / gpu.lower().replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "verified-0123456789ab.json").write_text(json.dumps(record.make_record([facts])))
+
+
+def state_of(name, root):
+    assert run_command(root) == 0
+    assert is_honest(root)
+    return re.search(rf"\| csrc/cuda/{name} \| \w+ \| (.*) \|", (root / "docs/gpu-status.md").read_text())[1]
+
+
+def test_the_page_is_honest():
+    assert find_lies(ROOT) == []
+    assert run_command(ROOT, "--check") == 0, "run: python -m benchmarks.gpu_status"
+
+
+def test_without_a_record_nothing_is_verified(tree):
+    assert is_honest(tree)
+    assert state_of("lookahead.cuh", tree) == "not verified on a GPU"
+
+
+@pytest.mark.parametrize("changed", ["cuda/lookahead.cuh", "cuda/primitives.cuh", "core/platform.h"])
+def test_a_changed_kernel_or_header_ends_the_claim(tree, record, changed):
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed")])
+    before = state_of("lookahead.cuh", tree)
+    assert before == "2031-02-03, Some GPU, commit 0123456789ab: 1 tests, 1 under memcheck"
+    file = tree / "csrc" / changed
+    file.write_text(file.read_text() + "\n// changed\n")
+    assert not is_honest(tree)
+    assert state_of("lookahead.cuh", tree) == "not verified on a GPU since 2031-02-03 (0123456789ab)"
+
+
+def test_a_forged_page_is_found(tree):
+    page = tree / "docs/gpu-status.md"
+    forged = "2031-02-03, Some GPU, commit 0123456789ab: 7 tests"
+    page.write_text(page.read_text().replace("not verified on a GPU |", f"{forged} |"))
+    assert forged in page.read_text()
+    assert not is_honest(tree)
+
+
+def test_a_forged_hash_is_found(tree):
+    page = tree / "docs/gpu-status.md"
+    page.write_text(page.read_text().replace(hash_of(tree / "csrc/cuda/lookahead.cuh", tree), "0" * 16))
+    assert not is_honest(tree)
+
+
+def test_a_kernel_left_out_is_found(tree):
+    (tree / "csrc/cuda/new.cuh").write_text("#pragma once\n")
+    assert not is_honest(tree)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [],
+        [("lookahead", "test_a[cuda]", "skipped")],
+        [
+            ("lookahead", "test_a[emulated]", "passed"),
+            ("lookahead", "test_b[cpu-avx2]", "passed"),
+            ("lookahead", "test_c", "passed"),
+        ],
+        [("other", "test_a[cuda]", "passed")],
+        [("lookahead", "test_a[cuda]", "passed"), ("lookahead", "test_b[cuda-3]", "failed")],
+        [("lookahead", "test_a[cuda]", "passed"), ("lookahead_gradient", "test_b[cuda]", "begun")],
+    ],
+)
+def test_what_does_not_verify_a_kernel(tree, record, cases):
+    write_record(tree, record, cases)
+    assert state_of("lookahead.cuh", tree) == "not verified on a GPU"
+
+
+def test_a_shared_header_needs_all_its_users(tree, record):
+    (tree / "csrc/cuda/second.cuh").write_text('#include "cuda/primitives.cuh"\n')
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed"), ("second", "test_b[cuda]", "failed")])
+    assert "1 tests" in state_of("lookahead.cuh", tree)
+    assert state_of("primitives.cuh", tree) == "not verified on a GPU"
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed"), ("second", "test_b[cuda]", "passed")])
+    assert "2 tests" in state_of("primitives.cuh", tree)
+
+
+def test_every_gpu_has_its_claim(tree, record):
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed")])
+    write_record(
+        tree, record, [("lookahead", "test_a[1-cuda]", "passed")], date="2032-01-01T00:00:00Z", gpu="Other GPU"
+    )
+    assert [claim.split(", ")[1] for claim in state_of("lookahead.cuh", tree).split("; ")] == ["Some GPU", "Other GPU"]

@@ -1,0 +1,799 @@
+"""accept_tree and accept_chain on every backend: the reference's decisions, and each line of their contract.
+
+That the emitted law is the target's own: test_accept_exactness.py (reference), test_accept_distribution.py (kernels).
+"""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from support.pairwise import pairwise
+from support.steps import random_step, to
+
+import pass_ext
+from pass_ext import reference, testing
+from pass_ext.testing import cpu_backends
+
+BEST_CPU = cpu_backends()[-1].name
+NEAR = 2e-5  # a decision so near a tie may differ: relative, a few hundred ulp after sums over a row
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def size_for(backend, most):
+    """Fewer requests where they are slow."""
+    return most if backend.name in (BEST_CPU, "cuda") else most // 20 if backend.name == "emulated" else most // 4
+
+
+def accept(backend, step):
+    result = pass_ext.accept_tree(**to(step, backend.device))
+    return pass_ext.AcceptResult(*(tensor.cpu() for tensor in result))
+
+
+def assert_same_decisions(result, expected, allowed_near_ties=0.02):
+    """Every request as in the reference, but for near ties, which are few."""
+    differs = torch.zeros(len(expected.status), dtype=torch.bool)
+    for got, wanted in zip(result, expected, strict=False):
+        assert got.shape == wanted.shape and got.dtype == wanted.dtype
+        differs |= (got != wanted).reshape(len(differs), -1).any(1)
+    assert (expected.margin[differs] < NEAR).all(), (
+        f"requests {differs.nonzero().flatten().tolist()} differ, their margins {expected.margin[differs].tolist()}"
+    )
+    assert differs.sum() <= allowed_near_ties * len(differs) + 1
+
+
+@cache
+def random_steps(rule, requests):
+    """Steps of so many requests, and the reference's decisions about them: once for all backends."""
+    random = torch.Generator().manual_seed(1)
+    found = []
+    for vocabulary, dtype in [(5, torch.float32), (70, torch.bfloat16), (193, torch.float16)]:
+        sizes = [int(n) for n in torch.randint(1, 14, (requests,), generator=random)]
+        sizes[3], sizes[7] = 0, 1  # padded, and a lone root
+        step = random_step(rule, sizes, vocabulary, random, dtype=dtype, draft_dtype=torch.float32)
+        found.append((step, reference.accept_tree(**step)))
+    return found
+
+
+def greedy_step(backend, logits, tokens, parents, **more):
+    """One request at temperature 0, or whatever `more` says."""
+    max_depth = max(more.pop("depth", 0), len(tokens) - 1 if parents == list(range(-1, len(parents) - 1)) else 3)
+    step = dict(
+        target_logits=torch.as_tensor(logits, dtype=torch.float32),
+        tokens=torch.tensor(tokens),
+        parents=torch.tensor(parents, dtype=torch.int32),
+        cu_nodes=torch.tensor([0, len(tokens)], dtype=torch.int32),
+        max_depth=max_depth,
+        **more,
+    )
+    return accept(backend, step)
+
+
+def one_hot(vocabulary, *ids, high=9.0):
+    logits = torch.zeros(len(ids), vocabulary)
+    logits[torch.arange(len(ids)), torch.tensor(ids)] = high
+    return logits
+
+
+# ---- the reference's decisions ----
+
+
+def test_a_gpu_decides_as_the_cpu_does():
+    """Only a coin or an edge within 1e-6 may fall otherwise, because sums over a row are added otherwise. Rule coupled without
+    top-p has no sum: the same tokens always."""
+    others = testing.cuda_backends()
+    if not others:
+        from emulator.ops import KERNELS
+
+        others = [testing.rerouted_backend("emulated", KERNELS)]
+    for rule, filters, requests in (("coupled", False, 60), ("rejection", True, 60), ("traversal", True, 30)):
+        random = torch.Generator().manual_seed(31)
+        sizes = [int(n) for n in torch.randint(1, 9, (requests,), generator=random)]
+        step = random_step(rule, sizes, 150, random, dtype=torch.bfloat16, filters=filters)
+        with cpu_backends()[-1].active():
+            wanted = accept(cpu_backends()[-1], step)
+        margin = torch.zeros(requests) if rule == "coupled" else reference.accept_tree(**step).margin
+        for backend in 2 * others:  # the emulator scans rows beforehand and on the way, in turn
+            with backend.active():
+                got = accept(backend, step)
+            differs = (got.emitted != wanted.emitted).any(1) | (got.status != wanted.status)
+            assert not (differs & (margin > 1e-6 if rule != "coupled" else True)).any(), (
+                backend,
+                rule,
+                margin[differs],
+            )
+            assert differs.sum() <= 1
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("rule", pass_ext.RULES)
+def test_decisions_are_the_references(backend, rule):
+    for step, expected in random_steps(rule, 10 + size_for(backend, 40)):
+        assert_same_decisions(accept(backend, step), expected)
+
+
+@pytest.mark.parametrize(("rule", "dtype"), pairwise(list(pass_ext.RULES), DTYPES, "cpu"), ids=str)
+def test_decisions_at_vocabularies_of_many_groups(backend, rule, dtype):
+    random = torch.Generator().manual_seed(2)
+    for vocabulary in (1024, 5003, 32_000) if backend.name in (BEST_CPU, "cuda") else (1024, 5003):
+        step = random_step(rule, [4, 1, 6], vocabulary, random, dtype=dtype, closeness=0.2)
+        step["target_logits"].mul_(1.5)
+        assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
+
+
+ODD = [2, 3, 63, 64, 65, 127, 128, 129, 1023, 1025, 2049]
+
+
+@pytest.mark.parametrize(("vocabulary", "rule"), pairwise(ODD, ["rejection", "traversal", "kseq", "coupled"], "cpu"))
+def test_odd_vocabularies(backend, vocabulary, rule):
+    random = torch.Generator().manual_seed(vocabulary)
+    step = random_step(rule, [3, 5, 2], vocabulary, random)
+    assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
+
+
+def test_the_largest_vocabulary(backend):
+    random = torch.Generator().manual_seed(3)
+    for rule in ("coupled", "rejection"):
+        step = random_step(rule, [3], 262_144, random, dtype=torch.bfloat16, filters=False, closeness=0.05)
+        assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal", "typical"])
+def test_a_tree_of_1024_nodes(backend, rule):
+    if backend.name == "emulated" and rule != "rejection":
+        pytest.skip("ten seconds each; the walk over nodes is the same")
+    random = torch.Generator().manual_seed(4)
+    step = random_step(rule, [1024, 1], 17, random, filters=False, closeness=0.2)
+    assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
+
+
+@pytest.mark.parametrize("rule", [pytest.param("coupled", marks=pytest.mark.quick_on("cpu")), "block"])
+def test_a_chain_of_1024_nodes(backend, rule):
+    target = one_hot(5, *[i % 5 for i in range(1, 1025)])
+    tokens = [i % 5 for i in range(1024)]
+    result = greedy_step(backend, target, tokens, list(range(-1, 1023)), rule=rule, temperature=0.1, seeds=3)
+    assert result.num_accepted.tolist() == [1023]
+    assert result.emitted[0].tolist() == [i % 5 for i in range(1, 1025)]
+
+
+@pytest.mark.parametrize("rule", pass_ext.RULES)
+def test_a_chain_is_a_tree(backend, rule):
+    random = torch.Generator().manual_seed(5)
+    batch, drafts, vocabulary = 12, 4, 40
+    target = torch.randn(batch, drafts + 1, vocabulary, generator=random) * 2
+    draft = target[:, :drafts] + 0.5 * torch.randn(batch, drafts, vocabulary, generator=random)
+    words = -(-vocabulary // 32)
+    allowed = torch.randint(-(2**31), 2**31, (batch, drafts + 1, words), generator=random).int()
+    law = dict(temperature=0.8, top_p=0.95, seeds=torch.arange(batch), positions=torch.arange(batch) * 7)
+    tokens, _ = pass_ext.draft_sample(
+        draft.flatten(0, 1), 1, temperature=0.8, top_p=0.95, seeds=1, positions=torch.arange(batch * drafts)
+    )
+    tokens = tokens.view(batch, drafts)
+    tokens[2, 1:] = -1  # a request with fewer drafts
+    tree = to(
+        dict(
+            target_logits=target.flatten(0, 1),
+            tokens=torch.cat([torch.full((batch, 1), -1), tokens], 1).flatten(),
+            parents=torch.arange(-1, drafts).repeat(batch).int(),
+            cu_nodes=(torch.arange(batch + 1) * (drafts + 1)).int(),
+            draft_logits=draft.flatten(0, 1),
+            draft_rows=torch.cat(
+                [torch.arange(batch * drafts).view(batch, -1), torch.full((batch, 1), -1)], 1
+            ).flatten(),
+            allowed=allowed.flatten(0, 1),
+            **law,
+        ),
+        backend.device,
+    )
+    chain = to(
+        dict(draft_logits=draft.transpose(0, 1).contiguous().transpose(0, 1), allowed=allowed, **law), backend.device
+    )
+    wide = torch.zeros(batch, drafts + 3, vocabulary + 1)
+    wide[:, 1 : drafts + 2, 1:] = target
+    strided_target = wide.to(backend.device)[:, 1 : drafts + 2, 1:]
+    as_chain = pass_ext.accept_chain(strided_target, tokens.to(backend.device), rule=rule, **chain)
+    as_tree = pass_ext.accept_tree(max_depth=drafts, rule=rule, **tree)
+    for one, other in zip(as_chain, as_tree, strict=True):
+        assert torch.equal(one, other)
+    for b in (
+        (0, 2, batch - 1) if backend.name == "emulated" else range(batch)
+    ):  # alone: kernels tell its rows apart by numbers that depend on how many there are
+        own = slice(b, b + 1)
+        alone = {name: value[own] if isinstance(value, torch.Tensor) else value for name, value in chain.items()}
+        of_one = pass_ext.accept_chain(strided_target[own], tokens[own].to(backend.device), rule=rule, **alone)
+        for one, other in zip(of_one, as_chain, strict=True):
+            assert torch.equal(one, other[own])
+    expected = reference.accept_chain(
+        target, tokens, rule=rule, draft_logits=draft, allowed=allowed, seeds=law["seeds"], positions=law["positions"],
+        temperature=torch.full((batch,), 0.8), top_p=torch.full((batch,), 0.95),
+    )  # fmt: skip
+    assert_same_decisions(pass_ext.AcceptResult(*(tensor.cpu() for tensor in as_chain)), expected)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+def test_a_mask_for_the_target_and_one_for_the_drafts(backend, rule):
+    random = torch.Generator().manual_seed(6)
+    step = random_step(rule, [6] * 12, 40, random, filters=False)
+    rows = len(step["tokens"])
+    step["allowed"] = torch.randint(-(2**31), 2**31, (rows, 2), generator=random).int()
+    assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
+    step["draft_allowed"] = step["allowed"].flip(0).contiguous()
+    assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
+
+
+def test_drafts_with_parameters_of_their_own(backend):
+    random = torch.Generator().manual_seed(7)
+    step = random_step("rejection", [5] * 16, 33, random)
+    requests = len(step["seeds"])
+    step |= dict(
+        draft_temperature=torch.full((requests,), 1.7),
+        draft_top_k=torch.zeros(requests, dtype=torch.int32),
+        draft_top_p=torch.ones(requests),
+        draft_min_p=torch.zeros(requests),
+    )
+    assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
+
+
+# ---- the contract, line by line ----
+
+
+def test_no_temperature_is_greedy_and_the_lowest_id_wins_ties(backend):
+    logits = torch.zeros(3, 70)
+    logits[0, [5, 66]] = logits[1, [3, 4]] = 2.0
+    for rule in pass_ext.RULES:
+        needs_q = rule in ("kseq", "rejection_with_replacement")
+        for temperature in (None, 0.0, -1.0, math.nan):
+            more = {"draft_logits": torch.zeros(3, 70)} if needs_q else {}
+            result = greedy_step(backend, logits, [0, 5, 3], [-1, 0, 1], rule=rule, temperature=temperature, **more)
+            assert result.emitted.tolist() == [[5, 3, 0]]
+            assert result.path.tolist() == [[0, 1, 2]]
+            assert (result.num_accepted.item(), result.status.item()) == (2, 0)
+
+
+def test_the_coin_is_strict_and_a_token_without_probability_is_never_accepted(backend):
+    """p(x) = 0 by -inf, mask, top-k or top-p: rejected by every rule for thousands of coins, zero among them or not."""
+    requests = 8 if backend.name == "emulated" else size_for(backend, 2000)
+    target = torch.zeros(2 * requests, 4)
+    target[:, 3] = -math.inf
+    draft = torch.zeros(2 * requests, 4)
+    draft[:, 3] = 50.0
+    allowed = torch.full((2 * requests, 1), 0b0111, dtype=torch.int32)
+    for rule in pass_ext.RULES:
+        for change in ({}, {"allowed": allowed}, {"top_k": 3}, {"top_p": 0.7}):
+            logits = target if not change else target.clone().masked_fill_(target == -math.inf, -40.0)
+            step = dict(
+                target_logits=logits,
+                tokens=torch.tensor([0, 3]).repeat(requests),
+                parents=torch.tensor([-1, 0], dtype=torch.int32).repeat(requests),
+                cu_nodes=(torch.arange(requests + 1) * 2).int(),
+                max_depth=1,
+                rule=rule,
+                draft_logits=draft,
+                draft_temperature=1.0,
+                draft_top_k=0,
+                draft_top_p=1.0,
+                temperature=1.0,
+                seeds=torch.arange(requests),
+                **change,
+            )
+            result = accept(backend, step)
+            assert (result.num_accepted == 0).all() and (result.status == 0).all()
+            assert (result.emitted[:, 0] != 3).all() and (result.emitted[:, 0] >= 0).all()
+
+
+def test_a_certain_token_is_always_accepted(backend):
+    """p(x) >= q(x) at every child: no coin can refuse it."""
+    requests = 8 if backend.name == "emulated" else size_for(backend, 1000)
+    target = torch.zeros(2 * requests, 4)
+    target[:, 2] = 3.0
+    for rule in ("rejection", "block", "traversal", "kseq", "rejection_with_replacement"):
+        step = dict(
+            target_logits=target,
+            tokens=torch.tensor([0, 2]).repeat(requests),
+            parents=torch.tensor([-1, 0], dtype=torch.int32).repeat(requests),
+            cu_nodes=(torch.arange(requests + 1) * 2).int(),
+            max_depth=1,
+            rule=rule,
+            draft_logits=target.clone(),
+            temperature=1.0,
+            seeds=torch.arange(requests),
+        )
+        assert (accept(backend, step).num_accepted == 1).all(), rule
+
+
+def test_an_empty_residual_draws_from_the_target(backend):
+    """Both laws are one-hot at 1, but the child is another token: nothing is left of (p - q)+, so the target's token comes."""
+    for rule in ("rejection", "rejection_with_replacement", "traversal", "block", "kseq"):
+        result = greedy_step(
+            backend, one_hot(6, 1, 1, high=200.0), [0, 4], [-1, 0], rule=rule, temperature=1.0, seeds=1,
+            draft_logits=one_hot(6, 1, 1, high=200.0),
+        )  # fmt: skip
+        assert result.emitted.tolist() == [[1, -1]]
+        assert (result.num_accepted.item(), result.status.item()) == (0, 0)
+
+
+def test_draws_never_leave_the_support(backend):
+    """Odd vocabularies whose last tokens have no probability: the race never falls off the end."""
+    requests = size_for(backend, 400)
+    for vocabulary in (3, 65, 130):
+        target = torch.randn(requests, vocabulary, generator=torch.Generator().manual_seed(0))
+        target[:, vocabulary // 2 :] = -math.inf
+        step = dict(
+            target_logits=target,
+            tokens=torch.zeros(requests, dtype=torch.long),
+            parents=torch.full((requests,), -1, dtype=torch.int32),
+            cu_nodes=torch.arange(requests + 1).int(),
+            max_depth=0,
+            temperature=5.0,
+            seeds=torch.arange(requests),
+        )
+        for rule in ("coupled", "rejection"):
+            emitted = accept(backend, step | {"rule": rule}).emitted
+            assert (emitted >= 0).all() and (emitted < vocabulary // 2).all()
+
+
+BAD_ROWS = [(math.nan, 1), (math.inf, 1), (-math.inf, 2)]
+
+
+@pytest.mark.parametrize(("value", "bit"), BAD_ROWS, ids=str)
+@pytest.mark.parametrize("rule", pass_ext.RULES)
+def test_a_bad_row_ends_its_request_and_touches_no_other(backend, rule, value, bit):
+    random = torch.Generator().manual_seed(8)
+    step = random_step(rule, [5, 6, 4], 50, random, filters=False)
+    step["temperature"].fill_(1.0)
+    before = accept(backend, step)
+    root = int(step["cu_nodes"][1])
+    step["target_logits"][root, slice(None) if bit == 2 else 49] = value
+    after = accept(backend, step)
+    assert after.emitted[1].tolist() == [-1] * after.emitted.shape[1]
+    assert (after.path[1, 0], after.num_accepted[1], after.status[1]) == (0, 0, bit)
+    for b in (0, 2):
+        assert all(torch.equal(one[b], other[b]) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(("value", "bit"), BAD_ROWS, ids=str)
+def test_a_bad_row_below_the_root_lets_the_token_that_led_there_be_the_last(backend, value, bit):
+    for rule in pass_ext.RULES:
+        logits = one_hot(9, 4, 5, 6, high=30.0)
+        logits[2, slice(None) if bit == 2 else 0] = value
+        result = greedy_step(
+            backend, logits, [0, 4, 5], [-1, 0, 1], rule=rule, temperature=1.0, seeds=2,
+            draft_logits=one_hot(9, 4, 5, 6, high=30.0),
+        )  # fmt: skip
+        assert result.emitted.tolist() == [[4, 5, -1]], rule
+        assert result.path.tolist() == [[0, 1, -1]]
+        assert (result.num_accepted.item(), result.status.item()) == (1, bit)
+
+
+def test_rows_off_the_path_are_never_looked_at(backend):
+    """NaN in the rows of rejected children, and in draft rows of leaves, changes nothing."""
+    for rule in ("coupled", "rejection", "rejection_with_replacement", "kseq"):
+        logits = one_hot(9, 4, 5, 6, high=40.0)
+        logits[1] = math.nan  # the child with token 3 is rejected
+        draft = torch.zeros(3, 9)
+        draft[1:] = math.nan
+        result = greedy_step(
+            backend, logits, [0, 3, 4], [-1, 0, 0], rule=rule, temperature=1.0, seeds=2, draft_logits=draft
+        )
+        assert result.emitted[0, :2].tolist() == [4, 6]
+        assert (result.num_accepted.item(), result.status.item()) == (1, 0)
+
+
+def test_a_bad_draft_row_sets_its_bit_and_the_target_draws(backend):
+    for rule in ("rejection", "rejection_with_replacement", "block", "traversal", "kseq"):
+        for value, bit in BAD_ROWS:
+            result = greedy_step(
+                backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule=rule, temperature=1.0, seeds=2,
+                draft_logits=torch.full((2, 9), value),
+            )  # fmt: skip
+            assert result.emitted.tolist() == [[4, -1]]
+            assert (result.num_accepted.item(), result.status.item()) == (0, bit)
+
+
+def test_masked_nan_is_not_looked_at(backend):
+    logits = one_hot(40, 4, 5)
+    logits[:, 35] = math.nan
+    allowed = torch.full((2, 2), -1, dtype=torch.int32)
+    allowed[:, 1] = ~(1 << 3)
+    result = greedy_step(backend, logits, [0, 4], [-1, 0], allowed=allowed)
+    assert result.emitted.tolist() == [[4, 5]] and result.status.item() == 0
+
+
+def test_duplicate_children_are_legal(backend):
+    random = torch.Generator().manual_seed(9)
+    for rule in ("coupled", "rejection", "rejection_with_replacement", "traversal", "kseq", "typical"):
+        step = random_step(rule, [4] * 20, 5, random, filters=False)
+        step["parents"] = torch.tensor([-1, 0, 0, 0], dtype=torch.int32).repeat(20)
+        step["tokens"] = torch.randint(0, 2, (80,), generator=random)
+        step["max_depth"] = 1
+        assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
+
+
+def test_the_first_of_duplicates_is_followed(backend):
+    result = greedy_step(backend, one_hot(9, 4, 5, 6, 7), [0, 4, 4, 5], [-1, 0, 0, 2], depth=2)
+    assert result.path[0].tolist()[:3] == [0, 1, -1]
+
+
+@pytest.mark.parametrize("token", [-1, 9, 2**31 - 1, 2**31, 2**40, -(2**40), 2**63 - 1])
+def test_tokens_outside_the_vocabulary_are_never_accepted(backend, token):
+    for rule in pass_ext.RULES:
+        draft = {"draft_logits": torch.zeros(2, 9)}
+        result = greedy_step(
+            backend, one_hot(9, 4, 5, high=40.0), [0, token], [-1, 0], rule=rule, temperature=1.0, seeds=1, **draft
+        )
+        assert result.emitted.tolist() == [[4, -1]] and result.status.item() == 0
+
+
+def test_ties_at_the_edge_of_a_filter_keep_the_lower_ids(backend):
+    """Equal logits in several groups: top-k and top-p keep the lowest ids, whatever the device."""
+    vocabulary, keep = 150, 70
+    for change in ({"top_k": keep}, {"top_p": (keep - 0.5) / vocabulary}):
+        seen = set()
+        for seed in range(0, size_for(backend, 2000), 200):
+            step = dict(
+                target_logits=torch.zeros(200, vocabulary),
+                tokens=torch.zeros(200, dtype=torch.long),
+                parents=torch.full((200,), -1, dtype=torch.int32),
+                cu_nodes=torch.arange(201).int(),
+                max_depth=0,
+                temperature=1.0,
+                seeds=torch.arange(seed, seed + 200),
+                **change,
+            )
+            seen |= set(accept(backend, step).emitted.flatten().tolist())
+        assert max(seen) < keep
+        assert len(seen) > keep * 0.8
+
+
+def test_top_k_of_exactly_as_many_tokens_as_reach_the_floor(backend):
+    """k tokens stand out, each alone at the top of its group; and a single one, as at temperature 0."""
+    rows = 60 if backend.name == "emulated" else 200
+    logits = torch.zeros(rows, 640)
+    logits[:, ::64] = 1.0
+    lone = dict(
+        tokens=torch.zeros(rows).long(), parents=torch.full((rows,), -1), cu_nodes=torch.arange(rows + 1), max_depth=0
+    )
+    for count in (1, 10):
+        result = accept(
+            backend, dict(target_logits=logits, temperature=1.0, top_k=count, seeds=torch.arange(rows), **lone)
+        )
+        assert set(result.emitted.flatten().tolist()) == set(range(0, 64 * count, 64))
+
+
+@pytest.mark.parametrize("largest", [0.0, -0.0, math.log(10), math.log(4), math.log(2), 3.0, 1e-20, -5.0])
+def test_min_p_where_its_edge_is_near_zero(backend, largest):
+    """The floats around 0 are many: the edge must be found all the same."""
+    lone = dict(tokens=torch.zeros(1).long(), parents=torch.full((1,), -1), cu_nodes=torch.arange(2), max_depth=0)
+    for min_p in (0.1, 0.25, 0.5, math.exp(-3), 1.0, 5.0):
+        step = dict(
+            target_logits=torch.tensor([[largest, largest - 20.0, -math.inf]]), temperature=1.0, seeds=1, **lone
+        )
+        assert accept(backend, step | {"min_p": min_p}).emitted.tolist() == [[0]]
+
+
+def test_min_p_keeps_all_ties_at_its_edge(backend):
+    logits = torch.zeros(150, 130)
+    logits[:, 7] = math.log(2.0) + 1e-3
+    step = dict(
+        target_logits=logits,
+        tokens=torch.zeros(150, dtype=torch.long),
+        parents=torch.full((150,), -1, dtype=torch.int32),
+        cu_nodes=torch.arange(151).int(),
+        max_depth=0,
+        temperature=1.0,
+        seeds=torch.arange(150),
+    )
+    assert len(set(accept(backend, step | {"min_p": 0.49}).emitted.flatten().tolist())) > 70
+    assert (accept(backend, step | {"min_p": 0.5}).emitted == 7).all()
+
+
+def test_padded_requests_are_inert(backend):
+    random = torch.Generator().manual_seed(10)
+    step = random_step("rejection", [4, 0, 3, 0, 0], 20, random)
+    result = accept(backend, step)
+    for b in (1, 3, 4):
+        assert (result.emitted[b] == -1).all() and (result.path[b] == -1).all()
+        assert (result.num_accepted[b], result.status[b]) == (0, 0)
+
+
+def test_malformed_trees_give_the_targets_token_and_their_bit(backend):
+    for rule in ("coupled", "rejection", "traversal", "typical"):
+        for parents in ([0, 0, 1], [-1, 1, 0], [-1, 2, 0], [-1, -1, 0], [-1, 0, 5], [-1, 0, -9], [2, 0, 1]):
+            result = greedy_step(
+                backend, one_hot(9, 4, 5, 6, high=40.0), [0, 4, 5], parents, rule=rule, temperature=1.0, seeds=1
+            )
+            assert result.emitted[0].tolist() == [4, -1, -1, -1], (rule, parents)
+            assert result.path[0].tolist() == [0, -1, -1, -1]
+            assert (result.num_accepted.item(), result.status.item()) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [[0, 3, 50, 10], [0, 3, -4, 10], [0, 3, 2**31 - 1, 10], [0, 8, 4, 10], [0, 8, 4, 4], [-(2**31), 2**31 - 1, 10, 10]],
+)
+def test_bounds_that_divide_nothing_refuse_every_request(backend, bounds):
+    """Nobody knows whose row is whose, so nothing is emitted."""
+    random = torch.Generator().manual_seed(11)
+    for rule in ("coupled", "rejection", "typical"):
+        step = random_step(rule, [3, 4, 3], 20, random)
+        step["cu_nodes"] = torch.tensor(bounds, dtype=torch.int32)
+        result = accept(backend, step)
+        assert (result.emitted == -1).all() and (result.path == -1).all()
+        assert (result.num_accepted == 0).all() and (result.status == 4).all()
+
+
+def test_bounds_of_many_requests(backend):
+    """More than look at cu_nodes each for themselves."""
+    requests = 1100
+    step = dict(
+        target_logits=one_hot(4, *[i % 4 for i in range(requests)]),
+        tokens=torch.zeros(requests).long(),
+        parents=torch.full((requests,), -1),
+        cu_nodes=torch.arange(requests + 1),
+        max_depth=0,
+    )
+    assert accept(backend, step).emitted.flatten().tolist() == [i % 4 for i in range(requests)]
+    step["cu_nodes"][700] = 900
+    assert (accept(backend, step).status == 4).all()
+
+
+def test_rows_behind_the_last_request_are_padding(backend):
+    random = torch.Generator().manual_seed(12)
+    for rule in pass_ext.RULES:
+        step = random_step(rule, [3, 4, 3], 20, random)
+        expected = accept(backend, step)
+        for name in ("target_logits", "draft_logits"):
+            step[name] = torch.cat([step[name], torch.full((6, 20), math.nan)])
+        for name in ("tokens", "parents", "draft_rows"):
+            step[name] = torch.cat([step[name], torch.full((6,), -9, dtype=step[name].dtype)])
+        for one, other in zip(accept(backend, step), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_empty_tensors_are_not_missing_ones(backend):
+    """No node at all is no chain, and draft_logits without a row is not none."""
+    nothing = dict(
+        target_logits=torch.zeros(0, 9), tokens=torch.zeros(0).long(), parents=torch.zeros(0).int(), max_depth=1
+    )
+    assert accept(backend, nothing | {"cu_nodes": torch.tensor([0, 3]).int()}).status.tolist() == [4]
+    assert accept(backend, nothing | {"cu_nodes": torch.tensor([0, 0]).int()}).status.tolist() == [0]
+    assert accept(backend, nothing | {"cu_nodes": torch.tensor([0]).int()}).emitted.shape == (0, 2)
+    result = greedy_step(
+        backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule="rejection", temperature=1.0, seeds=1,
+        draft_logits=torch.zeros(0, 9), draft_rows=torch.tensor([0, 0]),
+    )  # fmt: skip
+    assert result.emitted.tolist() == [[4, -1]] and result.status.item() == 4
+    chain = pass_ext.accept_chain(
+        one_hot(9, 4, 5)[:, None].to(backend.device), torch.zeros(2, 0, device=backend.device).long()
+    )
+    assert chain.emitted.tolist() == [[4], [5]]
+
+
+def test_traversal_looks_at_no_row_that_no_decision_needs(backend):
+    """A leaf that its coin refuses, and what hangs below a token without probability."""
+    logits = torch.zeros(4, 32)
+    logits[:, 0] = 20.0
+    logits[1] = logits[3] = math.nan
+    for parents in ([-1, 0, 0, 1], [-1, 0, 0, 0]):
+        result = greedy_step(
+            backend, logits, [0, 9, 0, 9], parents, rule="traversal", temperature=1.0, top_k=4, seeds=1, depth=3
+        )
+        assert (result.num_accepted.item(), result.status.item()) == (1, 0)
+
+
+def test_a_draft_row_that_is_not_there_sets_its_bit(backend):
+    for row in (2, -2, 2**31 - 1):
+        result = greedy_step(
+            backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule="rejection", temperature=1.0, seeds=1,
+            draft_logits=torch.zeros(2, 9), draft_rows=torch.tensor([row, -1]),
+        )  # fmt: skip
+        assert result.emitted.tolist() == [[4, -1]]
+        assert result.status.item() == 4
+
+
+def test_nodes_deeper_than_max_depth_are_ignored(backend):
+    for rule in ("coupled", "rejection", "traversal", "block", "typical"):
+        step = dict(
+            target_logits=one_hot(9, 4, 5, 6, 7, high=40.0),
+            tokens=torch.tensor([0, 4, 5, 6]),
+            parents=torch.tensor([-1, 0, 1, 2], dtype=torch.int32),
+            cu_nodes=torch.tensor([0, 4], dtype=torch.int32),
+            temperature=1.0,
+            seeds=1,
+            rule=rule,
+        )
+        for max_depth in range(4):
+            result = accept(backend, step | {"max_depth": max_depth})
+            assert result.emitted[0].tolist() == [4, 5, 6, 7][: max_depth + 1]
+            assert (result.num_accepted.item(), result.status.item()) == (max_depth, 0)
+
+
+def test_a_lone_root_is_plain_sampling(backend):
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(12)).to(backend.device)
+    seeds, positions = torch.arange(64, device=backend.device), torch.arange(64, device=backend.device) + 100
+    lone = dict(
+        tokens=torch.zeros(64, dtype=torch.long), parents=torch.full((64,), -1), cu_nodes=torch.arange(65), max_depth=0
+    )
+    result = pass_ext.accept_tree(
+        logits, **to(lone, backend.device), temperature=0.9, top_k=40, seeds=seeds, positions=positions
+    )
+    plain, _ = pass_ext.draft_sample(
+        logits, 1, mode="coupled", temperature=0.9, top_k=40, seeds=seeds, positions=positions
+    )
+    assert torch.equal(result.emitted, plain)
+
+
+def test_a_row_that_is_described_twice_is_the_same_law(backend):
+    """Typical takes the entropy of a law and draws from it later: top-p keeps two tokens both times."""
+    requests = 48
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(2 * requests, 1)
+    step = dict(
+        target_logits=logits,
+        tokens=torch.tensor([0, 3] * requests),  # the draft has no probability
+        parents=torch.tensor([-1, 0] * requests, dtype=torch.int32),
+        cu_nodes=torch.arange(requests + 1, dtype=torch.int32) * 2,
+        max_depth=1,
+        rule="typical",
+        temperature=torch.ones(requests),
+        top_p=torch.full((requests,), 0.5),
+        seeds=torch.arange(requests),
+        positions=torch.zeros(requests, dtype=torch.long),
+    )
+    for _ in range(2):  # with rows scanned beforehand, and not
+        result = accept(backend, step)
+        assert (result.num_accepted == 0).all() and set(result.emitted[:, 0].tolist()) == {0, 1}
+        assert 10 < (result.emitted[:, 0] == 1).sum() < 32  # three in seven
+
+
+def test_extreme_parameters(backend):
+    """Temperatures from nearly nothing to infinite, filters at and beyond their ends: legal tokens, no status."""
+    random = torch.Generator().manual_seed(13)
+    for temperature in (1e-38, 1e-6, 1e6, 1e38, math.inf):
+        for law in (
+            {},
+            {"top_k": 2**31 - 1},
+            {"top_k": -5},
+            {"top_p": 0.0},
+            {"top_p": math.nan},
+            {"min_p": 7.0},
+            {"min_p": -1.0},
+        ):
+            step = random_step("rejection", [4, 3], 80, random, filters=False)
+            step |= {"temperature": temperature, **law}
+            result = accept(backend, step)
+            assert (result.status == 0).all(), (temperature, law)
+            assert (result.emitted[:, 0] >= 0).all() and (result.emitted < 80).all()
+            if temperature == 1e-38 or law in ({"top_p": 0.0}, {"min_p": 7.0}):
+                assert result.emitted[0, 0] == step["target_logits"][0].argmax()
+    huge = torch.tensor([[3e38, -3e38, 3.3e38, 0.0]])
+    assert greedy_step(backend, huge, [0], [-1], temperature=1.0, seeds=1).emitted.tolist() == [[2]]
+
+
+def test_fresh_seeds_come_from_the_generator(backend):
+    random = torch.Generator().manual_seed(14)
+    step = to(random_step("rejection", [4] * 8, 80, random), backend.device)
+    del step["seeds"], step["positions"]
+    generator = torch.Generator(backend.device)
+    one = pass_ext.accept_tree(**step, generator=generator.manual_seed(1))
+    again = pass_ext.accept_tree(**step, generator=generator.manual_seed(1))
+    other = pass_ext.accept_tree(**step, generator=generator.manual_seed(2))
+    assert torch.equal(one.emitted, again.emitted) and not torch.equal(one.emitted, other.emitted)
+
+
+def test_results_are_the_same_bits_with_any_thread_count():
+    random = torch.Generator().manual_seed(15)
+    step = random_step("traversal", [6], 40_000, random, filters=False, closeness=0.1)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(pass_ext.accept_tree(**step))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
+
+
+def test_debug_mode_raises_where_a_status_is_set():
+    former = pass_ext.set_debug(True)
+    try:
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode, pytest.raises(RuntimeError, match=r"accept_tree: request 0: NaN or \+inf among the logits"):
+                pass_ext.accept_tree(torch.full((1, 4), math.nan), torch.zeros(1).long(), *LONE)
+    finally:
+        pass_ext.set_debug(former)
+
+
+LONE = (torch.full((1,), -1), torch.tensor([0, 1]), 0)
+
+
+def test_compiles_whole(backend):
+    if backend.name not in ("cuda", BEST_CPU):
+        pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
+    random = torch.Generator().manual_seed(16)
+    step = to(random_step("rejection", [4, 3, 5], 30, random), backend.device)
+    rest = {name: step.pop(name) for name in ("max_depth", "rule")}
+    function = lambda step: pass_ext.accept_tree(**step, **rest).emitted + 1  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(step), function(step))
+
+
+# ---- refusals ----
+
+GOOD = dict(
+    target_logits=torch.zeros(3, 8),
+    tokens=torch.zeros(3, dtype=torch.long),
+    parents=torch.tensor([-1, 0, 0]),
+    cu_nodes=torch.tensor([0, 3]),
+    max_depth=2,
+)
+REFUSALS = [
+    ({"target_logits": torch.zeros(3, 8).double()}, r"target_logits must be bfloat16, float16 or float32, got float64"),
+    ({"target_logits": torch.zeros(3, 8, 1)}, r"target_logits must have shape \[N, V\], got float32\[3, 8, 1\]"),
+    ({"target_logits": torch.zeros(8, 3).t()}, r"target_logits must be contiguous in its last dimension"),
+    ({"tokens": torch.zeros(3)}, r"tokens must be int64, got float32\[3\]"),
+    ({"tokens": torch.zeros(4).long()}, r"tokens must have 3 \(one for each row of target_logits\) in dimension 0"),
+    ({"parents": torch.zeros(2).int()}, r"parents must have 3 \(one for each row of target_logits\)"),
+    ({"cu_nodes": torch.zeros(0).int()}, r"cu_nodes must have shape \[B \+ 1\]"),
+    ({"max_depth": -1}, r"max_depth must be in \[0, 1024\), got -1"),
+    ({"max_depth": 1024}, r"max_depth must be in \[0, 1024\), got 1024"),
+    ({"temperature": torch.ones(2)}, r"temperature must have 1 \(one for each request\) in dimension 0"),
+    ({"temperature": 1.0, "seeds": torch.zeros(3).long()}, r"seeds must have 1 \(one for each request\)"),
+    (
+        {"allowed": torch.zeros(3, 2).int()},
+        r"allowed must have shape \[3, 1\] \(a word for 32 tokens\), got int32\[3, 2\]",
+    ),
+    ({"allowed": torch.zeros(3, 1).long()}, r"allowed must be int32, got int64"),
+    ({"draft_logits": torch.zeros(3, 9)}, r"draft_logits must have 8 \(the target's vocabulary\) in dimension 1"),
+    ({"draft_logits": torch.zeros(2, 8)}, r"draft_rows must be given unless draft_logits has a row for each of the 3"),
+    ({"rule": "kseq"}, r"rule 'kseq' needs draft_logits"),
+    ({"rule": "rejection_with_replacement"}, r"rule 'rejection_with_replacement' needs draft_logits"),
+    ({"rule": "block"}, r"rule 'block' fits chains only, but in request 0 node 2 hangs below node 0"),
+    ({"draft_allowed": torch.zeros(3, 1).int()}, r"draft_allowed is the mask of draft_logits, which were not given"),
+    ({"rule": "typical", "threshold": -1.0}, r"threshold and alpha must not be negative, got -1 and 0.3"),
+    ({"rule": "typical", "alpha": math.nan}, r"threshold and alpha must not be negative, got 0.09 and nan"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[m[:30] for _, m in REFUSALS])
+def test_bad_input_is_refused_in_words(backend, change, message):
+    if backend.name == "emulated":
+        pytest.skip("the emulator runs the kernels, not the argument checks in front of them")
+    if backend.name == "cuda" and "hangs below" in message:
+        pytest.skip("a GPU is not asked what is in its tensors: the request gets its status bit")
+    arguments = to(GOOD | change, backend.device)
+    with pytest.raises(RuntimeError, match="pass_ext::accept_tree: .*" + message):
+        pass_ext.accept_tree(**arguments)
+
+
+def test_chains_are_refused_in_words_too():
+    logits, tokens = torch.zeros(2, 4, 8), torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(RuntimeError, match=r"accept_chain: draft_tokens must have 3 \(one less than target_logits"):
+        pass_ext.accept_chain(logits, tokens[:, :2])
+    with pytest.raises(RuntimeError, match=r"accept_chain: draft_logits must have 3 \(one for each draft token\)"):
+        pass_ext.accept_chain(logits, tokens, draft_logits=torch.zeros(2, 4, 8))
+    with pytest.raises(RuntimeError, match=r"accept_chain: target_logits must have 1 to 1024 rows"):
+        pass_ext.accept_chain(torch.zeros(2, 0, 8), tokens[:, :0])
+    with pytest.raises(ValueError, match=r"accept_chain: rule must be one of coupled, .*, got 'greedy'"):
+        pass_ext.accept_chain(logits, tokens, rule="greedy")
+
+
+def test_the_rules_are_those_of_the_reference():
+    assert pass_ext.RULES == reference.accept.RULES
+
+
+# ---- what only a GPU can show ----
+
+
+def test_replays_in_a_cuda_graph(cuda):
+    random = torch.Generator().manual_seed(17)
+    step = to(random_step("rejection", [5] * 8, 3000, random), cuda.device)
+    pass_ext.accept_tree(**step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = pass_ext.accept_tree(**step)
+    for seed in range(3):
+        step["seeds"].fill_(seed)
+        graph.replay()
+        for one, other in zip(result, pass_ext.accept_tree(**step), strict=True):
+            assert torch.equal(one, other)

@@ -1,0 +1,891 @@
+"""What drafting and accepting emit is distributed as the target model's own tokens, on the kernels' own noise.
+
+A world gives target and draft laws after every text, so that a row taken for another shows. Very many requests with seeds of
+their own draft, accept, and let the target complete what is short; the counts of the texts are held against the exact law by
+a chi-square test. Seeds are fixed, so a failure is a fault and not bad luck. The last part plants faults, which must fail.
+"""
+
+import itertools
+import math
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.enumeration import Drafts, Replay, outcomes
+
+import pass_ext
+from pass_ext.reference.accept import Walk
+from pass_ext.reference.law import process
+from pass_ext.testing import cpu_backends
+
+BEST_CPU = cpu_backends()[-1].name
+EXACT = [rule for rule, kind in pass_ext.RULES.items() if kind == "exact"]
+DRAWN = {  # how each rule wants its drafts drawn
+    "coupled": "coupled",
+    "rejection": "without",
+    "rejection_with_replacement": "with",
+    "block": "without",
+    "traversal": "without",
+    "kseq": "with",
+}
+TREES = {
+    "chain": [-1, 0, 1],
+    "star": [-1, 0, 0, 0],
+    "tree": [-1, 0, 0, 1, 2, 1, 2],
+    "some": [-1, 0, 0, 2, 2],
+    "deep": [-1, 0, 1, 0, 1, 2, 2, 4],
+}
+SUSPICIOUS, CERTAIN = 1e-4, 1e-9
+CHUNK = 1024  # requests of one call
+
+# test_accept.py compares single decisions of every backend with the reference's, and test_accept_core.py enumerates the law of
+# every rule. What is left to samples is the noise as a whole, which one backend shows as well as all.
+pytestmark = pytest.mark.quick_on("best")
+SLOW = pytest.mark.quick_on()  # but for CUDA
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Chunks are small: on a busy machine threads that wait for each other cost more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def how_many(backend, full, others=None, emulated=0):
+    """Requests: full where they are cheap; the emulator takes milliseconds for each."""
+    if backend.name in ("cuda", BEST_CPU):
+        return full
+    if backend.name == "emulated":
+        return emulated or pytest.skip("too few for statistics; single decisions are compared elsewhere")
+    return others or full // 25
+
+
+# ---- chi-square ----
+
+
+def chi_square(counts, law, least=5.0):
+    """P(a statistic as large). Cells in which fewer than `least` are expected are put together."""
+    counts, law = counts.double().flatten().cpu(), law.double().flatten().cpu()
+    assert abs(float(law.sum()) - 1.0) < 1e-9 and len(counts) == len(law)
+    if (counts[law == 0.0] > 0).any():
+        return 0.0
+    expected, order = (law * counts.sum()).sort(descending=True)
+    counts = counts[order]
+    kept = max(int((expected >= least).sum()), 1)
+    if kept < len(expected):
+        rest = float(expected[kept:].sum())
+        kept -= kept > 1 and rest < least  # then one more cell joins the rest
+        counts = torch.cat([counts[:kept], counts[kept:].sum(0, keepdim=True)])
+        expected = torch.cat([expected[:kept], expected[kept:].sum(0, keepdim=True)])
+    counts, expected = counts[expected > 0.0], expected[expected > 0.0]
+    assert len(counts) > 1, "one cell says nothing"
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    tail = float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0).double(), statistic / 2))
+    print(f"chi-square {float(statistic):.1f}, {len(counts)} cells, {int(counts.sum())} samples: p = {tail:.3g}")
+    return tail
+
+
+def test_the_chi_square_tail_is_right():
+    """Against the closed form for two degrees of freedom, and against its own law: tails are uniform."""
+    counts, law = torch.tensor([30, 50, 20]), torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
+    assert chi_square(counts, law) == pytest.approx(math.exp(-(1.0 + 0.0 + 1.0) / 2))
+    generator, law = torch.Generator().manual_seed(0), torch.rand(60).double().softmax(0)
+    tails = []
+    for _ in range(400):
+        sample = torch.multinomial(law, 3000, replacement=True, generator=generator)
+        tails.append(chi_square(torch.bincount(sample, minlength=60), law))
+    tenths = torch.bincount((torch.tensor(tails) * 10).long().clamp(max=9), minlength=10)
+    assert ((tenths - 40) ** 2 / 40).sum() < 30
+
+
+# ---- worlds ----
+
+
+def words_of(allowed):
+    """bool [R, V] -> int32 [R, ceil(V / 32)]"""
+    rows, vocabulary = allowed.shape
+    bits = torch.nn.functional.pad(allowed.long(), (0, -vocabulary % 32)).view(rows, -1, 32)
+    words = (bits << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+class World:
+    """Logits of target and draft after every text of up to `depth` tokens. Row 0 is the empty text; the last row is NaN,
+    for texts that no token ends: nobody may look at it."""
+
+    def __init__(
+        self, seed, vocabulary, depth, *, law=None, draft_law=None, masked=(), dtype=torch.float32, near=0.6, spread=1.2
+    ):
+        self.vocabulary, self.depth = vocabulary, depth
+        self.law = {"temperature": 1.0} | (law or {})
+        self.draft_law = self.law if draft_law is None else {"temperature": 1.0} | draft_law
+        generator = torch.Generator().manual_seed(seed)
+        rows = self.rows()
+        target = torch.randn(rows, vocabulary, generator=generator) * spread
+        draft = near * target + (1.0 - near) * spread * torch.randn(rows, vocabulary, generator=generator)
+        poison = torch.full((1, vocabulary), math.nan)
+        self.target, self.draft = (torch.cat([x, poison]).to(dtype) for x in (target, draft))
+        self.allowed, self.draft_allowed = (
+            words_of(torch.rand(rows + 1, vocabulary, generator=generator).argsort(-1) >= vocabulary // 3)
+            if name in masked
+            else None
+            for name in ("target", "draft")
+        )
+        self.p = self.probabilities(self.target, self.allowed, self.law)
+        self.q = self.probabilities(self.draft, self.draft_allowed, self.draft_law)
+
+    def rows(self):
+        return sum(self.vocabulary**d for d in range(self.depth + 1))
+
+    def after(self, state, token):
+        behind = state * self.vocabulary + 1 + token
+        return torch.where((token < 0) | (token >= self.vocabulary) | (behind >= self.rows()), self.rows(), behind)
+
+    def probabilities(self, logits, allowed, law):
+        as_kernels_see_it = {name: float(torch.tensor(value).float()) for name, value in law.items()}
+        if "top_k" in law:
+            as_kernels_see_it["top_k"] = law["top_k"]
+        rows = []
+        for i in range(self.rows()):
+            row = process(logits[i], None if allowed is None else allowed[i], **as_kernels_see_it)
+            assert row.status == 0 and row.margin > 1e-6, "a filter decides by a hair"
+            rows.append(row.probs)
+        return torch.stack([*rows, torch.full_like(rows[0], math.nan)])
+
+    def joint(self, horizon):
+        """The target's law of the first `horizon` tokens, [vocabulary ** horizon]."""
+        law, states = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+        for _ in range(horizon):
+            law = (law[:, None] * self.p[states]).flatten()
+            states = self.after(states[:, None], torch.arange(self.vocabulary)).flatten()
+        return law
+
+    def to(self, device):
+        names = ("target", "draft", "allowed", "draft_allowed")
+        moved = {name: None if getattr(self, name) is None else getattr(self, name).to(device) for name in names}
+        clone = object.__new__(type(self))
+        clone.__dict__ = self.__dict__ | moved
+        return clone
+
+
+class TwoLast(World):
+    """The next token depends on the last two, so that texts can be as long as one likes."""
+
+    def rows(self):
+        return self.vocabulary**2
+
+    def after(self, state, token):
+        behind = state % self.vocabulary * self.vocabulary + token
+        return torch.where((token < 0) | (token >= self.vocabulary), self.rows(), behind)
+
+
+def row_of(words, rows):
+    return None if words is None else words[rows]
+
+
+def step(
+    world, parents, rule, seeds, positions, *, start=None, mode=None, fixed=(), chain=False, same_node=False, told=None
+):
+    """Draws the drafts level by level and judges them. `fixed`: nodes whose children are proposed at random, not drawn.
+    The rest is for faults: same_node draws at every node with the same noise, told(arguments) changes what accept is told.
+    """
+    requests, size, device = len(seeds), len(parents), seeds.device
+    depths = depths_of(parents)
+    mode = mode or DRAWN[rule]
+    generator = torch.Generator().manual_seed(int(seeds[0]) % 2**31)
+    tokens = torch.full((requests, size), -1, device=device)
+    states = torch.zeros(requests, size, dtype=torch.int64, device=device)
+    if start is not None:
+        states[:, 0] = start
+    for node in range(size):
+        if children := [i for i in range(size) if parents[i] == node]:
+            if node in fixed:
+                drawn = torch.randint(-1, world.vocabulary, (requests, len(children)), generator=generator).to(device)
+            else:
+                drawn, _ = pass_ext.draft_sample(
+                    world.draft[states[:, node]],
+                    len(children),
+                    mode=mode,
+                    allowed=row_of(world.draft_allowed, states[:, node]),
+                    seeds=seeds,
+                    positions=positions + (depths[node] if mode == "coupled" else 0),
+                    nodes=0 if same_node else node,
+                    **world.draft_law,
+                )
+            tokens[:, children] = drawn
+            states[:, children] = world.after(states[:, node : node + 1], drawn)
+    drafted = [node for node in range(size) if node in parents and node not in fixed]
+    arguments = world.law | {f"draft_{name}": value for name, value in world.draft_law.items()}
+    arguments |= {"rule": rule, "seeds": seeds, "positions": positions}
+    if chain:
+        arguments |= {
+            "target_logits": world.target[states],
+            "draft_tokens": tokens[:, 1:],
+            "draft_logits": world.draft[states[:, :-1]],
+            "allowed": row_of(world.allowed, states),
+            "draft_allowed": row_of(world.draft_allowed, states[:, :-1]),
+        }
+        result = pass_ext.accept_chain(**(told(arguments) if told else arguments))
+    else:
+        draft_rows = torch.full_like(states, -1)
+        draft_rows[:, drafted] = states[:, drafted]
+        draft_rows[:, [node for node in range(size) if node not in parents]] = 2**30  # leaves: nobody reads it
+        arguments |= {
+            "target_logits": world.target[states.flatten()],
+            "tokens": tokens.flatten(),
+            "parents": torch.tensor(parents, dtype=torch.int32, device=device).repeat(requests),
+            "cu_nodes": torch.arange(requests + 1, dtype=torch.int32, device=device) * size,
+            "max_depth": max(depths),
+            "draft_logits": world.draft,
+            "draft_rows": draft_rows.flatten(),
+            "allowed": row_of(world.allowed, states.flatten()),
+            "draft_allowed": world.draft_allowed,
+        }
+        result = pass_ext.accept_tree(**(told(arguments) if told else arguments))
+    return SimpleNamespace(result=result, tokens=tokens, states=states, seeds=seeds, positions=positions)
+
+
+def depths_of(parents):
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def complete(world, emitted, seeds, positions):
+    """The number of each text, whose missing tokens the target draws by itself."""
+    number, state = torch.zeros_like(seeds), torch.zeros_like(seeds)
+    for level in range(emitted.shape[1]):
+        token, short = emitted[:, level], (emitted[:, level] < 0).nonzero().flatten()
+        if len(short):
+            own, _ = pass_ext.draft_sample(
+                world.target[state[short]],
+                1,
+                mode="coupled",
+                allowed=row_of(world.allowed, state[short]),
+                seeds=seeds[short],
+                positions=positions[short] + level,
+                **world.law,
+            )
+            token = token.index_copy(0, short, own[:, 0])
+        number, state = number * world.vocabulary + token, world.after(state, token)
+    return number
+
+
+def requests_of(backend_device, requests, seed):
+    """Chunks of (seeds, positions): any 64-bit seed, any position."""
+    generator = torch.Generator().manual_seed(seed)
+    for first in range(0, requests, CHUNK):
+        size = min(CHUNK, requests - first)
+        seeds = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
+        positions = torch.randint(0, 2**40, (size,), generator=generator)
+        yield seeds.to(backend_device), positions.to(backend_device)
+
+
+def emitted_counts(backend, world, parents, rule, requests, seed=1, **options):
+    """How often each text of depth + 1 tokens was emitted; and the mean of the accepted drafts with its standard error."""
+    horizon, on_device = max(depths_of(parents)) + 1, world.to(backend.device)
+    counts, accepted = torch.zeros(world.vocabulary**horizon, dtype=torch.int64), []
+    for seeds, positions in requests_of(backend.device, requests, seed):
+        one = step(on_device, parents, rule, seeds, positions, **options)
+        assert not one.result.status.any(), "a row that no decision needs was looked at"
+        accepted.append(one.result.num_accepted.double().cpu())
+        texts = complete(on_device, one.result.emitted, seeds, positions)
+        counts += torch.bincount(texts, minlength=len(counts)).cpu()
+    accepted = torch.cat(accepted)
+    return counts, float(accepted.mean()), float(accepted.std()) / math.sqrt(len(accepted))
+
+
+def shape_for(rule, name):
+    return TREES["chain"] if rule == "block" else TREES[name]
+
+
+# ---- the law of what is emitted ----
+
+
+@SLOW
+@pytest.mark.parametrize("rule", EXACT)
+def test_a_million_texts(backend, rule):
+    requests, parents = how_many(backend, 1_000_000, 5_000, 40), shape_for(rule, "some")
+    world = World(11, 3 if backend.name == "emulated" else 4, 2)
+    counts, accepted, _ = emitted_counts(backend, world, parents, rule, requests)
+    assert counts.sum() == requests
+    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+    assert 0.3 < accepted < 1.98  # both drafts and refusals were tried
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_deeper_trees(backend, rule):
+    """Whose nodes are in no order but parents first."""
+    parents, requests = shape_for(rule, "deep"), how_many(backend, 50_000, 2_000)
+    world = World(10, 4, max(depths_of(parents)))
+    counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
+    assert chi_square(counts, world.joint(world.depth + 1)) > SUSPICIOUS
+
+
+@pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
+@pytest.mark.parametrize("rule", EXACT)
+def test_chains_in_both_forms(backend, rule, chain):
+    world = World(12, 5, 2)
+    requests = how_many(backend, 40_000, 2_000)
+    counts, _, _ = emitted_counts(backend, world, TREES["chain"], rule, requests, chain=chain)
+    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+
+
+FILTERS = {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.02}
+VARIANTS = {
+    "cold": {"law": {"temperature": 0.6}},
+    "hot": {"law": {"temperature": 1.7}},
+    "top_k": {"law": {"top_k": 3}},
+    "top_p": {"law": {"top_p": 0.8}},
+    "min_p": {"law": {"min_p": 0.12}},
+    "all filters": {"law": FILTERS},
+    "draft filtered otherwise": {"law": FILTERS, "draft_law": {"temperature": 1.2, "top_k": 6}},
+    "both masked": {"masked": ("target", "draft")},
+    "target masked": {"masked": ("target",)},
+    "bfloat16": {"dtype": torch.bfloat16, "spread": 2.0},
+    "float16": {"dtype": torch.float16},
+    "draft is the target": {"near": 1.0},
+    "draft knows nothing": {"near": 0.0},
+    "everything": {"law": FILTERS, "masked": ("target", "draft"), "dtype": torch.bfloat16},
+}
+
+
+def rules_and_variants():
+    """What makes a row a law is the same code for all rules: two rules that look at both laws are quick for each variant, and
+    all of them for everything at once."""
+    both_laws = [rule for rule in EXACT if rule != "coupled"]
+    for i, variant in enumerate(VARIANTS):
+        quick = {both_laws[i % 5], both_laws[(i + 2) % 5]} if variant != "everything" else EXACT
+        for rule in EXACT:
+            yield pytest.param(rule, variant, marks=() if rule in quick else SLOW)
+
+
+@pytest.mark.parametrize(("rule", "variant"), list(rules_and_variants()))
+def test_variants_of_the_law(backend, rule, variant):
+    requests = how_many(backend, 10_000, 500, 10 if variant == "everything" else 0)
+    parents = shape_for(rule, "tree")
+    world = World(13, 7, 2, **VARIANTS[variant])
+    counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
+    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+
+
+@pytest.mark.parametrize(
+    "fixed", [pytest.param((0, 1, 2), marks=SLOW), (0,), pytest.param((1, 2), marks=SLOW)], ids=str
+)
+@pytest.mark.parametrize("rule", EXACT)
+def test_fixed_proposals(backend, rule, fixed):
+    """Random ones: among them the same token twice, and -1."""
+    requests = how_many(backend, 30_000, 1_000)
+    world = World(14, 4, 2)
+    counts, _, _ = emitted_counts(backend, world, shape_for(rule, "tree"), rule, requests, fixed=fixed)
+    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_more_children_than_the_draft_can_give(backend, rule):
+    world = World(15, 4, 1, draft_law={"top_k": 2})
+    requests = how_many(backend, 30_000, 1_000)
+    parents = TREES["chain"][:2] if rule == "block" else TREES["star"]
+    counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
+    assert chi_square(counts, world.joint(2)) > SUSPICIOUS
+
+
+@pytest.mark.parametrize("mode", ["coupled", "without", "with", "top"])
+def test_coupled_with_any_drafter(backend, mode):
+    world = World(16, 4, 2)
+    requests = how_many(backend, 30_000, 1_000)
+    counts, _, _ = emitted_counts(backend, world, TREES["tree"], "coupled", requests, mode=mode)
+    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+
+
+JUDGED = {"drawn with": {"mode": "with"}, "as proposals": {"told": lambda a: a | {"draft_logits": None}}}
+
+
+@pytest.mark.parametrize("how", JUDGED)
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_what_also_is_exact(backend, rule, how):
+    """Drafts drawn with replacement where the rule expects none: the second of two equal ones has no p left, and the others
+    are drawn without. Drawn drafts judged as fixed proposals: nobody asked where proposals come from."""
+    world = World(19, 4, 2, near=0.3)
+    requests = how_many(backend, 30_000, 1_000)
+    counts, _, _ = emitted_counts(backend, world, TREES["tree"], rule, requests, **JUDGED[how])
+    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+
+
+@pytest.mark.parametrize("vocabulary", [pytest.param(66, marks=SLOW), 130])
+@pytest.mark.parametrize("rule", EXACT)
+def test_several_groups_of_tokens(backend, rule, vocabulary):
+    """The noise is made for 64 tokens at a time."""
+    world = World(17, vocabulary, 1, spread=1.5)
+    parents = TREES["chain"][:2] if rule == "block" else TREES["star"]
+    counts, _, _ = emitted_counts(backend, world, parents, rule, how_many(backend, 30_000, 1_000))
+    counts = counts.view(vocabulary, vocabulary)
+    assert chi_square(counts, world.joint(2)) > SUSPICIOUS
+    assert chi_square(counts.sum(1), world.p[0]) > SUSPICIOUS
+    assert chi_square(counts.sum(0), world.joint(2).view(vocabulary, vocabulary).sum(0)) > SUSPICIOUS
+
+
+def generate(backend, world, parents, rule, requests, length, **faults):
+    """Step after step to `length` tokens; how often each text came."""
+    on_device, counts = world.to(backend.device), torch.zeros(world.vocabulary**length, dtype=torch.int64)
+    stands = faults.pop("stands", False)
+    for seeds, positions in requests_of(backend.device, requests, 2):
+        number, state, known = torch.zeros_like(seeds), torch.zeros_like(seeds), torch.zeros_like(seeds)
+        for _ in range(length):
+            now = positions if stands else positions + known
+            emitted = step(on_device, parents, rule, seeds, now, start=state, **faults).result.emitted
+            for token in emitted.unbind(1):
+                number = torch.where((token >= 0) & (known < length), number * world.vocabulary + token, number)
+                state = torch.where(token >= 0, on_device.after(state, token.clamp(min=0)), state)
+                known = known + (token >= 0)
+        counts += torch.bincount(number, minlength=len(counts)).cpu()
+    return counts
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_step_after_step(backend, rule):
+    """Draws of different steps are independent too."""
+    world = TwoLast(18, 3, 0)
+    counts = generate(backend, world, shape_for(rule, "tree"), rule, how_many(backend, 10_000, 1_000), length=5)
+    assert chi_square(counts, world.joint(5)) > SUSPICIOUS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["star", "tree", "deep"])
+@pytest.mark.parametrize("rule", EXACT)
+def test_a_million_texts_of_other_worlds(backend, rule, name, seed):
+    parents = shape_for(rule, name)
+    world = World(100 + seed, 3 + seed % 3, max(depths_of(parents)), near=seed / 3)
+    requests = how_many(backend, 1_000_000, 20_000)
+    counts, _, _ = emitted_counts(backend, world, parents, rule, requests, seed=seed)
+    assert chi_square(counts, world.joint(max(depths_of(parents)) + 1)) > SUSPICIOUS
+
+
+# ---- drafts, decisions and the last token ----
+
+
+class Texts:
+    """A world as the enumeration of test_accept_exactness reads it."""
+
+    def __init__(self, world):
+        self.world, self.vocabulary, self.laws = world, world.vocabulary, {}
+
+    def at(self, text):
+        if text not in self.laws:
+            state = torch.tensor(0)
+            for token in text:
+                state = self.world.after(state, torch.tensor(token))
+            self.laws[text] = tuple(
+                SimpleNamespace(probs=probs[state], status=0, margin=math.inf) for probs in (self.world.p, self.world.q)
+            )
+        return self.laws[text]
+
+
+def everything(world, parents, rule):
+    """{(all drafted tokens, the node it stops at, the last token): probability} and the mean of accepted drafts."""
+    depths, law = depths_of(parents), {}
+    drafts = Drafts(Texts(world), parents, max(depths), replaced=DRAWN[rule] == "with")
+
+    def play(replay):
+        tree = drafts.with_chance(replay)
+        drawn = tuple(tree.token(node) for node in range(1, len(parents)))
+        return drawn, *Walk(tree, replay, rule).run()
+
+    for probability, (drawn, stop, token), replay in outcomes(play, Replay):
+        last = {token: 1.0} if replay.law is None else dict(enumerate(replay.law))
+        for y, p in last.items():
+            law[drawn, stop, y] = law.get((drawn, stop, y), 0.0) + probability * p
+    return law, sum(p * depths[stop] for (_, stop, _), p in law.items())
+
+
+def place(drawn, stop, last, vocabulary):
+    number = stop * vocabulary + last
+    for token in drawn:
+        number = number * vocabulary + token
+    return number
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        pytest.param(rule, name, marks=() if name == ("chain" if rule == "block" else "uneven") else SLOW)
+        for rule in EXACT
+        for name in (["chain"] if rule == "block" else ["pair", "chain", "uneven"])
+    ],
+)
+def test_drafts_decisions_and_the_last_token_together(backend, rule, name):
+    """Their joint law is the one in which drafts, coins and the last draw are independent; so the means agree too."""
+    parents = {"pair": [-1, 0, 0], "chain": [-1, 0, 1], "uneven": [-1, 0, 0, 1]}[name]
+    world = World(21, 3, 2, near=0.3)
+    requests, on_device = how_many(backend, 50_000, 2_000), world.to(backend.device)
+    law, mean = everything(world, parents, rule)
+    exact = torch.zeros(len(parents) * world.vocabulary ** len(parents), dtype=torch.float64)
+    for (drawn, stop, last), probability in law.items():
+        exact[place(drawn, stop, last, world.vocabulary)] += probability
+    counts, accepted = torch.zeros(len(exact), dtype=torch.int64), []
+    mode = "without" if rule == "coupled" else None
+    for seeds, positions in requests_of(backend.device, requests, 3):
+        one = step(on_device, parents, rule, seeds, positions, mode=mode)
+        depth = one.result.num_accepted.long()[:, None]
+        stop, last = (x.long().gather(1, depth)[:, 0] for x in (one.result.path, one.result.emitted))
+        cells = place(one.tokens[:, 1:].unbind(1), stop, last, world.vocabulary)
+        counts += torch.bincount(cells, minlength=len(counts)).cpu()
+        accepted.append(one.result.num_accepted.double().cpu())
+    assert chi_square(counts, exact) > SUSPICIOUS
+    accepted = torch.cat(accepted)
+    assert abs(float(accepted.mean()) - mean) < 4.5 * float(accepted.std()) / math.sqrt(requests)
+
+
+# ---- how much is accepted ----
+
+
+def chain_expectation(world, length, blockwise):
+    """Rejection: each draft passes with min(1, p / q) by itself. Block: draft i passes, or a later one, with probability
+    w_i = min(1, w_(i-1) p / q), which is what the whole block can give at most."""
+    total, weight, reach, states = 0.0, torch.ones(1), torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    for _ in range(length):
+        p, q = world.p[states], world.q[states]
+        weight = torch.minimum(weight[:, None] * p / q if blockwise else p / q, torch.ones(())).flatten()
+        reach = (reach[:, None] * q).flatten() * (1.0 if blockwise else weight)
+        total += float((reach * weight).sum() if blockwise else reach.sum())
+        states = world.after(states[:, None], torch.arange(world.vocabulary)).flatten()
+    return total
+
+
+@pytest.mark.parametrize("seed", [31, pytest.param(32, marks=SLOW), pytest.param(33, marks=SLOW)])
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
+def test_chains_accept_as_many_as_theory_says(backend, rule, seed):
+    """On a chain, traversal is block verification."""
+    requests = how_many(backend, 30_000, 1_000)
+    world = World(seed, 6, 3, near=0.3)
+    _, mean, error = emitted_counts(backend, world, [-1, 0, 1, 2], rule, requests)
+    expectation = chain_expectation(world, 3, rule != "rejection")
+    print(f"{rule}: {mean:.4f} accepted, {expectation:.4f} expected, standard error {error:.4f}")
+    assert abs(mean - expectation) < 4.5 * error
+    assert chain_expectation(world, 3, True) > chain_expectation(world, 3, False) + 0.02
+
+
+@SLOW  # the mean of each is known: above, and as the reference's in test_accept_core.py
+@pytest.mark.parametrize(
+    ("better", "worse", "name"),
+    [
+        ("block", "rejection", "chain"),
+        ("traversal", "rejection", "tree"),
+        ("traversal", "rejection", "deep"),
+        ("rejection", "rejection_with_replacement", "star"),
+        ("rejection", "rejection_with_replacement", "tree"),
+        ("kseq", "rejection_with_replacement", "star"),
+    ],
+)
+def test_which_rule_accepts_more(backend, better, worse, name):
+    """On the average over worlds, and by more than chance could do."""
+    worlds = how_many(backend, 12, 4)
+    gains = torch.zeros(2, dtype=torch.float64)
+    for seed in range(worlds):
+        world = World(40 + seed, 5, max(depths_of(TREES[name])), near=0.2)
+        better_one, worse_one = (
+            emitted_counts(backend, world, TREES[name], rule, how_many(backend, 3_000, 500))[1:]
+            for rule in (better, worse)
+        )
+        gains += torch.tensor([better_one[0] - worse_one[0], better_one[1] ** 2 + worse_one[1] ** 2])
+    gain, error = float(gains[0]) / worlds, math.sqrt(float(gains[1])) / worlds
+    print(f"{better} accepts {gain:.4f} more than {worse}, standard error {error:.4f}")
+    assert gain > (4.0 if worlds > 4 else -3.0) * error
+
+
+# ---- the draft's own law ----
+
+
+def ordered_law(probs, count, replaced):
+    """The law of `count` draws in order, [V, V, ...]. Without replacement, slots beyond the support are not handled."""
+    law = torch.zeros((len(probs),) * count, dtype=torch.float64)
+    for ids in itertools.product(range(len(probs)), repeat=count):
+        left, mass = 1.0, 1.0
+        for place, token in enumerate(ids):
+            if (not replaced and token in ids[:place]) or mass == 0.0:
+                mass = 0.0
+                break
+            mass *= float(probs[token]) / left
+            left -= 0.0 if replaced else float(probs[token])
+        law[ids] = mass
+    return law
+
+
+DRAFT_VARIANTS = {
+    "plain": {},
+    "a million": {},
+    "temperature": {"law": {"temperature": 0.7}},
+    "top_k": {"law": {"temperature": 1.3, "top_k": 4}},
+    "top_p": {"law": {"top_p": 0.9}, "seed": 51},
+    "min_p": {"law": {"min_p": 0.05}},
+    "masked": {"masked": ("draft",)},
+    "bfloat16": {"dtype": torch.bfloat16, "spread": 2.0},
+}
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=SLOW if "million" in name else ()) for name in DRAFT_VARIANTS]
+)
+@pytest.mark.parametrize("mode", ["coupled", "without", "with"])
+def test_three_drafts_in_order(backend, mode, variant):
+    options = dict(DRAFT_VARIANTS[variant])
+    world = World(options.pop("seed", 50), 6, 0, near=0.0, **options)
+    assert (world.q[0] > 0).sum() >= 3
+    requests = how_many(
+        backend, 1_000_000 if variant == "a million" else 40_000, 3_000, 100 if variant == "plain" else 0
+    )
+    counts = torch.zeros(6**3, dtype=torch.int64)
+    on_device = world.to(backend.device)
+    for seeds, positions in requests_of(backend.device, requests, 4):
+        tokens, logprobs = pass_ext.draft_sample(
+            on_device.draft[:1].expand(len(seeds), -1),
+            3,
+            mode=mode,
+            allowed=None if world.draft_allowed is None else on_device.draft_allowed[:1].repeat(len(seeds), 1),
+            seeds=seeds,
+            positions=positions,
+            nodes=5,
+            **world.draft_law,
+        )
+        assert torch.allclose(logprobs.double().exp().cpu(), world.q[0][tokens.cpu()], rtol=1e-5, atol=0)
+        counts += torch.bincount((tokens @ torch.tensor([36, 6, 1], device=tokens.device)).cpu(), minlength=len(counts))
+    assert chi_square(counts, ordered_law(world.q[0], 3, mode == "with")) > SUSPICIOUS
+
+
+@pytest.mark.parametrize("mode", ["without", "with"])
+def test_drafts_of_two_nodes_are_independent(backend, mode):
+    world = World(52, 4, 0).to(backend.device)
+    counts = torch.zeros(4**4, dtype=torch.int64)
+    for seeds, positions in requests_of(backend.device, how_many(backend, 100_000, 4_000), 5):
+        both = [
+            pass_ext.draft_sample(
+                world.draft[:1].expand(len(seeds), -1), 2, mode=mode, seeds=seeds, positions=positions, nodes=node
+            )[0]
+            for node in (0, 1)
+        ]
+        cells = torch.cat(both, 1) @ torch.tensor([64, 16, 4, 1], device=backend.device)
+        counts += torch.bincount(cells.cpu(), minlength=len(counts))
+    law = ordered_law(world.q[0], 2, mode == "with").flatten()
+    assert chi_square(counts, law[:, None] * law) > SUSPICIOUS
+
+
+@pytest.mark.parametrize("law", [{}, {"top_k": 300, "temperature": 0.8}, {"top_p": 0.9}], ids=["all", "top_k", "top_p"])
+@pytest.mark.parametrize(("vocabulary", "full"), [(1000, 12_000), (70_000, 600)])
+def test_large_vocabularies(backend, vocabulary, full, law):
+    """The first and the second draw: by token where it is likely, by place in its group, by group."""
+    requests = how_many(backend, full, full // 20)
+    generator = torch.Generator().manual_seed(vocabulary)
+    row = torch.randn(vocabulary, generator=generator) * 2.0
+    law = {"temperature": 1.0} | law
+    p = process(row, **{name: float(torch.tensor(value).float()) for name, value in law.items()} | law).probs
+    second = p * ((p / (1.0 - p)).sum() - p / (1.0 - p))
+    for mode in ("coupled", "without", "with"):
+        tokens = torch.cat(
+            [
+                pass_ext.draft_sample(
+                    row.to(backend.device).expand(len(seeds), -1), 2, mode=mode, seeds=seeds, positions=positions, **law
+                )[0].cpu()
+                for seeds, positions in requests_of(backend.device, requests, 6)
+            ]
+        )
+        for draw, exact in ((tokens[:, 0], p), (tokens[:, 1], p if mode == "with" else second)):
+            counts = torch.bincount(draw, minlength=vocabulary)
+            assert chi_square(counts, exact) > SUSPICIOUS
+            for bins in (torch.arange(vocabulary) % 64, torch.arange(vocabulary) * 50 // vocabulary):
+                put = [
+                    torch.zeros(int(bins.max()) + 1).double().index_add(0, bins, x.double()) for x in (counts, exact)
+                ]
+                assert chi_square(*put) > SUSPICIOUS
+
+
+# ---- draws for different purposes are independent ----
+
+
+def streams(device, seeds, positions):
+    """{what is drawn: (a value for each request, its law)}, all with the same seeds and positions."""
+    row = torch.tensor([0.3, -0.5, 1.0, 0.0, -math.inf], device=device)
+    half = torch.tensor([math.log(4.0), 0.0, 0.0, 0.0, 0.0], device=device)
+    sure = torch.tensor([0.0, -math.inf, -math.inf, -math.inf, -math.inf], device=device)
+    law, requests = row.double().softmax(0).cpu(), len(seeds)
+
+    def drafted(mode, k=1, seeds=seeds, positions=positions, **options):
+        options |= {"seeds": seeds, "positions": positions, "temperature": 1.0}
+        return pass_ext.draft_sample(row.expand(requests, -1), k, mode=mode, **options)[0]
+
+    def accepted(rule, rows, proposals):
+        parents = torch.tensor([-1, *([0] * (len(rows) - 1))], dtype=torch.int32, device=device)
+        return pass_ext.accept_tree(
+            torch.stack(rows).repeat(requests, 1),
+            torch.tensor([-1, *proposals], device=device).repeat(requests),
+            parents.repeat(requests),
+            torch.arange(requests + 1, dtype=torch.int32, device=device) * len(rows),
+            1,
+            rule=rule,
+            temperature=1.0,
+            seeds=seeds,
+            positions=positions,
+        )
+
+    coin_law = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    pair = drafted("with", 2)
+    return {
+        "coupled": (drafted("coupled")[:, 0], law),
+        "coupled, next position": (drafted("coupled", positions=positions + 1)[:, 0], law),
+        "coupled, position + 2^32": (drafted("coupled", positions=positions + 2**32)[:, 0], law),
+        "coupled, next seed": (drafted("coupled", seeds=seeds + 1)[:, 0], law),
+        "coupled, seed + 2^32": (drafted("coupled", seeds=seeds + 2**32)[:, 0], law),
+        "draft": (pair[:, 0], law),
+        "draft, second": (pair[:, 1], law),
+        "draft at node 1": (drafted("without", nodes=1)[:, 0], law),
+        "draft at node 1023": (drafted("without", nodes=1023)[:, 0], law),
+        "draft, next position": (drafted("without", positions=positions + 1)[:, 0], law),
+        "bonus": (accepted("rejection", [row], []).emitted[:, 0], law),
+        "residual": (accepted("rejection", [row, row], [4]).emitted[:, 0], law),
+        "bonus, next position": (accepted("rejection", [sure, row], [0]).emitted[:, 1], law),
+        "coin of node 1": (accepted("rejection", [half, row], [0]).num_accepted.long(), coin_law),
+        "coin of node 2": (accepted("rejection", [half, row, row], [5, 0]).num_accepted.long(), coin_law),
+    }
+
+
+def test_draws_for_different_purposes_are_independent(backend):
+    requests = how_many(backend, 40_000, 4_000, 30)
+    parts = [streams(backend.device, *chunk) for chunk in requests_of(backend.device, requests, 7)]
+    values = {name: torch.cat([part[name][0].cpu() for part in parts]) for name in parts[0]}
+    laws = {name: law for name, (_, law) in parts[0].items()}
+    tails = {}
+    for one, other in itertools.combinations(values, 2):
+        size = len(laws[other])
+        counts = torch.bincount(values[one] * size + values[other], minlength=len(laws[one]) * size)
+        tails[one, other] = chi_square(counts, laws[one][:, None] * laws[other])
+    assert min(tails.values()) > SUSPICIOUS / len(tails), min(tails, key=tails.get)
+
+
+# ---- planted faults ----
+
+
+def on_best_cpu(world, rule, **options):
+    counts, _, _ = emitted_counts(cpu_backends()[-1], world, TREES["tree"], rule, 20_000, **options)
+    return chi_square(counts, world.joint(3))
+
+
+@cache
+def used_rightly(rule, masked):
+    return on_best_cpu(World(61, 4, 2, near=0.2, masked=masked), rule)
+
+
+def judged_as(rule):
+    return lambda arguments: arguments | {"rule": rule}
+
+
+def rolled(name):
+    def tell(arguments):
+        values = arguments[name].view(-1, len(TREES["tree"]), *arguments[name].shape[1:])
+        return arguments | {name: values[:, [0, 2, 1, 3, 4, 5, 6]].flatten(0, 1)}
+
+    return tell
+
+
+MISTAKES = {
+    "proposals judged as drawn": ("rejection", {"mode": "top"}),
+    "proposals judged as drawn, kseq": ("kseq", {"mode": "top"}),
+    "drawn without, judged as drawn with": ("rejection", {"told": judged_as("rejection_with_replacement")}),
+    "drawn without, judged by kseq": ("rejection", {"told": judged_as("kseq")}),
+    "an approximate rule": ("rejection", {"told": judged_as("typical")}),
+    "the same noise at every node": ("rejection", {"same_node": True}),
+    "the same noise at every node, traversal": ("traversal", {"same_node": True}),
+    "another draft temperature": ("rejection", {"told": lambda a: a | {"draft_temperature": 1.3}}),
+    "another draft temperature, kseq": ("kseq", {"told": lambda a: a | {"draft_temperature": 1.3}}),
+    "another target temperature": ("coupled", {"told": lambda a: a | {"temperature": 1.2}}),
+    "a mask that accept is not told": ("traversal", {"told": lambda a: a | {"draft_allowed": None}}),
+    "draft rows of the other child": ("rejection", {"told": rolled("draft_rows")}),
+    "target rows of the other child": ("coupled", {"told": rolled("target_logits")}),
+    "target rows of the other child, traversal": ("traversal", {"told": rolled("target_logits")}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_using_the_kernels_shows(mistake):
+    rule, options = MISTAKES[mistake]
+    masked = ("draft",) if "mask" in mistake else ()
+    assert used_rightly(rule, masked) > SUSPICIOUS
+    assert on_best_cpu(World(61, 4, 2, near=0.2, masked=masked), rule, **options) < CERTAIN
+
+
+@pytest.mark.parametrize("rule", [rule for rule in EXACT if rule != "coupled"])
+def test_positions_that_stand_still_show(rule):
+    """In the world of test_step_after_step, with as many texts."""
+    world, backend = TwoLast(18, 3, 0), cpu_backends()[-1]
+    texts = generate(backend, world, shape_for(rule, "tree"), rule, 10_000, 5, stands=True)
+    assert chi_square(texts, world.joint(5)) < CERTAIN
+
+
+FAULTS = (
+    "biased coin",
+    "coin used again for the residual",
+    "coin of the first child used again for the second",
+    "noise of the draft used again for the residual",
+    "residual is the target",
+    "residual is the target without the refused",
+    "residual of the last refusal only",
+    "residual not normalised before the second coin",
+    "draft not normalised before the second coin",
+    "draft kept whole",
+    "p and q exchanged in the residual",
+    "bonus from the parent's row",
+)
+
+
+def sampled(world, requests, fault):
+    """The rule "rejection" for two children in plain PyTorch, with a fault: how often each text of two tokens came."""
+    generator = torch.Generator().manual_seed(8)
+    p0, q0, fresh = world.p[0], world.q[0], lambda: torch.rand(requests, generator=generator, dtype=torch.float64)
+    seeds = torch.arange(requests)
+    drafts, _ = pass_ext.draft_sample(
+        world.draft[:1].expand(requests, -1), 2, mode="without", seeds=seeds, positions=0, nodes=0
+    )
+    p, q, emitted = p0.repeat(requests, 1), q0.repeat(requests, 1), torch.full((requests,), -1)
+    refused = torch.zeros(requests, dtype=torch.bool)
+    for i in range(2):
+        x = drafts[:, i]
+        u = u if i and fault == "coin of the first child used again for the second" else fresh()  # noqa: F821
+        bound = p.gather(1, x[:, None])[:, 0] / q.gather(1, x[:, None])[:, 0]
+        passes = u * (0.9 if fault == "biased coin" else 1.0) < bound
+        emitted = torch.where(passes & (emitted < 0), x, emitted)
+        refused = emitted < 0
+        rest = (p - q).clamp(min=0.0)
+        if fault == "residual of the last refusal only":
+            rest = (p0 - q).clamp(min=0.0)
+        if fault == "p and q exchanged in the residual":
+            rest = (q - p).clamp(min=0.0)
+        if fault == "residual is the target without the refused":
+            rest = p.scatter(1, x[:, None], 0.0)
+        if fault != "residual is the target":
+            whole = fault == "residual not normalised before the second coin"
+            p = rest if whole else rest / rest.sum(1, keepdim=True).clamp(min=1e-300)
+        if fault != "draft kept whole":
+            q = q.scatter(1, x[:, None], 0.0)
+            if fault != "draft not normalised before the second coin":
+                q = q / q.sum(1, keepdim=True)
+    if fault == "noise of the draft used again for the residual":
+        again, _ = pass_ext.draft_sample(p.log().float(), 1, mode="without", seeds=seeds, positions=0, nodes=0)
+        residual = again[:, 0]
+    else:
+        v = u if fault == "coin used again for the residual" else fresh()
+        cumulative = p.cumsum(1)
+        residual = (cumulative <= v[:, None] * cumulative[:, -1:]).sum(1).clamp(max=world.vocabulary - 1)
+    first = torch.where(refused, residual, emitted)
+    rows = world.p[1 + first] if fault != "bonus from the parent's row" else world.p[:1].expand(requests, -1)
+    second = (rows.cumsum(1) <= fresh()[:, None]).sum(1).clamp(max=world.vocabulary - 1)
+    return torch.bincount(first * world.vocabulary + second, minlength=world.vocabulary**2)
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_planted_fault_shows(fault):
+    world = World(63, 5, 1, near=0.2)
+    tail = chi_square(sampled(world, 60_000, fault), world.joint(2))
+    assert tail < CERTAIN if fault else tail > SUSPICIOUS

@@ -1,0 +1,377 @@
+"""That the rules of pass_ext.reference are exact, by enumeration: every draft that can be drawn and every way that coins can
+fall, with its probability, for small vocabularies and trees. The law of what is emitted, continued by the target to the depth
+of the tree plus one, must be the target's own to within rounding. No kernels here: they are compared with the reference.
+"""
+
+import itertools
+
+import pytest
+import torch
+from support.enumeration import (
+    ALL,
+    CASES,
+    CHAINS,
+    DUPLICATE_CASES,
+    DUPLICATES,
+    EXACT,
+    FAULTY,
+    FIXED,
+    SHAPES,
+    STARS,
+    TREES,
+    Drafts,
+    Replay,
+    Texts,
+    World,
+    emitted_law,
+    make,
+    outcomes,
+    variation,
+    worlds,
+)
+
+import pass_ext.reference.accept as accept_module
+from pass_ext.reference import accept_tree, draft_sample
+from pass_ext.reference.accept import RULES, Judge, Walk
+from pass_ext.reference.noise import Purpose
+
+# ---- everything that can happen ----
+
+
+# ---- exactness ----
+
+FILTERS = [
+    {"temperature": 0.7, "top_k": 2},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"min_p": 0.2},
+    {"temperature": 0.9, "top_k": 3, "top_p": 0.9, "min_p": 0.1},
+    {"top_k": 1},
+]
+
+
+def test_every_exact_rule_is_here():
+    assert set(SHAPES) == {rule for rule, kind in RULES.items() if kind == "exact"}
+
+
+COUNT = pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])  # worlds
+
+
+@COUNT
+@pytest.mark.parametrize("zeros", [0.0, 0.25])
+@pytest.mark.parametrize(("rule", "shape"), CASES)
+def test_exact(rule, shape, zeros, count):
+    """With zeros there are more children than the support, and drafts that are the target's own law."""
+    parents = SHAPES[rule][shape]
+    count = count if len(parents) < 6 else count // 2 if len(parents) < 8 else 1
+    for world in worlds(parents, count, zeros=zeros):
+        assert variation(make(world, rule, parents), rule) < EXACT
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("rule", SHAPES)
+def test_exact_with_filters(rule, filters):
+    """The target is the filtered law; the draft's filters are the same, others, or none."""
+    parents = SHAPES[rule].get("2,1", CHAINS["chain2"])
+    for draft_filters in (filters, FILTERS[1], {"temperature": 1.0}):
+        world = World(5, 4, zeros=0.0, filters=filters, draft_filters=draft_filters)
+        assert variation(make(world, rule, parents), rule) < EXACT
+
+
+@COUNT
+@pytest.mark.parametrize("fixed", FIXED)
+@pytest.mark.parametrize("rule", SHAPES)
+def test_exact_with_fixed_proposals(rule, fixed, count):
+    for parents in [CHAINS["chain3"]] if rule == "block" else [[-1, 0, 0, 1, 1], [-1, 0, 0, 0, 1]]:
+        for world in worlds(parents, count, zeros=0.4):
+            assert variation(make(world, rule, parents, **FIXED[fixed]), rule) < EXACT
+
+
+@pytest.mark.parametrize(("rule", "origin"), DUPLICATE_CASES)
+def test_exact_with_duplicates(rule, origin):
+    parents, count, options = DUPLICATES[origin]
+    for world in worlds(parents, count, zeros=0.4 if "outside" in origin else 0.1):
+        assert variation(make(world, rule, parents, **options), rule) < EXACT
+
+
+@pytest.mark.parametrize("rule", SHAPES)
+def test_exact_when_the_tree_is_cut(rule):
+    """Nodes deeper than max_depth are ignored."""
+    parents = CHAINS["chain3"] if rule == "block" else TREES["1,2,1"]
+    for max_depth in (0, 1, 2):
+        for world in worlds(parents, 4):
+            assert variation(make(world, rule, parents, max_depth=max_depth), rule) < EXACT
+
+
+@pytest.mark.parametrize("extra", [0.1, 0.5])
+def test_any_rho_is_exact_that_meets_the_condition(extra, monkeypatch):
+    """So a near tie in the search of rho does no harm."""
+    smallest = Walk.choose_rho
+    monkeypatch.setattr(Walk, "choose_rho", lambda *args: smallest(*args) + extra)
+    for world in worlds(STARS["star3"], 10):
+        assert variation(make(world, "kseq", STARS["star3"]), "kseq") < EXACT
+
+
+def test_typical_is_approximate():
+    assert RULES["typical"] == "approximate"
+    assert all(
+        variation(make(world, "typical", STARS["star2"]), "typical") > FAULTY for world in worlds([], 4, zeros=0.0)
+    )
+
+
+# ---- the random numbers in their places ----
+
+
+def chi_square_tail(counts, probabilities):
+    """P(a chi-square as large), for independent draws with these probabilities."""
+    expected = probabilities * counts.sum()
+    assert expected.min() > 5
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0), statistic / 2))
+
+
+# For kernels test_accept_distribution.py shows it, and they decide as the reference does: one rule is enough to be quick.
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=() if rule == "rejection" else pytest.mark.slow) for rule in SHAPES]
+)
+def test_drafted_and_judged_with_philox_noise(rule):
+    """draft_sample and accept_tree together, one request per seed: two tokens have the target's law. So the draws of one
+    request (drafts, coins, last token) are independent of each other as the rules need it."""
+    vocabulary, requests, position = 3, 500, 40
+    parents = torch.tensor([-1, 0, 1] if rule == "block" else [-1, 0, 0, 1, 1, 2, 2])
+    size, k = len(parents), 1 if rule == "block" else 2
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(
+        2, 1 + vocabulary, vocabulary, generator=generator
+    )  # target, draft: at the root, after each token
+    seeds, spots = torch.arange(requests) * 7919 + 3, torch.full((requests,), position)
+    mode = "with" if rule in ("kseq", "rejection_with_replacement") else "without"
+    warm = torch.ones(requests)
+
+    tokens = torch.zeros(requests, size, dtype=torch.int64)
+    rows = torch.zeros(requests, size, dtype=torch.int64)  # of logits: which text a node has
+    for node in range(size):
+        children = [i for i in range(size) if parents[i] == node]
+        if node > 0:
+            rows[:, node] = 1 + tokens[:, node]
+        if children:
+            noise = {"seeds": seeds, "positions": spots + (node > 0), "nodes": torch.full((requests,), node)}
+            tokens[:, children] = draft_sample(logits[1][rows[:, node]], k, mode=mode, **noise).tokens
+    result = accept_tree(
+        logits[0][rows].view(-1, vocabulary),
+        tokens.flatten(),
+        parents.repeat(requests),
+        torch.arange(requests + 1) * size,
+        max_depth=2,
+        rule=rule,
+        draft_logits=logits[1][rows].view(-1, vocabulary),
+        temperature=warm,
+        seeds=seeds,
+        positions=spots,
+    )
+    assert not result.status.any()
+    p = logits[0].double().softmax(-1)
+    first, second = result.emitted[:, 0], result.emitted[:, 1]
+    own = torch.multinomial(p[1 + first], 1, generator=generator).flatten()  # where the step stopped at one token
+    second = torch.where(second < 0, own, second)
+    counts = torch.bincount(first * vocabulary + second, minlength=vocabulary**2).double()
+    assert chi_square_tail(counts, (p[0][:, None] * p[1:]).flatten()) > 1e-4
+    assert 0.2 < result.num_accepted.double().mean() < 1.9  # both drafts and refusals were tried
+    if rule == "coupled":  # the very tokens that the target draws for itself
+        alone = draft_sample(
+            logits[0][:1].expand(requests, -1), 1, mode="coupled", temperature=warm, seeds=seeds, positions=spots
+        )
+        assert torch.equal(first, alone.tokens[:, 0])
+
+
+# ---- planted faults ----
+
+
+def worst(rule, shape, chance=Replay, **options):
+    parents = ALL[shape]
+    return max(
+        variation(make(world, rule, parents, **options), rule, chance) for world in worlds(parents, 6, zeros=0.0)
+    )
+
+
+class BiasedCoin(Replay):
+    """u is in [0, 0.9)."""
+
+    def coin(self, node, bound, size):
+        return super().coin(node, bound / 0.9, size)
+
+
+class ReusedCoin(Replay):
+    """The residual draw inverts its cumulative law at the u of the last refused child, which is not below its bound."""
+
+    bound = 0.0
+
+    def coin(self, node, bound, size):
+        self.bound = min(bound, 1.0)
+        return super().coin(node, bound, size)
+
+    def draw(self, weights, sizes, purpose, depth):
+        if purpose == Purpose.residual:
+            borders = torch.cat([torch.zeros(1), weights.cumsum(0) / weights.sum()]).clamp(min=self.bound)
+            weights = borders.diff()
+        return super().draw(weights, sizes, purpose, depth)
+
+
+def not_normalised(p, q, weight=1.0):
+    rest = (weight * p - q).clamp(min=0.0)
+    return rest, float(rest.sum())
+
+
+def removed_only(q, token):
+    return q.index_fill(0, torch.tensor(token), 0.0)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "rejection_with_replacement", "traversal", "kseq", "block"])
+def test_a_biased_coin_shows(rule):
+    assert worst(rule, "chain2", BiasedCoin) > FAULTY
+
+
+@pytest.mark.parametrize("rule", ["rejection", "rejection_with_replacement", "kseq"])
+def test_a_coin_used_twice_shows(rule):
+    assert worst(rule, "chain1", ReusedCoin) > FAULTY
+
+
+@pytest.mark.parametrize("rule", ["rejection", "rejection_with_replacement", "traversal"])
+def test_a_residual_that_is_not_normalised_shows(rule, monkeypatch):
+    monkeypatch.setattr(accept_module, "residual", not_normalised)
+    assert worst(rule, "star2") > FAULTY
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_a_draft_law_that_is_not_normalised_shows(rule, monkeypatch):
+    monkeypatch.setattr(accept_module, "without", removed_only)
+    assert worst(rule, "star2") > FAULTY
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_replacement_judged_as_none_shows_and_the_reverse(rule, monkeypatch):
+    monkeypatch.setattr(accept_module, "without", lambda q, token: q)
+    assert worst(rule, "star3") > FAULTY
+
+
+@pytest.mark.parametrize("rule", ["block", "traversal"])
+def test_a_weight_that_is_not_updated_shows(rule, monkeypatch):
+    reject = Judge.reject
+
+    def keeps_weight(judge, token, replaced=False):
+        weight = judge.weight
+        reject(judge, token, replaced)
+        judge.weight = weight
+
+    monkeypatch.setattr(Judge, "reject", keeps_weight)
+    assert worst(rule, "chain2") > FAULTY
+
+
+def test_a_rho_that_is_too_small_shows(monkeypatch):
+    monkeypatch.setattr(Walk, "choose_rho", lambda *_: 1.0)
+    assert worst("kseq", "star3") > FAULTY
+
+
+@pytest.mark.parametrize("rule", ["rejection", "rejection_with_replacement", "traversal"])
+def test_a_fixed_proposal_that_the_draft_could_give_is_no_fixed_proposal(rule):
+    """It must have the draft row -1, or lie outside the support: else it is judged as drawn, and was not."""
+    assert worst(rule, "star2", fixed={1: 0}) > FAULTY
+
+
+class Flat(World):
+    """The draft's law knows only how long the text is."""
+
+    def at(self, text):
+        return super().at(text)[0], super().at((0,) * len(text))[1]
+
+
+def test_branches_drawn_with_the_same_noise_show():
+    """Traversal looks at the drafts of several branches, so they must be independent; going down looks at one."""
+
+    class Copied(Drafts):
+        def with_chance(self, chance):
+            return Copied(self.world, self.parents, self.max_depth, chance=chance)
+
+        def draw(self, node):
+            return self.token(3) if node == 4 else super().draw(node)
+
+    cases = [Copied(Flat(seed, 3, zeros=0.0), [-1, 0, 0, 1, 2], 2) for seed in range(6)]
+    assert max(variation(case, "traversal") for case in cases) > FAULTY
+    assert max(variation(case, "rejection") for case in cases) < EXACT
+
+
+@pytest.mark.parametrize("reused", [False, True])
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
+def test_noise_of_a_draft_used_again_in_the_next_step_shows(rule, reused):
+    """A step that drafts two tokens and emits one; the next step drafts the second of them again. Block and traversal have
+    looked at it, so it must be drawn afresh: by the text position alone it would not be."""
+
+    def variation_of(world):
+        masses = {}
+
+        def play(chance):
+            tree = Drafts(world, CHAINS["chain2"], 2).with_chance(chance)
+            stop, _ = Walk(tree, chance, rule).run()
+            text = (*tree.text(stop), chance.choose(chance.law))
+            if stop == 0:
+                again = tree.token(2) if reused else chance.choose(world.at(text)[1].probs.tolist())
+                after = {(): world.at(text), (again,): world.at((*text, again))}
+                following = Drafts(Texts(world.vocabulary, after), CHAINS["chain1"], 1, fixed={1: again})
+                stop, _ = Walk(following.with_chance(chance), chance, rule).run()
+                text = (*text, *following.fixed.values()) if stop else text
+                text = (*text, chance.choose(chance.law))
+            return text
+
+        for probability, text, _ in outcomes(play):
+            masses[text] = masses.get(text, 0.0) + probability
+        law, truth = world.completed(masses, 3), world.joint(3)
+        return 0.5 * sum(abs(law[text] - truth[text]) for text in truth)
+
+    worst = max(variation_of(Flat(seed, 3, zeros=0.0)) for seed in range(4))
+    assert worst > FAULTY if reused and rule != "rejection" else worst < EXACT
+
+
+# ---- how much the rules accept ----
+
+
+def accepted(rule, parents, world):
+    return emitted_law(make(world, rule, parents), rule)[1]
+
+
+@COUNT
+@pytest.mark.parametrize("shape", ["chain2", "chain3"])
+def test_block_accepts_no_less_than_rejection(shape, count):
+    """In every single case, and clearly more on the average."""
+    gains = [
+        accepted("block", CHAINS[shape], world) - accepted("rejection", CHAINS[shape], world)
+        for world in worlds(CHAINS[shape], 5 * count, zeros=0.1)
+    ]
+    assert min(gains) > -EXACT
+    assert sum(gains) / len(gains) > 0.01
+
+
+@COUNT
+@pytest.mark.parametrize("shape", ["chain2", "2,1", "1,2", "2,2", "3,1"])
+def test_traversal_accepts_no_less_than_rejection(shape, count):
+    gains = [
+        accepted("traversal", ALL[shape], world) - accepted("rejection", ALL[shape], world)
+        for world in worlds(ALL[shape], 2 * count, zeros=0.1)
+    ]
+    assert min(gains) > -EXACT
+    assert sum(gains) / len(gains) > 0.01
+
+
+def test_what_two_candidates_are_worth():
+    """One candidate < two with replacement < K-SEQ < two without replacement, on the average over random laws."""
+
+    def mean(rule, parents):
+        return sum(accepted(rule, parents, World(seed, 3, zeros=0.0)) for seed in range(60)) / 60
+
+    chain, star = CHAINS["chain1"], STARS["star2"]
+    order = [
+        mean("rejection", chain),
+        mean("rejection_with_replacement", star),
+        mean("kseq", star),
+        mean("rejection", star),
+    ]
+    assert order == sorted(order)
+    assert all(b - a > 0.005 for a, b in itertools.pairwise(order))

@@ -1,0 +1,102 @@
+"""How much memory accept and draft take on a GPU of 132 multiprocessors, and so which rows they scan beforehand."""
+
+import sys
+
+import emulator
+import pytest
+import torch
+from emulator.ops import launching, sampling
+from support.paths import ROOT
+
+import pass_ext
+
+sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
+
+from benchmarks.kernel_code import bounds
+
+VOCABULARY, GROUPS, CHUNKS = 128_256, 2004, 126
+SUMMARY = 4 * GROUPS + 8 * CHUNKS  # bytes of a row: the largest logit of each group, largest and sum of each chunk
+LAW, WINNER, JUDGE = 28, 4, 160
+ROUNDING = 16 * 8
+
+
+def accept_bytes(requests, nodes=5, rule="rejection", has_draft=True):
+    numbers = dict(
+        is_chain=1, chain_nodes=nodes, requests=requests, nodes=requests * nodes, vocabulary=VOCABULARY, max_depth=nodes - 1,
+        rule=list(pass_ext.RULES).index(rule), has_draft=int(has_draft), multiprocessors=132,
+    )  # fmt: skip
+    with emulator.session({}) as machine:
+        return machine.accept_workspace(numbers)
+
+
+def draft_bytes(rows):
+    with emulator.session({}) as machine:
+        return machine.draft_workspace(dict(rows=rows, vocabulary=VOCABULARY, count=1, multiprocessors=132))
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(1, 10), (8, 80), (64, 640)])
+def test_few_rows_are_scanned_beforehand(requests, rows):
+    expected = rows * (SUMMARY + LAW + WINNER) + 5 * requests * JUDGE
+    assert expected <= accept_bytes(requests) <= expected + ROUNDING
+
+
+@pytest.mark.parametrize("requests", [128, 300, 5000])
+def test_many_requests_take_no_more_than_what_runs_at_once(requests):
+    blocks = min(requests, 264)
+    expected = 2 * blocks * SUMMARY + 5 * requests * JUDGE
+    assert expected <= accept_bytes(requests) <= expected + ROUNDING
+
+
+def test_rules_that_do_not_look_at_drafts_have_half_the_rows():
+    expected = 64 * 5 * (SUMMARY + LAW + WINNER + JUDGE)
+    assert expected <= accept_bytes(64, rule="coupled") <= expected + ROUNDING
+
+
+def test_trees_are_walked_where_most_rows_are_never_looked_at():
+    expected = 2 * 32 * SUMMARY + 64 * 32 * JUDGE
+    assert expected <= accept_bytes(32, nodes=64) <= expected + ROUNDING
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(1, 1), (256, 256), (1056, 1056), (1057, 2 * 264), (100_000, 2 * 264)])
+def test_drafts_are_all_looked_at(rows, kept):
+    each = SUMMARY + (LAW + WINNER if kept == rows else 0)
+    assert kept * each <= draft_bytes(rows) <= kept * each + ROUNDING
+
+
+def test_the_page_bounds_scans_that_are_made():
+    """docs/kernel-code.md: all its steps scan beforehand, with so many chunks a warp."""
+    for requests, drafts in bounds.STEPS:
+        planned = accept_bytes(requests, nodes=drafts + 1)
+        assert planned >= 2 * requests * (drafts + 1) * (SUMMARY + LAW + WINNER), (requests, drafts)
+    for rows in (1, 9, 72, 127, 400, 576, 1000):
+        assert scan_blocks(rows) == -(-32 // bounds.turns_of(rows)), rows
+
+
+def scan_blocks(rows, vocabulary=VOCABULARY, multiprocessors=132):
+    with emulator.session({}) as machine:
+        numbers = dict(rows=rows, vocabulary=vocabulary, count=1, multiprocessors=multiprocessors)
+        return machine.draft_scan_blocks(numbers)
+
+
+def test_a_warp_scans_several_chunks_where_there_are_more_blocks_than_a_gpu_holds_at_once():
+    assert [scan_blocks(rows) for rows in (1, 9, 100, 400, 1056)] == [32, 32, 32, 8, 8], (
+        "32 without turns, of 126 chunks"
+    )
+    assert scan_blocks(1056, vocabulary=1000) == 1
+    assert scan_blocks(1057) == 0, "a block scans what it comes to"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_few_blocks_scan_in_turns(dtype, monkeypatch):
+    """On one multiprocessor a warp takes up to four chunks, some of which are none: what comes out is the CPU's."""
+    monkeypatch.setattr(launching, "multiprocessors", lambda: 1)
+    vocabulary, rows = 24_700, 8
+    assert scan_blocks(rows, vocabulary, 1) == 4, "of seven without turns"
+    random = torch.Generator().manual_seed(0)
+    logits = (torch.randn(rows, vocabulary, generator=random) * 3).to(dtype)
+    law = dict(temperature=torch.full((rows,), 0.7), top_k=torch.tensor([0, 5] * 4), seeds=torch.arange(rows))
+    expected = pass_ext.draft_sample(logits, 3, mode="coupled", **law)
+    empty = dict.fromkeys(("top_p", "min_p", "allowed", "positions", "nodes"))
+    ours = sampling.draft_sample(logits, 3, 0, **law | {"top_k": law["top_k"].int()} | empty)
+    assert torch.equal(expected[0], ours[0])
+    torch.testing.assert_close(expected[1], ours[1])

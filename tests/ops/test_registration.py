@@ -1,0 +1,37 @@
+"""Every op in the namespace, found by asking torch, so that none is forgotten: opcheck, and a kernel for each device."""
+
+import pytest
+import torch
+from support.samples import SAMPLES
+
+import pass_ext
+from pass_ext import _library
+
+DEVICES = ["cpu"] + (["cuda"] if pass_ext.status().cuda_loaded and torch.cuda.is_available() else [])
+
+
+def test_every_op_has_samples():
+    assert set(SAMPLES) == set(_library.op_names())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", _library.op_names())
+def test_opcheck(op, device):
+    if device == "cuda" and op in _library.CPU_ONLY:
+        pytest.skip(_library.CPU_ONLY[op])
+    overload = getattr(torch.ops.pass_ext, op).default
+    for arguments in SAMPLES[op](device):
+        result = torch.library.opcheck(overload, arguments)
+        assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("op", _library.op_names())
+def test_every_op_has_a_kernel_or_a_refusal_on_each_device(op):
+    for key in ("CPU", "CUDA", "Meta"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pass_ext::{op}", key), key
+
+
+def test_no_op_is_registered_under_a_name_that_the_package_does_not_mention():
+    """Forward ops are what `import pass_ext` offers; the others are their gradients."""
+    for op in _library.op_names():
+        assert op in pass_ext.__all__ or op.endswith("_backward")

@@ -1,0 +1,282 @@
+"""Loading models: a GGUF file is converted once and kept, what is kept is the same model, and nothing is left half written."""
+
+import os
+import resource
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+import gguf
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from support.small_models import small_model
+
+from pass_ext import checkpoint
+from pass_ext.cache_folder import cache_folder
+from pass_ext.checkpoint import load_checkpoint, plain_copy
+
+HIDDEN, LAYERS, FFN, VOCABULARY = 32, 2, 64, 258
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("PASS_EXT_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def file(gguf_file, tmp_path):
+    """One of the test's own."""
+    return Path(shutil.copy(gguf_file, tmp_path))
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    """A llama of two small layers with a token per byte, as a GGUF file."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(HIDDEN // 2)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*bytes_to_unicode().values(), "ab", "<end>"])
+    writer.add_token_types([1] * (VOCABULARY - 1) + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(VOCABULARY - 1)
+    writer.add_eos_token_id(VOCABULARY - 1)
+    random = np.random.default_rng(0)
+
+    def add(name, *shape):
+        writer.add_tensor(name, (random.standard_normal(shape) / 5).astype(np.float32))
+
+    add("token_embd.weight", VOCABULARY, HIDDEN)
+    add("output.weight", VOCABULARY, HIDDEN)
+    add("output_norm.weight", HIDDEN)
+    for layer in range(LAYERS):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"blk.{layer}.{name}.weight", HIDDEN, HIDDEN)
+        for name in ("ffn_gate", "ffn_up"):
+            add(f"blk.{layer}.{name}.weight", FFN, HIDDEN)
+        add(f"blk.{layer}.ffn_down.weight", HIDDEN, FFN)
+        for name in ("attn_norm", "ffn_norm"):
+            add(f"blk.{layer}.{name}.weight", HIDDEN)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def same(model, other):
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        return torch.equal(model(ids).logits, other(ids).logits)
+
+
+def test_a_gguf_file_is_converted_once(file, cache, monkeypatch):
+    model, tokenizer = load_checkpoint(file, torch.float32)
+    (folder,) = (cache / "models").iterdir()
+    assert folder.name.startswith("tiny-") and not hasattr(model.config, "quantization_config")
+    monkeypatch.setattr(checkpoint, "plain_copy", None)  # a second conversion would raise
+    again, same_tokenizer = load_checkpoint(str(file), torch.float32)
+    assert same(model, again) and not any(weight.requires_grad for weight in again.parameters())
+    text = "cab <end> naïve ab"
+    assert tokenizer(text).input_ids == same_tokenizer(text).input_ids
+    assert tokenizer.decode(tokenizer(text).input_ids) == same_tokenizer.decode(tokenizer(text).input_ids)
+    assert again.generation_config.eos_token_id == model.generation_config.eos_token_id
+
+
+def test_another_dtype_or_another_file_is_another_model(file, cache):
+    load_checkpoint(file, torch.float32)
+    assert load_checkpoint(file, torch.bfloat16)[0].dtype == torch.bfloat16
+    assert len(list((cache / "models").iterdir())) == 2
+    os.utime(file, (1, 1))
+    load_checkpoint(file, torch.float32)
+    assert len(list((cache / "models").iterdir())) == 3
+
+
+def test_large_models_are_not_kept(file, cache, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MOST_KEPT", 1000)
+    load_checkpoint(file, torch.float32)
+    assert not cache.exists()
+
+
+@contextmanager
+def disk_of(size):
+    """No file can grow beyond ``size`` bytes: writers meet what they would meet on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_raises_what_is_no_oserror(tmp_path):
+    """The reason why a failure to keep a model is told by no type of exception."""
+    with disk_of(10_000), pytest.raises(SafetensorError, match="I/O error"):
+        save_file({"a": torch.zeros(10_000)}, tmp_path / "a.safetensors")
+
+
+@pytest.fixture(scope="module")
+def converted(gguf_file, tmp_path_factory):
+    """What a GGUF file becomes: model, tokenizer, and the folder that they are kept in."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PASS_EXT_CACHE", str(tmp_path_factory.mktemp("converted")))
+        model, tokenizer = load_checkpoint(gguf_file, torch.float32)
+        return model, tokenizer, checkpoint._kept_at(gguf_file, torch.float32)
+
+
+@pytest.mark.parametrize("room", [0, 100, 10_000], ids=["nothing", "not the config", "not the weights"])
+def test_a_model_that_does_not_fit_on_the_disk_is_not_kept(converted, cache, room, caplog):
+    with disk_of(room):
+        checkpoint._keep(*converted[:2], cache / "models/tiny")
+    assert list((cache / "models").iterdir()) == []
+    assert f"is not kept in {cache}/models/tiny: " in caplog.text and "too large" in caplog.text
+    checkpoint._keep(*converted[:2], cache / "models/tiny")
+    assert same(checkpoint._load_kept(cache / "models/tiny", torch.float32)[0], converted[0]), "with room it is kept"
+
+
+def test_a_full_disk_does_not_keep_a_model_from_loading(file, converted, cache, monkeypatch):
+    def keep(*arguments, keep=checkpoint._keep):
+        with disk_of(10_000):
+            keep(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_keep", keep)
+    assert same(load_checkpoint(file, torch.float32)[0], converted[0])
+    assert list((cache / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["write_text", "replace"])
+def test_an_interrupted_conversion_leaves_nothing_half_written(converted, cache, step, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, step, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint._keep(*converted[:2], cache / "models/tiny")
+    assert list((cache / "models").iterdir()) == []
+
+
+def cut(name):
+    def damage(folder):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: len(whole) // 2])
+
+    return damage
+
+
+def garble(name):
+    def damage(folder):
+        (folder / name).write_bytes(b"\xff" * (folder / name).stat().st_size)
+
+    return damage
+
+
+def turn_into_a_file(folder):
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def empty(folder):
+    for inside in folder.iterdir():
+        inside.unlink()
+
+
+FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+DAMAGES = {
+    "empty folder": empty,
+    "a file": turn_into_a_file,
+    "sizes.json nested deeply": lambda folder: (folder / "sizes.json").write_text("[" * 100_000),
+    **{f"{name} missing": lambda folder, name=name: (folder / name).unlink() for name in (*FILES, "sizes.json")},
+    **{f"{name} cut": cut(name) for name in (*FILES, "sizes.json")},
+    **{f"{name} garbled": garble(name) for name in ("model.safetensors", "config.json", "tokenizer.json")},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_kept_model_is_seen_and_named(converted, cache, damage, caplog):
+    folder = Path(shutil.copytree(converted[2], cache / "models/tiny"))
+    assert same(checkpoint._load_kept(folder, torch.float32)[0], converted[0])
+    damage(folder)
+    assert checkpoint._load_kept(folder, torch.float32) is None
+    assert f"the converted model in {folder} is damaged or incomplete, converting it again: " in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["empty folder", "a file", "model.safetensors cut", "config.json missing"])
+def test_a_damaged_kept_model_is_converted_again(file, converted, cache, damage, caplog):
+    kept = checkpoint._kept_at(file, torch.float32)
+    shutil.copytree(converted[2], kept)
+    DAMAGES[damage](kept)
+    assert same(load_checkpoint(file, torch.float32)[0], converted[0])
+    assert "converting it again" in caplog.text
+    caplog.clear()
+    again, tokenizer = load_checkpoint(file, torch.float32)
+    assert same(again, converted[0]) and not caplog.text, "what replaced it is whole"
+    assert (
+        again.generation_config.eos_token_id == VOCABULARY - 1 and tokenizer.decode(tokenizer("cab").input_ids) == "cab"
+    )
+    assert list((cache / "models").iterdir()) == [kept]
+
+
+def test_a_users_own_damaged_weights_are_a_value_error(converted, tmp_path):
+    """What the commands turn into a sentence; safetensors' error is neither that nor an OSError."""
+    folder = Path(shutil.copytree(converted[2], tmp_path / "mine"))
+    cut("model.safetensors")(folder)
+    with pytest.raises(ValueError, match=f"the weights of {folder} are damaged, or were cut off"):
+        load_checkpoint(folder, torch.float32)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such model file: .*no\.gguf"):
+        load_checkpoint(tmp_path / "no.gguf", torch.float32)
+    with pytest.raises(OSError):
+        load_checkpoint(str(Path(tmp_path, "nothing")), torch.float32)
+
+
+def test_a_plain_copy_computes_the_same():
+    model = small_model("llama")
+    assert same(plain_copy(model, torch.float32), model)
+    assert plain_copy(model, torch.bfloat16).dtype == torch.bfloat16 and model.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "wanted"),
+    [
+        ("PASS_EXT_CACHE", "~/x", "/h/x"),
+        ("PASS_EXT_CACHE", "~", "/h"),
+        ("PASS_EXT_CACHE", "/a/~/x", "/a/~/x"),
+        ("XDG_CACHE_HOME", "~/x", "/h/x/pass_ext"),
+        ("XDG_CACHE_HOME", "", "/h/.cache/pass_ext"),
+    ],
+)
+def test_a_tilde_in_the_cache_folder_is_the_home_folder(variable, given, wanted, monkeypatch):
+    for name in ("PASS_EXT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/h")
+    monkeypatch.setenv(variable, given)
+    assert cache_folder() == Path(wanted)
+
+
+def test_a_home_folder_that_is_nobodys_is_named(monkeypatch):
+    monkeypatch.setenv("PASS_EXT_CACHE", "~nobody-of-this-name/x")
+    with pytest.raises(ValueError, match=r"'~nobody-of-this-name/x' \(from \$PASS_EXT_CACHE\)"):
+        cache_folder()

@@ -1,0 +1,257 @@
+"""The import rules, checked on every file: the tables here are the only place where they are written. And other rules that
+grep can see.
+"""
+
+import ast
+import re
+
+import pytest
+from support.paths import ROOT
+
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "pass_ext"
+
+# Where a file lies -> what its quoted includes may start with.
+CPP_LAW = {
+    "core": ("core/",),
+    "host": ("core/", "host/"),
+    "cpu": ("core/", "host/", "cpu/"),
+    "cuda/*.cuh": (
+        "core/",
+        *("cuda/primitives.cuh", "cuda/block.cuh", "cuda/row", "cuda/accept_rows.cuh", "cuda/attention_"),
+    ),
+    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention"),
+    "cuda/*.h": ("host/", "cuda/primitives.cuh"),
+    "schema.cpp": (),
+}
+# ... and of torch, by angle brackets.
+TORCH_LAW = {
+    "core": (),
+    "host": ("torch/csrc/stable/", "torch/headeronly/"),
+    "cpu": ("torch/csrc/stable/",),
+    "cuda/*.cuh": (),
+    "cuda/*.cu": ("torch/csrc/stable/",),
+    "cuda/*.h": ("torch/csrc/stable/", "torch/csrc/inductor/aoti_torch/c/shim.h"),
+    "schema.cpp": ("torch/csrc/stable/library.h",),
+}
+CUDA_HEADERS = dict.fromkeys(("cuda/primitives.cuh", "cuda/runtime.h", "cuda/counters.h"), ("cuda_runtime.h",))
+BANNED = re.compile(r"ATen/|c10/|torch/extension\.h|torch/torch\.h|pybind11|Python\.h")
+
+# Room of pass_ext -> rooms that it may import besides its own, from the ground up: each names rooms of lines above it. Imports
+# inside of functions and for types count too.
+MAY_IMPORT = {
+    "cache_folder": (),
+    "reference": (),
+    "_library": (),
+    "ops": ("_library",),
+    "testing": ("_library",),
+    "checkpoint": ("cache_folder",),
+    "tree": ("ops",),
+    "modules": ("ops",),
+    "decoding": ("cache_folder", "ops", "tree", "modules"),
+    "integrations": ("ops", "tree", "modules", "decoding"),
+    "training": ("ops", "checkpoint", "tree", "modules", "decoding"),
+    "pass_ext": ("_library", "ops", "tree", "modules", "decoding", "integrations"),  # the face: pass_ext/__init__.py
+    "demo": ("cache_folder", "checkpoint", "decoding", "pass_ext"),
+    "__main__": ("_library", "training", "pass_ext", "demo"),
+}
+# The same of pass_ext/decoding/, where a room may import all rooms of lines above its own.
+DECODING_FLOORS = (
+    ("sampling", "stats", "profiling"),
+    ("models", "rules"),
+    ("methods", "session", "requests"),
+    ("planning",),
+    ("drafting",),
+    ("loop",),
+    ("generation",),
+)
+MOST_SIDE_BY_SIDE = 12
+
+
+def place_of(path):
+    relative = path.relative_to(CSRC)
+    if len(relative.parts) == 1:
+        return relative.name
+    return f"cuda/*{path.suffix}" if relative.parts[0] == "cuda" else relative.parts[0]
+
+
+def violations(path, text):
+    """What in a C++ file's includes breaks the law."""
+    name, place = str(path.relative_to(CSRC)), place_of(path)
+    found = []
+    for include in re.findall(r'^\s*#include\s+"([^"]+)"', text, re.M):
+        own = include == name.replace(".cu", ".cuh") and name.endswith(".cu")
+        if not (own or include.startswith(CPP_LAW[place] or ("nothing",))):
+            found.append(include)
+    for include in re.findall(r"^\s*#include\s+<([^>]+)>", text, re.M):
+        if BANNED.search(include) or ("torch/" in include and not include.startswith(TORCH_LAW[place] or ("nothing",))):
+            found.append(include)
+        if "cuda" in include and "torch" not in include and include not in CUDA_HEADERS.get(name, ()):
+            found.append(include)
+    return found
+
+
+CPP_FILES = sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=lambda p: str(p.relative_to(CSRC)))
+def test_includes_keep_the_law(path):
+    assert violations(path, path.read_text()) == []
+
+
+def test_a_breach_is_seen():
+    assert violations(CSRC / "core/x.h", '#include "host/checks.h"\n#include <ATen/ATen.h>\n') == [
+        "host/checks.h",
+        "ATen/ATen.h",
+    ]
+    assert violations(CSRC / "cuda/x.cuh", "#include <torch/csrc/stable/ops.h>\n#include <cuda_fp16.h>\n") != []
+    assert violations(CSRC / "cuda/x.cu", '#include "cuda/lookahead.cuh"\n#include "cpu/isa.h"\n') != []
+    assert violations(CSRC / "cpu/x.cpp", '#include "cuda/runtime.h"\n#include <torch/extension.h>\n') != []
+
+
+def test_kernels_touch_the_machine_only_through_primitives():
+    machine = re.compile(
+        r"\b(threadIdx|blockIdx|blockDim|gridDim|__sync\w+|__shfl\w*|__ballot\w*|atomic[A-Z]\w+|asm|__shared__)\b"
+    )
+    for path in CSRC.glob("cuda/*.cuh"):
+        if path.name != "primitives.cuh":
+            assert machine.findall(path.read_text()) == [], path
+
+
+def test_addresses_are_taken_in_one_file():
+    """There a tensor without memory is refused, and no kernel reads null."""
+    for path in CPP_FILES:
+        taken = re.findall(r"data_ptr\w*\(|get_data_ptr", path.read_text())
+        assert bool(taken) == (path == CSRC / "host/tensor.h"), path
+
+
+def test_schemas_live_in_one_file():
+    for path in CPP_FILES:
+        blocks = re.findall(r"STABLE_TORCH_LIBRARY(_FRAGMENT)?\(", path.read_text())
+        assert len(blocks) == (path.name == "schema.cpp"), path
+
+
+def modules_of(folder):
+    """Module name -> its file."""
+    found = {}
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(text, modules):
+    """The modules among these that a text imports, at any depth of the code, for types too."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in modules else node.module)
+    return found & modules.keys()
+
+
+MODULES = modules_of(PACKAGE)
+IMPORTS = {name: imports_of(path.read_text(), MODULES) for name, path in MODULES.items()}
+
+
+def circle_in(imports):
+    """Modules that import each other in a circle, or []."""
+    done, way = set(), []
+
+    def follow(module):
+        if module in way:
+            return way[way.index(module) :]
+        if module in done:
+            return []
+        way.append(module)
+        for other in sorted(imports.get(module, ())):
+            if found := follow(other):
+                return found
+        way.pop()
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(imports) if (found := follow(module))), [])
+
+
+def room_of(module, base="pass_ext"):
+    """The first part of a module's name behind the base; the base itself is its face."""
+    parts = module.removeprefix(base).strip(".").split(".")
+    return parts[0] or base
+
+
+def breaches(imports, may_import, base="pass_ext"):
+    """``module -> other`` for each import that the table does not allow."""
+    return [
+        f"{module} -> {other}"
+        for module, others in imports.items()
+        for other in others
+        if other.startswith(base)
+        and room_of(other, base) not in (room_of(module, base), *may_import[room_of(module, base)])
+    ]
+
+
+DECODING = {
+    room: [other for line in DECODING_FLOORS[:floor] for other in line]
+    for floor, line in enumerate(DECODING_FLOORS)
+    for room in line
+}
+
+
+def test_every_room_of_the_package_has_its_floor():
+    rooms = {room_of(name) for name in MODULES} - {"_build_info"}
+    assert rooms == MAY_IMPORT.keys()
+    order = list(MAY_IMPORT)
+    assert all(set(MAY_IMPORT[room]) <= set(order[:floor]) for floor, room in enumerate(order)), "from the ground up"
+    inside = {room_of(name, "pass_ext.decoding") for name in MODULES if name.startswith("pass_ext.decoding.")}
+    assert inside == DECODING.keys()
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle_in(IMPORTS) == []
+
+
+def test_no_import_runs_upward():
+    assert (
+        breaches({name: others for name, others in IMPORTS.items() if room_of(name) != "_build_info"}, MAY_IMPORT) == []
+    )
+    inside = {name: others for name, others in IMPORTS.items() if name.startswith("pass_ext.decoding.")}
+    assert breaches(inside, DECODING, "pass_ext.decoding.") == []
+
+
+def test_planted_imports_are_found():
+    """A circle through a function and a type, and an import of a room above."""
+    lazy = "def f():\n    from pass_ext.tree.tree import Tree\n"
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pass_ext.ops.tree\n"
+    planted = dict(IMPORTS)
+    planted["pass_ext.ops.fakes"] = IMPORTS["pass_ext.ops.fakes"] | imports_of(lazy, MODULES)
+    assert {"pass_ext.ops.fakes", "pass_ext.tree.tree"} <= set(circle_in(planted))
+    planted.pop("pass_ext._build_info", None)
+    assert breaches(planted, MAY_IMPORT) == ["pass_ext.ops.fakes -> pass_ext.tree.tree"]
+    planted = IMPORTS | {"pass_ext._library": imports_of(typed, MODULES)}
+    assert "pass_ext._library" in circle_in(planted)
+    planted = {"pass_ext.decoding.models.packed": {"pass_ext.decoding.loop"}}
+    assert breaches(planted, DECODING, "pass_ext.decoding.") != []
+    planted = {"pass_ext.decoding.loop": {"pass_ext.reference.accept"}}
+    assert breaches(planted, MAY_IMPORT) != [], "nothing computes by the specification"
+
+
+def test_no_folder_holds_more_than_a_dozen_rooms():
+    for folder in {path.parent for path in MODULES.values()}:
+        rooms = [
+            p
+            for p in folder.iterdir()
+            if (p.suffix == ".py" and p.name not in ("__init__.py", "__main__.py", "_build_info.py"))
+            or (p / "__init__.py").is_file()
+        ]
+        assert len(rooms) <= MOST_SIDE_BY_SIDE, (folder, len(rooms))
+
+
+def test_every_source_file_opens_by_saying_what_it_is():
+    for path in CPP_FILES:
+        assert path.read_text().startswith("// "), path
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        assert path.read_text().startswith('"""'), path

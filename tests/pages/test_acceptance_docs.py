@@ -1,0 +1,209 @@
+"""docs/accept.md: its table and picture are what the committed result says, the result is what the kernels do, and its
+example runs and emits the target's law."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from support.paths import ROOT
+
+import pass_ext
+
+PAGE, PICTURE = "docs/accept.md", "docs/accept-tree.svg"
+
+
+@pytest.fixture
+def acceptance(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import acceptance
+
+    return acceptance
+
+
+@pytest.fixture
+def result(acceptance):
+    return acceptance.committed_result(ROOT)
+
+
+@pytest.fixture
+def means(result):
+    return {(row["shape"], row["rule"], row["drafts"]): row["mean_accepted"] for row in result["rows"]}
+
+
+# ---- the page ----
+
+
+def test_the_page_shows_the_committed_result():
+    command = [sys.executable, "-m", "benchmarks.acceptance", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_changed_page_picture_or_result_is_found(acceptance, tmp_path):
+    results = Path("benchmarks/results")
+    for path in [Path(PAGE), Path(PICTURE), *(p.relative_to(ROOT) for p in ROOT.glob(f"{results}/*/acceptance.json"))]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    assert acceptance.check(tmp_path) == []
+    page, picture = tmp_path / PAGE, tmp_path / PICTURE
+    changes = [
+        (page, lambda text: re.sub(r"\| \d\.\d\d\d \|$", "| 9.999 |", text, count=1, flags=re.MULTILINE)),
+        (picture, lambda text: text.replace("rejected", "accepted", 1)),
+    ]
+    for path, change in changes:
+        before = path.read_text()
+        assert change(before) != before
+        path.write_text(change(before))
+        assert len(acceptance.check(tmp_path)) == 1
+        path.write_text(before)
+    path = next(tmp_path.glob(f"{results}/*/acceptance.json"))
+    result = json.loads(path.read_text())
+    result["rows"][0]["mean_accepted"] += 0.1
+    result["story"]["nodes"][1]["coin"] = 0.5
+    path.write_text(json.dumps(result))
+    assert len(acceptance.check(tmp_path)) == 2
+    path.unlink()
+    assert len(acceptance.check(tmp_path)) == 1
+
+
+def test_the_result_names_no_host_and_no_path(result):
+    assert not result["quick"] and result["settings"]["requests"] >= 20_000
+    assert str(ROOT) not in json.dumps(result)
+
+
+# ---- the result ----
+
+
+def test_every_rule_is_there(means):
+    assert {rule for _, rule, _ in means} == set(pass_ext.RULES)
+
+
+def test_orderings(means):
+    """What theory says, and what the page says in words."""
+    rejection = {shape: means[shape, "rejection", "without"] for shape in ("chain", "tree")}
+    assert means["chain", "block", "without"] >= rejection["chain"]
+    assert means["tree", "traversal", "without"] >= rejection["tree"]
+    with_replacement = means["tree", "rejection_with_replacement", "with"]
+    assert rejection["tree"] >= with_replacement
+    assert means["tree", "kseq", "with"] >= with_replacement
+    for rule in ("rejection_with_replacement", "kseq"):  # one child: the same drafts, the same coins
+        assert means["chain", rule, "with"] == rejection["chain"]
+    exact = {key: mean for key, mean in means.items() if pass_ext.RULES[key[1]] == "exact"}
+    assert max((k for k in exact if k[0] == "tree"), key=exact.__getitem__) == ("tree", "coupled", "coupled")
+    for shape in ("chain", "tree"):
+        assert means[shape, "coupled", "coupled"] > 3 * means[shape, "coupled", "without"]
+
+
+def test_the_result_is_what_the_kernels_do(acceptance, result):
+    """The first of its requests again: their means are as near as so few can be."""
+    some = 500
+    for row, again in zip(result["rows"], acceptance.measure(some), strict=True):
+        scale = (result["settings"]["requests"] / some) ** 0.5
+        assert abs(row["mean_accepted"] - again["mean_accepted"]) < 5 * scale * row["standard_error"], (row, again)
+
+
+def test_the_picture_is_what_the_kernel_does(acceptance, result):
+    assert acceptance.verify_story() == result["story"]
+
+
+def test_the_picture_is_what_the_page_tells(result):
+    told = {node["word"]: node["state"] for node in result["story"]["nodes"] if "coin" in node}
+    assert told == {"cat": "rejected", "dog": "accepted", "runs": "rejected", "sings": "accepted"}
+    assert result["story"]["added"]["word"] == "now"
+
+
+# ---- the example ----
+
+VOCABULARY, HORIZON = 3, 3
+
+
+def example(*replacements):
+    """`generate` of the page, changed as told."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / PAGE).read_text(), flags=re.DOTALL)
+    assert len(code) == 1
+    for before, after in replacements:
+        assert code[0].count(before) == 1, before
+        code[0] = code[0].replace(before, after)
+    names = {}
+    exec(compile(code[0], PAGE, "exec"), names)
+    return names["generate"]
+
+
+def toy_model(seed):
+    """ids [1, T] -> logits [1, T, V], by the last two tokens."""
+    table = 1.5 * torch.randn(VOCABULARY, VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+    def model(ids):
+        return table[torch.cat([ids[:, :1], ids[:, :-1]], 1), ids]
+
+    return model
+
+
+TARGET, DRAFT, PROMPT = toy_model(1), toy_model(2), torch.tensor([[0, 1]])
+
+
+def tail(generate, texts=1500, temperature=0.8):
+    """P(a chi-square as large) of the next HORIZON tokens against the target's law."""
+    law = {}
+    for text in product(range(VOCABULARY), repeat=HORIZON):
+        ids = torch.cat([PROMPT, torch.tensor([text])], 1)
+        probs = (TARGET(ids)[0, 1:-1].double() / temperature).softmax(-1)
+        law[text] = float(probs[range(HORIZON), text].prod())
+    assert sum(law.values()) == pytest.approx(1.0)
+    counts = dict.fromkeys(law, 0)
+    for seed in range(texts):
+        out = generate(TARGET, DRAFT, PROMPT, HORIZON, K=2, temperature=temperature, seed=seed)
+        assert out.shape == (1, 2 + HORIZON) and torch.equal(out[:, :2], PROMPT)
+        counts[tuple(out[0, 2:].tolist())] += 1
+    statistic = sum((counts[text] - texts * law[text]) ** 2 / (texts * law[text]) for text in law)
+    return float(torch.special.gammaincc(torch.tensor((len(law) - 1) / 2), torch.tensor(statistic / 2)))
+
+
+def test_the_example_emits_the_targets_law():
+    assert tail(example()) > 1e-3
+
+
+def test_a_wrong_draft_law_in_the_example_shows():
+    assert tail(example(("torch.stack(rows, 1)", "0 * torch.stack(rows, 1)"))) < 1e-9
+
+
+def test_the_example_is_short():
+    code = re.search(r"```python\n(.*?)```", (ROOT / PAGE).read_text(), flags=re.DOTALL)[1]
+    assert len(code.split("def generate")[1].strip().splitlines()) <= 16
+
+
+COUPLED = [
+    ('mode="without", nodes=k, **noise', 'mode="coupled", **noise | dict(positions=start + k)'),
+    ('rule="block", draft_logits=torch.stack(rows, 1), ', 'rule="coupled", '),
+]
+
+
+def plain(ids, new_tokens, temperature, seed):
+    """The target alone, sampled with the coupled noise of seed and position."""
+    for _ in range(new_tokens):
+        token, _ = pass_ext.draft_sample(
+            TARGET(ids)[:, -1], 1, mode="coupled", temperature=temperature, seeds=seed, positions=ids.shape[1]
+        )
+        ids = torch.cat([ids, token], 1)
+    return ids
+
+
+def test_the_coupled_form_of_the_example_changes_no_answer():
+    generate = example(*COUPLED)
+    for seed in range(20):
+        expected = plain(PROMPT, 12, 0.8, seed)
+        for drafts in (1, 4):
+            assert torch.equal(generate(TARGET, DRAFT, PROMPT, 12, K=drafts, temperature=0.8, seed=seed), expected)
+
+
+def test_the_example_at_temperature_zero_is_greedy():
+    ids = PROMPT
+    for _ in range(9):
+        ids = torch.cat([ids, TARGET(ids)[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(example()(TARGET, DRAFT, PROMPT, 9, temperature=0.0), ids)

@@ -1,0 +1,162 @@
+"""examples/: each script does what it says when it is run, and what it insists on is able to fail."""
+
+import ast
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.paths import ROOT
+
+import pass_ext
+
+SCRIPT = ROOT / "examples" / "tree_decoding.py"
+
+needs_examples = pytest.mark.skipif(not SCRIPT.exists(), reason="an sdist has no examples")
+
+
+@pytest.fixture
+def tree_decoding():
+    spec = importlib.util.spec_from_file_location("tree_decoding", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(script, device):
+    command = [sys.executable, "-m", f"examples.{script.stem}", "--device", device, "--new-tokens", "40"]
+    # One thread: more only get in each other's way with a model so small.
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def tokens_per_call(printed):
+    return [float(line.split(":")[1].split()[0]) for line in printed.splitlines()]
+
+
+@needs_examples
+def test_tree_decoding_gives_the_texts_of_plain_decoding():
+    done = run(SCRIPT, "cpu")
+    assert done.returncode == 0, done.stderr
+    greedy, sampled = tokens_per_call(done.stdout)
+    assert greedy > 1.5 and sampled > 1.2, "trees are accepted, and more than one token comes of a call"
+
+
+@needs_examples
+def test_tree_decoding_on_a_gpu(cuda):
+    done = run(SCRIPT, "cuda")
+    assert done.returncode == 0, done.stderr
+
+
+def decode(module, temperature):
+    torch.manual_seed(0)
+    model = module.Model().requires_grad_(False)
+    prompts, seeds = [[1, 2, 3, 4], [9, 8, 7, 6, 5, 4, 3]], [1, 2]
+    texts, per_call = module.decode_by_trees(model, prompts, 40, temperature, seeds)
+    plain = [
+        module.decode_plainly(model, *each, 40, temperature, seed) for *each, seed in zip(prompts, seeds, strict=True)
+    ]
+    return texts, plain, per_call
+
+
+FAULTS = {  # op, which of its arguments, what becomes of it
+    "the cache keeps other nodes than were accepted": (
+        "cache_commit_", 3, lambda path: torch.where(path > 0, path - 1, path),
+    ),
+    "nodes see nobody in the cache": ("attention_tree", 3, torch.zeros_like),
+    "nodes see other branches": ("attention_tree", 5, lambda visible: torch.full_like(visible, -1)),
+}  # fmt: skip
+
+
+@needs_examples
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.replace(" ", "-"))
+def test_a_fault_in_a_step_shows_in_the_texts(tree_decoding, one_thread, monkeypatch, fault):
+    """What the comparison is worth: without the fault the texts are equal, with it they are not."""
+    texts, plain, per_call = decode(tree_decoding, 0.0)
+    assert texts == plain and per_call > 1.0
+    op, place, spoil = FAULTS[fault]
+    original = getattr(pass_ext, op)
+
+    def faulty(*arguments, **named):
+        return original(*arguments[:place], spoil(arguments[place]), *arguments[place + 1 :], **named)
+
+    monkeypatch.setattr(pass_ext, op, faulty)
+    texts, plain, _ = decode(tree_decoding, 0.0)
+    assert texts != plain
+
+
+@needs_examples
+def test_the_plain_decoder_writes_one_text_by_every_method():
+    done = run(ROOT / "examples" / "plain_decoder.py", "cpu")
+    assert done.returncode == 0, done.stderr
+    plain, ngrams, both, *sampled = tokens_per_call(done.stdout)
+    assert plain == sampled[0] == 1.0
+    assert min(ngrams, both) > 1.5 and min(sampled[1:]) > 1.2
+
+
+# ---- draft models ----
+
+DRAFTING = ["speculative", "multi_candidate"]
+
+
+@needs_examples
+@pytest.mark.parametrize(
+    "name,way",
+    [
+        ("speculative", "as a module"),
+        pytest.param("multi_candidate", "as a module", marks=pytest.mark.slow),
+        ("multi_candidate", "as a script"),
+    ],
+)
+def test_draft_models_give_the_texts_of_plain_decoding(name, way):
+    pytest.importorskip("transformers")
+    script = ROOT / "examples" / f"{name}.py"
+    if way == "as a module":
+        done = run(script, "cpu")
+    else:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(script), "--new-tokens", "24"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    own, transformers = tokens_per_call(done.stdout)
+    assert own > 1.5 and transformers > 1.1
+
+
+@needs_examples
+@pytest.mark.parametrize("name", DRAFTING)
+def test_each_use_of_a_draft_model_is_twenty_lines(name):
+    functions = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.parse((ROOT / "examples" / f"{name}.py").read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert max(functions[use] for use in ("with_a_decoder_of_your_own", "with_transformers")) <= 20
+
+
+@needs_examples
+@pytest.mark.parametrize("name", DRAFTING)
+def test_an_example_insists_on_the_text_of_plain_decoding(name, one_thread, monkeypatch):
+    """generate is made to write one other token wherever a draft model is used."""
+    monkeypatch.syspath_prepend(ROOT)
+    module, original = importlib.import_module(f"examples.{name}"), pass_ext.generate
+    module.with_a_decoder_of_your_own("cpu", 12)
+
+    def faulty(model, ids, method, **options):
+        made = original(model, ids, method, **options)
+        if not isinstance(method, pass_ext.Plain):
+            made.sequences[-1, -1] += 1
+        return made
+
+    monkeypatch.setattr(pass_ext, "generate", faulty)
+    with pytest.raises(AssertionError, match="the texts differ"):
+        module.with_a_decoder_of_your_own("cpu", 12)

@@ -1,0 +1,98 @@
+"""docs/pass.md and the first block of README.md: they run, on a small model, and give the text of the model alone."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.code_blocks import blocks_of, run_blocks
+
+import pass_ext
+
+pytest.importorskip("transformers")
+
+from support.paths import ROOT
+from support.small_models import VOCABULARY, Tokens, small_model
+
+PAGE, README = ROOT / "docs" / "pass.md", ROOT / "README.md"
+
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
+
+
+@pytest.fixture
+def names(monkeypatch, tmp_path):
+    """A model, a prompt, and slots that fit it in place of the shipped ones."""
+    model = small_model("llama")
+    asked = []
+
+    def from_pretrained(name):
+        asked.append(name)
+        return pass_ext.LookaheadEmbedding.from_table(3, model.get_input_embeddings().weight)
+
+    monkeypatch.setattr(pass_ext.LookaheadEmbedding, "from_pretrained", from_pretrained)
+    monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))
+    input_ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    yield dict(
+        model=model,
+        input_ids=input_ids,
+        inputs=dict(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)),
+        tokenizer=Tokens(),
+    )
+    assert asked == ["smollm2-135m-instruct"]
+
+
+def test_the_blocks_of_the_page_run(names, capsys):
+    want = names["model"].generate(**names["inputs"], max_new_tokens=200, do_sample=False)
+    blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
+    assert len(blocks) == 4
+    run_blocks(PAGE, blocks, names)
+    assert torch.equal(names["made"].sequences, want)
+    assert str(names["plan"]) in capsys.readouterr().out
+
+
+def test_the_first_block_of_the_readme_runs(names):
+    block = next(block for block in blocks_of(README) if "from_pretrained" in block[1])
+    run_blocks(README, [block], names)
+    want = names["model"].generate(**names["inputs"], max_new_tokens=200, do_sample=False)
+    assert torch.equal(names["made"].sequences, want)
+
+
+def test_the_page_names_every_argument_of_the_methods():
+    page = PAGE.read_text()
+    for method in (pass_ext.NGram, pass_ext.PaSS):
+        signature = re.search(rf"`{method.__name__}\((.*?)\)`", page)[1]
+        assert [part.split("=")[0].strip() for part in signature.split(",")] == list(method.__dataclass_fields__)
+        for part in signature.split(","):
+            name, _, default = part.strip().partition("=")
+            if default:
+                assert repr(method.__dataclass_fields__[name].default).strip("'") == default.strip('"')
+
+
+def test_the_page_links_to_files_that_are_there():
+    links = re.findall(r"\]\(([^)#]+?)(?:#.*?)?\)", PAGE.read_text())
+    assert "pass-cycles.svg" in links
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []
+
+
+def test_the_picture_shows_its_cycles():
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.pass_picture", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_picture_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from docs import pass_picture
+
+    (tmp_path / "docs").mkdir()
+    svg = (ROOT / pass_picture.PATH).read_text()
+    assert pass_picture.check(ROOT) is None
+    for wrong in ("", svg.replace("lazy", "idle")):
+        (tmp_path / pass_picture.PATH).write_text(wrong)
+        assert "does not show these cycles" in pass_picture.check(tmp_path)
+    titles = dict(pass_picture.CYCLES)
+    assert {title: pass_picture.tokens_of(calls) for title, calls in titles.items()} == {
+        title: int(re.search(r"(\d+) tokens", title)[1]) for title in titles
+    }

@@ -1,0 +1,515 @@
+"""Calls every op with random arguments, legal and not, and demands of each call our refusal or a result within the contract.
+
+A program, so that a crash ends it alone: ``python tests/sanitize/fuzz_ops.py --seed 7 --calls 2000 --seconds 60``. Call
+number n of a seed is always the same: ``--first n --calls 1 --verbose`` repeats it. In a build with sanitizers it also reports
+reads and writes that happen to do no harm.
+"""
+
+import argparse
+import contextlib
+import math
+import random
+import sys
+import time
+import traceback
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+import pass_ext
+from pass_ext import _library, reference
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (*FLOATS, torch.float64, torch.int32, torch.int64, torch.int16, torch.uint8, torch.bool, torch.complex64)
+SIZES = (0, 1, 1, 2, 3, 3, 5, 7, 8, 13, 17, 33)
+WIDTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70, 100, 127, 129, 300)
+NUMBERS = (math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-42, -0.0, 65504.0)
+INTEGERS = (-1, -2, -(2**31), 2**31 - 1, -(2**63), 2**63 - 1, 1 << 20)
+SCALARS = (0, -1, 1, 1024, 1025, 2**31 - 1, 2**31, -(2**31), 2**62)
+
+
+class WrongResultError(Exception):
+    """A call returned what the op's contract rules out."""
+
+
+def demand(holds: bool, what: str) -> None:
+    if not holds:
+        raise WrongResultError(what)
+
+
+class Draw:
+    """What one call is made of; a function of the seed and the call's number."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        self.random = random.Random(f"{seed}/{number}")
+        self.torch = torch.Generator().manual_seed(self.random.getrandbits(62))
+        self.is_hostile = self.chance(0.6)
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def pick(self, options):
+        return self.random.choice(options)
+
+    def size(self) -> int:
+        return self.pick(SIZES)
+
+    def width(self) -> int:
+        return self.random.randint(2000, 70000) if self.chance(0.03) else self.pick(WIDTHS)
+
+    def floats(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Random numbers; in hostile calls some rows of them, or all, are what no model should give."""
+        values = torch.randn(shape, generator=self.torch) * self.pick((0.1, 1.0, 4.0))
+        if self.is_hostile and values.numel() and self.chance(0.3):
+            flat = values.view(-1)
+            for _ in range(self.pick((1, 1, 3, 20))):
+                flat[self.random.randrange(flat.numel())] = self.pick(NUMBERS)
+            if self.chance(0.1):
+                values.fill_(self.pick(NUMBERS))
+        return self.laid_out(values.to(dtype))
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Numbers in [low, high); in hostile calls some lie outside, just so or far."""
+        values = torch.randint(low, max(high, low + 1), shape, generator=self.torch).to(dtype)
+        if self.is_hostile and values.numel() and self.chance(0.15):
+            limits = torch.iinfo(dtype)
+            extreme = self.pick((*INTEGERS, high, high + 1, low - 1))
+            values.view(-1)[self.random.randrange(values.numel())] = min(max(extreme, limits.min), limits.max)
+        return values
+
+    def spoilt(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        """These numbers; in hostile calls one of them may be another."""
+        tensor = torch.tensor(values, dtype=dtype)
+        if self.is_hostile and values and self.chance(0.15):
+            limits = torch.iinfo(dtype)
+            tensor[self.random.randrange(len(values))] = min(max(self.pick(INTEGERS), limits.min), limits.max)
+        return tensor
+
+    def laid_out(self, values: Tensor) -> Tensor:
+        """The same numbers at an odd address, with gaps between the rows, or with the first two dimensions exchanged."""
+        if values.dim() < 2 or self.chance(0.5):
+            return values
+        if self.chance(0.3):
+            return values.transpose(0, 1).contiguous().transpose(0, 1) if values.dim() > 2 else values
+        gap, offset = self.pick((1, 3, 8)), self.pick((0, 1, 5))
+        wide = torch.full((*values.shape[:-1], values.shape[-1] + gap + offset), math.nan).to(values.dtype)
+        wide[..., offset : offset + values.shape[-1]] = values
+        return wide[..., offset : offset + values.shape[-1]]
+
+    def sizes(self) -> list[int]:
+        """How many nodes each request has; none: a padded request."""
+        return [self.pick((0, 1, 2, 3, 5, 9, 17, 33, 65)) for _ in range(self.pick((0, 1, 1, 2, 3, 5, 9)))]
+
+    def bounds(self, sizes: list[int]) -> Tensor:
+        bounds = torch.tensor([0, *sizes]).cumsum(0).int()
+        if self.is_hostile and self.chance(0.15):
+            bounds[self.random.randrange(len(bounds))] = self.pick((-1, 0, 1, int(bounds[-1]) + 1, 2**31 - 1, -(2**31)))
+        return bounds
+
+    def parents(self, sizes: list[int]) -> Tensor:
+        parents = [-1 if i == 0 else self.random.randrange(i) for size in sizes for i in range(size)]
+        tensor = torch.tensor(parents, dtype=torch.int32)
+        if self.is_hostile and parents and self.chance(0.2):
+            tensor[self.random.randrange(len(parents))] = self.pick((-1, -2, len(parents), 2**31 - 1, -(2**31), 0, 5))
+        return tensor
+
+    def damaged(self, arguments: dict) -> dict:
+        """In hostile calls, often one argument of another dtype, shape, size or layout than is wanted."""
+        if not self.is_hostile or self.chance(0.5):
+            return arguments
+        name = self.pick([name for name, value in arguments.items() if isinstance(value, (Tensor, int, float, list))])
+        value = arguments[name]
+        if isinstance(value, list):
+            damaged = [self.damaged_tensor(v) if self.chance(0.5) else v for v in value]
+            damaged = damaged[:-1] if self.chance(0.2) else damaged + damaged[:1] if self.chance(0.2) else damaged
+        elif isinstance(value, Tensor):
+            damaged = self.damaged_tensor(value)
+        elif isinstance(value, (bool, str)):
+            damaged = value
+        else:
+            damaged = self.pick(SCALARS) if isinstance(value, int) else self.pick(NUMBERS)
+        return {**arguments, name: damaged}
+
+    def damaged_tensor(self, value: Tensor) -> Tensor:
+        kind = self.random.randrange(7)
+        if kind == 0:
+            return value.to(self.pick(DTYPES)) if not value.is_complex() else value
+        if kind == 1:
+            return value.unsqueeze(self.random.randint(0, value.dim()))
+        if kind == 2 and value.dim():
+            return value.select(0, 0) if value.shape[0] and value.dim() > 1 else value[:0]
+        if kind == 3 and value.dim():
+            dim = self.random.randrange(value.dim())
+            return value.narrow(dim, 0, self.random.randint(0, value.shape[dim]))
+        if kind == 4 and value.dim():
+            return torch.cat([value, value], dim=self.random.randrange(value.dim()))
+        if kind == 5 and value.dim():
+            return torch.stack([value, value], dim=-1)[..., 0]  # the same numbers, each with a gap behind it
+        return value.transpose(-1, -2) if value.dim() > 1 else value
+
+
+# ---- what one call of each op takes, and what it must give ----
+
+
+def lookahead_embed(draw: Draw):
+    vocabulary, slots, dim = draw.pick((1, 5, 70)), draw.pick((0, 1, 3)), draw.width()
+    dtype = draw.pick((*FLOATS, torch.float64))
+    arguments = draw.damaged(dict(
+        ids=draw.integers(-slots, vocabulary, *(draw.size() for _ in range(draw.pick((1, 1, 2, 3)))),
+                          dtype=draw.pick((torch.int32, torch.int64))),
+        table=draw.floats(vocabulary, dim, dtype=dtype),
+        lookahead=draw.floats(slots, dim, dtype=draw.pick((dtype, torch.float32))),
+    ))  # fmt: skip
+    out = yield arguments
+    check_same([out], [reference.lookahead_embed(**arguments)])
+
+
+def lookahead_embed_backward(draw: Draw):
+    rows, dim, slots, dtype = draw.pick((0, 1, 5, 70)), draw.width(), draw.chance(0.5), draw.pick(FLOATS)
+    ids = draw.integers(-3, 8, draw.size(), dtype=draw.pick((torch.int32, torch.int64)))
+    arguments = draw.damaged(dict(
+        grad=draw.floats(len(ids), dim, dtype=dtype), ids=ids, rows=rows, slots=slots,
+    ))  # fmt: skip
+    if isinstance(arguments["rows"], int) and arguments["rows"] > 10_000:
+        arguments["rows"] = 10_000  # a larger gradient is legal, and only memory
+    out = yield {**arguments, "dtype": draw.pick((arguments["grad"].dtype, torch.float32))}
+    grad, ids = arguments["grad"].double(), arguments["ids"].long()
+    picked = -1 - ids if slots else ids
+    inside = (picked >= 0) & (picked < arguments["rows"])
+    exact = torch.zeros(arguments["rows"], grad.shape[-1], dtype=torch.float64)
+    check_close([out], [exact.index_add(0, picked[inside], grad[inside])])
+
+
+def tree_prepare(draw: Draw):
+    sizes = draw.sizes()
+    arguments = draw.damaged(dict(
+        parents=draw.parents(sizes), cu_nodes=draw.bounds(sizes), max_nodes=max([1, *sizes]) + draw.pick((0, 0, 60)),
+    ))  # fmt: skip
+    result = yield arguments
+    check_same(result, reference.tree_prepare(**arguments))
+
+
+def tree_mask(draw: Draw):
+    sizes = draw.sizes()
+    max_nodes, prefixes = max([1, *sizes]) + draw.pick((0, 0, 60)), [draw.size() for _ in sizes]
+    arguments = draw.damaged(dict(
+        visible=draw.integers(-(2**63), 2**63 - 1, sum(sizes), -(-max_nodes // 64), dtype=torch.int64),
+        cu_nodes=draw.bounds(sizes), max_nodes=max_nodes, prefix_lens=draw.spoilt(prefixes),
+        kv_len=max([0, *map(sum, zip(prefixes, sizes, strict=True))]) + draw.pick((0, 0, 9)),
+    ))  # fmt: skip
+    if arguments["kv_len"] > 100_000:
+        arguments["kv_len"] = 100_000  # a larger mask is legal, and only memory
+    result = yield {**arguments, "dtype": draw.pick(FLOATS)}
+    check_same([result], [reference.tree_mask(**arguments, dtype=result.dtype)])
+
+
+def attention_tree(draw: Draw):
+    sizes, dim, dtype = draw.sizes(), draw.pick((64, 64, 80, 96, 128, 256)), draw.pick(FLOATS)
+    prefixes = [draw.pick((0, 1, 5, 63, 64, 65, 130)) for _ in sizes]
+    nodes, kv_heads, max_nodes = sum(sizes), draw.pick((1, 2, 3)), max([1, *sizes]) + draw.pick((0, 0, 60))
+    has_new, page = draw.chance(0.5), draw.pick((0, 0, 1, 3, 16))
+    slots = max([0, *map(sum, zip(prefixes, [0] * len(sizes) if has_new else sizes, strict=True))]) + draw.pick((0, 2))
+    pages = -(-slots // page) if page else 0
+    shape = (len(sizes) * pages + 1, page, kv_heads, dim) if page else (len(sizes), slots, kv_heads, dim)
+    fresh = [draw.floats(nodes, kv_heads, dim, dtype=dtype) if has_new else None for _ in range(2)]
+    arguments = draw.damaged(dict(
+        q=draw.floats(nodes, kv_heads * draw.pick((1, 2, 5)), dim, dtype=dtype),
+        k_cache=draw.floats(*shape, dtype=dtype), v_cache=draw.floats(*shape, dtype=dtype),
+        prefix_lens=draw.spoilt(prefixes), cu_nodes=draw.bounds(sizes),
+        visible=draw.integers(-(2**63), 2**63 - 1, nodes, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
+        k_new=fresh[0], v_new=fresh[1],
+        block_table=draw.integers(0, shape[0], len(sizes), pages + draw.pick((0, 1))) if page else None,
+        depths=draw.integers(0, 1, nodes) if draw.chance(0.5) else None,
+        scale=draw.pick((None, 0.1)), softcap=draw.pick((0.0, 0.0, 30.0)), window=draw.pick((-1, -1, 1, 7, 100)),
+    ))  # fmt: skip
+    out, lse = yield arguments
+    q = arguments["q"]
+    demand(out.shape == q.shape and out.dtype == q.dtype, f"out is {out.dtype}{list(out.shape)}")
+    demand(lse.shape == q.shape[:2] and lse.dtype == torch.float32, f"lse is {lse.dtype}{list(lse.shape)}")
+    floats = [arguments[name] for name in ("q", "k_cache", "v_cache", "k_new", "v_new")]
+    if all(is_tame(given) for given in floats if given is not None) and abs(arguments["scale"] or 0.1) < 10:
+        demand(bool(out.isfinite().all()), "out holds NaN or infinity, though no input does")
+        exact = reference.attention_tree(**arguments)
+        check_close((out, lse.clamp(min=-1e6)), (exact[0], exact[1].clamp(min=-1e6)), 0.03)
+
+
+def attention_merge(draw: Draw):
+    shape, dtype = [draw.size() for _ in range(draw.pick((0, 1, 2, 3)))], draw.pick(FLOATS)
+    dim = draw.width()
+    arguments = draw.damaged(dict(
+        out_a=draw.floats(*shape, dim, dtype=dtype), lse_a=draw.floats(*shape, dtype=torch.float32),
+        out_b=draw.floats(*shape, dim, dtype=dtype), lse_b=draw.floats(*shape, dtype=torch.float32),
+    ))  # fmt: skip
+    result = yield arguments
+    exact = reference.attention_merge(**arguments)
+    if all(map(is_tame, arguments.values())):
+        check_close(result, exact, 0.02)
+
+
+def cache_commit_(draw: Draw):
+    sizes, dtype = draw.sizes(), draw.pick((*DTYPES, torch.float8_e4m3fn))
+    nodes, page = sum(sizes), draw.pick((0, 0, 1, 3, 16))
+    prefixes, accepted = [draw.size() for _ in sizes], [draw.random.randrange(max(1, size)) for size in sizes]
+    slots = max([0, *map(sum, zip(prefixes, sizes, strict=True))]) + draw.pick((0, 2))
+    pages = -(-slots // page) if page else 0
+    heads, dim, count = draw.pick((1, 2, 5)), draw.pick((0, 1, 3, 8, 64)), draw.pick((0, 1, 2, 4))
+    shape = (len(sizes) * pages + 1, page, heads, dim) if page else (len(sizes), slots, heads, dim)
+    path = torch.full((len(sizes), max([0, *accepted]) + 1), -1, dtype=torch.int32)
+    for b, size in enumerate(sizes):
+        own = draw.integers(0, size, accepted[b] + 1) if draw.chance(0.5) else torch.arange(accepted[b] + 1)
+        path[b, : accepted[b] + 1] = own.int() if size else -1
+    table = torch.randperm(shape[0], generator=draw.torch)[: len(sizes) * pages].int().view(len(sizes), pages)
+    if page and table.numel() and draw.is_hostile and draw.chance(0.15):
+        table.view(-1)[draw.random.randrange(table.numel())] = draw.pick((-1, shape[0], 2**31 - 1, -(2**31)))
+    bits = lambda *shape: torch.randint(0, 100, shape, generator=draw.torch).to(dtype)  # noqa: E731
+    arguments = draw.damaged(dict(
+        caches=[draw.laid_out(bits(*shape)) for _ in range(count)], prefix_lens=draw.spoilt(prefixes),
+        cu_nodes=draw.bounds(sizes), path=path, num_accepted=draw.spoilt(accepted),
+        new=[draw.laid_out(bits(nodes, heads, dim)) for _ in range(count)] if draw.chance(0.5) else None,
+        block_table=table if page else None,
+    ))  # fmt: skip
+    before = [cache.clone() for cache in arguments["caches"]]
+    yield arguments
+    table = arguments["block_table"]
+    has_own_pages = table is None or table.unique().numel() == table.numel()  # no two requests write to one
+    if arguments["caches"] and has_own_pages:
+        reference.cache_commit_(before, **{name: value for name, value in arguments.items() if name != "caches"})
+        check_same(arguments["caches"], before)
+
+
+def law(draw: Draw, rows: int, prefix: str = "") -> dict:
+    """Sampling parameters, each there or not, each in or out of its range."""
+    values = dict(
+        temperature=draw.floats(rows, dtype=torch.float32).abs() if draw.chance(0.8) else None,
+        top_k=draw.integers(0, 20, rows) if draw.chance(0.4) else None,
+        top_p=draw.floats(rows, dtype=torch.float32).abs() if draw.chance(0.4) else None,
+        min_p=draw.floats(rows, dtype=torch.float32).abs() / 8 if draw.chance(0.4) else None,
+    )
+    return {prefix + name: value for name, value in values.items()}
+
+
+def noise(draw: Draw, rows: int) -> dict:
+    return {
+        name: draw.integers(-(2**63), 2**63 - 1, rows, dtype=torch.int64) if draw.chance(0.8) else None
+        for name in ("seeds", "positions")
+    }
+
+
+def masks(draw: Draw, vocabulary: int, *rows: int) -> Tensor | None:
+    return draw.integers(-(2**31), 2**31 - 1, *rows, -(-vocabulary // 32)) if draw.chance(0.3) else None
+
+
+def draft_sample(draw: Draw):
+    rows, vocabulary = draw.size(), draw.width()
+    arguments = draw.damaged(dict(
+        logits=draw.floats(rows, vocabulary, dtype=draw.pick(FLOATS)), k=draw.pick((1, 1, 2, 5, 33, 1024)),
+        mode=draw.pick(pass_ext.ops.draft.MODES), **law(draw, rows), allowed=masks(draw, vocabulary, rows),
+        **noise(draw, rows), nodes=draw.integers(0, 1024, rows) if draw.chance(0.5) else None,
+    ))  # fmt: skip
+    tokens, logprobs = yield arguments
+    logits, k = arguments["logits"], arguments["k"]
+    for out, dtype in ((tokens, torch.int64), (logprobs, torch.float32)):
+        demand(out.dtype == dtype and out.shape == (len(logits), k), f"a result is {out.dtype}{list(out.shape)}")
+    is_empty = tokens == -1
+    demand(bool(((tokens >= -1) & (tokens < logits.shape[1])).all()), "a token outside [-1, V)")
+    demand(bool((logprobs[is_empty] == -math.inf).all()), "token -1 has another log probability than -inf")
+    demand(bool((logprobs[~is_empty] < 1e-3).all()), "a log probability above 0, or NaN")
+    demand(bool((is_empty.int().diff(dim=1) >= 0).all()), "a token behind -1")
+    for own in tokens.tolist():
+        drawn = [token for token in own if token >= 0]
+        demand(arguments["mode"] == "with" or len(set(drawn)) == len(drawn), "the same candidate twice")
+    if arguments["allowed"] is not None:
+        words = (
+            arguments["allowed"].reshape(len(logits), -(-logits.shape[1] // 32)).gather(1, tokens.clamp(min=0) // 32)
+        )
+        demand(bool(((words >> tokens.clamp(min=0) % 32 & 1).bool() | is_empty).all()), "a token that is not allowed")
+
+
+def check_accepted(result, tokens: list[list[int]], vocabulary: int, max_depth: int) -> None:
+    """tokens: those of each request's nodes."""
+    shapes = [(len(tokens), max_depth + 1)] * 2 + [(len(tokens),)] * 2
+    demand([tuple(part.shape) for part in result] == shapes, f"shapes {[tuple(part.shape) for part in result]}")
+    for own, emitted, path, accepted, status in zip(tokens, *(part.tolist() for part in result), strict=True):
+        demand(0 <= status <= 7, f"status {status}")
+        demand(0 <= accepted <= max_depth, f"num_accepted {accepted}")
+        if path[0] == -1:
+            demand({*emitted, *path} == {-1} and accepted == 0, "a request without nodes emits something")
+            continue
+        taken, rest = path[: accepted + 1], path[accepted + 1 :]
+        demand(taken[0] == 0 and taken == sorted({*taken}) and taken[-1] < len(own), f"path {path}")
+        demand({*rest, *emitted[accepted + 1 :]} <= {-1}, f"path {path}, emitted {emitted} behind {accepted} accepted")
+        demand(emitted[:accepted] == [own[node] for node in taken[1:]], f"emitted {emitted} is not what {path} says")
+        demand(-1 <= emitted[accepted] < vocabulary, f"emitted {emitted[accepted]}")
+        demand(emitted[accepted] >= 0 or status != 0, "emitted -1 though the status is 0")
+
+
+def accept_tree(draw: Draw):
+    sizes, vocabulary = draw.sizes(), draw.width()
+    nodes, rows = sum(sizes), draw.pick((1, 3, 40))
+    shares = draw.chance(0.5)
+    arguments = draw.damaged(dict(
+        target_logits=draw.floats(nodes, vocabulary, dtype=draw.pick(FLOATS)),
+        tokens=draw.integers(-1, vocabulary, nodes, dtype=torch.int64),
+        parents=draw.parents(sizes), cu_nodes=draw.bounds(sizes), max_depth=draw.pick((0, 1, 3, 8, 40)),
+        rule=draw.pick(tuple(pass_ext.RULES)),
+        draft_logits=draw.floats(rows if shares else nodes, vocabulary, dtype=draw.pick(FLOATS)),
+        draft_rows=draw.integers(-1, rows, nodes) if shares else None,
+        **law(draw, len(sizes)), **(law(draw, len(sizes), "draft_") if draw.chance(0.4) else {}),
+        allowed=masks(draw, vocabulary, nodes), draft_allowed=masks(draw, vocabulary, rows if shares else nodes),
+        **noise(draw, len(sizes)),
+    ))  # fmt: skip
+    result = yield arguments
+    bounds, tokens = arguments["cu_nodes"].tolist(), arguments["tokens"].tolist()
+    own = [tokens[max(a, 0) : max(b, 0)] for a, b in pairwise(bounds)]
+    check_accepted(result, own, arguments["target_logits"].shape[1], arguments["max_depth"])
+
+
+def accept_chain(draw: Draw):
+    requests, drafts, vocabulary = draw.size(), draw.pick((0, 1, 2, 5, 20)), draw.width()
+    arguments = draw.damaged(dict(
+        target_logits=draw.floats(requests, drafts + 1, vocabulary, dtype=draw.pick(FLOATS)),
+        draft_tokens=draw.integers(-1, vocabulary, requests, drafts, dtype=torch.int64),
+        rule=draw.pick(tuple(pass_ext.RULES)),
+        draft_logits=draw.floats(requests, drafts, vocabulary, dtype=draw.pick(FLOATS)),
+        **law(draw, requests), **(law(draw, requests, "draft_") if draw.chance(0.4) else {}),
+        allowed=masks(draw, vocabulary, requests, drafts + 1),
+        draft_allowed=masks(draw, vocabulary, requests, drafts), **noise(draw, requests),
+    ))  # fmt: skip
+    result = yield arguments
+    tokens = [[0, *own] for own in arguments["draft_tokens"].tolist()]
+    check_accepted(result, tokens, arguments["target_logits"].shape[2], arguments["target_logits"].shape[1] - 1)
+
+
+def linear_rows(draw: Draw):
+    wide, outs, dtype = draw.width(), draw.pick((0, 1, 3, 16, 33)), draw.pick(FLOATS)
+    shape = [draw.size() for _ in range(draw.pick((0, 1, 1, 2)))]
+    arguments = draw.damaged(dict(
+        x=draw.floats(*shape, wide, dtype=dtype), weight=draw.floats(outs, wide, dtype=dtype),
+        bias=draw.floats(outs, dtype=dtype) if draw.chance(0.5) else None,
+    ))  # fmt: skip
+    out = yield arguments
+    exact = reference.linear_rows(**arguments)
+    demand(out.shape == exact.shape and out.dtype == exact.dtype, f"out is {out.dtype}{list(out.shape)}")
+    if all(is_tame(given) for given in arguments.values() if given is not None):
+        check_close([out], [exact], 0.05)
+
+
+# ---- results against the specification ----
+
+
+def is_tame(values: Tensor) -> bool:
+    return bool((values.float().abs() < 100).all())
+
+
+def check_same(actual, expected) -> None:
+    for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        demand(
+            ours.dtype == theirs.dtype and ours.shape == theirs.shape, f"result {i} is {ours.dtype}{list(ours.shape)}"
+        )
+        ours, theirs = (part.to(torch.complex64 if part.is_complex() else torch.float64) for part in (ours, theirs))
+        demand(bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()), f"result {i} is not the reference's")
+
+
+def check_close(actual, expected, tolerance: float = 0.02) -> None:
+    """The reference's values but for rounding: a coarse test, for what is computed at all; the ops' own tests are fine."""
+    for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        demand(ours.shape == theirs.shape, f"result {i} is {list(ours.shape)}")
+        ours, theirs = ours.double(), theirs.double()
+        allowed = tolerance * (1 + theirs.abs().amax() if theirs.numel() else 1)
+        wrong = ((ours - theirs).abs() > allowed) | (ours.isfinite() != theirs.isfinite())
+        demand(not bool((wrong & theirs.isfinite()).any()), f"result {i} is far from the reference's")
+
+
+# ---- the calls ----
+
+CASES = {
+    case.__name__: case
+    for case in (
+        lookahead_embed, lookahead_embed_backward, tree_prepare, tree_mask, attention_tree, attention_merge, cache_commit_,
+        draft_sample, accept_tree, accept_chain, linear_rows,
+    )
+}  # fmt: skip
+
+
+def storages_of(arguments: dict) -> list[Tensor]:
+    """All bytes below the arguments that an op must not write to, those between the rows too."""
+    values = [value for name, value in arguments.items() if name != "caches"]
+    tensors = [t for value in values for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)]
+    return [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()) for t in tensors]
+
+
+def make_call(seed: int, number: int, op: str, verbose: bool) -> str:
+    """Makes call `number`; returns "result" or "refusal"."""
+    draw = Draw(seed, number)
+    case = CASES[op](draw)
+    arguments = next(case)
+    isa = _library.limit_cpu_isa(draw.pick(ISAS))
+    if verbose:
+        print(f"call {number}, {op} on {isa}: {described(arguments)}", flush=True)
+    before = [storage.clone() for storage in storages_of(arguments)]
+    function = getattr(pass_ext, op, None) or getattr(torch.ops.pass_ext, op)
+    outcome = "result"
+    try:
+        result = function(**arguments)
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
+        demand(str(error).startswith(f"pass_ext::{op}"), f"{type(error).__name__} without our words: {error}")
+        outcome = "refusal"
+    # Before the result is looked at: what is expected of it is computed from the inputs.
+    demand(all(map(torch.equal, before, storages_of(arguments))), "an input was written to")
+    if outcome == "result":
+        with contextlib.suppress(StopIteration):
+            case.send(result)
+    return outcome
+
+
+def described(arguments: dict) -> str:
+    def text(value) -> str:
+        if isinstance(value, list):
+            return f"[{', '.join(map(text, value))}]"
+        if not isinstance(value, Tensor):
+            return repr(value)
+        shown = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{shown} = {value.tolist()}" if value.numel() <= 8 else f"{shown} by {value.stride()}"
+
+    return ", ".join(f"{name}={text(value)}" for name, value in arguments.items())
+
+
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first call")
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=60.0, help="begin no call after so many")
+    parser.add_argument("--op", choices=CASES, action="append", help="only this op's calls; repeatable")
+    parser.add_argument("--verbose", action="store_true", help="say every call before it is made")
+    chosen = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # what a kernel leaves unwritten is NaN, or out of range
+    started, wrong = time.monotonic(), 0
+    counts = {op: {"result": 0, "refusal": 0} for op in CASES}
+    for number in range(chosen.first, chosen.first + chosen.calls):
+        op = list(CASES)[number % len(CASES)]
+        if chosen.op and op not in chosen.op:
+            continue
+        if time.monotonic() - started > chosen.seconds:
+            print(f"stopped before call {number}: {chosen.seconds:g} s are over")
+            break
+        if number % 200 == 0:
+            print(f"seed {chosen.seed}, call {number}, {time.monotonic() - started:.0f} s", flush=True)
+        try:
+            counts[op][make_call(chosen.seed, number, op, chosen.verbose)] += 1
+        except Exception:  # whatever it is, it is said, and the next call is made
+            wrong += 1
+            print(f"WRONG: seed {chosen.seed}, call {number}, {op}\n{traceback.format_exc()}", flush=True)
+    for op, count in counts.items():
+        print(f"{op}: {count['result']} results, {count['refusal']} refusals")
+    print(f"{sum(sum(count.values()) for count in counts.values())} calls as they should be, {wrong} not")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Slots, methods, prophets and small decoders for tests of generate."""
+
+import copy
+import random
+
+import torch
+from support.small_models import VOCABULARY
+
+import pass_ext
+from pass_ext import (
+    NGram,
+    PaSS,
+    Plain,
+    Tree,
+)
+from pass_ext.decoding.drafting.from_lookahead import Candidates, PassDrafter
+from pass_ext.modules.exit_adapter import ExitAdapter
+
+BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
+
+
+def slots_for(model, count=4, seed=0, **more):
+    torch.manual_seed(seed)
+    width = model.get_input_embeddings().weight.shape[1]
+    slots = pass_ext.LookaheadEmbedding(count, width, vocabulary=VOCABULARY, **more)
+    for parameter in slots.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return slots
+
+
+def methods_for(model):
+    lookahead = slots_for(model)
+    return {
+        "plain": Plain(),
+        "ngram": NGram(longest=3, shortest=1, tokens=5, branches=2),
+        "one pass": PaSS(lookahead, tree=BUSHY, rows=24),
+        "two passes": PaSS(lookahead, passes=2, tree=Tree.from_branching((3, 2, 1)), rows=24),
+        "one pass, planned": PaSS(lookahead, rows=12),
+        "one pass, deep": PaSS(
+            slots_for(model, rank=3, deep_layers=0 if model.config.model_type == "opt" else 2),
+            tree=BUSHY.with_lookahead({0: 4, 2: 4, 7: 4}),
+            rows=24,
+        ),
+        "one pass with ngrams": PaSS(
+            lookahead, tree=Tree.chain(3), rows=24, ngram=NGram(longest=2, shortest=1, tokens=6)
+        ),
+    }
+
+
+def greedy_of_transformers(model, ids, mask, new_tokens, **options):
+    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options)
+
+
+class Prophet:
+    """Candidates that come true often: drafts the continuations it was told, and spoils some, so that trees are accepted to
+    every depth and last accepted nodes are of every kind."""
+
+    def __init__(self, monkeypatch, futures, seed=0):
+        self.futures, self.random = futures, random.Random(seed)  # prompt + continuation, by request
+        prophet = self
+
+        def draft(self, slots, requests, roots, positions):
+            return Candidates(
+                [prophet.tokens(self.tree, b, at) for b, at in zip(requests, positions, strict=True)], None, None
+            )
+
+        monkeypatch.setattr(PassDrafter, "draft", draft)
+
+    def tokens(self, tree, request, root_position):
+        """One child of each right node is right, four times in five; the others are noise."""
+        future, right, tokens = self.futures[request], {0}, {}
+        for node in range(tree.num_nodes):
+            children = tree.children(node)
+            chosen = self.random.choice(children) if children and self.random.random() < 0.8 else None
+            for child in children:
+                place = root_position + tree.depths[child]
+                if node in right and child == chosen and place < len(future):
+                    tokens[child] = future[place]
+                    right.add(child)
+                else:
+                    tokens[child] = self.random.randrange(-1, VOCABULARY)
+        return [tokens[node] for node in range(1, tree.num_nodes)]
+
+
+def unpadded(sequences, mask):
+    seen = torch.nn.functional.pad(mask.bool(), (0, sequences.shape[1] - mask.shape[1]), value=True)
+    return [row[own].tolist() for row, own in zip(sequences, seen, strict=True)]
+
+
+class Decoder:
+    """A model of one layer without weights."""
+
+    embedding = torch.eye(9, 64)
+
+    def __call__(self, rows, positions, attend, wanted):
+        x = attend(0, *(rows.unflatten(1, (1, 64)),) * 3).flatten(1) - rows
+        return (x if wanted is None else x[wanted]) @ self.embedding.T
+
+
+class Monotone:
+    """A model whose every row, of look-ahead slots too, says the same, whatever it reads."""
+
+    embedding = torch.randn(50, 16, generator=torch.Generator().manual_seed(2))
+    law = torch.randn(50, generator=torch.Generator().manual_seed(3))
+
+    def __call__(self, rows, positions, attend, wanted):
+        attend(0, *[rows[:, None]] * 3)
+        return self.law.repeat(len(rows) if wanted is None else len(wanted), 1)
+
+
+def adapter_for(model, layers=1, rank=5, vocabulary=None):
+    """One that changes the hidden states."""
+    torch.manual_seed(3)
+    table = model.get_input_embeddings().weight
+    adapter = ExitAdapter(layers, table.shape[1], rank, vocabulary=vocabulary, base_vocabulary=len(table))
+    with torch.no_grad():
+        adapter.up.weight.normal_(0, 0.5)
+    return adapter
+
+
+def disturbed(model, size, seed=0):
+    model = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * size * parameter.std())
+    return model
+
+
+def counted(texts, vocabulary):
+    places = vocabulary ** torch.arange(texts.shape[1] - 1, -1, -1)
+    return torch.bincount((texts * places).sum(1), minlength=vocabulary ** texts.shape[1]).double()
+
+
+def fit(counts, law):
+    """Chi square and its degrees of freedom; rare texts are one class."""
+    total = counts.sum()
+    often = law * total >= 5
+    expected, seen = law[often] * total, counts[often]
+    if not often.all():
+        expected = torch.cat([expected, law[~often].sum()[None] * total])
+        seen = torch.cat([seen, counts[~often].sum()[None]])
+    return float(((seen - expected) ** 2 / expected).sum()), len(expected) - 1

@@ -1,0 +1,133 @@
+"""Sample arguments of every op, for opcheck and for tests that go through all ops."""
+
+import torch
+
+
+def lookahead_embed(device):
+    ids = torch.tensor([[3, -1, 0], [-2, 4, 4]], device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        table = torch.randn(5, 8, device=device, dtype=dtype)
+        for learns in (False, True):
+            slots = torch.randn(2, 8, device=device, requires_grad=learns)
+            yield ids, table.clone().requires_grad_(learns), slots
+    yield ids[:0], table, slots
+
+
+def lookahead_embed_backward(device):
+    ids = torch.tensor([3, -1, 0, -2], device=device)
+    grad = torch.randn(4, 8, device=device)
+    yield grad, ids, 5, False, torch.float32
+    yield grad.half(), ids.int(), 2, True, torch.float32
+    yield grad.clone().requires_grad_(), ids, 5, False, torch.float32
+
+
+def attention_tree(device):
+    integers = dict(dtype=torch.int32, device=device)
+    bounds, prefixes, depths = (torch.tensor(v, **integers) for v in ([0, 2, 5], [3, 0], [0, 1, 0, 1, 1]))
+    visible = torch.tensor([[1], [3], [1], [3], [5]], device=device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q, nodes = (torch.randn(5, heads, 64, device=device).to(dtype) for heads in (4, 2))
+        cache = torch.randn(2, 8, 2, 64, device=device).to(dtype)
+        shared = (prefixes, bounds, visible, 3)
+        yield q, cache, cache, *shared, None, None, None, None, None, 0.0, -1
+        table = torch.tensor([[1], [0]], **integers)
+        yield q, cache, cache.clone(), *shared, nodes, nodes.clone(), table, depths, 0.1, 5.0, 2
+    yield q[:0], cache, cache, prefixes, bounds * 0, visible[:0], 3, None, None, None, None, None, 0.0, -1
+
+
+def attention_merge(device):
+    for dtype in (torch.float32, torch.bfloat16):
+        out, lse = torch.randn(3, 2, 64, device=device).to(dtype), torch.randn(3, 2, device=device)
+        yield out, lse, out.neg(), lse + 1
+    yield out[:0], lse[:0], out[:0], lse[:0]
+
+
+LAWS = [None] * 4
+SOME_LAW = ([0.7, 0.0], [3, 0], [0.9, 1.0], [0.0, 0.01])
+
+
+def law(device):
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
+    return [torch.tensor(values, dtype=dtype, device=device) for values, dtype in zip(SOME_LAW, dtypes, strict=True)]
+
+
+def draft_sample(device):
+    logits = torch.randn(2, 70, device=device)
+    seeds = torch.tensor([1, 2], device=device)
+    for mode in range(4):
+        yield logits, 3, mode, *LAWS, None, seeds, seeds, None
+    allowed = torch.tensor([[-1, 5, 1], [0, 0, 0]], dtype=torch.int32, device=device)
+    yield logits.bfloat16(), 80, 1, *law(device), allowed, seeds, None, seeds.int()
+    yield logits[:0], 3, 3, *LAWS, None, None, None, None
+
+
+def accept_tree(device):
+    integers = dict(dtype=torch.int32, device=device)
+    target, draft = torch.randn(5, 70, device=device), torch.randn(5, 70, device=device).half()
+    tokens = torch.tensor([0, 3, 4, 0, 9], device=device)
+    parents, cu_nodes = torch.tensor([-1, 0, 0, -1, 0], **integers), torch.tensor([0, 3, 5], **integers)
+    seeds = torch.tensor([1, 2], device=device)
+    for rule in range(7):
+        if rule == 3:  # block: chains only
+            continue
+        tree = (target, tokens, parents, cu_nodes, 1, rule)
+        yield *tree, draft, None, *law(device), *law(device), None, None, seeds, seeds, 0.09, 0.3
+    yield *tree[:5], 0, None, None, *LAWS, *LAWS, None, None, None, None, 0.09, 0.3
+
+
+def accept_chain(device):
+    target, draft = torch.randn(2, 4, 70, device=device), torch.randn(2, 3, 70, device=device)
+    tokens, seeds = torch.randint(0, 70, (2, 3), device=device), torch.tensor([1, 2], device=device)
+    for rule in range(7):
+        yield target, tokens, rule, draft, *law(device), *law(device), None, None, seeds, seeds, 0.09, 0.3
+
+
+def tree_prepare(device):
+    integers = dict(dtype=torch.int32, device=device)
+    parents, cu_nodes = torch.tensor([-1, 0, 0, -1, 0, 7], **integers), torch.tensor([0, 3, 3, 5], **integers)
+    yield parents, cu_nodes, 3
+    yield parents, cu_nodes, 65
+    yield parents[:0], cu_nodes[:1], 1
+
+
+def tree_mask(device):
+    integers = dict(dtype=torch.int32, device=device)
+    visible, cu_nodes = torch.tensor([[1], [3], [5], [1], [-1]], device=device), torch.tensor([0, 3, 3, 5], **integers)
+    prefix_lens = torch.tensor([4, 0, 9], **integers)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield visible, cu_nodes, 3, prefix_lens, 13, dtype
+    yield visible[:0], cu_nodes[:1], 3, prefix_lens[:0], 0, dtype
+
+
+def cache_commit_(device):
+    integers = dict(dtype=torch.int32, device=device)
+    step = [torch.tensor(v, **integers) for v in ([2, 1], [0, 4, 6], [[0, 2, 3], [0, -1, -1]], [2, 0])]
+    caches = [torch.randn(2, 9, 2, 8, device=device), torch.randn(2, 2, 9, 8, device=device).transpose(1, 2).half()]
+    yield caches, *step, [], None
+    yield caches, *step, [torch.randn(6, 2, 8, device=device).to(cache.dtype) for cache in caches], None
+    pages = [torch.randn(5, 3, 2, 8, device=device) for _ in range(2)]
+    yield pages, *step, [], torch.tensor([[4, 0, 2], [1, 3, 3]], **integers)
+
+
+def linear_rows(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in ((2, 3, 40), (7, 40), (7,)))
+        yield x, weight, None
+        yield x.transpose(0, 1), weight, bias
+    yield x[:0], weight, bias
+
+
+# A few argument tuples for each op: an op without an entry fails the test below.
+SAMPLES = {
+    "lookahead_embed": lookahead_embed,
+    "lookahead_embed_backward": lookahead_embed_backward,
+    "tree_prepare": tree_prepare,
+    "tree_mask": tree_mask,
+    "cache_commit_": cache_commit_,
+    "draft_sample": draft_sample,
+    "accept_tree": accept_tree,
+    "accept_chain": accept_chain,
+    "attention_tree": attention_tree,
+    "attention_merge": attention_merge,
+    "linear_rows": linear_rows,
+}
