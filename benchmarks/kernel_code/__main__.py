@@ -1,4 +1,4 @@
-"""Disassembles the built CUDA library and writes docs/kernel-code.md: registers, stack, instructions, loads in flight.
+"""Disassembles the built CUDA library and writes its page: registers, stack, instructions, loads in flight.
 
 `python -m benchmarks.kernel_code` measures (about a minute), saves benchmarks/results/kernel-code/<commit>.json and writes the
 page; `--render` writes it from the saved results, `--check` compares it, `--library FILE` prints the tables of another .so, .o
@@ -9,8 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks import ROOT
 from benchmarks.kernel_code import page
-from benchmarks.kernel_code.disassembler import ROOT, missing_tools
+from benchmarks.kernel_code.disassembler import missing_tools
 from benchmarks.kernel_code.measure import measure
 
 LIBRARY = Path("pass_ext/_C_cuda.so")

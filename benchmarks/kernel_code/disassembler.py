@@ -15,9 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks import ROOT
 from benchmarks.kernel_code.instructions import Instruction
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ROOT
+from benchmarks.harness.machine import now
 from benchmarks.kernel_code.control_flow import ControlFlow
 from benchmarks.kernel_code.disassembler import Code, Kernel, disassemble, list_kernels
 from benchmarks.kernel_code.instructions import ARITHMETIC, Instruction, count_classes, count_opcodes
-from benchmarks.machine import now
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 DETAILED = "sm_90"
 """The architecture whose instructions are read: of the GPU that the project's aims speak of."""
 MERGED = ("commit_kernel", "embed_kernel", "mask_kernel", "merge_kernel", "merge_splits_kernel", "sum_slots_kernel",

@@ -1,4 +1,4 @@
-"""docs/kernel-code.md: the tables of one result, and how it differs from the first."""
+"""benchmarks/results/kernel-code/README.md: the tables of one result, and how it differs from the first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.kernel_code.instructions import CLASSES, OPCODES
 from benchmarks.kernel_code.measure import DETAILED, function_of
 
 RESULTS = Path("benchmarks/results/kernel-code")
-PAGE = Path("docs/kernel-code.md")
+PAGE = Path("benchmarks/results/kernel-code/README.md")
 HEADER = """# The kernels' machine code
 
 Written by `python -m benchmarks.kernel_code` from the compiled library and from `benchmarks/results/kernel-code/`; do not edit.

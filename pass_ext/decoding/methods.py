@@ -2,7 +2,7 @@
 settings, no state of a generation.
 
 Every method gives the same text (rule "coupled" and greedy: to the token; other exact rules: in distribution); they differ in
-how many tokens a call of the model yields. docs/pass.md and docs/speculative.md explain them.
+how many tokens a call of the model yields. docs/guide/pass.md and docs/guide/speculative.md explain them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The accept rules, and what each asks of the drafts that it judges.
 
-Formulas: csrc/core/accept.h. Which one when: docs/accept.md.
+Formulas: csrc/core/accept.h. Which one when: docs/ops/accept.md.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_stop_strings(llama, foreseen, monkeypatch):
 
 
 def test_an_assistant_is_never_called(llama, monkeypatch):
-    """transformers keeps ``assistant_model`` to itself, as docs/pass.md says; the text is that of the model."""
+    """transformers keeps ``assistant_model`` to itself, as docs/guide/pass.md says; the text is that of the model."""
     ids, mask = ragged_prompts(1, longest=12, seed=4)
     assistant = small_model("llama")
     monkeypatch.setattr(assistant, "forward", lambda *arguments, **options: pytest.fail("the assistant was called"))

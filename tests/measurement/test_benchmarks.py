@@ -6,8 +6,10 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from support.paths import ROOT
 @pytest.fixture
 def harness(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks import harness
+    from benchmarks.harness import cases, measure
 
-    return harness
+    return SimpleNamespace(
+        **vars(cases), **{name: getattr(measure, name) for name in ("check_agreement", "interleave", "half_split")}
+    )
 
 
 def run_module(*arguments, **environment):
@@ -35,21 +39,21 @@ def run_module(*arguments, **environment):
 
 @pytest.fixture
 def report(monkeypatch):
-    """python -m benchmarks.report, in this process: what it returns."""
+    """python -m benchmarks.pages, in this process: what it returns."""
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks import report
+    from benchmarks.pages import __main__ as command
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
-        return report.main()
+        return command.main()
 
     return run
 
 
 def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
-    done = run_module("benchmarks.bench_lookahead", "--quick", "--device", "cpu", OUT=str(tmp_path))
+    done = run_module("benchmarks.ops.lookahead", "--quick", "--device", "cpu", OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "bench_lookahead.json").read_text()
+    text = (tmp_path / "ops/lookahead.json").read_text()
     result = json.loads(text)
     assert result["quick"] and result["device"] == "cpu"
     assert result["copy_gb_per_s"] > 0 and set(result["load_average"]) == {"before", "after"}
@@ -75,9 +79,9 @@ def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
 
 
 def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path, report, capsys):
-    done = run_module("benchmarks.bench_attention", "--quick", OUT=str(tmp_path))
+    done = run_module("benchmarks.ops.attention", "--quick", OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "bench_attention.json").read_text())
+    result = json.loads((tmp_path / "ops/attention.json").read_text())
     assert set(result["matmul_gflop_per_s"]) == {"bfloat16", "float32"}
     timed = [row for row in result["rows"] if row["median_us"] is not None]
     assert {"pass_ext", "SDPA", "SDPA, folded", "torch flash + merge"} <= {row["contender"] for row in timed}
@@ -85,15 +89,15 @@ def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path, report, caps
         assert all(row[key] > 0 for key in ("gb_per_s", "gflop_per_s", "of_limit", "times_ours")), row
     absent = [row for row in result["rows"] if row["median_us"] is None]
     assert absent and all(row["reason"] for row in absent)
-    assert report(tmp_path / "bench_attention.json") == 0
+    assert report(tmp_path / "ops/attention.json") == 0
     page = capsys.readouterr().out
     assert f"Not timed: {absent[0]['contender']}, on " in page and "of limit" in page
 
 
 @pytest.mark.parametrize("window", [-1, 2048])
 def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness, window):
-    from benchmarks import attention_steps as steps
-    from benchmarks.attention_ways import ours, sdpa
+    from benchmarks.ops import attention_steps as steps
+    from benchmarks.ops.attention_ways import ours, sdpa
 
     spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=2, prefix=8192, nodes=33, window=window)
     trees = steps.make_trees(spec, torch.bfloat16, "cpu")
@@ -108,9 +112,9 @@ def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness, 
 
 
 def test_who_is_wrong_slow_or_failing_is_absent_with_a_reason(harness, monkeypatch):
-    from benchmarks import attention_steps as steps
-    from benchmarks import attention_ways as ways
-    from benchmarks import bench_attention as bench
+    from benchmarks.ops import attention as bench
+    from benchmarks.ops import attention_steps as steps
+    from benchmarks.ops import attention_ways as ways
 
     def fail(step):
         raise NotImplementedError("no such kernel")
@@ -185,20 +189,23 @@ def test_half_split_measures_noise(harness):
 
 
 def test_the_page_shows_the_committed_results():
-    assert run_module("benchmarks.report", "--check").returncode == 0, "run: python -m benchmarks.report"
+    assert run_module("benchmarks.pages", "--check").returncode == 0, "run: python -m benchmarks.pages"
 
 
 def test_the_page_changes_with_the_results(tmp_path, report):
-    assert report("--root", tmp_path) == 0
-    assert report("--root", tmp_path, "--check") == 0
-    page = tmp_path / "docs/benchmarks.md"
+    assert report("--root", tmp_path, "--check") == 0, "nothing is measured, nothing is said"
+    ops = next(ROOT.glob("benchmarks/results/*/ops"))
+    shutil.copytree(ops, tmp_path / ops.relative_to(ROOT))
+    assert report("--root", tmp_path, "--check") == 1, "no page yet"
+    assert report("--root", tmp_path) == 0 == report("--root", tmp_path, "--check")
+    page = (tmp_path / ops.relative_to(ROOT)).parent / "README.md"
     page.write_text(page.read_text() + "| forward | 1 | 576 | warm | 0.1 |\n")
     assert report("--root", tmp_path, "--check") == 1
 
 
 def test_the_gpu_sleeps_until_the_host_has_queued_a_graph(harness, monkeypatch):
     """Three times what queueing takes once the graph is uploaded, never less than the least."""
-    from benchmarks import gpu_timing
+    from benchmarks.harness import gpu_timing
 
     clock, queueing = [0.0], iter([9e-3, 2e-3, 1e-3, 1e-6, 1e-6, 1e-6])
 

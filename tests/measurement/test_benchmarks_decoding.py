@@ -27,7 +27,7 @@ def noise(count, seed=0, vocabulary=500):
 
 
 def test_loops_are_found():
-    from benchmarks.decoding_texts import loops
+    from benchmarks.decoding.texts import loops
 
     counting = [token for i in range(21) for token in (7, 8, 9, 3, 100 + i, 4)]  # a template with a number in it
     late = noise(86) + [5] * 42
@@ -39,7 +39,7 @@ def test_loops_are_found():
 
 
 def test_what_merely_repeats_words_does_not_loop():
-    from benchmarks.decoding_texts import loops
+    from benchmarks.decoding.texts import loops
 
     straight = noise(128)
     few_words = noise(128, vocabulary=12)
@@ -50,7 +50,7 @@ def test_what_merely_repeats_words_does_not_loop():
 
 
 def test_repeated_share_counts_tokens_behind_a_gram_seen_before():
-    from benchmarks.decoding_texts import period_share, repeated_share
+    from benchmarks.decoding.texts import period_share, repeated_share
 
     part = noise(20)
     assert repeated_share(part) == 0
@@ -61,7 +61,7 @@ def test_repeated_share_counts_tokens_behind_a_gram_seen_before():
 
 
 def test_first_difference():
-    from benchmarks.decoding_texts import first_difference
+    from benchmarks.decoding.texts import first_difference
 
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
@@ -88,7 +88,7 @@ def hash_of(word):
 
 @pytest.mark.parametrize("name", ["prose", "chat"])
 def test_written_prompts(name):
-    from benchmarks.decoding_prompts import read_lines, read_prompts
+    from benchmarks.decoding.prompts import read_lines, read_prompts
 
     entries = read_lines(name)
     assert len(entries) >= 24
@@ -107,7 +107,7 @@ def test_written_prompts(name):
 
 
 def test_chat_prompts_are_no_training_instructions_in_other_words():
-    from benchmarks.decoding_prompts import read_lines
+    from benchmarks.decoding.prompts import read_lines
 
     def words(text):
         return set(re.findall(r"\w+", text.lower()))
@@ -119,7 +119,7 @@ def test_chat_prompts_are_no_training_instructions_in_other_words():
 
 
 def test_code_prompts_are_cut_by_rule_from_held_out_files_only(tmp_path):
-    from benchmarks import decoding_prompts as prompts
+    from benchmarks.decoding import prompts as prompts
 
     line = "    a = b + c"  # five tokens, six with the end of the line
     body = "\n".join(["import os", "x = 1", "", "def f(a):", *[line] * 60])
@@ -146,13 +146,13 @@ def test_code_prompts_are_cut_by_rule_from_held_out_files_only(tmp_path):
 
 
 def make_prompts(count, domains=("code", "prose")):
-    from benchmarks.decoding_prompts import Prompt
+    from benchmarks.decoding.prompts import Prompt
 
     return [Prompt(domain, f"{domain}{i}", (i,)) for i in range(count) for domain in domains]
 
 
 def recorder(name, calls, text_of):
-    from benchmarks.decoding_contenders import Contender, Outcome
+    from benchmarks.decoding.contenders import Contender, Outcome
 
     def write(ids, setting, seed, most):
         calls.append((name, ids, seed))
@@ -162,8 +162,8 @@ def recorder(name, calls, text_of):
 
 
 def run_race(text_of, straight=2, looping=1, out_of_time=lambda: False):
-    from benchmarks.decoding_contenders import GREEDY
-    from benchmarks.decoding_race import Limits, race
+    from benchmarks.decoding.contenders import GREEDY
+    from benchmarks.decoding.race import Limits, race
 
     calls = []
     contenders = [recorder(name, calls, text_of) for name in ("Plain", "A", "B", "C")]
@@ -224,7 +224,7 @@ def made_runs(two=1.4, one=1.6, joined=2.0, hf=0.9):
 
 
 def test_a_speed_up_is_time_per_token_on_the_same_prompts():
-    from benchmarks.decoding_summary import summarise
+    from benchmarks.decoding.summary import summarise
 
     runs = [made_run("Plain", "a", 2.0), made_run("Plain", "b", 6.0), made_run("X", "a", 1.0, tokens=50)]
     runs.append(made_run("X", "b", 3.0, calls=25, drafted=80, histogram=[10, 5, 10], differs_at=7))
@@ -238,7 +238,7 @@ def test_a_speed_up_is_time_per_token_on_the_same_prompts():
 
 
 def test_sets_are_kept_apart_and_pooled():
-    from benchmarks.decoding_summary import summarise
+    from benchmarks.decoding.summary import summarise
 
     runs = [*made_runs(), made_run("Plain", "loop", 1.0, looping=True), made_run("NGram", "loop", 0.1, looping=True)]
     rows = summarise(runs)
@@ -258,7 +258,7 @@ def test_sets_are_kept_apart_and_pooled():
     ],
 )
 def test_aims(speeds, device, met):
-    from benchmarks.decoding_summary import judge, summarise, summarise_agreement
+    from benchmarks.decoding.summary import judge, summarise, summarise_agreement
 
     agreement = summarise_agreement([{"contender": "Plain", "tokens": 9, "differs_at": None}])
     aims = judge(summarise(made_runs(**speeds)), agreement, device)
@@ -267,7 +267,7 @@ def test_aims(speeds, device, met):
 
 
 def test_one_different_text_or_none_at_all_is_not_equality():
-    from benchmarks.decoding_summary import judge, summarise_agreement
+    from benchmarks.decoding.summary import judge, summarise_agreement
 
     runs = [{"contender": "Plain", "tokens": 9, "differs_at": at} for at in (None, 3)]
     aim = judge([], summarise_agreement(runs), "cpu")[-1]
@@ -279,7 +279,7 @@ def test_one_different_text_or_none_at_all_is_not_equality():
 
 
 def test_acceptance_rate_and_tokens_per_step():
-    from benchmarks.decoding_drafts import acceptance_rate, tokens_per_step
+    from benchmarks.decoding.drafts import acceptance_rate, tokens_per_step
 
     histogram = [4, 2, 0, 2]  # 8 steps, 8 accepted, 3 levels
     runs = [made_run("A", "a", 1.0, tokens=17, calls=9, histogram=histogram)]
@@ -295,7 +295,7 @@ def made_auto(name, measured, spread=0.01, planned=2.0, levels=(2, 2)):
 
 
 def test_planned_against_measured():
-    from benchmarks.decoding_drafts import judge_drafts
+    from benchmarks.decoding.drafts import judge_drafts
 
     cases = [
         ([made_auto("A", 1.85), made_auto("B", 2.15)], True),
@@ -322,7 +322,7 @@ def made_draft_row(kind, rule="greedy", setting="greedy", rate=0.3, speed=1.5, *
 
 
 def test_beside_what_was_published():
-    from benchmarks import decoding_report
+    from benchmarks.decoding import page as decoding_page
 
     first = "MCSD + target-initialised"
     rows = [
@@ -337,7 +337,7 @@ def test_beside_what_was_published():
     ]
     draft = {"names": {"draft model": "exit:small"}, "missing": {"decision model": "nowhere"}, "hit_rates": "its own"}
     result = made_result() | {"drafts": rows, "draft": draft}
-    found = {section.title: section for section in decoding_report.sections(result)}
+    found = {section.title: section for section in decoding_page.sections(result)}
     beside = {row[0]: row[1:] for row in found["Beside published gains"].rows}
     assert beside["speculative sampling over Plain: speed"][1] == "1.25 × (Speculative, chain of 4)"
     assert beside["improved over plain MCSD: acceptance rate"][1] == f"+100 % ({first} (longest_branch))"
@@ -346,7 +346,7 @@ def test_beside_what_was_published():
     assert beside["the same steps with exact rules: speed"][1] == "+25 % (MCSD + slice)"
     assert "Without decision model: nowhere." in found["With a draft model: greedy"].words
     older = made_result()
-    assert not any("draft" in section.title for section in decoding_report.sections(older)), "results without the part"
+    assert not any("draft" in section.title for section in decoding_page.sections(older)), "results without the part"
 
 
 # ---- the whole, on a tiny model ----
@@ -395,19 +395,21 @@ class Letters(Words):
 
 def test_the_whole_run_on_a_tiny_model(model, draft, quick_times, tmp_path):
     import pass_ext
-    from benchmarks import bench_decoding, decoding_report, report
-    from benchmarks.decoding_drafts import Drafts, judge_drafts
-    from benchmarks.decoding_summary import judge
+    from benchmarks.decoding import __main__ as command
+    from benchmarks.decoding import page as decoding_page
+    from benchmarks.decoding.drafts import Drafts, judge_drafts
+    from benchmarks.decoding.summary import judge
+    from benchmarks.harness.results import save
     from pass_ext.modules.decision import DecisionModel
 
     arguments = ["--quick", "--dtype", "float32", "--prompts", "1", "--tokens", "16", "--assistant-layers", "1"]
-    options = bench_decoding.parse("", arguments, bench_decoding.add_options)
+    options = command.parse("", arguments, command.add_options)
     options.seconds = 600.0
     lookahead = pass_ext.LookaheadEmbedding(2, 32, vocabulary=64)
     drafts = Drafts(lambda target: draft, DecisionModel("entropy"), {"draft model": "disturbed"})
-    run = bench_decoding.Run(options, model, Letters(), lookahead, drafts, lambda what: None)
+    run = command.Run(options, model, Letters(), lookahead, drafts, lambda what: None)
     run.prompts = run.prompts[:6]
-    measured = bench_decoding.measure(run)
+    measured = command.measure(run)
     greedy = [row for row in measured["runs"] if row["setting"] == "greedy"]
     contenders = {row["contender"] for row in greedy}
     assert len(contenders) == 7 and {"Plain", "transformers", "PaSS, one pass + NGram"} <= contenders
@@ -430,10 +432,10 @@ def test_the_whole_run_on_a_tiny_model(model, draft, quick_times, tmp_path):
     aims = [*judge(measured["rows"], measured["agreement"], "cpu"), *judge_drafts(drafted)]
     assert aims[4].met is True and all(aim.met is not None for aim in aims)
     result = made_result() | measured | {"aims": [vars(aim) for aim in aims]}
-    report.save(result, tmp_path / "result.json")
+    save(result, tmp_path / "result.json")
     again = json.loads((tmp_path / "result.json").read_text())
     assert again == json.loads(json.dumps(result))
-    page = decoding_report.render_page([(tmp_path / "result.json", again)])
+    page = decoding_page.render_page([(tmp_path / "result.json", again)])
     assert "PaSS, one pass" in page and "### With a draft model: greedy" in page
     assert "draft model disturbed; hit rates for auto: of 5 texts of other prompts" in page
     assert "### Beside published gains" in page and page.count("| MCSD + PaSS") == 2
@@ -468,8 +470,8 @@ def check_drafts(rows, runs):
 
 def test_without_drafts_the_rest_runs(model):
     import pass_ext
-    from benchmarks.decoding_contenders import GREEDY, SAMPLED
-    from benchmarks.decoding_drafts import entrants
+    from benchmarks.decoding.contenders import GREEDY, SAMPLED
+    from benchmarks.decoding.drafts import entrants
 
     lookahead = pass_ext.LookaheadEmbedding(4, 32, vocabulary=64)
     names = [one.name for one in entrants(GREEDY, lookahead, None, None)]
@@ -479,8 +481,8 @@ def test_without_drafts_the_rest_runs(model):
 
 
 def test_drafts_by_name(model, tmp_path):
-    from benchmarks import bench_decoding
-    from benchmarks.decoding_drafts import load_drafts
+    from benchmarks.decoding import __main__ as command
+    from benchmarks.decoding.drafts import load_drafts
     from pass_ext.modules.decision import DecisionModel
 
     DecisionModel("entropy", threshold=0.3).save(tmp_path / "a-decision-entropy.safetensors")
@@ -488,7 +490,7 @@ def test_drafts_by_name(model, tmp_path):
     given = ["--dtype", "float32", "--draft", "exit:1", "--decision", str(tmp_path / "a-decision-entropy.safetensors")]
 
     def options(*arguments):
-        return bench_decoding.parse("", arguments, bench_decoding.add_options)
+        return command.parse("", arguments, command.add_options)
 
     found = load_drafts(options(*given), model, None)
     drafting = found.of(model)
@@ -502,7 +504,7 @@ def test_drafts_by_name(model, tmp_path):
 
 def test_sampled_texts_are_plains_own(model, quick_times):
     import pass_ext
-    from benchmarks.decoding_contenders import SAMPLED, contenders
+    from benchmarks.decoding.contenders import SAMPLED, contenders
 
     found = contenders(model, pass_ext.LookaheadEmbedding(2, 32, vocabulary=64))
     ours = [one for one in found if not one.name.startswith("transformers")]
@@ -515,7 +517,7 @@ def test_sampled_texts_are_plains_own(model, quick_times):
 
 def test_a_session_kept_from_text_to_text_changes_nothing(model, quick_times):
     import pass_ext
-    from benchmarks.decoding_contenders import GREEDY, SAMPLED, method_contender
+    from benchmarks.decoding.contenders import GREEDY, SAMPLED, method_contender
 
     for method in (pass_ext.Plain(), pass_ext.PaSS(pass_ext.LookaheadEmbedding(2, 32, vocabulary=64))):
         anew, kept = (method_contender("", model, method, keep=keep) for keep in (False, True))
@@ -524,7 +526,7 @@ def test_a_session_kept_from_text_to_text_changes_nothing(model, quick_times):
 
 
 def test_transformers_with_its_static_cache_writes_the_same(model):
-    from benchmarks.decoding_contenders import GREEDY, transformers_contender
+    from benchmarks.decoding.contenders import GREEDY, transformers_contender
 
     static, dynamic = (transformers_contender("", model, static=static) for static in (True, False))
     for ids in ((1, 2, 3), tuple(range(40))):
@@ -533,7 +535,7 @@ def test_transformers_with_its_static_cache_writes_the_same(model):
 
 
 def test_the_first_layers_share_weights_and_nothing_else(model):
-    from benchmarks.decoding_contenders import counted_calls
+    from benchmarks.decoding.contenders import counted_calls
     from pass_ext.decoding.models.early_exit import first_layers
 
     part = first_layers(model, 1)
@@ -559,7 +561,7 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps(result))
 
 
 def test_another_process_beside_the_race(model, tmp_path, monkeypatch):
-    from benchmarks import decoding_process
+    from benchmarks.decoding import vllm_process as decoding_process
 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -581,11 +583,11 @@ def test_another_process_beside_the_race(model, tmp_path, monkeypatch):
 
 
 def made_result():
-    from benchmarks.decoding_summary import summarise
+    from benchmarks.decoding.summary import summarise
 
     cpu = {"model": "A Processor", "cores": 2, "torch_threads": 2}
     return {
-        "bench": "bench_decoding",
+        "bench": "decoding",
         "date": "2026-01-02T03:04:05Z",
         "commit": "abc",
         "quick": False,
@@ -603,35 +605,36 @@ def made_result():
 
 def test_page_and_picture_change_with_the_result(tmp_path):
     pytest.importorskip("matplotlib")
-    from benchmarks import decoding_report, report
+    from benchmarks.decoding import page as decoding_page
+    from benchmarks.harness.results import save
 
-    path = tmp_path / "benchmarks/results/cpu-a/bench_decoding.json"
+    path = tmp_path / "benchmarks/results/cpu-a/decoding.json"
     result = made_result()
-    report.save(result, path)
-    decoding_report.write(tmp_path)
-    assert decoding_report.check(tmp_path) == []
-    page, picture = tmp_path / "docs/decoding-speed.md", tmp_path / "docs/decoding-speed-cpu-a.svg"
+    save(result, path)
+    decoding_page.write(tmp_path)
+    assert decoding_page.check(tmp_path) == []
+    page, picture = path.with_suffix(".md"), path.with_suffix(".svg")
     text = page.read_text()
     assert "**1.40** (1.40–1.40)" in text and picture.name in text and "A Processor" in text
     page.write_text(text.replace("1.40", "1.41", 1))
-    assert len(decoding_report.check(tmp_path)) == 1
+    assert len(decoding_page.check(tmp_path)) == 1
     page.write_text(text)
     svg = picture.read_text()
     picture.write_text(svg.replace("0.9", "0.8", 1))
-    assert len(decoding_report.check(tmp_path)) == 1
+    assert len(decoding_page.check(tmp_path)) == 1
     picture.write_text(svg)
     result["rows"][1]["speed_up"] = 1.77
-    report.save(result, path)
-    assert len(decoding_report.check(tmp_path)) == 2
-    report.save(result | {"quick": True}, path)
-    assert len(decoding_report.check(tmp_path)) == 1, "a quick run is no result"
-    decoding_report.write(tmp_path)
+    save(result, path)
+    assert len(decoding_page.check(tmp_path)) == 2
+    save(result | {"quick": True}, path)
+    assert len(decoding_page.check(tmp_path)) == 1, "a quick run is no result"
+    decoding_page.write(tmp_path)
     assert not picture.exists() and "Nothing has been measured" in page.read_text()
 
 
 def test_the_committed_page_shows_the_committed_results(tmp_path):
-    from benchmarks import decoding_report
+    from benchmarks.decoding import page as decoding_page
 
-    assert decoding_report.check(ROOT) == [], "run: python -m benchmarks.report"
-    for path, result in decoding_report.committed(ROOT):
+    assert decoding_page.check(ROOT) == [], "run: python -m benchmarks.pages"
+    for path, result in decoding_page.committed(ROOT):
         assert str(ROOT) not in json.dumps(result) and shutil.which("python3") not in json.dumps(result), path

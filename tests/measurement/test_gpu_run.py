@@ -51,7 +51,7 @@ def witness(number):
 """
 BENCH = """
 import os
-from benchmarks.gpu import evidence
+from benchmarks.harness import evidence
 for rows in range(1, 4):
     evidence.add_here("bench", file="bench_accept.json", result={"quick": False, "rows": list(range(rows))})
 os._exit(3)
@@ -59,7 +59,8 @@ os._exit(3)
 RUN = """
 import sys, time
 from pathlib import Path
-from benchmarks.gpu import evidence, record
+from benchmarks.gpu import record
+from benchmarks.harness import evidence
 from benchmarks.gpu.runner import Runner, Stage
 folder = Path(sys.argv[1])
 tests = lambda name: [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.outcomes", "-p", "no:cacheprovider",
@@ -83,7 +84,8 @@ sys.exit(0 if Runner(path, folder / "run.log", time.monotonic() + 100).run(stage
 @pytest.fixture
 def benchmarks_gpu(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks.gpu import evidence, record
+    from benchmarks.gpu import record
+    from benchmarks.harness import evidence
 
     return evidence, record
 
@@ -127,17 +129,9 @@ def test_a_run_gets_past_what_hangs_aborts_and_cannot_be_imported(stand_in, tmp_
     assert stand_in().wait(timeout=90) == 1
     outcomes = outcomes_of(tmp_path, evidence)
     assert outcomes == {
-        **{
-            f"tests/test_accept.py::test_many[{n}-cuda]": "failed" if n == 5 else "passed" for n in range(12)
-        },
-        **{
-            f"tests/test_cache.py::test_middle_one_hangs[{n}-cuda]": "begun" if n == 1 else "passed"
-            for n in range(3)
-        },
-        **{
-            f"tests/test_draft.py::test_middle_one_aborts[{n}-cuda]": "begun" if n == 1 else "passed"
-            for n in range(3)
-        },
+        **{f"tests/test_accept.py::test_many[{n}-cuda]": "failed" if n == 5 else "passed" for n in range(12)},
+        **{f"tests/test_cache.py::test_middle_one_hangs[{n}-cuda]": "begun" if n == 1 else "passed" for n in range(3)},
+        **{f"tests/test_draft.py::test_middle_one_aborts[{n}-cuda]": "begun" if n == 1 else "passed" for n in range(3)},
         "tests/test_tree.py": "failed",
     }
     (made,) = record.write(tmp_path)
@@ -184,9 +178,9 @@ def test_a_killed_run_leaves_what_was_known(stand_in, tmp_path, benchmarks_gpu, 
     results.mkdir(parents=True)
     (tmp_path / "root/csrc").symlink_to(ROOT / "csrc")
     (tmp_path / "verified-0123456789ab.json").rename(results / "verified-0123456789ab.json")
-    page = [sys.executable, "-m", "benchmarks.gpu_status", "--root", tmp_path / "root"]
+    page = [sys.executable, "-m", "benchmarks.pages.gpu_status", "--root", tmp_path / "root"]
     assert subprocess.run(page, cwd=ROOT).returncode == 0
-    assert "accept.cuh" in (tmp_path / "root/docs/gpu-status.md").read_text()
+    assert "accept.cuh" in (tmp_path / "root/benchmarks/results/gpu-status.md").read_text()
     stand_in("2").wait(timeout=90)
     again = witnessed(tmp_path)[len(seen) :]
     done = {tuple(line) for line in seen if line[1] != last[line[0]]} - {("test_accept", "5")}
@@ -222,7 +216,7 @@ def test_the_stages_name_files_and_commands_that_are_there(benchmarks_gpu):
     from benchmarks.gpu.stages import BENCHES, FAMILIES, all_stages, files_of_families
 
     assert set(FAMILIES) == {path.stem.split("_")[0] for path in ROOT.glob("csrc/cuda/*.cu")} - {"debug"}
-    assert all((ROOT / f"benchmarks/bench_{family}.py").exists() for family in BENCHES)
+    assert all((ROOT / f"benchmarks/ops/{family}.py").exists() for family in BENCHES)
     files = files_of_families()
     assert all(files.values()) and "tests/decoding/test_generate.py" not in files["tree"]
     names = [stage.name for stage in all_stages("9.0")]

@@ -1,4 +1,5 @@
-"""docs/gpu-status.md says nothing about a GPU that no record holds: checked by other code than the code that wrote it.
+"""benchmarks/results/gpu-status.md says nothing about a GPU that no record holds; code that did not
+write it checks it.
 
 Each way to lie is tried on a copy of the tree, to show that these checks can fail.
 """
@@ -33,7 +34,7 @@ def hash_of(file, root):
 
 def find_lies(root):
     """What the page says and the files do not."""
-    page = (root / "docs/gpu-status.md").read_text()
+    page = (root / "benchmarks/results/gpu-status.md").read_text()
     records = [json.loads(path.read_text()) for path in root.glob("benchmarks/results/*/verified-*.json")]
     shown = dict(re.findall(r"^\| csrc/cuda/(\S+\.cuh) \| (.*) \|$", page, flags=re.MULTILINE))
     lies = [f"{file.name} is not shown" for file in root.glob("csrc/cuda/*.cuh") if file.name not in shown]
@@ -58,7 +59,7 @@ def find_lies(root):
 def run_command(root, *options):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT)
-        from benchmarks import gpu_status
+        from benchmarks.pages import gpu_status
 
         patch.setattr(sys, "argv", ["gpu_status", "--root", str(root), *options])
         return gpu_status.main()
@@ -105,12 +106,14 @@ def write_record(root, record, cases, date="2031-02-03T04:05:06Z", gpu="Some GPU
 def state_of(name, root):
     assert run_command(root) == 0
     assert is_honest(root)
-    return re.search(rf"\| csrc/cuda/{name} \| \w+ \| (.*) \|", (root / "docs/gpu-status.md").read_text())[1]
+    return re.search(
+        rf"\| csrc/cuda/{name} \| \w+ \| (.*) \|", (root / "benchmarks/results/gpu-status.md").read_text()
+    )[1]
 
 
 def test_the_page_is_honest():
     assert find_lies(ROOT) == []
-    assert run_command(ROOT, "--check") == 0, "run: python -m benchmarks.gpu_status"
+    assert run_command(ROOT, "--check") == 0, "run: python -m benchmarks.pages.gpu_status"
 
 
 def test_without_a_record_nothing_is_verified(tree):
@@ -130,7 +133,7 @@ def test_a_changed_kernel_or_header_ends_the_claim(tree, record, changed):
 
 
 def test_a_forged_page_is_found(tree):
-    page = tree / "docs/gpu-status.md"
+    page = tree / "benchmarks/results/gpu-status.md"
     forged = "2031-02-03, Some GPU, commit 0123456789ab: 7 tests"
     page.write_text(page.read_text().replace("not verified on a GPU |", f"{forged} |"))
     assert forged in page.read_text()
@@ -138,7 +141,7 @@ def test_a_forged_page_is_found(tree):
 
 
 def test_a_forged_hash_is_found(tree):
-    page = tree / "docs/gpu-status.md"
+    page = tree / "benchmarks/results/gpu-status.md"
     page.write_text(page.read_text().replace(hash_of(tree / "csrc/cuda/lookahead.cuh", tree), "0" * 16))
     assert not is_honest(tree)
 

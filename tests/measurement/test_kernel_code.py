@@ -378,7 +378,6 @@ def test_the_page_shows_the_committed_results():
 
 
 def test_the_page_changes_with_the_results(tmp_path, capsys):
-    (tmp_path / "docs").mkdir()
     page.save(result("aaaa", "2031-01-01", 1_104), tmp_path)
     assert run_command(tmp_path, "--render") == 0 == run_command(tmp_path, "--check")
     assert "first result, before any change: commit aaaa" in (tmp_path / page.PAGE).read_text()

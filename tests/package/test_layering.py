@@ -65,6 +65,13 @@ DECODING_FLOORS = (
     ("loop",),
     ("generation",),
 )
+# The same of benchmarks/.
+BENCHMARKS_FLOORS = (
+    ("harness",),
+    ("ops", "decoding", "architectures", "kernel_code"),
+    ("pages",),
+    ("gpu",),
+)
 MOST_SIDE_BY_SIDE = 12
 
 
@@ -155,6 +162,8 @@ def imports_of(text, modules):
 
 MODULES = modules_of(PACKAGE)
 IMPORTS = {name: imports_of(path.read_text(), MODULES) for name, path in MODULES.items()}
+BENCHMARKS = modules_of(ROOT / "benchmarks") if (ROOT / "benchmarks").exists() else {}  # an sdist has none
+BENCHMARKS_IMPORTS = {name: imports_of(path.read_text(), BENCHMARKS) for name, path in BENCHMARKS.items()}
 
 
 def circle_in(imports):
@@ -194,11 +203,16 @@ def breaches(imports, may_import, base="pass_ext"):
     ]
 
 
-DECODING = {
-    room: [other for line in DECODING_FLOORS[:floor] for other in line]
-    for floor, line in enumerate(DECODING_FLOORS)
-    for room in line
-}
+def below(floors):
+    """Room -> the rooms of lines above its own in the table."""
+    return {
+        room: [other for line in floors[:floor] for other in line] for floor, line in enumerate(floors) for room in line
+    }
+
+
+DECODING = below(DECODING_FLOORS)
+MAY_IMPORT_OF_BENCHMARKS = {room: ["benchmarks", *rooms] for room, rooms in below(BENCHMARKS_FLOORS).items()}
+MAY_IMPORT_OF_BENCHMARKS["benchmarks"] = []  # benchmarks/__init__.py pins threads and imports nothing
 
 
 def test_every_room_of_the_package_has_its_floor():
@@ -212,6 +226,7 @@ def test_every_room_of_the_package_has_its_floor():
 
 def test_no_modules_import_each_other_in_a_circle():
     assert circle_in(IMPORTS) == []
+    assert circle_in(BENCHMARKS_IMPORTS) == []
 
 
 def test_no_import_runs_upward():
@@ -220,6 +235,7 @@ def test_no_import_runs_upward():
     )
     inside = {name: others for name, others in IMPORTS.items() if name.startswith("pass_ext.decoding.")}
     assert breaches(inside, DECODING, "pass_ext.decoding.") == []
+    assert breaches(BENCHMARKS_IMPORTS, MAY_IMPORT_OF_BENCHMARKS, "benchmarks") == []
 
 
 def test_planted_imports_are_found():
@@ -235,23 +251,30 @@ def test_planted_imports_are_found():
     assert "pass_ext._library" in circle_in(planted)
     planted = {"pass_ext.decoding.models.packed": {"pass_ext.decoding.loop"}}
     assert breaches(planted, DECODING, "pass_ext.decoding.") != []
+    planted = {"benchmarks.harness.cases": {"benchmarks.pages.ops"}}
+    assert breaches(planted, MAY_IMPORT_OF_BENCHMARKS, "benchmarks") != []
     planted = {"pass_ext.decoding.loop": {"pass_ext.reference.accept"}}
     assert breaches(planted, MAY_IMPORT) != [], "nothing computes by the specification"
 
 
+def rooms_of(folder):
+    """Modules and folders side by side; what every package has, or what is written there, is none."""
+    return [
+        path
+        for path in folder.iterdir()
+        if (path.suffix == ".py" and path.name not in ("__init__.py", "__main__.py", "_build_info.py", "conftest.py"))
+        or (path.is_dir() and any(path.rglob("*.py")))
+    ]
+
+
 def test_no_folder_holds_more_than_a_dozen_rooms():
-    for folder in {path.parent for path in MODULES.values()}:
-        rooms = [
-            p
-            for p in folder.iterdir()
-            if (p.suffix == ".py" and p.name not in ("__init__.py", "__main__.py", "_build_info.py"))
-            or (p / "__init__.py").is_file()
-        ]
-        assert len(rooms) <= MOST_SIDE_BY_SIDE, (folder, len(rooms))
+    for tree in (PACKAGE, *(ROOT / name for name in ("benchmarks", "tests", "tools", "examples"))):
+        for folder in {path.parent for path in tree.rglob("*.py")}:
+            assert len(rooms_of(folder)) <= MOST_SIDE_BY_SIDE, (folder, len(rooms_of(folder)))
 
 
 def test_every_source_file_opens_by_saying_what_it_is():
     for path in CPP_FILES:
         assert path.read_text().startswith("// "), path
-    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+    for path in [path for name in ("pass_ext", "tests", "benchmarks", "tools") for path in (ROOT / name).rglob("*.py")]:
         assert path.read_text().startswith('"""'), path

@@ -1,4 +1,4 @@
-"""docs/accept.md: its table and picture are what the committed result says, the result is what the kernels do, and its
+"""docs/ops/accept.md: its table and picture are what the committed result says, the result is what the kernels do, and its
 example runs and emits the target's law."""
 
 import json
@@ -15,13 +15,13 @@ from support.paths import ROOT
 
 import pass_ext
 
-PAGE, PICTURE = "docs/accept.md", "docs/accept-tree.svg"
+PAGE, PICTURE = "docs/ops/accept.md", "docs/ops/accept-tree.svg"
 
 
 @pytest.fixture
 def acceptance(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks import acceptance
+    from benchmarks.pages import acceptance
 
     return acceptance
 
@@ -40,7 +40,7 @@ def means(result):
 
 
 def test_the_page_shows_the_committed_result():
-    command = [sys.executable, "-m", "benchmarks.acceptance", "--check"]
+    command = [sys.executable, "-m", "benchmarks.pages.acceptance", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

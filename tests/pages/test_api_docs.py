@@ -12,11 +12,11 @@ from support.paths import ROOT
 
 sys.path.append(str(ROOT))  # for docs; at the end, so that an installed pass_ext stays the one that is tested
 
-from docs import api
+from tools import api
 
 
 def test_the_page_is_what_the_names_say():
-    assert api.check(ROOT) is None, "run python -m docs.api"
+    assert api.check(ROOT) is None, "run python -m tools.api"
 
 
 def test_the_check_sees_a_change(tmp_path):

@@ -1,5 +1,5 @@
-"""docs/attention.md: its blocks run, its table and pictures are what the ops say, and its decoding step decodes. README.md: the
-block about trees runs."""
+"""docs/ops/attention.md: its blocks run, its table and pictures are what the ops say, and its decoding step
+decodes. README.md: the block about trees runs."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ from support.paths import ROOT
 
 import pass_ext
 
-PAGE = ROOT / "docs" / "attention.md"
+PAGE = ROOT / "docs/ops/attention.md"
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
 
@@ -169,11 +169,13 @@ def test_the_block_of_the_readme_runs():
 @pytest.fixture
 def pictures(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    return load("pictures", ROOT / "docs" / "pictures.py")
+    from tools.pictures import attention
+
+    return attention
 
 
 def test_the_pictures_show_their_trees():
-    command = [sys.executable, "-m", "docs.pictures", "--check"]
+    command = [sys.executable, "-m", "tools.pictures.attention", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -188,9 +190,9 @@ def test_the_page_shows_every_picture_and_says_how_it_is_made(pictures):
 
 
 def test_a_changed_picture_is_found(pictures, tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/ops").mkdir(parents=True)
     for name in pictures.PICTURES:
-        shutil.copy(ROOT / pictures.path_of(name), tmp_path / "docs")
+        shutil.copy(ROOT / pictures.path_of(name), tmp_path / "docs/ops")
     assert pictures.check(tmp_path) == []
     monkeypatch.setitem(pictures.PICTURES, "chain", ("A chain of four drafts", pass_ext.Tree.chain(5)))
     assert len(pictures.check(tmp_path)) == 1
@@ -200,7 +202,7 @@ def test_a_changed_picture_is_found(pictures, tmp_path, monkeypatch):
 
 def test_a_picture_drawn_otherwise_is_found(pictures, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/ops").mkdir(parents=True)
     for name in pictures.PICTURES:
         pictures.draw(name, tmp_path / pictures.path_of(name))
     assert pictures.check(tmp_path) == []

@@ -1,4 +1,4 @@
-"""docs/pass.md and the first block of README.md: they run, on a small model, and give the text of the model alone."""
+"""docs/guide/pass.md and the first block of README.md: they run, on a small model, and give the text of the model alone."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from support.paths import ROOT
 from support.small_models import VOCABULARY, Tokens, small_model
 
-PAGE, README = ROOT / "docs" / "pass.md", ROOT / "README.md"
+PAGE, README = ROOT / "docs/guide/pass.md", ROOT / "README.md"
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
 
@@ -77,22 +77,22 @@ def test_the_page_links_to_files_that_are_there():
 
 def test_the_picture_shows_its_cycles():
     done = subprocess.run(
-        [sys.executable, "-m", "docs.pass_picture", "--check"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tools.pictures.cycles", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_another_picture_is_found(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    from docs import pass_picture
+    from tools.pictures import cycles
 
-    (tmp_path / "docs").mkdir()
-    svg = (ROOT / pass_picture.PATH).read_text()
-    assert pass_picture.check(ROOT) is None
+    (tmp_path / "docs/guide").mkdir(parents=True)
+    svg = (ROOT / cycles.PATH).read_text()
+    assert cycles.check(ROOT) is None
     for wrong in ("", svg.replace("lazy", "idle")):
-        (tmp_path / pass_picture.PATH).write_text(wrong)
-        assert "does not show these cycles" in pass_picture.check(tmp_path)
-    titles = dict(pass_picture.CYCLES)
-    assert {title: pass_picture.tokens_of(calls) for title, calls in titles.items()} == {
+        (tmp_path / cycles.PATH).write_text(wrong)
+        assert "does not show these cycles" in cycles.check(tmp_path)
+    titles = dict(cycles.CYCLES)
+    assert {title: cycles.tokens_of(calls) for title, calls in titles.items()} == {
         title: int(re.search(r"(\d+) tokens", title)[1]) for title in titles
     }

@@ -1,5 +1,5 @@
-"""docs/speculative.md and its block in README.md: they run, on a small pair of models, and give the text of the target alone;
-the page's table is that of its script, its picture shows its tree, and it names every setting."""
+"""docs/guide/speculative.md and its block in README.md: they run, on a small pair of models, and give the text of the target
+alone; the page's table is that of its script, its picture shows its tree, and it names every setting."""
 
 import inspect
 import re
@@ -18,7 +18,7 @@ from support.generation import disturbed
 from support.paths import ROOT
 from support.small_models import VOCABULARY, small_model
 
-PAGE, README = ROOT / "docs" / "speculative.md", ROOT / "README.md"
+PAGE, README = ROOT / "docs/guide/speculative.md", ROOT / "README.md"
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
 
@@ -132,33 +132,36 @@ def test_the_page_links_to_what_is_there():
             assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, heading
 
 
-@pytest.mark.parametrize("script", ["speculative_picture", "longest_branch_law"])
+@pytest.mark.parametrize("script", ["pictures.levels", "longest_branch"])
 def test_picture_and_table_are_up_to_date(script):
-    done = subprocess.run([sys.executable, "-m", f"docs.{script}", "--check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", f"tools.{script}", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_another_picture_or_table_is_found(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    from docs import longest_branch_law, speculative_picture
+    from tools import longest_branch
+    from tools.pictures import levels
 
-    (tmp_path / "docs").mkdir()
-    svg = (ROOT / speculative_picture.PATH).read_text()
+    (tmp_path / "docs/guide").mkdir(parents=True)
+    svg = (ROOT / levels.PATH).read_text()
     for wrong in ("", svg.replace("sat", "lay")):
-        (tmp_path / speculative_picture.PATH).write_text(wrong)
-        assert "does not show this tree" in speculative_picture.check(tmp_path)
+        (tmp_path / levels.PATH).write_text(wrong)
+        assert "does not show this tree" in levels.check(tmp_path)
     page = PAGE.read_text()
-    for wrong in (page.replace("0.3494", "0.35"), page.replace("<!-- docs.", "<!-- ")):
-        (tmp_path / longest_branch_law.PAGE).write_text(wrong)
-        assert "is not this one" in longest_branch_law.check(tmp_path)
-    (tmp_path / longest_branch_law.PAGE).write_text(page)
-    assert longest_branch_law.check(tmp_path) is None
+    for wrong in (page.replace("0.3494", "0.35"), page.replace("<!-- tools.", "<!-- ")):
+        (tmp_path / longest_branch.PAGE).write_text(wrong)
+        assert "is not this one" in longest_branch.check(tmp_path)
+    (tmp_path / longest_branch.PAGE).write_text(page)
+    assert longest_branch.check(tmp_path) is None
 
 
 def test_the_published_example(monkeypatch):
     """p = (.6, .3, .1), two roots, kept with .3, .6, .9: the law that a reader can work out by hand."""
     monkeypatch.syspath_prepend(ROOT)
-    from docs import longest_branch_law as law
+    from tools import longest_branch as law
 
     draft = law.DRAFTS["good behind rare tokens"]
     assert [float(law.acceptance(law.TARGET[token], draft[token])) for token in range(3)] == [0.3, 0.6, 0.9]

@@ -675,7 +675,9 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypa
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     root = ROOT
-    guide, _, _ = (root / "docs/training.md").read_text().replace("\\\n", " ").partition("## Train an early-exit draft")
+    guide, _, _ = (
+        (root / "docs/guide/training.md").read_text().replace("\\\n", " ").partition("## Train an early-exit draft")
+    )
     shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
     lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
     assert len(lines) == 1

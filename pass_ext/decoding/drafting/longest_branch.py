@@ -4,7 +4,7 @@
     below each of them the draft's tokens are judged by rule "rejection"; the branch with the longest accepted chain is kept,
     the first of equal ones, and nothing is added to it: the next step's first level goes on from its last node
 
-Favouring the branch that drafts do well on changes the law of the text; docs/speculative.md says by how much.
+Favouring the branch that drafts do well on changes the law of the text; docs/guide/speculative.md says by how much.
 """
 
 from __future__ import annotations

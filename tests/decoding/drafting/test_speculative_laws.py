@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.enumeration import EXACT, FAULTY, Replay, World, outcomes
 from support.generation import counted, fit
+from support.paths import ROOT
 
 import pass_ext.decoding.drafting.from_draft_model as model_drafter
 from pass_ext import MultiCandidate, Tree, generate
@@ -338,14 +339,13 @@ class Table:
 
 
 @pytest.fixture
-def page_law(monkeypatch, request):
-    folder = request.path.parent.parent
-    if not (folder / "docs" / "longest_branch_law.py").exists():
-        pytest.skip("an sdist has no docs")
-    monkeypatch.syspath_prepend(folder)
-    from docs import longest_branch_law
+def page_law(monkeypatch):
+    if not (ROOT / "tools").exists():
+        pytest.skip("an sdist has no tools")
+    monkeypatch.syspath_prepend(ROOT)
+    from tools import longest_branch
 
-    return longest_branch_law
+    return longest_branch
 
 
 def test_the_pages_law_is_that_of_reference_rules_and_the_drafter(page_law):

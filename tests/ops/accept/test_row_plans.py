@@ -64,7 +64,7 @@ def test_drafts_are_all_looked_at(rows, kept):
 
 
 def test_the_page_bounds_scans_that_are_made():
-    """docs/kernel-code.md: all its steps scan beforehand, with so many chunks a warp."""
+    """benchmarks/results/kernel-code/README.md: all its steps scan beforehand, with so many chunks a warp."""
     for requests, drafts in bounds.STEPS:
         planned = accept_bytes(requests, nodes=drafts + 1)
         assert planned >= 2 * requests * (drafts + 1) * (SUMMARY + LAW + WINNER), (requests, drafts)

@@ -1,0 +1,433 @@
+"""Which causal language models of transformers pass_ext decodes: each as a tiny random one, on ragged prompts, by every method.
+
+    text         what transformers' own greedy `generate` writes for the same prompts, left-padded
+    same         the same tokens. Where transformers' two best logits are closer than TIE, either is right
+    refused      a sentence that names the model and why
+
+`python -m benchmarks.architectures [name …]` judges them, minutes in all, and writes
+benchmarks/results/architectures/architectures.json with its README.md; with names, only these lines change. `--render`
+writes the page from that file, `--check` compares it.
+"""
+
+import argparse
+import contextlib
+import gc
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pass_ext
+from benchmarks import ROOT
+from benchmarks.architectures.models import NOT_BUILT, VOCABULARY, WINDOW, model_types, tiny_model
+from benchmarks.harness.results import save
+from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree
+from pass_ext.integrations import transformers as hooks
+
+RESULT, PAGE = (
+    Path("benchmarks/results/architectures/architectures.json"),
+    Path("benchmarks/results/architectures/README.md"),
+)
+LENGTHS = (14, 2, 9, 5)  # of the prompts
+NEW, CACHED = 10, 6  # new tokens; those that custom_generate writes before transformers goes on
+TIE = 1e-4
+LOGITS = 1e-3  # by how much of their spread ours may be others in float32
+SEEDS = [11, 12, 13, 14]
+WAYS = ("generate", "custom_generate", "attn_implementation")
+SAME = "same"
+REFERENCES = (
+    "batch",
+    "alone",
+    "without cache",
+)  # of texts; a later one counts where transformers itself leaves the earlier
+DRAWN = ("Plain", "PaSS", "MultiCandidate")  # the methods that also sample
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    """Ids and mask, padded on the left."""
+    ids = torch.randint(3, VOCABULARY - 10, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]).long()
+    return ids * mask, mask
+
+
+class Texts:
+    """What transformers writes, and how another text compares with it.
+
+    Attributes:
+        wanted: ``[B, NEW]``, of the reference that the last comparison ended with.
+        references: those of ``REFERENCES`` that texts were found equal to.
+        ties: rows that left the wanted text where either token was right.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.ids, self.mask = prompts()
+        self._known = {REFERENCES[0]: self._written(self.ids, self.mask)}
+        self.wanted = self.batch
+        self.references: set[str] = set()
+        self.ties = 0
+
+    @property
+    def batch(self) -> Tensor:
+        """What is written for all prompts at once, padded."""
+        return self._known[REFERENCES[0]]
+
+    def _written(self, ids: Tensor, mask: Tensor, **given: Any) -> Tensor:
+        given.update(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return self._model.generate(input_ids=ids, attention_mask=mask, **given)[:, ids.shape[1] :]
+
+    def _reference(self, name: str) -> Tensor:
+        if name not in self._known:
+            given = {} if name == "alone" else {"use_cache": False}
+            rows = [
+                (ids[own][None], mask[own][None])
+                for ids, mask, own in zip(self.ids, self.mask, self.mask.bool(), strict=True)
+            ]
+            self._known[name] = torch.cat([self._written(ids, mask, **given) for ids, mask in rows])
+        return self._known[name]
+
+    def difference(self, got: Tensor) -> str | None:
+        """Between the new tokens ``[B, NEW]`` and those of the first reference that they are equal to; None: none but ties."""
+        wrong = []
+        for name in REFERENCES:
+            self.wanted = self._reference(name)
+            wrong.append(self._difference(got))
+            if wrong[-1] is None:
+                self.references.add(name)
+                return None
+        self.wanted = self.batch
+        return wrong[0]
+
+    def _difference(self, got: Tensor) -> str | None:
+        if got.shape != self.wanted.shape:
+            return f"{list(got.shape)} new tokens, transformers writes {list(self.wanted.shape)}"
+        ties = 0
+        for row in (got != self.wanted).any(1).nonzero().flatten().tolist():
+            place = int((got[row] != self.wanted[row]).nonzero()[0])
+            wrong, right = int(got[row, place]), int(self.wanted[row, place])
+            logits = self.logits(row)[self.mask[row].sum() - 1 + place]
+            margin = abs(float(logits[right] - logits[wrong]))
+            if margin >= TIE:
+                return f"row {row}, token {place}: {wrong}, transformers writes {right} (by {margin:.2g})"
+            ties += 1
+        self.ties += ties
+        return None
+
+    def text(self, row: int) -> Tensor:
+        """Prompt and wanted text, without padding."""
+        return torch.cat([self.ids[row][self.mask[row].bool()], self.wanted[row]])
+
+    @torch.no_grad()
+    def logits(self, row: int) -> Tensor:
+        """``[tokens, V]``: transformers' own behind every token of the text, in one call."""
+        text = self.text(row)[None]
+        given = {"attention_mask": torch.ones_like(text), "use_cache": False}
+        if "position_ids" in inspect.signature(type(self._model).forward).parameters:
+            given["position_ids"] = torch.arange(text.shape[1])[None]
+        return self._model(text, **given).logits[0].float()
+
+
+class Logits:
+    """A logits processor that compares what it is asked about with transformers' logits behind the same text."""
+
+    def __init__(self, texts: Texts) -> None:
+        self._known = {}
+        for row in range(len(LENGTHS)):
+            text, logits = texts.text(row).tolist(), texts.logits(row)
+            self._known.update({tuple(text[: n + 1]): logits[n] for n in range(len(text))})
+        self.compared, self.worst = 0, 0.0
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        for text, own in zip(ids.tolist(), logits.float(), strict=True):
+            known = self._known.get(tuple(text))
+            if known is not None:
+                self.compared += 1
+                self.worst = max(self.worst, float((own - known).abs().max() / known.std()))
+        return logits
+
+
+def methods(model: Any, draft: Any) -> dict[str, Any]:
+    """Every method, and drafts that are right as well as such that are not."""
+    torch.manual_seed(0)
+    table = model.get_input_embeddings().weight
+    slots = pass_ext.LookaheadEmbedding(3, table.shape[1], vocabulary=table.shape[0])
+    torch.nn.init.normal_(slots.weight)
+    bushy = Tree([-1, 0, 0, 1, 1, 2, 3])
+    return {
+        "Plain": Plain(),
+        "NGram": NGram(longest=2, shortest=1, tokens=4, branches=2),
+        "PaSS": PaSS(slots, tree=bushy, rows=24),
+        "PaSS, two passes": PaSS(slots, passes=2, tree=Tree.from_branching((2, 2)), rows=24),
+        "Speculative": Speculative(draft, 3),
+        "MultiCandidate": MultiCandidate(model, (2, 2, 1)),  # whose drafts come true
+    }
+
+
+def judge(model_type: str) -> dict[str, Any]:
+    """One line of the table."""
+    line: dict[str, Any] = {"architecture": model_type, "class": model_types()[model_type]}
+    try:
+        model, draft = tiny_model(model_type), tiny_model(model_type, seed=1)
+    except Exception as error:
+        return {**line, "not built": NOT_BUILT.get(model_type, _short(error))}
+    try:
+        texts = Texts(model)
+    except Exception as error:
+        texts, line["transformers"] = None, _short(error)
+    line["generate"] = _outcome(model, lambda: _by_generate(model, draft, texts))
+    line["custom_generate"] = _outcome(model, lambda: _by_custom_generate(model, texts))
+    line["attn_implementation"] = _outcome(model, lambda: _by_attention(model, texts))
+    if line["generate"] == SAME:
+        line["early exit"] = _outcome(model, lambda: _by_early_exit(model, texts))
+    if texts is not None:
+        line["ties"], line["references"] = texts.ties, sorted(texts.references, key=REFERENCES.index)
+        line["distinct"] = [len(set(row)) for row in texts.batch.tolist()]
+        line["different rows"] = len(set(map(tuple, texts.batch.tolist())))
+    return line
+
+
+def _outcome(model: Any, judged: Callable[[], str]) -> str:
+    """What ``judged`` says, or the refusal; a refusal is a sentence that names the model."""
+    try:
+        return judged()
+    except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+        family = type(model).__name__.partition("For")[0]  # its attention is FamilyAttention
+        names = {model.config.model_type, model.config.get_text_config(decoder=True).model_type, family}
+        if any(name in str(error) for name in names):
+            return f"refused: {_short(error, name=False)}"
+        return f"fails: {_short(error)}"
+    except Exception as error:
+        return f"fails: {_short(error)}"
+
+
+def _short(error: Exception, name: bool = True) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if name else text[:300]
+
+
+def _compared(texts: Texts | None, got: Tensor, name: str = "") -> str | None:
+    """What is wrong."""
+    if texts is None:
+        return f"decodes what transformers does not{name}"
+    wrong = texts.difference(got)
+    return None if wrong is None else f"another text{name}: {wrong}"
+
+
+def _by_generate(model: Any, draft: Any, texts: Texts | None) -> str:
+    ids, mask = prompts()
+    given = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    drawn = None
+    for name, method in methods(model, draft).items():
+        got = pass_ext.generate(model, ids, method, **given).sequences[:, ids.shape[1] :]
+        wrong = _compared(texts, got, f" by {name}")
+        if wrong is not None:
+            return wrong
+        if name in ("Plain", "MultiCandidate"):
+            seen = Logits(texts)
+            pass_ext.generate(model, ids, method, logits_processor=seen, **given)
+            if not seen.worst < LOGITS or seen.compared < len(LENGTHS) * (NEW - 1):
+                return f"other logits by {name}: by {seen.worst:.2g} of their spread in one of {seen.compared}"
+        if name not in DRAWN:
+            continue
+        sampled = pass_ext.generate(model, ids, method, temperature=0.8, seeds=SEEDS, **given).sequences
+        drawn = sampled if drawn is None else drawn
+        if not torch.equal(sampled, drawn):
+            return f"another text for a seed by {name}"
+    return SAME
+
+
+def _by_early_exit(model: Any, texts: Texts) -> str:
+    draft = EarlyExitDraft(model, layers=1)
+    for name, method in (("Speculative", Speculative(draft, 3)), ("MultiCandidate", MultiCandidate(draft, (2, 2)))):
+        got = pass_ext.generate(
+            model, texts.ids, method, max_new_tokens=NEW, attention_mask=texts.mask, eos_token_id=[]
+        ).sequences[:, texts.ids.shape[1] :]
+        wrong = _compared(texts, got, f" by {name} with EarlyExitDraft")
+        if wrong is not None:
+            return wrong
+    return SAME
+
+
+def _by_custom_generate(model: Any, texts: Texts | None) -> str:
+    ids, mask = prompts()
+    given = dict(input_ids=ids, attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ours = pass_ext.custom_generate(NGram(longest=2, shortest=1, tokens=4))
+    got = model.generate(max_new_tokens=NEW, custom_generate=ours, **given)
+    wrong = _compared(texts, got[:, ids.shape[1] :])
+    if wrong is not None:
+        return wrong
+    assert texts is not None
+    try:
+        half = model.generate(max_new_tokens=CACHED, custom_generate=ours, return_dict_in_generate=True, **given)
+    except ValueError as error:
+        if "cannot be exchanged" in str(error) and model.config.model_type in str(error):
+            return f"{SAME}, without caches"
+        raise
+    seen = torch.cat([mask, mask.new_ones(len(mask), CACHED)], 1)
+    given.update(input_ids=half.sequences, attention_mask=seen, past_key_values=half.past_key_values)
+    rest = model.generate(max_new_tokens=NEW - CACHED, **given)
+    if texts.wanted is not texts.batch:  # transformers goes on from padded prompts, and from a cache
+        return SAME
+    return _compared(texts, rest[:, ids.shape[1] :], " where transformers goes on from our cache") or SAME
+
+
+def _by_attention(model: Any, texts: Texts | None) -> str:
+    ids, mask = prompts()
+    before = model.config._attn_implementation
+    hooks.use(model)
+    try:
+        got = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[:, ids.shape[1] :]
+    finally:
+        model.set_attn_implementation(before)
+    return _compared(texts, got) or SAME
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    transformers.logging.set_verbosity(before)
+
+
+def judged(model_type: str) -> dict[str, Any]:
+    """``judge`` without transformers' warnings; that a model cannot be built is a line as well."""
+    with _quiet():
+        return judge(model_type)
+
+
+# ---- the page ----
+
+HEADER = """# Which models of transformers are decoded
+
+Written by `python -m benchmarks.architectures` from `benchmarks/results/architectures/architectures.json`; do not edit.
+transformers {transformers}, torch {torch}, {date}: every causal language model that it has, tiny (two layers, windows of
+{window} tokens) and random, in float32; {requests} ragged prompts, left-padded, greedy, {new} new tokens each.
+
+*generate*: `pass_ext.generate` by Plain, NGram, PaSS with one and two passes, Speculative and MultiCandidate; the sampled
+text for a seed is the same by every method too. *custom_generate*: `model.generate(custom_generate=
+pass_ext.custom_generate(...))`, and transformers goes on from the cache that it hands back (*no caches*: those are not
+exchanged). *attention*: `attn_implementation="pass_ext"`. *early exit*: drafts by `EarlyExitDraft`.
+
+**yes**: the tokens are those of transformers' own greedy `generate`, and generate's logits are its as well. **no**: refused in
+a sentence that names the model and the reason. **wrong**: neither; to be mended. Where padding changes what transformers
+itself writes, its text of each prompt counts (*alone*); where its cache does, that without one (*without cache*).
+Ties (transformers' logits of both tokens closer than {tie}): {ties}.
+
+"""
+
+
+def render(result: dict[str, Any]) -> str:
+    """The page."""
+    lines = result["rows"]
+    decoded = [line for line in lines if line.get("generate") == SAME]
+    unbuilt = [line for line in lines if "not built" in line]
+    others = [line for line in lines if line not in decoded and line not in unbuilt]
+    text = HEADER.format(
+        **result["versions"],
+        date=result["date"][:10],
+        window=WINDOW,
+        requests=len(LENGTHS),
+        new=NEW,
+        tie=TIE,
+        ties=sum(line.get("ties", 0) for line in lines),
+    )
+    text += f"## Decoded: {len(decoded)}\n\n| architecture | custom_generate | attention | early exit | |\n"
+    text += "| --- | --- | --- | --- | --- |\n"
+    for line in decoded:
+        cells = [_cell(line[way]) for way in ("custom_generate", "attn_implementation", "early exit")]
+        text += f"| {line['architecture']} | {' | '.join(cells)} | {_note(line)} |\n"
+    text += f"\n## Not decoded: {len(others)}\n\n| architecture | generate | attention | why not |\n| --- | --- | --- | --- |\n"
+    for line in others:
+        why = line["generate"].removeprefix("refused: ").replace("|", "\\|")
+        text += (
+            f"| {line['architecture']} | {_cell(line['generate'])} | {_cell(line['attn_implementation'])} | {why}"
+            f"{_broken(line)} |\n"
+        )
+    text += f"\n## Not tried: {len(unbuilt)}\n\n| architecture | why not |\n| --- | --- |\n"
+    for line in unbuilt:
+        text += f"| {line['architecture']} | {line['not built']} |\n"
+    return text
+
+
+def _cell(outcome: str) -> str:
+    if outcome == SAME:
+        return "yes"
+    if outcome.startswith(SAME):
+        return "yes, no caches"
+    return "no" if outcome.startswith("refused") else "**wrong**"
+
+
+def _note(line: dict[str, Any]) -> str:
+    notes = [name for name in line["references"] if name != REFERENCES[0]]
+    notes += [f"{way}: {line[way]}" for way in WAYS if is_wrong(line, way)]
+    return "; ".join(notes).replace("|", "\\|")
+
+
+def _broken(line: dict[str, Any]) -> str:
+    return "; transformers' own generate fails on it" if "transformers" in line else ""
+
+
+def is_wrong(line: dict[str, Any], way: str) -> bool:
+    """Neither transformers' text nor a refusal, though transformers writes one."""
+    outcome = line.get(way, SAME)
+    return not outcome.startswith((SAME, "refused")) and ("transformers" not in line or way == "generate")
+
+
+def committed_result(root: Path) -> dict[str, Any]:
+    """What the page is made of."""
+    return json.loads((root / RESULT).read_text())
+
+
+def versions() -> dict[str, str]:
+    """Of what the table depends on."""
+    import transformers
+
+    return {"transformers": transformers.__version__, "torch": torch.__version__}
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.architectures`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="architectures to judge; default: all")
+    parser.add_argument("--render", action="store_true", help="judge nothing; write the page")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(model_types()))
+    if unknown:
+        parser.error(f"transformers has no causal language model {', '.join(unknown)}")
+    file, page = options.root / RESULT, options.root / PAGE
+    if options.check:
+        if not page.exists() or page.read_text() != render(committed_result(options.root)):
+            print(f"{PAGE} is not what {RESULT} says: run python -m benchmarks.architectures --render", file=sys.stderr)
+            return 1
+        return 0
+    if not options.render:
+        known = {line["architecture"]: line for line in committed_result(options.root)["rows"]} if options.names else {}
+        for name in options.names or model_types():
+            known[name] = judged(name)
+            print(json.dumps(known[name]), flush=True)
+            gc.collect()
+        rows = [known[name] for name in model_types() if name in known]
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        save({"date": date, "versions": versions(), "rows": rows}, file)
+    page.write_text(render(committed_result(options.root)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

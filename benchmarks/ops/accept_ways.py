@@ -1,0 +1,439 @@
+"""The ways to verify drafts that accept.py times: ours, plain PyTorch, transformers, vLLM and FlashInfer; and what they
+get, a Step. Why these: the top of accept.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pass_ext
+from benchmarks.ops.distributions import FILTERS, TEMPERATURE, lean_draw, lean_law, usual_draw, usual_law
+
+BRANCHING = {3: (1, 2), 7: (1, 2, 2), 15: (3, 2, 1), 63: (3, 2, 3, 2)}  # children of every node, level by level
+BY_DRAFT_LAW = ("rejection", "rejection_with_replacement", "block", "traversal", "kseq")
+
+Accepted = tuple[Tensor, Tensor]  # emitted [B, depth + 1], -1 behind the end; accepted drafts [B]
+
+
+# ---- what is verified ----
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One line of the table."""
+
+    shape: str
+    rule: str
+    batch: int
+    drafts: int
+    vocabulary: int
+    logits: str = "peaked"
+    filters: str = "off"
+    fixed: bool = False
+
+    @property
+    def temperature(self) -> float:
+        """Greedy is the limit of every rule."""
+        return 0.0 if self.rule == "greedy" else TEMPERATURE
+
+
+class Topology:
+    """The tree of a step, the same for every request; node 0 is the root. A chain is a tree too."""
+
+    def __init__(self, shape: str, drafts: int) -> None:
+        branching = BRANCHING[drafts] if shape == "tree" else (1,) * drafts
+        self.parents, level = [-1], [0]
+        for width in branching:
+            first = len(self.parents)
+            self.parents += [node for node in level for _ in range(width)]
+            level = list(range(first, len(self.parents)))
+        self.nodes, self.depth, self.branching = len(self.parents), len(branching), branching
+        self.children = [[i for i, parent in enumerate(self.parents) if parent == node] for node in range(self.nodes)]
+        self.inner = [node for node in range(self.nodes) if self.children[node]]
+        self.depths = [0]
+        for parent in self.parents[1:]:
+            self.depths.append(self.depths[parent] + 1)
+        self.first_path = [0]  # to the first leaf
+        while self.children[self.first_path[-1]]:
+            self.first_path.append(self.children[self.first_path[-1]][0])
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For torch's walks: the children of each node, -1 behind the last; each node's row of draft logits, 0 for none."""
+        width = max(self.branching)
+        children = [[*own, *[-1] * (width - len(own))] for own in self.children]
+        rows = [self.inner.index(node) if node in self.inner else 0 for node in range(self.nodes)]
+        return torch.tensor(children, device=device), torch.tensor(rows, device=device)
+
+
+@dataclass
+class Step:
+    """One set of inputs: what a decoder holds when its drafts come back from the target. B requests of n nodes, I of them
+    with children."""
+
+    spec: Spec
+    topology: Topology
+    target: Tensor  # [B, n, V]
+    draft: Tensor  # [B, I, V]
+    tokens: Tensor  # [B, n], the root's is not used
+    law: dict[str, Tensor]  # our sampling parameters
+    seeds: Tensor
+    positions: Tensor
+    children: Tensor
+    draft_row: Tensor
+    tree: tuple[Any, ...] = ()  # our description of it: tokens, parents, cu_nodes, max_depth
+    draft_rows: Tensor | None = None
+    transformers: tuple[Any, ...] = ()
+
+    @property
+    def chain(self) -> Tensor:
+        """The drafts alone, [B, K]."""
+        return self.tokens[:, 1:]
+
+
+# ---- ours ----
+
+
+def ours(step: Step) -> pass_ext.AcceptResult:
+    """Greedy is a step without a temperature."""
+    rule = "coupled" if step.spec.rule == "greedy" else step.spec.rule
+    judged = rule in BY_DRAFT_LAW
+    if step.spec.shape == "chain":
+        draft = step.draft if judged else None
+        return pass_ext.accept_chain(
+            step.target,
+            step.tree[0],
+            rule=rule,
+            draft_logits=draft,
+            seeds=step.seeds,
+            positions=step.positions,
+            **step.law,
+        )
+    return pass_ext.accept_tree(
+        step.target.flatten(0, 1),
+        *step.tree,
+        rule=rule,
+        draft_logits=step.draft.flatten(0, 1) if judged else None,
+        draft_rows=step.draft_rows if judged else None,
+        seeds=step.seeds,
+        positions=step.positions,
+        **step.law,
+    )
+
+
+# ---- torch: chains, all rows at once ----
+
+
+def emit(step: Step, accepted: Tensor, last: Tensor) -> Accepted:
+    """The accepted drafts of a chain, the token after them, and -1."""
+    drafts = step.chain
+    place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
+    padded = torch.cat([drafts, drafts[:, :1]], dim=1)
+    emitted = padded.where(place < accepted[:, None], last[:, None])
+    return emitted.masked_fill_(place > accepted[:, None], -1), accepted
+
+
+def chain_rejection(step: Step) -> Accepted:
+    """Both laws, all coins, the residual of the row where it stopped."""
+    p = usual_law(step.target, TEMPERATURE, step.spec.filters)
+    q = usual_law(step.draft, TEMPERATURE, step.spec.filters)
+    drafts, requests = step.chain.clamp(min=0), torch.arange(len(p), device=p.device)
+    p_token, q_token = (law[:, : drafts.shape[1]].gather(2, drafts[..., None])[..., 0] for law in (p, q))
+    accept = (torch.rand_like(p_token) * q_token < p_token) & (step.chain >= 0)
+    accepted = accept.cumprod(1).sum(1)
+    stop = p[requests, accepted]
+    residual = (stop - q[requests, accepted.clamp(max=drafts.shape[1] - 1)]).clamp_(min=0)
+    rest = residual.sum(1, keepdim=True)
+    drawn_from = residual.where((accepted < drafts.shape[1])[:, None] & (rest > 0), stop)
+    return emit(step, accepted, usual_draw(drawn_from))
+
+
+def chain_block(step: Step) -> Accepted:
+    """Block verification: the longest prefix whose coin is below its chance."""
+    p = usual_law(step.target, TEMPERATURE, step.spec.filters)
+    q = usual_law(step.draft, TEMPERATURE, step.spec.filters)
+    drafts, requests, count = step.chain.clamp(min=0), torch.arange(len(p), device=p.device), step.chain.shape[1]
+    p_token, q_token = (law[:, :count].gather(2, drafts[..., None])[..., 0] for law in (p, q))
+    ratio = (p_token / q_token).where(step.chain >= 0, 0)
+    weights = [torch.ones_like(ratio[:, 0])]
+    for i in range(count):
+        weights.append((weights[-1] * ratio[:, i]).clamp_(max=1))
+    weight = torch.stack(weights, dim=1)
+    mass = (weight[:, :count, None] * p[:, :count] - q).clamp_(min=0).sum(2)
+    chance = torch.cat([mass / (mass + 1 - weight[:, :count]).clamp_(min=1e-30), weight[:, count:]], dim=1)
+    hit = torch.rand_like(chance) < chance
+    hit[:, 0] = True
+    accepted = (hit * torch.arange(count + 1, device=p.device)).amax(1)
+    stop = p[requests, accepted]
+    residual = weight[requests, accepted][:, None] * stop - q[requests, accepted.clamp(max=count - 1)]
+    residual.clamp_(min=0)
+    rest = residual.sum(1, keepdim=True)
+    return emit(step, accepted, usual_draw(residual.where((accepted < count)[:, None] & (rest > 0), stop)))
+
+
+def chain_typical(step: Step) -> Accepted:
+    """Accept what is probable enough for its row's entropy."""
+    p = usual_law(step.target, TEMPERATURE, step.spec.filters)
+    count = step.chain.shape[1]
+    entropy = torch.special.entr(p[:, :count]).sum(2)
+    bound = (0.3 * (-entropy).exp()).clamp_(max=0.09)
+    p_token = p[:, :count].gather(2, step.chain.clamp(min=0)[..., None])[..., 0]
+    accepted = ((p_token > bound) & (step.chain >= 0)).cumprod(1).sum(1)
+    return emit(step, accepted, usual_draw(p[torch.arange(len(p), device=p.device), accepted]))
+
+
+def chain_coupled(step: Step) -> Accepted:
+    """Draw the target's token of every row, keep the drafts that are it."""
+    p = usual_law(step.target, TEMPERATURE, step.spec.filters)
+    return match_chain(step, usual_draw(p.flatten(0, 1)).view(p.shape[:2]))
+
+
+def chain_greedy(step: Step) -> Accepted:
+    """The same with the arg-max."""
+    return match_chain(step, step.target.argmax(2))
+
+
+def match_chain(step: Step, tokens: Tensor) -> Accepted:
+    """Drafts are accepted as long as they are the tokens."""
+    accepted = (tokens[:, :-1] == step.chain).cumprod(1).sum(1)
+    return emit(step, accepted, tokens.gather(1, accepted[:, None])[:, 0])
+
+
+# ---- torch: trees, level by level ----
+
+
+def walk_rejection(
+    step: Step, make_law: Callable[..., Tensor], draw: Callable[[Tensor], Tensor], replaced: bool = False
+) -> Accepted:
+    """Children in turn, each rejected one out of p and q; then a draw from what is left. All requests at once."""
+    device, filters, on_cpu = step.target.device, step.spec.filters, step.target.device.type == "cpu"
+    requests = torch.arange(len(step.target), device=device)
+    emitted = torch.full((len(requests), step.topology.depth + 1), -1, device=device)
+    accepted_count = torch.zeros_like(requests)
+    left = step.target.new_empty(len(requests), step.target.shape[2], dtype=torch.float32)
+    node, walking = torch.zeros_like(requests), torch.ones_like(requests, dtype=torch.bool)
+    rows = requests  # those still walking; on a GPU all, since to know how many is to wait
+    for width in (*step.topology.branching, 0):
+        p = make_law(step.target[rows, node], TEMPERATURE, filters)
+        chosen = torch.full_like(node, -1)
+        if width:
+            q = make_law(step.draft[rows, step.draft_row[node]], TEMPERATURE, filters)
+            q_mass = torch.ones_like(p[:, :1])
+        for place in range(width):
+            child = step.children[node, place]
+            token = step.tokens[rows, child.clamp(min=0)]
+            at = token.clamp(min=0)[:, None]
+            judged = walking & (child >= 0) & (token >= 0) & (chosen < 0)
+            q_token = q.gather(1, at)
+            accept = judged & (torch.rand_like(q_token) * q_token < p.gather(1, at) * q_mass)[:, 0]
+            chosen = child.where(accept, chosen)
+            refused = judged & ~accept
+            if on_cpu:  # only what was refused changes
+                some = refused.nonzero()[:, 0]
+                if not len(some):
+                    continue
+                p_some, q_some, all_of_it = p[some], q[some], len(some) == len(rows)
+                residual = (p_some - q_some / q_mass[some]).clamp_(min=0)
+                mass = residual.sum(1, keepdim=True)
+                residual = torch.where(mass > 0, residual / mass, p_some)
+                if all_of_it:
+                    p = residual
+                else:
+                    p[some] = residual
+                if not replaced:
+                    q[some, at[some, 0]] = 0
+                    q_mass[some] = (q_mass[some] - q_token[some]).clamp_(min=1e-20)
+            else:
+                residual = (p - q / q_mass).clamp_(min=0)
+                mass = residual.sum(1, keepdim=True)
+                p = torch.where(refused[:, None] & (mass > 0), residual / mass, p)
+                if not replaced:
+                    q.scatter_(1, at, 0.0)
+                    q_mass = (q_mass - q_token).where(refused[:, None], q_mass).clamp_(min=1e-20)
+        went_on = chosen >= 0
+        token = step.tokens[rows, chosen.clamp(min=0)]
+        if on_cpu:
+            left[rows[~went_on]] = p[~went_on]
+            rows, node, token = rows[went_on], chosen[went_on], token[went_on]
+            walking = walking[: len(rows)]
+            if not len(rows):
+                break
+            emitted[rows, accepted_count[rows]] = token
+            accepted_count[rows] += 1
+        else:
+            left = torch.where((walking & ~went_on)[:, None], p, left)
+            walking, node = walking & went_on, chosen.where(went_on, node)
+            here = accepted_count[:, None]
+            emitted.scatter_(1, here, token[:, None].where(walking[:, None], emitted.gather(1, here)))
+            accepted_count = accepted_count + walking
+    emitted.scatter_(1, accepted_count[:, None], draw(left)[:, None])
+    return emitted, accepted_count
+
+
+def walk_match(step: Step, pick: Callable[[Tensor], Tensor]) -> Accepted:
+    """Pick the target's token at each node arrived at, go on where a child is it."""
+    device, on_cpu = step.target.device, step.target.device.type == "cpu"
+    requests = torch.arange(len(step.target), device=device)
+    emitted = torch.full((len(requests), step.topology.depth + 1), -1, device=device)
+    accepted_count, node, rows = torch.zeros_like(requests), torch.zeros_like(requests), requests
+    walking = torch.ones_like(requests, dtype=torch.bool)
+    for depth in range(step.topology.depth + 1):
+        token = pick(step.target[rows, node])
+        emitted[rows, depth] = token if on_cpu else token.where(walking, -1)
+        children = step.children[node]
+        fits = (step.tokens[rows[:, None], children.clamp(min=0)] == token[:, None]) & (children >= 0)
+        found, place = fits.max(1)
+        found = found & walking[: len(rows)]
+        accepted_count[rows] += found
+        node = children.gather(1, place[:, None])[:, 0]
+        if on_cpu:
+            rows, node = rows[found], node[found]
+            if not len(rows):
+                break
+        else:
+            walking, node = found, node.clamp(min=0)
+    return emitted, accepted_count
+
+
+def walk_coupled(step: Step, make_law: Callable[..., Tensor], draw: Callable[[Tensor], Tensor]) -> Accepted:
+    """With a token drawn from the target's law."""
+    return walk_match(step, lambda rows: draw(make_law(rows, TEMPERATURE, step.spec.filters)))
+
+
+def walk_greedy(step: Step) -> Accepted:
+    """With the arg-max."""
+    return walk_match(step, lambda rows: rows.argmax(1))
+
+
+def usual_walk(step: Step) -> Accepted:
+    """Rejection without replacement."""
+    return walk_rejection(step, usual_law, usual_draw)
+
+
+def usual_walk_with_replacement(step: Step) -> Accepted:
+    """Rejection of independent draws."""
+    return walk_rejection(step, usual_law, usual_draw, replaced=True)
+
+
+def lean_walk(step: Step) -> Accepted:
+    """Rejection without replacement, leaner."""
+    return walk_rejection(step, lean_law, lean_draw)
+
+
+def lean_walk_with_replacement(step: Step) -> Accepted:
+    """Rejection of independent draws, leaner."""
+    return walk_rejection(step, lean_law, lean_draw, replaced=True)
+
+
+def usual_coupled_walk(step: Step) -> Accepted:
+    """The target's own tokens."""
+    return walk_coupled(step, usual_law, usual_draw)
+
+
+def lean_coupled_walk(step: Step) -> Accepted:
+    """The target's own tokens, leaner."""
+    return walk_coupled(step, lean_law, lean_draw)
+
+
+# ---- other libraries ----
+
+
+def prepare_transformers(step: Step) -> tuple[Any, ...]:
+    """Its function, its processors in its order, the ids, and the draft's logits as its assistant leaves them."""
+    from transformers.generation import logits_process as process
+    from transformers.generation.utils import _speculative_sampling
+
+    options = FILTERS[step.spec.filters]
+    processors = process.LogitsProcessorList([process.TemperatureLogitsWarper(TEMPERATURE)])
+    if "top_k" in options:
+        processors.append(process.TopKLogitsWarper(options["top_k"]))
+    if "top_p" in options:
+        processors.append(process.TopPLogitsWarper(options["top_p"]))
+    if "min_p" in options:
+        processors.append(process.MinPLogitsWarper(options["min_p"]))
+    scores = torch.stack([processors(step.tokens, row) for row in step.draft.float().unbind(1)], dim=1)
+    return _speculative_sampling, processors, scores
+
+
+def with_transformers(step: Step) -> Any:
+    """As `_assisted_decoding` does once the target's logits are there."""
+    verify, processors, scores = step.transformers
+    logits = step.target.to(torch.float32, copy=True)
+    for i in range(logits.shape[1]):
+        logits[:, i] = processors(step.tokens[:, : i + 1], logits[:, i])
+    return verify(step.tokens, scores, step.tokens.shape[1] - 1, logits)
+
+
+def with_vllm(step: Step) -> Any:
+    """Its sampler's preprocessing, the bonus draw, and its Triton kernels. v1; the names are those of 0.9 and later."""
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
+
+    batch, nodes, vocabulary = step.target.shape
+
+    def law(logits: Tensor) -> Tensor:
+        rows, options = logits.numel() // vocabulary, FILTERS[step.spec.filters]
+        columns = [
+            torch.full((rows,), options[name], device=logits.device) if name in options else None
+            for name in ("top_k", "top_p")
+        ]
+        scaled = logits.reshape(rows, vocabulary).to(torch.float32, copy=True).div_(TEMPERATURE)
+        return apply_top_k_top_p(scaled, *columns).softmax(-1, dtype=torch.float32)
+
+    bonus = random_sample(law(step.target[:, -1]), {})[:, None]
+    counts = [nodes - 1] * batch
+    ends = torch.arange(1, batch + 1, device=bonus.device, dtype=torch.int32) * (nodes - 1)
+    metadata = SimpleNamespace(
+        all_greedy=False, all_random=True, temperature=step.law["temperature"], generators={}, top_k=None, top_p=None
+    )
+    drafts = step.chain.to(torch.int32).flatten()
+    return rejection_sampler.rejection_sample(
+        drafts, counts, nodes - 1, ends, law(step.draft), law(step.target[:, :-1]), bonus, metadata
+    )
+
+
+def with_flashinfer(step: Step) -> Any:
+    """Its softmax and renormalisation for both, then its kernel for chains."""
+    from flashinfer import sampling
+
+    def law(logits: Tensor) -> Tensor:
+        options = FILTERS[step.spec.filters]
+        probs = sampling.softmax(logits.flatten(0, 1).float(), temperature=TEMPERATURE)
+        if "top_k" in options:
+            probs = sampling.top_k_renorm_probs(probs, options["top_k"])
+        if "top_p" in options:
+            probs = sampling.top_p_renorm_probs(probs, options["top_p"])
+        return probs.view(logits.shape)
+
+    return sampling.chain_speculative_sampling(law(step.draft), step.chain.to(torch.int32), law(step.target))
+
+
+# ---- who has which rule ----
+
+CHAIN: dict[str, Callable[[Step], Accepted]] = {
+    "greedy": chain_greedy,
+    "coupled": chain_coupled,
+    "rejection": chain_rejection,
+    "block": chain_block,
+    "typical": chain_typical,
+}
+WALK: dict[str, Callable[[Step], Accepted]] = {
+    "greedy": walk_greedy,
+    "coupled": usual_coupled_walk,
+    "rejection": usual_walk,
+    "rejection_with_replacement": usual_walk_with_replacement,
+}
+LEAN_WALK: dict[str, Callable[[Step], Accepted]] = {
+    "greedy": walk_greedy,
+    "coupled": lean_coupled_walk,
+    "rejection": lean_walk,
+    "rejection_with_replacement": lean_walk_with_replacement,
+}
+LIBRARIES: dict[str, Callable[[Step], Any]] = {
+    "transformers": with_transformers,
+    "vLLM": with_vllm,
+    "FlashInfer": with_flashinfer,
+}

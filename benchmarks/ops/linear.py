@@ -1,0 +1,106 @@
+"""A linear layer for the few rows of a decoding step, `pass_ext.linear_rows`, against `torch.nn.functional.linear` in the
+same type, and in float32 from weights kept so. `python -m benchmarks.ops.linear --help`.
+
+Shapes are SmolLM2-135M's. Warm: one weight again and again, from whatever cache holds it. Cold: the caches were swept, as
+the layers between two uses of a weight do. `of_read` is the share of the memory's read bandwidth, by the weight's bytes.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import pass_ext
+from benchmarks.harness.aims import at_least, share_of, times_of
+from benchmarks.harness.cases import Case, Contender, Row
+from benchmarks.harness.command import parse, run
+from benchmarks.harness.plan import DTYPES, Aim, Plan
+from benchmarks.harness.results import lines_of
+from pass_ext.testing import assert_error_within
+
+SHAPES = ((192, 576), (576, 576), (1536, 576), (576, 1536), (49152, 576))  # out, in
+ROWS = (1, 4, 8, 16, 24, 32, 64)
+LARGEST = "49152 × 576"
+PLAIN = "F.linear"
+
+
+def ours(x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:
+    """Weights read once, sums in fp32."""
+    return pass_ext.linear_rows(x, weight)
+
+
+def plain(x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:
+    """PyTorch's own."""
+    return functional.linear(x, weight)
+
+
+def wide(x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:
+    """PyTorch's own in float32: twice the bytes, but no conversion."""
+    return functional.linear(wide_x, wide_weight)
+
+
+CONTENDERS = (
+    Contender("pass_ext", ours),
+    Contender(PLAIN, plain),
+    Contender("F.linear, float32", wide, same_job=False),
+)
+
+
+def check_errors(case: Case) -> None:
+    """As close to float64 as PyTorch is."""
+    x, weight, _, _ = case.inputs[0]
+    exact = functional.linear(x.double(), weight.double())
+    assert_error_within(ours(*case.inputs[0]), plain(*case.inputs[0]), exact)
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Every shape with every number of rows; one small shape with --quick."""
+    if options.device != "cpu":
+        raise SystemExit("linear: linear_rows is for the CPU only")
+    sizes = [(rows, *shape) for shape in SHAPES[: 1 if options.quick else None] for rows in ROWS]
+    return Plan([f"{outputs} × {width}, {rows} rows" for rows, outputs, width in sizes], make_cases(options, sizes))
+
+
+def make_cases(options: argparse.Namespace, sizes: list[tuple[int, int, int]]) -> Iterator[Case]:
+    """Fewest bytes: the weight and the rows read, the results written."""
+    dtype = DTYPES[options.dtype]
+    for rows, outputs, width in sizes:
+        generator = torch.Generator().manual_seed(0)
+        wide_x, wide_weight = (torch.randn(n, width, generator=generator) for n in (rows, outputs))
+        inputs = [(wide_x.to(dtype), wide_weight.to(dtype), wide_x, wide_weight)]
+        labels: dict[str, str | int] = {"weight": f"{outputs} × {width}", "rows": rows}
+        moved = (outputs * width + rows * (outputs + width)) * dtype.itemsize
+        yield Case(labels, CONTENDERS, inputs, fewest_bytes=moved, check=check_errors, reads=True)
+
+
+def judge(rows: list[Row]) -> list[Aim]:
+    """One row at the memory's speed, further rows nearly free, never slower than PyTorch up to 32 rows."""
+    lines = lines_of({"rows": rows})
+    cold = {
+        row["labels"]["rows"]: row
+        for row in rows
+        if row["contender"] == "pass_ext" and row["cache"] == "cold" and row["labels"]["weight"] == LARGEST
+    }
+    few = [line for line in lines if line[0]["labels"]["rows"] <= 32]
+    aims = [
+        share_of("one row at 70 % of the read bandwidth or more", "of_read", 0.7, [cold[1]] if cold else [], name),
+        at_least(f"faster than {PLAIN} up to 32 rows", 1.0, times_of(few, PLAIN, name)),
+    ]
+    for count, most in ((8, 1.15), (16, 1.5)):
+        times = cold[count]["median_us"] / cold[1]["median_us"] if cold else None
+        measured = "on no line of this run" if times is None else f"{times:.2f} ×"
+        aims.append(
+            Aim(f"{count} rows in {most} × the time of one", None if times is None else times <= most, measured)
+        )
+    return aims
+
+
+def name(line: list[Row]) -> str:
+    """A line of the table in few words."""
+    return f"{line[0]['labels']['weight']}, {line[0]['labels']['rows']} rows, {line[0]['cache']}"
+
+
+if __name__ == "__main__":
+    run("linear", parse(__doc__ or ""), make_plan, judge)

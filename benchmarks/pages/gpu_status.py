@@ -1,0 +1,109 @@
+"""Writes benchmarks/results/gpu-status.md: each kernel file's content hash, and what ran on which GPU with it.
+
+A claim comes from a benchmarks/results/*/verified-<commit>.json that benchmarks/gpu/record.py wrote; a kernel whose content has
+changed since is shown as not verified. `python -m benchmarks.pages.gpu_status` writes the page, `--check` only compares it.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+
+PAGE = Path("benchmarks/results/gpu-status.md")
+HEADER = """# What was verified on a GPU
+
+Written by `python -m benchmarks.pages.gpu_status`; do not edit. `make gpu` on a machine with a GPU builds the kernels, runs
+their tests and leaves the record that this page reads, `benchmarks/results/<GPU>/verified-<commit>.json`. A kernel counts as
+verified there if its tests ran on the GPU and none failed, and only while its hash is still the same. The hash covers
+the file and every project header that it includes; argument checks and registration (`csrc/cuda/*.cu`) are not in it.
+On every other machine the same kernels run in the tests on an emulator, which proves their logic, not their speed.
+"""
+
+
+def kernel_files(root: Path) -> list[Path]:
+    """Every csrc/cuda/*.cuh, sorted by name."""
+    return sorted((root / "csrc" / "cuda").glob("*.cuh"))
+
+
+def with_headers(file: Path, root: Path) -> list[Path]:
+    """The file and then the project headers that it includes, directly or not, each once, in order of first mention."""
+    found = [file]
+    for included in re.findall(r'^\s*#\s*include\s+"([^"]+)"', file.read_text(), flags=re.MULTILINE):
+        header = root / "csrc" / included
+        if header.exists():
+            found += [path for path in with_headers(header, root) if path not in found]
+    return found
+
+
+def content_hash(file: Path, root: Path) -> str:
+    """First 16 hex digits of the sha256 over the contents of `with_headers`, one after the other."""
+    digest = hashlib.sha256()
+    for path in with_headers(file, root):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def read_records(root: Path) -> list[dict[str, Any]]:
+    """Every verified-<commit>.json, oldest first."""
+    paths = sorted(root.glob("benchmarks/results/*/verified*.json"))
+    return sorted((json.loads(path.read_text()) for path in paths), key=lambda record: record["date"])
+
+
+def is_verified(entry: dict[str, Any]) -> bool:
+    """Whether a record's entry for a kernel says that tests really ran and none failed."""
+    return bool(entry["tests_passed"] > 0 and entry["tests_failed"] == 0)
+
+
+def describe_state(name: str, current: str, records: list[dict[str, Any]]) -> str:
+    """What may be said of a kernel whose content hash is now `current`."""
+    entries = [(record, record["kernels"][name]) for record in records if name in record["kernels"]]
+    verified = [(record, entry) for record, entry in entries if is_verified(entry)]
+    claims = [_describe_run(record, entry) for record, entry in verified if entry["hash"] == current]
+    if claims:
+        return "; ".join(claims)
+    if verified:
+        last = verified[-1][0]
+        return f"not verified on a GPU since {last['date'][:10]} ({last['commit']})"
+    return "not verified on a GPU"
+
+
+def _describe_run(record: dict[str, Any], entry: dict[str, Any]) -> str:
+    sanitized = [f"{count} under {tool}" for tool, count in entry["sanitized"].items()]
+    failed = [f"{entry['failed_before']} failed in an earlier run"] if entry.get("failed_before") else []
+    ran = ", ".join([f"{entry['tests_passed']} tests", *sanitized, *failed])
+    return f"{record['date'][:10]}, {record['machine']['gpu']['name']}, commit {record['commit']}: {ran}"
+
+
+def render(root: Path) -> str:
+    """The page."""
+    records = read_records(root)
+    rows = ["| kernels | hash | on a GPU |", "| --- | --- | --- |"]
+    for file in kernel_files(root):
+        current = content_hash(file, root)
+        rows.append(f"| {file.relative_to(root)} | {current} | {describe_state(file.name, current, records)} |")
+    return "\n".join([HEADER, *rows, ""])
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.pages.gpu_status`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page says something else")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    options = parser.parse_args()
+    page, text = options.root / PAGE, render(options.root)
+    if not options.check:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text)
+    elif not page.exists() or page.read_text() != text:
+        print(f"{PAGE} is not what kernels and records say: run python -m benchmarks.pages.gpu_status", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

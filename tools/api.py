@@ -1,0 +1,85 @@
+"""Writes docs/api.md: every public name with its signature and the first paragraph of its docstring.
+
+`python -m tools.api`, and `--check`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pass_ext
+import pass_ext.integrations.transformers
+from tools.command import run
+
+PAGE = Path("docs/api.md")
+HEAD = """# Public names
+
+Written by `python -m tools.api`; do not edit. `help(pass_ext.generate)` and the like show the whole of each text.
+"""
+LONGEST_LINE = 100
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """What a module offers, functions and classes in the order of the alphabet."""
+    return sorted((name for name in module.__all__ if not name.startswith("__")), key=str.lower)
+
+
+def entry(module: ModuleType, name: str) -> str:
+    """One name: a heading, its signature or value, its first paragraph."""
+    value = getattr(module, name)
+    if not callable(value):
+        return f"### `{name}`\n\n```python\n{name} = {written(value)}\n```\n"
+    return f"### `{name}`\n\n```python\n{signature(name, value)}\n```\n\n{first_paragraph(value)}\n"
+
+
+def written(value: Any) -> str:
+    """A value as ruff would format it: strings in double quotes, a dictionary with a line for each entry."""
+    if isinstance(value, dict):
+        return "{\n" + "".join(f"    {written(key)}: {written(one)},\n" for key, one in value.items()) + "}"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def signature(name: str, value: Any) -> str:
+    """``name(…)``, with a line for each parameter where one line would be long; a protocol's name alone."""
+    if getattr(value, "_is_protocol", False):
+        return f"class {name}(Protocol)"
+    parameters = list(inspect.signature(value).parameters.values())
+    shown = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(x.startswith("*") for x in shown):
+            shown.append("*")
+        default = "" if parameter.default is parameter.empty else f"={written(parameter.default)}"
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        shown.append(f"{star}{parameter.name}{default}")
+    line = f"{name}({', '.join(shown)})"
+    if len(line) <= LONGEST_LINE:
+        return line
+    return f"{name}(\n" + "".join(f"    {one},\n" for one in shown) + ")"
+
+
+def first_paragraph(value: Any) -> str:
+    """Of its docstring, on one line, in Markdown."""
+    text = inspect.getdoc(value) or ""
+    return re.sub(r"``(.+?)``", r"`\1`", " ".join(text.split("\n\n")[0].split()))
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for module in (pass_ext, pass_ext.integrations.transformers):
+        parts += [f"## {module.__name__}\n", *(entry(module, name) for name in names_of(module))]
+    return "\n".join(parts)
+
+
+def check(root: Path) -> str | None:
+    """The page, if it is not what the names say."""
+    return None if (root / PAGE).read_text() == page() else str(PAGE)
+
+
+if __name__ == "__main__":
+    sys.exit(run("api", __doc__, check, lambda root: (root / PAGE).write_text(page())))

@@ -1,0 +1,25 @@
+"""The command line of the programs that write parts of docs/: `python -m tools.<name>`, and `--check`, which writes nothing."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(
+    name: str, description: str | None, check: Callable[[Path], str | None], write: Callable[[Path], object]
+) -> int:
+    """The exit status: 1 where `check` finds something out of date. Both get the repository's root."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something is out of date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    options = parser.parse_args()
+    if not options.check:
+        write(options.root)
+        return 0
+    wrong = check(options.root)
+    if wrong:
+        print(f"{wrong}: run python -m tools.{name}", file=sys.stderr)
+    return 1 if wrong else 0
