@@ -27,7 +27,7 @@ import pass_ext
 from benchmarks import machine, report
 from pass_ext.ops.rules import ACCEPT_RULES
 from pass_ext.reference.accept import Judge
-from pass_ext.reference.law import process
+from pass_ext.reference.distribution import process
 from pass_ext.reference.noise import coin
 
 ROOT = Path(__file__).resolve().parent.parent

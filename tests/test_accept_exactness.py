@@ -13,7 +13,7 @@ import torch
 import pass_ext.reference.accept as accept_module
 from pass_ext.reference import accept_tree, draft_sample
 from pass_ext.reference.accept import RULES, Judge, Walk
-from pass_ext.reference.law import process
+from pass_ext.reference.distribution import process
 from pass_ext.reference.noise import Purpose
 
 EXACT = 1e-12
