@@ -29,7 +29,7 @@ from benchmarks.harness import machine
 from benchmarks.harness.results import FORMAT, save
 from pass_ext.ops.rules import ACCEPT_RULES
 from pass_ext.reference.accept import Judge
-from pass_ext.reference.law import process
+from pass_ext.reference.distribution import process
 from pass_ext.reference.noise import coin
 
 PAGE, PICTURE = Path("docs/ops/accept.md"), Path("docs/ops/accept-tree.svg")

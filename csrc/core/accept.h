@@ -1,5 +1,6 @@
-// The accept step: from logits to accepted tokens. Every rule, once, for all devices. p is the target's law at a node,
-// q the law its children were drawn from, (x)+ = max(x, 0), u a fresh uniform in [0, 1) for each child or leaf.
+// The accept step: from logits to accepted tokens. Every rule, once, for all devices. p is the target's distribution at
+// a node, q the distribution its children were drawn from, (x)+ = max(x, 0), u a fresh uniform in [0, 1) for each child
+// or leaf.
 //
 //   coupled    the token at a node is argmax(ln p - ln E), E the noise of seed and position;
 //              go on at the child that is it
@@ -16,7 +17,8 @@
 //
 // A child outside q's remaining support is a fixed proposal: q is one at it. Then rejecting it takes its p away.
 // After drafts from q were rejected p is always a multiple of (p_0 - beta q_0)+ for one number beta, but for deleted
-// tokens, whose beta froze ("cut") when they were deleted. So a rule needs sums over a row, never a stored law.
+// tokens, whose beta froze ("cut") when they were deleted. So a rule needs sums over a row, never a stored
+// distribution.
 //
 // `Rows` is the device's way to work on rows: all its threads run this code together, and every method returns the same
 // value to all of them.
@@ -24,17 +26,17 @@
 
 #include <cstdint>
 
-#include "core/law.h"
+#include "core/distribution.h"
 #include "core/noise.h"
 #include "core/platform.h"
+#include "core/tree.h"
 
 namespace pass_ext {
 
 // The order of pass_ext.ops.accept.RULES.
 enum class Rule : int32_t { coupled, rejection, rejection_with_replacement, block, traversal, kseq, typical };
 
-constexpr int kMostNodes = 1024;  // of one request
-constexpr int kOverlaps = 7;      // values of rho tried in one pass over a row
+constexpr int kOverlaps = 7;  // values of rho tried in one pass over a row
 
 struct AcceptProblem {
   LogitRows target, draft;
@@ -48,7 +50,7 @@ struct AcceptProblem {
   int64_t target_request_stride, draft_request_stride;  // in elements, of a chain
   int32_t chain_nodes;
   int32_t draft_row_count;
-  LawParameterArrays target_law, draft_law;
+  SamplingParameterArrays target_sampling, draft_sampling;
   const int64_t* seeds;      // [requests] or null: 0
   const int64_t* positions;  // [requests] or null: 0
   int64_t requests, nodes;
@@ -127,7 +129,7 @@ struct Judge {
   bool has_q;
   bool changed;  // a child was rejected
   LogitRow p_row, q_row;
-  Law p, q;
+  Distribution p, q;
   double weight;     // w of the node; 1 where the rule goes from the root down
   double total;      // sum of (p_0 - beta q_0)+
   double remaining;  // sum of q_0 over tokens not deleted
@@ -165,10 +167,10 @@ class AcceptWalk {
       status = kBadTree;
       request_.nodes = 1;
     }
-    const bool greedy =
-        problem.target_law.temperature == nullptr || is_greedy(problem.target_law.temperature[request_.index]);
-    p_parameters_ = parameters_of(problem.target_law, request_.index, problem.target.vocabulary, 0.0f);
-    q_parameters_ = parameters_of(problem.draft_law, request_.index, problem.target.vocabulary, 0.0f);
+    const bool greedy = problem.target_sampling.temperature == nullptr ||
+                        is_greedy(problem.target_sampling.temperature[request_.index]);
+    p_parameters_ = parameters_of(problem.target_sampling, request_.index, problem.target.vocabulary, 0.0f);
+    q_parameters_ = parameters_of(problem.draft_sampling, request_.index, problem.target.vocabulary, 0.0f);
     seed_ = problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[request_.index]);
     position_ = problem.positions == nullptr ? 0 : problem.positions[request_.index];
     if (greedy || goes<known>(Route::coupled))
@@ -197,7 +199,7 @@ class AcceptWalk {
   }
 
   PASS_EXT_HOST_DEVICE bool is_tree() {
-    if (request_.nodes > kMostNodes) return false;
+    if (request_.nodes > kMaxTreeNodes) return false;
     if (request_.problem.is_chain) return true;
     const bool chain_only = request_.problem.rule == Rule::block;
     return rows_.first_node(0, request_.nodes, [&](int32_t i) {
@@ -216,13 +218,14 @@ class AcceptWalk {
                             [&](int32_t i) { return request_.parent(i) == node && is_token(request_.token(i)); });
   }
 
-  PASS_EXT_HOST_DEVICE Law describe_target(int32_t node, bool needs_mass) {
-    const Law law = rows_.describe(request_.target_row(node), p_parameters_, needs_mass);
-    status_ |= law.status;
-    return law;
+  PASS_EXT_HOST_DEVICE Distribution describe_target(int32_t node, bool needs_mass) {
+    const Distribution distribution = rows_.describe(request_.target_row(node), p_parameters_, needs_mass);
+    status_ |= distribution.status;
+    return distribution;
   }
 
-  // p at a node and, if there are children to judge, q. False where they cannot be judged: the draft row is no law.
+  // p at a node and, if there are children to judge, q. False where they cannot be judged: the draft row is no
+  // distribution.
   PASS_EXT_HOST_DEVICE bool open(int32_t node, bool has_children, Judge& judge) {
     judge = {};
     judge.node = node;
@@ -309,7 +312,7 @@ class AcceptWalk {
 
   PASS_EXT_HOST_DEVICE auto throw_coin(int32_t node) const { return coin(seed_, position_, node); }
 
-  // The walk ends at a row that is no law: the token that led there is the last one emitted.
+  // The walk ends at a row that is no distribution: the token that led there is the last one emitted.
   PASS_EXT_HOST_DEVICE void stop_before(int32_t node) {
     stop_ = node == 0 ? 0 : request_.parent(node);
     token_ = node == 0 ? -1 : request_.token(node);
@@ -540,7 +543,7 @@ class AcceptWalk {
 
   Rows& rows_;
   AcceptRequest request_;
-  LawParameters p_parameters_, q_parameters_;
+  SamplingParameters p_parameters_, q_parameters_;
   uint64_t seed_;
   int64_t position_;
   int32_t stop_ = -1, status_ = 0;

@@ -17,6 +17,10 @@
 
 namespace pass_ext {
 
+// The head sizes, ascending; pass_ext.ops.attention.HEAD_DIMS.
+constexpr int32_t kHeadDims[] = {64, 80, 96, 128, 256};
+constexpr int32_t kLargestHeadDim = kHeadDims[sizeof kHeadDims / sizeof *kHeadDims - 1];
+
 // Where rows of one of K, V lie, strides in elements. A cache: [outer, slot, head, head_dim] with outer the request, or
 // the page where there is a block table. New rows: [node, head, head_dim], outer unused.
 struct KeyRows {

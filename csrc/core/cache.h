@@ -13,8 +13,6 @@
 
 namespace pass_ext {
 
-constexpr int64_t kMostCommittedRows = 1024;  // of one request: as many as a tree may have nodes
-
 // What a step accepted.
 struct CommitStep {
   const int32_t* prefix_lens;   // [requests]

@@ -1,4 +1,4 @@
-// Drawing candidates from rows of logits. law: core/law.h; E: core/noise.h.
+// Drawing candidates from rows of logits. p: core/distribution.h; E: core/noise.h.
 //   coupled  the k largest of ln p(v) - ln E_v, E the target's own noise of seed and position: the first is the token
 //            that the target itself would draw
 //   without  the same with noise of the draft's own: k draws without replacement, in the order of drawing
@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "core/law.h"
+#include "core/distribution.h"
 #include "core/noise.h"
 #include "core/platform.h"
 
@@ -21,7 +21,7 @@ enum class DraftMode : int32_t { coupled, without, with, top };
 
 struct DraftProblem {
   LogitRows logits;
-  LawParameterArrays law;
+  SamplingParameterArrays sampling;
   const int64_t* seeds;      // [rows] or null: 0
   const int64_t* positions;  // [rows] or null: 0
   const int32_t* nodes;      // [rows] or null: 0
@@ -33,14 +33,15 @@ struct DraftProblem {
 };
 
 PASS_EXT_HOST_DEVICE bool is_greedy_draft(const DraftProblem& problem, int64_t index) {
-  if (problem.law.temperature == nullptr) return problem.mode == DraftMode::coupled;
-  return is_greedy(problem.law.temperature[index]);
+  if (problem.sampling.temperature == nullptr) return problem.mode == DraftMode::coupled;
+  return is_greedy(problem.sampling.temperature[index]);
 }
 
 // At temperature 0 all tokens are ranked, unfiltered.
-PASS_EXT_HOST_DEVICE LawParameters draft_parameters(const DraftProblem& problem, int64_t index) {
+PASS_EXT_HOST_DEVICE SamplingParameters draft_parameters(const DraftProblem& problem, int64_t index) {
   const float default_temperature = problem.mode == DraftMode::coupled ? 0.0f : 1.0f;
-  LawParameters parameters = parameters_of(problem.law, index, problem.logits.vocabulary, default_temperature);
+  SamplingParameters parameters =
+      parameters_of(problem.sampling, index, problem.logits.vocabulary, default_temperature);
   if (is_greedy_draft(problem, index)) parameters.top_k = 0;
   return parameters;
 }
@@ -49,7 +50,7 @@ template <typename Rows>
 PASS_EXT_HOST_DEVICE void draft_row(Rows& rows, const DraftProblem& problem, int64_t index) {
   const LogitRow row = row_at(problem.logits, index * problem.logits.stride, index, index);
   const bool greedy = is_greedy_draft(problem, index);
-  const Law law = rows.describe(row, draft_parameters(problem, index), true);
+  const Distribution distribution = rows.describe(row, draft_parameters(problem, index), true);
   int64_t* tokens = problem.tokens + index * problem.count;
   float* logprobs = problem.logprobs + index * problem.count;
   const bool is_coupled = problem.mode == DraftMode::coupled;
@@ -58,15 +59,15 @@ PASS_EXT_HOST_DEVICE void draft_row(Rows& rows, const DraftProblem& problem, int
               is_coupled ? Purpose::coupled : Purpose::draft,
               is_coupled || problem.nodes == nullptr ? 0u : static_cast<uint32_t>(problem.nodes[index]), 0};
   const bool ranked = greedy || problem.mode == DraftMode::top;  // without noise
-  if (law.status != 0) {
+  if (distribution.status != 0) {
     rows.fill(tokens, logprobs, 0, problem.count);
   } else if (problem.mode == DraftMode::with) {
     for (; noise.draw < static_cast<uint32_t>(problem.count); ++noise.draw)
-      rows.best(row, law, ranked ? nullptr : &noise, 1, tokens + noise.draw, logprobs + noise.draw);
+      rows.best(row, distribution, ranked ? nullptr : &noise, 1, tokens + noise.draw, logprobs + noise.draw);
   } else {
-    rows.best(row, law, ranked ? nullptr : &noise, problem.count, tokens, logprobs);
+    rows.best(row, distribution, ranked ? nullptr : &noise, problem.count, tokens, logprobs);
   }
-  if (greedy && law.status == 0) rows.concentrate(logprobs, problem.count, problem.mode == DraftMode::with);
+  if (greedy && distribution.status == 0) rows.concentrate(logprobs, problem.count, problem.mode == DraftMode::with);
 }
 
 }  // namespace pass_ext

@@ -10,6 +10,8 @@
 
 namespace pass_ext {
 
+constexpr int32_t kMaxTreeNodes = 1024;  // of one request, in every op; pass_ext.tree.MAX_TREE_NODES
+
 struct TreePrepare {
   const int32_t* parents;   // [rows]
   const int32_t* cu_nodes;  // [requests + 1]

@@ -1,5 +1,5 @@
 // Which instruction set the CPU kernels run on, decided at run time: one binary serves every x86-64 machine.
-// Kernels are written once (cpu/<column>_kernels.h) and compiled once per level (cpu/each_isa.h); at_isa(…) picks.
+// Kernels are written once (cpu/<family>_kernels.h) and compiled once per level (cpu/each_isa.h); at_isa(…) picks.
 #pragma once
 
 namespace pass_ext {

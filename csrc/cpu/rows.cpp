@@ -22,18 +22,18 @@ bool comes_before(const Candidate& a, const Candidate& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-void cut_behind(Law& law, const Candidate& last) {
-  law.cut = last.logit;
-  law.tie = last.id;
+void cut_behind(Distribution& distribution, const Candidate& last) {
+  distribution.cut = last.logit;
+  distribution.tie = last.id;
 }
 
 // Cuts behind the candidate at which the mass reaches `wanted`; `before` lies in front of them all. Returns what is
 // kept.
-uint64_t cut_at_mass(Law& law, Candidate* begin, Candidate* end, uint64_t before, uint64_t wanted) {
+uint64_t cut_at_mass(Distribution& distribution, Candidate* begin, Candidate* end, uint64_t before, uint64_t wanted) {
   std::sort(begin, end, comes_before);
   for (const Candidate* candidate = begin; candidate != end; ++candidate) {
-    before += integer_mass(exponential(log_weight(law, candidate->logit)));
-    cut_behind(law, *candidate);
+    before += integer_mass(exponential(log_weight(distribution, candidate->logit)));
+    cut_behind(distribution, *candidate);
     if (before >= wanted) break;
   }
   return before;
@@ -91,20 +91,20 @@ double CpuRows::sum_slices(int32_t groups, Function&& function) {
   return sum;
 }
 
-double CpuRows::mass_of(const Maxima& maxima, const Law& law) {
+double CpuRows::mass_of(const Maxima& maxima, const Distribution& distribution) {
   return sum_slices(groups_of(maxima.row.vocabulary), [&](int32_t begin, int32_t end) {
     double mass;
-    PASS_EXT_AT_ISA(sum_mass(maxima.row, law, maxima.values.data(), begin, end, &mass));
+    PASS_EXT_AT_ISA(sum_mass(maxima.row, distribution, maxima.values.data(), begin, end, &mass));
     return mass;
   });
 }
 
 // The mass of the whole row, and in `above` that of its tokens with a logit of at least `floor`.
-double CpuRows::mass_above(const Maxima& maxima, const Law& law, float floor, double& above) {
+double CpuRows::mass_above(const Maxima& maxima, const Distribution& distribution, float floor, double& above) {
   const int32_t groups = groups_of(maxima.row.vocabulary), slices = groups / kSliceGroups + 1;
   partial_.assign(2 * slices, 0.0);
   for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) {
-    PASS_EXT_AT_ISA(sum_mass_above(maxima.row, law, maxima.values.data(), floor, begin, end, &partial_[slice],
+    PASS_EXT_AT_ISA(sum_mass_above(maxima.row, distribution, maxima.values.data(), floor, begin, end, &partial_[slice],
                                    &partial_[slices + slice]));
   });
   double mass = 0.0;
@@ -115,31 +115,32 @@ double CpuRows::mass_above(const Maxima& maxima, const Law& law, float floor, do
   return mass;
 }
 
-Law CpuRows::describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass) {
+Distribution CpuRows::describe(const LogitRow& row, const SamplingParameters& parameters, bool needs_mass) {
   Maxima& maxima = maxima_of(row);
-  Law law{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
+  Distribution distribution{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
   int32_t largest;
   PASS_EXT_AT_ISA(find_largest(maxima.values.data(), static_cast<int32_t>(maxima.values.size()), &largest));
-  if (largest >= 0) law.maximum = maxima.values[largest];
-  if (!maxima.good) law.status = kBadLogits;
-  if (law.status == 0 && law.maximum == -kInfinity) law.status = kEmptySupport;
-  if (law.status != 0) return law;
+  if (largest >= 0) distribution.maximum = maxima.values[largest];
+  if (!maxima.good) distribution.status = kBadLogits;
+  if (distribution.status == 0 && distribution.maximum == -kInfinity) distribution.status = kEmptySupport;
+  if (distribution.status != 0) return distribution;
   double mass = 0.0;  // not known
-  if (parameters.top_k > 0) cut_top_k(maxima, parameters.top_k, law);
-  if (parameters.top_p < 1.0f) mass = cut_top_p(maxima, parameters.top_p, law);
-  if (parameters.min_p > 0.0f && cut_at_floor(law, parameters.min_p)) mass = 0.0;
-  if (needs_mass) set_mass(law, mass > 0.0 ? mass : mass_of(maxima, law));
-  return law;
+  if (parameters.top_k > 0) cut_top_k(maxima, parameters.top_k, distribution);
+  if (parameters.top_p < 1.0f) mass = cut_top_p(maxima, parameters.top_p, distribution);
+  if (parameters.min_p > 0.0f && cut_at_floor(distribution, parameters.min_p)) mass = 0.0;
+  if (needs_mass) set_mass(distribution, mass > 0.0 ? mass : mass_of(maxima, distribution));
+  return distribution;
 }
 
 // Puts the tokens of the support with floor <= logit <= ceiling into candidates_ and returns the end of them; with
 // `limit` or more, perhaps not all of them.
-Candidate* CpuRows::gather(const Maxima& maxima, const Law& law, float floor, float ceiling, int64_t limit) {
+Candidate* CpuRows::gather(const Maxima& maxima, const Distribution& distribution, float floor, float ceiling,
+                           int64_t limit) {
   const size_t room = static_cast<size_t>(maxima.row.vocabulary);
   if (candidates_.size() < room) candidates_.resize(room);
   int64_t count = 0;
-  PASS_EXT_AT_ISA(collect(maxima.row, law, maxima.values.data(), 0, groups_of(maxima.row.vocabulary), floor, ceiling,
-                          limit, candidates_.data(), &count));
+  PASS_EXT_AT_ISA(collect(maxima.row, distribution, maxima.values.data(), 0, groups_of(maxima.row.vocabulary), floor,
+                          ceiling, limit, candidates_.data(), &count));
   return candidates_.data() + count;
 }
 
@@ -150,15 +151,15 @@ int32_t CpuRows::count_groups(const Maxima& maxima, float threshold) const {
   return count;
 }
 
-void CpuRows::cut_top_k(const Maxima& maxima, int32_t top_k, Law& law) {
+void CpuRows::cut_top_k(const Maxima& maxima, int32_t top_k, Distribution& distribution) {
   const int32_t groups = groups_of(maxima.row.vocabulary);
   // Where k groups have a largest logit of at least some floor, no token below it is among the top k. A floor that not
   // many more groups reach is good enough.
   float floor = -kInfinity;
   if (top_k <= groups) {
-    float low = -kInfinity, high = law.maximum;
+    float low = -kInfinity, high = distribution.maximum;
     for (float step = 4.0f; low == -kInfinity && step < 1e6f; step *= 2.0f) {
-      const float tried = law.maximum - step;
+      const float tried = distribution.maximum - step;
       (count_groups(maxima, tried) >= top_k ? low : high) = tried;
     }
     for (int halving = 0; halving < 24 && low > -kInfinity; ++halving) {
@@ -169,39 +170,41 @@ void CpuRows::cut_top_k(const Maxima& maxima, int32_t top_k, Law& law) {
     }
     floor = low;
   }
-  Candidate* const end = gather(maxima, law, floor, law.maximum, maxima.row.vocabulary);
+  Candidate* const end = gather(maxima, distribution, floor, distribution.maximum, maxima.row.vocabulary);
   Candidate* const begin = candidates_.data();
   if (end - begin < top_k) return;
   std::nth_element(begin, begin + top_k - 1, end, comes_before);
-  cut_behind(law, begin[top_k - 1]);
+  cut_behind(distribution, begin[top_k - 1]);
 }
 
 // Returns the mass of what is kept.
-double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
+double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Distribution& distribution) {
   const int32_t vocabulary = maxima.row.vocabulary, groups = groups_of(vocabulary);
   // A floor below which the cut cannot lie: tokens so improbable that even the whole vocabulary of them weighs less
   // than what top-p leaves out; or a guess, if what lies above it turns out to be enough.
-  float guess = law.maximum;
+  float guess = distribution.maximum;
   double mass, above = 0.0;
-  if (law.cut == -kInfinity) {
-    PASS_EXT_AT_ISA(guess_floor(maxima.row, law, groups, 0.5f + 0.5f * top_p, &guess));
-    mass = mass_above(maxima, law, guess, above);
+  if (distribution.cut == -kInfinity) {
+    PASS_EXT_AT_ISA(guess_floor(maxima.row, distribution, groups, 0.5f + 0.5f * top_p, &guess));
+    mass = mass_above(maxima, distribution, guess, above);
   } else {
-    mass = mass_of(maxima, law);
+    mass = mass_of(maxima, distribution);
   }
   const uint64_t wanted = mass_to_reach(top_p, mass);
   const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / vocabulary * 0.99);
-  float floor = std::min(law.maximum + logarithm(maximum(spare, 0x1p-60f)) / law.scale, law.maximum);
+  float floor =
+      std::min(distribution.maximum + logarithm(maximum(spare, 0x1p-60f)) / distribution.scale, distribution.maximum);
   if (above > mass * (top_p + 1e-4) && guess > floor) floor = guess;
-  Candidate* end = gather(maxima, law, floor, law.maximum, kFewCandidates);
+  Candidate* end = gather(maxima, distribution, floor, distribution.maximum, kFewCandidates);
   Candidate* const begin = candidates_.data();
-  if (end - begin < kFewCandidates) return static_cast<double>(cut_at_mass(law, begin, end, 0, wanted)) / kMassUnit;
-  const float per_bin = kBins / std::max(law.maximum - floor, 1e-30f);
+  if (end - begin < kFewCandidates)
+    return static_cast<double>(cut_at_mass(distribution, begin, end, 0, wanted)) / kMassUnit;
+  const float per_bin = kBins / std::max(distribution.maximum - floor, 1e-30f);
   const int32_t slices = groups / kSliceGroups + 1;
   bins_.assign(parallel_ ? slices * kBins : kBins, 0);
   for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) {
     uint64_t* own = bins_.data() + (parallel_ ? slice * kBins : 0);
-    PASS_EXT_AT_ISA(fill_bins(maxima.row, law, maxima.values.data(), begin, end, floor, per_bin, kBins, own));
+    PASS_EXT_AT_ISA(fill_bins(maxima.row, distribution, maxima.values.data(), begin, end, floor, per_bin, kBins, own));
   });
   for (size_t i = kBins; i < bins_.size(); ++i) bins_[i % kBins] += bins_[i];
   uint64_t before = 0;
@@ -210,12 +213,12 @@ double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Law& law) {
   while (bin < last && before + bins_[bin] < wanted) before += bins_[bin++];
   // The bin's tokens, with a margin for the rounding of its edges: those that belong to a bin in front are dropped.
   const auto bin_of = [&](float logit) {
-    return static_cast<int32_t>(std::min((law.maximum - logit) * per_bin, static_cast<float>(kBins - 1)));
+    return static_cast<int32_t>(std::min((distribution.maximum - logit) * per_bin, static_cast<float>(kBins - 1)));
   };
-  end = gather(maxima, law, std::max(floor, law.maximum - (bin + 1.5f) / per_bin), law.maximum - (bin - 0.5f) / per_bin,
-               vocabulary);
+  end = gather(maxima, distribution, std::max(floor, distribution.maximum - (bin + 1.5f) / per_bin),
+               distribution.maximum - (bin - 0.5f) / per_bin, vocabulary);
   end = std::remove_if(begin, end, [&](const Candidate& candidate) { return bin_of(candidate.logit) != bin; });
-  return static_cast<double>(cut_at_mass(law, begin, end, before, wanted)) / kMassUnit;
+  return static_cast<double>(cut_at_mass(distribution, begin, end, before, wanted)) / kMassUnit;
 }
 
 double CpuRows::entropy(const Judge& judge) {
@@ -319,18 +322,18 @@ int32_t CpuRows::draw(const Judge& judge, const Weight& weight, const AcceptRequ
   return best_id;
 }
 
-void CpuRows::best(const LogitRow& row, const Law& law, const Noise* noise, int32_t count, int64_t* tokens,
-                   float* logprobs) {
+void CpuRows::best(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t count,
+                   int64_t* tokens, float* logprobs) {
   const Maxima& maxima = maxima_of(row);
   const int32_t groups = groups_of(row.vocabulary);
   bounds_.resize(groups + kPadding);
-  PASS_EXT_AT_ISA(bound_groups(law, maxima.values.data(), groups, noise, 0.0f, bounds_.data()));
+  PASS_EXT_AT_ISA(bound_groups(distribution, maxima.values.data(), groups, noise, 0.0f, bounds_.data()));
   if (candidates_.size() < static_cast<size_t>(count))
     candidates_.resize(count);  // the best so far, in order; in place of its logit each has its score
   int32_t found = 0;
   visit_groups(groups, count, [&](int32_t group) {
     float scores[kGroup], threshold = found < count ? -kInfinity : candidates_[count - 1].logit;
-    PASS_EXT_AT_ISA(score_group(row, law, noise, group, threshold, scores));
+    PASS_EXT_AT_ISA(score_group(row, distribution, noise, group, threshold, scores));
     int32_t i = -1;
     for (;;) {
       if (threshold == -kInfinity)
@@ -349,7 +352,7 @@ void CpuRows::best(const LogitRow& row, const Law& law, const Noise* noise, int3
   });
   for (int32_t i = 0; i < found; ++i) {
     tokens[i] = candidates_[i].id;
-    logprobs[i] = log_weight(law, logit_at(row, candidates_[i].id)) - law.log_mass;
+    logprobs[i] = log_weight(distribution, logit_at(row, candidates_[i].id)) - distribution.log_mass;
   }
   fill(tokens, logprobs, found, count);
 }

@@ -1,15 +1,15 @@
-// The CPU's way to work on rows of logits: describe a row as a law, sum over it, draw from it. It is the `Rows` of
-// core/accept.h and core/draft.h. Passes over a row are vectorised (cpu/rows_kernels.h) and, where `parallel` says that
-// requests do not fill the threads, split into slices whose results are merged in order: same bits with any number of
-// threads. Buffers belong to the thread and are kept, so a call allocates nothing once it has seen its sizes.
+// The CPU's way to work on rows of logits: describe a row as a distribution, sum over it, draw from it. It is the
+// `Rows` of core/accept.h and core/draft.h. Passes over a row are vectorised (cpu/rows_kernels.h) and, where `parallel`
+// says that requests do not fill the threads, split into slices whose results are merged in order: same bits with any
+// number of threads. Buffers belong to the thread and are kept, so a call allocates nothing once it has seen its sizes.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "core/accept.h"
+#include "core/distribution.h"
 #include "core/draft.h"
-#include "core/law.h"
 
 namespace pass_ext {
 
@@ -50,12 +50,12 @@ class CpuRows {
   void set_cut(int32_t node, float value) { cuts_[node] = value; }
 
   void save(int32_t node, const Judge& judge) {
-    if (static_cast<size_t>(node) >= judges_.size()) judges_.resize(kMostNodes);
+    if (static_cast<size_t>(node) >= judges_.size()) judges_.resize(kMaxTreeNodes);
     judges_[node] = judge;
   }
   const Judge& saved(int32_t node) const { return judges_[node]; }
 
-  Law describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass);
+  Distribution describe(const LogitRow& row, const SamplingParameters& parameters, bool needs_mass);
   float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
   double entropy(const Judge& judge);
   ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request);
@@ -65,7 +65,8 @@ class CpuRows {
                const Noise& noise);
 
   // The `count` best of a race, or without noise of the logits, and their log probabilities; -1, -inf behind the last.
-  void best(const LogitRow& row, const Law& law, const Noise* noise, int32_t count, int64_t* tokens, float* logprobs);
+  void best(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t count, int64_t* tokens,
+            float* logprobs);
   void fill(int64_t* tokens, float* logprobs, int32_t begin, int32_t end);
   void concentrate(float* logprobs, int32_t count, bool everywhere);
 
@@ -78,12 +79,12 @@ class CpuRows {
   };
 
   Maxima& maxima_of(const LogitRow& row);
-  double mass_of(const Maxima& maxima, const Law& law);
-  double mass_above(const Maxima& maxima, const Law& law, float floor, double& above);
+  double mass_of(const Maxima& maxima, const Distribution& distribution);
+  double mass_above(const Maxima& maxima, const Distribution& distribution, float floor, double& above);
   int32_t count_groups(const Maxima& maxima, float threshold) const;
-  Candidate* gather(const Maxima& maxima, const Law& law, float floor, float ceiling, int64_t limit);
-  void cut_top_k(const Maxima& maxima, int32_t top_k, Law& law);
-  double cut_top_p(const Maxima& maxima, float top_p, Law& law);
+  Candidate* gather(const Maxima& maxima, const Distribution& distribution, float floor, float ceiling, int64_t limit);
+  void cut_top_k(const Maxima& maxima, int32_t top_k, Distribution& distribution);
+  double cut_top_p(const Maxima& maxima, float top_p, Distribution& distribution);
   Removed removed_of(const Judge& judge, const AcceptRequest& request);
   template <typename Function>
   void for_each_slice(int32_t groups, Function&& function) const;

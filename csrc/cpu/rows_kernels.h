@@ -49,25 +49,25 @@ inline bool scan_whole_groups(const T* logits, int32_t begin, int32_t end, float
   return bits_of_mask(fine) == bits_of_mask(mask_of_bits(0xffffu));
 }
 
-// Lanes of z, ids from `first` on, that are in the law's support.
-inline Mask support_of(const Law& law, Floats z, int32_t first) {
-  const Floats cut = splat(law.cut);
+// Lanes of z, ids from `first` on, that are in the distribution's support.
+inline Mask support_of(const Distribution& distribution, Floats z, int32_t first) {
+  const Floats cut = splat(distribution.cut);
   const Mask above = less(cut, z);
   const uint32_t bits = bits_of_mask(above), below = bits_of_mask(less(z, cut));
   uint32_t ties = bits_of_mask(mask_of_bits(0xffffu)) & ~(bits | below);
   if (ties == 0) return above;
   for (int i = 0; i < Floats::width; ++i)
-    if (first + i > law.tie) ties &= ~(1u << i);
+    if (first + i > distribution.tie) ties &= ~(1u << i);
   return mask_of_bits(bits | ties);
 }
 
-inline Floats weights_in_support(const Law& law, Floats z, int32_t first) {
-  const Floats weight = exponential((z - splat(law.maximum)) * splat(law.scale));
-  return select(support_of(law, z, first), weight, splat(0.0f));
+inline Floats weights_in_support(const Distribution& distribution, Floats z, int32_t first) {
+  const Floats weight = exponential((z - splat(distribution.maximum)) * splat(distribution.scale));
+  return select(support_of(distribution, z, first), weight, splat(0.0f));
 }
 
-inline bool is_negligible(const Law& law, float group_maximum) {
-  return group_maximum < law.cut || !(log_weight(law, group_maximum) > kNegligible);
+inline bool is_negligible(const Distribution& distribution, float group_maximum) {
+  return group_maximum < distribution.cut || !(log_weight(distribution, group_maximum) > kNegligible);
 }
 
 // function(logits, first group, last group) on the part of [begin, end) that lies in memory as whole unmasked groups of
@@ -100,8 +100,8 @@ void scan_groups(const LogitRow& row, int32_t begin, int32_t end, float* maxima,
 
 // One group's addition to sums over the whole vocabulary: what is -inf counts e^-86, which no sum notices.
 template <typename T>
-inline void add_mass(const T* z, const Law& law, Floats (&sum)[2]) {
-  const Floats largest = splat(law.maximum), scale = splat(law.scale), lowest = splat(-86.0f);
+inline void add_mass(const T* z, const Distribution& distribution, Floats (&sum)[2]) {
+  const Floats largest = splat(distribution.maximum), scale = splat(distribution.scale), lowest = splat(-86.0f);
   for (int i = 0; i < kVectors; i += 2) {
     sum[0] = sum[0] + exponential_in_range(maximum((load(z + i * Floats::width) - largest) * scale, lowest));
     sum[1] = sum[1] + exponential_in_range(maximum((load(z + (i + 1) * Floats::width) - largest) * scale, lowest));
@@ -109,23 +109,24 @@ inline void add_mass(const T* z, const Law& law, Floats (&sum)[2]) {
 }
 
 // Sum over the support of exp((z - maximum) scale).
-void sum_mass(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end, double* mass) {
+void sum_mass(const LogitRow& row, const Distribution& distribution, const float* maxima, int32_t begin, int32_t end,
+              double* mass) {
   Floats sum[2] = {splat(0.0f), splat(0.0f)};
-  const bool everything = law.cut == -kInfinity;
+  const bool everything = distribution.cut == -kInfinity;
   const auto add_one = [&](int32_t group) {
-    if (is_negligible(law, maxima[group])) return;
+    if (is_negligible(distribution, maxima[group])) return;
     float z[kGroup];
     load_group(row, group, z);
-    if (everything) return add_mass(z, law, sum);
+    if (everything) return add_mass(z, distribution, sum);
     for (int i = 0; i < kGroup; i += Floats::width)
-      sum[0] = sum[0] + weights_in_support(law, load(z + i), group * kGroup + i);
+      sum[0] = sum[0] + weights_in_support(distribution, load(z + i), group * kGroup + i);
   };
   const auto add_whole = [&](const auto* logits, int32_t first, int32_t last) {
     for (int32_t group = first; group < last; ++group) {
       if (!everything)
         add_one(group);
-      else if (!is_negligible(law, maxima[group]))
-        add_mass(logits + static_cast<int64_t>(group) * kGroup, law, sum);
+      else if (!is_negligible(distribution, maxima[group]))
+        add_mass(logits + static_cast<int64_t>(group) * kGroup, distribution, sum);
     }
   };
   split_groups(row, begin, end, add_whole, add_one);
@@ -133,9 +134,10 @@ void sum_mass(const LogitRow& row, const Law& law, const float* maxima, int32_t 
 }
 
 // The same without a cut, and of the tokens with a logit of at least `floor` alone.
-void sum_mass_above(const LogitRow& row, const Law& law, const float* maxima, float floor, int32_t begin, int32_t end,
-                    double* mass, double* above) {
-  const Floats largest = splat(law.maximum), scale = splat(law.scale), lowest = splat(-86.0f), zero = splat(0.0f);
+void sum_mass_above(const LogitRow& row, const Distribution& distribution, const float* maxima, float floor,
+                    int32_t begin, int32_t end, double* mass, double* above) {
+  const Floats largest = splat(distribution.maximum), scale = splat(distribution.scale), lowest = splat(-86.0f),
+               zero = splat(0.0f);
   Floats sum = zero, high = zero;
   const auto add = [&](const auto* z) {
     for (int i = 0; i < kGroup; i += Floats::width) {
@@ -149,10 +151,10 @@ void sum_mass_above(const LogitRow& row, const Law& law, const float* maxima, fl
       row, begin, end,
       [&](const auto* logits, int32_t first, int32_t last) {
         for (int32_t group = first; group < last; ++group)
-          if (!is_negligible(law, maxima[group])) add(logits + static_cast<int64_t>(group) * kGroup);
+          if (!is_negligible(distribution, maxima[group])) add(logits + static_cast<int64_t>(group) * kGroup);
       },
       [&](int32_t group) {
-        if (is_negligible(law, maxima[group])) return;
+        if (is_negligible(distribution, maxima[group])) return;
         float z[kGroup];
         load_group(row, group, z);
         add(z);
@@ -162,21 +164,21 @@ void sum_mass_above(const LogitRow& row, const Law& law, const float* maxima, fl
 }
 
 // A logit above which about `share` of the mass lies, judged by a sample of the groups.
-void guess_floor(const LogitRow& row, const Law& law, int32_t groups, float share, float* floor) {
+void guess_floor(const LogitRow& row, const Distribution& distribution, int32_t groups, float share, float* floor) {
   constexpr int32_t kSample = 16;
   float z[kSample * kGroup], weight[kSample * kGroup];
   const int32_t step = groups / kSample > 0 ? groups / kSample : 1, count = groups < kSample ? groups : kSample;
   Floats total = splat(0.0f);
-  float low = law.maximum, high = law.maximum;
+  float low = distribution.maximum, high = distribution.maximum;
   for (int32_t k = 0; k < count; ++k) {
     load_group(row, k * step, z + k * kGroup);
     for (int i = k * kGroup; i < (k + 1) * kGroup; i += Floats::width) {
-      store(weight + i, weights_in_support(law, load(z + i), (k * step) * kGroup + i - k * kGroup));
+      store(weight + i, weights_in_support(distribution, load(z + i), (k * step) * kGroup + i - k * kGroup));
       total = total + load(weight + i);
     }
   }
   const float wanted = sum_lanes(total) * share;
-  low = law.maximum - 30.0f / law.scale;
+  low = distribution.maximum - 30.0f / distribution.scale;
   for (int halving = 0; halving < 10; ++halving) {  // 30 nats to 0.03
     const float middle = 0.5f * (low + high);
     Floats sum = splat(0.0f);
@@ -197,31 +199,34 @@ void count_at_least(const float* values, int32_t count, float threshold, int32_t
 }
 
 // Sum over the support of w (z - maximum) scale, w = exp((z - maximum) scale).
-void sum_log_moment(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end,
-                    double* log_moment) {
+void sum_log_moment(const LogitRow& row, const Distribution& distribution, const float* maxima, int32_t begin,
+                    int32_t end, double* log_moment) {
   Floats moment = splat(0.0f);
   for (int32_t group = begin; group < end; ++group) {
-    if (is_negligible(law, maxima[group])) continue;
+    if (is_negligible(distribution, maxima[group])) continue;
     float z[kGroup];
     load_group(row, group, z);
     for (int i = 0; i < kGroup; i += Floats::width) {
-      const Floats weight = weights_in_support(law, load(z + i), group * kGroup + i);
-      const Floats exponent = maximum((load(z + i) - splat(law.maximum)) * splat(law.scale), splat(-100.0f));
+      const Floats weight = weights_in_support(distribution, load(z + i), group * kGroup + i);
+      const Floats exponent =
+          maximum((load(z + i) - splat(distribution.maximum)) * splat(distribution.scale), splat(-100.0f));
       moment = fused(weight, exponent, moment);
     }
   }
   *log_moment = sum_lanes(moment);
 }
 
-// Adds the integer mass (core/law.h) of each of `count` logits to its bin; room for a vector behind them.
-inline void add_to_bins(float* z, int32_t count, const Law& law, float per_bin, int32_t bins, uint64_t* masses) {
+// Adds the integer mass (core/distribution.h) of each of `count` logits to its bin; room for a vector behind them.
+inline void add_to_bins(float* z, int32_t count, const Distribution& distribution, float per_bin, int32_t bins,
+                        uint64_t* masses) {
   const Floats last = splat(static_cast<float>(bins - 1));
   float weight[Floats::width];
   uint32_t bin[Words::width];
-  store(z + count, splat(law.maximum));
+  store(z + count, splat(distribution.maximum));
   for (int32_t i = 0; i < count; i += Floats::width) {
-    const Floats distance = splat(law.maximum) - load(z + i);
-    store(weight, exponential((load(z + i) - splat(law.maximum)) * splat(law.scale)) * splat(kMassUnit));
+    const Floats distance = splat(distribution.maximum) - load(z + i);
+    store(weight,
+          exponential((load(z + i) - splat(distribution.maximum)) * splat(distribution.scale)) * splat(kMassUnit));
     store_words(bin, truncated(minimum(distance * splat(per_bin), last)));
     const int32_t lanes = count - i < Floats::width ? count - i : Floats::width;
     for (int32_t lane = 0; lane < lanes; ++lane) masses[bin[lane]] += static_cast<uint64_t>(weight[lane]);
@@ -230,43 +235,43 @@ inline void add_to_bins(float* z, int32_t count, const Law& law, float per_bin, 
 
 // Does so for every token in the support with a logit of at least `floor`: bin 0 holds the largest, `per_bin` is one
 // over a bin's width.
-void fill_bins(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end, float floor,
-               float per_bin, int32_t bins, uint64_t* masses) {
+void fill_bins(const LogitRow& row, const Distribution& distribution, const float* maxima, int32_t begin, int32_t end,
+               float floor, float per_bin, int32_t bins, uint64_t* masses) {
   constexpr int32_t kRoom = 1024;
   float selected[kRoom + kGroup + Floats::width];
   int32_t count = 0;
   const Mask all = mask_of_bits(0xffffu);
   for (int32_t group = begin; group < end; ++group) {
-    if (maxima[group] < floor || maxima[group] < law.cut) continue;
+    if (maxima[group] < floor || maxima[group] < distribution.cut) continue;
     float z[kGroup];
     load_group(row, group, z);
     for (int i = 0; i < kGroup; i += Floats::width) {
       const Floats value = load(z + i);
       const uint32_t high = ~bits_of_mask(less(value, splat(floor))) & bits_of_mask(all);
       if (high == 0) continue;
-      const Mask chosen = support_of(law, value, group * kGroup + i) & mask_of_bits(high);
+      const Mask chosen = support_of(distribution, value, group * kGroup + i) & mask_of_bits(high);
       count += store_selected(selected + count, value, chosen);
     }
     if (count < kRoom) continue;
-    add_to_bins(selected, count, law, per_bin, bins, masses);
+    add_to_bins(selected, count, distribution, per_bin, bins, masses);
     count = 0;
   }
-  add_to_bins(selected, count, law, per_bin, bins, masses);
+  add_to_bins(selected, count, distribution, per_bin, bins, masses);
 }
 
 // Appends (z, id) of every token in the support with floor <= z <= ceiling; stops soon after `limit` of them.
-void collect(const LogitRow& row, const Law& law, const float* maxima, int32_t begin, int32_t end, float floor,
-             float ceiling, int64_t limit, Candidate* to, int64_t* count) {
+void collect(const LogitRow& row, const Distribution& distribution, const float* maxima, int32_t begin, int32_t end,
+             float floor, float ceiling, int64_t limit, Candidate* to, int64_t* count) {
   int64_t found = *count;
   for (int32_t group = begin; group < end && found < limit; ++group) {
-    if (maxima[group] < floor || maxima[group] < law.cut) continue;
+    if (maxima[group] < floor || maxima[group] < distribution.cut) continue;
     float z[kGroup];
     load_group(row, group, z);
     for (int i = 0; i < kGroup; i += Floats::width) {
       const Floats value = load(z + i);
       uint32_t bits = ~(bits_of_mask(less(value, splat(floor))) | bits_of_mask(less(splat(ceiling), value)));
       bits &= bits_of_mask(mask_of_bits(0xffffu));
-      if (bits != 0) bits &= bits_of_mask(support_of(law, value, group * kGroup + i));
+      if (bits != 0) bits &= bits_of_mask(support_of(distribution, value, group * kGroup + i));
       for (; bits != 0; bits &= bits - 1) {
         const int lane = __builtin_ctz(bits);
         to[found++] = {z[i + lane], group * kGroup + i + lane};
@@ -277,20 +282,21 @@ void collect(const LogitRow& row, const Law& law, const float* maxima, int32_t b
 }
 
 // p and q of one group. Without q: zeros.
-inline void load_probabilities(const LogitRow& row, const Law& law, int32_t group, float* to) {
+inline void load_probabilities(const LogitRow& row, const Distribution& distribution, int32_t group, float* to) {
   float z[kGroup];
   load_group(row, group, z);
   for (int i = 0; i < kGroup; i += Floats::width)
-    store(to + i, weights_in_support(law, load(z + i), group * kGroup + i) * splat(law.inverse_mass));
+    store(to + i, weights_in_support(distribution, load(z + i), group * kGroup + i) * splat(distribution.inverse_mass));
 }
 
 // The same for sums: where nothing is filtered, a token of probability 0 counts e^-86 of the largest.
-inline void load_terms(const LogitRow& row, const Law& law, int32_t group, float* to) {
-  if (law.cut != -kInfinity) return load_probabilities(row, law, group, to);
+inline void load_terms(const LogitRow& row, const Distribution& distribution, int32_t group, float* to) {
+  if (distribution.cut != -kInfinity) return load_probabilities(row, distribution, group, to);
   load_group(row, group, to);
-  const Floats largest = splat(law.maximum), scale = splat(law.scale), lowest = splat(-86.0f);
+  const Floats largest = splat(distribution.maximum), scale = splat(distribution.scale), lowest = splat(-86.0f);
   for (int i = 0; i < kGroup; i += Floats::width)
-    store(to + i, exponential_in_range(maximum((load(to + i) - largest) * scale, lowest)) * splat(law.inverse_mass));
+    store(to + i,
+          exponential_in_range(maximum((load(to + i) - largest) * scale, lowest)) * splat(distribution.inverse_mass));
 }
 
 inline bool touches(const Removed& removed, int32_t group) {
@@ -346,12 +352,12 @@ void sum_overlaps(const Judge& judge, const float* inverse_rho, int32_t begin, i
   for (int k = 0; k < kOverlaps; ++k) sums[k] = sum_lanes(sum[k]);
 }
 
-// What no token of a group can exceed in a race over `law`: (its largest log weight + offset) - ln first_g. Without
-// noise ln first_g is 0. A little above, against rounding. Both arrays are padded to whole vectors, the maxima with
-// -inf.
-void bound_groups(const Law& law, const float* maxima, int32_t groups, const Noise* noise, float offset,
-                  float* bounds) {
-  const Floats cut = splat(law.cut), none = splat(-kInfinity);
+// What no token of a group can exceed in a race over `distribution`: (its largest log weight + offset) - ln first_g.
+// Without noise ln first_g is 0. A little above, against rounding. Both arrays are padded to whole vectors, the maxima
+// with -inf.
+void bound_groups(const Distribution& distribution, const float* maxima, int32_t groups, const Noise* noise,
+                  float offset, float* bounds) {
+  const Floats cut = splat(distribution.cut), none = splat(-kInfinity);
   const uint32_t all = bits_of_mask(mask_of_bits(0xffffu));
   for (int32_t group = 0; group < groups; group += Floats::width) {
     const Floats z = load(maxima + group);
@@ -368,7 +374,7 @@ void bound_groups(const Law& law, const float* maxima, int32_t groups, const Noi
       philox_rounds(word, noise->seed);
       log_e = logarithm(exponential_variate(word[0]) * splat(1.0f / kGroup));
     }
-    const Floats score = race_score(z, law.maximum, law.scale, log_e);
+    const Floats score = race_score(z, distribution.maximum, distribution.scale, log_e);
     store(bounds + group, select(outside, none, score + splat(offset + 0.001f)));
   }
 }
@@ -396,10 +402,10 @@ inline float noise_of(const Noise& noise, int32_t group, int32_t place, float fi
   return logarithm(first + exponential_variate(drawn.word[place / kBlocksPerGroup]));
 }
 
-// The group's scores in a race over `law`, without noise the log weights; -inf outside the support, and for tokens that
-// cannot reach `threshold`.
-void score_group(const LogitRow& row, const Law& law, const Noise* noise, int32_t group, float threshold,
-                 float* scores) {
+// The group's scores in a race over `distribution`, without noise the log weights; -inf outside the support, and for
+// tokens that cannot reach `threshold`.
+void score_group(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t group,
+                 float threshold, float* scores) {
   float z[kGroup], log_e[kGroup] = {};
   load_group(row, group, z);
   if (noise != nullptr) {
@@ -408,7 +414,8 @@ void score_group(const LogitRow& row, const Law& law, const Noise* noise, int32_
     const float first = exponential_variate(drawn.word[0]) * (1.0f / kGroup), most = logarithm(first);
     uint64_t reaching = 0;
     for (int i = 0; i < kGroup; i += Floats::width) {
-      const Floats bound = race_score(load(z + i), law.maximum, law.scale, splat(most)) + splat(0.001f);
+      const Floats bound =
+          race_score(load(z + i), distribution.maximum, distribution.scale, splat(most)) + splat(0.001f);
       const uint32_t bits = ~bits_of_mask(less(bound, splat(threshold))) & bits_of_mask(mask_of_bits(0xffffu));
       reaching |= static_cast<uint64_t>(bits) << i;
       store(scores + i, splat(-kInfinity));
@@ -416,17 +423,18 @@ void score_group(const LogitRow& row, const Law& law, const Noise* noise, int32_
     if (__builtin_popcountll(reaching) <= 3) {  // usually one: the group's largest
       for (; reaching != 0; reaching &= reaching - 1) {
         const int32_t i = __builtin_ctzll(reaching), id = group * kGroup + i;
-        if (!in_support(law, z[i], id)) continue;
+        if (!in_support(distribution, z[i], id)) continue;
         const int32_t leader = static_cast<int32_t>(drawn.word[1] % kGroup);
-        scores[i] = race_score(z[i], law.maximum, law.scale, noise_of(*noise, group, i, first, leader));
+        scores[i] =
+            race_score(z[i], distribution.maximum, distribution.scale, noise_of(*noise, group, i, first, leader));
       }
       return;
     }
     load_noise(*noise, group, log_e);
   }
   for (int i = 0; i < kGroup; i += Floats::width) {
-    const Floats score = race_score(load(z + i), law.maximum, law.scale, load(log_e + i));
-    store(scores + i, select(support_of(law, load(z + i), group * kGroup + i), score, splat(-kInfinity)));
+    const Floats score = race_score(load(z + i), distribution.maximum, distribution.scale, load(log_e + i));
+    store(scores + i, select(support_of(distribution, load(z + i), group * kGroup + i), score, splat(-kInfinity)));
   }
 }
 

@@ -1,5 +1,5 @@
 // The accept step on the GPU. The rules: core/accept.h. Where rows are few, one kernel scans all of them and describes
-// each as a law, and a second one walks the trees; else a block scans the rows that its request comes to.
+// each as a distribution, and a second one walks the trees; else a block scans the rows that its request comes to.
 #pragma once
 
 #include <cstdint>
@@ -35,20 +35,20 @@ struct AcceptSource {
   }
 
   PASS_EXT_DEVICE ScanWish wish(int64_t slot) const {
-    const LawParameters parameters = parameters_of_row(slot);
+    const SamplingParameters parameters = parameters_of_row(slot);
     return {parameters.scale, is_sum_needed(parameters, needs_mass(slot))};
   }
 
   PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row,
                               const RowsWorkspace& workspace) const {
-    const Law law = rows.describe(row, parameters_of_row(row.slot), needs_mass(row.slot));
-    if (rows.is_leader()) workspace.laws[row.slot] = law;
-    if (law.status != 0 || row.slot >= problem.nodes || problem.rule != Rule::coupled) return;
+    const Distribution distribution = rows.describe(row, parameters_of_row(row.slot), needs_mass(row.slot));
+    if (rows.is_leader()) workspace.distributions[row.slot] = distribution;
+    if (distribution.status != 0 || row.slot >= problem.nodes || problem.rule != Rule::coupled) return;
     const AcceptRequest request = request_of_row(row.slot);
     const int32_t node = node_of_row(row.slot, request);
     if (!holds(request, node) || is_greedy_request(request.index)) return;
     const int32_t depth = depth_of(request, node);
-    const int32_t winner = rows.winner(row, law, noise_at(problem, request.index, Purpose::coupled, depth));
+    const int32_t winner = rows.winner(row, distribution, noise_at(problem, request.index, Purpose::coupled, depth));
     if (rows.is_leader()) workspace.winners[row.slot] = winner;
   }
 
@@ -76,18 +76,19 @@ struct AcceptSource {
   }
 
   PASS_EXT_DEVICE bool is_greedy_request(int64_t request) const {
-    return problem.target_law.temperature == nullptr || is_greedy(problem.target_law.temperature[request]);
+    return problem.target_sampling.temperature == nullptr || is_greedy(problem.target_sampling.temperature[request]);
   }
 
-  PASS_EXT_DEVICE LawParameters parameters_of_row(int64_t slot) const {
+  PASS_EXT_DEVICE SamplingParameters parameters_of_row(int64_t slot) const {
     const bool is_draft = slot >= problem.nodes;
     const int64_t request = request_of_row(slot).index;
-    return parameters_of(is_draft ? problem.draft_law : problem.target_law, request, problem.target.vocabulary, 0.0f);
+    return parameters_of(is_draft ? problem.draft_sampling : problem.target_sampling, request,
+                         problem.target.vocabulary, 0.0f);
   }
 
   PASS_EXT_DEVICE bool needs_mass(int64_t slot) const { return slot >= problem.nodes || problem.rule != Rule::coupled; }
 
-  // Whether a node's children are held against the law they were drawn from.
+  // Whether a node's children are held against the distribution they were drawn from.
   PASS_EXT_DEVICE bool is_judged(const AcceptRequest& request, int32_t node) const {
     if (is_greedy_request(request.index)) return false;
     if (problem.is_chain) return node + 1 < request.nodes;

@@ -16,14 +16,14 @@ enum class JobKind : int32_t { none, describe, draw, entropy, residual_sums, ove
 struct Job {
   JobKind kind;
   LogitRow row;
-  LawParameters parameters;
+  SamplingParameters parameters;
   bool needs_mass, rejected;
   Judge judge;
   Weight weight;
   Noise noise;
   float inverse_rho[kOverlaps];
   int32_t nodes;  // of the request
-  Law law;
+  Distribution distribution;
   int32_t id;
   double sums[kOverlaps];
 };
@@ -31,10 +31,10 @@ struct Job {
 struct AcceptShared {
   RowShared row;  // first: see there
   Job job;
-  float cuts[kMostNodes];
+  float cuts[kMaxTreeNodes];
   int32_t removed_count;  // deleted children of the node being judged
-  int32_t removed_ids[kMostNodes];
-  float removed_cuts[kMostNodes];
+  int32_t removed_ids[kMaxTreeNodes];
+  float removed_cuts[kMaxTreeNodes];
 };
 
 PASS_EXT_DEVICE AcceptShared& accept_shared() { return *dynamic_shared<AcceptShared>(); }
@@ -72,8 +72,8 @@ class JobRows : public BlockRows<scan> {
     [[maybe_unused]] const AcceptRequest request{whole.problem, whole.index, whole.first, job.nodes};
     if constexpr (has(JobKind::describe))
       if (job.kind == JobKind::describe) {
-        const Law law = this->describe(job.row, job.parameters, job.needs_mass);
-        if (is_leader()) job.law = law;
+        const Distribution distribution = this->describe(job.row, job.parameters, job.needs_mass);
+        if (is_leader()) job.distribution = distribution;
       }
     if constexpr (has(JobKind::draw))
       if (job.kind == JobKind::draw) {
@@ -274,15 +274,15 @@ class WalkRows {
   }
   PASS_EXT_DEVICE Judge saved(int32_t node) const { return workspace_.judges[request_.first + node]; }
 
-  PASS_EXT_DEVICE Law describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass) {
-    if constexpr (scan == Scan::beforehand) return workspace_.laws[row.slot];
+  PASS_EXT_DEVICE Distribution describe(const LogitRow& row, const SamplingParameters& parameters, bool needs_mass) {
+    if constexpr (scan == Scan::beforehand) return workspace_.distributions[row.slot];
     if (is_leader()) {
       accept_shared().job.row = row;
       accept_shared().job.parameters = parameters;
       accept_shared().job.needs_mass = needs_mass;
     }
     hand_over(JobKind::describe, request_.nodes);
-    return accept_shared().job.law;
+    return accept_shared().job.distribution;
   }
 
   PASS_EXT_DEVICE float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }

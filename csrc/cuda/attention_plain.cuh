@@ -10,7 +10,7 @@
 namespace pass_ext::gpu {
 
 constexpr int kPlainWarps = 4;
-constexpr int kPlainColumns = 8;  // of one lane: 256 in all
+constexpr int kPlainColumns = kLargestHeadDim / 32;  // of one lane
 
 // The request that owns a row of q, or -1. Called by whole warps.
 PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {

@@ -14,6 +14,7 @@ namespace pass_ext::gpu {
 // use(AttentionShape) for what the problem needs: by dtype, head size and rows that share a key head. fp32 has none.
 template <typename Use>
 decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& use) {
+  static_assert(kLargestHeadDim <= 256, "the widest kernel takes every head size");
   const bool is_one_tile = int64_t{problem.max_nodes} * problem.group <= 16;
   const auto with_dim = [&](auto element, auto dim) -> decltype(auto) {
     using T = decltype(element);

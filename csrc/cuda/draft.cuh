@@ -18,7 +18,7 @@ struct DraftSource {
     return true;
   }
   PASS_EXT_DEVICE ScanWish wish(int64_t slot) const {
-    const LawParameters parameters = draft_parameters(problem, slot);
+    const SamplingParameters parameters = draft_parameters(problem, slot);
     return {parameters.scale, is_sum_needed(parameters, true)};
   }
   PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row, const RowsWorkspace&) const {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/law.h"
+#include "core/distribution.h"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {

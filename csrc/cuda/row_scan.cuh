@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/law.h"
+#include "core/distribution.h"
 #include "core/noise.h"
 #include "cuda/primitives.cuh"
 #include "cuda/row_pieces.cuh"
@@ -39,7 +39,7 @@ struct ScanWish {
 };
 
 // Whether describing a row takes the sum over all of it.
-PASS_EXT_DEVICE bool is_sum_needed(const LawParameters& parameters, bool needs_mass) {
+PASS_EXT_DEVICE bool is_sum_needed(const SamplingParameters& parameters, bool needs_mass) {
   return has_filter(parameters) ? parameters.top_p < 1.0f && parameters.top_k == 0 : needs_mass;
 }
 

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "core/law.h"
+#include "core/distribution.h"
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
 

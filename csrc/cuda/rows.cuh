@@ -1,15 +1,15 @@
-// One block's way to work on a row of logits, from its summaries (cuda/row_scan.cuh): describe it as a law, find the
-// best tokens of a race. It is the `Rows` of core/draft.h.
-// What a row gives depends neither on the size of the block nor on who scanned it: sums go from chunk to chunk, in the
-// order of one warp; counts and the masses of top-p are integers.
+// One block's way to work on a row of logits, from its summaries (cuda/row_scan.cuh): describe it as a distribution,
+// find the best tokens of a race. It is the `Rows` of core/draft.h. What a row gives depends neither on the size of the
+// block nor on who scanned it: sums go from chunk to chunk, in the order of one warp; counts and the masses of top-p
+// are integers.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "core/accept.h"
+#include "core/distribution.h"
 #include "core/draft.h"
-#include "core/law.h"
 #include "core/noise.h"
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
@@ -29,14 +29,14 @@ constexpr int kBlocksPerMultiprocessor = 2;
 // Global memory of one problem. `rows`: these are scanned and finished beforehand; 0: a block scans two at a time, when
 // it comes to them.
 struct RowsWorkspace {
-  float* maxima;      // [rows or 2 blocks, groups]
-  ChunkSum* chunks;   // [rows or 2 blocks, chunks]
-  float* bounds;      // [rows and blocks, groups], where shared memory is too small
-  Law* laws;          // [rows]
-  int32_t* winners;   // [rows], rule coupled: the token that the target draws
-  Judge* judges;      // [nodes]
-  int32_t* divided;   // one
-  int32_t* counters;  // [rows], zero: blocks that are done with a row
+  float* maxima;                // [rows or 2 blocks, groups]
+  ChunkSum* chunks;             // [rows or 2 blocks, chunks]
+  float* bounds;                // [rows and blocks, groups], where shared memory is too small
+  Distribution* distributions;  // [rows]
+  int32_t* winners;             // [rows], rule coupled: the token that the target draws
+  Judge* judges;                // [nodes]
+  int32_t* divided;             // one
+  int32_t* counters;            // [rows], zero: blocks that are done with a row
   int64_t rows;
   int32_t groups, chunks_per_row, scan_blocks;
 };
@@ -71,7 +71,7 @@ struct RowsPlan {
       used += (count * static_cast<int64_t>(sizeof *part) + 15) / 16 * 16;
     };
     take(workspace.judges, nodes);
-    take(workspace.laws, rows);
+    take(workspace.distributions, rows);
     take(workspace.chunks, summaries() * chunks_per_row);
     take(workspace.maxima, summaries() * groups);
     take(workspace.bounds, bounds() * groups);
@@ -141,61 +141,63 @@ class BlockRows {
 
   PASS_EXT_DEVICE bool is_leader() const { return thread_rank() == 0; }
 
-  PASS_EXT_DEVICE_CALL Law describe(const LogitRow& row, const LawParameters& parameters, bool needs_mass) {
+  PASS_EXT_DEVICE_CALL Distribution describe(const LogitRow& row, const SamplingParameters& parameters,
+                                             bool needs_mass) {
     const bool filtered = has_filter(parameters), needs_sum = is_sum_needed(parameters, needs_mass);
     const RowSummary summary = summary_of_row(row, parameters.scale, needs_sum);
-    Law law{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
+    Distribution distribution{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
     bool bad = false;
 #pragma unroll 4
     for (int32_t i = lane(); i < workspace_.chunks_per_row; i += 32) {  // four loads at once
       const ChunkSum chunk = summary.chunks[i];
-      law.maximum = larger(chunk.maximum, law.maximum);
+      distribution.maximum = larger(chunk.maximum, distribution.maximum);
       bad = bad || !(chunk.sum == chunk.sum);
     }
-    for (int step = 16; step > 0; step /= 2) law.maximum = larger(law.maximum, shuffle_xor(law.maximum, step));
+    for (int step = 16; step > 0; step /= 2)
+      distribution.maximum = larger(distribution.maximum, shuffle_xor(distribution.maximum, step));
     if (any(bad))
-      law.status = kBadLogits;
-    else if (law.maximum == -kInfinity)
-      law.status = kEmptySupport;
-    if (law.status != 0) return law;
-    double mass = needs_sum ? total_mass(summary, law) : 0.0;
+      distribution.status = kBadLogits;
+    else if (distribution.maximum == -kInfinity)
+      distribution.status = kEmptySupport;
+    if (distribution.status != 0) return distribution;
+    double mass = needs_sum ? total_mass(summary, distribution) : 0.0;
     if (filtered) {
-      if (parameters.top_k > 0) cut_top_k(row, summary, parameters.top_k, law);
+      if (parameters.top_k > 0) cut_top_k(row, summary, parameters.top_k, distribution);
       if (parameters.top_p < 1.0f) {
-        if (!needs_sum) mass = mass_of(row, summary, law);
-        cut_top_p(row, summary, parameters.top_p, mass, law);
+        if (!needs_sum) mass = mass_of(row, summary, distribution);
+        cut_top_p(row, summary, parameters.top_p, mass, distribution);
       }
-      if (parameters.min_p > 0.0f) cut_at_floor(law, parameters.min_p);
-      if (needs_mass) mass = mass_of(row, summary, law);
+      if (parameters.min_p > 0.0f) cut_at_floor(distribution, parameters.min_p);
+      if (needs_mass) mass = mass_of(row, summary, distribution);
     }
-    if (needs_mass) set_mass(law, mass);
-    return law;
+    if (needs_mass) set_mass(distribution, mass);
+    return distribution;
   }
 
   PASS_EXT_DEVICE float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
 
   // The `count` best tokens of a race, and their probabilities.
-  PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Law& law, const Noise* noise, int32_t count,
-                                 int64_t* tokens, float* logprobs) {
-    const RowSummary summary = summary_of_row(row, law.scale, false);
-    bound_groups(summary, law, noise, 0.0f);
+  PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Distribution& distribution, const Noise* noise,
+                                 int32_t count, int64_t* tokens, float* logprobs) {
+    const RowSummary summary = summary_of_row(row, distribution.scale, false);
+    bound_groups(summary, distribution, noise, 0.0f);
     Best last{kInfinity, -1};
     int32_t found = 0;
     for (; found < count; ++found) {
-      last = next_best(row, noise, last, PlainScore{row, law});
+      last = next_best(row, noise, last, PlainScore{row, distribution});
       if (last.id < 0) break;
       if (is_leader()) {
         tokens[found] = last.id;
-        logprobs[found] = log_weight(law, logit_at(row, last.id)) - law.log_mass;
+        logprobs[found] = log_weight(distribution, logit_at(row, last.id)) - distribution.log_mass;
       }
     }
     fill(tokens, logprobs, found, count);
   }
 
-  // The winner of a race among a law's tokens, or -1.
-  PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Law& law, const Noise& noise) {
-    bound_groups(summary_of_row(row, law.scale, false), law, &noise, 0.0f);
-    return next_best(row, &noise, {kInfinity, -1}, PlainScore{row, law}).id;
+  // The winner of a race among a distribution's tokens, or -1.
+  PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
+    bound_groups(summary_of_row(row, distribution.scale, false), distribution, &noise, 0.0f);
+    return next_best(row, &noise, {kInfinity, -1}, PlainScore{row, distribution}).id;
   }
 
   PASS_EXT_DEVICE void fill(int64_t* tokens, float* logprobs, int32_t begin, int32_t end) {
@@ -279,47 +281,49 @@ class BlockRows {
   }
 
   // Every warp for itself, all alike.
-  PASS_EXT_DEVICE double total_mass(const RowSummary& summary, const Law& law) const {
+  PASS_EXT_DEVICE double total_mass(const RowSummary& summary, const Distribution& distribution) const {
     double mass = 0.0;
 #pragma unroll 4
     for (int32_t i = lane(); i < workspace_.chunks_per_row; i += 32) {
       const ChunkSum chunk = summary.chunks[i];
-      if (chunk.maximum > -kInfinity) mass += chunk.sum * exponential(log_weight(law, chunk.maximum));
+      if (chunk.maximum > -kInfinity) mass += chunk.sum * exponential(log_weight(distribution, chunk.maximum));
     }
     return sum_of_warp(mass);
   }
 
   // Sum over the support. The chunks' sums are replaced by those of what is in the support.
-  PASS_EXT_DEVICE_CALL double mass_of(const LogitRow& row, const RowSummary& summary, const Law& law) {
+  PASS_EXT_DEVICE_CALL double mass_of(const LogitRow& row, const RowSummary& summary,
+                                      const Distribution& distribution) {
     sync_block();  // everybody has read the chunks
     if constexpr (scan == Scan::on_the_way)
       for (int i = 0; i < 2; ++i)
         if (kept_slot_[i] == row.slot) kept_sum_[i] = false;
     for (int32_t base = 0; base < workspace_.chunks_per_row; base += 32) {
-      unsigned high =
-          ballot(base + lane() < workspace_.chunks_per_row && summary.chunks[base + lane()].maximum >= law.cut);
+      unsigned high = ballot(base + lane() < workspace_.chunks_per_row &&
+                             summary.chunks[base + lane()].maximum >= distribution.cut);
       for (unsigned turn = 0; high != 0; ++turn) {
         const int32_t chunk = base + first_set_bit(high);
         high &= high - 1;
-        if (turn % warps_in_block() == warp_index()) sum_chunk(row, summary, law, chunk);
+        if (turn % warps_in_block() == warp_index()) sum_chunk(row, summary, distribution, chunk);
       }
     }
     sync_block();
     double mass = 0.0;
     for (int32_t i = lane(); i < workspace_.chunks_per_row; i += 32)
-      if (summary.chunks[i].maximum >= law.cut) mass += summary.chunks[i].sum;
+      if (summary.chunks[i].maximum >= distribution.cut) mass += summary.chunks[i].sum;
     return sum_of_warp(mass);
   }
 
   // One warp.
-  PASS_EXT_DEVICE void sum_chunk(const LogitRow& row, const RowSummary& summary, const Law& law, int32_t chunk) {
+  PASS_EXT_DEVICE void sum_chunk(const LogitRow& row, const RowSummary& summary, const Distribution& distribution,
+                                 int32_t chunk) {
     float sum = 0.0f;
     RawPiece raw[kPieces];
     bool wanted[kPieces];
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) {
       const int32_t first = chunk * kChunk + (k * 32 + lane()) * kPiece;
-      wanted[k] = first < row.vocabulary && summary.maxima[first / kGroup] >= law.cut;
+      wanted[k] = first < row.vocabulary && summary.maxima[first / kGroup] >= distribution.cut;
       if (wanted[k]) raw[k] = load_raw(row, first);
     }
 #pragma unroll 1
@@ -330,7 +334,7 @@ class BlockRows {
         convert(row.type, raw[0], z);
         if (row.allowed != nullptr) forbid(load_allowed(row, first), z);
         for (int i = 0; i < kPiece; ++i)
-          if (in_support(law, z[i], first + i)) sum += exponential(log_weight(law, z[i]));
+          if (in_support(distribution, z[i], first + i)) sum += exponential(log_weight(distribution, z[i]));
       }
 #pragma unroll
       for (int i = 1; i < kPieces; ++i) {
@@ -342,23 +346,23 @@ class BlockRows {
     if (lane() == 0) summary.chunks[chunk].sum = sum;
   }
 
-  PASS_EXT_DEVICE static uint64_t lowest_key(const Law& law) {
-    return law.cut == -kInfinity ? kLowestKey : key_of(law.cut, law.tie);
+  PASS_EXT_DEVICE static uint64_t lowest_key(const Distribution& distribution) {
+    return distribution.cut == -kInfinity ? kLowestKey : key_of(distribution.cut, distribution.tie);
   }
 
   // What a selection goes through: the tokens whose logit is at least `floor`, or the groups, by their largest logits.
-  // It counts them; or, with a law, their masses under it.
+  // It counts them; or, with a distribution, their masses under it.
   struct Selection {
     bool of_groups, crowded;
     float floor;
-    const Law* law;
+    const Distribution* distribution;
   };
 
   PASS_EXT_DEVICE_CALL Selected select(const LogitRow& row, const RowSummary& summary, const Selection& selection,
                                        unsigned long long wanted, const KeyRange& range) {
     const auto measure = [&](uint64_t key) -> unsigned long long {
-      if (selection.law == nullptr) return 1;
-      return integer_mass(exponential(log_weight(*selection.law, logit_of_key(key))));
+      if (selection.distribution == nullptr) return 1;
+      return integer_mass(exponential(log_weight(*selection.distribution, logit_of_key(key))));
     };
     const auto for_each = [&](const auto& take) {
       if (selection.of_groups) {
@@ -373,10 +377,11 @@ class BlockRows {
     return select_key(row_shared().select, row_shared().listed, wanted, range, selection.crowded, measure, for_each);
   }
 
-  // The law's first `top_k` tokens, if it has so many.
-  PASS_EXT_DEVICE void cut_top_k(const LogitRow& row, const RowSummary& summary, int32_t top_k, Law& law) {
-    const uint64_t highest = key_of(law.maximum, 0);
-    float floor = law.maximum;
+  // The distribution's first `top_k` tokens, if it has so many.
+  PASS_EXT_DEVICE void cut_top_k(const LogitRow& row, const RowSummary& summary, int32_t top_k,
+                                 Distribution& distribution) {
+    const uint64_t highest = key_of(distribution.maximum, 0);
+    float floor = distribution.maximum;
     if (top_k > 1) {
       // k groups have a largest logit that is at least the k-th largest of these: no token below it is among the top k.
       const Selected group = select(row, summary, {true, false, -kInfinity, nullptr}, top_k, {kLowestKey, highest, 0});
@@ -385,41 +390,46 @@ class BlockRows {
     const Selected selected = select(row, summary, {false, false, floor, nullptr}, top_k,
                                      {floor == -kInfinity ? kLowestKey : key_of(floor, -1), highest, 0});
     if (!selected.reached) return;
-    law.cut = logit_of_key(selected.key);
-    law.tie = id_of_key(selected.key);
+    distribution.cut = logit_of_key(selected.key);
+    distribution.tie = id_of_key(selected.key);
   }
 
-  // The law's first tokens that have `top_p` of its mass.
-  PASS_EXT_DEVICE void cut_top_p(const LogitRow& row, const RowSummary& summary, float top_p, double mass, Law& law) {
+  // The distribution's first tokens that have `top_p` of its mass.
+  PASS_EXT_DEVICE void cut_top_p(const LogitRow& row, const RowSummary& summary, float top_p, double mass,
+                                 Distribution& distribution) {
     const unsigned long long wanted = mass_to_reach(top_p, mass) > 0 ? mass_to_reach(top_p, mass) : 1;
     // Tokens so improbable that even the whole vocabulary of them weighs less than what top-p leaves out.
     const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / row.vocabulary * 0.99);
-    const float floor = minimum(law.maximum + logarithm(maximum(spare, 0x1p-60f)) / law.scale, law.maximum);
-    KeyRange range{lowest_key(law), key_of(law.maximum, 0), 0};
+    const float floor =
+        minimum(distribution.maximum + logarithm(maximum(spare, 0x1p-60f)) / distribution.scale, distribution.maximum);
+    KeyRange range{lowest_key(distribution), key_of(distribution.maximum, 0), 0};
     if (key_of(floor, -1) > range.low) range.low = key_of(floor, -1);
-    const Law whole = law;
-    const Selected selected = select(row, summary, {false, true, maximum(floor, law.cut), &whole}, wanted, range);
-    law.cut = logit_of_key(selected.key);
-    law.tie = id_of_key(selected.key);
+    const Distribution whole = distribution;
+    const Selected selected =
+        select(row, summary, {false, true, maximum(floor, distribution.cut), &whole}, wanted, range);
+    distribution.cut = logit_of_key(selected.key);
+    distribution.tie = id_of_key(selected.key);
   }
 
-  // What a token of a law scores in a race.
+  // What a token of a distribution scores in a race.
   struct PlainScore {
     const LogitRow& row;
-    const Law& law;
+    const Distribution& distribution;
 
     PASS_EXT_DEVICE float operator()(int32_t id, float log_e) const {
       const float z = logit_at(row, id);
-      return in_support(law, z, id) ? race_score(z, law.maximum, law.scale, log_e) : -kInfinity;
+      return in_support(distribution, z, id) ? race_score(z, distribution.maximum, distribution.scale, log_e)
+                                             : -kInfinity;
     }
   };
 
   // What no token of a group can exceed in a race: see cpu/rows_kernels.h. A warp has a scheduler to itself here, so
   // the chains of arithmetic of several groups run side by side.
-  PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Law& law, const Noise* noise, float offset) {
+  PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Distribution& distribution,
+                                         const Noise* noise, float offset) {
     constexpr int kAtOnce = 4;
     const int32_t groups = workspace_.groups;
-    const float cut = law.cut, maximum = law.maximum, scale = law.scale;
+    const float cut = distribution.cut, maximum = distribution.maximum, scale = distribution.scale;
     const Noise heard = noise == nullptr ? Noise{} : *noise;
     sync_block();
     for (int32_t base = first_index(); base < groups; base += kAtOnce * stride()) {

@@ -5,7 +5,8 @@
 #include <tuple>
 
 #include "core/accept.h"
-#include "host/law.h"
+#include "core/tree.h"
+#include "host/distribution.h"
 
 namespace pass_ext {
 
@@ -28,7 +29,7 @@ struct AcceptArguments {
   const Tensor& target_logits;
   int64_t rule;
   const OptionalTensor& draft_logits;
-  LawArguments target_law, draft_law;
+  SamplingArguments target_sampling, draft_sampling;
   const OptionalTensor &allowed, &draft_allowed, &seeds, &positions;
   double threshold, alpha;
 };
@@ -40,8 +41,9 @@ inline void check_rule(const AcceptArguments& arguments) {
     refuse(arguments.op, "rule must be the index of a rule, 0 to 6, got ", arguments.rule);
   const Rule rule = static_cast<Rule>(arguments.rule);
   if ((rule == Rule::kseq || rule == Rule::rejection_with_replacement) && !arguments.draft_logits.has_value())
-    refuse(arguments.op, "rule '", name_of(rule),
-           "' needs draft_logits, the law that the children were drawn from (coupled and rejection do without)");
+    refuse(
+        arguments.op, "rule '", name_of(rule),
+        "' needs draft_logits, the distribution that the children were drawn from (coupled and rejection do without)");
   if (!arguments.draft_logits.has_value() && arguments.draft_allowed.has_value())
     refuse(arguments.op, "draft_allowed is the mask of draft_logits, which were not given");
   if (!(arguments.threshold >= 0.0) || !(arguments.alpha >= 0.0))
@@ -54,8 +56,8 @@ inline AcceptResult prepare_accept(const AcceptArguments& arguments, int64_t req
                                    AcceptProblem& problem) {
   const char* op = arguments.op;
   const PerRow rows{op, arguments.target_logits, "target_logits", requests, "one for each request"};
-  problem.target_law = law_parameters_of(rows, arguments.target_law);
-  problem.draft_law = law_parameters_of(rows, arguments.draft_law, true);
+  problem.target_sampling = sampling_parameters_of(rows, arguments.target_sampling);
+  problem.draft_sampling = sampling_parameters_of(rows, arguments.draft_sampling, true);
   problem.seeds = column_of<int64_t>(rows, "seeds", arguments.seeds, ScalarType::Long);
   problem.positions = column_of<int64_t>(rows, "positions", arguments.positions, ScalarType::Long);
   problem.requests = requests;
@@ -94,8 +96,8 @@ inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const 
   const PerRow rows{op, target, "target_logits", nodes, "one for each row of target_logits"};
   check_column(rows, "tokens", tokens, ScalarType::Long);
   check_column(rows, "parents", parents, ScalarType::Int);
-  if (max_depth < 0 || max_depth >= kMostNodes)
-    refuse(op, "max_depth must be in [0, ", kMostNodes, "), got ", max_depth);
+  if (max_depth < 0 || max_depth >= kMaxTreeNodes)
+    refuse(op, "max_depth must be in [0, ", kMaxTreeNodes, "), got ", max_depth);
   check_dtype(op, "cu_nodes", cu_nodes, {ScalarType::Int});
   check_dim(op, "cu_nodes", cu_nodes, 1, "[B + 1]");
   if (cu_nodes.size(0) < 1) refuse(op, "cu_nodes must have shape [B + 1], got ", describe(cu_nodes));
@@ -135,8 +137,9 @@ inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const
   check_dtype(op, "draft_tokens", draft_tokens, {ScalarType::Long});
   check_dim(op, "draft_tokens", draft_tokens, 2, "[B, K]");
   const int64_t requests = target.size(0), nodes = target.size(1);
-  if (nodes < 1 || nodes > kMostNodes)
-    refuse(op, "target_logits must have 1 to ", kMostNodes, " rows (K + 1) for each request, got ", describe(target));
+  if (nodes < 1 || nodes > kMaxTreeNodes)
+    refuse(op, "target_logits must have 1 to ", kMaxTreeNodes, " rows (K + 1) for each request, got ",
+           describe(target));
   check_size(op, "draft_tokens", draft_tokens, 0, requests, "the requests of target_logits");
   check_size(op, "draft_tokens", draft_tokens, 1, nodes - 1, "one less than target_logits has rows");
   check_same_device(op, "draft_tokens", draft_tokens, "target_logits", target);

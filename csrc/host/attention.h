@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <string>
 #include <tuple>
 
 #include "core/attention.h"
@@ -56,9 +57,12 @@ inline KeyRows new_rows_of(const AttentionArguments& arguments, const char* argu
 }
 
 inline void check_head_dim(const char* op, const Tensor& q) {
-  for (int64_t known : {64, 80, 96, 128, 256})
-    if (q.size(2) == known) return;
-  refuse(op, "q must have a head size of 64, 80, 96, 128 or 256, got ", describe(q));
+  std::string known;
+  for (int32_t dim : kHeadDims) {
+    if (q.size(2) == dim) return;
+    known += (dim == kHeadDims[0] ? "" : dim == kLargestHeadDim ? " or " : ", ") + std::to_string(dim);
+  }
+  refuse(op, "q must have a head size of ", known, ", got ", describe(q));
 }
 
 inline void check_queries(const Tensor& q) {
@@ -79,7 +83,7 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
   problem.v_cache = cache_rows_of(arguments, "v_cache", v_cache);
   for (int64_t i = 0; i < 3; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i), "as k_cache");
   // The nodes follow the slots in int32, and a tile's keys both.
-  constexpr int64_t kMostSlots = INT32_MAX - 2 * kMostTreeNodes;
+  constexpr int64_t kMostSlots = INT32_MAX - 2 * kMaxTreeNodes;
   check_below(op, "k_cache", k_cache, 0, kInt32Limit, arguments.block_table ? "pages" : "requests");
   check_below(op, "k_cache", k_cache, 1, kMostSlots + 1, "slots");
   check_below(op, "k_cache", k_cache, 2, kMostHeads + 1, "heads");

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/cache.h"
+#include "core/tree.h"
 #include "host/packed.h"
 
 namespace pass_ext {
@@ -125,8 +126,8 @@ inline CommitProblem prepare_commit(const TensorList& caches, const Tensor& pref
   check_size(op, "path", path, 0, step.requests, "the requests of cu_nodes");
   check_same_device(op, "path", path, "caches[0]", first);
   check_contiguous_rows(op, "path", path);
-  if (path.size(1) > kMostCommittedRows)
-    refuse(op, "path must have at most ", kMostCommittedRows, " columns, got ", describe(path));
+  if (path.size(1) > kMaxTreeNodes)
+    refuse(op, "path must have at most ", kMaxTreeNodes, " columns, got ", describe(path));
   step.path = data_of<int32_t>(op, "path", path);
   step.path_stride = path.stride(0);
   step.width = static_cast<int32_t>(path.size(1));

@@ -5,16 +5,15 @@
 #include <tuple>
 
 #include "core/draft.h"
-#include "host/law.h"
+#include "core/tree.h"
+#include "host/distribution.h"
 
 namespace pass_ext {
-
-constexpr int64_t kMostCandidates = 1024;
 
 struct DraftArguments {
   const Tensor& logits;
   int64_t k, mode;
-  LawArguments law;
+  SamplingArguments sampling;
   const OptionalTensor &allowed, &seeds, &positions, &nodes;
 };
 
@@ -25,13 +24,13 @@ inline DraftResult prepare_draft(const DraftArguments& arguments, DraftProblem& 
   constexpr const char* op = "draft_sample";
   const Tensor& logits = arguments.logits;
   check_logits(op, "logits", logits, 2, "[R, V]");
-  if (arguments.k < 1 || arguments.k > kMostCandidates)
-    refuse(op, "k must be in [1, ", kMostCandidates, "], got ", arguments.k);
+  if (arguments.k < 1 || arguments.k > kMaxTreeNodes)
+    refuse(op, "k must be in [1, ", kMaxTreeNodes, "], got ", arguments.k);
   if (arguments.mode < 0 || arguments.mode > static_cast<int64_t>(DraftMode::top))
     refuse(op, "mode must be the index of a mode, 0 to 3, got ", arguments.mode);
   const int64_t count = logits.size(0);
   const PerRow rows{op, logits, "logits", count, "one for each row of logits"};
-  problem.law = law_parameters_of(rows, arguments.law);
+  problem.sampling = sampling_parameters_of(rows, arguments.sampling);
   problem.seeds = column_of<int64_t>(rows, "seeds", arguments.seeds, ScalarType::Long);
   problem.positions = column_of<int64_t>(rows, "positions", arguments.positions, ScalarType::Long);
   problem.nodes = column_of<int32_t>(rows, "nodes", arguments.nodes, ScalarType::Int);

@@ -2,12 +2,11 @@
 // in every op that takes it.
 #pragma once
 
+#include "core/tree.h"
 #include "host/checks.h"
 #include "host/tensor.h"
 
 namespace pass_ext {
-
-constexpr int64_t kMostTreeNodes = 1024;  // of one request
 
 // A contiguous vector of int32 on the device of `other`.
 inline const int32_t* check_integers(const char* op, const char* argument, const Tensor& tensor,
@@ -34,8 +33,8 @@ inline Bounds check_cu_nodes(const char* op, const Tensor& cu_nodes, const char*
 }
 
 inline void check_max_nodes(const char* op, int64_t max_nodes) {
-  if (max_nodes < 1 || max_nodes > kMostTreeNodes)
-    refuse(op, "max_nodes must be in [1, ", kMostTreeNodes, "], got ", max_nodes);
+  if (max_nodes < 1 || max_nodes > kMaxTreeNodes)
+    refuse(op, "max_nodes must be in [1, ", kMaxTreeNodes, "], got ", max_nodes);
 }
 
 inline int64_t words_for(int64_t max_nodes) { return (max_nodes + 63) / 64; }

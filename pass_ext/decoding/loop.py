@@ -30,7 +30,7 @@ from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import AcceptanceCounters
 from pass_ext.ops.accept import STATUS, AcceptResult, accept_tree
-from pass_ext.tree import MOST_ROWS, PackedTrees, Tree, pack_trees
+from pass_ext.tree import MAX_TREE_NODES, PackedTrees, Tree, pack_trees
 
 _MOST_PACKED = 256  # combinations of trees whose packed form is kept
 
@@ -133,12 +133,12 @@ class Run:
         return drafted, self._verify(drafted)
 
     def _read_prompts(self, steps: Sequence[Step | None]) -> Tensor:
-        """Calls the model on the prompts, at most MOST_ROWS rows of each at a time -> logits of the steps' rows.
+        """Calls the model on the prompts, at most MAX_TREE_NODES rows of each at a time -> logits of the steps' rows.
 
         Pieces are counted from the end, so that all prompts end in the same call.
         """
         slots = [len(step.tree) - 1 if step else 0 for step in steps]
-        most = MOST_ROWS - max(slots)
+        most = MAX_TREE_NODES - max(slots)
         missing = [text[self._filled :] for text in self.texts]
         for left in reversed(range(-(-max(map(len, missing)) // most))):
             pieces = [text[max(0, len(text) - (left + 1) * most) : max(0, len(text) - left * most)] for text in missing]

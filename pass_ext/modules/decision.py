@@ -1,7 +1,7 @@
 """``DecisionModel``: after each level of drafting, how likely it is that what was drafted will be accepted.
 
     hidden    sigmoid(MLP d → 512 → 256 → 1) of the row that went into the draft's output layer
-    entropy   sigmoid(MLP 11 → 44 → 1) of [entropy, ten largest probabilities] of the draft's law
+    entropy   sigmoid(MLP 11 → 44 → 1) of [entropy, ten largest probabilities] of the draft's distribution
 
 Drafting of a request goes on while any of its rows scores above ``threshold``. All of it stays on the device: nothing is read
 back. The file is safetensors, its metadata say what it belongs to.
@@ -37,7 +37,7 @@ class DraftLevel(NamedTuple):
     tokens: Tensor
     """``[R, k]`` int64, the children; -1: none."""
     logprobs: Tensor
-    """``[R, k]`` float32, of the children under the law that they were drawn from."""
+    """``[R, k]`` float32, of the children under the distribution that they were drawn from."""
     requests: Tensor
     """``[R]`` int64, whose row it is."""
     depth: int
@@ -206,8 +206,8 @@ def _entropy_features(logits: Tensor) -> Tensor:
     """Entropy in nats and the ten largest probabilities, zeros where the vocabulary is smaller."""
     below = logits.to(torch.float32)
     below = below - below.amax(-1, keepdim=True)
-    law = below.softmax(-1)
-    top = law.topk(min(_TOP, law.shape[1]), dim=-1).values
+    probabilities = below.softmax(-1)
+    top = probabilities.topk(min(_TOP, probabilities.shape[1]), dim=-1).values
     # -Σ p log p with log p = below + log(largest p): a logarithm a row, where one a token would cost more than all the rest.
-    entropy = -top[:, :1].log() - torch.linalg.vecdot(law, below.clamp(min=_NO_CHANCE))[:, None]
+    entropy = -top[:, :1].log() - torch.linalg.vecdot(probabilities, below.clamp(min=_NO_CHANCE))[:, None]
     return torch.cat([entropy, nn.functional.pad(top, (0, _TOP - top.shape[1]))], dim=-1)

@@ -164,19 +164,6 @@ class LookaheadEmbedding(nn.Module):
         files = sorted(_SHIPPED.glob("*.safetensors"))
         return {file.stem: file for file in files if not re.search(r"-exit$|-decision-", file.stem)}
 
-    def first(self, count: int) -> LookaheadEmbedding:
-        """The first ``count`` slots alone, with all that belongs to them."""
-        if not 1 <= count <= self.num_lookahead:
-            raise ValueError(f"count must be from 1 to {self.num_lookahead} (the slots there are), got {count}")
-        tensors = {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
-        tensors["weight"] = tensors["weight"][:count]
-        if "deep" in tensors:
-            tensors["deep"] = tensors["deep"][:, :count]
-        fewer = self._with(tensors, self.base_model, self.vocabulary)
-        fewer.hit_rates = self.hit_rates and self.hit_rates[:count]
-        fewer.training_record = self.training_record
-        return fewer
-
     @classmethod
     def _with(cls, tensors: dict[str, Tensor], base_model: str, vocabulary: int) -> LookaheadEmbedding:
         """A module that holds these parameters."""

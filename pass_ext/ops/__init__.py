@@ -1,1 +1,1 @@
-"""One module per column: the typed wrapper of each op, its fake kernel, and its autograd formula."""
+"""One module per op family: the typed wrapper of each op, its fake kernel, and its autograd formula."""

@@ -13,14 +13,14 @@ from pass_ext import _library
 from pass_ext.ops.fakes import register_fake
 from pass_ext.ops.integers import integers
 from pass_ext.ops.nondifferentiable import call
-from pass_ext.ops.parameters import Parameter, column, seeds_for
+from pass_ext.ops.parameters import Parameter, parameter_tensor, seeds_for
 from pass_ext.ops.rules import RULES
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
 """The bits of ``AcceptResult.status``."""
 
 _RULE_NAMES = tuple(RULES)
-_LAW = (
+_SAMPLING = (
     ("temperature", torch.float32),
     ("top_k", torch.int32),
     ("top_p", torch.float32),
@@ -80,7 +80,7 @@ def accept_tree(
         cu_nodes: ``[B + 1]`` int32: request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. None of its own: a padded request.
         max_depth: the depth of the deepest tree, from shapes, not read back; deeper nodes are ignored.
         rule: one of ``pass_ext.RULES``; docs/ops/accept.md says which one when. Rules other than "coupled" and "typical" judge by
-            the law that the children were drawn from: ``draft_logits``.
+            the distribution that the children were drawn from: ``draft_logits``.
         draft_logits: ``[R, V]``, any of the dtypes: the very logits that the drafts were sampled from.
         draft_rows: ``[N]`` int32, the row of ``draft_logits`` that node i's children were drawn from; -1: its children are
             fixed proposals (n-grams, top-k candidates), not drawn. Not needed where ``draft_logits`` has a row per node.
@@ -104,15 +104,14 @@ def accept_tree(
     its lowest or highest number, which is as malformed, and positions beyond the last go on at -2^63. No derivatives: a
     forward-mode one is refused.
     """
-    requests, device = cu_nodes.shape[0] - 1, target_logits.device
-    shared = _shared(
-        "accept_tree", requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
-        draft_top_p, draft_min_p, allowed, draft_allowed, seeds, positions, threshold, alpha, generator,
-    )  # fmt: skip
+    op, of_requests = "accept_tree", (cu_nodes.shape[0] - 1, target_logits.device)
     return _call(
-        _tree_op, target_logits, _dense("accept_tree", "tokens", tokens, torch.int64),
-        _dense("accept_tree", "parents", parents), _dense("accept_tree", "cu_nodes", cu_nodes), max_depth,
-        _rule_index("accept_tree", rule), draft_logits, _dense("accept_tree", "draft_rows", draft_rows), *shared,
+        _tree_op, target_logits, _dense(op, "tokens", tokens, torch.int64), _dense(op, "parents", parents),
+        _dense(op, "cu_nodes", cu_nodes), max_depth, _rule_index(op, rule), draft_logits,
+        _dense(op, "draft_rows", draft_rows),
+        *_sampling(op, of_requests, (temperature, top_k, top_p, min_p),
+                   (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
+        allowed, draft_allowed, *_noise(op, of_requests, temperature, seeds, positions, generator), threshold, alpha,
     )  # fmt: skip
 
 
@@ -148,14 +147,13 @@ def accept_chain(
 
     The others are those of ``accept_tree``, and so is the result; ``path`` counts 0, 1, 2, …
     """
-    requests, device = target_logits.shape[0], target_logits.device
-    shared = _shared(
-        "accept_chain", requests, device, temperature, top_k, top_p, min_p, draft_temperature, draft_top_k,
-        draft_top_p, draft_min_p, allowed, draft_allowed, seeds, positions, threshold, alpha, generator,
-    )  # fmt: skip
+    op, of_requests = "accept_chain", (target_logits.shape[0], target_logits.device)
     return _call(
-        _chain_op, target_logits, _dense("accept_chain", "draft_tokens", draft_tokens, torch.int64),
-        _rule_index("accept_chain", rule), draft_logits, *shared,
+        _chain_op, target_logits, _dense(op, "draft_tokens", draft_tokens, torch.int64), _rule_index(op, rule),
+        draft_logits,
+        *_sampling(op, of_requests, (temperature, top_k, top_p, min_p),
+                   (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
+        allowed, draft_allowed, *_noise(op, of_requests, temperature, seeds, positions, generator), threshold, alpha,
     )  # fmt: skip
 
 
@@ -170,46 +168,34 @@ def _dense(op: str, argument: str, tensor: Tensor | None, dtype: torch.dtype = t
     return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
-def _shared(
+def _sampling(
+    op: str, of_requests: tuple[int, torch.device], target: tuple[Parameter, ...], draft: tuple[Parameter, ...]
+) -> list[Tensor | None]:
+    """The target's four sampling parameters and the draft's, as the kernels read them; the draft's are the target's if None."""
+    requests, device = of_requests
+    parameters = [
+        parameter_tensor(op, name, value, requests, dtype, device)
+        for (name, dtype), value in zip(_SAMPLING, target, strict=True)
+    ]
+    return parameters + [
+        of_target if value is None else parameter_tensor(op, f"draft_{name}", value, requests, dtype, device)
+        for (name, dtype), value, of_target in zip(_SAMPLING, draft, parameters, strict=True)
+    ]
+
+
+def _noise(
     op: str,
-    requests: int,
-    device: torch.device,
+    of_requests: tuple[int, torch.device],
     temperature: Parameter,
-    top_k: Parameter,
-    top_p: Parameter,
-    min_p: Parameter,
-    draft_temperature: Parameter,
-    draft_top_k: Parameter,
-    draft_top_p: Parameter,
-    draft_min_p: Parameter,
-    allowed: Tensor | None,
-    draft_allowed: Tensor | None,
     seeds: Parameter,
     positions: Parameter,
-    threshold: float,
-    alpha: float,
     generator: torch.Generator | None,
-) -> tuple[Any, ...]:
-    """The arguments that both ops end with, as the kernels read them."""
-    law = tuple(
-        column(op, name, value, requests, dtype, device)
-        for (name, dtype), value in zip(_LAW, (temperature, top_k, top_p, min_p), strict=True)
-    )
-    draft_given = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
-    draft_law = tuple(
-        own if given is None else column(op, f"draft_{name}", given, requests, dtype, device)
-        for (name, dtype), given, own in zip(_LAW, draft_given, law, strict=True)
-    )
+) -> tuple[Tensor | None, Tensor | None]:
+    """Seeds and positions as the kernels read them."""
     is_greedy = temperature is None  # draws nothing
     return (
-        *law,
-        *draft_law,
-        allowed,
-        draft_allowed,
-        None if is_greedy and seeds is None else seeds_for(op, seeds, requests, device, generator),
-        column(op, "positions", positions, requests, torch.int64, device),
-        threshold,
-        alpha,
+        None if is_greedy and seeds is None else seeds_for(op, seeds, *of_requests, generator),
+        parameter_tensor(op, "positions", positions, of_requests[0], torch.int64, of_requests[1]),
     )
 
 

@@ -5,6 +5,7 @@ The formulas: csrc/core/attention.h. Kernels: csrc/cpu/attention.cpp, csrc/cuda/
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from pass_ext.ops.integers import integers
 from pass_ext.ops.nondifferentiable import call
 from pass_ext.ops.tree import check_bounds
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
-MOST_NODES = 1024
+HEAD_DIMS = (64, 80, 96, 128, 256)  # kHeadDims of csrc/core/attention.h
 
 _op = torch.ops.pass_ext.attention_tree.default
 _merge_op = torch.ops.pass_ext.attention_merge.default
@@ -161,22 +161,7 @@ def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 
 @register_fake("attention_tree")
-def _attention_shape(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    prefix_lens: Tensor,
-    cu_nodes: Tensor,
-    visible: Tensor,
-    max_nodes: int,
-    k_new: Tensor | None,
-    v_new: Tensor | None,
-    block_table: Tensor | None,
-    depths: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
+def _attention_shape(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pass_ext.ops.fakes import register_fake
 from pass_ext.ops.nondifferentiable import call
-from pass_ext.ops.parameters import Parameter, column, seeds_for
+from pass_ext.ops.parameters import Parameter, parameter_tensor, seeds_for
 
 MODES = ("coupled", "without", "with", "top")
 
@@ -50,7 +50,7 @@ def draft_sample(
             with the same seed and position apart.
 
     Returns:
-        ``(tokens [R, k] int64, logprobs [R, k] float32)``: log probabilities under the processed law. Slots beyond the
+        ``(tokens [R, k] int64, logprobs [R, k] float32)``: log probabilities under the processed distribution. Slots beyond the
         support, and rows with NaN, +inf or nothing allowed: token -1, log probability -inf.
 
     Integers may be of any integer dtype. The CPU refuses numbers that do not fit the dtype named here; on CUDA they become its
@@ -64,14 +64,14 @@ def draft_sample(
         logits,
         k,
         MODES.index(mode),
-        column("draft_sample", "temperature", temperature, rows, torch.float32, device),
-        column("draft_sample", "top_k", top_k, rows, torch.int32, device),
-        column("draft_sample", "top_p", top_p, rows, torch.float32, device),
-        column("draft_sample", "min_p", min_p, rows, torch.float32, device),
+        parameter_tensor("draft_sample", "temperature", temperature, rows, torch.float32, device),
+        parameter_tensor("draft_sample", "top_k", top_k, rows, torch.int32, device),
+        parameter_tensor("draft_sample", "top_p", top_p, rows, torch.float32, device),
+        parameter_tensor("draft_sample", "min_p", min_p, rows, torch.float32, device),
         allowed,
         None if draws_nothing and seeds is None else seeds_for("draft_sample", seeds, rows, device, generator),
-        column("draft_sample", "positions", positions, rows, torch.int64, device),
-        column("draft_sample", "nodes", nodes, rows, torch.int32, device),
+        parameter_tensor("draft_sample", "positions", positions, rows, torch.int64, device),
+        parameter_tensor("draft_sample", "nodes", nodes, rows, torch.int32, device),
     )
     tokens, logprobs = call(_op, *arguments)  # a draw has no gradient
     return tokens, logprobs

@@ -15,22 +15,20 @@ from pass_ext.ops.integers import integers
 Parameter = Tensor | Sequence[float] | float | int | None
 
 
-def column(
+def parameter_tensor(
     op: str, argument: str, value: Parameter, rows: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """The parameter as the kernels read it; None stays None. What a tensor's shape must be, they check themselves."""
     if value is None:
         return None
     if isinstance(value, Tensor):
-        return _column_of_tensor(op, argument, value, rows, dtype, device)
+        return _of_tensor(op, argument, value, rows, dtype, device)
     if isinstance(value, (list, tuple)):
         return torch.tensor([_number(op, argument, each, dtype) for each in value], dtype=dtype, device=device)
     return torch.full((rows,), _number(op, argument, value, dtype), dtype=dtype, device=device)
 
 
-def _column_of_tensor(
-    op: str, argument: str, value: Tensor, rows: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _of_tensor(op: str, argument: str, value: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if not dtype.is_floating_point:
         value = integers(op, argument, value, dtype)
     elif value.dtype is not dtype and not value.is_complex() and value.dtype is not torch.bool:
@@ -75,4 +73,4 @@ def seeds_for(
     """The caller's seeds, or fresh ones from a generator: torch's own for the device where none is given."""
     if seeds is None:
         return torch.randint(-(2**63), 2**63 - 1, (rows,), device=device, generator=generator)
-    return column(op, "seeds", seeds, rows, torch.int64, device)
+    return parameter_tensor(op, "seeds", seeds, rows, torch.int64, device)

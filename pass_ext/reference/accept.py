@@ -1,7 +1,7 @@
 """The accept step: from logits to accepted tokens, in the textbook form of every rule.
 
-p is the target's law at a node, q the law its children were drawn from, (x)+ = max(x, 0), norm(x) = x / sum(x), u a fresh
-uniform in [0, 1) for each child or leaf. K children:
+p is the target's distribution at a node, q the distribution its children were drawn from, (x)+ = max(x, 0),
+norm(x) = x / sum(x), u a fresh uniform in [0, 1) for each child or leaf. K children:
 
     coupled    the token at a node is argmax(p / E), E the noise of seed and position; go on at the first child that is it
     rejection  child x: accept iff u < p(x) / q(x), else p <- norm((p - q)+), q <- norm(q without x); none: y ~ p
@@ -16,9 +16,9 @@ uniform in [0, 1) for each child or leaf. K children:
 
 At temperature 0 every rule is greedy verification: the token at a node is the arg-max. A child whose token q cannot give (any
 more) is a fixed proposal: q is one at it. So are all children of a node whose draft row is -1 (kseq ignores such a child where
-there is a draft row). A child whose token is not in the vocabulary is ignored, and so are nodes deeper than max_depth. A
-target row that is no law: the walk stops before it, with the token that led there. A draft row that is no law: the children
-that were drawn from it are ignored. Parents that make no tree: all drafts are ignored.
+there is a draft row). Ignored are: a child whose token is not in the vocabulary, nodes deeper than max_depth, children that
+were drawn from a draft row that is no distribution, and all drafts where the parents make no tree. A target row that is no
+distribution ends the walk before it, with the token that led there.
 
 The rules ask a `Chance` for coins and draws, so the same code runs on the random numbers of noise.py and under enumeration of
 everything that can happen.
@@ -27,15 +27,15 @@ everything that can happen.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pass_ext.reference.law import BAD_TREE, Law, is_greedy, process
+from pass_ext.reference.distribution import BAD_TREE, Distribution, is_greedy, process
 from pass_ext.reference.noise import Purpose, coin, exponentials
 
-MOST_NODES = 1024  # of one request
+MAX_TREE_NODES = 1024  # of one request
 RULES = {
     "coupled": "exact",
     "rejection": "exact",
@@ -102,7 +102,7 @@ class PhiloxChance:
 
 
 class Request(Protocol):
-    """A tree of drafts and the laws at its nodes."""
+    """A tree of drafts and the distributions at its nodes."""
 
     parents: list[int]
     max_depth: int
@@ -110,10 +110,10 @@ class Request(Protocol):
 
     def token(self, node: int) -> int: ...
 
-    def target(self, node: int) -> Law: ...
+    def target(self, node: int) -> Distribution: ...
 
-    def draft(self, node: int) -> Law | None:
-        """The law that the node's children were drawn from; None if they are fixed proposals."""
+    def draft(self, node: int) -> Distribution | None:
+        """The distribution that the node's children were drawn from; None if they are fixed proposals."""
 
 
 class BadDraftRow(Exception):
@@ -122,7 +122,7 @@ class BadDraftRow(Exception):
 
 def is_tree(parents: list[int], rule: str) -> bool:
     """Whether the root comes first and parents before children; for block, whether it is a chain."""
-    if len(parents) > MOST_NODES or parents[0] != -1:
+    if len(parents) > MAX_TREE_NODES or parents[0] != -1:
         return False
     chain_only = rule == "block"
     return all(0 <= p < i and (p == i - 1 or not chain_only) for i, p in enumerate(parents) if i > 0)
@@ -142,7 +142,7 @@ def without(q: Tensor, token: int) -> Tensor:
     return rest / total if total > 0.0 else rest
 
 
-UNKNOWN = Law(torch.zeros(0), 0, math.inf)  # of a leaf that was not looked at yet
+UNKNOWN = Distribution(torch.zeros(0), 0, math.inf)  # of a leaf that was not looked at yet
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Judge:
 
     node: int
     depth: int
-    target: Law
+    target: Distribution
     children: Iterator[int]  # still to be judged
     q: Tensor | None = None
     weight: float = 1.0
@@ -165,7 +165,7 @@ class Judge:
         self.p = self.size = self.target.probs
 
     def q_at(self, token: int) -> Tensor:
-        """q, or the law that a fixed proposal comes from: one at its token."""
+        """q, or the distribution that a fixed proposal comes from: one at its token."""
         if self.q is not None and self.q[token] > 0.0:
             return self.q
         return torch.zeros_like(self.p).index_fill_(0, torch.tensor(token), 1.0)
@@ -235,11 +235,11 @@ class Walk:
                 if self.request.parents[i] == node and 0 <= self.request.token(i) < self.request.vocabulary:
                     yield i
 
-    def target(self, node: int) -> Law:
-        law = self.request.target(node)
-        self.status |= law.status
-        self.chance.near(law.margin)
-        return law
+    def target(self, node: int) -> Distribution:
+        distribution = self.request.target(node)
+        self.status |= distribution.status
+        self.chance.near(distribution.margin)
+        return distribution
 
     def open(self, node: int, depth: int) -> Judge:
         judge = Judge(node, depth, self.target(node), iter(()))
@@ -267,7 +267,7 @@ class Walk:
         return self.chance.draw(judge.p, judge.size, purpose, judge.depth)
 
     def stop_before(self, node: int) -> tuple[int, int]:
-        """At a row that is no law: the token that led there is the last one."""
+        """At a row that is no distribution: the token that led there is the last one."""
         return (0, -1) if node == 0 else (self.request.parents[node], self.request.token(node))
 
     # -- the rules --
@@ -275,13 +275,13 @@ class Walk:
     def walk_coupled(self) -> tuple[int, int]:
         node, depth = 0, 0
         while True:
-            law = self.target(node)
-            if law.status != 0:
+            distribution = self.target(node)
+            if distribution.status != 0:
                 return self.stop_before(node)
             token = (
-                int(law.probs.argmax())
+                int(distribution.probs.argmax())
                 if self.greedy
-                else self.chance.draw(law.probs, law.probs, Purpose.coupled, depth)
+                else self.chance.draw(distribution.probs, distribution.probs, Purpose.coupled, depth)
             )
             child = next((i for i in self.children(node, depth) if self.request.token(i) == token), None)
             if child is None:
@@ -376,21 +376,21 @@ class Walk:
         for node in range(len(self.request.parents)):
             if node not in depths or not (children := list(self.children(node, depths[node]))):
                 continue
-            law = self.target(node)
-            if law.status != 0:
+            distribution = self.target(node)
+            if distribution.status != 0:
                 continue
-            entropy = -float(torch.special.xlogy(law.probs, law.probs).sum())
+            entropy = -float(torch.special.xlogy(distribution.probs, distribution.probs).sum())
             bound = min(self.threshold, self.alpha * math.exp(-entropy))
             for child in children:
-                p = float(law.probs[self.request.token(child)])
+                p = float(distribution.probs[self.request.token(child)])
                 self.chance.near(abs(p - bound) / (p + bound))
                 if p > bound:
                     depths[child] = depths[node] + 1
         best = max(depths, key=lambda node: (depths[node], -node))
-        law = self.target(best)
-        if law.status != 0:
+        distribution = self.target(best)
+        if distribution.status != 0:
             return self.stop_before(best)
-        return best, self.chance.draw(law.probs, law.probs, Purpose.bonus, depths[best])
+        return best, self.chance.draw(distribution.probs, distribution.probs, Purpose.bonus, depths[best])
 
 
 def accepted_by_any(beta: float, count: int) -> float:
@@ -422,12 +422,12 @@ class TensorRequest:
     def token(self, node: int) -> int:
         return self.tokens[node]
 
-    def target(self, node: int) -> Law:
+    def target(self, node: int) -> Distribution:
         return process(
             self.target_logits[node], None if self.allowed is None else self.allowed[node], *self.target_parameters
         )
 
-    def draft(self, node: int) -> Law | None:
+    def draft(self, node: int) -> Distribution | None:
         row = self.draft_rows[node]
         if self.draft_logits is None or row == -1:
             return None
@@ -536,25 +536,13 @@ def accept_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,
     *,
-    rule: str = "coupled",
     draft_logits: Tensor | None = None,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    draft_temperature: Tensor | None = None,
-    draft_top_k: Tensor | None = None,
-    draft_top_p: Tensor | None = None,
-    draft_min_p: Tensor | None = None,
     allowed: Tensor | None = None,
     draft_allowed: Tensor | None = None,
-    seeds: Tensor,
-    positions: Tensor,
-    threshold: float = 0.09,
-    alpha: float = 0.3,
+    **shared: Any,
 ) -> Accepted:
     """accept_tree of chains: target_logits [B, K + 1, V], draft_tokens [B, K], draft_logits [B, K, V]; allowed and
-    draft_allowed one row of words for each row of their logits."""
+    draft_allowed one row of words for each row of their logits; `shared`: what else accept_tree takes."""
     requests, count, vocabulary = target_logits.shape
     draft_rows = torch.full((requests, count), -1)
     if draft_logits is not None:
@@ -565,21 +553,9 @@ def accept_chain(
         torch.arange(-1, count - 1).repeat(requests),
         torch.arange(requests + 1) * count,
         count - 1,
-        rule=rule,
         draft_logits=None if draft_logits is None else draft_logits.reshape(-1, vocabulary),
         draft_rows=draft_rows.flatten(),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        draft_temperature=draft_temperature,
-        draft_top_k=draft_top_k,
-        draft_top_p=draft_top_p,
-        draft_min_p=draft_min_p,
         allowed=None if allowed is None else allowed.reshape(requests * count, -1),
         draft_allowed=None if draft_allowed is None else draft_allowed.reshape(requests * (count - 1), -1),
-        seeds=seeds,
-        positions=positions,
-        threshold=threshold,
-        alpha=alpha,
+        **shared,
     )

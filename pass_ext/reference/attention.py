@@ -4,7 +4,7 @@ Who sees whom is an explicit boolean mask; only keys that a row sees are gathere
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,28 +35,9 @@ def attention_mask(prefix: int, visible: Tensor, depths: Tensor | None = None, w
     return mask
 
 
-def attention_tree(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    prefix_lens: Tensor,
-    cu_nodes: Tensor,
-    visible: Tensor,
-    max_nodes: int,
-    *,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    block_table: Tensor | None = None,
-    depths: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    window: int = -1,
-) -> tuple[Tensor, Tensor]:
-    """``(out [N, Hq, D], lse [N, Hq])``, both fp64."""
-    terms = attention_terms(
-        q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new=k_new, v_new=v_new,
-        block_table=block_table, depths=depths, scale=scale, softcap=softcap, window=window,
-    )  # fmt: skip
+def attention_tree(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """``(out [N, Hq, D], lse [N, Hq])``, both fp64; the arguments are those of ``attention_terms``."""
+    terms = attention_terms(*arguments, **options)
     return terms.out, terms.lse
 
 

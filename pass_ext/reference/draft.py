@@ -1,4 +1,4 @@
-"""Candidates from rows of logits; the law of a row as in law.py, E as in noise.py:
+"""Candidates from rows of logits; the distribution of a row as in distribution.py, E as in noise.py:
 
     coupled  the k largest of ln p(v) - ln E_v, E the target's own noise of seed and position: the first is the token
              that the target itself would draw
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pass_ext.reference.law import is_greedy, log_process
+from pass_ext.reference.distribution import is_greedy, log_process
 from pass_ext.reference.noise import Purpose, exponentials
 
 
 class Drafts(NamedTuple):
-    """tokens int64 [R, k], -1 beyond the support or in a row that is no law; logprobs fp64 [R, k], -inf there.
+    """tokens int64 [R, k], -1 beyond the support or in a row that is no distribution; logprobs fp64 [R, k], -inf there.
     margin fp64 [R]: the smallest gap between neighbouring scores that decided the order, or of a filter's decision."""
 
     tokens: Tensor
@@ -60,9 +60,9 @@ def draft_sample(
         greedy = is_greedy(heat)
         mask = None if allowed is None else allowed[row]
         if greedy:  # the order of all logits, whatever the filters
-            law = log_process(logits[row], mask)
+            distribution = log_process(logits[row], mask)
         else:
-            law = log_process(
+            distribution = log_process(
                 logits[row],
                 mask,
                 heat,
@@ -70,22 +70,22 @@ def draft_sample(
                 top_p=1.0 if top_p is None else float(top_p[row]),
                 min_p=0.0 if min_p is None else float(min_p[row]),
             )
-        if law.status != 0:
+        if distribution.status != 0:
             continue
 
-        log_probs = law.log_weights - law.log_weights.logsumexp(0)
+        log_probs = distribution.log_weights - distribution.log_weights.logsumexp(0)
         if greedy or mode == "top":  # exact: logits are compared as they are
             ranked = [
                 best(logits[row].double().where(log_probs > -math.inf, -math.inf), k // len(draws))[0] for _ in draws
             ]
-            margin[row] = law.margin
+            margin[row] = distribution.margin
         else:
             purpose = Purpose.coupled if coupled else Purpose.draft
             node = 0 if coupled or nodes is None else int(nodes[row])
             key = int(seeds[row]), int(positions[row]), purpose, vocabulary, node
             races = [best(log_probs - exponentials(*key, draw).log(), k // len(draws)) for draw in draws]
             ranked = [ids for ids, _ in races]
-            margin[row] = min([law.margin, *(gap for _, gap in races)])
+            margin[row] = min([distribution.margin, *(gap for _, gap in races)])
         ids = torch.cat(ranked)
         tokens[row, : len(ids)] = ids
         logprobs[row, : len(ids)] = log_probs[ids]

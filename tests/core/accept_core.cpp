@@ -18,16 +18,17 @@ namespace {
 // Nodes and cuts are kept as on the CPU.
 class EnumeratedRows : public CpuRows {
  public:
-  std::vector<double> last;  // the law of the last token
+  std::vector<double> last;  // the distribution of the last token
 
-  Law describe(const LogitRow& row, const LawParameters& parameters, bool) {
+  Distribution describe(const LogitRow& row, const SamplingParameters& parameters, bool) {
     if (has_filter(parameters)) throw std::invalid_argument("rows are not filtered here");
-    Law law{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
-    for (int32_t id = 0; id < row.vocabulary; ++id) law.maximum = maximum(law.maximum, logit_at(row, id));
+    Distribution distribution{-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
+    for (int32_t id = 0; id < row.vocabulary; ++id)
+      distribution.maximum = maximum(distribution.maximum, logit_at(row, id));
     double mass = 0.0;
-    for (int32_t id = 0; id < row.vocabulary; ++id) mass += std::exp(log_weight(law, logit_at(row, id)));
-    set_mass(law, mass);
-    return law;
+    for (int32_t id = 0; id < row.vocabulary; ++id) mass += std::exp(log_weight(distribution, logit_at(row, id)));
+    set_mass(distribution, mass);
+    return distribution;
   }
 
   double entropy(const Judge&) { throw std::invalid_argument("typical is not exact"); }
@@ -93,8 +94,8 @@ template <typename T>
 using Array = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::forcecast>;
 using Outcome = std::tuple<double, int32_t, std::vector<double>>;
 
-// (probability, the node it stops at, the law of the token behind it) of everything that coins can do at temperature 1.
-// Node i's children were drawn from row i of `draft`, or, where has_row[i] is 0, from no law.
+// (probability, the node it stops at, the distribution of the token behind it) of everything that coins can do at
+// temperature 1. Node i's children were drawn from row i of `draft`, or, where has_row[i] is 0, from no distribution.
 std::vector<Outcome> outcomes(int rule, const std::vector<int32_t>& parents, const std::vector<int64_t>& tokens,
                               const Array<float>& target, const Array<float>& draft,
                               const std::vector<int32_t>& has_row, int max_depth) {
@@ -115,7 +116,7 @@ std::vector<Outcome> outcomes(int rule, const std::vector<int32_t>& parents, con
   problem.cu_nodes = cu_nodes.data();
   problem.draft_rows = rows.data();
   problem.draft_row_count = nodes;
-  problem.target_law.temperature = problem.draft_law.temperature = &temperature;
+  problem.target_sampling.temperature = problem.draft_sampling.temperature = &temperature;
   problem.requests = 1;
   problem.nodes = nodes;
   problem.max_depth = max_depth;

@@ -264,21 +264,21 @@ def next_law(model, ids, options):
 
 
 def test_warpers_become_parameters_only_where_the_order_allows():
-    from pass_ext.integrations.transformers.processors import sampling_law
+    from pass_ext.integrations.transformers.processors import sampling_parameters
 
     warm, few = transformers.TemperatureLogitsWarper(0.7), transformers.TopKLogitsWarper(5)
     nucleus, least = transformers.TopPLogitsWarper(0.9), transformers.MinPLogitsWarper(0.1)
     typical, ban = transformers.TypicalLogitsWarper(0.8), transformers.InfNanRemoveLogitsProcessor()
     law = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
     usual = [ban, warm, few, nucleus, least]
-    assert sampling_law(usual, sample=True) == (law, [ban])
-    assert sampling_law([*usual, transformers.LogitNormalization()], sample=True) == (law, [ban])
-    assert sampling_law([warm, few, typical], sample=True) == ({"temperature": 1.0}, [warm, few, typical])
-    assert sampling_law([warm, few, warm, nucleus], sample=True) == ({"temperature": 0.7, "top_p": 0.9}, [warm, few])
-    assert sampling_law([few, few], sample=True) == ({"temperature": 1.0, "top_k": 5}, [few])
+    assert sampling_parameters(usual, sample=True) == (law, [ban])
+    assert sampling_parameters([*usual, transformers.LogitNormalization()], sample=True) == (law, [ban])
+    assert sampling_parameters([warm, few, typical], sample=True) == ({"temperature": 1.0}, [warm, few, typical])
+    assert sampling_parameters([warm, few, warm, nucleus], sample=True) == ({"temperature": 0.7, "top_p": 0.9}, [warm, few])
+    assert sampling_parameters([few, few], sample=True) == ({"temperature": 1.0, "top_k": 5}, [few])
     wide = transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=3)
-    assert sampling_law([warm, wide], sample=True) == ({"temperature": 1.0}, [warm, wide])
-    assert sampling_law([ban, warm, few], sample=False) == ({"temperature": 0.0}, [ban])
+    assert sampling_parameters([warm, wide], sample=True) == ({"temperature": 1.0}, [warm, wide])
+    assert sampling_parameters([ban, warm, few], sample=False) == ({"temperature": 0.0}, [ban])
 
 
 # ---- streaming, refusals ----

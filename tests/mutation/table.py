@@ -37,7 +37,7 @@ _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATI
 _CPP: dict[str, tuple[list[str], list[str]]] = {
     "core/accept.h": (["accept"], _ACCEPT),
     "core/weights.h": (["rows", "accept"], _ACCEPT),
-    "core/law.h": (["rows", "accept", "draft"], _ROWS),
+    "core/distribution.h": (["rows", "accept", "draft"], _ROWS),
     "core/noise.h": (["rows", "accept", "draft"], _ROWS),
     "core/draft.h": (["draft"], ["tests/ops/test_draft.py"]),
     "core/attention.h": (["attention"], _ATTENTION),

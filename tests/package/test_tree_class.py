@@ -1,7 +1,9 @@
 """Tree and pack_trees: every property against its definition, what is refused, what is shared, and the picture."""
 
+import re
 import sys
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from support.steps import depths_of, random_tree
 import pass_ext
 from pass_ext import PackedTrees, Tree, pack_trees, reference
 from pass_ext.testing import assert_same_bits
+from pass_ext.tree import MAX_TREE_NODES
 
 trees = st.builds(
     lambda nodes, seed: Tree(random_tree(nodes, torch.Generator().manual_seed(seed))),
@@ -42,6 +45,12 @@ def test_a_chain_counts_the_nodes_below_its_root():
     assert Tree.chain(3).parents == (-1, 0, 1, 2)
     assert Tree.chain(3).max_depth == 3 and len(Tree.chain(0)) == 1
     assert len(Tree.chain(1023)) == 1024 and Tree.chain(1023).depths[-1] == 1023
+
+
+def test_the_limit_of_nodes_is_the_kernels_and_the_specifications():
+    header = Path(__file__).parent.parent / "csrc" / "core" / "tree.h"
+    (limit,) = re.findall(r"constexpr int32_t kMaxTreeNodes = (\d+);", header.read_text())
+    assert MAX_TREE_NODES == int(limit) == reference.accept.MAX_TREE_NODES == len(Tree.chain(MAX_TREE_NODES - 1))
 
 
 def test_branching_is_numbered_level_by_level():

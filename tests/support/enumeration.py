@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pass_ext.reference.accept import Walk
-from pass_ext.reference.law import process
+from pass_ext.reference.distribution import process
 from pass_ext.reference.noise import Purpose
 
 EXACT = 1e-12

@@ -143,18 +143,6 @@ def test_files_of_the_first_format_still_load(tmp_path):
     assert old.deep is None and (old.rank, old.deep_layers) == (0, 0) and old.training_record == {}
 
 
-def test_fewer_slots_keep_what_belongs_to_them():
-    embedding = full_embedding()
-    fewer = embedding.first(2)
-    assert torch.equal(fewer.weight, embedding.weight[:2]) and torch.equal(fewer.deep, embedding.deep[:, :2])
-    assert torch.equal(fewer.transition_left, embedding.transition_left) and fewer.hit_rates == embedding.hit_rates[:2]
-    assert (fewer.base_model, fewer.vocabulary, fewer.weight.dtype) == ("tiny", 100, torch.bfloat16)
-    assert LookaheadEmbedding(2, 8).first(1).hit_rates is None
-    for count in (0, 4):
-        with pytest.raises(ValueError, match=f"from 1 to 3 .* got {count}"):
-            embedding.first(count)
-
-
 def test_transition_tables_hold_every_tokens_side():
     embedding, table = full_embedding(), table_of()
     left, right = embedding.transition_tables(table)

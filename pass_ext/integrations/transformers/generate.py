@@ -18,7 +18,7 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.requests.node_processor import NodeProcessor
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
-from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_law
+from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters
 
 # What transformers prepares for a decoding loop, and we make ourselves or do not need.
 _KNOWN = {
@@ -39,7 +39,7 @@ class CustomGenerate:
     """``model.generate(..., custom_generate=pass_ext.custom_generate(method))``: the usual arguments, the same result.
 
     ``stats`` is that of the latest call. Greedy results are those of transformers to the token, in float32. Sampled ones have
-    its law, but draw by ``seeds``: fresh ones without, which ``torch.manual_seed`` makes repeatable.
+    its distribution, but draw by ``seeds``: fresh ones without, which ``torch.manual_seed`` makes repeatable.
 
     Args:
         method: as ``pass_ext.generate`` takes it.
@@ -97,7 +97,7 @@ class CustomGenerate:
                 f"custom_generate: {model.config.model_type} caches {otherwise}, which cannot be exchanged: give no "
                 "past_key_values, and with return_dict_in_generate use_cache=False"
             )
-        law, processors = sampling_law(logits_processor, sample=bool(generation_config.do_sample))
+        parameters, processors = sampling_parameters(logits_processor, sample=bool(generation_config.do_sample))
         padding = _padding(input_ids, mask)
         pad = generation_config._pad_token_tensor
         result = generate(
@@ -106,7 +106,7 @@ class CustomGenerate:
             self.method,
             max_new_tokens=most - input_ids.shape[1],
             attention_mask=mask,
-            **law,
+            **parameters,
             seeds=_seeds(
                 self._seeds if seeds is None else seeds, len(input_ids), generation_config.num_return_sequences
             ),

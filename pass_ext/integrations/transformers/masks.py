@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.models.patching.mask_patterns import window_of
-from pass_ext.ops.attention import MOST_NODES
+from pass_ext.tree import MAX_TREE_NODES
 
 
 class Call(NamedTuple):
@@ -141,8 +141,8 @@ def causal_calls(
         column = int(column)
     for requests, start in _runs(starts, batch):
         first = 0 if start == 0 else max(0, start - int(column))  # rows before it are padding
-        for begin in range(first, queries, MOST_NODES):
-            rows = slice(begin, min(begin + MOST_NODES, queries))
+        for begin in range(first, queries, MAX_TREE_NODES):
+            rows = slice(begin, min(begin + MAX_TREE_NODES, queries))
             nodes, count = rows.stop - begin, requests.stop - requests.start
             visible, cu_nodes, depths = _chains(nodes, count, device)
             prefix_lens = _prefix_lens(column, begin - start, count, device)
@@ -161,9 +161,9 @@ def dense_calls(mask: Tensor, batch: int, queries: int) -> tuple[Call, ...]:
         raise ValueError(
             f"pass_ext attention: a 4-D attention_mask must be [{batch}, 1, {queries}, keys], got {list(mask.shape)}"
         )
-    if queries > MOST_NODES:
+    if queries > MAX_TREE_NODES:
         raise ValueError(
-            f"pass_ext attention: under a mask that is not causal, at most {MOST_NODES} rows go at once, got {queries}; "
+            f"pass_ext attention: under a mask that is not causal, at most {MAX_TREE_NODES} rows go at once, got {queries}; "
             "run the model in parts, or with attn_implementation='sdpa'"
         )
     seen = _visible_columns(mask)[:, 0].expand(batch, -1, -1)
@@ -207,10 +207,10 @@ def _tree_calls(step: TreeStep, causal: CausalRows) -> tuple[Call, ...]:
             f"pass_ext_tree: the model runs {batch} requests; expected cu_nodes [{batch + 1}] and prefix_lens [{batch}], got "
             f"{list(step.cu_nodes.shape)} and {list(step.prefix_lens.shape)}"
         )
-    if queries > step.max_nodes or step.max_nodes > MOST_NODES:
+    if queries > step.max_nodes or step.max_nodes > MAX_TREE_NODES:
         raise ValueError(
             f"pass_ext_tree: the model runs {queries} rows per request; expected at most max_nodes = {step.max_nodes}, and "
-            f"that at most {MOST_NODES}"
+            f"that at most {MAX_TREE_NODES}"
         )
     if causal.window >= 0 and step.depths is None:
         raise ValueError("pass_ext_tree: this model has sliding windows; expected depths, got None")

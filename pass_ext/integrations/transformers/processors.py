@@ -1,7 +1,7 @@
-"""transformers' logits processors, split into a law that the kernels sample from, and what must run on each node's logits.
+"""transformers' logits processors, split into sampling parameters of the ops and what must run on each node's logits.
 
-``sampling_law`` takes the usual warpers off the end of the list: softmax over min-p of top-p of top-k of logits / temperature
-is what the ops compute themselves. ``NodeCriteria`` asks transformers' stopping criteria about one text.
+``sampling_parameters`` takes the usual warpers off the end of the list: the ops compute softmax over min-p of top-p of top-k of
+logits / temperature themselves. ``NodeCriteria`` asks transformers' stopping criteria about one text.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _WARPERS = (
 )
 
 
-def sampling_law(processors: Sequence[Any], *, sample: bool) -> tuple[dict[str, Any], list[Any]]:
+def sampling_parameters(processors: Sequence[Any], *, sample: bool) -> tuple[dict[str, Any], list[Any]]:
     """Keywords ``temperature, top_k, top_p, min_p`` for the ops, and the processors that are to run before, in order."""
     rest = list(processors)
-    law: dict[str, Any] = {"temperature": 1.0 if sample else 0.0}
+    parameters: dict[str, Any] = {"temperature": 1.0 if sample else 0.0}
     if rest and type(rest[-1]).__name__ == "LogitNormalization":  # neither arg-max nor softmax notices
         rest.pop()
     rank = len(_WARPERS)
@@ -36,8 +36,8 @@ def sampling_law(processors: Sequence[Any], *, sample: bool) -> tuple[dict[str, 
         rank, (_, attribute, ours) = kind, _WARPERS[kind]
         value = getattr(rest.pop(), attribute)
         if sample:
-            law[ours] = value
-    return law, rest
+            parameters[ours] = value
+    return parameters, rest
 
 
 def _is_plain(warper: Any) -> bool:

@@ -30,7 +30,7 @@ class Chains(NamedTuple):
 def read_chains(
     pair: Pair, texts: Iterable[Text], decision: DecisionModel, *, levels: int, temperature: float, seed: int
 ) -> Chains:
-    """Chains from all places of the texts; a text and its chains are ``MOST_ROWS`` rows at most."""
+    """Chains from all places of the texts; a text and its chains are ``MAX_TREE_NODES`` rows at most."""
     found = [_chains_of(pair, text, decision, levels, temperature, seed + at) for at, text in enumerate(texts)]
     if not found:
         return Chains(torch.empty(0, levels), torch.empty(0, levels))
@@ -51,7 +51,9 @@ def _chains_of(pair: Pair, text: Text, decision: DecisionModel, levels: int, tem
         rows = torch.arange(len(tokens) - len(text.places), len(tokens))
     kept = len(tokens) - len(text.places)  # the target's answer to the last level is not needed
     logits, _ = pair.target(Tree(parents[:kept]), tokens[:kept], torch.cat(asked))
-    accepted = [_accepted(law, *drafts[level], temperature) for level, law in enumerate(logits.split(len(text.places)))]
+    accepted = [
+        _accepted(rows, *drafts[level], temperature) for level, rows in enumerate(logits.split(len(text.places)))
+    ]
     return Chains(torch.stack(scores, 1), torch.stack(accepted, 1))
 
 
@@ -60,8 +62,8 @@ def _accepted(target: Tensor, tokens: Tensor, logprobs: Tensor, temperature: flo
     there = (tokens >= 0) & (tokens < target.shape[1])
     if temperature == 0:
         return ((target.argmax(-1) == tokens) & there).float()
-    law = (target / temperature).log_softmax(-1)
-    ratio = law.gather(1, tokens.where(there, 0)[:, None])[:, 0] - logprobs
+    log_probabilities = (target / temperature).log_softmax(-1)
+    ratio = log_probabilities.gather(1, tokens.where(there, 0)[:, None])[:, 0] - logprobs
     return ratio.exp().clamp(max=1.0).where(there, 0.0)
 
 

@@ -18,7 +18,7 @@ from pass_ext.training.common.options import (
     read_texts,
 )
 from pass_ext.training.decision.which_draft import check_draft, load_draft
-from pass_ext.tree import MOST_ROWS
+from pass_ext.tree import MAX_TREE_NODES
 
 AT_LEAST = {
     **dict.fromkeys(("texts", "places", "epochs", "batch", "sample_tokens", "evaluation_places", "levels"), 1),
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kind",
         choices=KINDS,
         required=True,
-        help="what it reads: the input of the draft's output layer, or entropy and top-10 probabilities of its law",
+        help="what it reads: the input of the draft's output layer, or entropy and top-10 probabilities of its distribution",
     )
     add("--sample-share", type=float, default=0.75, help="part of the training texts that is sampled")
     add("--texts", type=int, default=400, help="training texts")
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--temperature",
         type=float,
-        help="of the laws whose acceptance the hidden kind foretells; default 1; 0: of greedy drafts",
+        help="of the distributions whose acceptance the hidden kind foretells; default 1; 0: of greedy drafts",
     )
     add("--epochs", type=int, default=10)
     add("--batch", type=int, default=256, help="places a step")
@@ -77,11 +77,11 @@ def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded, and settles what was left open."""
     check_least(options, AT_LEAST)
     check_draft(options.draft)
-    if options.length > MOST_ROWS:
-        raise SystemExit(f"--length must be at most {MOST_ROWS}, got {options.length}")
-    if options.levels * options.evaluation_places > MOST_ROWS // 2:
+    if options.length > MAX_TREE_NODES:
+        raise SystemExit(f"--length must be at most {MAX_TREE_NODES}, got {options.length}")
+    if options.levels * options.evaluation_places > MAX_TREE_NODES // 2:
         raise SystemExit(
-            f"--levels times --evaluation-places must be at most {MOST_ROWS // 2}, got "
+            f"--levels times --evaluation-places must be at most {MAX_TREE_NODES // 2}, got "
             f"{options.levels} · {options.evaluation_places}"
         )
     if not 0 <= options.sample_share <= 1:

@@ -11,7 +11,7 @@ from pass_ext.training.common.record import smoothed
 
 _READS = {
     "hidden": "the input of the draft's output layer",
-    "entropy": "the entropy of the draft's law and its ten largest probabilities",
+    "entropy": "the entropy of the draft's distribution and its ten largest probabilities",
 }
 
 
@@ -89,7 +89,7 @@ def _calibration(settings: dict[str, Any], evaluation: dict[str, Any]) -> str:
 
 def _chains(settings: dict[str, Any], evaluation: dict[str, Any]) -> str:
     chains = evaluation["chains"]
-    drawn = "the most probable tokens" if settings["temperature"] == 0 else "tokens drawn from the draft's law"
+    drawn = "the most probable tokens" if settings["temperature"] == 0 else "tokens drawn from the draft's distribution"
     header = ["rule", "levels drafted", "tokens accepted", "levels saved", "tokens lost", "speed"]
     rows = [(f"always {count}", one) for count, one in enumerate(chains["fixed"], 1)]
     rows += [(f"score > {one['threshold']:g}", one) for one in chains["thresholds"]]

@@ -24,7 +24,7 @@ from pass_ext.modules.decision import DecisionModel, DraftLevel
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree, pack_trees
 
-_CHUNK = 64  # rows whose laws are alive at a time
+_CHUNK = 64  # rows whose distributions are alive at a time
 
 
 class Reader:
@@ -68,7 +68,7 @@ def reading(model: Any, draft_model: Any, *, hidden: bool) -> Iterator[Pair]:
 def drafted(
     logits: Tensor, hidden: Tensor | None, depth: int, temperature: float, *, nodes: Tensor | None = None, seed: int = 0
 ) -> DraftLevel:
-    """The level of these rows with one child each: the most probable at temperature 0, else drawn from the draft's law."""
+    """The level of these rows with one child each: the most probable at temperature 0, else drawn from the draft's distribution."""
     nodes = torch.arange(len(logits), device=logits.device, dtype=torch.int32) if nodes is None else nodes
     how: dict[str, Any] = {"mode": "top"}
     if temperature > 0:

@@ -19,7 +19,7 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.reference.accept import Walk
-from pass_ext.reference.law import process
+from pass_ext.reference.distribution import process
 from pass_ext.reference.noise import Purpose
 
 PROMPT = [2, 0, 1]

@@ -15,7 +15,7 @@ struct LogitArguments : Arguments {
     return {at<void>(name), at<int32_t>(name + "_allowed"), (*this)(name + "_stride"),
             static_cast<LogitType>((*this)(name + "_type")), static_cast<int32_t>((*this)("vocabulary"))};
   }
-  pass_ext::LawParameterArrays law(const std::string& prefix) const {
+  pass_ext::SamplingParameterArrays sampling(const std::string& prefix) const {
     return {at<float>(prefix + "temperature"), at<int32_t>(prefix + "top_k"), at<float>(prefix + "top_p"),
             at<float>(prefix + "min_p")};
   }
@@ -24,7 +24,7 @@ struct LogitArguments : Arguments {
 pass_ext::DraftProblem draft_problem(const LogitArguments& given) {
   pass_ext::DraftProblem problem{};
   problem.logits = given.rows("logits");
-  problem.law = given.law("");
+  problem.sampling = given.sampling("");
   problem.seeds = given.at<int64_t>("seeds");
   problem.positions = given.at<int64_t>("positions");
   problem.nodes = given.at<int32_t>("nodes");
@@ -50,8 +50,8 @@ pass_ext::AcceptProblem accept_problem(const LogitArguments& given, float thresh
   problem.draft_request_stride = given("draft_request_stride");
   problem.chain_nodes = static_cast<int32_t>(given("chain_nodes"));
   problem.draft_row_count = static_cast<int32_t>(given("draft_row_count"));
-  problem.target_law = given.law("");
-  problem.draft_law = given.law("draft_");
+  problem.target_sampling = given.sampling("");
+  problem.draft_sampling = given.sampling("draft_");
   problem.seeds = given.at<int64_t>("seeds");
   problem.positions = given.at<int64_t>("positions");
   problem.requests = given("requests");

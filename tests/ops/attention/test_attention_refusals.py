@@ -1,6 +1,8 @@
 """What attention_tree refuses, in words: each check of its arguments, and on the CPU of the numbers in them."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from attention_checks import solved
 from support.steps import to
 
 import pass_ext
+from pass_ext.ops.attention import HEAD_DIMS
 
 DENSE, PAGED = dict(window=50), dict(window=50, layout="paged 16", new=True)  # needs 12 slots; and 9 in pages of 16
 
@@ -24,6 +27,12 @@ def integers(*values):
 
 def zeros(*shape, dtype=torch.bfloat16):
     return torch.zeros(*shape, dtype=dtype)
+
+
+def test_the_head_sizes_are_those_of_the_kernels():
+    header = Path(__file__).parent.parent / "csrc" / "core" / "attention.h"
+    (sizes,) = re.findall(r"constexpr int32_t kHeadDims\[\] = \{([\d, ]+)\};", header.read_text())
+    assert tuple(map(int, sizes.split(", "))) == HEAD_DIMS
 
 
 SHAPES = [

@@ -1,10 +1,10 @@
-// Checks of logits and of the parameters that make a law of them, the same on every device, and their packing into the
-// structs of core/law.h.
+// Checks of logits and of the parameters that make a distribution of them, the same on every device, and their
+// packing into the structs of core/distribution.h.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "core/law.h"
+#include "core/distribution.h"
 #include "host/checks.h"
 #include "host/tensor.h"
 
@@ -53,15 +53,16 @@ const T* column_of(const PerRow& rows, const char* argument, const OptionalTenso
   return data_of<T>(rows.op, argument, *column);
 }
 
-struct LawArguments {
+struct SamplingArguments {
   const OptionalTensor &temperature, &top_k, &top_p, &min_p;
 };
 
-inline LawParameterArrays law_parameters_of(const PerRow& rows, const LawArguments& law, bool draft = false) {
-  return {column_of<float>(rows, draft ? "draft_temperature" : "temperature", law.temperature, ScalarType::Float),
-          column_of<int32_t>(rows, draft ? "draft_top_k" : "top_k", law.top_k, ScalarType::Int),
-          column_of<float>(rows, draft ? "draft_top_p" : "top_p", law.top_p, ScalarType::Float),
-          column_of<float>(rows, draft ? "draft_min_p" : "min_p", law.min_p, ScalarType::Float)};
+inline SamplingParameterArrays sampling_parameters_of(const PerRow& rows, const SamplingArguments& sampling,
+                                                      bool draft = false) {
+  return {column_of<float>(rows, draft ? "draft_temperature" : "temperature", sampling.temperature, ScalarType::Float),
+          column_of<int32_t>(rows, draft ? "draft_top_k" : "top_k", sampling.top_k, ScalarType::Int),
+          column_of<float>(rows, draft ? "draft_top_p" : "top_p", sampling.top_p, ScalarType::Float),
+          column_of<float>(rows, draft ? "draft_min_p" : "min_p", sampling.min_p, ScalarType::Float)};
 }
 
 // A mask of `rows` rows of ceil(vocabulary / 32) words, or null.

@@ -1,4 +1,4 @@
-"""A row of logits as a law (a distribution over the vocabulary):
+"""A row of logits as a distribution over the vocabulary:
 
     allowed mask -> temperature -> top-k -> top-p -> min-p -> renormalise
     p(v) = exp((z_v - max z) / T) / mass   for v in the support, 0 elsewhere; less than e^-86 of the largest counts as 0
@@ -9,7 +9,7 @@ min-p what is at least min_p times as probable as the most probable. Temperature
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ BAD_LOGITS, EMPTY_SUPPORT, BAD_TREE = 1, 2, 4  # bits of a status
 LEAST_LOG_WEIGHT = -86.0
 
 
-class Law(NamedTuple):
+class Distribution(NamedTuple):
     """`margin`: how near the nearest filter decision was to going the other way, as a relative change of probabilities."""
 
     probs: Tensor
@@ -26,7 +26,7 @@ class Law(NamedTuple):
     margin: float
 
 
-class LogLaw(NamedTuple):
+class LogDistribution(NamedTuple):
     """ln of the unnormalised probabilities, 0 for the largest, -inf outside the support."""
 
     log_weights: Tensor
@@ -52,20 +52,20 @@ def log_process(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> LogLaw:
+) -> LogDistribution:
     """One row of logits [V]. Filters off: top_k <= 0 or >= V, top_p >= 1 or NaN, min_p <= 0 or NaN."""
     z = logits.double()
     if allowed is not None:
         z = z.where(is_allowed(allowed, len(z)), -math.inf)
     nothing = torch.full_like(z, -math.inf)
     if (z.isnan() | (z == math.inf)).any():
-        return LogLaw(nothing, BAD_LOGITS, math.inf)
+        return LogDistribution(nothing, BAD_LOGITS, math.inf)
     if (z == -math.inf).all():
-        return LogLaw(nothing, EMPTY_SUPPORT, math.inf)
+        return LogDistribution(nothing, EMPTY_SUPPORT, math.inf)
     sorted_z, order = z.sort(descending=True, stable=True)
     if is_greedy(temperature):
         nothing[order[0]] = 0.0
-        return LogLaw(nothing, 0, math.inf)
+        return LogDistribution(nothing, 0, math.inf)
 
     log_weights = (sorted_z - sorted_z[0]) * min(max(1.0 / temperature, 2.0**-96), 2.0**96)
     margin = math.inf
@@ -80,18 +80,11 @@ def log_process(
         margin = min([margin, *distance[sorted_z[:kept] < sorted_z[0]].abs().tolist()])
         kept = int((distance >= 0.0).sum())
     log_weights[kept:] = -math.inf
-    return LogLaw(torch.empty_like(z).scatter_(0, order, log_weights), 0, margin)
+    return LogDistribution(torch.empty_like(z).scatter_(0, order, log_weights), 0, margin)
 
 
-def process(
-    logits: Tensor,
-    allowed: Tensor | None = None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> Law:
-    """The probabilities of one row of logits, fp64 [V]; all zero if the status is not 0."""
-    log_weights, status, margin = log_process(logits, allowed, temperature, top_k, top_p, min_p)
+def process(logits: Tensor, *filters: Any, **named_filters: Any) -> Distribution:
+    """The probabilities of one row of logits, fp64 [V], under the filters of `log_process`; all zero if the status is not 0."""
+    log_weights, status, margin = log_process(logits, *filters, **named_filters)
     weights = log_weights.exp().where(log_weights >= LEAST_LOG_WEIGHT, 0.0)
-    return Law(weights / weights.sum() if status == 0 else weights, status, margin)
+    return Distribution(weights / weights.sum() if status == 0 else weights, status, margin)

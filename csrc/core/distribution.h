@@ -1,4 +1,4 @@
-// A row of logits as a law (a distribution over the vocabulary), and what a kernel must know of it:
+// A row of logits as a distribution over the vocabulary, and what a kernel must know of it:
 //   allowed mask -> temperature -> top-k -> top-p -> min-p -> renormalise
 //   prob(v) = exp((z_v - max z) / T) / mass   for v in the support,  0 elsewhere
 // Filters keep a prefix of the order (z descending, id ascending), so the support is one cut: z > cut, or z == cut and
@@ -58,14 +58,14 @@ PASS_EXT_HOST_DEVICE LogitRow row_at(const LogitRows& rows, int64_t offset, int6
 }
 
 // Per request, each [B] or null. What is not a number, or outside its range, switches its filter off.
-struct LawParameterArrays {
+struct SamplingParameterArrays {
   const float* temperature;
   const int32_t* top_k;
   const float* top_p;
   const float* min_p;
 };
 
-struct LawParameters {
+struct SamplingParameters {
   float scale;    // 1 / temperature
   int32_t top_k;  // 0: off
   float top_p;    // 1: off
@@ -75,20 +75,20 @@ struct LawParameters {
 PASS_EXT_HOST_DEVICE bool is_greedy(float temperature) { return !(temperature > 0.0f); }
 
 // `default_temperature` is what a null array means.
-PASS_EXT_HOST_DEVICE LawParameters parameters_of(const LawParameterArrays& arrays, int64_t request, int32_t vocabulary,
-                                                 float default_temperature) {
+PASS_EXT_HOST_DEVICE SamplingParameters parameters_of(const SamplingParameterArrays& arrays, int64_t request,
+                                                      int32_t vocabulary, float default_temperature) {
   const float temperature = arrays.temperature == nullptr ? default_temperature : arrays.temperature[request];
   if (is_greedy(temperature)) return {1.0f, 1, 1.0f, 0.0f};
   const float inverse = 1.0f / temperature;
-  LawParameters law{minimum(maximum(inverse, 0x1p-96f), 0x1p96f), 0, 1.0f, 0.0f};
+  SamplingParameters parameters{minimum(maximum(inverse, 0x1p-96f), 0x1p96f), 0, 1.0f, 0.0f};
   if (arrays.top_k != nullptr && arrays.top_k[request] > 0 && arrays.top_k[request] < vocabulary)
-    law.top_k = arrays.top_k[request];
-  if (arrays.top_p != nullptr && arrays.top_p[request] < 1.0f) law.top_p = maximum(arrays.top_p[request], 0.0f);
-  if (arrays.min_p != nullptr && arrays.min_p[request] > 0.0f) law.min_p = minimum(arrays.min_p[request], 1.0f);
-  return law;
+    parameters.top_k = arrays.top_k[request];
+  if (arrays.top_p != nullptr && arrays.top_p[request] < 1.0f) parameters.top_p = maximum(arrays.top_p[request], 0.0f);
+  if (arrays.min_p != nullptr && arrays.min_p[request] > 0.0f) parameters.min_p = minimum(arrays.min_p[request], 1.0f);
+  return parameters;
 }
 
-PASS_EXT_HOST_DEVICE bool has_filter(const LawParameters& parameters) {
+PASS_EXT_HOST_DEVICE bool has_filter(const SamplingParameters& parameters) {
   return parameters.top_k > 0 || parameters.top_p < 1.0f || parameters.min_p > 0.0f;
 }
 
@@ -102,7 +102,7 @@ PASS_EXT_HOST_DEVICE float float_of_ordered(uint32_t key) { return float_of(key 
 // Status bits, as AcceptResult.status and the drafting kernels report them.
 enum Status : int32_t { kBadLogits = 1, kEmptySupport = 2, kBadTree = 4 };
 
-struct Law {
+struct Distribution {
   float maximum;  // of the allowed logits
   float scale;
   float cut;
@@ -112,42 +112,46 @@ struct Law {
   int32_t status;  // 0, kBadLogits (NaN or +inf among the allowed) or kEmptySupport
 };
 
-PASS_EXT_HOST_DEVICE bool in_support(const Law& law, float logit, int32_t id) {
-  return logit > law.cut || (logit == law.cut && id <= law.tie);
+PASS_EXT_HOST_DEVICE bool in_support(const Distribution& distribution, float logit, int32_t id) {
+  return logit > distribution.cut || (logit == distribution.cut && id <= distribution.tie);
 }
 
 // ln of the unnormalised probability. The difference first: it is exact for the logits that matter.
-PASS_EXT_HOST_DEVICE float log_weight(const Law& law, float logit) { return (logit - law.maximum) * law.scale; }
+PASS_EXT_HOST_DEVICE float log_weight(const Distribution& distribution, float logit) {
+  return (logit - distribution.maximum) * distribution.scale;
+}
 
-PASS_EXT_HOST_DEVICE float probability(const Law& law, float logit, int32_t id) {
-  return in_support(law, logit, id) ? exponential(log_weight(law, logit)) * law.inverse_mass : 0.0f;
+PASS_EXT_HOST_DEVICE float probability(const Distribution& distribution, float logit, int32_t id) {
+  return in_support(distribution, logit, id) ? exponential(log_weight(distribution, logit)) * distribution.inverse_mass
+                                             : 0.0f;
 }
 
 // Moves the cut up to the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id; whether it moved.
 // That is monotone in z, so it is found by halving: the floats around where it must lie, or all below the maximum.
-PASS_EXT_HOST_DEVICE bool cut_at_floor(Law& law, float min_p) {
+PASS_EXT_HOST_DEVICE bool cut_at_floor(Distribution& distribution, float min_p) {
   const float floor = logarithm(maximum(min_p, 0x1p-126f));
-  uint32_t below = ordered_bits(-kInfinity), reaches = ordered_bits(law.maximum);
-  const uint32_t guess = ordered_bits(law.maximum + floor / law.scale), around = 16;
+  uint32_t below = ordered_bits(-kInfinity), reaches = ordered_bits(distribution.maximum);
+  const uint32_t guess = ordered_bits(distribution.maximum + floor / distribution.scale), around = 16;
   if (guess - around > below && guess - around < reaches &&
-      !(log_weight(law, float_of_ordered(guess - around)) >= floor))
+      !(log_weight(distribution, float_of_ordered(guess - around)) >= floor))
     below = guess - around;
-  if (guess + around < reaches && guess + around > below && log_weight(law, float_of_ordered(guess + around)) >= floor)
+  if (guess + around < reaches && guess + around > below &&
+      log_weight(distribution, float_of_ordered(guess + around)) >= floor)
     reaches = guess + around;
   while (reaches - below > 1) {
     const uint32_t middle = below + (reaches - below) / 2;
-    (log_weight(law, float_of_ordered(middle)) >= floor ? reaches : below) = middle;
+    (log_weight(distribution, float_of_ordered(middle)) >= floor ? reaches : below) = middle;
   }
   const float lowest = float_of_ordered(reaches);
-  if (lowest <= law.cut) return false;
-  law.cut = lowest;
-  law.tie = INT32_MAX;
+  if (lowest <= distribution.cut) return false;
+  distribution.cut = lowest;
+  distribution.tie = INT32_MAX;
   return true;
 }
 
-PASS_EXT_HOST_DEVICE void set_mass(Law& law, double mass) {
-  law.inverse_mass = static_cast<float>(1.0 / mass);
-  law.log_mass = logarithm(static_cast<float>(mass));
+PASS_EXT_HOST_DEVICE void set_mass(Distribution& distribution, double mass) {
+  distribution.inverse_mass = static_cast<float>(1.0 / mass);
+  distribution.log_mass = logarithm(static_cast<float>(mass));
 }
 
 // The masses that decide top-p are integers: adding them in any order gives the same bits. 2^40 per e^0: 2^22 tokens
