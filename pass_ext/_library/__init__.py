@@ -64,6 +64,8 @@ def debug_enabled() -> bool:
 def status() -> Status:
     """What is loaded, and why the rest is not."""
     info = _build_info()
+    if not (_HERE / "_C_cuda.so").exists():  # deleted since: by a build that failed, or by hand
+        info = info | {"architectures": (), "cuda": None}
     return Status(
         cpu_isa=_native.pass_ext_cpu_isa().decode(),
         cuda_loaded=not _cuda_reason,

@@ -1,0 +1,63 @@
+"""build.ninja for one library: one rule that compiles, one that links; and the ninja that runs it."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def quote(path: object) -> str:
+    """A path inside a command of build.ninja."""
+    return shlex.quote(str(path)).replace("$", "$$")
+
+
+def escape(path: object) -> str:
+    """A path that build.ninja names as a file to make or to make it from."""
+    return re.sub(r"[$ :]", r"$\g<0>", str(path))
+
+
+def build_file(root: Path, compile_command: str, link_command: str, sources: list[str], library: Path) -> str:
+    """The text of build.ninja for one library."""
+    rules = (
+        f"rule compile\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n  command = {compile_command}\n"
+        f"rule link\n  description = link $out\n  command = {link_command}\n"
+    )
+    edges = [f"build {source}.o: compile {escape(root / source)}\n" for source in sources]
+    objects = " ".join(f"{source}.o" for source in sources)
+    return f"{rules}{''.join(edges)}build {escape(library)}: link {objects}\n"
+
+
+def find_ninja() -> str:
+    """The ninja beside this Python, or on PATH."""
+    ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if ninja is None:
+        raise SystemExit("pass_ext: building needs ninja: pip install ninja")
+    return ninja
+
+
+@dataclass
+class Ninja:
+    """A ninja, and the folder that it builds one library in."""
+
+    program: str
+    folder: Path
+    jobs: int
+
+    def is_current(self, text: str) -> bool:
+        """True if a build by this build.ninja would change nothing."""
+        file = self.folder / "build.ninja"
+        if not file.exists() or file.read_text() != text:
+            return False
+        said = subprocess.run([self.program, "-C", self.folder, "-n"], capture_output=True, text=True).stdout
+        return "ninja: no work to do" in said
+
+    def run(self, text: str, **environment: str) -> None:
+        """Writes build.ninja and does what it says."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "build.ninja").write_text(text)
+        command = [self.program, "-C", self.folder, f"-j{self.jobs}"]
+        subprocess.run(command, check=True, env=os.environ | environment)

@@ -1,0 +1,90 @@
+"""The CUDA toolkit that setup.py compiles with: its nvcc, and the GPU architectures to compile for.
+
+PASS_EXT_CUDA   auto      nvcc, where there is one (the default)
+                1         nvcc; an error where there is none
+                0         no CUDA
+                native    nvcc, for the GPUs of this machine alone; no CUDA where torch sees no GPU
+"""
+
+import os
+import re
+import shutil
+import subprocess
+
+DEFAULT_ARCHITECTURES = "8.0 8.6 8.9 9.0 10.0 12.0+PTX"
+OLDEST = (8, 0)  # the kernels use bfloat16 instructions that older GPUs lack
+
+
+def cuda_wish() -> str:
+    """The value of PASS_EXT_CUDA."""
+    wish = os.environ.get("PASS_EXT_CUDA", "auto")
+    if wish not in ("auto", "1", "0", "native"):
+        raise SystemExit(f"pass_ext: PASS_EXT_CUDA must be auto, 1, 0 or native, got {wish!r}")
+    return wish
+
+
+def find_nvcc() -> str | None:
+    """The path of nvcc; None where there is none, or PASS_EXT_CUDA=0."""
+    wish = cuda_wish()
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    nvcc = next((p for home in homes if (p := shutil.which("nvcc", path=f"{home}/bin"))), None) or shutil.which("nvcc")
+    if wish == "1" and nvcc is None:
+        raise SystemExit(
+            "pass_ext: PASS_EXT_CUDA=1, but no nvcc was found. Either\n"
+            "  install the CUDA toolkit (12.8 or newer) and put nvcc on PATH,\n"
+            "  or set CUDA_HOME to the folder whose bin/ holds nvcc,\n"
+            "  or set PASS_EXT_CUDA=0 for a CPU-only build."
+        )
+    return None if wish == "0" else nvcc
+
+
+def version_of(nvcc: str) -> str:
+    """The toolkit's version, such as "12.8"."""
+    said = subprocess.check_output([nvcc, "-V"], text=True)
+    found = re.search(r"release ([\d.]+)", said)
+    if found is None:
+        raise SystemExit(f"pass_ext: {nvcc} -V must name its release, got {said!r}")
+    return found[1]
+
+
+def choose_architectures(nvcc: str) -> list[str]:
+    """TORCH_CUDA_ARCH_LIST; without it, those of the default list that nvcc knows, the newest of them also as PTX.
+
+    native: without TORCH_CUDA_ARCH_LIST, the GPUs here that nvcc knows; empty, whatever the list, where there is no such GPU.
+    """
+    known = set(re.findall(r"compute_(\d+)", subprocess.check_output([nvcc, "--list-gpu-arch"], text=True)))
+    wished = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if cuda_wish() == "native":
+        here = visible_gpus(known)
+        wished = here and (wished or here)
+    elif not wished:
+        usable = [a for a in DEFAULT_ARCHITECTURES.split() if a.removesuffix("+PTX").replace(".", "") in known]
+        return [a.removesuffix("+PTX") for a in usable[:-1]] + [usable[-1].removesuffix("+PTX") + "+PTX"]
+    for arch in wished:
+        number = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", arch)
+        if number is None or number[1] + number[2] not in known:
+            names = ", ".join(sorted(known, key=int))
+            raise SystemExit(f"pass_ext: TORCH_CUDA_ARCH_LIST names {arch!r}; {nvcc} knows {names}")
+    return wished
+
+
+def visible_gpus(known: set[str]) -> list[str]:
+    """The architectures of the GPUs that torch sees, as far as pass_ext runs on them and nvcc knows them."""
+    import torch
+
+    gpus = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [
+        f"{major}.{minor}" for major, minor in sorted(gpus) if f"{major}{minor}" in known and (major, minor) >= OLDEST
+    ]
+
+
+def covers(built: list[str], wished: list[str]) -> bool:
+    """True if a library for the architectures ``built`` holds machine code for all of ``wished``."""
+    return {a.removesuffix("+PTX") for a in wished} <= {a.removesuffix("+PTX") for a in built}
+
+
+def gencode(arch: str) -> str:
+    """The nvcc option for one architecture: machine code, and PTX where that is wished."""
+    number = arch.removesuffix("+PTX").replace(".", "")
+    codes = [f"sm_{number}"] + ([f"compute_{number}"] if arch.endswith("+PTX") else [])
+    return " ".join(f"-gencode=arch=compute_{number},code={code}" for code in codes)
