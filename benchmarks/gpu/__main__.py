@@ -28,10 +28,9 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.gpu import record
-from benchmarks.harness import evidence
 from benchmarks.gpu.runner import Runner, Stage
 from benchmarks.gpu.stages import all_stages
-from benchmarks.harness import machine
+from benchmarks.harness import evidence, machine
 
 
 def chosen(stages: Sequence[Stage], names: str) -> list[Stage]:

@@ -79,8 +79,8 @@ def accept_tree(
             ``parents[i] < i``. At most 1,024 nodes per request.
         cu_nodes: ``[B + 1]`` int32: request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. None of its own: a padded request.
         max_depth: the depth of the deepest tree, from shapes, not read back; deeper nodes are ignored.
-        rule: one of ``pass_ext.RULES``; docs/ops/accept.md says which one when. Rules other than "coupled" and "typical" judge by
-            the distribution that the children were drawn from: ``draft_logits``.
+        rule: one of ``pass_ext.RULES``; docs/ops/accept.md says which one when. All rules but "coupled" and
+            "typical" need the distribution that the children were drawn from: ``draft_logits``.
         draft_logits: ``[R, V]``, any of the dtypes: the very logits that the drafts were sampled from.
         draft_rows: ``[N]`` int32, the row of ``draft_logits`` that node i's children were drawn from; -1: its children are
             fixed proposals (n-grams, top-k candidates), not drawn. Not needed where ``draft_logits`` has a row per node.
