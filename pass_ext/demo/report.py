@@ -28,9 +28,12 @@ def agreement_table(agreements: Mapping[str, Sequence[Agreement]], prompts: Sequ
 def speed_table(runs: Mapping[str, Sequence[Run]]) -> Table:
     """A row per method."""
     totals = {name: total(texts) for name, texts in runs.items()}
-    table = _table("method", "tokens/s", "tokens per call", "mean acceptance length", "× Plain", "× greedy")
+    table = _table("method", "tokens/s", "tokens\nper call", "mean\nacceptance\nlength", "×\nPlain", "×\ngreedy")
     for column in table.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = (
+            "right",
+            True,
+        )  # so that the names of the methods are what a narrow window wraps
     for name, stats in totals.items():
         length = f"{stats.mean_acceptance_length:.2f}" if stats.num_drafts else "–"
         ratios = [stats.tokens_per_second / totals[base].tokens_per_second for base in (PLAIN, GREEDY)]
