@@ -66,7 +66,7 @@ build-demo: $(VENV)/.torch
 
 $(VENV)/.torch:
 	@echo "== Setting up $(VENV) with $(TORCH) (a download the first time)"
-	@command -v nvidia-smi >/dev/null || echo "   No GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu fetches a torch without CUDA, a far smaller one"
+	@command -v nvidia-smi >/dev/null || echo "   No GPU here: make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu downloads less"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(TORCH) "setuptools>=77" ninja
 	@touch $@
