@@ -9,7 +9,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 BUILD := $(BIN)/python setup.py -q build_ext --inplace
 export HF_HUB_OFFLINE ?= 1
 
@@ -67,7 +67,7 @@ build-demo: $(VENV)/.torch
 
 $(VENV)/.torch:
 	@echo "== Setting up $(VENV) with $(TORCH) (a download the first time)"
-	@command -v nvidia-smi >/dev/null || echo "   No GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu fetches a torch without CUDA, a far smaller one"
+	@command -v nvidia-smi >/dev/null || echo "   No GPU here: make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu downloads less"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(TORCH) "setuptools>=77" ninja
 	@touch $@
