@@ -1,5 +1,5 @@
-"""README.md: its blocks run, each call of an op agrees with pass_ext.reference, and what it calls "Equivalent to" an op stands in
-the reference word for word. README.md and docs/ use public names only. The README's picture shows its call."""
+"""README.md: each call of an op runs and agrees with pass_ext.reference, and the lines behind "Equivalent to" stand in the
+reference word for word. README.md, docs/ and examples/ use public names only. The README's picture shows its call."""
 
 import re
 import subprocess
@@ -128,7 +128,11 @@ def test_a_call_that_disagrees_is_found(monkeypatch):
 def test_every_op_family_is_quoted():
     text = README.read_text()
     assert text.count("Equivalent to (") == len(quotes())
-    families = {path.stem for path in (ROOT / "pass_ext/reference").glob("*.py")} - {"__init__", "distribution", "noise"}
+    families = {path.stem for path in (ROOT / "pass_ext/reference").glob("*.py")} - {
+        "__init__",
+        "distribution",
+        "noise",
+    }
     assert sorted(file for _, file, _ in quotes()) == sorted(f"pass_ext/reference/{name}.py" for name in families)
 
 
@@ -148,6 +152,13 @@ def test_the_look_ahead_quote_computes_what_the_op_does():
     assert torch.equal(names["quoted"](), expected)
 
 
+def test_the_block_of_the_lookahead_page_runs():
+    """docs/ops/lookahead.md: the module and the op give the same rows."""
+    page = ROOT / "docs/ops/lookahead.md"
+    names = run_blocks(page, [block for block in blocks_of(page) if block[0] == "python"], {})
+    assert names["rows"].shape == (1, 7, 64)
+
+
 # ---- names ----
 
 
@@ -157,13 +168,17 @@ def private_names(code):
 
     faces = {"pass_ext": {*pass_ext.__all__}, INTEGRATION: {*transformers.__all__}}
     faces["pass_ext"] |= {"integrations", "reference"}  # `import pass_ext.integrations.transformers`
-    used = {("pass_ext", name) for name in re.findall(r"\bpass_ext\.(\w+)", code) if name not in ("integrations", "ops")}
+    used = {
+        ("pass_ext", name) for name in re.findall(r"\bpass_ext\.(\w+)", code) if name not in ("integrations", "ops")
+    }
     used |= {(INTEGRATION, name) for name in re.findall(rf"\b{re.escape(INTEGRATION)}\.(\w+)", code)}
     for module, names in re.findall(r"^\s*from (pass_ext[\w.]*) import ([\w, ]+)", code, flags=re.MULTILINE):
         used |= {(module, name.strip()) for name in names.split(",")}
     used |= {(module, "") for module in re.findall(r"^\s*import (pass_ext\.[\w.]+)", code, flags=re.MULTILINE)}
     return sorted(
-        f"{module}.{name}" for module, name in used if name not in (faces.get(module, set()) | {""}) or module not in faces
+        f"{module}.{name}"
+        for module, name in used
+        if name not in (faces.get(module, set()) | {""}) or module not in faces
     )
 
 
@@ -222,7 +237,7 @@ def test_the_picture_is_what_the_readme_says(monkeypatch):
         right = right and (place == 0 or source == tokens[place - 1][1])
         assert (fate == "accepted") == right
     counts = len(one_call.written()), len(tokens) - 1, len(one_call.ROWS) - len(tokens)
-    told = re.search(r"!\[(.*?)\]\(docs/one-call.svg\)", README.read_text())[1]
+    caption = re.search(r"!\[(.*?)\]\(docs/one-call.svg\)", README.read_text())[1]
     numbers = {"three": 3, "four": 4}
-    guesses, slots, written, _ = [numbers[word] for word in re.findall(r"\b(?:three|four)\b", told)]
+    guesses, slots, written, _ = [numbers[word] for word in re.findall(r"\b(?:three|four)\b", caption)]
     assert counts == (written, guesses, slots)
