@@ -24,8 +24,8 @@ ROWS = [
 OPS = [  # (op, what it does), from the input to the cache
     ("lookahead_embed", "embeds tokens and slots in one gather"),
     ("attention_tree", "every row sees the text and its own ancestors"),
-    ("accept_tree", "keeps the guesses that the model would have written"),
-    ("cache_commit_", "moves keys and values of those rows into the cache"),
+    ("accept_tree", "keeps the guesses that the model confirms"),
+    ("cache_commit_", "stores keys and values of accepted rows"),
 ]
 COLOURS = {"accepted": ACCEPTED, "guess": SLOT, "dropped": DROPPED}
 LEFT = 4.0  # of the first row
@@ -90,7 +90,7 @@ def _draw_rows(ax: Any) -> None:
         (1, slots, -0.55, "guesses of the call before"),
         (slots, len(ROWS), -0.55, "look-ahead slots"),
         (0, accepted, 3.72, f"{accepted} tokens of the text"),
-        (slots, len(ROWS), 3.72, "guesses for the next call"),
+        (slots, len(ROWS), 3.72, "next guesses"),
     ):
         _bracket(ax, LEFT + first * 1.05, LEFT + last * 1.05 - 0.15, y, text)
     ax.text(LEFT + accepted * 1.05 + 0.45, 3.9, "dropped", fontsize=9, color=DROPPED, ha="center", va="center")
@@ -120,7 +120,7 @@ def _arrow(ax: Any, x: float, low: float, high: float) -> None:
 
 def _label(ax: Any, x: float, y: float, word: str, colour: str, *, face: str, edge: str) -> None:
     ax.add_patch(_box(x, y, 0.9, 0.72, face, edge))
-    ax.text(x + 0.45, y + 0.35, word, fontsize=9, color=colour, ha="center", va="center")
+    ax.text(x + 0.45, y + 0.35, word, fontsize=8.5, color=colour, ha="center", va="center")
 
 
 def _box(x: float, y: float, width: float, height: float, face: str, edge: str) -> Any:
