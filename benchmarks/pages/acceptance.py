@@ -219,7 +219,7 @@ def draw(story: dict[str, Any], path: Path) -> None:
     left, half, tall = (0.0, 1.06, 3.06, 5.06), 0.34, 0.36  # of the boxes in each column
 
     with pyplot.rc_context(
-        {"svg.hashsalt": "pass_ext", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9.5}
+        {"svg.hashsalt": "pass_ext", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9.5}
     ):
         figure = pyplot.figure(figsize=(7.3, 4.75), facecolor="white")
         axes = figure.add_axes((0.005, 0.0, 0.99, 1.0))
