@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 
-# Imported when asked for: loops of one's own need the ops alone, and custom_generate needs transformers.
+# Loaded at their first use: a decoding loop outside this package needs the ops alone, and custom_generate needs transformers.
 _LATER = {
     "DecisionModel": "modules.decision",
     "DraftLevel": "modules.decision",
@@ -101,7 +101,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """The decoding loop and the hooks."""
+    """Loads the names of ``_LATER``."""
     if name in _LATER:
         value = globals()[name] = getattr(import_module(f"pass_ext.{_LATER[name]}"), name)
         return value
