@@ -41,7 +41,7 @@ def names(monkeypatch, tmp_path):
 
 
 def test_the_blocks_of_the_page_run(names, capsys, monkeypatch):
-    """Every text that a block calls `made` is the target's own, but that of the approximate rule."""
+    """Every text that a block calls `result` is the target's own, but that of the approximate rule."""
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
     assert len(blocks) == 7
     want = names["model"].generate(names["input_ids"], max_new_tokens=200, do_sample=False)
@@ -74,7 +74,7 @@ def test_the_block_of_the_readme_runs(names):
     names["pass_ext"] = pass_ext  # imported by the block before
     run_blocks(README, [block], names)
     want = names["model"].generate(names["input_ids"], max_new_tokens=200, do_sample=False)
-    assert torch.equal(names["made"].sequences, want)
+    assert torch.equal(names["result"].sequences, want)
 
 
 def test_the_page_names_every_argument_of_the_methods():
