@@ -18,7 +18,7 @@ from pass_ext.decoding.session.session import Session
 from pass_ext.modules.decision import DecisionModel, DraftLevel
 from pass_ext.training.decision import command, evaluation, which_draft
 from pass_ext.training.decision.chains import Chains, read_chains, with_levels, with_threshold
-from pass_ext.training.decision.loop import class_weights, fit, fresh
+from pass_ext.training.decision.loop import DecisionTrainer, class_weights, fresh
 from pass_ext.training.decision.rows import Text, acceptance, read_places, reading
 from pass_ext.tree import Tree, pack_trees
 
@@ -293,6 +293,13 @@ def separable(count=600, seed=0):
     return logits, labels
 
 
+def fit(decision, features, labels, **settings):
+    trainer = DecisionTrainer(decision, features, labels, **settings)
+    trainer.run()
+    trainer.finish()
+    return trainer.losses
+
+
 def fitted(seed=0, balanced=True):
     logits, labels = separable()
     decision = fresh("entropy", 0, seed=seed, threshold=0.4, base_model="", draft_model="")
@@ -525,6 +532,7 @@ def test_the_command_trains_evaluates_and_repeats_itself(kind, tmp_path):
     from training_models import Letters, tiny_llama
 
     from pass_ext.training.common.documents import Document
+    from pass_ext.training.common.run import Run
     from pass_ext.training.decision import pipeline
 
     console = rich.Console(file=(tmp_path / "log").open("w"))
@@ -537,9 +545,8 @@ def test_the_command_trains_evaluates_and_repeats_itself(kind, tmp_path):
     def trained(folder, **changes):
         options = options_for(folder, kind=kind, data="unread", continuations=20, **changes)
         command.check_arguments(options)
-        return pipeline.train(
-            options, "the command", target, draft, Letters(), documents, ["Say hello.", "Count."], console
-        )
+        run = Run(options, "the command", target, Letters(), documents, ["Say hello.", "Count."], console)
+        return pipeline.train(run, draft)
 
     path = trained(tmp_path / "a")
     decision = DecisionModel.load(path)

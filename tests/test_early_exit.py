@@ -340,13 +340,14 @@ def options_for(tmp_path, **changes):
 def run_tiny(tmp_path, **changes):
     from rich.console import Console
 
-    from pass_ext.training.draft.pipeline import train_draft
+    from pass_ext.training.common.run import Run
+    from pass_ext.training.draft.pipeline import train
 
     tmp_path.mkdir(exist_ok=True)
     options = options_for(tmp_path, **changes)
     lines = (tmp_path / "prompts.txt").read_text().splitlines()
     with open(tmp_path / "said.txt", "a") as said:
-        return train_draft(options, "the command", tiny_llama(), Letters(), [], lines, Console(file=said))
+        return train(Run(options, "the command", tiny_llama(), Letters(), [], lines, Console(file=said)))
 
 
 def test_a_tiny_run_lowers_the_loss_repeats_itself_and_leaves_its_files(tmp_path):

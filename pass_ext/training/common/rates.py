@@ -15,6 +15,13 @@ RANKS = 16
 TOPS = (1, 2, 4, 8, 16)
 
 
+def ranks_among(logits: Tensor, tokens: Tensor) -> Tensor:
+    """``[R]``: rank of ``tokens`` [R] by their ``logits`` [R, V]; equal logits stand in the order of their ids."""
+    score = logits.gather(1, tokens[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return ((logits > score) | ((logits == score) & (ids < tokens[:, None]))).sum(1)
+
+
 def hit_rates(ranks: Tensor, count: int = RANKS) -> tuple[tuple[float, ...], ...]:
     """Row i: P(rank = k at slot i | all earlier slots' ranks < count), k < count. A slot nobody reached has zeros."""
     rows, reached = [], torch.ones(len(ranks), dtype=torch.bool)

@@ -1,7 +1,7 @@
 """Batched sampling from the model itself: the texts that self-distillation trains on.
 
 token ~ softmax(logits / T), or the arg-max at T = 0; K/V in buffers that are written in place, finished rows leave the
-batch. A plain loop for long, dull batches of equal work; called by ``self_distill``.
+batch. A plain loop for long, dull batches of equal work.
 """
 
 from __future__ import annotations

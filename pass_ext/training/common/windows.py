@@ -20,6 +20,11 @@ from pass_ext.training.common.own_texts import Sample
 _MOST_DRAWS = 1000  # for one text; pieces that are too short are rare where there is anything to learn
 
 
+def even_places(places: Tensor, most: int) -> Tensor:
+    """``most`` of the places, evenly spread with both ends, or all where they are fewer; there must be some."""
+    return places[torch.linspace(0, len(places) - 1, min(most, len(places))).long()]
+
+
 @dataclass(frozen=True)
 class Window:
     """Texts ``ids`` [B, T], padded on the right with 0 where short, and anchors [B, A] that stay clear of the padding."""

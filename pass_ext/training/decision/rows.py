@@ -1,4 +1,4 @@
-"""What a decision model is trained on: rows of the draft model on known text, and how likely the target accepts their drafts.
+"""Training data of a decision model: rows of the draft on known text, and how likely the target accepts their drafts.
 
     label = Σ_x min(p(x), q(x))       hidden kind, at some temperature
     label = [argmax p = argmax q]     entropy kind, and the hidden kind at temperature 0
@@ -68,7 +68,7 @@ def reading(model: Any, draft_model: Any, *, hidden: bool) -> Iterator[Pair]:
 def drafted(
     logits: Tensor, hidden: Tensor | None, depth: int, temperature: float, *, nodes: Tensor | None = None, seed: int = 0
 ) -> DraftLevel:
-    """The level of these rows with one child each: the most probable at temperature 0, else drawn from the draft's distribution."""
+    """The level of these rows with one child each: the most probable token at temperature 0, else one drawn from the draft."""
     nodes = torch.arange(len(logits), device=logits.device, dtype=torch.int32) if nodes is None else nodes
     how: dict[str, Any] = {"mode": "top"}
     if temperature > 0:

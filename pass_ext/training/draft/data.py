@@ -1,8 +1,7 @@
-"""What an exit adapter learns from: one pass of the frozen model over text, of which two kinds of rows are kept.
+"""Hidden states that an exit adapter learns from: the frozen model runs once over all text.
 
-For every token: the hidden states behind some of the layers, and the last ones, as they enter the model's head (they are the
-teacher's). Everything fits in memory as bfloat16, and is kept in one file, so that a run that stopped need not compute it
-again.
+For every token: the rows behind some of the layers, and the last ones, which enter the model's head (the teacher's). They fit
+in memory as bfloat16, and one file keeps them, so that a run that stopped need not compute them again.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 from pass_ext.decoding.models.early_exit_draft import exit_parts
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.training.common.own_texts import Sample
-from pass_ext.training.common.rates import TOPS, accepted_length, hit_rates
+from pass_ext.training.common.rates import TOPS, accepted_length, hit_rates, ranks_among
 from pass_ext.training.draft.data import Hidden
 
 RANKS, DEPTHS = 8, 6
@@ -35,10 +35,7 @@ def ranks_of_tokens(model: Any, adapter: ExitAdapter, behind: Tensor, following:
         table, offset = weight[ids], 0 if bias is None else bias[ids]
         for picked in (place >= 0).nonzero()[:, 0].split(_ROWS):
             rows = parts.norm(adapter(behind[picked].to(table.device, table.dtype)))
-            logits, right = (rows @ table.T + offset).float().cpu(), place[picked, None]
-            score = logits.gather(1, right)
-            before = (logits > score) | ((logits == score) & (torch.arange(len(ids)) < right))
-            ranks[picked] = before.sum(1)
+            ranks[picked] = ranks_among((rows @ table.T + offset).float().cpu(), place[picked])
     return ranks
 
 

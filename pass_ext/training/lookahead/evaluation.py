@@ -15,7 +15,8 @@ from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import CHUNK
 from pass_ext.training.common.own_texts import Sample
-from pass_ext.training.common.rates import accepted_lengths, hit_rates, top_rates
+from pass_ext.training.common.rates import accepted_lengths, hit_rates, ranks_among, top_rates
+from pass_ext.training.common.windows import even_places
 from pass_ext.training.lookahead.forward import slot_rows, transition_hidden
 
 
@@ -33,9 +34,7 @@ def ranks_of(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Te
             logits = head(hidden[picked]).float()
             if embedding.rank:
                 logits += (transition_hidden(embedding, table, previous[picked]) @ table.T).float()
-            score = logits.gather(1, right[picked, None])
-            tied = (logits == score) & (torch.arange(logits.shape[1], device=ids.device) < right[picked, None])
-            ranks[picked] = (logits > score).sum(1) + tied.sum(1)
+            ranks[picked] = ranks_among(logits, right[picked])
     return ranks.unflatten(0, (len(anchors), slots))
 
 
@@ -47,7 +46,7 @@ def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample
         # The first place has the last token of the prompt as its new root.
         places = torch.arange(max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead)
         if len(places):
-            even = places[torch.linspace(0, len(places) - 1, min(anchors, len(places))).long()]
+            even = even_places(places, anchors)
             ids = torch.tensor(sample.ids, device=device)
             found.setdefault(sample.kind, []).append(ranks_of(model, embedding, ids, even.to(device)).cpu())
     if not found:
