@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import pass_ext.modules.decision
+import pass_ext.modules.files
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.session.session import Session
@@ -142,15 +142,15 @@ def test_a_file_gives_back_what_was_saved(kind, tmp_path, monkeypatch):
         assert getattr(again, name) == getattr(decision, name)
     assert repr(again) == repr(decision) and "threshold=0.37" in repr(again)
 
-    monkeypatch.setattr(pass_ext.modules.decision, "_SHIPPED", tmp_path)
+    monkeypatch.setattr(pass_ext.modules.files, "PRETRAINED", tmp_path)
     assert DecisionModel.from_pretrained(path.stem).threshold == 0.37
     assert DecisionModel.from_pretrained(path).threshold == 0.37
     with pytest.raises(ValueError, match=f"'absent' is neither a file nor one of the shipped names: {path.stem}"):
         DecisionModel.from_pretrained("absent")
-    with pytest.raises(ValueError, match="base model: it has 'big', this one has 'other'"):
+    with pytest.raises(ValueError, match="base model: it has 'big', this model has 'other'"):
         DecisionModel.load(path, base_model="other")
     if kind == "hidden":
-        with pytest.raises(ValueError, match="hidden size of the draft: it has 8, this one has 9"):
+        with pytest.raises(ValueError, match="hidden size of the draft: it has 8, this model has 9"):
             DecisionModel.load(path, dim=9)
 
 

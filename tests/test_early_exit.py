@@ -219,9 +219,9 @@ def test_the_shipped_adapter_loads_by_name_and_is_small():
     for line in adapter.hit_rates:
         assert len(line) == 8 and all(0 <= rate <= 1 for rate in line) and sum(line) <= 1.0001
     assert adapter.training_record["command"].startswith("python -m pass_ext train-draft")
-    from pass_ext.modules.exit_adapter import _SHIPPED
+    from pass_ext.modules.files import PRETRAINED
 
-    assert (_SHIPPED / "smollm2-135m-instruct-exit.safetensors").stat().st_size <= 400_000
+    assert (PRETRAINED / "smollm2-135m-instruct-exit.safetensors").stat().st_size <= 400_000
 
 
 # ---- training ----

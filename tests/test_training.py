@@ -611,6 +611,16 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path):
     assert trainer.restore(path, "run") == 1.0 and [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
+def test_pictures_keep_text_as_text_and_repeat_themselves(tmp_path):
+    pytest.importorskip("matplotlib")
+    losses = [3.0, 2.0, 1.5]
+    for name in ("a.svg", "b.svg"):
+        record.save_picture(losses, tmp_path / name, lambda axes: axes.set(xlabel="levels drafted"))
+    picture = (tmp_path / "a.svg").read_text()
+    assert ">loss</text>" in picture and ">mean of 25</text>" in picture and ">levels drafted</text>" in picture
+    assert picture == (tmp_path / "b.svg").read_text()
+
+
 @pytest.mark.parametrize("line", [b"{", b"\xff\xff", b"[1]", b'[{"name": "a"}]', b"[]", b"[" * 100_000])
 def test_a_damaged_line_of_samples_gets_a_sentence(tmp_path, line):
     path = tmp_path / "samples.jsonl"

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pass_ext.modules.files import save_trained, trained_file
+from pass_ext.modules.files import check_same_model, pretrained_files, pretrained_path, save_trained, trained_file
 
 KINDS = ("hidden", "entropy")
 
 _FORMAT = "pass_ext.decision.1"
 _TOP = 10  # probabilities that the entropy kind looks at
 _NO_CHANCE = -1e4  # stands for a logit of -inf, which times a probability of zero would be NaN
-_SHIPPED = Path(__file__).parent / "pretrained"
 
 
 class DraftLevel(NamedTuple):
@@ -132,25 +130,17 @@ class DecisionModel(nn.Module):
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], *, dim: int = 0, base_model: str = "") -> DecisionModel:
         """One that comes with the package, by name, or that of a file, by path."""
-        shipped = {file.stem: file for file in sorted(_SHIPPED.glob("*-decision-*.safetensors"))}
-        path = shipped.get(os.fspath(name), Path(name))
-        if not path.is_file():
-            names = ", ".join(shipped) or "none"
-            raise ValueError(f"{os.fspath(name)!r} is neither a file nor one of the shipped names: {names}")
+        path = pretrained_path(name, pretrained_files("*-decision-*"))
         return cls.load(path, dim=dim, base_model=base_model)
 
     def check_fits(self, dim: int = 0, base_model: str = "") -> None:
         """Raises ValueError, naming every difference, if this belongs to another draft or target. dim: the draft's; 0 and "":
         not known."""
-        wanted = {"hidden size of the draft": dim, "base model": base_model}
-        found = {"hidden size of the draft": self.dim, "base model": self.base_model}
-        differences = [
-            f"{name}: it has {found[name]!r}, this one has {wanted[name]!r}"
-            for name in wanted
-            if wanted[name] and found[name] and wanted[name] != found[name]
-        ]
-        if differences:
-            raise ValueError("this decision model belongs to another model; " + "; ".join(differences))
+        check_same_model(
+            "decision model",
+            {"hidden size of the draft": self.dim, "base model": self.base_model},
+            {"hidden size of the draft": dim, "base model": base_model},
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.modules.files import HitRates, save_trained, trained_file
+from pass_ext.modules.files import (
+    HitRates,
+    check_same_model,
+    pretrained_files,
+    pretrained_path,
+    save_trained,
+    trained_file,
+)
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FORMAT = "pass_ext.lookahead.2"
@@ -27,7 +34,6 @@ _TENSORS = {
     "transition_right": "transition_right",
     "deep": "deep",
 }
-_SHIPPED = Path(__file__).parent / "pretrained"
 
 
 class LookaheadEmbedding(nn.Module):
@@ -150,19 +156,13 @@ class LookaheadEmbedding(nn.Module):
         cls, name: str | os.PathLike[str], *, table: Tensor | None = None, base_model: str = ""
     ) -> LookaheadEmbedding:
         """Parameters that come with the package, by name ("smollm2-135m-instruct"), or those of a file, by path."""
-        shipped = cls.shipped()
-        path = shipped.get(os.fspath(name), Path(name))
-        if not path.is_file():
-            raise ValueError(
-                f"{os.fspath(name)!r} is neither a file nor one of the shipped names: {', '.join(shipped)}"
-            )
+        path = pretrained_path(name, cls.shipped())
         return cls.load(path, table=table, base_model=base_model)
 
     @staticmethod
     def shipped() -> dict[str, Path]:
         """Name -> file of those that come with the package; drafts and decisions lie beside them."""
-        files = sorted(_SHIPPED.glob("*.safetensors"))
-        return {file.stem: file for file in files if not re.search(r"-exit$|-decision-", file.stem)}
+        return {name: file for name, file in pretrained_files("*").items() if not re.search(r"-exit$|-decision-", name)}
 
     @classmethod
     def _with(cls, tensors: dict[str, Tensor], base_model: str, vocabulary: int) -> LookaheadEmbedding:
@@ -197,15 +197,11 @@ class LookaheadEmbedding(nn.Module):
     def check_fits(self, table: Tensor, base_model: str = "") -> None:
         """Raises ValueError, naming every difference, if these embeddings belong to another model."""
         _check_table(table)
-        wanted = {"hidden size": table.shape[1], "vocabulary": table.shape[0], "base model": base_model}
-        found = {"hidden size": self.dim, "vocabulary": self.vocabulary, "base model": self.base_model}
-        differences = [
-            f"{name}: they have {found[name]!r}, this model has {wanted[name]!r}"
-            for name in wanted
-            if wanted[name] and found[name] and wanted[name] != found[name]
-        ]
-        if differences:
-            raise ValueError("these look-ahead embeddings belong to another model; " + "; ".join(differences))
+        check_same_model(
+            "look-ahead embedding",
+            {"hidden size": self.dim, "vocabulary": self.vocabulary, "base model": self.base_model},
+            {"hidden size": table.shape[1], "vocabulary": table.shape[0], "base model": base_model},
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""
