@@ -54,7 +54,7 @@ def save_trained(
     )
 
 
-def pretrained_files(pattern: str) -> dict[str, Path]:
+def shipped_files(pattern: str) -> dict[str, Path]:
     """Name -> file of the shipped modules whose names have this pattern."""
     return {file.stem: file for file in sorted(PRETRAINED.glob(f"{pattern}.safetensors"))}
 
@@ -68,17 +68,15 @@ def pretrained_path(name: str | os.PathLike[str], shipped: Mapping[str, Path]) -
     return path
 
 
-def check_same_model(
-    kind: str, found: Mapping[str, object], wanted: Mapping[str, object], others: Sequence[str] = ()
-) -> None:
+def check_model(kind: str, facts: Mapping[str, tuple[object, object]], others: Sequence[str] = ()) -> None:
     """Raises ValueError, naming every difference, where a ``kind`` of module was trained for another model.
 
-    What is 0 or "" on one side is not known there, and fits. ``others``: differences that were found elsewhere.
+    ``facts``: name -> (the file's, the model's); 0 or "" is not known, and fits. ``others``: further differences.
     """
     differences = [
-        f"{name}: it has {found[name]!r}, this model has {wanted[name]!r}"
-        for name in wanted
-        if wanted[name] and found[name] and wanted[name] != found[name]
+        f"{name}: it has {trained_for!r}, this model has {model!r}"
+        for name, (trained_for, model) in facts.items()
+        if trained_for and model and trained_for != model
     ]
     if differences or others:
         raise ValueError(f"this {kind} belongs to another model; " + "; ".join([*differences, *others]))

@@ -15,14 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.modules.files import (
-    HitRates,
-    check_same_model,
-    pretrained_files,
-    pretrained_path,
-    save_trained,
-    trained_file,
-)
+from pass_ext.modules.files import HitRates, check_model, pretrained_path, save_trained, shipped_files, trained_file
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FORMAT = "pass_ext.lookahead.2"
@@ -162,13 +155,13 @@ class LookaheadEmbedding(nn.Module):
     @staticmethod
     def shipped() -> dict[str, Path]:
         """Name -> file of those that come with the package; drafts and decisions lie beside them."""
-        return {name: file for name, file in pretrained_files("*").items() if not re.search(r"-exit$|-decision-", name)}
+        return {name: file for name, file in shipped_files("*").items() if not re.search(r"-exit$|-decision-", name)}
 
     @classmethod
     def _with(cls, tensors: dict[str, Tensor], base_model: str, vocabulary: int) -> LookaheadEmbedding:
         """A module that holds these parameters."""
         weight, left, deep = tensors["weight"], tensors.get("transition_left"), tensors.get("deep")
-        made = cls(
+        embedding = cls(
             *weight.shape,
             rank=0 if left is None else left.shape[1],
             deep_layers=0 if deep is None else deep.shape[0],
@@ -179,8 +172,8 @@ class LookaheadEmbedding(nn.Module):
         )
         with torch.no_grad():
             for name, tensor in tensors.items():
-                made.get_parameter(name).copy_(tensor)
-        return made
+                embedding.get_parameter(name).copy_(tensor)
+        return embedding
 
     def transition_tables(self, table: Tensor) -> tuple[Tensor, Tensor]:
         """``table @ left`` and ``table @ right``, fp32 ``[V, r]`` each: the score of c behind p is ``left[p] · right[c]``."""
@@ -197,10 +190,13 @@ class LookaheadEmbedding(nn.Module):
     def check_fits(self, table: Tensor, base_model: str = "") -> None:
         """Raises ValueError, naming every difference, if these embeddings belong to another model."""
         _check_table(table)
-        check_same_model(
+        check_model(
             "look-ahead embedding",
-            {"hidden size": self.dim, "vocabulary": self.vocabulary, "base model": self.base_model},
-            {"hidden size": table.shape[1], "vocabulary": table.shape[0], "base model": base_model},
+            {
+                "hidden size": (self.dim, table.shape[1]),
+                "vocabulary": (self.vocabulary, table.shape[0]),
+                "base model": (self.base_model, base_model),
+            },
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

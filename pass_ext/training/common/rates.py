@@ -1,4 +1,4 @@
-"""From ranks to rates: how often the right token stood at which rank, and how far a chain or a tree of candidates gets.
+"""Hit rates from ranks: how often the right token stood at which rank, and how far a chain or a tree of candidates gets.
 
 ``ranks`` [N, L]: rank of the right token among slot i's candidates at place n, the tokens before it being the right ones.
 The best tree of n nodes takes, again and again, the candidate with the largest product of rates along its path.

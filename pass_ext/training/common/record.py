@@ -17,13 +17,13 @@ from pass_ext.training.common.run import Run
 
 def versions() -> dict[str, str]:
     """Python and the packages that a result may depend on."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in ("pass_ext", "torch", "transformers", "safetensors"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 def machine(device: str) -> str:

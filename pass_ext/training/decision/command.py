@@ -9,14 +9,7 @@ from pathlib import Path
 import torch
 
 from pass_ext.modules.decision import KINDS
-from pass_ext.training.common.options import (
-    add_run_arguments,
-    add_sample_share,
-    add_text_arguments,
-    check_least,
-    check_sample_share,
-    check_text_arguments,
-)
+from pass_ext.training.common import options as shared
 from pass_ext.training.decision.which_draft import check_draft, load_draft
 from pass_ext.tree import MAX_TREE_NODES
 
@@ -29,7 +22,7 @@ AT_LEAST = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
-    add_text_arguments(parser)
+    shared.add_text_arguments(parser)
     add = parser.add_argument
     add(
         "--draft",
@@ -42,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="what it reads: the input of the draft's output layer, or entropy and top-10 probabilities of its distribution",
     )
-    add_sample_share(parser, "texts")
+    shared.add_sample_share(parser, "texts")
     add("--texts", type=int, default=400, help="training texts")
     add("--length", type=int, default=256, help="tokens a text")
     add("--places", type=int, default=48, help="places a text that are learnt from")
@@ -62,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-cost", type=float, default=0.25, help="time of a draft call, a call of the target being 1")
     add("--levels", type=int, default=4, help="of the chains that the evaluation drafts")
     add("--evaluation-places", type=int, default=32, help="places a held-out text")
-    add_run_arguments(parser, name="decision-KIND", models="both models")
+    shared.add_run_arguments(parser, name="decision-KIND", models="both models")
     parser.set_defaults(name=None)  # check_arguments knows the kind
 
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded, and settles what was left open."""
-    check_least(options, AT_LEAST)
+    shared.check_least(options, AT_LEAST)
     check_draft(options.draft)
     if options.length > MAX_TREE_NODES:
         raise SystemExit(f"--length must be at most {MAX_TREE_NODES}, got {options.length}")
@@ -77,7 +70,7 @@ def check_arguments(options: argparse.Namespace) -> None:
             f"--levels times --evaluation-places must be at most {MAX_TREE_NODES // 2}, got "
             f"{options.levels} · {options.evaluation_places}"
         )
-    check_sample_share(options)
+    shared.check_sample_share(options)
     if options.threshold != "auto":
         options.threshold = _threshold(options.threshold)
     if options.kind == "entropy" and options.temperature not in (None, 0):
@@ -88,7 +81,7 @@ def check_arguments(options: argparse.Namespace) -> None:
         options.temperature = 0.0 if options.kind == "entropy" else 1.0
     if not options.temperature >= 0:
         raise SystemExit(f"--temperature must be at least 0, got {options.temperature}")
-    check_text_arguments(options)
+    shared.check_text_arguments(options)
     options.name = options.name or f"decision-{options.kind}"
 
 

@@ -15,7 +15,7 @@ from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.record import facts_of, save_result
 from pass_ext.training.common.run import Run
 from pass_ext.training.common.steps import take_steps
-from pass_ext.training.common.windows import Windows, even_places
+from pass_ext.training.common.windows import Windows, even_places, windows_of
 from pass_ext.training.decision import record
 from pass_ext.training.decision.chains import Chains, read_chains
 from pass_ext.training.decision.evaluation import best_threshold, chains_report, places_report, summary
@@ -32,17 +32,7 @@ def train(run: Run, draft_model: Any) -> Path:
     """The path of the safetensors file, beside which the record, the card and the picture lie."""
     started = time.monotonic()
     options, texts = run.options, run.texts()
-    windows = Windows(
-        run.tokenizer,
-        texts.documents,
-        texts.samples,
-        options.sample_share,
-        options.length,
-        1,
-        options.places,
-        0,
-        options.seed,
-    )
+    windows = windows_of(run, texts, batch=1, anchors=options.places, lookahead=0)
     run.console.print(f"the draft's rows of {options.texts} texts …")
     with reading(run.model, draft_model, hidden=options.kind == "hidden") as pair:
         decision = _start(run, pair)

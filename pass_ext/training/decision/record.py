@@ -40,8 +40,8 @@ def _label(settings: dict[str, Any]) -> str:
 def _places(settings: dict[str, Any], evaluation: dict[str, Any]) -> str:
     kinds = [("all", evaluation), *evaluation["by_kind"].items()]
     rows = (
-        [kind, str(found["places"]), *map(_number, (found["accepted"], found["auc"], found["accuracy"]))]
-        for kind, found in kinds
+        [kind, str(numbers["places"]), *map(_number, (numbers["accepted"], numbers["auc"], numbers["accuracy"]))]
+        for kind, numbers in kinds
     )
     return (
         f"{held_out(evaluation, 'target')} Accepted: {_label(settings)}. AUC: how often a place that is accepted scores above "

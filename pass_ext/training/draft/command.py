@@ -6,12 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pass_ext.training.common.options import (
-    add_run_arguments,
-    add_text_arguments,
-    check_least,
-    check_text_arguments,
-)
+from pass_ext.training.common import options as shared
 
 AT_LEAST = {
     **dict.fromkeys(("rank", "steps", "batch", "length"), 1),
@@ -21,7 +16,7 @@ AT_LEAST = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
-    add_text_arguments(parser)
+    shared.add_text_arguments(parser)
     add = parser.add_argument
     add(
         "--document-tokens",
@@ -53,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weight-decay", type=float, default=0.01)
     add("--warm-up", type=int, default=20, help="steps")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
-    add_run_arguments(parser, name="exit")
+    shared.add_run_arguments(parser, name="exit")
 
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded."""
-    check_least(options, AT_LEAST)
-    check_text_arguments(options)
+    shared.check_least(options, AT_LEAST)
+    shared.check_text_arguments(options)
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:

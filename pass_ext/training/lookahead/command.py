@@ -6,14 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pass_ext.training.common.options import (
-    add_run_arguments,
-    add_sample_share,
-    add_text_arguments,
-    check_least,
-    check_sample_share,
-    check_text_arguments,
-)
+from pass_ext.training.common import options as shared
 
 AT_LEAST = {
     **dict.fromkeys(("lookahead", "steps", "batch", "anchors", "evaluation_anchors", "checkpoint_every"), 1),
@@ -24,8 +17,8 @@ AT_LEAST = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
-    add_text_arguments(parser)
-    add_sample_share(parser, "windows")
+    shared.add_text_arguments(parser)
+    shared.add_sample_share(parser, "windows")
     add = parser.add_argument
     add("--lookahead", type=int, default=4, help="L, the number of slots")
     add("--transition-rank", type=int, default=0, help="width of the transition score; 0: none")
@@ -44,16 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=float, default=0, help="stop after this long, with a checkpoint; 0: never")
     add("--evaluation-anchors", type=int, default=64, help="places a held-out text")
     add("--checkpoint-every", type=int, default=50, help="steps")
-    add_run_arguments(parser, name="lookahead")
+    shared.add_run_arguments(parser, name="lookahead")
 
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded."""
-    check_least(options, AT_LEAST)
+    shared.check_least(options, AT_LEAST)
     if options.length < options.lookahead + 2:
         raise SystemExit(f"--length must be at least --lookahead + 2 = {options.lookahead + 2}, got {options.length}")
-    check_sample_share(options)
-    check_text_arguments(options)
+    shared.check_sample_share(options)
+    shared.check_text_arguments(options)
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:

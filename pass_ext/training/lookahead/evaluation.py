@@ -41,26 +41,26 @@ def ranks_of(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Te
 def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample], anchors: int) -> dict[str, Any]:
     """Hit rates and accepted lengths over all samples and by kind, at ``anchors`` even places a sample at most."""
     device = model.get_input_embeddings().weight.device
-    found: dict[str, list[Tensor]] = {}
+    ranks_by_kind: dict[str, list[Tensor]] = {}
     for sample in samples:
         # The first place has the last token of the prompt as its new root.
         places = torch.arange(max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead)
         if len(places):
             even = even_places(places, anchors)
             ids = torch.tensor(sample.ids, device=device)
-            found.setdefault(sample.kind, []).append(ranks_of(model, embedding, ids, even.to(device)).cpu())
-    if not found:
+            ranks_by_kind.setdefault(sample.kind, []).append(ranks_of(model, embedding, ids, even.to(device)).cpu())
+    if not ranks_by_kind:
         return {"places": 0}
-    by_kind = {kind: torch.cat(parts) for kind, parts in sorted(found.items())}
+    by_kind = {kind: torch.cat(parts) for kind, parts in sorted(ranks_by_kind.items())}
     ranks = torch.cat(list(by_kind.values()))
     rates = hit_rates(ranks)
     return {
         "places": len(ranks),
-        "texts": sum(map(len, found.values())),
+        "texts": sum(map(len, ranks_by_kind.values())),
         "temperatures": sorted({sample.temperature for sample in samples}),
         "hit_rates": rates,
         "slots": top_rates(ranks),
         "accepted": accepted_lengths(ranks, rates),
-        "accepted_by_kind": {kind: accepted_lengths(own, rates) for kind, own in by_kind.items()},
-        "places_by_kind": {kind: len(own) for kind, own in by_kind.items()},
+        "accepted_by_kind": {kind: accepted_lengths(kind_ranks, rates) for kind, kind_ranks in by_kind.items()},
+        "places_by_kind": {kind: len(kind_ranks) for kind, kind_ranks in by_kind.items()},
     }

@@ -13,7 +13,7 @@ from pass_ext.training.common.options import settings_from
 from pass_ext.training.common.record import facts_of, save_result
 from pass_ext.training.common.run import Run
 from pass_ext.training.common.steps import Checkpoint, take_steps
-from pass_ext.training.common.windows import Windows
+from pass_ext.training.common.windows import Windows, windows_of
 from pass_ext.training.lookahead import record
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
@@ -25,17 +25,7 @@ _SHAPE = ("lookahead", "transition_rank", "deep", "seed", "length", "batch")
 def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
     options, model, texts = run.options, run.model, run.texts()
-    windows = Windows(
-        run.tokenizer,
-        texts.documents,
-        texts.samples,
-        options.sample_share,
-        options.length,
-        options.batch,
-        options.anchors,
-        options.lookahead,
-        options.seed,
-    )
+    windows = windows_of(run, texts, batch=options.batch, anchors=options.anchors, lookahead=options.lookahead)
     settings = settings_from(options, Settings)
     described = {**dataclasses.asdict(settings), **{name: getattr(options, name) for name in _SHAPE}}
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
