@@ -367,7 +367,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.prompts = options.prompts or (1 if options.quick else 7 if options.device == "cpu" else 16)
     options.tokens = options.tokens or (24 if options.quick else 128)
     options.seconds = options.seconds or (30 if options.quick else 1400)
-    begun, load_average = provenance(NAME, options), os.getloadavg()[0]
+    begun, load_average = provenance(NAME, options.quick, options.device), os.getloadavg()[0]
     console = Console(width=None if sys.stdout.isatty() else 160)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)

@@ -47,15 +47,15 @@ def parse(
     return options
 
 
-def provenance(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """How a result begins: what ran, when, and on what. Taken before the run, for the tree may change meanwhile."""
+def provenance(name: str, quick: bool, device: str) -> dict[str, Any]:
+    """The first fields of a result: what ran, when, and on what. Call it before the run: the working tree may change."""
     return {
         "bench": name,
         "format": FORMAT,
         "date": machine.now(),
         "commit": machine.commit(),
-        "quick": options.quick,
-        "device": options.device,
+        "quick": quick,
+        "device": device,
         "machine": machine.describe_machine(),
         "versions": machine.describe_versions(),
     }
@@ -68,7 +68,7 @@ def run(
     judge: Callable[[list[Row]], list[Aim]],
 ) -> None:
     """Measures every case of the plan, shows the table, judges the aims, and writes the result."""
-    begun, load = provenance(name, options), os.getloadavg()[0]
+    begun, load = provenance(name, options.quick, options.device), os.getloadavg()[0]
     console = Console(width=None if sys.stdout.isatty() else 140)
     gpu = machine.describe_gpu() if options.device == "cuda" else None
     cache = (gpu["l2_cache_bytes"] or 64 * 2**20) if gpu else machine.last_level_cache_bytes()
