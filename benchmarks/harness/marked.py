@@ -13,3 +13,9 @@ def replace(page: str, name: str, text: str) -> str:
         raise ValueError(f"marked.replace: page must hold {above} and then {below}, once each, got other comments")
     before, rest = page.split(above)
     return f"{before}{above}\n{text}\n{below}{rest.split(below)[1]}"
+
+
+def shows(page: str, name: str, text: str) -> bool:
+    """True if ``text`` is the part of this name; False also for a page without the two comments."""
+    above, below = marks(name)
+    return page.count(f"{above}\n{text}\n{below}") == 1
