@@ -58,7 +58,7 @@ from benchmarks.ops.accept_ways import (
     usual_walk,
     with_transformers,
 )
-from benchmarks.ops.distributions import (
+from benchmarks.ops.inputs.distributions import (
     FILTERS,
     TEMPERATURE,
     as_columns,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from benchmarks.ops.distributions import FILTERS, TEMPERATURE, lean_draw, lean_law, usual_draw, usual_law
+from benchmarks.ops.inputs.distributions import FILTERS, TEMPERATURE, lean_draw, lean_law, usual_draw, usual_law
 
 BRANCHING = {3: (1, 2), 7: (1, 2, 2), 15: (3, 2, 1), 63: (3, 2, 3, 2)}  # children of every node, level by level
 BY_DRAFT_LAW = ("rejection", "rejection_with_replacement", "block", "traversal", "kseq")

@@ -40,9 +40,9 @@ from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
 from benchmarks.harness.results import lines_of
 from benchmarks.ops.attention_libraries import FLASHINFER, LIBRARIES, XQA, why_absent
-from benchmarks.ops.attention_steps import Spec, Step, excess, make_step, make_trees, reference
 from benchmarks.ops.attention_ways import DENSE, FLEX, FLEX_TUNED, MERGED, OURS, SDPA, WAYS, Way
-from benchmarks.ops.distributions import require
+from benchmarks.ops.inputs.attention_steps import Spec, Step, excess, make_step, make_trees, reference
+from benchmarks.ops.inputs.distributions import require
 
 HEADS = [(32, 8, 128), (28, 4, 128), (9, 3, 64)]  # query heads, key heads, their size
 # A layer with a sliding window. FlashAttention 2 does not split the keys of several queries: published, 45 to 49 µs.

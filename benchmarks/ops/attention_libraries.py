@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import ROOT
-from benchmarks.ops.attention_steps import PAGE, Spec, Step, excess, make_step, make_trees, reference
 from benchmarks.ops.attention_ways import GPU, Way
+from benchmarks.ops.inputs.attention_steps import PAGE, Spec, Step, excess, make_step, make_trees, reference
 
 FLASHINFER, XQA, VLLM, SGLANG = "FlashInfer", "FlashInfer XQA", "vLLM", "SGLang"
 SMALL = Spec(heads=8, kv_heads=2, head_dim=128, batch=1, prefix=500, nodes=20)

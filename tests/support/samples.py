@@ -1,4 +1,4 @@
-"""Arguments of every op, for opcheck and for tests that go through all ops: a generator of argument tuples, named like its op."""
+"""Arguments of every op, for opcheck and for tests of all ops: a generator of argument tuples, named like its op."""
 
 from collections.abc import Callable, Iterator
 

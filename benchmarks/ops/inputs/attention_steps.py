@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.distributions import require
+from benchmarks.ops.inputs.distributions import require
 
 PAGE = 64  # slots of a page, for libraries that want pages; also what every cache is rounded up to
 # Unit roundoff that a result is judged with. Float32: not its own, since peers may take exponentials by approximation.
