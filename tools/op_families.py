@@ -35,7 +35,7 @@ PARTS = (
     Part("reference", ("pass_ext/reference/{family}.py",), r"\ndef {forward}\("),
     Part("reference's export", ("pass_ext/reference/__init__.py",), '"{forward}"'),
     Part("argument checks", ("csrc/host/{family}.h",)),
-    Part("CPU loops", ("csrc/cpu/{family}_kernels.h",)),
+    Part("CPU loops", ("csrc/cpu/{family}_kernels*.h",)),
     Part("CPU op", ("csrc/cpu/{family}.cpp",), QUOTED),
     Part("CUDA kernels", ("csrc/cuda/{family}.cuh",), on_gpu=True),
     Part("CUDA op", ("csrc/cuda/{family}.cu",), QUOTED, on_gpu=True),

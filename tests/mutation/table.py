@@ -44,8 +44,9 @@ def _files_of_families() -> dict[str, tuple[list[str], list[str]]]:
     for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
         family, tests = source.stem, f"tests/ops/test_{source.stem}.py"
         if (ROOT / tests).exists():
-            names = (f"core/{family}.h", f"cpu/{family}.h", f"cpu/{family}.cpp", f"cpu/{family}_kernels.h")
-            found |= {name: ([family], [tests]) for name in names if (ROOT / "csrc" / name).exists()}
+            patterns = (f"core/{family}.h", f"cpu/{family}.*", f"cpu/{family}_kernels*.h")
+            files = [file for pattern in patterns for file in sorted((ROOT / "csrc").glob(pattern))]
+            found |= {str(file.relative_to(ROOT / "csrc")): ([family], [tests]) for file in files}
     return found
 
 
