@@ -5,7 +5,7 @@
 // gives pass_ext::portable::…, pass_ext::avx2::…, pass_ext::avx512::… and pass_ext::avx512_bf16::…
 // A kernels header includes nothing but text for the same namespace, and calls nothing inline from the standard library
 // that it could instantiate: code compiled here for AVX-512 must never be what the linker picks for everybody. What it
-// needs is included below, before the first level. Included by cpu/<column>.cpp, and once by tests/core.
+// needs is included below, before the first level. Included by cpu/<family>.cpp, and once by tests/core.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
