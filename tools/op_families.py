@@ -48,7 +48,7 @@ PARTS = (
     Part("emulator's op", ("tests/emulator/ops/{family}.py",), QUOTED, on_gpu=True),
     Part("benchmark", ("benchmarks/ops/{family}.py",), r"\b{forward}\b"),
 )
-ROWS = "its loops over a row of logits are csrc/cpu/rows_kernels.h"
+ROWS = "its loops over a row of logits are csrc/cpu/rows_kernels-inl.h"
 EXCUSES = {
     ("accept", "CPU loops"): ROWS,
     ("draft", "CPU loops"): ROWS,

@@ -96,8 +96,8 @@ def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path, report, caps
 
 @pytest.mark.parametrize("window", [-1, 2048])
 def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness, window):
-    from benchmarks.ops.inputs import attention_steps as steps
     from benchmarks.ops.attention_contenders import ours, sdpa
+    from benchmarks.ops.inputs import attention_steps as steps
 
     spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=2, prefix=8192, nodes=33, window=window)
     trees = steps.make_trees(spec, torch.bfloat16, "cpu")

@@ -53,24 +53,24 @@ def _files_of_families() -> dict[str, tuple[list[str], list[str]]]:
 # Path below csrc/ -> the sources in cpu/ that are built again, the tests. A new op family needs no line here.
 _CPP = _files_of_families() | {
     "core/accept.h": (["accept"], _ACCEPT),
-    "core/weights.h": (["rows", "accept"], _ACCEPT),
+    "core/weights-inl.h": (["rows", "accept"], _ACCEPT),
     "core/distribution.h": (["rows", "accept", "draft"], _ROWS),
     "core/noise.h": (["rows", "accept", "draft"], _ROWS),
     "core/attention.h": (["attention"], _ATTENTION),
-    "core/elementary.h": ([], _CORE),
+    "core/elementary-inl.h": ([], _CORE),
     "core/half.h": ([], _CORE),
     "core/philox.h": ([], _CORE),
     "core/scalar.h": ([], _CORE),
-    "cpu/simd.h": ([], _CORE),
+    "cpu/simd-inl.h": ([], _CORE),
     "cpu/accept.cpp": (["accept"], _ACCEPT[1:]),
     "cpu/rows.h": (["rows", "accept", "draft"], _ROWS),
     "cpu/rows.cpp": (["rows"], _ROWS),
-    "cpu/rows_kernels.h": (["rows"], _ROWS),
+    "cpu/rows_kernels-inl.h": (["rows"], _ROWS),
     "cpu/threads.h": (["accept", "draft"], _ROWS),
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
-    "cpu/attention_kernels.h": (["attention"], _ATTENTION),
-    "cpu/product.h": (["linear"], ["tests/ops/test_linear.py"]),
+    "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
+    "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
 
 # Path below pass_ext/decoding/ -> the tests.

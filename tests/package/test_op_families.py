@@ -71,7 +71,7 @@ def test_only_a_stated_reason_excuses(copy, monkeypatch):
     library.write_text(library.read_text().replace('{"linear_rows"', '{"linear_columns"'))
     missing = [f"linear_rows: {part.name}" for part in PARTS if part.on_gpu]
     assert [line.rpartition(":")[0] for line in report(copy, [])[1]] == missing
-    (copy / "csrc/cpu/cache_kernels.h").write_text("")
+    (copy / "csrc/cpu/cache_kernels-inl.h").write_text("")
     assert "so it needs no excuse" in report(copy, ["cache"])[1][0]
 
 
