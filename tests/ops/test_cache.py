@@ -353,7 +353,7 @@ BAD_VALUES = {
     "bounds that fall": ("cu_nodes", 1, 9, r"cu_nodes must rise from 0 to at most \d+ \(the packed nodes\), got"),
     "bounds below 0": ("cu_nodes", 0, -2, r"cu_nodes must rise .*got -2 and 4 at 0"),
     "prefix below 0": ("prefix_lens", 1, -3, "prefix_lens must not be negative, got -3 at 1"),
-    "prefix past the cache": ("prefix_lens", 1, SLOTS, r"caches\[0\] must have slot 12 for request 1 \(prefix_lens 12\), got 12"),
+    "prefix past the cache": ("prefix_lens", 1, SLOTS, r"caches\[0\] must have slot 12 for request 1 .prefix_lens 12., got 12"),
     "huge prefix": ("prefix_lens", 0, 2**31 - 1, r"caches\[0\] must have slot 2147483647 for request 0 .*got 12 slots"),
     "no room for the last": ("prefix_lens", 1, SLOTS - 1, r"caches\[0\] must have slot 1[23] for request 1 .*got 12 slots"),
     "too many accepted": ("num_accepted", 0, 4, r"num_accepted must be in \[0, 4\) \(path has 4 columns\), got 4 at 0"),
