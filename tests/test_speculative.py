@@ -110,7 +110,7 @@ def test_a_seed_gives_one_text_whatever_drafts(llama, near):
     want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS, **law)
     for name, method in methods_for(llama, near).items():
         got = generate(llama, ids, method, attention_mask=mask, **LIMITS, **law)
-        assert torch.equal(got.sequences, want.sequences) and got.stats.accepted > 10, name
+        assert torch.equal(got.sequences, want.sequences) and got.stats.num_accepted_tokens > 10, name
         alone = {key: value[3:4] if isinstance(value, list) else value for key, value in law.items()}
         got = generate(llama, ids[3:4], method, attention_mask=mask[3:4], **LIMITS, **alone)
         assert torch.equal(got.sequences, want.sequences[3:4]), name
@@ -168,7 +168,7 @@ def test_sampled_text_has_the_models_law(rule, name):
         model, ids, method, max_new_tokens=new_tokens, temperature=0.9, seeds=range(requests), rule=rule,
         eos_token_id=[],
     )  # fmt: skip
-    assert got.stats.accepted > requests / 4, "drafts take part"
+    assert got.stats.num_accepted_tokens > requests / 4, "drafts take part"
     counts = counted(got.sequences[:, -new_tokens:], vocabulary)
     chi_square, freedom = fit(counts, law)
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
@@ -432,7 +432,7 @@ def test_a_draft_of_fewer_positions_stops_drafting(positions):
     ids, mask = ragged_prompts(3, longest=18)
     want = generate(target, ids, Plain(), attention_mask=mask, **LIMITS)
     got = generate(target, ids, Speculative(draft, 4), attention_mask=mask, **LIMITS)
-    assert torch.equal(got.sequences, want.sequences) and 0 < got.stats.drafted < 3 * 24 * 4
+    assert torch.equal(got.sequences, want.sequences) and 0 < got.stats.num_draft_tokens < 3 * 24 * 4
 
 
 def test_an_early_exit_of_another_model_has_caches_of_its_own(llama, near):
@@ -457,7 +457,7 @@ def test_every_rule_is_greedy_at_temperature_0(llama, near):
 def test_plans_that_come_out_plain(llama, near):
     ids, _ = ragged_prompts(1)
     never = MultiCandidate(near, "auto", hit_rates=[[0.0, 0.0]])
-    assert generate(llama, ids, never, **LIMITS).stats.drafted == 0
+    assert generate(llama, ids, never, **LIMITS).stats.num_draft_tokens == 0
     assert generate(llama, ids, never, rule="longest_branch", **LIMITS).lengths == (24,)
     generate(
         llama, ids, MultiCandidate(near, "auto", hit_rates=[[0.9, 0.05]] * 4), rule="block", temperature=1.0, **LIMITS

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
+from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop import Run
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
@@ -40,7 +42,7 @@ class Generation:
 def generate(
     model: Any,
     input_ids: Tensor,
-    method: Method | None = None,
+    method: Method | DraftingMethod | None = None,
     *,
     max_new_tokens: int,
     attention_mask: Tensor | None = None,
@@ -68,7 +70,8 @@ def generate(
     Args:
         model: a transformers decoder-only model, as it is, or any ``pass_ext.PackedModel``.
         input_ids: ``[B, T]`` integers.
-        method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)`` or ``MultiCandidate(...)``.
+        method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)``, ``MultiCandidate(...)``, or any
+            ``pass_ext.DraftingMethod``.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right.
         temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one for all, or one per request.
         seeds: with rule "coupled" the text is a function of prompt, seed and these parameters, whatever the method and the
@@ -128,10 +131,12 @@ def generate(
     check_stateless(processors, one_text=isinstance(method, Plain) and len(prompts.texts) == 1)
     listener = Listener(streamer, stopping)
     # Ordinary tensors also in a caller's inference mode: a session may be used outside of it.
-    with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as drafting:
-        run = Run(adapted, prompts, method, batch, rule, max_new_tokens, ends, listener, processors, cuda_graphs)
-        drafting.enter_context(run.drafting.attached())
-        run.begin(session, past)
+    with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as stack:
+        context = DraftContext(adapted, [list(text) for text in prompts.texts], batch, rule, cuda_graphs)
+        drafting = Drafting(method, context)
+        stack.enter_context(drafting.attached())
+        run = Run(context, drafting, max_new_tokens, ends, listener, processors)
+        run.open(session, past)
         started = time.perf_counter()
         listener.begin(prompts.texts)
         run.all()

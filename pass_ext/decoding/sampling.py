@@ -1,13 +1,14 @@
-"""``SamplingParams``: how a user says that tokens are sampled. ``BatchSampling``: the same as the sampling ops take it.
+"""Sampling parameters: ``SamplingParams`` as a user gives them, ``BatchSampling`` as the sampling ops take them.
 
-prob(v) = softmax over the support of logits / temperature, after top-k, top-p and min-p; temperature 0 is greedy. Draft and
-target are processed alike.
+    prob(v) = softmax over the support of logits / temperature, after top-k, top-p and min-p; temperature 0 is greedy
+
+Draft and target are processed alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -67,9 +68,27 @@ class BatchSampling:
     min_p: Tensor | None
     seeds: Tensor | None
 
-    def law(self) -> dict[str, Any]:
-        """The keywords that ``accept_tree`` and ``draft_sample`` share."""
-        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+    @property
+    def is_greedy(self) -> bool:
+        """True: every request takes its most probable tokens."""
+        return self.temperature is None
+
+    def keywords(self) -> dict[str, Any]:
+        """The parameters by the names that ``accept_tree`` and ``draft_sample`` give them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def of_requests(self, requests: Tensor) -> BatchSampling:
+        """The parameters of the requests with these numbers ``[n]``, in this order."""
+        return BatchSampling(**{name: None if v is None else v[requests] for name, v in self.keywords().items()})
+
+    def repeated(self, times: int) -> BatchSampling:
+        """Each request's parameters so many times in a row."""
+        return BatchSampling(
+            **{
+                name: None if v is None else v.repeat_interleave(times, output_size=times * len(v))
+                for name, v in self.keywords().items()
+            }
+        )
 
 
 def _per_request(name: str, value: Any, requests: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:

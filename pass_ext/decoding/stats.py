@@ -85,16 +85,6 @@ class GenerationStats(AcceptanceStats):
         return cls(acceptance.acceptance_histogram, acceptance.num_draft_tokens, model_calls, tokens, seconds)
 
     @property
-    def drafted(self) -> int:
-        """``num_draft_tokens``."""
-        return self.num_draft_tokens
-
-    @property
-    def accepted(self) -> int:
-        """``num_accepted_tokens``."""
-        return self.num_accepted_tokens
-
-    @property
     def tokens_per_second(self) -> float:
         """Of all requests together; 0 where no time passed."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
@@ -106,7 +96,7 @@ class GenerationStats(AcceptanceStats):
 
     def as_dict(self) -> dict[str, Any]:
         """Every number by its name, for JSON."""
-        names = ("model_calls", "tokens", "drafted", "accepted", "seconds", "tokens_per_second", "tokens_per_call")
+        names = ("model_calls", "tokens", "seconds", "tokens_per_second", "tokens_per_call")
         return {name: getattr(self, name) for name in names} | super().as_dict()
 
     def __add__(self, other: AcceptanceStats) -> GenerationStats:
@@ -128,8 +118,8 @@ class GenerationStats(AcceptanceStats):
             return text + ", nothing drafted"
         rates = ", ".join(f"{rate:.3f}" for rate in self.acceptance_rate_per_position)
         return (
-            f"{text}\nMean acceptance length: {self.mean_acceptance_length:.2f}, Accepted: {self.accepted} tokens, "
-            f"Drafted: {self.drafted} tokens, Per-position acceptance rate: {rates}, "
+            f"{text}\nMean acceptance length: {self.mean_acceptance_length:.2f}, Accepted: {self.num_accepted_tokens} tokens, "
+            f"Drafted: {self.num_draft_tokens} tokens, Per-position acceptance rate: {rates}, "
             f"Avg Draft acceptance rate: {self.draft_acceptance_rate:.1%}"
         )
 

@@ -17,7 +17,7 @@ from pass_ext.ops.tree import tree_prepare
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_ROWS = 1024  # of one request, in every op that takes a tree
+MAX_TREE_NODES = 1024  # of one request, in every op that takes a tree
 _MOST_SHOWN = 24  # parents in a repr
 
 
@@ -59,8 +59,8 @@ class Tree:
         for width in branching:
             if isinstance(width, bool) or not isinstance(width, int) or width < 1:
                 raise ValueError(f"branching must be children per node for each level, 1 or more, got {branching!r}")
-            if len(parents) + len(level) * width > MOST_ROWS:
-                raise ValueError(f"a tree has at most {MOST_ROWS} rows, branching {tuple(branching)} gives more")
+            if len(parents) + len(level) * width > MAX_TREE_NODES:
+                raise ValueError(f"a tree has at most {MAX_TREE_NODES} rows, branching {tuple(branching)} gives more")
             parents += [parent for parent in level for _ in range(width)]
             level = range(level.stop, len(parents))
         return cls(parents)
@@ -189,8 +189,8 @@ class Tree:
             for slot in range(count):
                 parents.append(node if slot == 0 else len(parents) - 1)
                 slots.append(slot)
-            if len(parents) > MOST_ROWS:
-                raise ValueError(f"a tree has at most {MOST_ROWS} rows; these look-ahead slots make it more")
+            if len(parents) > MAX_TREE_NODES:
+                raise ValueError(f"a tree has at most {MAX_TREE_NODES} rows; these look-ahead slots make it more")
         return Tree._of(tuple(parents), tuple(slots))
 
     # ---- look-ahead slots ----
@@ -342,8 +342,8 @@ def _checked_parents(parents: Iterable[int] | Tensor) -> tuple[int, ...]:
     checked = tuple(parents)
     if not checked:
         raise ValueError("a tree has at least a root: parents [-1]")
-    if len(checked) > MOST_ROWS:
-        raise ValueError(f"a tree has at most {MOST_ROWS} rows, got {len(checked)} parents")
+    if len(checked) > MAX_TREE_NODES:
+        raise ValueError(f"a tree has at most {MAX_TREE_NODES} rows, got {len(checked)} parents")
     for node, parent in enumerate(checked):
         if isinstance(parent, bool) or not isinstance(parent, int):
             raise ValueError(f"parents must be integers, got {parent!r} at node {node}")

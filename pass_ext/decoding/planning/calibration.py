@@ -64,12 +64,12 @@ def _seen(model: Adapted, texts: Sequence[Sequence[int]], look: Callable[[Tensor
     with torch.no_grad(), model.attached():
         session = Session(model, 1, max(map(len, texts)))
         for text, tokens in enumerate(texts):
-            session.begin(model, None, None)
+            session.begin(model)
             parts = []
             for first in range(0, len(tokens), _ROWS):
                 ids = torch.tensor(tokens[first : first + _ROWS], device=session.device)
                 trees = pack_trees([Tree.chain(len(ids) - 1)], session.device)
-                parts.append(look(session.call(trees, ids).logits, text, slice(first, first + len(ids))))
+                parts.append(look(session.call(trees, ids), text, slice(first, first + len(ids))))
                 path = torch.arange(len(ids), dtype=torch.int32, device=session.device)[None]
                 session.commit(trees, path, torch.full_like(path[:, 0], len(ids) - 1))
             seen.append(torch.cat(parts))

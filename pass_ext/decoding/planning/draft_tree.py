@@ -26,7 +26,7 @@ from pass_ext.decoding.planning.hit_rates import (
     node_table,
     reach_of,
 )
-from pass_ext.tree import MOST_ROWS, Tree
+from pass_ext.tree import MAX_TREE_NODES, Tree
 
 _KEPT = 16
 """Sizes of levels that are followed further, of those with equally many levels and rows."""
@@ -136,7 +136,7 @@ def plan_drafts(
     Returns:
         DraftPlan; ``DraftPlan.plain`` where nothing is expected to be faster.
     """
-    most = min(checked_count("most_rows", most_rows), MOST_ROWS)
+    most = min(checked_count("most_rows", most_rows), MAX_TREE_NODES)
     levels = None if most_levels is None else checked_count("most_levels", most_levels)
     width = None if ranks is None else checked_count("ranks", ranks)
     rates = [own[:width] for own in checked_rates(hit_rates)[:levels]]

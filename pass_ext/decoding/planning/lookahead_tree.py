@@ -26,7 +26,7 @@ from pass_ext.decoding.planning.hit_rates import (
     reach_of,
 )
 from pass_ext.decoding.planning.step_times import StepTimes
-from pass_ext.tree import MOST_ROWS, Tree
+from pass_ext.tree import MAX_TREE_NODES, Tree
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Plan:
                 f"tree must have a depth of 1 to {slots}, the trained look-ahead slots; it has {tree.max_depth}"
             )
         rates = checked_rates(assumed_hit_rates(slots, tree.num_nodes) if hit_rates is None else hit_rates)
-        most = MOST_ROWS if rows is None else checked_count("rows", rows)
+        most = MAX_TREE_NODES if rows is None else checked_count("rows", rows)
         _check_passes(passes)
         if len(tree) > most:
             raise ValueError(f"tree has {len(tree)} rows, look-ahead slots included; rows allows {most}")
@@ -192,16 +192,9 @@ def plan_auto(
         hit_rates, passes, requests: as for ``plan``.
         step_times: measured.
     """
-    most = min(MOST_ROWS, max(1, step_times.rows[-1] // checked_count("requests", requests)))
+    most = min(MAX_TREE_NODES, max(1, step_times.rows[-1] // checked_count("requests", requests)))
     best = plan(hit_rates, rows=most, step_time=step_times.at, passes=passes, requests=requests)
     return best if best.speedup is not None and best.speedup > 1 else Plan.plain(1.0)
-
-
-def predicted(tree: Tree, hit_rates: HitRates) -> float:
-    """Expected tokens per call of steps with this tree and its groups, probe calls included."""
-    reach = reach_of(tree, checked_rates(hit_rates))
-    miss = _miss(tree, last_of(tree.parents[: tree.num_nodes], reach))
-    return (sum(reach) + miss) / (1 + miss)
 
 
 def assumed_hit_rates(slots: int, ranks: int) -> list[list[float]]:
@@ -224,7 +217,7 @@ class _Costs:
 
 def _search(rates: list[list[float]], rows: int, costs: _Costs, passes: int) -> Plan:
     _check_passes(passes)
-    rows = min(checked_count("rows", rows), MOST_ROWS)
+    rows = min(checked_count("rows", rows), MAX_TREE_NODES)
     best, chosen = 1 / costs.at(1), None  # depth limit, nodes, groups
     for depth in range(1, min(len(rates), rows - 1) + 1):
         parents, reach, depths = _best_first(rates, depth, rows)

@@ -10,7 +10,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.methods import MOST_ROWS
+from pass_ext.decoding.methods import MAX_PLANNED_ROWS
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.step_times import StepTimes, measure
 from pass_ext.decoding.session.session import Session
@@ -49,7 +49,7 @@ class _Calls:
     """Calls with any number of rows behind one prefix, which is read when the first is made."""
 
     def __init__(self, model: Adapted, graphs: bool) -> None:
-        self._session = Session(model, 1, _PREFIX + MOST_ROWS, graphs=graphs)
+        self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, graphs=graphs)
 
     def run(self, rows: int) -> None:
         session = self._session

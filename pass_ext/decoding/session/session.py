@@ -7,7 +7,6 @@ accepted ones in, so a call never disturbs the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +20,6 @@ from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
 
 
-class Call(NamedTuple):
-    """What a call of the model gave."""
-
-    trees: PackedTrees
-    logits: Tensor
-    """``[N, V]``, or of the wanted rows only."""
-
-
 class Session:
     """The caches of one batch of B requests, and the calls that grow them.
 
@@ -36,8 +27,6 @@ class Session:
         model: ``packed_model(...)``.
         requests: B.
         room: text positions that the caches hold for each request.
-        slots: ``[L, d]``, look-ahead embeddings; None for none.
-        deep: ``[layers, L, d]``, what they add to the input of every layer; None for nothing.
         graphs: on CUDA, calls whose shape comes again are CUDA graphs.
     """
 
@@ -46,8 +35,6 @@ class Session:
         model: Adapted,
         requests: int,
         room: int,
-        slots: Tensor | None = None,
-        deep: Tensor | None = None,
         *,
         graphs: bool = False,
     ) -> None:
@@ -55,9 +42,8 @@ class Session:
         self.requests = requests
         self.room = room
         table = model.table
-        # Copies: `begin` writes other slots there.
-        self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table, copy=True)
-        self.deep = None if deep is None else deep.to(table, copy=True)
+        self.slots = table.new_empty(0, table.shape[1])
+        self.deep: Tensor | None = None
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before their padding to what the kernel has
@@ -69,13 +55,13 @@ class Session:
         """Where everything lies."""
         return self.prefix_lens.device
 
-    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Call:
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         """One call on all rows of the trees; ids ``[N]`` as ``lookahead_embed`` takes them. Logits hold until the next call."""
         if self._recorded is not None and wanted is None and self.caches:
             logits, self._new = self._recorded(trees, ids)
         else:
             logits, self._new = self._forward(trees, ids, wanted)
-        return Call(trees, logits)
+        return logits
 
     def _forward(
         self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None
@@ -141,18 +127,30 @@ class Session:
         most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.prefix_lens.copy_(self.prefix_lens.minimum(most))
 
-    def begin(self, model: Adapted, slots: Tensor | None, deep: Tensor | None) -> None:
+    def begin(self, model: Adapted) -> None:
         """Forgets the texts; caches and recorded calls stay for the next ones. model: the same one, adapted anew."""
-        if slots is not None and slots.shape != self.slots.shape:
-            raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
-        if slots is not None and (deep is None) != (self.deep is None):
-            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
-        if slots is not None:
-            self.slots.copy_(slots)
-        if self.deep is not None and deep is not None:
-            self.deep.copy_(deep)
         self.model = model
         self.prefix_lens.zero_()
+
+    def set_slots(self, slots: Tensor, deep: Tensor | None) -> None:
+        """Sets the look-ahead embeddings of the next calls. After a first call their number is fixed: recorded calls read them
+        where they lie.
+
+        Args:
+            slots: ``[L, d]``.
+            deep: ``[layers, L, d]``, what they add to the input of every layer; None for nothing.
+        """
+        if not self.caches:  # copies, because later slots are written there
+            self.slots = slots.to(self.slots, copy=True)
+            self.deep = None if deep is None else deep.to(self.slots, copy=True)
+            return
+        if slots.shape != self.slots.shape:
+            raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
+        if (deep is None) != (self.deep is None):
+            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
+        self.slots.copy_(slots)
+        if self.deep is not None and deep is not None:
+            self.deep.copy_(deep)
 
     def first_layers(self, model: Adapted, count: int) -> Session:
         """The same texts as a model sees them that is made of the first layers of this one. It reads these caches and commits
@@ -211,7 +209,7 @@ class _FirstLayers(Session):
         self._whole, self._count = whole, count
         self.prefix_lens = whole.prefix_lens
 
-    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Call:
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         """As ``Session``."""
         self.caches = self._whole.caches[: self._count]
         return super().call(trees, ids, wanted)

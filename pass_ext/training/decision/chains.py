@@ -30,7 +30,7 @@ class Chains(NamedTuple):
 def read_chains(
     pair: Pair, texts: Iterable[Text], decision: DecisionModel, *, levels: int, temperature: float, seed: int
 ) -> Chains:
-    """Chains from all places of the texts; a text and its chains are ``MOST_ROWS`` rows at most."""
+    """Chains from all places of the texts; a text and its chains are ``MAX_TREE_NODES`` rows at most."""
     found = [_chains_of(pair, text, decision, levels, temperature, seed + at) for at, text in enumerate(texts)]
     if not found:
         return Chains(torch.empty(0, levels), torch.empty(0, levels))

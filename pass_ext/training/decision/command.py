@@ -18,7 +18,7 @@ from pass_ext.training.common.options import (
     read_texts,
 )
 from pass_ext.training.decision.which_draft import check_draft, load_draft
-from pass_ext.tree import MOST_ROWS
+from pass_ext.tree import MAX_TREE_NODES
 
 AT_LEAST = {
     **dict.fromkeys(("texts", "places", "epochs", "batch", "sample_tokens", "evaluation_places", "levels"), 1),
@@ -77,11 +77,11 @@ def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded, and settles what was left open."""
     check_least(options, AT_LEAST)
     check_draft(options.draft)
-    if options.length > MOST_ROWS:
-        raise SystemExit(f"--length must be at most {MOST_ROWS}, got {options.length}")
-    if options.levels * options.evaluation_places > MOST_ROWS // 2:
+    if options.length > MAX_TREE_NODES:
+        raise SystemExit(f"--length must be at most {MAX_TREE_NODES}, got {options.length}")
+    if options.levels * options.evaluation_places > MAX_TREE_NODES // 2:
         raise SystemExit(
-            f"--levels times --evaluation-places must be at most {MOST_ROWS // 2}, got "
+            f"--levels times --evaluation-places must be at most {MAX_TREE_NODES // 2}, got "
             f"{options.levels} · {options.evaluation_places}"
         )
     if not 0 <= options.sample_share <= 1:

@@ -22,7 +22,7 @@ from pass_ext.training.decision.evaluation import best_threshold, chains_report,
 from pass_ext.training.decision.loop import fit, fresh
 from pass_ext.training.decision.rows import Pair, Text, hidden_width, read_places, reading, scores_of
 from pass_ext.training.decision.which_draft import draft_name
-from pass_ext.tree import MOST_ROWS
+from pass_ext.tree import MAX_TREE_NODES
 
 _THRESHOLD_TEXTS = 32  # training texts whose chains --threshold auto looks at
 
@@ -131,7 +131,7 @@ def _chain_texts(options: argparse.Namespace, texts: Iterable[tuple[torch.Tensor
     """Even places in what was written behind each text's prompt; the text cut so that its chains fit in one tree."""
     found = []
     for ids, prompt_tokens, kind in texts:
-        ids = ids[: MOST_ROWS - options.levels * options.evaluation_places]
+        ids = ids[: MAX_TREE_NODES - options.levels * options.evaluation_places]
         places = torch.arange(max(prompt_tokens - 1, 0), len(ids) - 1)
         if len(places):
             even = torch.linspace(0, len(places) - 1, min(options.evaluation_places, len(places))).long()

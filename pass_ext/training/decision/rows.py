@@ -42,7 +42,7 @@ class Reader:
     def __call__(self, tree: Tree, tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits ``[W, V]`` and, where they are kept, hidden rows ``[W, d]``, of the wanted rows ``[W]``."""
         device = self._session.device
-        logits = self._session.call(pack_trees([tree], device), tokens.to(device), wanted.to(device)).logits
+        logits = self._session.call(pack_trees([tree], device), tokens.to(device), wanted.to(device))
         return logits, None if self._kept is None else self._kept.rows
 
 
