@@ -179,10 +179,10 @@ def draft_contender(model: Any, one: Entrant) -> Contender:
 @contextmanager
 def watched_drafters() -> Iterator[list[Any]]:
     """The drafters of draft models that are made meanwhile: of a batch of one each level is a call."""
-    from pass_ext.decoding.drafting import drafting
+    from pass_ext.decoding.drafting import from_draft_model
 
     made: list[Any] = []
-    before = drafting.model_drafter
+    before = from_draft_model.model_drafter
 
     def watched(*arguments: Any, **named: Any) -> Any:
         drafter = before(*arguments, **named)
@@ -190,11 +190,11 @@ def watched_drafters() -> Iterator[list[Any]]:
             made.append(drafter)
         return drafter
 
-    drafting.model_drafter = watched
+    from_draft_model.model_drafter = watched
     try:
         yield made
     finally:
-        drafting.model_drafter = before
+        from_draft_model.model_drafter = before
 
 
 def plans_of(some: Sequence[Entrant], model: Any) -> dict[str, Any]:

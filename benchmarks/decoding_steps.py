@@ -83,6 +83,7 @@ def profile(contender: Contender, prompts: Sequence[Prompt], setting: Setting, m
 def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
     """Meanwhile the decoding loop's profiler ranges are timed; on a GPU each waits for the work before and in it."""
     from pass_ext.decoding import loop
+    from pass_ext.decoding.session import reading
 
     taken: dict[str, list[float]] = defaultdict(list)
 
@@ -95,11 +96,11 @@ def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
             taken[name].append(_now(device) - started)
 
     before = loop.profiled
-    loop.profiled = timed
+    loop.profiled = reading.profiled = timed
     try:
         yield taken
     finally:
-        loop.profiled = before
+        loop.profiled = reading.profiled = before
 
 
 def _now(device: torch.device) -> float:

@@ -11,7 +11,7 @@ from small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, smal
 
 import pass_ext
 from pass_ext import NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting.from_lookahead import Candidates, PassDrafter
+from pass_ext.decoding.drafting.from_lookahead import Filled, TreeFiller
 
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 
@@ -56,12 +56,12 @@ class Prophet:
         self.futures, self.random = futures, random.Random(seed)  # prompt + continuation, by request
         prophet = self
 
-        def draft(self, slots, requests, roots, positions):
-            return Candidates(
+        def fill(self, slots, requests, roots, positions):
+            return Filled(
                 [prophet.tokens(self.tree, b, at) for b, at in zip(requests, positions, strict=True)], None, None
             )
 
-        monkeypatch.setattr(PassDrafter, "draft", draft)
+        monkeypatch.setattr(TreeFiller, "fill", fill)
 
     def tokens(self, tree, request, root_position):
         """One child of each right node is right, four times in five; the others are noise."""
@@ -399,7 +399,7 @@ def test_refusals(llama):
         (dict(attention_mask=torch.tensor([[1, 0] * 12] * 2)), "has a hole"),
         (dict(method="fast"), "method must be Plain"),
         (dict(method=PaSS(lookahead, ngram=NGram()), rule="rejection", temperature=1.0), "n-gram and look-ahead"),
-        (dict(method=PaSS(lookahead, tree=Tree.from_branching((2,))), rule="block", temperature=1.0), "takes chains"),
+        (dict(method=PaSS(lookahead, tree=Tree.from_branching((2,))), rule="block", temperature=1.0), "got 2 branches"),
         (dict(method=PaSS(pass_ext.LookaheadEmbedding(2, 32))), "belong to another model"),
         (dict(streamer=object()), "a streamer takes one request"),
     ]  # fmt: skip

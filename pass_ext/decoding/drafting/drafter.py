@@ -26,6 +26,7 @@ from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
+from pass_ext.decoding.session.uploads import uploaded
 from pass_ext.ops.rules import RULES
 
 DRAFT_MODEL, LOOK_AHEAD, N_GRAM = "draft model", "look-ahead", "n-gram"
@@ -107,7 +108,7 @@ class DraftContext:
         """Draws children as the rule wants them drawn, with the sampling parameters of their requests.
 
         Args:
-            logits: ``[n * P, V]``, of the P parents of n requests, request by request.
+            logits: ``[n * P, V]``, of the P parents of n requests, request by request; on the target's device.
             width: children of each parent.
             requests: the n requests' numbers.
             depth: of the children.
@@ -116,9 +117,9 @@ class DraftContext:
         Returns:
             ``(tokens, logprobs)``, ``[n * P, width]``; -1 where a distribution has fewer tokens.
         """
-        places = torch.tensor([len(self.texts[b]) - 1 for b in requests], device=logits.device)
-        sampling = self.sampling.of_requests(torch.tensor(requests, device=self.device))
-        nodes = torch.tensor(parents, device=logits.device)
+        places = uploaded([len(self.texts[b]) - 1 for b in requests], self.device)
+        sampling = self.sampling.of_requests(uploaded(requests, self.device))
+        nodes = uploaded(parents, self.device)
         return draw_children(logits, width, drawing_mode(self.sampling, self.rule), sampling, places, depth, nodes)
 
     def measured_times(self) -> StepTimes:
@@ -133,11 +134,10 @@ class DraftContext:
                 f"MultiCandidate(...) without lookahead or ngram, got {' and '.join(origins) or 'no'} candidates"
             )
         if self.needs_draft_logits and len(origins) > 1:
-            several = [f"'{name}'" for name, rule in DECODING_RULES.items() if not rule.needs_draft_logits]
+            usual = [f"'{name}'" for name, rule in DECODING_RULES.items() if not rule.needs_draft_logits]
             raise ValueError(
-                f"generate: rule must be {' or '.join(several)} for candidates of several origins, because the others judge by "
-                f"the distribution that candidates were drawn from, got {self.rule!r}, but {' and '.join(origins)} candidates "
-                "have none in common"
+                f"generate: rule must be {' or '.join(usual)} for {' and '.join(origins)} candidates together, got "
+                f"{self.rule!r}: it judges by the distribution that candidates were drawn from, and these have none in common"
             )
 
 

@@ -27,6 +27,7 @@ class Drafting:
         self.drafters = drafters_of(method, context)
         self.draft_logits: Tensor | None = None
         """``[R, V]``, the logits that the last candidates were drawn from."""
+        self._needs_draft_logits = context.needs_draft_logits
         self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0)
         self.deepest_row = max((drafter.deepest_row for drafter in self.drafters), default=0)
         self.deepest_row = max(self.deepest_row, self.max_depth)
@@ -63,8 +64,8 @@ class Drafting:
         proposals = [drafter.propose(paused if drafter.pauses else batch) for drafter in self.drafters]
         for drafter, proposal in zip(self.drafters, proposals, strict=True):
             _check(drafter, proposal, len(levels))
-        # Where the rule needs them, there is one drafter: check_origins.
-        self.draft_logits = next((p.draft_logits for p in proposals if p.draft_logits is not None), None)
+        # Where the rule needs draft logits, all candidates are of one drafter: check_origins.
+        self.draft_logits = proposals[0].draft_logits if proposals and self._needs_draft_logits else None
         return [
             Step(text[-1], merged(text[-1], [p.candidates[b] for p in proposals])) if batch.remaining[b] else None
             for b, text in enumerate(batch.texts)
