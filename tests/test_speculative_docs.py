@@ -44,7 +44,7 @@ def names(monkeypatch, tmp_path):
 def test_the_blocks_of_the_page_run(names, capsys, monkeypatch):
     """Every text that a block calls `made` is the target's own, but that of the approximate rule."""
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     want = names["model"].generate(names["input_ids"], max_new_tokens=200, do_sample=False)
     asked, compared = [], 0
     original = pass_ext.generate
@@ -65,7 +65,7 @@ def test_the_blocks_of_the_page_run(names, capsys, monkeypatch):
             plain = original(names["model"], names["input_ids"], **options)
             assert torch.equal(sequences, plain.sequences)
             compared += 1
-    assert len(asked) == 10 and compared == 7
+    assert len(asked) == 11 and compared == 8
     assert {options.get("rule") for _, options in asked} == {None, "block", "kseq", "longest_branch"}
     assert re.search("drafts accepted|plain decoding", capsys.readouterr().out), "a plan is shown"
 

@@ -35,12 +35,12 @@ class SamplingParams:
     seeds: Numbers | None = None
 
     def for_batch(self, requests: int, device: torch.device, generator: torch.Generator | None = None) -> BatchSampling:
-        """The same as tensors on a device, checked. Fresh seeds come from ``generator`` or torch's own."""
+        """Checks the parameters and puts them into tensors on a device. Fresh seeds come from ``generator`` or torch's own."""
         warm = _per_request("temperature", self.temperature, requests, torch.float32, device)
         most = _per_request("top_k", self.top_k, requests, torch.int32, device)
         nucleus = _per_request("top_p", self.top_p, requests, torch.float32, device)
         least = _per_request("min_p", self.min_p, requests, torch.float32, device)
-        own = _per_request("seeds", self.seeds, requests, torch.int64, device)
+        seeds = _per_request("seeds", self.seeds, requests, torch.int64, device)
         if warm is not None and not bool((warm >= 0).all() & warm.isfinite().all()):
             raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if most is not None and not bool((most >= 0).all()):
@@ -51,11 +51,11 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if warm is None or not bool(warm.any()):
             return BatchSampling(None, None, None, None, None)
-        if own is None:
+        if seeds is None:
             where = generator.device if generator is not None else torch.device("cpu")
             fresh = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator, device=where)
-            own = _per_request("seeds", fresh, requests, torch.int64, device)
-        return BatchSampling(warm, most, nucleus, least, own)
+            seeds = _per_request("seeds", fresh, requests, torch.int64, device)
+        return BatchSampling(warm, most, nucleus, least, seeds)
 
 
 @dataclass(frozen=True)

@@ -101,24 +101,26 @@ class DraftCalls:
             trees[b], lags[b] = tree, len(self._texts[b]) - 1 - held
             known += self._texts[b][held:]
         index: list[int] = []
-        wanted: list[int] = []
+        parent_rows: list[int] = []
         first, nodes = 0, tree.num_nodes
         for b in requests:
-            wanted += (len(index) + lags[b] + parent for parent in parents)
+            parent_rows += (len(index) + lags[b] + parent for parent in parents)
             index += range(first, first + lags[b] + 1)
             index += (len(known) + b * tokens.shape[1] + node for node in range(1, nodes))
             first += lags[b] + 1
         source = torch.cat([uploaded(known, self._device), tokens.flatten()])
         ids = self._known_to_draft(source[uploaded(index, self._device)].to(self._session.device))
-        rows = uploaded(wanted, self._session.device)
-        packed = self._packs([None if own is None else _behind(own, lag) for own, lag in zip(trees, lags, strict=True)])
+        rows = uploaded(parent_rows, self._session.device)
+        packed = self._packs(
+            [None if part is None else _behind(part, lag) for part, lag in zip(trees, lags, strict=True)]
+        )
         self._last = _LastCall(trees, lags, packed, list(map(len, self._texts)), [])
         with ExitStack() as stack:
-            kept = stack.enter_context(kept_hidden(self._draft)) if self._keep_hidden else None
+            hidden_rows = stack.enter_context(kept_hidden(self._draft)) if self._keep_hidden else None
             # Recorded calls give all rows, until the next one.
             call = self._session.call
             logits = call(packed, ids)[rows] if self._graphs else call(packed, ids, rows)
-        hidden = None if kept is None else kept.rows.to(self._device)
+        hidden = None if hidden_rows is None else hidden_rows.rows.to(self._device)
         return in_vocabulary(logits, self._vocabulary, self._device), hidden
 
     def set_tokens(self, tokens: list[list[int]]) -> None:
@@ -172,8 +174,8 @@ class DraftCalls:
         self._commit(last.packed, paths)
 
     def _known_to_draft(self, ids: Tensor) -> Tensor:
-        """Nodes without a token (-1), and tokens that only the target's table has, are read as some token: what follows them
-        is of no use, and of no harm."""
+        """Replaces ids that the draft's table does not have: -1 of nodes without a token, and tokens of the target alone.
+        Nothing is drawn behind such nodes that could be accepted."""
         return ids.clamp(0, self._draft.table.shape[0] - 1)
 
     def _length_held(self, b: int) -> int:
@@ -181,7 +183,7 @@ class DraftCalls:
         return len(self._texts[b]) - 1 if self._shares else self._held[b]
 
     def _commit(self, packed: PackedTrees, paths: Sequence[Sequence[int]]) -> None:
-        """Keeps these rows of the last call; of a request with an empty path none."""
+        """Commits these rows of the last call; an empty path: none of that request."""
         longest = max(map(len, paths))
         padded = [[*path, *[-1] * (longest - len(path))] for path in paths]
         counts = [max(len(path) - 1, 0) for path in paths]

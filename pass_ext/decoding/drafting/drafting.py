@@ -103,7 +103,7 @@ def _check(drafter: Drafter, proposal: Proposal, requests: int) -> None:
             f"{type(drafter).__name__}.propose: candidates must be one or None for each of the {requests} requests, got "
             f"{len(proposal.candidates)}"
         )
-    depth = max((found.tree.max_depth for found in proposal.candidates if found is not None), default=0)
+    depth = max((part.tree.max_depth for part in proposal.candidates if part is not None), default=0)
     if depth > drafter.max_depth:
         raise ValueError(
             f"{type(drafter).__name__}.propose: candidates must be at most max_depth {drafter.max_depth} levels deep, "

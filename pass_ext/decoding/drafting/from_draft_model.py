@@ -84,7 +84,7 @@ class ModelDrafter(Drafter):
         return self._draft.attached()
 
     def begin(self, session: Session) -> None:
-        """Finds room for the texts beside the target's."""
+        """Allocates the draft's caches, or shares the target's."""
         self._calls = DraftCalls(
             self._draft,
             session,
@@ -144,14 +144,14 @@ class ModelDrafter(Drafter):
             if self._decision is not None and depth + 1 < self.tree.max_depth:
                 requests = at.repeat_interleave(len(level.parents))
                 scores = self._scores(DraftLevel(logits, hidden, drawn, logprobs, requests, depth + 1))
-                flag.hear(scores, requests, depth + 1)
+                flag.update(scores, requests, depth + 1)
         drafted, reached = flag.read(tokens[:, :nodes])
         self._calls.set_tokens(drafted)
-        found = [
+        candidates = [
             self._candidates(min(depth, reached[b]), drafted[b], draft_rows[b] if drawn_from else None)
             for b, depth in enumerate(depths)
         ]
-        return Proposal(found, torch.cat(drawn_from) if drawn_from else None)
+        return Proposal(candidates, torch.cat(drawn_from) if drawn_from else None)
 
     def _candidates(self, levels: int, tokens: list[int], draft_rows: list[int] | None) -> Candidates | None:
         """The first levels of the tree. tokens: the root's first."""
@@ -204,11 +204,11 @@ def multi_candidate_drafters(method: MultiCandidate, context: DraftContext) -> l
             f"be drawn as they are judged; use {f'rule {rules}' if method.replacement else 'MultiCandidate(replacement=True)'}"
         )
     drafter = model_drafter(method, context, method.decision)
-    found: list[Drafter] = []
+    drafters: list[Drafter] = []
     if method.lookahead is not None:
         lookahead = lookahead_drafter(method.lookahead, context, pauses=drafter is None)
-        found += [] if lookahead is None else [lookahead]
-    return [*found, *([] if drafter is None else [drafter]), *ngram_drafters(method.ngram, context)]
+        drafters += [] if lookahead is None else [lookahead]
+    return [*drafters, *([] if drafter is None else [drafter]), *ngram_drafters(method.ngram, context)]
 
 
 def model_drafter(
@@ -238,7 +238,7 @@ def model_drafter(
 
 
 def _on(decision: Decision | None, device: torch.device) -> Decision | None:
-    """A module with its parameters on this device; the caller's own stays where it is."""
+    """The decision with its parameters on this device. A module is copied, so that the caller's stays where it is."""
     if isinstance(decision, nn.Module) and any(weight.device != device for weight in decision.parameters()):
         return copy.deepcopy(decision).to(device)
     return decision

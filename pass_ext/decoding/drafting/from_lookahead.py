@@ -75,7 +75,7 @@ class LookaheadDrafter(Drafter):
 
     def propose(self, batch: Batch) -> Proposal:
         """See ``Drafter``."""
-        found = [self._probe if levels else None for levels in batch.levels]
+        candidates = [self._probe if levels else None for levels in batch.levels]
         requests: list[int] = []
         rows: list[int] = []
         for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
@@ -84,15 +84,15 @@ class LookaheadDrafter(Drafter):
                 requests.append(b)
                 rows += [first + row for row in group]
         if not requests:
-            return Proposal(found)
+            return Proposal(candidates)
         logits = batch.logits
         slots = logits[torch.tensor(rows, device=logits.device)].view(len(requests), -1, logits.shape[-1])
         texts = [batch.texts[b] for b in requests]
         filled = self._filler.fill(slots, requests, [text[-1] for text in texts], [len(text) - 1 for text in texts])
         for i, b in enumerate(requests):
             draft_rows = filled.draft_rows[i] if filled.draft_rows else None
-            found[b] = Candidates(self._tree, filled.tokens[i], draft_rows, self._groups)
-        return Proposal(found, filled.draft_logits)
+            candidates[b] = Candidates(self._tree, filled.tokens[i], draft_rows, self._groups)
+        return Proposal(candidates, filled.draft_logits)
 
 
 def lookahead_drafters(method: PaSS, context: DraftContext) -> list[Drafter]:
@@ -185,21 +185,21 @@ class TreeFiller:
         near = right[short.clamp(min=0)]  # [requests, depth, shortlist, r]
         for i, level in enumerate(self._levels):
             before = left[tokens[:, level.parents].clamp(min=0)]  # [requests, P, r]
-            both = torch.baddbmm(scores[:, i, None], before, near[:, i].transpose(1, 2))  # [requests, P, shortlist]
+            summed = torch.baddbmm(scores[:, i, None], before, near[:, i].transpose(1, 2))  # [requests, P, shortlist]
             width = level.children.shape[1]
-            among = short[:, i, None].expand_as(both)
+            among = short[:, i, None].expand_as(summed)
             if sampling.is_greedy:
-                best = among.gather(2, both.topk(min(width, both.shape[2])).indices)
+                best = among.gather(2, summed.topk(min(width, summed.shape[2])).indices)
                 tokens[:, level.children] = pad(best, (0, width - best.shape[2]), value=-1)
                 continue
-            rows = both.new_full((*both.shape[:2], vocabulary), float("-inf"))
-            rows.scatter_(2, among.clamp(min=0), both)
+            rows = summed.new_full((*summed.shape[:2], vocabulary), float("-inf"))
+            rows.scatter_(2, among.clamp(min=0), summed)
             best, _ = draw_children(rows.flatten(0, 1), width, "coupled", sampling, places, i + 1, level.parents)
             tokens[:, level.children] = best.view(-1, len(level.parents), width)
 
     def _drawn(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> Filled:
         """Draws for every parent separately, and keeps the logits that were drawn from."""
-        kept: list[Tensor] = []
+        drawn_from: list[Tensor] = []
         rows = torch.full((len(slots), self.tree.num_nodes), -1, device=slots.device)
         first = 0
         for i, level in enumerate(self._levels):
@@ -213,8 +213,8 @@ class TreeFiller:
             tokens[:, level.children] = best.view(-1, count, width)
             rows[:, level.parents] = first + torch.arange(len(logits), device=slots.device).view(-1, count)
             first += len(logits)
-            kept.append(logits)
-        return Filled(tokens[:, 1 : self.tree.num_nodes].tolist(), torch.cat(kept), rows.tolist())
+            drawn_from.append(logits)
+        return Filled(tokens[:, 1 : self.tree.num_nodes].tolist(), torch.cat(drawn_from), rows.tolist())
 
 
 def _transition_tables(lookahead: LookaheadEmbedding, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ def _transition_tables(lookahead: LookaheadEmbedding, table: Tensor) -> tuple[Te
     if any(x.is_inference() for x in parts):  # changes of these are not counted
         return lookahead.transition_tables(table)
     versions = tuple((x.data_ptr(), x._version, x.dtype) for x in parts)
-    kept = _tables.get(lookahead)
-    if kept is None or kept[0] != versions:
-        kept = _tables[lookahead] = (versions, lookahead.transition_tables(table))
-    return kept[1]
+    cached = _tables.get(lookahead)
+    if cached is None or cached[0] != versions:
+        cached = _tables[lookahead] = (versions, lookahead.transition_tables(table))
+    return cached[1]

@@ -59,12 +59,12 @@ class NGramIndex:
         first. A place near the end is continued by what it leads to itself, so a repetition goes on."""
         if tokens < 1:
             return []
-        found: dict[tuple[int, ...], None] = {}
+        chains: dict[tuple[int, ...], None] = {}
         for end in self._earlier_places():
-            if len(found) >= branches:
+            if len(chains) >= branches:
                 break
-            found.setdefault(self._continuation(end, tokens))
-        return [list(chain) for chain in found]
+            chains.setdefault(self._continuation(end, tokens))
+        return [list(chain) for chain in chains]
 
     def _earlier_places(self) -> Iterator[int]:
         for n in range(len(self._ending) - 1, self.shortest - 1, -1):

@@ -56,11 +56,11 @@ class Candidates:
     @property
     def chains(self) -> list[list[int]]:
         """The tokens from below the root to each leaf, as far as there are any."""
-        found = []
+        chains = []
         for leaf in self.tree.leaves:
             chain = [self.tokens[node - 1] for node in self.tree.path(leaf)[1:]]
-            found.append(chain[: chain.index(-1)] if -1 in chain else chain)
-        return found
+            chains.append(chain[: chain.index(-1)] if -1 in chain else chain)
+        return chains
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,16 @@ def read_prompts(session: Session, texts: Sequence[Sequence[int]], known: int, s
         pieces = [text[max(0, len(text) - (left + 1) * most) : max(0, len(text) - left * most)] for text in missing]
         trees: list[Tree | None] = [Tree.chain(len(piece) - 1) if piece else None for piece in pieces]
         ids: list[int] = []
-        wanted: list[int] = []
+        last_rows: list[int] = []
         for b, piece in enumerate(pieces):
             ids += piece
             if left == 0:
                 trees[b] = Tree.chain(len(piece) - 1).with_lookahead({len(piece) - 1: slots})
                 ids += (-1 - slot for slot in range(slots))
-                wanted += range(len(ids) - slots - 1, len(ids))
+                last_rows += range(len(ids) - slots - 1, len(ids))
         packed = pack_trees(trees, device)
         with profiled("verify"):
-            rows = torch.tensor(wanted or [0], device=device)
+            rows = torch.tensor(last_rows or [0], device=device)
             logits = session.call(packed, torch.tensor(ids, device=device), rows)
         path = torch.arange(max(map(len, pieces)), dtype=torch.int32, device=device)
         counts = torch.tensor([max(len(piece) - 1, 0) for piece in pieces], dtype=torch.int32, device=device)

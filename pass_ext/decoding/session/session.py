@@ -1,7 +1,7 @@
-"""``Session``: a model's keys and values while one batch is decoded; a call of packed rows, and keeping what was accepted.
+"""``Session``: a model's keys and values while one batch is decoded, and the model's calls on packed rows.
 
-Caches are ``[B, room, KV heads, D]`` per layer; a call's own keys and values stay outside (``new``) until ``commit`` moves the
-accepted ones in, so a call never disturbs the text.
+Caches are ``[B, room, KV heads, D]`` per layer. A call's new keys and values stay outside of them until ``commit`` moves the
+accepted ones in, so a call never changes the text.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where everything lies."""
+        """The device of the model and the caches."""
         return self.prefix_lens.device
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
@@ -116,9 +116,9 @@ class Session:
         return logits, new
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
-        """Keeps the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
-        flat = [cache for both in self.caches for cache in both]
-        new = [rows for both in self._new for rows in both]
+        """Adds the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
+        flat = [cache for layer in self.caches for cache in layer]
+        new = [rows for layer in self._new for rows in layer]
         cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
         self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
 
@@ -153,8 +153,8 @@ class Session:
             self.deep.copy_(deep)
 
     def first_layers(self, model: Adapted, count: int) -> Session:
-        """The same texts as a model sees them that is made of the first layers of this one. It reads these caches and commits
-        nothing."""
+        """A session of the same texts for a model that consists of this model's first layers. It reads these caches and
+        commits nothing."""
         return _FirstLayers(self, model, count)
 
     def fill(self, past: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
@@ -165,20 +165,20 @@ class Session:
         first = not self.caches
         if not past or (not first and len(past) != len(self.caches)):
             raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
-        for layer, both in enumerate(past):
-            for given in both:
-                if given.dim() != 4 or given.shape[0] != self.requests or given.shape[1] < length:
+        for layer, pair in enumerate(past):
+            for x in pair:
+                if x.dim() != 4 or x.shape[0] != self.requests or x.shape[1] < length:
                     raise ValueError(
                         f"past: keys and values of layer {layer} must be [{self.requests}, {length} or more, heads, D], got "
-                        f"{list(given.shape)}"
+                        f"{list(x.shape)}"
                     )
-            width = _head_dim(max(given.shape[-1] for given in both))
-            rows = [_padded(given[:, :length], width) for given in both]
+            width = _head_dim(max(x.shape[-1] for x in pair))
+            rows = [_padded(x[:, :length], width) for x in pair]
             if first:
-                self._add_layer(rows[0][0], rows[1][0], (both[0].shape[-1], both[1].shape[-1]))
-            self._check_rows(layer, *(given[0] for given in rows))
-            for cache, given in zip(self.caches[layer], rows, strict=True):
-                cache[:, :length] = given
+                self._add_layer(rows[0][0], rows[1][0], (pair[0].shape[-1], pair[1].shape[-1]))
+            self._check_rows(layer, *(x[0] for x in rows))
+            for cache, x in zip(self.caches[layer], rows, strict=True):
+                cache[:, :length] = x
         self.prefix_lens.fill_(length)
 
     def _add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
@@ -193,13 +193,13 @@ class Session:
         )
 
     def _check_rows(self, layer: int, *rows: Tensor) -> None:
-        """Whether keys and values are of the kind that the caches, which earlier calls or ``past`` made, hold."""
-        for cache, given in zip(self.caches[layer], rows, strict=True):
-            if cache.shape[2:] != given.shape[1:] or cache.dtype != given.dtype:
+        """Refuses keys and values of another shape or dtype than the caches, which the first call or ``past`` made."""
+        for cache, x in zip(self.caches[layer], rows, strict=True):
+            if cache.shape[2:] != x.shape[1:] or cache.dtype != x.dtype:
                 raise ValueError(
                     f"layer {layer}: keys and values in the cache, from `past` or a first call, are "
-                    f"{cache.dtype} {list(cache.shape[2:])} (heads, padded D), those given now {given.dtype} "
-                    f"{list(given.shape[1:])}"
+                    f"{cache.dtype} {list(cache.shape[2:])} (heads, padded D), those given now {x.dtype} "
+                    f"{list(x.shape[1:])}"
                 )
 
 
@@ -224,5 +224,5 @@ def _head_dim(needed: int) -> int:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """With zeros behind each row; they add nothing to a product."""
+    """Rows padded with zeros, which add nothing to a product."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,4 +1,4 @@
-"""``few_rows_linear``: a model's linear layers compute through ``pass_ext::linear_rows`` for a while.
+"""``few_rows_linear``: lets a model's linear layers compute through ``pass_ext::linear_rows`` for a while.
 
 A decoding step has some dozens of rows at most, and PyTorch's own product of few rows is slow on the CPU.
 """
