@@ -346,5 +346,6 @@ def test_refusals():
     refused(Dictionary(RIGHT, max_depth=2), deep)
     short = "DictionaryDrafter.propose: candidates must be one or None for each of the 1 requests, got 2"
     refused(Dictionary(RIGHT, propose=lambda batch: Proposal([None, None])), short)
+    refused(Dictionary(RIGHT, propose=lambda batch: [None]), "propose: result must be a pass_ext.Proposal, got list")
     with pytest.raises(ValueError, match="Candidates: tokens must be 3, one for each node below the root, got 2"):
         Candidates(Tree.chain(3), [1, 2])

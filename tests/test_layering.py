@@ -240,6 +240,15 @@ def test_planted_imports_are_found():
     assert breaches(planted, MAY_IMPORT) != [], "nothing computes by the specification"
 
 
+def test_drafting_and_planning_never_ask_for_a_methods_class():
+    """What drafts for a method, and its plan, are found in one table each."""
+    asks = re.compile(r"isinstance\([^)]*\b(Plain|NGram|PaSS|Speculative|MultiCandidate|Method)\b")
+    assert asks.search("if isinstance(method, (NGram, PaSS)):")
+    for folder in ("drafting", "planning"):
+        for path in (PACKAGE / "decoding" / folder).glob("*.py"):
+            assert not asks.search(path.read_text()), path
+
+
 def test_no_folder_holds_more_than_a_dozen_rooms():
     for folder in {path.parent for path in MODULES.values()}:
         rooms = [

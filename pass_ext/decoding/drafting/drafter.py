@@ -10,6 +10,7 @@ A method from outside the package is an object with ``drafters(context)``; docs/
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Drafter(Protocol):
         """Takes the target's session, before the prompts are read."""
         return
 
+    @abstractmethod
     def propose(self, batch: Batch) -> Proposal:
         """Candidates of at most ``batch.levels[b]`` levels for request b; None where that is 0."""
         ...

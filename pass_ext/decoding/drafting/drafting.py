@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -96,8 +97,12 @@ def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
     return Candidates(Tree(parents), tokens[1:], first.draft_rows, groups, seconds)
 
 
-def _check(drafter: Drafter, proposal: Proposal, requests: int) -> None:
-    """Refuses what would be written past the end of the caches."""
+def _check(drafter: Drafter, proposal: Any, requests: int) -> None:
+    """Refuses a proposal that does not fit the batch, or would be written past the end of the caches."""
+    if not isinstance(proposal, Proposal):
+        raise TypeError(
+            f"{type(drafter).__name__}.propose: result must be a pass_ext.Proposal, got {type(proposal).__name__}"
+        )
     if len(proposal.candidates) != requests:
         raise ValueError(
             f"{type(drafter).__name__}.propose: candidates must be one or None for each of the {requests} requests, got "
