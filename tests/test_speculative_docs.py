@@ -99,6 +99,15 @@ def test_the_page_names_every_rule_and_field():
         assert re.search(rf"`{field}( \[.*?\])?`", page), field
 
 
+def test_the_page_names_every_part_of_a_drafter():
+    page = PAGE.read_text()
+    table = page[page.index("| of a `Drafter` |") :].split("\n\n")[0]
+    parts = {name for name in vars(pass_ext.Drafter) if not name.startswith("_")} | {"max_depth"}
+    assert {"propose", "rules", "pauses"} < parts
+    for part in parts:
+        assert re.search(rf"^\|[^|]*`{part}(\([a-z]*\))?`", table, re.M), part
+
+
 ROWS = [  # of the table of rules: how Speculative and MultiCandidate answer
     ("coupled", True, True, False), ("rejection", True, True, False), ("block", True, False, False),
     ("traversal", True, True, False), ("rejection_with_replacement", False, False, True), ("kseq", False, False, True),

@@ -17,7 +17,7 @@ from pass_ext.ops.tree import tree_prepare
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_TREE_NODES = 1024  # of one request, in every op that takes a tree
+MAX_TREE_NODES = 1024  # of one request, in every op: kMaxTreeNodes of csrc/core/tree.h
 _MOST_SHOWN = 24  # parents in a repr
 
 
