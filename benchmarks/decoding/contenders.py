@@ -1,39 +1,42 @@
-"""Who continues texts in the decoding benchmark: pass_ext's methods, and transformers' own ways on the same model.
+"""Contenders that continue texts: pass_ext's methods, and transformers' generate on the same model.
 
-A contender is called with a prompt, a setting, a seed and a number of tokens, and says what it wrote, in how many calls of
-the model and how many seconds, wall clock, the prompt's own call included. On a GPU ours keep their caches and CUDA graphs
-from text to text; transformers' plain decoding gets its static cache and CUDA graphs; its ways with candidates take neither.
+    contender(prompt ids, setting, seed, number of tokens) -> Outcome
+
+Seconds are wall clock and include the call on the prompt. On a GPU pass_ext keeps caches and CUDA graphs from text to text, and
+transformers' plain decoding gets its static cache and CUDA graphs; transformers with candidates takes neither.
 """
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from benchmarks.harness.cases import Contender
+
 PLAIN, HF = "Plain", "transformers"
 NGRAM, TWO_PASS, ONE_PASS, JOINED = "NGram", "PaSS, two passes", "PaSS, one pass", "PaSS, one pass + NGram"
 LOOKUP = "transformers, prompt lookup"
 OURS = (PLAIN, NGRAM, TWO_PASS, ONE_PASS, JOINED)
 CACHE_LENGTH = 512
-"""Of transformers' static cache: the same for all prompts, so that it is compiled once."""
+"""Slots of transformers' static cache: the same for all prompts, so that it is compiled once."""
 LOOKUP_TOKENS = 10
 ASSISTANT_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a token is chosen."""
+    """How tokens are chosen: greedily, or sampled."""
 
     name: str
     temperature: float = 0.0
     top_k: int | None = None
 
     def for_transformers(self) -> dict[str, Any]:
-        """Keywords of its `generate`."""
+        """The keywords of transformers' `generate`."""
         if self.temperature == 0:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": 1.0}
@@ -46,58 +49,47 @@ SAMPLED = Setting("temperature 0.8, top-k 10", 0.8, 10)
 
 @dataclass(frozen=True)
 class Outcome:
-    """One continuation."""
+    """One continuation and what it took."""
 
     tokens: list[int]
     calls: int
     seconds: float
     histogram: list[int] = field(default_factory=list)
-    """Steps that accepted 0, 1, 2, … drafts; of ours only."""
+    """Numbers of steps that accepted 0, 1, 2, … drafts; of pass_ext only."""
     drafted: int = 0
     draft_calls: int = 0
-    """Calls of a draft model, a level each; what they read of the prompt not counted."""
-
-
-Writer = Callable[[Sequence[int], Setting, int, int], Outcome]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A name, and who writes."""
-
-    name: str
-    write: Writer
+    """Calls of a draft model, one per level; its calls on the prompt are not counted."""
 
 
 def method_contender(
     name: str, model: Any, method: Any, *, rule: str = "coupled", keep: bool | None = None
 ) -> Contender:
-    """One of pass_ext's methods. `keep`: one session for all texts, with CUDA graphs; as said above."""
+    """A method of pass_ext. `keep`: one session with CUDA graphs for all texts; by default on a GPU."""
     import pass_ext
 
     keep = model.device.type == "cuda" if keep is None else keep
     sessions: list[Any] = []
 
-    def kept() -> dict[str, Any]:
-        """Made by a text as long as the longest, so that there is room for all."""
+    def session() -> dict[str, Any]:
+        """The keywords for the session; a text of full length makes it, so that every text has room."""
         if keep and not sessions:
             long = torch.arange(CACHE_LENGTH - 4, device=model.device)[None] % 50
-            made = pass_ext.generate(
+            first = pass_ext.generate(
                 model, long, method, max_new_tokens=4, rule=rule, keep_cache=True, cuda_graphs=True
             )
-            sessions.append(made.session)
+            sessions.append(first.session)
         return {"session": sessions[0], "cuda_graphs": True} if keep else {}
 
     def write(ids: Sequence[int], setting: Setting, seed: int, most: int) -> Outcome:
-        given = torch.tensor([ids], device=model.device)
-        law: dict[str, Any] = (
+        prompt = torch.tensor([ids], device=model.device)
+        keywords: dict[str, Any] = (
             {} if setting.temperature == 0 else {"temperature": setting.temperature, "top_k": setting.top_k}
         )
         with _without_gradients(model):
-            law |= kept()
-            started = _now(model)
-            result = pass_ext.generate(model, given, method, max_new_tokens=most, seeds=seed, rule=rule, **law)
-            seconds = _now(model) - started
+            keywords |= session()
+            started = now(model.device)
+            result = pass_ext.generate(model, prompt, method, max_new_tokens=most, seeds=seed, rule=rule, **keywords)
+            seconds = now(model.device) - started
         new = result.sequences[0, len(ids) :].tolist()
         return Outcome(
             new,
@@ -111,7 +103,7 @@ def method_contender(
 
 
 def transformers_contender(name: str, model: Any, *, static: bool | None = None, **options: Any) -> Contender:
-    """transformers' `generate`; `options` choose who proposes candidates, if anybody. `static`: its cache, as said above."""
+    """transformers' `generate`; `options` choose its candidates. `static`: with its static cache, the default on a GPU."""
     static = model.device.type == "cuda" and not options if static is None else static
     if static:
         options = {"cache_implementation": "static"}
@@ -119,18 +111,18 @@ def transformers_contender(name: str, model: Any, *, static: bool | None = None,
             options["max_cache_len"] = CACHE_LENGTH
 
     def write(ids: Sequence[int], setting: Setting, seed: int, most: int) -> Outcome:
-        given = torch.tensor([ids], device=model.device)
+        prompt = torch.tensor([ids], device=model.device)
         torch.manual_seed(seed)
         with _without_gradients(model), counted_calls(model, not static) as calls:
-            started = _now(model)
+            started = now(model.device)
             out = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
+                prompt,
+                attention_mask=torch.ones_like(prompt),
                 max_new_tokens=most,
                 **setting.for_transformers(),
                 **options,
             )
-            seconds = _now(model) - started
+            seconds = now(model.device) - started
         new = out[0, len(ids) :].tolist()
         return Outcome(new, len(new) if static else calls[0], seconds)
 
@@ -138,14 +130,14 @@ def transformers_contender(name: str, model: Any, *, static: bool | None = None,
 
 
 @contextmanager
-def counted_calls(model: Any, wanted: bool) -> Iterator[list[int]]:
-    """Counts the model's calls by a hook, which a compiled model would stumble over."""
+def counted_calls(model: Any, enabled: bool) -> Iterator[list[int]]:
+    """Counts the model's calls by a hook, which a compiled model does not allow: there ``enabled`` is False."""
     calls = [0]
 
     def count(*_: Any) -> None:
         calls[0] += 1
 
-    hook = model.register_forward_hook(count) if wanted else None
+    hook = model.register_forward_hook(count) if enabled else None
     try:
         yield calls
     finally:
@@ -154,7 +146,7 @@ def counted_calls(model: Any, wanted: bool) -> Iterator[list[int]]:
 
 
 def assisted_contender(model: Any, layers: int) -> Contender:
-    """transformers' assisted decoding with the model's own first layers."""
+    """transformers' assisted decoding, with the model's first layers as the assistant."""
     from pass_ext.decoding.models.early_exit import first_layers
 
     assistant = first_layers(model, layers)
@@ -166,7 +158,7 @@ def assisted_contender(model: Any, layers: int) -> Contender:
 
 
 def contenders(model: Any, lookahead: Any) -> list[Contender]:
-    """All of the main table, Plain first."""
+    """The contenders of the main table, Plain first."""
     import pass_ext
 
     return [
@@ -181,11 +173,12 @@ def contenders(model: Any, lookahead: Any) -> list[Contender]:
 
 
 def _without_gradients(model: Any) -> Any:
-    """Inference mode; not where graphs are recorded and compiled, which its tensors may hinder."""
+    """Inference mode; on a GPU no_grad, because its tensors may hinder graphs and compilers."""
     return torch.no_grad() if model.device.type == "cuda" else torch.inference_mode()
 
 
-def _now(model: Any) -> float:
-    if model.device.type == "cuda":
+def now(device: torch.device) -> float:
+    """The clock in seconds, after all work on the device is done."""
+    if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

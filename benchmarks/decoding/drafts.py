@@ -1,24 +1,26 @@
-"""With a draft model: who is raced in that part of the decoding benchmark, and the rows and the aim that follow from its runs.
+"""The part with a draft model: its entrants, the rows of their runs, and the aim.
 
     acceptance rate = accepted tokens / (steps × levels of the largest tree)
-    tokens per step = (tokens - 1) / (calls of the model - 1), the prompt's own call and its token left out
+    tokens per step = (tokens - 1) / (calls of the model - 1)
 
-With rule "longest_branch" the first level, which is the model's own, counts as accepted, and the prompt's call gives no token.
+The call on the prompt and its token are left out. With rule "longest_branch" the first level comes from the model's own
+distribution and counts as accepted, and the call on the prompt gives no token.
 """
 
 import argparse
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.decoding.contenders import GREEDY, PLAIN, Contender, Outcome, Setting, method_contender
-from benchmarks.decoding.summary import ALL, RESAMPLED, Row, summarise_set
+from benchmarks.decoding.contenders import GREEDY, PLAIN, Outcome, Setting, method_contender
+from benchmarks.decoding.summary import ALL, resampled, summarise_set
 from benchmarks.harness.aims import NOT_MEASURED
+from benchmarks.harness.cases import Contender, Row
 from benchmarks.harness.plan import DTYPES, Aim
 
 DRAFT = "exit:smollm2-135m-instruct"
@@ -29,11 +31,11 @@ LONGEST_BRANCH = "longest_branch"
 SPECULATIVE, MCSD = "Speculative", "MCSD"
 TARGET, SLICE, MODEL = "target-initialised", "slice", "decision model"
 WITHIN = 0.1
-"""How far planned and measured tokens per call may lie apart, as a share of what was planned."""
+"""The most difference of planned and measured tokens per call, as a share of the planned."""
 
 
 def confident(level: Any) -> torch.Tensor:
-    """A decision of one's own: a row goes on while the draft is sure enough of its best token."""
+    """A decision for each row: the probability of the draft's best token. The row goes on while it exceeds the threshold."""
     return level.logits.float().softmax(-1).amax(-1)
 
 
@@ -42,69 +44,69 @@ confident.threshold = 0.4  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Drafts:
-    """What drafts in this run."""
+    """The draft model and the decision model of a run."""
 
     of: Callable[[Any], Any] | None = None
     """Target -> draft model."""
     decision: Any = None
     names: Mapping[str, str] = field(default_factory=dict)
-    """What was taken, for the record."""
+    """Part -> the name of the model in use."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """What is not there, and why."""
+    """Part -> the reason why there is no model."""
 
 
 def load_drafts(options: argparse.Namespace, model: Any, tokenizer: Any) -> Drafts:
-    """As `--draft` and `--decision` say. What nobody asked for by name may be missing."""
+    """Loads the models of `--draft` and `--decision`. A default model may be missing, a named one may not."""
     from pass_ext.modules.decision import DecisionModel
 
     missing: dict[str, str] = {}
 
-    def loaded(what: str, given: str | None, usual: str, load: Callable[[str], Any]) -> Any:
+    def loaded(part: str, name: str | None, default: str, load: Callable[[str], Any]) -> Any:
         try:
-            return load(given or usual)
+            return load(name or default)
         except (OSError, ValueError) as error:
-            if given is not None:
-                raise SystemExit(f"--{what.split()[0]} {given}: {error}") from error
-            missing[what] = str(error)
+            if name is not None:
+                raise SystemExit(f"--{part.split()[0]} {name}: {error}") from error
+            missing[part] = str(error)
 
     of = loaded("draft model", options.draft, DRAFT, lambda name: _draft(name, options, model, tokenizer))
     decision = loaded("decision model", options.decision, DECISION, DecisionModel.from_pretrained)
     if decision is not None:
         decision = decision.to(model.device)
-    found = {
+    models = {
         "draft model": (of, options.draft or DRAFT),
         "decision model": (decision, options.decision or DECISION),
     }
-    names = {what: Path(name).name for what, (value, name) in found.items() if value is not None}
+    names = {part: Path(name).name for part, (value, name) in models.items() if value is not None}
     return Drafts(of, decision, names, missing)
 
 
 def _draft(name: str, options: argparse.Namespace, model: Any, tokenizer: Any) -> Callable[[Any], Any]:
-    kind, _, what = name.partition(":")
+    kind, _, exit_of = name.partition(":")
     if kind == "exit":
         from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft
 
-        how: dict[str, Any] = {"layers": int(what)} if what.isdigit() else {"adapter": what}
-        EarlyExitDraft(model, **how)  # what does not fit is refused now
+        how: dict[str, Any] = {"layers": int(exit_of)} if exit_of.isdigit() else {"adapter": exit_of}
+        EarlyExitDraft(model, **how)  # refuses now what does not fit the model
         return lambda target: EarlyExitDraft(target, **how)
     from pass_ext.checkpoint import load_checkpoint
     from pass_ext.decoding.models.vocabulary import check_tokenizers
 
-    draft, its_tokenizer = load_checkpoint(name, DTYPES[options.dtype])
-    check_tokenizers(tokenizer, its_tokenizer)
+    draft, draft_tokenizer = load_checkpoint(name, DTYPES[options.dtype])
+    check_tokenizers(tokenizer, draft_tokenizer)
     draft = draft.to(options.device)
     return lambda target: draft
 
 
-# ---- who is raced ----
+# ---- the entrants ----
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A method, and how its drafts are judged where tokens are sampled."""
+    """A method, and the accept rule for sampled texts."""
 
     kind: str
-    """What it adds to what: the same in all settings."""
+    """The method's name without its rule, the same in all settings."""
     method: Any
     rule: str = "coupled"
     name: str = ""
@@ -113,9 +115,9 @@ class Entrant:
 def entrants(
     setting: Setting, lookahead: Any, draft: Any, decision: Any, rates: Mapping[int, Any] | None = None
 ) -> list[Entrant]:
-    """All of one setting, Plain first; those that need what is None are left out.
+    """The entrants of one setting, Plain first; without a model, those that need it are left out.
 
-    rates: number of candidates of one parent (1: chains) -> hit rates for "auto", where the draft brings none.
+    rates: 1 -> hit rates of chains, 0 -> hit rates of trees, for "auto" where the draft has none.
     """
     import pass_ext
     from pass_ext import MultiCandidate, PaSS, Plain, Speculative
@@ -124,94 +126,94 @@ def entrants(
     in_slots = pass_ext.Tree.from_branching(BRANCHING[: lookahead.num_lookahead])
 
     def by(*rules: str) -> Sequence[str]:
-        """Greedy candidates are the draft's best, whatever the exact rule."""
+        """The rules; for greedy texts one of them, because all exact rules accept the same."""
         return ("coupled",) if greedy else rules
 
-    found = [Entrant(PLAIN, Plain())]
+    some = [Entrant(PLAIN, Plain())]
     if draft is not None:
-        found += [
+        some += [
             Entrant(f"{SPECULATIVE}, chain of {CHAIN}", Speculative(draft, CHAIN), rule)
             for rule in by("rejection", "coupled")
         ]
-        found.append(Entrant(f"{SPECULATIVE}, auto", Speculative(draft, "auto", known.get(1))))
+        some.append(Entrant(f"{SPECULATIVE}, auto", Speculative(draft, "auto", known.get(1))))
         if not greedy:
-            drawn_again = MultiCandidate(draft, BRANCHING, replacement=True)
-            found += [
-                Entrant(f"{MCSD} with replacement", drawn_again, rule)
+            with_replacement = MultiCandidate(draft, BRANCHING, replacement=True)
+            some += [
+                Entrant(f"{MCSD} with replacement", with_replacement, rule)
                 for rule in ("rejection_with_replacement", "kseq")
             ]
-        found += [Entrant(MCSD, MultiCandidate(draft, BRANCHING), rule) for rule in by("rejection", "traversal")]
+        some += [Entrant(MCSD, MultiCandidate(draft, BRANCHING), rule) for rule in by("rejection", "traversal")]
         sliced: list[tuple[str, Any]] = [(f" + {SLICE}", MultiCandidate(draft, DEEPER, decision=confident))]
         if decision is not None:
             sliced.append((f" + {SLICE} + {MODEL}", MultiCandidate(draft, DEEPER, decision=decision)))
-        found += [Entrant(MCSD + step, method, rule) for step, method in sliced for rule in by("traversal")]
-        found += [
+        some += [Entrant(MCSD + step, method, rule) for step, method in sliced for rule in by("traversal")]
+        some += [
             Entrant(f"{MCSD} + {TARGET}{step}", method, LONGEST_BRANCH)
             for step, method in [("", MultiCandidate(draft, BRANCHING)), *sliced]
         ]
-        found.append(Entrant(f"{MCSD}, auto", MultiCandidate(draft, "auto", hit_rates=known.get(0))))
-    found.append(Entrant("PaSS", PaSS(lookahead)))
+        some.append(Entrant(f"{MCSD}, auto", MultiCandidate(draft, "auto", hit_rates=known.get(0))))
+    some.append(Entrant("PaSS", PaSS(lookahead)))
     multi = PaSS(lookahead, tree=in_slots)
-    found += [Entrant("PaSS + multi-candidate", multi, rule) for rule in by("rejection", "traversal")]
+    some += [Entrant("PaSS + multi-candidate", multi, rule) for rule in by("rejection", "traversal")]
     if draft is not None:
-        found.append(Entrant(f"{MCSD} + PaSS", MultiCandidate(draft, BRANCHING, lookahead=PaSS(lookahead))))
-    return [replace(one, name=_name(one, greedy)) for one in found]
+        some.append(Entrant(f"{MCSD} + PaSS", MultiCandidate(draft, BRANCHING, lookahead=PaSS(lookahead))))
+    return [replace(entrant, name=_name(entrant, greedy)) for entrant in some]
 
 
-def _name(one: Entrant, greedy: bool) -> str:
-    if one.kind == PLAIN or (greedy and one.rule != LONGEST_BRANCH):
-        return one.kind
-    return f"{one.kind} ({one.rule})"
+def _name(entrant: Entrant, greedy: bool) -> str:
+    if entrant.kind == PLAIN or (greedy and entrant.rule != LONGEST_BRANCH):
+        return entrant.kind
+    return f"{entrant.kind} ({entrant.rule})"
 
 
-def draft_contender(model: Any, one: Entrant) -> Contender:
-    """`method_contender`, with the draft's calls counted."""
-    inner = method_contender(one.name, model, one.method, rule=one.rule)
+def draft_contender(model: Any, entrant: Entrant) -> Contender:
+    """The contender of an entrant; it counts the draft model's calls."""
+    inner = method_contender(entrant.name, model, entrant.method, rule=entrant.rule)
 
     def write(ids: Sequence[int], setting: Setting, seed: int, most: int) -> Outcome:
-        with watched_drafters() as made:
-            outcome = inner.write(ids, setting, seed, most)
-        return replace(outcome, draft_calls=made[-1].levels_asked if made else 0)
+        with watched_drafters() as drafters:
+            outcome = inner(ids, setting, seed, most)
+        return replace(outcome, draft_calls=drafters[-1].levels_asked if drafters else 0)
 
-    return Contender(one.name, write)
+    return Contender(entrant.name, write)
 
 
 @contextmanager
 def watched_drafters() -> Iterator[list[Any]]:
-    """The drafters of draft models that are made meanwhile: of a batch of one each level is a call."""
+    """Collects the drafters of draft models that are made inside. In a batch of one each level is a call."""
     from pass_ext.decoding.drafting import drafting
 
-    made: list[Any] = []
+    drafters: list[Any] = []
     before = drafting.model_drafter
 
     def watched(*arguments: Any, **named: Any) -> Any:
         drafter = before(*arguments, **named)
         if drafter is not None:
-            made.append(drafter)
+            drafters.append(drafter)
         return drafter
 
     drafting.model_drafter = watched
     try:
-        yield made
+        yield drafters
     finally:
         drafting.model_drafter = before
 
 
 def plans_of(some: Sequence[Entrant], model: Any) -> dict[str, Any]:
-    """Name -> the plan of each that plans ("auto")."""
+    """Name -> plan, for each entrant with "auto"."""
     from pass_ext.decoding.models.adapt import packed_model
     from pass_ext.decoding.planning.for_draft_model import draft_plan
 
     target, graphs = packed_model(model), model.device.type == "cuda"
     return {
-        one.name: draft_plan(one.method, target, packed_model(one.method.draft_model), 1, graphs=graphs)
-        for one in some
-        if one.kind.endswith(", auto")
+        entrant.name: draft_plan(entrant.method, target, packed_model(entrant.method.draft_model), 1, graphs=graphs)
+        for entrant in some
+        if entrant.kind.endswith(", auto")
     }
 
 
 def measured_rates(model: Any, draft: Any, texts: Sequence[Sequence[int]], prompts: Sequence[int]) -> dict[int, Any]:
-    """Hit rates as `entrants` takes them, of texts that Plain wrote: of chains, and of trees. prompts: their lengths."""
+    """Hit rates of chains and of trees on texts by Plain, as `entrants` takes them. prompts: the lengths of the prompts."""
     import pass_ext
 
     return {
@@ -226,30 +228,31 @@ def measured_rates(model: Any, draft: Any, texts: Sequence[Sequence[int]], promp
 def summarise_drafts(
     runs: Sequence[Row], some: Sequence[Entrant], profiles: Sequence[Row], plans: Mapping[str, Any]
 ) -> list[Row]:
-    """A row per contender of one setting, all its prompts together. profiles: as `decoding_steps.profile` gives them."""
+    """A row per contender of one setting over all its prompts. profiles: rows of `steps.profile`."""
     from pass_ext.decoding.rules import DECODING_RULES
 
     summed = {row["contender"]: row for row in summarise_set(runs, ALL)}
     profiled = {row["contender"]: row for row in profiles}
     greedy = runs[0]["setting"] == GREEDY.name
     rows = []
-    for one in some:
-        own = [run for run in runs if run["contender"] == one.name]
-        waits = one.rule == LONGEST_BRANCH
-        row = summed[one.name] | {
-            "kind": one.kind,
-            "rule": "greedy" if greedy and not waits else one.rule,
-            "exactness": DECODING_RULES[one.rule].exactness,
-            "acceptance_rate": acceptance_rate(own, waits),
-            "tokens_per_step": tokens_per_step(own, waits),
-            "draft_calls_per_step": sum(run["draft_calls"] for run in own) / _steps(own),
-            "comparable_texts": greedy or one.rule == "coupled",
+    for entrant in some:
+        texts = [run for run in runs if run["contender"] == entrant.name]
+        longest = entrant.rule == LONGEST_BRANCH
+        row = summed[entrant.name] | {
+            "kind": entrant.kind,
+            "rule": "greedy" if greedy and not longest else entrant.rule,
+            "exactness": DECODING_RULES[entrant.rule].exactness,
+            "acceptance_rate": acceptance_rate(texts, longest),
+            "tokens_per_step": tokens_per_step(texts, longest),
+            "draft_calls_per_step": sum(run["draft_calls"] for run in texts) / _steps(texts),
+            "comparable_texts": greedy or entrant.rule == "coupled",
         }
-        row["tokens_per_step_p10"], row["tokens_per_step_p90"] = _spread(own, waits)
-        taken = profiled.get(one.name)
-        if taken is not None:
-            row |= {f"{part}_ms_per_step": taken[f"{part}_ms"] for part in ("draft", "verify")}
-        plan = plans.get(one.name)
+        spread = resampled(texts, partial(tokens_per_step, longest_branch=longest))
+        row["tokens_per_step_p10"], row["tokens_per_step_p90"] = spread
+        times = profiled.get(entrant.name)
+        if times is not None:
+            row |= {f"{part}_ms_per_step": times[f"{part}_ms"] for part in ("draft", "verify")}
+        plan = plans.get(entrant.name)
         if plan is not None:
             row |= {
                 "planned_levels": [plan.tree.depths.count(depth + 1) for depth in range(plan.tree.max_depth)],
@@ -260,41 +263,34 @@ def summarise_drafts(
     return rows
 
 
-def acceptance_rate(runs: Sequence[Row], first_is_the_models: bool) -> float | None:
-    """As said at the top; None where nothing was drafted."""
+def acceptance_rate(runs: Sequence[Row], longest_branch: bool) -> float | None:
+    """The acceptance rate above; None without drafts."""
     steps = sum(sum(run["histogram"]) for run in runs)
     levels = max(len(run["histogram"]) for run in runs) - 1
     if not steps or levels < 1:
         return None
     accepted = sum(i * count for run in runs for i, count in enumerate(run["histogram"]))
-    return (accepted + steps * first_is_the_models) / (steps * levels)
+    return (accepted + steps * longest_branch) / (steps * levels)
 
 
-def tokens_per_step(runs: Sequence[Row], first_is_the_models: bool) -> float:
-    """As said at the top."""
-    return sum(run["tokens"] - (not first_is_the_models) for run in runs) / _steps(runs)
+def tokens_per_step(runs: Sequence[Row], longest_branch: bool) -> float:
+    """The tokens per step above."""
+    return sum(run["tokens"] - (not longest_branch) for run in runs) / _steps(runs)
 
 
 def _steps(runs: Sequence[Row]) -> int:
     return max(1, sum(run["calls"] - 1 for run in runs))
 
 
-def _spread(runs: Sequence[Row], first_is_the_models: bool) -> tuple[float, float]:
-    """10th and 90th percentile over prompts drawn with replacement."""
-    draw = random.Random(0)
-    drawn = sorted(tokens_per_step(draw.choices(runs, k=len(runs)), first_is_the_models) for _ in range(RESAMPLED))
-    return drawn[RESAMPLED // 10], drawn[RESAMPLED * 9 // 10]
-
-
 def judge_drafts(rows: Sequence[Row]) -> list[Aim]:
-    """Planned against measured, where drafting follows a plan and tokens are the model's best, as in calibration."""
+    """The aim: planned tokens per step against measured ones, for greedy texts, as in calibration."""
     aim = f"drafts planned by auto: tokens per step within {WITHIN:.0%} of what was planned, greedy"
-    own = [row for row in rows if row["setting"] == GREEDY.name and "planned_tokens_per_step" in row]
-    if not own:
+    planned = [row for row in rows if row["setting"] == GREEDY.name and "planned_tokens_per_step" in row]
+    if not planned:
         return [Aim(aim, None, NOT_MEASURED)]
-    some = [row for row in own if row["planned_levels"]]
+    some = [row for row in planned if row["planned_levels"]]
     if not some:
-        return [Aim(aim, None, "every plan is plain decoding: no drafts are expected to pay here")]
+        return [Aim(aim, None, "every plan is plain decoding: the planner expects no gain from drafts here")]
     each = (
         f"{row['contender']}: {row['tokens_per_step']:.2f} ({row['tokens_per_step_p10']:.2f}–"
         f"{row['tokens_per_step_p90']:.2f}), planned {row['planned_tokens_per_step']:.2f}"
@@ -304,6 +300,6 @@ def judge_drafts(rows: Sequence[Row]) -> list[Aim]:
 
 
 def _as_planned(row: Row) -> bool:
-    """A difference within the noise fails no aim."""
+    """True if planned and measured differ by at most WITHIN, or by noise."""
     planned = row["planned_tokens_per_step"]
     return row["tokens_per_step_p90"] >= (1 - WITHIN) * planned and row["tokens_per_step_p10"] <= (1 + WITHIN) * planned

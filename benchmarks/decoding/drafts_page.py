@@ -1,7 +1,6 @@
-"""The page's part "With a draft model": a table per setting, and one beside what was published."""
+"""Renders the part of decoding.md with a draft model: a table per setting, and one of published gains."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from benchmarks.decoding.drafts import (
     BRANCHING,
@@ -15,23 +14,24 @@ from benchmarks.decoding.drafts import (
     confident,
 )
 from benchmarks.decoding.tables import Section, number, optional, speed_up
+from benchmarks.harness.cases import Row
 
-Row = dict[str, Any]
 TITLE = "With a draft model"
 HEADS = (
-    "", "law of the text", "acceptance rate", "acceptance length", "tokens per step", "planned", "draft calls per step",
+    "", "distribution of the text",
+    "acceptance rate", "acceptance length", "tokens per step", "planned", "draft calls per step",
     "drafting, ms per step", "tokens/s", "speed-up", "same text",
 )  # fmt: skip
 
 
 def draft_sections(result: Row) -> list[Section]:
-    """None of an older result."""
+    """The tables of a result; none for a result without that part."""
     rows = result.get("drafts") or []
     settings = list(dict.fromkeys(row["setting"] for row in rows))
-    found = [_race(result["draft"], [row for row in rows if row["setting"] == setting]) for setting in settings]
+    shown = [_race(result["draft"], [row for row in rows if row["setting"] == setting]) for setting in settings]
     if any(row["kind"].startswith((SPECULATIVE, MCSD)) for row in rows):
-        found.append(_published(result, rows, settings))
-    return found
+        shown.append(_published(result, rows, settings))
+    return shown
 
 
 def _race(draft: Row, rows: Sequence[Row]) -> Section:
@@ -52,33 +52,33 @@ def _race(draft: Row, rows: Sequence[Row]) -> Section:
         ]
         for row in rows
     ]
-    words = [f"On {rows[0]['prompts']} of the prompts above that do not loop, {_in_turn(draft)}."]
+    words = [f"On {rows[0]['prompts']} of the prompts above whose texts do not loop, {_in_turn(draft)}."]
     words.append(_words(greedy))
-    words += [f"Without {what}: {reason}." for what, reason in draft["missing"].items()]
+    words += [f"Without {part}: {reason}." for part, reason in draft["missing"].items()]
     return Section(f"{TITLE}: {setting}", " ".join(words), HEADS, table)
 
 
 def _words(greedy: bool) -> str:
     if not greedy:
         return (
-            "Columns and names as in the greedy table, with the rule in brackets. Only rule coupled writes Plain's very text "
-            "for a seed, so nothing is said of the others' texts. *planned* expects greedy texts."
+            "Columns and names as in the greedy table, with the rule in brackets. Only rule coupled writes the text of Plain "
+            "for a seed, so the texts of other rules are not compared. *planned* expects greedy texts."
         )
     return (
         "*acceptance rate*, as published: accepted tokens of a step ÷ levels of the largest tree. *tokens per step*: without "
-        "the prompt's own call. *planned*: the tokens per step that auto expected, and its candidates level by level. "
-        "*drafting*: all that happens between two calls of the model to find candidates, timed apart, on one prompt. "
-        f"{MCSD}: {_shape(BRANCHING)} candidates below each token, level by level. *{SLICE}*: up to {_shape(DEEPER)}, and "
-        f"on to the next level only while the draft's best token has a probability above {confident.threshold}; "
-        f"*{MODEL}*: only while a trained model says so. *{TARGET}*, as published, rule {LONGEST_BRANCH}: the same tree, but "
-        "its first level is of the model's own law and always counts as accepted; the longest branch is kept, and no token "
-        "of the model's follows it. That is approximate: it changes the texts. The exact rules have no such step to add: "
-        "their trees hang below a token that the model has drawn already."
+        "the call on the prompt. *planned*: the tokens per step that auto expected, and its candidates level by level. "
+        "*drafting*: the time between two calls of the model to find candidates, measured apart, on one prompt. "
+        f"{MCSD}: {_shape(BRANCHING)} candidates below each token, level by level. *{SLICE}*: up to {_shape(DEEPER)}; a row "
+        f"goes on to the next level only while the draft's best token has a probability above {confident.threshold}. "
+        f"*{MODEL}*: a trained model decides instead. *{TARGET}*, as published, rule {LONGEST_BRANCH}: the same tree, but "
+        "its first level is drawn from the model's own distribution and always counts as accepted; the longest branch is "
+        "kept, and the model adds no token behind it. That is approximate: it changes the texts. The exact rules cannot add "
+        "this step: their trees hang below a token that the model has already drawn."
     )
 
 
 def _in_turn(draft: Row) -> str:
-    names = ", ".join(f"{what} {name}" for what, name in draft["names"].items())
+    names = ", ".join(f"{part} {name}" for part, name in draft["names"].items())
     rates = f"; hit rates for auto: {draft['hit_rates']}" if draft.get("hit_rates") else ""
     return f"in turn; {names or 'no draft model'}{rates}"
 
@@ -94,7 +94,7 @@ def _shape(branching: Iterable[int]) -> str:
     return "·".join(map(str, branching))
 
 
-# ---- beside what was published ----
+# ---- published gains ----
 
 
 def _published(result: Row, rows: Sequence[Row], settings: Sequence[str]) -> Section:
@@ -112,19 +112,21 @@ def _published(result: Row, rows: Sequence[Row], settings: Sequence[str]) -> Sec
     def speed(row: Row) -> float:
         return row["speed_up"]
 
-    def best(setting: str, kind: str, of: Callable[[Row], float], base: str | None) -> str:
-        """The largest gain of those kinds over the best of the base; none: over Plain."""
-        own = [row for row in rows if row["setting"] == setting and row["kind"].startswith(kind)]
+    def best(setting: str, kind: str, measure: Callable[[Row], float], base: str | None) -> str:
+        """The largest gain of rows of a kind over the best row of the base, or over Plain where base is None."""
+        ours = [row for row in rows if row["setting"] == setting and row["kind"].startswith(kind)]
         under = [row for row in rows if row["setting"] == setting and row["kind"] == base]
-        least = max(map(of, under), default=0.0)
-        if not own or (base is not None and least == 0):
+        least = max(map(measure, under), default=0.0)
+        if not ours or (base is not None and least == 0):
             return "–"
-        top = max(own, key=of)
-        gain = f"{of(top):.2f} ×" if base is None else f"{100 * (of(top) / least - 1):+.0f} %"
+        top = max(ours, key=measure)
+        gain = f"{measure(top):.2f} ×" if base is None else f"{100 * (measure(top) / least - 1):+.0f} %"
         return f"{gain} ({top['contender']})"
 
-    def line(what: str, published: str, kind: str, of: Callable[[Row], float], base: str | None, how: str) -> list[str]:
-        return [what, published, *(best(setting, kind, of, base) for setting in settings), how]
+    def line(
+        what: str, published: str, kind: str, measure: Callable[[Row], float], base: str | None, how: str
+    ) -> list[str]:
+        return [what, published, *(best(setting, kind, measure, base) for setting in settings), how]
 
     table = [
         line(
@@ -171,8 +173,8 @@ def _published(result: Row, rows: Sequence[Row], settings: Sequence[str]) -> Sec
         ),
     ]
     words = (
-        "Relative gains only. Ours: the best row of the tables above, by name, over the best row of plain MCSD without "
-        "replacement; *comparable* says what is alike and what is not. Published: Chen et al. 2023 for speculative sampling, "
-        "Lu et al. 2024, in two versions, for the improved multi-candidate form."
+        "Relative gains only. Ours: the best row of the tables above, with its name, over the best row of plain MCSD without "
+        "replacement. *comparable*: what both measurements have in common, and what differs. Published: Chen et al. 2023 for "
+        "speculative sampling, Lu et al. 2024, in two versions, for the improved multi-candidate form."
     )
     return Section("Beside published gains", words, ["", "published", *settings, "comparable"], table)

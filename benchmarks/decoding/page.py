@@ -1,11 +1,11 @@
-"""Results of whole texts: as tables on the screen, as decoding.md beside them, and as a picture.
+"""Shows results of whole texts: tables on the screen, decoding.md beside the results, and a picture of the speed-ups.
 
-`python -m benchmarks.pages` writes page and pictures with all others; its `--check` holds them to the committed
-results. A picture carries the numbers that it shows, so it can be checked without drawing it again.
+`python -m benchmarks.pages` writes page and picture, `--check` compares them with the results. The picture holds its numbers,
+so a check does not need to draw it.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,34 +16,34 @@ from rich.text import Text
 
 from benchmarks.decoding.contenders import HF, JOINED, NGRAM, ONE_PASS, PLAIN, TWO_PASS
 from benchmarks.decoding.drafts_page import draft_sections
+from benchmarks.decoding.summary import ALL
 from benchmarks.decoding.tables import Section, number, optional, speed_up
-from benchmarks.harness import picture
-from benchmarks.harness.results import LEFT_OUT, WORDS
+from benchmarks.harness import markdown, picture
+from benchmarks.harness.cases import Row
+from benchmarks.harness.results import LEFT_OUT, device_name, device_words, show_aims
 
 NAME = "decoding"
 PAGE = f"{NAME}.md"
-ALL = "all"
-Row = dict[str, Any]
 HEADER = """# Decoding speed
 
 Written by `python -m benchmarks.pages` from `decoding*.json` beside this page; do not edit. How it is measured, and what is and
 is not counted: [benchmarks/README.md](../../README.md).
 
-*speed-up*: Plain's time per token ÷ this contender's, on the same prompts, in turn with it; in brackets the 10th to 90th
-percentile over prompts drawn with replacement. *tokens per call*: new tokens ÷ calls of the model, the prompt's own included.
-*acceptance length*: mean tokens of a step that had drafts, the one that the model adds included.
+*speed-up*: Plain's time per token ÷ this contender's, on the same prompts, measured in turn; in brackets the 10th to 90th
+percentile over prompts drawn with replacement. *tokens per call*: new tokens ÷ calls of the model, with the call on the prompt.
+*acceptance length*: mean tokens of a step that had drafts, with the token that the model adds.
 """
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
-    """Everything of a result but its aims."""
-    found = [_race(result, setting, looping) for setting, looping in _sets(result)]
+    """The tables of a result, without its aims."""
+    shown = [_race(result, setting, looping) for setting, looping in _sets(result)]
     if result.get("beside"):
-        found.append(_beside(result["beside"]))
-    found += draft_sections(result)
-    found += [_sweep(result["sweep"]), _profile(result["profile"]), _steps(result["steps"])]
-    found += [_agreement(result["agreement"]), _prompts(result["prompts"])]
-    return [section for section in found if section.rows]
+        shown.append(_beside(result["beside"]))
+    shown += draft_sections(result)
+    shown += [_sweep(result["sweep"]), _profile(result["profile"]), _steps(result["steps"])]
+    shown += [_agreement(result["agreement"]), _prompts(result["prompts"])]
+    return [section for section in shown if section.rows]
 
 
 def _sets(result: dict[str, Any]) -> list[tuple[str, bool]]:
@@ -76,7 +76,7 @@ def _race(result: dict[str, Any], setting: str, looping: bool) -> Section:
     kind = "texts that loop" if looping else "texts that do not loop"
     words = f"Prompts: {counts}."
     if not setting.startswith("greedy"):
-        words += " transformers draws with random numbers of its own, so its texts are others."
+        words += " transformers draws other random numbers, so its texts differ."
     return Section(f"{setting[0].upper()}{setting[1:]}, {kind}", words, heads, table)
 
 
@@ -97,7 +97,7 @@ def _beside(rows: Sequence[Row]) -> Section:
             ]
         )
     words = "Greedy, a batch of one, on some of the prompts above. Another process, not in turn with the others."
-    return Section("Beside it", words, ["", "ms per token", "Plain, ms per token", "same text", ""], table)
+    return Section("In another process", words, ["", "ms per token", "Plain, ms per token", "same text", ""], table)
 
 
 def _sweep(rows: Sequence[Row]) -> Section:
@@ -116,8 +116,8 @@ def _sweep(rows: Sequence[Row]) -> Section:
     ]
     count = rows[0]["prompts"] if rows else 0
     words = (
-        f"Greedy, on {count} of the prompts above that do not loop. L: look-ahead slots in use, rows chosen by the planner. "
-        "*planned*: what the planner expected from calibrated hit rates and, for the speed-up, measured step times."
+        f"Greedy, on {count} of the prompts above whose texts do not loop. L: look-ahead slots; the planner chooses the rows. "
+        "*planned*: the planner's expectation from calibrated hit rates and, for the speed-up, measured step times."
     )
     heads = [
         "",
@@ -138,7 +138,7 @@ def _profile(rows: Sequence[Row]) -> Section:
         [row["contender"], f"{row['tokens_per_call']:.2f}", *(f"{row[f'{part}_ms']:.2f}" for part in parts)]
         for row in rows
     ]
-    words = "Milliseconds per call of the model, by the loop's profiler ranges; *verify* is the model itself."
+    words = "Milliseconds per call of the model, by the profiler ranges of the loop; *verify* is the model's call."
     return Section("Where a step's time goes", words, ["", "tokens per call", *parts], table)
 
 
@@ -181,14 +181,14 @@ def _prompts(rows: Sequence[Row]) -> Section:
                 f"{lengths[0]}–{lengths[-1]}" if lengths else "–",
             ]
         )
-    heads = ["", "domain", "continued", "of them looping", "raced", "tokens of those"]
+    heads = ["", "domain", "continued", "looping", "raced", "tokens of raced texts"]
     return Section(
-        "Prompts", "Each was first continued by Plain alone, which chose those that were raced.", heads, table
+        "Prompts", "Plain continued each prompt first; its text decided whether the prompt was raced.", heads, table
     )
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """On the screen."""
+    """Prints the tables and the aims."""
     for section in sections(result):
         table = Table(title=section.title, title_justify="left")
         for place, head in enumerate(section.heads):
@@ -196,55 +196,42 @@ def show(result: dict[str, Any], console: Console) -> None:
         for row in section.rows:
             table.add_row(*(Text(cell.replace("**", "")) for cell in row))
         console.print(table)
-    for aim in result["aims"]:
-        console.print(Text.assemble(WORDS[aim["met"]], f"  {aim['aim']}: {aim['measured']}"))
+    show_aims(result, console)
     if result["left_out"]:
         console.print(f"{LEFT_OUT}: {'; '.join(result['left_out'])}")
 
 
 def render_page(results: Sequence[tuple[Path, dict[str, Any]]]) -> str:
-    """The whole page."""
+    """The page of a folder's results."""
     out = [HEADER]
     for path, result in results:
         out += [f"## {_describe(result)}", "", _provenance(result), ""]
         if shows(result):
             out += [f"![speed-up by method and kind of text]({picture_of(path).name})", ""]
-        words = {True: "met", False: "**not met**", None: "not tested"}
-        out += ["| aim | | measured |", "| --- | --- | --- |"]
-        out += [_line([aim["aim"], words[aim["met"]], aim["measured"]]) for aim in result["aims"]]
+        out += markdown.aims(result)
         for section in sections(result):
-            marks = ["---", *["---:"] * (len(section.heads) - 1)]
-            out += ["", f"### {section.title}", "", section.words, "", _line(section.heads), _line(marks)]
-            out += [_line(row) for row in section.rows]
-        out += ["", f"What counts as a loop: {result['settings']['looping']}.", ""]
+            out += ["", f"### {section.title}", "", section.words, "", *markdown.table(section.heads, section.rows)]
+        out += ["", f"Loops: {result['settings']['looping']}.", ""]
         if result["left_out"]:
-            out += [f"For lack of time: without {'; '.join(result['left_out'])}.", ""]
+            out += [f"Left out for lack of time: {'; '.join(result['left_out'])}.", ""]
     if not results:
         out += ["Nothing has been measured yet.", ""]
     return "\n".join(out)
 
 
 def _describe(result: dict[str, Any]) -> str:
-    device = result["machine"]["gpu"]["name"] if result["device"] == "cuda" else result["machine"]["cpu"]["model"]
-    return f"{result['model']['name']}, {result['settings']['dtype']}, {device}"
+    return f"{result['model']['name']}, {result['settings']['dtype']}, {device_name(result)}"
 
 
 def _provenance(result: dict[str, Any]) -> str:
-    machine, versions, settings = result["machine"], result["versions"], result["settings"]
-    if result["device"] == "cuda":
-        device = f"{machine['gpu']['name']}, driver {machine['gpu']['driver']}, CUDA {versions['cuda']}"
-    else:
-        device = f"{machine['cpu']['cores']} cores, {settings['threads']} threads used, {machine['kernels']['cpu_isa']}"
+    versions, settings = result["versions"], result["settings"]
+    device = device_words(result, settings["threads"])
     load = result["load_average"]
     return (
         f"{result['date'][:10]}, commit {result['commit']}; {device}; torch {versions['torch']}, transformers "
         f"{versions['transformers']}, Python {versions['python']}; {result['model']['slots']} look-ahead slots; texts of up to "
         f"{settings['tokens']} tokens; load average {load['before']:.1f} before, {load['after']:.1f} after."
     )
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 # ---- the picture ----
@@ -254,7 +241,7 @@ OTHERS = ("#c98f5a", "#a0672f", "#7a4a1c")
 
 
 def shows(result: dict[str, Any]) -> bool:
-    """Whether there is anything to draw."""
+    """True if the result has speed-ups to draw."""
     return bool(story_of(result)["speed_ups"])
 
 
@@ -272,17 +259,17 @@ def story_of(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def picture_of(path: Path) -> Path:
-    """Where a result's picture is: beside it."""
+    """The path of a result's picture, beside it."""
     return path.with_suffix(".svg")
 
 
 def draw(story: dict[str, Any], path: Path) -> None:
-    """`path` may end in .svg or .png."""
+    """Draws the picture; `path` ends in .svg or .png."""
     picture.save(path, partial(_figure, story), title="speed-up", story=story, dpi=110)
 
 
 def _figure(story: dict[str, Any]) -> Any:
-    """Bars: a group per domain, a bar per contender, the spread as a line."""
+    """A bar chart: a group per domain, a bar per contender, the spread as a line."""
     from matplotlib import pyplot
 
     domains = list(dict.fromkeys(entry[0] for entry in story["speed_ups"]))
@@ -291,16 +278,16 @@ def _figure(story: dict[str, Any]) -> Any:
     figure, axes = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
     width = 0.84 / len(names)
     for place, name in enumerate(names):
-        own = {domain: (mean, low, high) for domain, who, mean, low, high in story["speed_ups"] if who == name}
-        at = [domains.index(domain) + (place - (len(names) - 1) / 2) * width for domain in own]
-        means = [mean for mean, _, _ in own.values()]
+        bars = {d: (mean, low, high) for d, contender, mean, low, high in story["speed_ups"] if contender == name}
+        at = [domains.index(domain) + (place - (len(names) - 1) / 2) * width for domain in bars]
+        means = [mean for mean, _, _ in bars.values()]
         errors = [
-            [max(mean - low, 0) for mean, low, _ in own.values()],
-            [max(high - mean, 0) for mean, _, high in own.values()],
+            [max(mean - low, 0) for mean, low, _ in bars.values()],
+            [max(high - mean, 0) for mean, _, high in bars.values()],
         ]
         colour = COLOURS.get(name) or next(unnamed, "#555555")
         axes.bar(at, means, width * 0.92, color=colour, label=name, yerr=errors, ecolor="#333333", error_kw={"lw": 0.8})
-        for x, mean, high in zip(at, means, (high for _, _, high in own.values()), strict=True):
+        for x, mean, high in zip(at, means, (high for _, _, high in bars.values()), strict=True):
             axes.annotate(
                 f"{mean:.2f}", (x, max(mean, high)), (0, 2), textcoords="offset points", ha="center", size=6.5
             )
@@ -319,14 +306,14 @@ def _figure(story: dict[str, Any]) -> Any:
 
 
 def committed(root: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Every committed result; quick runs are no results."""
+    """Every committed result with its path; quick runs are left out."""
     paths = sorted(root.glob(f"benchmarks/results/*/{NAME}*.json"))
     results = [(path, json.loads(path.read_text())) for path in paths]
     return [(path, result) for path, result in results if not result["quick"]]
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """The page of each folder that has results, or a page from before: its path and text."""
+    """Path -> text of the page, for each folder with results or with an older page."""
     results = committed(root)
     older = root.glob(f"benchmarks/results/*/{PAGE}")
     folders = dict.fromkeys([*(path.parent for path, _ in results), *(page.parent for page in older)])
@@ -334,7 +321,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def write(root: Path) -> None:
-    """Pages and pictures."""
+    """Writes pages and pictures, and deletes pictures without a result."""
     for page, text in pages(root).items():
         page.write_text(text)
     drawn = {picture_of(path): result for path, result in committed(root) if shows(result)}
@@ -345,9 +332,9 @@ def write(root: Path) -> None:
 
 
 def check(root: Path) -> list[str]:
-    """What is not as the results say."""
+    """A sentence for each page or picture that does not show its result."""
     wrong = [
-        f"{page.relative_to(root)} is not what {NAME}*.json beside it say"
+        f"{page.relative_to(root)} does not show the {NAME}*.json beside it"
         for page, text in pages(root).items()
         if not page.exists() or page.read_text() != text
     ]

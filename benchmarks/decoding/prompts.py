@@ -1,11 +1,11 @@
 """Prompts held out from training, in three domains: the beginning of a text, never its continuation.
 
-    code    from the running Python's standard library: held-out files only, some hundred tokens from the first definition
-            behind a third of the file, cut at the end of a line
+    code    held-out files of the running Python's standard library: about a hundred tokens from the first definition behind
+            a third of the file, cut at the end of a line
     prose   prompts_prose.jsonl: openings of two to four sentences, written for this benchmark
-    chat    prompts_chat.jsonl: instructions, likewise, in the model's chat template
+    chat    prompts_chat.jsonl: instructions, written for this benchmark, in the model's chat template
 
-The choice depends on the files alone: every run has the same prompts.
+The prompts depend on the files alone, so every run has the same.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 DOMAINS = ("code", "prose", "chat")
 FEWEST, MOST = 96, 160
 """Tokens of a code prompt."""
-PASSED_OVER = {"test", "tests", "idlelib", "lib2to3", "site-packages", "ensurepip", "__pycache__"}
+LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "ensurepip", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,27 @@ def read_prompts(domain: str, tokenizer: Any, most: int) -> list[Prompt]:
 
 
 def prose_prompts(tokenizer: Any) -> Iterator[Prompt]:
-    """The openings, as they are."""
+    """The openings, unchanged."""
     for entry in read_lines("prose"):
         yield Prompt("prose", entry["id"], tuple(tokenizer(entry["text"]).input_ids))
 
 
 def chat_prompts(tokenizer: Any) -> Iterator[Prompt]:
-    """The instructions, as the model was trained to get them."""
+    """The instructions, in the model's chat template."""
     for entry in read_lines("chat"):
         messages = [{"role": "user", "content": entry["text"]}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False).input_ids  # the template brings its own
+        ids = tokenizer(text, add_special_tokens=False).input_ids  # the template has them
         yield Prompt("chat", entry["id"], tuple(ids))
 
 
 def code_prompts(tokenizer: Any, library: Path | None = None) -> Iterator[Prompt]:
-    """One from each held-out file that has one, in an order that is stable and not alphabetic."""
+    """A prompt from each held-out file that has one, in order of a hash: stable and not alphabetic."""
     library = library or Path(sysconfig.get_path("stdlib"))
     names = {
         path.relative_to(library).as_posix()
         for path in library.rglob("*.py")
-        if not PASSED_OVER & set(path.relative_to(library).parts)
+        if not LEFT_OUT & set(path.relative_to(library).parts)
     }
     for name in sorted(filter(is_held_out, names), key=lambda name: hashlib.sha256(name.encode()).digest()):
         text = (library / name).read_text(encoding="utf-8", errors="replace")
@@ -73,9 +73,9 @@ def code_prompts(tokenizer: Any, library: Path | None = None) -> Iterator[Prompt
 
 
 def cut(text: str, tokenizer: Any) -> tuple[int, ...] | None:
-    """From the first top-level definition behind a third of the file, as many whole lines as MOST tokens hold.
+    """As many whole lines as MOST tokens hold, from the first top-level definition behind a third of the file.
 
-    None where that is nothing, or fewer than FEWEST tokens. Without the last line's end, so that the model indents.
+    None for fewer than FEWEST tokens. The end of the last line is cut off, so that the model chooses the indent.
     """
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if i >= len(lines) // 3 and re.match(r"(async )?def |class ", line)]
@@ -84,7 +84,7 @@ def cut(text: str, tokenizer: Any) -> tuple[int, ...] | None:
     best: tuple[int, ...] | None = None
     for end in range(starts[0] + 1, len(lines) + 1):
         ids = tuple(tokenizer("\n".join(lines[starts[0] : end]).rstrip()).input_ids)
-        if len(ids) > MOST or end == len(lines):  # at the end of a file there is nothing to continue
+        if len(ids) > MOST or end == len(lines):  # a prompt must end before the file does
             break
         if len(ids) >= FEWEST and lines[end - 1].strip():
             best = ids
@@ -92,5 +92,5 @@ def cut(text: str, tokenizer: Any) -> tuple[int, ...] | None:
 
 
 def read_lines(name: str) -> list[dict[str, str]]:
-    """The entries of prompts/<name>.jsonl."""
+    """The entries of prompts_<name>.jsonl."""
     return [json.loads(line) for line in (HERE / f"prompts_{name}.jsonl").read_text().splitlines()]

@@ -1,7 +1,7 @@
-"""The race: all contenders on one prompt, one after the other, in an order shuffled anew for every prompt by a fixed seed.
+"""The race: all contenders on one prompt after the other, in an order that a fixed seed shuffles for every prompt.
 
-Prompts are first continued by Plain alone, which says whether the text is long enough and whether it loops; of each kind
-only so many are raced.
+Plain continues each prompt first. The prompt is raced if Plain's text is long enough and the limit is not reached: one limit
+holds for texts that loop and one for texts that do not.
 """
 
 import gc
@@ -9,31 +9,30 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
-from benchmarks.decoding.contenders import Contender, Setting
+from benchmarks.decoding.contenders import Setting
 from benchmarks.decoding.prompts import Prompt
 from benchmarks.decoding.texts import first_difference, loops, period_share, repeated_share
+from benchmarks.harness.cases import Contender, Row
 
 FEWEST_TOKENS = 64
-"""A text that ends sooner is not raced."""
-Row = dict[str, Any]
+"""The least tokens of a raced text."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is raced."""
+    """The numbers of prompts and tokens of a race."""
 
     most_tokens: int
     straight: int
-    """Prompts per domain whose continuation does not loop."""
+    """Prompts per domain whose text does not loop."""
     looping: int
     out_of_time: Callable[[], bool]
     seed: int = 0
 
 
 def in_turn(domains: Iterable[Sequence[Prompt]]) -> list[Prompt]:
-    """One of each domain after the other, so that a race cut short has had some of each."""
+    """Prompts of all domains in turn, so that a race cut short has some of each."""
     return [prompt for turn in zip_longest(*domains) for prompt in turn if prompt is not None]
 
 
@@ -42,9 +41,9 @@ def race(
     contenders: Sequence[Contender],
     setting: Setting,
     limits: Limits,
-    told: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda words: None,
 ) -> tuple[list[Row], list[Row]]:
-    """-> a row per prompt seen (its text by the first contender, Plain), and a row per prompt and contender raced."""
+    """A row per prompt that the first contender, Plain, continued, and a row per prompt and contender raced."""
     order = random.Random(limits.seed)
     seen: list[Row] = []
     runs: list[Row] = []
@@ -55,15 +54,15 @@ def race(
         if runs and limits.out_of_time():
             break
         seed = limits.seed + number
-        told(f"{setting.name}: {prompt.domain} {prompt.name}")
-        text = contenders[0].write(prompt.ids, setting, seed, limits.most_tokens).tokens
+        report(f"{setting.name}: {prompt.domain} {prompt.name}")
+        text = contenders[0](prompt.ids, setting, seed, limits.most_tokens).tokens
         entry, kind = described(prompt, setting, text), loops(text)
         entry["raced"] = len(text) >= min(FEWEST_TOKENS, limits.most_tokens) and left[prompt.domain, kind] > 0
         seen.append(entry)
         if not entry["raced"]:
             continue
         left[prompt.domain, kind] -= 1
-        runs += one_round(prompt, contenders, setting, seed, limits.most_tokens, order, text, told)
+        runs += one_round(prompt, contenders, setting, seed, limits.most_tokens, order, text, report)
     return seen, runs
 
 
@@ -75,17 +74,17 @@ def one_round(
     most: int,
     order: random.Random,
     text: Sequence[int],
-    told: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda words: None,
 ) -> list[Row]:
-    """Every contender once, in an order of this round's own; `text` is what Plain wrote."""
+    """Rows of every contender on one prompt, in shuffled order; `text` is Plain's."""
     shuffled, looping = list(contenders), loops(text)
     order.shuffle(shuffled)
     runs = []
     for contender in shuffled:
-        told(f"{setting.name}: {prompt.domain} {prompt.name}, {contender.name}")
-        gc.disable()  # a collection would fall on whoever happens to run
+        report(f"{setting.name}: {prompt.domain} {prompt.name}, {contender.name}")
+        gc.disable()  # a collection would be charged to the contender that happens to run
         try:
-            outcome = contender.write(prompt.ids, setting, seed, most)
+            outcome = contender(prompt.ids, setting, seed, most)
         finally:
             gc.enable()
         runs.append(
@@ -108,7 +107,7 @@ def one_round(
 
 
 def described(prompt: Prompt, setting: Setting, text: Sequence[int]) -> Row:
-    """What is recorded of a prompt."""
+    """The row of a prompt: lengths, and shares of repeated tokens."""
     return {
         "setting": setting.name,
         "domain": prompt.domain,

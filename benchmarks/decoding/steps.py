@@ -1,7 +1,6 @@
-"""Where a step's time goes: a call of the model by its number of rows, and each method's step by its ranges."""
+"""Times of a step: one call of the model by its number of rows, and the parts of each method's step."""
 
 import random
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,18 +9,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.decoding.contenders import Contender, Setting
+from benchmarks.decoding.contenders import Setting, now
 from benchmarks.decoding.prompts import Prompt
+from benchmarks.harness.cases import Contender, Row
 
-Row = dict[str, Any]
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 PREFIX = 192
-"""Tokens of text that the measured calls stand behind: the middle of a raced one."""
+"""Tokens before the measured calls: about half of a raced text."""
 RANGES = ("draft", "verify", "accept", "commit")
 
 
 def step_times(model: Any, rounds: int, seed: int = 0) -> list[Row]:
-    """Milliseconds of one call, logits included, by its rows; interleaved, in a new order every round."""
+    """Milliseconds of one call with its logits, by number of rows; interleaved, in a new order every round."""
     import pass_ext
     from pass_ext.decoding.models.adapt import packed_model
     from pass_ext.decoding.session.session import Session
@@ -41,11 +40,11 @@ def step_times(model: Any, rounds: int, seed: int = 0) -> list[Row]:
         warm_up = 3  # on a GPU: load, record, replay
         for turn in range(warm_up + rounds):
             for rows in order.sample(ROWS, len(ROWS)):
-                started = _now(device)
+                started = now(device)
                 session.call(trees[rows], ids[PREFIX : PREFIX + rows])
                 if turn >= warm_up:
-                    times[rows].append(_now(device) - started)
-    return [{"rows": rows, **_percentiles(taken)} for rows, taken in times.items()]
+                    times[rows].append(now(device) - started)
+    return [{"rows": rows, **_percentiles(seconds)} for rows, seconds in times.items()]
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -59,17 +58,17 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def profile(contender: Contender, prompts: Sequence[Prompt], setting: Setting, most: int, device: torch.device) -> Row:
-    """Milliseconds per call of the model in each of the loop's ranges, and outside of all; the prompt's own call left out."""
+    """Milliseconds per call of the model in each profiler range of the loop and outside; without the call on the prompt."""
     sums: dict[str, float] = defaultdict(float)
     calls = tokens = 0
     for seed, prompt in enumerate(prompts):
-        with timed_ranges(device) as taken:
-            outcome = contender.write(prompt.ids, setting, seed, most)
+        with timed_ranges(device) as times:
+            outcome = contender(prompt.ids, setting, seed, most)
         calls += outcome.calls - 1
         tokens += len(outcome.tokens) - 1
         for name in RANGES:
-            sums[name] += sum(taken[name][1:] if name in ("verify", "commit") else taken[name])
-        sums["rest"] += outcome.seconds - sum(map(sum, taken.values()))
+            sums[name] += sum(times[name][1:] if name in ("verify", "commit") else times[name])
+        sums["rest"] += outcome.seconds - sum(map(sum, times.values()))
     calls = max(calls, 1)
     return {
         "contender": contender.name,
@@ -81,28 +80,22 @@ def profile(contender: Contender, prompts: Sequence[Prompt], setting: Setting, m
 
 @contextmanager
 def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
-    """Meanwhile the decoding loop's profiler ranges are timed; on a GPU each waits for the work before and in it."""
+    """Times the profiler ranges of the decoding loop; on a GPU a range waits for the work before and in it."""
     from pass_ext.decoding import loop
 
-    taken: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
-        started = _now(device)
+        started = now(device)
         try:
             yield
         finally:
-            taken[name].append(_now(device) - started)
+            times[name].append(now(device) - started)
 
     before = loop.profiled
     loop.profiled = timed
     try:
-        yield taken
+        yield times
     finally:
         loop.profiled = before
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -1,29 +1,30 @@
-"""From single runs to rows of a table, and from rows to the aims. Pure arithmetic.
+"""Sums single texts into rows of a table, and judges the aims from the rows.
 
-speed-up = (Plain's seconds / Plain's tokens) / (a contender's seconds / its tokens), sums over the same prompts; its spread are
-the 10th and 90th percentile over prompts drawn with replacement.
+speed-up = (Plain's seconds / Plain's tokens) / (a contender's seconds / its tokens), sums over the same prompts
+spread   = 10th and 90th percentile over prompts drawn with replacement
 """
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
-from benchmarks.decoding.contenders import GREEDY, HF, JOINED, ONE_PASS, OURS, PLAIN, TWO_PASS
+from benchmarks.decoding.contenders import GREEDY, HF, ONE_PASS, OURS, PLAIN, TWO_PASS
 from benchmarks.decoding.prompts import DOMAINS
 from benchmarks.harness.aims import NOT_MEASURED
+from benchmarks.harness.cases import Row
 from benchmarks.harness.plan import Aim
 
-Row = dict[str, Any]
+T = TypeVar("T")
 RESAMPLED = 500
 ALL = "all"
 LEAST = 0.95
-"""A method must never be slower than this, against Plain, on any set of prompts."""
+"""The least speed-up of a method on any set of prompts."""
 
 
 def summarise(runs: Sequence[Row]) -> list[Row]:
-    """A row per setting, looping or not, domain and contender; where there are several domains, `all` of them too."""
+    """A row per setting, looping or not, domain and contender; and for `all` domains where there are several."""
     rows = []
     sets = {(run["setting"], run["looping"], run["domain"]) for run in runs}
     for setting, looping in sorted({key[:2] for key in sets}, key=lambda key: (key[0] != GREEDY.name, key)):
@@ -35,7 +36,7 @@ def summarise(runs: Sequence[Row]) -> list[Row]:
 
 
 def summarise_set(runs: Sequence[Row], domain: str) -> list[Row]:
-    """The rows of one set of prompts, Plain first; contenders in order of name, ours first."""
+    """The rows of one set of prompts: pass_ext's methods, Plain first, then the others by name."""
     by_contender: dict[str, dict[tuple[str, str], Row]] = {}
     for run in runs:
         by_contender.setdefault(run["contender"], {})[run["domain"], run["prompt"]] = run
@@ -44,14 +45,14 @@ def summarise_set(runs: Sequence[Row], domain: str) -> list[Row]:
     return [_row(name, by_contender[name], plain, domain) for name in names]
 
 
-def _row(name: str, own: dict[tuple[str, str], Row], plain: dict[tuple[str, str], Row], domain: str) -> Row:
-    runs = list(own.values())
-    pairs = [(run, plain[prompt]) for prompt, run in own.items()]
+def _row(name: str, by_prompt: dict[tuple[str, str], Row], plain: dict[tuple[str, str], Row], domain: str) -> Row:
+    runs = list(by_prompt.values())
+    pairs = [(run, plain[prompt]) for prompt, run in by_prompt.items()]
     tokens, seconds, calls = (sum(run[key] for run in runs) for key in ("tokens", "seconds", "calls"))
     steps = sum(sum(run["histogram"]) for run in runs)
     accepted = sum(i * count for run in runs for i, count in enumerate(run["histogram"]))
     drafted = sum(run["drafted"] for run in runs)
-    spread = _spread(pairs)
+    spread = resampled(pairs, speed_up)
     singles = [speed_up([pair]) for pair in pairs]
     differing = [run["differs_at"] for run in runs if run["differs_at"] is not None]
     return {
@@ -76,22 +77,23 @@ def _row(name: str, own: dict[tuple[str, str], Row], plain: dict[tuple[str, str]
 
 
 def speed_up(pairs: Iterable[tuple[Row, Row]]) -> float:
-    """Of runs against Plain's on the same prompts."""
+    """The speed-up of runs, each paired with Plain's on the same prompt."""
     sums = [0.0] * 4
-    for own, plain in pairs:
-        for i, value in enumerate((plain["seconds"], plain["tokens"], own["seconds"], own["tokens"])):
+    for run, plain in pairs:
+        for i, value in enumerate((plain["seconds"], plain["tokens"], run["seconds"], run["tokens"])):
             sums[i] += value
     return sums[0] / sums[1] / (sums[2] / sums[3])
 
 
-def _spread(pairs: Sequence[tuple[Row, Row]]) -> tuple[float, float]:
+def resampled(items: Sequence[T], statistic: Callable[[Sequence[T]], float]) -> tuple[float, float]:
+    """The 10th and 90th percentile of a statistic over items drawn with replacement."""
     draw = random.Random(0)
-    drawn = sorted(speed_up(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLED))
+    drawn = sorted(statistic(draw.choices(items, k=len(items))) for _ in range(RESAMPLED))
     return drawn[RESAMPLED // 10], drawn[RESAMPLED * 9 // 10]
 
 
 def judge(rows: Sequence[Row], agreement: Sequence[Row], device: str) -> list[Aim]:
-    """What was promised. A shortfall within the noise, the 90th percentile of a speed-up, fails no aim."""
+    """The aims of whole texts. A shortfall within the noise, up to the 90th percentile of a speed-up, fails none."""
     one_pass = 1.5 if device == "cpu" else 2.2
     straight = [row for row in rows if row["setting"] == GREEDY.name and not row["looping"]]
     return [
@@ -111,28 +113,28 @@ def judge(rows: Sequence[Row], agreement: Sequence[Row], device: str) -> list[Ai
 
 
 def _at_least(aim: str, least: float, rows: Sequence[Row], contender: str) -> Aim:
-    own = {row["domain"]: row for row in rows if row["contender"] == contender}
-    total = own.get(ALL) or next(iter(own.values()), None)
+    by_domain = {row["domain"]: row for row in rows if row["contender"] == contender}
+    total = by_domain.get(ALL) or next(iter(by_domain.values()), None)
     if total is None:
         return Aim(aim, None, NOT_MEASURED)
-    each = ", ".join(f"{domain} {row['speed_up']:.2f}" for domain, row in own.items())
-    none = [f"no text of {domain}" for domain in DOMAINS if domain not in own]
+    each = ", ".join(f"{domain} {row['speed_up']:.2f}" for domain, row in by_domain.items())
+    none = [f"no text of {domain}" for domain in DOMAINS if domain not in by_domain]
     return Aim(aim, total["speed_up"] >= least, "; ".join([f"{each} × ({total['prompts']} prompts)", *none]))
 
 
 def _never_below(rows: Sequence[Row]) -> Aim:
     aim = f"no method of ours below {LEAST} × Plain on any set of prompts"
-    own = [row for row in rows if row["contender"] in (TWO_PASS, ONE_PASS, JOINED, "NGram")]
-    if not own:
+    ours = [row for row in rows if row["contender"] in OURS and row["contender"] != PLAIN]
+    if not ours:
         return Aim(aim, None, NOT_MEASURED)
-    worst = min(own, key=lambda row: row["speed_up"])
-    short = sum(row["speed_up_p90"] < LEAST for row in own)
+    worst = min(ours, key=lambda row: row["speed_up"])
+    short = sum(row["speed_up_p90"] < LEAST for row in ours)
     kind = "looping" if worst["looping"] else "not looping"
     where = f"{worst['contender']} on {worst['domain']}, {kind}, {worst['setting']}"
     return Aim(
         aim,
         short == 0,
-        f"least {worst['speed_up']:.2f} × ({where}); below, beyond noise, on {short} of {len(own)} sets",
+        f"least {worst['speed_up']:.2f} × ({where}); below, beyond noise, on {short} of {len(ours)} sets",
     )
 
 
@@ -160,7 +162,7 @@ def _equal(agreement: Sequence[Row]) -> Aim:
 
 
 def summarise_sweep(runs: Sequence[Row], plans: Mapping[str, Any]) -> list[Row]:
-    """A row per method of the sweep, all its prompts together, with what its plan promised."""
+    """A row per method of the sweep over all its prompts, with the numbers of its plan."""
     rows = []
     for row in summarise_set(runs, ALL):
         plan = plans.get(row["contender"])
@@ -173,7 +175,7 @@ def summarise_sweep(runs: Sequence[Row], plans: Mapping[str, Any]) -> list[Row]:
 
 
 def summarise_agreement(runs: Sequence[Row]) -> list[Row]:
-    """How many texts of each contender are equal to the reference."""
+    """A row per contender with its number of texts equal to the reference."""
     rows = []
     for name, group in groupby(sorted(runs, key=lambda run: run["contender"]), key=lambda run: run["contender"]):
         some = list(group)

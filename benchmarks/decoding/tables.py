@@ -1,4 +1,4 @@
-"""A table of decoding.md, and how its cells are written."""
+"""``Section``: a table of decoding.md; and the formats of its cells."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Section:
-    """A table with what is said above it."""
+    """A table, its title, and the sentences above it."""
 
     title: str
     words: str
@@ -16,15 +16,15 @@ class Section:
 
 
 def number(value: float) -> str:
-    """Three digits or so."""
+    """A number with about three digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def optional(value: float | None) -> str:
-    """Two decimals, or that there is none."""
+    """Two decimals; – for None."""
     return "–" if value is None else f"{value:.2f}"
 
 
 def speed_up(row: dict[str, Any]) -> str:
-    """With its spread."""
+    """A row's speed-up with its spread."""
     return f"**{row['speed_up']:.2f}** ({row['speed_up_p10']:.2f}–{row['speed_up_p90']:.2f})"

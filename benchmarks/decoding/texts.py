@@ -1,4 +1,4 @@
-"""What may be said of a continuation: whether it has fallen into a loop, and where it leaves another one.
+"""Properties of a continuation: whether it loops, and where it leaves another one.
 
 A text loops if a fifth of its tokens repeat what followed the same eight tokens earlier in the continuation, or if three
 quarters of its last third equal the token one period before.
@@ -16,7 +16,7 @@ DEFINITION = (
 
 
 def repeated_share(tokens: Sequence[int], gram: int = GRAM) -> float:
-    """The share of tokens that followed the same `gram` tokens before, within the text itself."""
+    """The share of tokens that followed the same `gram` tokens earlier in the text."""
     followers: dict[tuple[int, ...], set[int]] = {}
     repeated = 0
     for end in range(gram, len(tokens)):
@@ -37,13 +37,13 @@ def period_share(tokens: Sequence[int]) -> float:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a drafter that copies the text so far would look better on it than it is."""
+    """True if the text loops: a drafter that copies the text so far looks too good on it."""
     return repeated_share(tokens) >= MOST_REPEATED or period_share(tokens) >= PERIODIC
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first position at which the texts differ; None if they are equal. A text that ends earlier differs at its end."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first position where the texts differ; None if they are equal. A shorter text differs at its end."""
+    for position, (a, b) in enumerate(zip(text, other, strict=False)):
         if a != b:
             return position
-    return None if len(one) == len(other) else min(len(one), len(other))
+    return None if len(text) == len(other) else min(len(text), len(other))

@@ -1,6 +1,6 @@
-"""vLLM on the prompts of the decoding benchmark: batch of one, greedy, seconds per text. Runs in an environment of its own.
+"""Runs vLLM on prompts from a job file: batch of one, greedy, seconds per text.
 
-Imports nothing of this project.
+It runs in vLLM's environment, so it imports nothing of this project.
 """
 
 import json
@@ -15,7 +15,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 def main() -> None:
-    """Reads the job, runs it, writes the result."""
+    """Reads the job file, runs it, writes the result file."""
     import torch
     import vllm
 
@@ -34,7 +34,7 @@ def main() -> None:
         temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["eos"], detokenize=False
     )
     runs = []
-    for ids in [job["prompts"][0], *job["prompts"]]:  # the first once more, to warm up
+    for ids in [job["prompts"][0], *job["prompts"]]:  # the first prompt twice: once to warm up
         started = time.perf_counter()
         done = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
         runs.append({"seconds": time.perf_counter() - started, "tokens": list(done[0].outputs[0].token_ids)})

@@ -1,7 +1,4 @@
-"""vLLM beside the race: decoding_vllm.py, run by another Python on raced prompts.
-
-Another process, not interleaved.
-"""
+"""Runs vllm_job.py on raced prompts, in the Python of an environment with vLLM: another process, not interleaved."""
 
 import json
 import os
@@ -21,7 +18,7 @@ MOST_SECONDS = 600
 def run_vllm(
     python: str, model: Any, dtype: str, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], most: int
 ) -> dict[str, Any]:
-    """What vLLM needs for the prompts; `texts` are Plain's. A row with `reason` instead of numbers where it failed."""
+    """vLLM's row for the prompts; `texts` are Plain's. Where vLLM fails, the row has a `reason` and no numbers."""
     ends = model.generation_config.eos_token_id
     row: dict[str, Any] = {"contender": "vLLM", "prompts": len(prompts), "process": "its own, not interleaved"}
     with tempfile.TemporaryDirectory() as name:
@@ -36,14 +33,14 @@ def run_vllm(
             "prompts": [list(ids) for ids in prompts],
         }
         (folder / "job.json").write_text(json.dumps(job))
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "PYTHONPATH"))}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "PYTHONPATH"))}
         try:
             done = subprocess.run(
                 [python, SCRIPT, folder / "job.json", folder / "result.json"],
                 capture_output=True,
                 text=True,
                 timeout=MOST_SECONDS,
-                env={**kept, "HF_HUB_OFFLINE": "1"},
+                env={**environment, "HF_HUB_OFFLINE": "1"},
                 cwd=folder,
                 preexec_fn=_on_all_cores if CORES else None,
             )

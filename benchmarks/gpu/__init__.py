@@ -1,1 +1,1 @@
-"""One run on a machine with a GPU, whose evidence survives whatever ends the run: ``python -m benchmarks.gpu``."""
+"""One run of everything on a machine with a GPU, with evidence that survives a killed run: ``python -m benchmarks.gpu``."""

@@ -1,16 +1,16 @@
-"""Everything that needs a GPU, in one run (``make gpu``): build, compare, test, sanitize, profile, measure, record.
+"""Everything that needs a GPU, in one run (``make gpu``): builds, compares, tests, sanitizes, profiles, measures, records.
 
-    make gpu                                 all stages, as long as it takes
-    make gpu MINUTES=10                      as far as ten minutes go; what a run left, the next one does
-    make gpu STAGES=smoke,tests,memcheck     these only
+    make gpu                                 all stages
+    make gpu MINUTES=10                      the stages that ten minutes hold; the next run does the others
+    make gpu STAGES=smoke,tests,memcheck     these stages only
 
-Every outcome is in benchmarks/results/<GPU>/evidence-<time>.jsonl the moment it is known, all output in the .log beside it, so
-a run may be cut off at any time. At its end, or by ``python -m benchmarks.gpu.record FOLDER``, verified-<commit>.json and the
-results of the benches are made of it. Exit status 0 only if every stage passed or cannot run here.
+A run writes every outcome at once into benchmarks/results/<GPU>/evidence-<time>.jsonl and all output into the .log beside it,
+so it may be cut off at any time. Its end, or ``python -m benchmarks.gpu.record FOLDER``, writes verified-<commit>.json and the
+results of the benchmarks from the evidence. Exit status 0: every stage passed or cannot run here.
 
-Environment: OUT (another folder, which gets evidence and log only), PASS_EXT_PREBUILT=1 (do not build), PASS_EXT_COMMIT (what
-to record outside of a git tree), PYTHONPATH (where nothing can be installed: a folder of packages to measure beside, such as
-FlashInfer or vLLM).
+Environment: OUT (another folder, for evidence and log only), PASS_EXT_PREBUILT=1 (do not build), PASS_EXT_COMMIT (the commit to
+record outside of git), PYTHONPATH (a folder of packages to measure beside, such as FlashInfer or vLLM, where none can be
+installed).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from benchmarks.harness import evidence, machine
 
 
 def chosen(stages: Sequence[Stage], names: str) -> list[Stage]:
-    """The stages of these names, comma-separated, in the order of `stages`; a beginning names all that begin so."""
-    wanted = [name for name in names.split(",") if name]
-    unknown = [name for name in wanted if not any(stage.name.startswith(name) for stage in stages)]
+    """The stages with these comma-separated names, in the order of `stages`; a prefix names all stages that begin with it."""
+    prefixes = [name for name in names.split(",") if name]
+    unknown = [name for name in prefixes if not any(stage.name.startswith(name) for stage in stages)]
     if unknown:
         raise SystemExit(f"no stage {', '.join(unknown)}; there are {', '.join(stage.name for stage in stages)}")
-    return [stage for stage in stages if not wanted or any(stage.name.startswith(name) for name in wanted)]
+    return [stage for stage in stages if not prefixes or any(stage.name.startswith(name) for name in prefixes)]
 
 
 def without_passed(stages: Sequence[Stage], folder: Path, path: Path) -> list[Stage]:
-    """The stages, less what passed in an earlier run of this commit; what those leave behind is made anew."""
+    """The stages; those that passed in an earlier run of this commit cannot run again, except versions and build."""
     passed = {
         fact["name"]
         for earlier in evidence.of_commit(folder, evidence.run_of(path)["commit"])
@@ -54,12 +54,12 @@ def without_passed(stages: Sequence[Stage], folder: Path, path: Path) -> list[St
 
 
 def begin(folder: Path) -> Path:
-    """A new evidence file with its first fact: what runs, on what."""
+    """Makes a new evidence file with its first fact: commit, machine, versions and kernels."""
     folder.mkdir(parents=True, exist_ok=True)
     now = machine.now()
     path = folder / f"evidence-{now.replace(':', '').replace('-', '')}.jsonl"
     if path.exists():
-        raise SystemExit(f"{path} is there already; wait a second")
+        raise SystemExit(f"{path} exists already; wait a second")
     evidence.add(
         path,
         "run",
@@ -77,9 +77,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=float(os.environ.get("MINUTES") or math.inf))
     parser.add_argument("--stages", default=os.environ.get("STAGES", ""), help="comma-separated; default: all")
-    parser.add_argument("--list", action="store_true", help="say what would run, and end")
+    parser.add_argument("--list", action="store_true", help="list the stages and run none")
     options = parser.parse_args()
-    until = time.monotonic() + 60 * options.minutes - 10  # to write the record
+    until = time.monotonic() + 60 * options.minutes - 10  # 10 s for the record
     if not torch.cuda.is_available() and not options.list:
         print("benchmarks.gpu: torch sees no GPU", file=sys.stderr)
         return 1
@@ -89,15 +89,15 @@ def main() -> int:
         for stage in stages:
             print(f"{stage.name:<28} {stage.seconds:>4.0f} s  {stage.impossible or ', '.join(stage.jobs)}")
         return 0
-    given = os.environ.pop("OUT", "")  # the jobs must not write there
-    folder = Path(given) if given else ROOT / "benchmarks" / "results" / machine.device_slug("cuda")
+    out = os.environ.pop("OUT", "")  # removed: the jobs must not write there
+    folder = Path(out) if out else ROOT / "benchmarks" / "results" / machine.device_slug("cuda")
     path = begin(folder)
     stages = stages if options.stages else without_passed(stages, folder, path)
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     runner = Runner(path, path.with_suffix(".log"), until)
     fine = runner.run(stages)
-    made = record.records(folder) if given else record.write(folder)
-    record.show(made[-1])
+    records = record.records(folder) if out else record.write(folder)
+    record.show(records[-1])
     print(f"evidence: {path}")
     return 0 if fine else 1
 

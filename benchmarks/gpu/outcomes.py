@@ -1,9 +1,9 @@
-"""A pytest plugin that writes down each test's beginning and outcome at once: ``pytest -p benchmarks.gpu.outcomes``.
+"""A pytest plugin that records the beginning and the outcome of each test at once: ``pytest -p benchmarks.gpu.outcomes``.
 
-Tests whose outcome is known are left out: those that ended in this run, in whatever way, and those that passed or were
-skipped in an earlier run of the same commit. So a process that died is simply started again. A test that takes longer than
-PASS_EXT_TEST_SECONDS ends its process, also if it hangs in a kernel; it is left as "begun". So does a test that leaves the
-GPU unusable, because every test behind it would fail for its fault.
+Tests with a known outcome are left out: those that ended in this run, and those that passed or were skipped in an earlier run
+of the same commit. So a process that died can be started again. A test that takes longer than PASS_EXT_TEST_SECONDS ends its
+process, even if it hangs in a kernel, and stays "begun". A test that leaves the GPU unusable ends the process too: every test
+behind it would fail.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from benchmarks.harness import evidence
 
 STAGE, SECONDS = "PASS_EXT_STAGE", "PASS_EXT_TEST_SECONDS"
 SOME_FAILED = 10
-"""Exit status of a session that ran all of its tests, some of which failed: 1 is also that of a process that hung."""
-_MOST_REASON = 4000  # characters: the end of a traceback
+"""Exit status of a session that ran all its tests and had failures. pytest's own 1 is also that of a process that hung."""
+_MOST_REASON = 4000  # characters, from the end of a traceback
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the plugin where a run is on."""
+    """Registers the plugin inside of a run."""
     if os.environ.get(evidence.PATH):
         config.pluginmanager.register(Outcomes(Path(os.environ[evidence.PATH]), os.environ[STAGE]), "outcomes")
 
 
 class Outcomes:
-    """See the module."""
+    """Records outcomes of tests into the evidence file."""
 
     def __init__(self, path: Path, stage: str) -> None:
         self._path, self._stage = path, stage
         self._seconds = float(os.environ.get(SECONDS, "60"))
-        self._worst, self._took, self._reason = "passed", 0.0, ""
+        self._worst, self._seconds_taken, self._reason = "passed", 0.0, ""
         self._session: Any = None
         self._running: str | None = None
 
@@ -48,31 +48,31 @@ class Outcomes:
         return known
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leaves out what is known."""
+        """Leaves out tests with a known outcome."""
         known = self._known()
         left_out = [item for item in items if item.nodeid in known]
         items[:] = [item for item in items if item.nodeid not in known]
         config.hook.pytest_deselected(items=left_out)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Keeps the session, to end it."""
+        """Remembers the session, to end it after a test that breaks the GPU."""
         self._session = session
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that cannot be imported counts as a failed test."""
+        """Records a module that cannot be imported as a failed test."""
         if report.failed:
             self._add(report.nodeid, "failed", reason=str(report.longrepr)[-_MOST_REASON:])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Before a test."""
-        self._worst, self._took, self._reason = "passed", 0.0, ""
+        """Records that a test begins, and starts its timer."""
+        self._worst, self._seconds_taken, self._reason = "passed", 0.0, ""
         self._running = nodeid
         self._add(nodeid, "begun")
         faulthandler.dump_traceback_later(self._seconds, exit=True, file=sys.__stderr__)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """After set-up, call and tear-down of a test."""
-        self._took += report.duration
+        """Records the outcome of a test after its tear-down."""
+        self._seconds_taken += report.duration
         if report.failed or (report.skipped and self._worst == "passed"):
             self._worst = "failed" if report.failed else "skipped"
             self._reason = str(report.longrepr)[-_MOST_REASON:]
@@ -80,17 +80,17 @@ class Outcomes:
             return
         faulthandler.cancel_dump_traceback_later()
         self._running = None
-        self._add(report.nodeid, self._worst, seconds=round(self._took, 3), reason=self._reason)
+        self._add(report.nodeid, self._worst, seconds=round(self._seconds_taken, 3), reason=self._reason)
         if self._worst == "failed" and not _gpu_answers():
             self._session.shouldstop = "the GPU does not answer after this test"
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Says that the session came to its end."""
+        """Changes the exit status of a session that ended with failures."""
         if exitstatus == pytest.ExitCode.TESTS_FAILED:
             session.exitstatus = SOME_FAILED
 
     def pytest_keyboard_interrupt(self) -> None:
-        """The run's time is up: that says nothing about the test."""
+        """Records the running test as cut off: the run's time is up."""
         if self._running is not None:
             self._add(self._running, "cut off")
 
@@ -100,7 +100,7 @@ class Outcomes:
 
 def _gpu_answers() -> bool:
     torch: Any = sys.modules.get("torch")
-    if torch is None:  # nobody has touched the GPU
+    if torch is None:  # no test has used the GPU
         return True
     try:
         if torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""One call of one op between the profiler's start and stop, for ``ncu --profile-from-start off``.
+"""Runs one call of one op between the profiler's start and stop, for ``ncu --profile-from-start off``.
 
-The shapes are those that the project's aims speak of: V 128,256, heads 32/8 of 128, bfloat16.
+The shapes are those of the project's aims: V 128,256, heads 32/8 of 128, bfloat16.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def _accept(requests: int, **options: object) -> Callable[[], object]:
         ],
         dim=1,
     )
-    given = (target.bfloat16(), tokens)
+    logits = target.bfloat16()
     return lambda: pass_ext.accept_chain(
-        *given,
+        logits,
+        tokens,
         draft_logits=draft,
         temperature=0.8,
         seeds=1,
@@ -48,9 +49,9 @@ def _draft(rows: int) -> Callable[[], object]:
 
 def _attention(requests: int, prefix: int, nodes: int) -> Callable[[], object]:
     trees = pass_ext.pack_trees([pass_ext.Tree.chain(nodes - 1)] * requests, "cuda")
-    make = dict(device="cuda", dtype=torch.bfloat16)
-    k_cache, v_cache = torch.randn(2, requests, prefix + nodes, _KV_HEADS, _HEAD_DIM, **make)
-    q = torch.randn(requests * nodes, _HEADS, _HEAD_DIM, **make)
+    options = dict(device="cuda", dtype=torch.bfloat16)
+    k_cache, v_cache = torch.randn(2, requests, prefix + nodes, _KV_HEADS, _HEAD_DIM, **options)
+    q = torch.randn(requests * nodes, _HEADS, _HEAD_DIM, **options)
     lengths = torch.full((requests,), prefix, dtype=torch.int32, device="cuda")
     step = lengths, trees.cu_nodes, trees.visible, trees.max_nodes
     return lambda: pass_ext.attention_tree(q, k_cache, v_cache, *step)

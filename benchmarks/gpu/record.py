@@ -1,10 +1,10 @@
-"""The record of what was verified on a GPU: every run of one commit, merged.
+"""Merges the GPU runs of a commit into one record of verified kernels.
 
-    a kernel is verified  =  at least one test of its op families passed on the GPU, and none failed or never ended
+    a kernel is verified  =  at least one test of its op families passed on the GPU, and none failed or did not end
 
-A test's last outcome counts; one that failed in an earlier run of the same commit is counted apart. The tests of a kernel
-file are those of its own op family and of every kernel file that includes it. ``python -m benchmarks.gpu.record FOLDER`` reads
-the evidence in the folder and writes verified-<commit>.json and the results of the benches beside it.
+The last outcome of a test counts; failures in earlier runs of the commit are counted apart. The tests of a kernel file are
+those of its op family and of every kernel file that includes it. ``python -m benchmarks.gpu.record FOLDER`` reads the evidence
+in a folder and writes verified-<commit>.json and the results of the benchmarks into it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SANITIZERS = {"memcheck": ("memcheck",), "racecheck": ("racecheck", "racecheck-r
 
 
 def describe_kernels(root: Path) -> dict[str, dict[str, Any]]:
-    """Kernel file -> its content hash, and the op families whose tests run it."""
+    """Kernel file -> its content hash and the op families whose tests run it."""
     files = kernel_files(root)
     return {
         file.name: {
@@ -45,13 +45,13 @@ def module_of(test: str) -> str:
 
 
 def runs_on_gpu(test: str) -> bool:
-    """Whether a test's parameters name the CUDA backend: test_x[cuda], test_x[3-cuda-bfloat16]."""
+    """True if the parameters of a test name the CUDA backend: test_x[cuda], test_x[3-cuda-bfloat16]."""
     parameters = re.search(r"\[(.*)\]$", test)
     return bool(parameters) and "cuda" in parameters[1].split("-")
 
 
 def count(outcomes: Mapping[str, str]) -> dict[str, Counter[str]]:
-    """Test module -> how many passed and failed; a test that began and never ended has failed, others count for nothing."""
+    """Test module -> numbers of passed and failed tests. A test that began and did not end has failed; others do not count."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for test, outcome in outcomes.items():
         if outcome in ("failed", "begun"):
@@ -62,7 +62,7 @@ def count(outcomes: Mapping[str, str]) -> dict[str, Counter[str]]:
 
 
 def make_record(runs: Iterable[list[evidence.Fact]]) -> dict[str, Any]:
-    """The runs of one commit, oldest first, as one record."""
+    """The record of one commit from the facts of its runs, oldest first."""
     outcomes: dict[str, dict[str, str]] = defaultdict(dict)
     stages: dict[str, str] = {}
     jobs: dict[tuple[str, str], str] = {}
@@ -84,12 +84,12 @@ def make_record(runs: Iterable[list[evidence.Fact]]) -> dict[str, Any]:
         tool: count(
             {
                 test: outcome
-                for stage in those
+                for stage in stages_of_tool
                 for test, outcome in outcomes[stage].items()
                 if jobs.get((stage, family_of(test))) == "passed"
             }
         )
-        for tool, those in SANITIZERS.items()
+        for tool, stages_of_tool in SANITIZERS.items()
     }
     return {
         "format": 2,
@@ -118,8 +118,8 @@ def _judge(
 
     modules = sorted(filter(is_of_kernel, counts))
     clean = {
-        tool: sum(c["passed"] for module, c in found.items() if is_of_kernel(module))
-        for tool, found in sanitized.items()
+        tool: sum(c["passed"] for module, c in modules_of_tool.items() if is_of_kernel(module))
+        for tool, modules_of_tool in sanitized.items()
     }
     return {
         "hash": kernel["hash"],
@@ -141,28 +141,28 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def results(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bench -> its latest full result in the folder's evidence, as far as it got."""
-    found = {}
+    """Result file -> the latest result in the folder's evidence; quick runs are left out, cut-off runs are not."""
+    latest = {}
     for path in sorted(folder.glob("evidence-*.jsonl"), key=lambda path: evidence.run_of(path).get("at", 0)):
         for fact in evidence.read(path):
             if fact["kind"] == "bench" and not fact["result"]["quick"]:
-                found[fact["file"]] = fact["result"]
-    return found
+                latest[fact["file"]] = fact["result"]
+    return latest
 
 
 def write(folder: Path) -> list[dict[str, Any]]:
-    """Writes the records and the results of benches into the folder; returns the records."""
-    made = records(folder)
-    for record in made:
+    """Writes records and benchmark results into the folder; returns the records."""
+    written = records(folder)
+    for record in written:
         (folder / f"verified-{record['commit']}.json").write_text(json.dumps(record, indent=1) + "\n")
     for file, result in results(folder).items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(json.dumps(result, indent=1) + "\n")
-    return made
+    return written
 
 
 def show(record: Mapping[str, Any]) -> None:
-    """The summary that ends a run; plain, for any log."""
+    """Prints the summary of a record as plain text."""
     for stage, state in record["stages"].items():
         print(f"{stage:<24} {state}")
     for name, entry in record["kernels"].items():
@@ -175,11 +175,12 @@ def main() -> int:
     """Entry point of `python -m benchmarks.gpu.record`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="benchmarks/results/<GPU>, with the evidence-*.jsonl of its runs")
-    made = write(parser.parse_args().folder)
-    if not made:
-        print("record: no evidence-*.jsonl there", file=sys.stderr)
+    folder = parser.parse_args().folder
+    written = write(folder)
+    if not written:
+        print(f"record: {folder} must hold evidence-*.jsonl, it holds none", file=sys.stderr)
         return 1
-    show(made[-1])
+    show(written[-1])
     return 0
 
 

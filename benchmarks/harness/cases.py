@@ -1,66 +1,73 @@
-"""``Case``: one line of a benchmark's table, with its contenders and inputs; ``Settings`` and ``Rates`` of a run."""
+"""``Contender``, ``Case``, ``Settings``, ``Rates``: who is measured, on which inputs, how long, and the machine's speeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Row = dict[str, Any]
+Row = dict[str, Any]  # of a result in JSON
 Sample = Callable[[], float]  # takes one sample, in seconds
+OURS = "pass_ext"
+"""The name of our contender in every op benchmark."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do the job; called with a case's inputs."""
+    """One way to do a job: a name, and a function of the job's inputs."""
 
     name: str
     function: Callable[..., Any]
     capturable: bool = True
-    """A CUDA graph can record it: fixed shapes, no waiting for the GPU."""
+    """True if a CUDA graph can record it: fixed shapes, no waiting for the GPU."""
     same_job: bool = True
-    """False: shown for comparison, but it gets other inputs or does less, so it is neither checked nor raced."""
+    """False: it gets other inputs or does less. Its time is shown for comparison; it is not checked and sets no gain."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Calls the function. Timing code calls ``function`` itself, without this step."""
+        return self.function(*inputs)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. The first contender is ours."""
+    """One line of a table: labels, contenders (ours first) and inputs."""
 
     labels: Mapping[str, str | int]
     contenders: Sequence[Contender]
     inputs: Sequence[tuple[Any, ...]]
-    """Sets of arguments. Warm cache: the first, always. Cold cache: all in turn."""
+    """Sets of arguments. With warm caches the first set is used every time, with cold caches all sets in turn."""
     fewest_bytes: int | Sequence[int] | None = None
-    """What one call must read and write at least: every byte once. Several: for each set of inputs its own."""
+    """Bytes that one call must read and write, each once; a sequence: for each set of inputs."""
     grad: bool = False
+    """True: calls record gradients. False: inference mode."""
     check_inputs: tuple[Any, ...] | None = None
-    """Arguments on which the contenders must agree to the bit; default: the first and the last of `inputs`."""
+    """Arguments on which contenders must agree to the bit; default: the first and the last of `inputs`."""
     check: Callable[["Case"], None] | None = None
-    """Instead of agreement to the bit, where contenders draw random numbers of their own: raises if they do other jobs."""
+    """Replaces agreement to the bit where contenders draw different random numbers: raises if one does another job."""
     reads: bool = False
-    """The job reads much and writes next to nothing, so its rows are also held against the bandwidth of reading."""
+    """True for a job that writes next to nothing: its rows are compared with the read bandwidth too."""
     fewest_flops: int | None = None
-    """What one call must multiply and add at least. With it rows are held against the limit: the longer of reading the
-    fewest bytes and computing the fewest flops."""
+    """Flops that one call must compute. With it rows are compared with the limit: the longer of reading the fewest bytes and
+    computing the fewest flops."""
     absent: Mapping[str, str] = field(default_factory=dict)
-    """Contenders that are not timed on this line, and why: each gets a row without a number."""
+    """Contender -> the reason why it is not timed on this line; its row has no number."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and how often; the `settings` entry of every result."""
+    """Numbers of rounds, time budget and cache sweep of a run: the `settings` entry of its result."""
 
     device: str
     quick: bool
     budget_seconds: float
-    """For the rounds of one line; cold lines get three times as much, because emptying the cache takes most of it."""
+    """For the rounds of one line. Cold lines get three times as much: sweeping the caches takes most of it."""
     fewest_rounds: int
     most_rounds: int
     sweep_bytes: int
-    """What is read between two cold samples."""
+    """Bytes read between two cold samples."""
     seed: int = 0
 
 
 def settings_for(device: str, quick: bool, last_level_cache: int) -> Settings:
-    """The defaults. A cold sweep reads one and a half times the last-level cache, and on a GPU at least 512 MiB."""
+    """The settings of a run. A cold sweep reads 1.5 times the last-level cache, on a GPU at least 512 MiB."""
     if quick:
         return Settings(device, quick, 0.1, fewest_rounds=5, most_rounds=200, sweep_bytes=64 * 2**20)
     sweep = max(512 * 2**20 if device == "cuda" else 64 * 2**20, last_level_cache * 3 // 2)
@@ -70,15 +77,15 @@ def settings_for(device: str, quick: bool, last_level_cache: int) -> Settings:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does at best, measured in this run; bytes per second on buffers that no cache holds."""
+    """The machine's own speeds, measured in the same run: bytes per second on buffers that no cache holds."""
 
     copy: float
     """Read plus written."""
     read: float
     matmul: Mapping[str, float] = field(default_factory=dict)
-    """Flops per second of a large product, by type of its elements; empty where a bench counts no flops."""
+    """Type -> flops per second of a large product; empty where a benchmark counts no flops."""
 
     def fewest_seconds(self, moved: int, flops: int) -> float:
-        """The limit: nobody reads faster than the faster of reading and copying, or computes faster than the fastest
-        product, of the inputs as they are or converted."""
+        """The limit of a job: its bytes at the faster of reading and copying, or its flops at the fastest product in any
+        type, whichever takes longer."""
         return max(moved / max(self.copy, self.read), flops / max(self.matmul.values()))

@@ -1,6 +1,7 @@
-"""The command line of every op benchmark: options, progress, the table on the screen, and the JSON file.
+"""The command line of an op benchmark: options, progress, the table on the screen, and the JSON file.
 
-A benchmark calls `run(name, plan, judge)` with a plan of cases, built one after the other so that only one is in memory.
+`run(name, options, make_plan, judge)` measures the cases of a plan. The plan makes them one after the other, so that only the
+tensors of one case are in memory.
 """
 
 import argparse
@@ -31,31 +32,33 @@ def parse(
     arguments: list[str] | None = None,
     more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> argparse.Namespace:
-    """The options that all benches share; `more` adds those of one."""
+    """The options that all benchmarks share; `more` adds the options of one."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--quick", action="store_true", help="a few seconds, few shapes; no file unless told where")
-    parser.add_argument("--out", type=Path, help="result file; default: $OUT/, or benchmarks/results/<device>/")
     parser.add_argument(
-        "--seconds", type=float, help="measure no further cases after this long; those left out are listed"
+        "--quick", action="store_true", help="few shapes, a few seconds; writes a file only with --out or $OUT"
+    )
+    parser.add_argument("--out", type=Path, help="result file; default: in $OUT, or in benchmarks/results/<device>/")
+    parser.add_argument(
+        "--seconds", type=float, help="begin no case after this many seconds; the result lists the cases left out"
     )
     more(parser)
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU")
+        parser.error("--device cuda: torch must see a GPU, it sees none")
     return options
 
 
-def provenance(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """How a result begins: what ran, when, and on what. Taken before the run, for the tree may change meanwhile."""
+def provenance(name: str, quick: bool, device: str) -> dict[str, Any]:
+    """The first fields of a result: what ran, when, and on what. Call it before the run: the working tree may change."""
     return {
         "bench": name,
         "format": FORMAT,
         "date": machine.now(),
         "commit": machine.commit(),
-        "quick": options.quick,
-        "device": options.device,
+        "quick": quick,
+        "device": device,
         "machine": machine.describe_machine(),
         "versions": machine.describe_versions(),
     }
@@ -67,8 +70,8 @@ def run(
     make_plan: Callable[[argparse.Namespace], Plan],
     judge: Callable[[list[Row]], list[Aim]],
 ) -> None:
-    """Measures every case of the plan, shows the table, judges the aims, and writes the result."""
-    begun, load = provenance(name, options), os.getloadavg()[0]
+    """Measures every case of the plan, shows the table, judges the aims, and writes the result after every case."""
+    begun, load = provenance(name, options.quick, options.device), os.getloadavg()[0]
     console = Console(width=None if sys.stdout.isatty() else 140)
     gpu = machine.describe_gpu() if options.device == "cuda" else None
     cache = (gpu["l2_cache_bytes"] or 64 * 2**20) if gpu else machine.last_level_cache_bytes()
@@ -116,11 +119,11 @@ def run(
             try:
                 case = next(cases, None)
                 if case is None:
-                    raise RuntimeError("not made, because an earlier case could not be")
+                    raise RuntimeError("not made: making an earlier case failed")
                 rows += measure_case(case, settings, rates)
-            except Exception as error:  # what the other cases say is worth having
+            except Exception as error:  # the other cases are still measured
                 failed.append({"case": label, "error": f"{type(error).__name__}: {error}"[:2000]})
-            # After every case: a run that is cut off keeps what it measured.
+            # After every case, so that a run that is cut off leaves its rows.
             evidence.add_here("bench", file=file_name(f"ops/{name}", options), result=result())
             if path is not None:
                 save(result(), path)
@@ -139,12 +142,12 @@ def run(
 
 
 def file_name(name: str, options: argparse.Namespace) -> str:
-    """ops/tree.json; ops/tree-float32.json for another type than bfloat16."""
+    """The name of a result file: ops/tree.json, or ops/tree-float32.json for a type other than bfloat16."""
     return f"{name}.json" if options.dtype == "bfloat16" else f"{name}-{options.dtype}.json"
 
 
 def result_path(name: str, options: argparse.Namespace) -> Path | None:
-    """--out; else the folder $OUT; else benchmarks/results/<device>/, which a quick run leaves alone."""
+    """The result file: --out, or in $OUT, or in benchmarks/results/<device>/. A quick run writes nothing there: None."""
     file = file_name(name, options)
     if options.out:
         return Path(options.out)

@@ -1,4 +1,4 @@
-"""How one sample is taken on the CPU: one call between two reads of the clock, with the caches warm or swept."""
+"""Takes one sample on the CPU: one call between two reads of the clock, with caches warm or swept."""
 
 import itertools
 import time
@@ -13,7 +13,7 @@ HOW = "call"
 
 
 def samplers(case: Case, settings: Settings) -> Iterator[tuple[tuple[str, str], dict[str, Sample]]]:
-    """For each way to measure, (how, cache), a sampler per contender."""
+    """Yields ``(how, cache)`` and a sampler per contender, for warm and for cold caches."""
     first = case.inputs[0]
     yield (HOW, "warm"), {c.name: _sampler(c.function, itertools.repeat(first)) for c in case.contenders}
     swept = torch.ones(settings.sweep_bytes // 4)
@@ -31,7 +31,7 @@ def _sampler(
     def sample() -> float:
         arguments = next(inputs)
         if sweep is not None:
-            sweep()  # as between two steps of a decoder: a model's worth of bytes has gone through every cache
+            sweep()  # between two steps of a decoder the bytes of a whole model pass through every cache
         started = clock()
         function(*arguments)
         return (clock() - started) * 1e-9
@@ -47,18 +47,18 @@ def copy_bandwidth(settings: Settings, last_level_cache: int) -> float:
 
 
 def read_bandwidth(settings: Settings, last_level_cache: int) -> float:
-    """Bytes per second that the best of torch's reductions reads, from a buffer of twice the last-level cache's size."""
+    """Bytes per second of the fastest of three reductions by torch, over a buffer of twice the last-level cache's size."""
     size = 64 * 2**20 if settings.quick else max(512 * 2**20, 2 * last_level_cache)
     source = torch.ones(size // 4)
     return size / min(_median_time(read, settings) for read in (source.sum, source.max, lambda: source.dot(source)))
 
 
 def matmul_rate(dtype: torch.dtype) -> float:
-    """Flops per second of the product of two square matrices, the fastest of all: nobody is held against a limit that a
-    busy machine has lowered."""
+    """Flops per second of the product of two square matrices. The fastest sample counts: a busy machine must not lower the
+    limit."""
     size = 1024
-    one, other = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / min(_times(lambda: one @ other, 25))
+    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / min(_times(lambda: left @ right, 25))
 
 
 def _median_time(function: Callable[[], object], settings: Settings) -> float:
@@ -75,6 +75,6 @@ def _times(function: Callable[[], object], count: int) -> list[float]:
 
 
 def clock_overhead() -> float:
-    """What an empty call costs between two reads of the clock: contained in every CPU number, never subtracted."""
+    """Seconds of an empty call between two reads of the clock. Every CPU number contains them."""
     sample = _sampler(lambda: None, itertools.repeat(()))
     return median(sample() for _ in range(2001))

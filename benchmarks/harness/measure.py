@@ -1,6 +1,6 @@
-"""Times contenders against each other: checks that they agree, runs them interleaved, and takes medians.
+"""Measures contenders against each other: checks that they agree, runs them interleaved, takes medians.
 
-How one sample is taken: cpu_timing.py and gpu_timing.py. What is and is not counted: benchmarks/README.md.
+cpu_timing.py and gpu_timing.py take one sample. benchmarks/README.md says what a sample contains.
 """
 
 import gc
@@ -18,7 +18,7 @@ from benchmarks.harness.cases import Case, Rates, Row, Sample, Settings
 
 
 def measure_case(case: Case, settings: Settings, rates: Rates) -> list[Row]:
-    """Checks one case, then measures it in every way the device offers: a row per way and contender."""
+    """Checks a case, then measures it in every way of the device: a row per way and contender."""
     check_agreement(case)
     timing = gpu_timing if settings.device == "cuda" else cpu_timing
     rows: list[Row] = []
@@ -31,7 +31,7 @@ def measure_case(case: Case, settings: Settings, rates: Rates) -> list[Row]:
 
 
 def check_agreement(case: Case) -> None:
-    """Raises unless every contender that does the same job gives the same bits as the first, or passes the case's check."""
+    """Raises unless all contenders of the same job return the bits of the first; a case may bring its own check."""
     if case.check is not None:
         return case.check(case)
     first, *others = [contender for contender in case.contenders if contender.same_job]
@@ -42,17 +42,17 @@ def check_agreement(case: Case) -> None:
                 raise AssertionError(f"{other.name} and {first.name} differ on {dict(case.labels)}: nothing was timed")
 
 
-def _same_bits(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return len(one) == len(other) and all(map(_same_bits, one, other))
+def _same_bits(expected: Any, result: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return expected.dtype == result.dtype and torch.equal(expected, result)
+    return len(expected) == len(result) and all(map(_same_bits, expected, result))
 
 
 def interleave(contenders: Mapping[str, Sample], settings: Settings, budget_seconds: float) -> dict[str, list[float]]:
-    """Samples all contenders round by round, in a new order each round, until the medians are stable or the time is up.
+    """Samples all contenders round by round, in a new order each round, until medians are stable or the budget is spent.
 
-    Stable: at least `fewest_rounds`, a quarter of the budget, and for every contender the medians of the even and of
-    the odd rounds within 1 %.
+    Stable: after at least `fewest_rounds` and a quarter of the budget, the medians of even and odd rounds differ by less than
+    1 % for every contender.
     """
     order = list(contenders)
     shuffle = random.Random(settings.seed).shuffle
@@ -62,7 +62,7 @@ def interleave(contenders: Mapping[str, Sample], settings: Settings, budget_seco
             sample()
     was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()  # a collection would fall on whoever happens to run
+    gc.disable()  # a collection would be charged to the contender that happens to run
     try:
         started = time.perf_counter()
         rounds, next_look = 0, settings.fewest_rounds
@@ -84,7 +84,7 @@ def interleave(contenders: Mapping[str, Sample], settings: Settings, budget_seco
 
 
 def half_split(samples: Sequence[float]) -> float:
-    """How far the medians of the even and the odd samples are apart, relative to the median: the noise of a median."""
+    """The noise of a median: the difference of the medians of even and odd samples, over the median."""
     return abs(median(samples[::2]) - median(samples[1::2])) / median(samples)
 
 
@@ -97,17 +97,17 @@ def _summarise(case: Case, how: str, cache: str, samples: Mapping[str, list[floa
     for contender in case.contenders:
         row: Row = {"labels": dict(case.labels), "how": how, "cache": cache, "contender": contender.name}
         row["same_job"] = contender.same_job
-        taken = samples.get(contender.name)
-        if taken is None:
+        times = samples.get(contender.name)
+        if times is None:
             rows.append({**row, "median_us": None, "reason": "cannot be captured in a CUDA graph"})
             continue
-        ordered, middle = sorted(taken), median(taken)
+        ordered, middle = sorted(times), median(times)
         row |= {
             "median_us": middle * 1e6,
             "p10_us": ordered[len(ordered) // 10] * 1e6,
             "p90_us": ordered[len(ordered) * 9 // 10] * 1e6,
             "samples": len(ordered),
-            "half_split": half_split(taken),
+            "half_split": half_split(times),
             "times_ours": middle / ours,
         }
         if moved is not None:

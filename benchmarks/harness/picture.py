@@ -1,6 +1,6 @@
-"""Pictures that can be checked: an SVG says what it shows, its story, and the same matplotlib draws it the same to the byte.
+"""Pictures that can be checked: an SVG holds the data that it shows, its story, and the same matplotlib draws the same bytes.
 
-Needs matplotlib to draw, not to check a story.
+Drawing needs matplotlib; checking a story does not.
 """
 
 import html
@@ -21,7 +21,7 @@ STYLE = {
 
 
 def save(path: Path, make: Callable[[], Any], *, title: str, story: dict[str, Any], dpi: int = 96) -> None:
-    """The figure that `make` gives; `path` may end in .svg or .png, which tells no story."""
+    """Saves the figure that `make` returns. `path` ends in .svg, or in .png, which holds no story."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -30,8 +30,8 @@ def save(path: Path, make: Callable[[], Any], *, title: str, story: dict[str, An
     with pyplot.style.context("default"), pyplot.rc_context(STYLE):
         figure = make()
         if path.suffix == ".svg":
-            told = json.dumps({**story, "matplotlib": matplotlib.__version__})
-            figure.savefig(path, metadata={"Date": None, "Creator": None, "Title": title, "Description": told})
+            description = json.dumps({**story, "matplotlib": matplotlib.__version__})
+            figure.savefig(path, metadata={"Date": None, "Creator": None, "Title": title, "Description": description})
             path.write_text(re.sub(r"[ \t]+$", "", path.read_text(), flags=re.MULTILINE))
         else:
             figure.savefig(path, dpi=dpi)
@@ -39,15 +39,15 @@ def save(path: Path, make: Callable[[], Any], *, title: str, story: dict[str, An
 
 
 def tells(path: Path, story: dict[str, Any]) -> bool:
-    """Whether there is a picture, and says that it shows this."""
-    told = _told(path)
-    told.pop("matplotlib", None)
-    return told == json.loads(json.dumps(story))
+    """True if the picture exists and holds this story."""
+    held = _story(path)
+    held.pop("matplotlib", None)
+    return held == json.loads(json.dumps(story))
 
 
 def is_redrawn(path: Path, draw: Callable[[Path], None]) -> bool:
-    """Whether drawing gives this very picture; taken for granted where another matplotlib drew it."""
-    if _told(path).get("matplotlib") != _version_here():
+    """True if drawing gives the same file. A picture drawn by another matplotlib than the installed one is not compared."""
+    if _story(path).get("matplotlib") != _version_here():
         return True
     with tempfile.TemporaryDirectory() as folder:
         again = Path(folder) / "picture.svg"
@@ -55,11 +55,11 @@ def is_redrawn(path: Path, draw: Callable[[Path], None]) -> bool:
         return again.read_text() == path.read_text()
 
 
-def _told(path: Path) -> dict[str, Any]:
+def _story(path: Path) -> dict[str, Any]:
     svg = path.read_text() if path.exists() else ""
     found = re.search(r"<dc:description>(.*?)</dc:description>", svg, flags=re.DOTALL)
-    told: dict[str, Any] = json.loads(html.unescape(found[1])) if found else {}
-    return told
+    story: dict[str, Any] = json.loads(html.unescape(found[1])) if found else {}
+    return story
 
 
 def _version_here() -> str | None:

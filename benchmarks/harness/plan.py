@@ -1,4 +1,4 @@
-"""``Plan``: the cases of one run, and ``Aim``: a promise judged from its rows."""
+"""``Plan``: the cases of one run. ``Aim``: a promise, judged from the run's rows."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,22 +12,22 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Aim:
-    """Something the project promised, judged from the rows of this run."""
+    """A promise of the project, and what the rows of a run say about it."""
 
     aim: str
     met: bool | None
-    """None: this run cannot tell."""
+    """None: the rows of this run do not tell."""
     measured: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a bench wants measured for one set of options."""
+    """The cases that a benchmark measures with given options."""
 
     labels: list[str]
-    """One short line per case, in order: for the progress display."""
+    """A short line per case, in order, for the progress display."""
     cases: Iterable[Case]
     counts_flops: bool = False
-    """Cases tell their fewest flops, so the speed of a large product is measured too."""
+    """True if cases have `fewest_flops`: then the speed of a large product is measured too."""
     left_out: list[str] = field(default_factory=list)
-    """What is not even planned, because it is too large or takes too long."""
+    """Cases that are not planned: too large, or too slow."""

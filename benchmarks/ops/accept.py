@@ -1,31 +1,32 @@
-"""The accept step, `pass_ext.accept_chain` and `pass_ext.accept_tree`, against PyTorch, transformers and, on a GPU where they
-are installed, vLLM and FlashInfer. `python -m benchmarks.ops.accept --help`.
+"""The accept step, `pass_ext.accept_chain` and `pass_ext.accept_tree`, against PyTorch and transformers and, on a GPU where
+they are installed, vLLM and FlashInfer. `python -m benchmarks.ops.accept --help`.
 
-All start from the logits as models leave them, and get what is the same for every step for nothing. The contenders
-(accept_ways.py):
+Every contender starts from logits as models leave them. What is the same for all steps is prepared untimed. The contenders
+(accept_contenders.py):
 
-* torch: what one would write. A chain: both laws of all rows, one comparison of all coins, the first refusal, one draw from
-  the residual; no loop over requests. A tree: level by level, child by child, all requests at once, only the rows arrived at.
-* torch, lean: the fastest plain way. Level by level for chains too, top-k without a sort, draws by one cumulative sum. On the
-  CPU both look after every level whether anybody is left; on a GPU they would have to wait for that, so they run to the end.
-* transformers: `generation.utils._speculative_sampling`, one request. Before it, as in `_assisted_decoding`: the target's
-  logits to float32, then the logits processors (temperature, top-k, top-p, min-p), position by position. The draft's logits it
-  gets in float32 and processed, as its assistant leaves them, at no charge. It cannot run in a CUDA graph.
+* torch: the obvious program. A chain: both distributions of all rows, one comparison of all coins, the first refusal, one draw
+  from the residual; no loop over requests. A tree: level by level, child by child, all requests at once, only the rows
+  reached.
+* torch, lean: the fastest plain program. Level by level for chains too, top-k without a sort, draws by one cumulative sum. On
+  the CPU both programs stop when no request walks on; a GPU would have to be waited for, so there they run to the end.
+* transformers: `generation.utils._speculative_sampling`, one request. Before it, as in `_assisted_decoding`, the target's
+  logits become float32 and pass the logits processors (temperature, top-k, top-p, min-p) position by position. The draft's
+  logits come in float32 and processed, untimed, as its assistant leaves them. It cannot run in a CUDA graph.
 * vLLM: softmax of both after `apply_top_k_top_p`, a bonus draw, `rejection_sample`. FlashInfer: softmax, `top_k_renorm_probs`,
   `top_p_renorm_probs`, `chain_speculative_sampling`.
 
-They draw different random numbers, so instead of bits (which greedy steps do compare) two things are checked: on the timed
-inputs, that each result is a path of accepted drafts and one token; and on 16,384 small requests, that its first token has
-the target's law and its mean length is ours. What holds no such promise runs as "torch, rejection", for comparison: other
-rules verify the same drafts for more tokens per step, and nobody else has them.
+The contenders draw different random numbers, so greedy steps alone are compared to the bit. For the others two checks replace
+that: on the timed inputs each result must be a path of accepted drafts and one token; on 16,384 small requests the first token
+must have the target's distribution, and the mean length must be ours. Rules that no other contender has are shown beside
+"torch, rejection", which accepts fewer drafts per step.
 
-Logits: laws.py. Temperature 0.8 for both, drafts drawn from the draft's processed law. Which drafts are accepted is chance, so
-each set of inputs has the first seeds under which its batch accepts a usual number, the same with filters as without;
-`accepted` is what ours accepts per request. Lines with "fixed" have logits that leave no choice: one draft is accepted, and no
-more, by everybody and whatever the size.
+Logits: distributions.py, temperature 0.8 for both, drafts drawn from the draft's processed distribution. Chance decides how
+many drafts are accepted, so each set of inputs takes the first seeds under which its batch accepts a usual number, the same
+with filters as without; `accepted` is the mean of ours. On lines with "fixed" the logits leave no choice: every contender
+accepts exactly one draft.
 
-Bytes needed: the rows on the accepted path, of the target's logits and, where the rule judges by the draft's law, of the
-draft's; for block and traversal, which begin at a leaf, those on the path to the first leaf too.
+Fewest bytes: the rows on the accepted path, of the target's logits and, where the rule needs them, of the draft's; for block
+and traversal, which begin at a leaf, also the rows on the path to the first leaf.
 """
 
 import argparse
@@ -37,17 +38,26 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from benchmarks.harness.aims import NOT_MEASURED, at_least, fastest_of, filters_cost, share_of, times_of
-from benchmarks.harness.cases import Case, Contender, Row
+from benchmarks.harness.aims import (
+    at_least,
+    at_most,
+    fastest_of,
+    filters_cost,
+    launches,
+    rows_of_ours,
+    share_of,
+    times_of,
+)
+from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
-from benchmarks.harness.results import lines_of
-from benchmarks.ops.accept_ways import (
+from benchmarks.harness.results import line_name, lines_of
+from benchmarks.ops.accept_contenders import (
     BRANCHING,
-    BY_DRAFT_LAW,
     CHAIN,
     LEAN_WALK,
     LIBRARIES,
+    NEEDS_DRAFT,
     WALK,
     Accepted,
     Spec,
@@ -58,37 +68,35 @@ from benchmarks.ops.accept_ways import (
     usual_walk,
     with_transformers,
 )
-from benchmarks.ops.distributions import (
+from benchmarks.ops.inputs.distributions import (
     FILTERS,
     TEMPERATURE,
-    as_columns,
     make_draft_logits,
     make_logits,
+    per_row,
     require,
-    require_law,
+    require_drawn_from,
     require_same_mean,
-    usual_law,
+    sets_of_inputs,
+    usual_probs,
 )
 
-OURS, TORCH, LEAN, REFERENCE = "pass_ext", "torch", "torch, lean", "torch, rejection"
+TORCH, LEAN, REFERENCE = "torch", "torch, lean", "torch, rejection"
 TRANSFORMERS, VLLM, FLASHINFER = LIBRARIES
-SETS = {"cpu": 16, "cuda": 64}
-INPUT_BYTES = {"cpu": 2**28, "cuda": 2**30}  # of the target's logits in all sets; but at least FEWEST_SETS
-FEWEST_SETS = 3
 TRIES = 24  # seeds
-ACCEPTED_SHARE = {"peaked": 0.75, "flat": 0.55}  # of the drafts that are judged, about as chance has it
+ACCEPTED_SHARE = {"peaked": 0.75, "flat": 0.55}  # of the judged drafts, about the mean
 FROM_A_LEAF = ("block", "traversal")
-CERTAIN, NEVER = 60.0, -60.0  # logits that decide
+CERTAIN, NEVER = 60.0, -60.0  # logits
 REQUESTS_CHECKED, VOCABULARY_CHECKED = 16384, 160
-FEWEST_BYTES = {"cpu": 2**20, "cuda": 256 * 10**6}  # smaller steps are not held against a bandwidth
+FEWEST_BYTES = {"cpu": 2**20, "cuda": 256 * 10**6}  # smaller steps are not compared with a bandwidth
 
 
-# ---- who runs on a line ----
+# ---- the contenders of a line ----
 
 
 @functools.cache
 def why_absent(library: str, device: str) -> str | None:
-    """None if a library can be measured here, else the reason."""
+    """The reason why a library is not measured here; None if it is."""
     if device != "cuda" and library in (VLLM, FLASHINFER):
         return "runs on a GPU only"
     try:
@@ -100,13 +108,13 @@ def why_absent(library: str, device: str) -> str | None:
             torch.cuda.synchronize()
     except ImportError:
         return "not installed"
-    except Exception as error:  # somebody else's library, at a version we may not know
+    except Exception as error:  # of a library at any version
         return f"{type(error).__name__}: {error}".split("\n")[0][:100]
     return None
 
 
 def contenders_of(spec: Spec, device: str) -> list[Contender]:
-    """Ours first; who has no such rule is left out, and then plain rejection stands by for comparison."""
+    """The contenders that have the rule, ours first; where only ours has it, plain rejection for comparison."""
     usual = (CHAIN if spec.shape == "chain" else WALK).get(spec.rule)
     lean = LEAN_WALK.get(spec.rule)
     contenders = [Contender(OURS, ours)]
@@ -131,7 +139,7 @@ def contenders_of(spec: Spec, device: str) -> list[Contender]:
 def make_step(
     spec: Spec, topology: Topology, target: Tensor, draft: Tensor, seeds: Tensor, tables: tuple[Tensor, Tensor]
 ) -> Step:
-    """The drafts of `seeds`, drawn from draft [B, I, V] as the rule wants them."""
+    """A step with drafts drawn from draft [B, I, V] by `seeds`, in the mode that the rule needs."""
     batch, nodes = target.shape[:2]
     device, inner = target.device, len(topology.inner)
     width = max(topology.branching)
@@ -146,20 +154,20 @@ def make_step(
         seeds=seeds.repeat_interleave(inner),
         positions=(positions[:, None] + (depths if coupled else 0 * depths)).flatten(),
         nodes=torch.tensor(topology.inner, dtype=torch.int32, device=device).repeat(batch),
-        **as_columns(batch * inner, device, spec.temperature, spec.filters),
+        **per_row(batch * inner, device, spec.temperature, spec.filters),
     )
     drawn = drawn.view(batch, inner, width)
     tokens = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
     for row, node in enumerate(topology.inner):
         for place, child in enumerate(topology.children[node]):
             tokens[:, child] = drawn[:, row, place]
-    law = as_columns(batch, device, spec.temperature, spec.filters) if spec.rule != "greedy" else {}
-    step = Step(spec, topology, target, draft, tokens, law, seeds, positions, *tables)
+    sampling = per_row(batch, device, spec.temperature, spec.filters) if spec.rule != "greedy" else {}
+    step = Step(spec, topology, target, draft, tokens, sampling, seeds, positions, *tables)
     return describe(step)
 
 
 def describe(step: Step) -> Step:
-    """Fills in how ours takes the drafts."""
+    """Adds the tree as pass_ext takes it."""
     batch, nodes = step.tokens.shape
     device, topology = step.tokens.device, step.topology
     if step.spec.shape == "chain":
@@ -168,15 +176,15 @@ def describe(step: Step) -> Step:
     parents = torch.tensor(topology.parents, dtype=torch.int32, device=device).repeat(batch)
     cu_nodes = torch.arange(batch + 1, dtype=torch.int32, device=device) * nodes
     step.tree = (step.tokens.flatten(), parents, cu_nodes, topology.depth)
-    own = [topology.inner.index(node) if node in topology.inner else -1 for node in range(nodes)]
-    local = torch.tensor(own, dtype=torch.int32, device=device)
+    rows = [topology.inner.index(node) if node in topology.inner else -1 for node in range(nodes)]
+    local = torch.tensor(rows, dtype=torch.int32, device=device)
     base = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * len(topology.inner)
     step.draft_rows = torch.where(local >= 0, base + local, -1).flatten().to(torch.int32)
     return step
 
 
 def fix(step: Step) -> Step:
-    """Logits that accept the first draft for certain and its children never."""
+    """Changes the logits so that the first draft is accepted for certain, and its children never."""
     first = step.topology.children[0][0]
     requests = torch.arange(len(step.target), device=step.target.device)
     for child in step.topology.children[first]:
@@ -186,17 +194,16 @@ def fix(step: Step) -> Step:
     return step
 
 
-def make_steps(spec: Spec, dtype: torch.dtype, device: str, generator: torch.Generator, most_sets: int) -> list[Step]:
-    """Sets of inputs, each with seeds under which it accepts the usual number of drafts, or nearly."""
+def make_steps(spec: Spec, dtype: torch.dtype, device: str, generator: torch.Generator, quick: bool) -> list[Step]:
+    """Sets of inputs, each with seeds under which it accepts about the usual number of drafts."""
     topology = Topology(spec.shape, spec.drafts)
     tables = topology.tables(torch.device(device))
     set_bytes = spec.batch * topology.nodes * spec.vocabulary * dtype.itemsize
-    sets = max(FEWEST_SETS, min(most_sets, SETS[device], INPUT_BYTES[device] // set_bytes))
     usual = sum(ACCEPTED_SHARE[spec.logits] ** depth for depth in range(1, topology.depth + 1))
     usual = round(usual) if spec.batch == 1 else usual
     is_chance = not spec.fixed and spec.rule != "greedy" and spec.batch * topology.nodes <= 512
     steps = []
-    for _ in range(sets):
+    for _ in range(sets_of_inputs(set_bytes, device, quick)):
         target = torch.empty(spec.batch, topology.nodes, spec.vocabulary, dtype=dtype, device=device)
         draft = torch.empty(spec.batch, len(topology.inner), spec.vocabulary, dtype=dtype, device=device)
         for request in range(spec.batch):
@@ -218,18 +225,18 @@ def make_steps(spec: Spec, dtype: torch.dtype, device: str, generator: torch.Gen
 
 
 def make_small_step(spec: Spec, device: str) -> Step:
-    """Many requests with the same logits and a small vocabulary, each with drafts of its own: for the check of the law."""
+    """Many requests with the same logits, a small vocabulary, and drafts of their own: for the check of distributions."""
     generator = torch.Generator(device).manual_seed(3)
     topology = Topology(spec.shape, spec.drafts)
     target = make_logits(spec.logits, topology.nodes, spec.vocabulary, generator)
     draft = make_draft_logits(spec.logits, target[topology.inner], generator)
     seeds = torch.arange(spec.batch, device=device)
-    same = [one.expand(spec.batch, *one.shape).contiguous() for one in (target, draft)]
+    same = [logits.expand(spec.batch, *logits.shape).contiguous() for logits in (target, draft)]
     return make_step(spec, topology, *same, seeds, topology.tables(torch.device(device)))
 
 
 def needed_bytes(step: Step) -> int:
-    """Rows that the decision rests on."""
+    """Bytes of the rows that decide the step."""
     topology, rule = step.topology, step.spec.rule
     paths = ours(step).path.tolist()
     p_rows = q_rows = 0
@@ -238,7 +245,7 @@ def needed_bytes(step: Step) -> int:
         if rule in FROM_A_LEAF:
             needed |= set(topology.first_path)
         p_rows += len(needed)
-        if rule in BY_DRAFT_LAW:
+        if rule in NEEDS_DRAFT:
             q_rows += len(needed.intersection(topology.inner))
     return (p_rows + q_rows) * step.spec.vocabulary * step.target.element_size()
 
@@ -247,10 +254,10 @@ def needed_bytes(step: Step) -> int:
 
 
 def read(contender: Contender, step: Step) -> Accepted:
-    """A contender's result as emitted tokens and numbers accepted."""
-    result = contender.function(step)
+    """A contender's result: emitted tokens, and the numbers of accepted drafts."""
+    result = contender(step)
     if contender.name == OURS:
-        require(not result.status.any(), f"{OURS} reports trouble")
+        require(not result.status.any(), f"{OURS} returns a status other than 0")
         return result.emitted, result.num_accepted
     if contender.name == TRANSFORMERS:
         tokens, count = result
@@ -264,7 +271,7 @@ def read(contender: Contender, step: Step) -> Accepted:
 
 
 def check(case: Case) -> None:
-    """On the first and the last of the timed inputs, every result must be possible; on small ones, its law must be right."""
+    """Checks that results are possible on the first and last timed inputs, and that distributions are right on small ones."""
     contenders = [contender for contender in case.contenders if contender.same_job]
     for (step,) in (case.inputs[0], case.inputs[-1]):
         expected = read(contenders[0], step)
@@ -272,59 +279,59 @@ def check(case: Case) -> None:
             emitted, counts = read(contender, step)
             require_possible(contender.name, step, emitted, counts)
             if step.spec.fixed:
-                require((counts == 1).all(), f"{contender.name} accepts not one draft but {counts.tolist()}")
+                require((counts == 1).all(), f"{contender.name} must accept one draft, it accepts {counts.tolist()}")
             if step.spec.rule == "greedy":
                 same = torch.equal(emitted, expected[0]) and torch.equal(counts, expected[1].to(counts.dtype))
                 require(same, f"{contender.name} and {OURS} differ on {dict(case.labels)}")
     spec = case.inputs[0][0].spec
     if spec.rule != "greedy":
-        check_law(spec.shape, spec.rule, spec.logits, spec.filters, str(case.inputs[0][0].target.device.type))
+        check_distribution(spec.shape, spec.rule, spec.logits, spec.filters, str(case.inputs[0][0].target.device.type))
 
 
 def require_possible(name: str, step: Step, emitted: Tensor, counts: Tensor) -> None:
-    """Accepted drafts, one token of the vocabulary, nothing behind it."""
+    """Raises unless each row holds accepted drafts, one token of the vocabulary, and -1 behind it."""
     place = torch.arange(emitted.shape[1], device=emitted.device)
     inside = place <= counts[:, None]
     good = torch.where(inside, (emitted >= 0) & (emitted < step.spec.vocabulary), emitted == -1)
-    require(good.all(), f"{name} emits what is no token")
+    require(good.all(), f"{name} emits ids outside the vocabulary")
     node = torch.zeros_like(counts, dtype=torch.int64)
     requests = torch.arange(len(node), device=node.device)
     for depth in range(step.topology.depth):
         children = step.children[node]
         fits = (step.tokens[requests[:, None], children.clamp(min=0)] == emitted[:, depth, None]) & (children >= 0)
-        found, place_of = fits.max(1)
-        require((found | (depth >= counts)).all(), f"{name} accepts what is no draft")
-        node = children.gather(1, place_of[:, None])[:, 0].where(found, node)
+        matches, place_of = fits.max(1)
+        require((matches | (depth >= counts)).all(), f"{name} accepts tokens that are no drafts")
+        node = children.gather(1, place_of[:, None])[:, 0].where(matches, node)
 
 
 @functools.cache
-def check_law(shape: str, rule: str, logits: str, filters: str, device: str) -> None:
-    """The first token has the target's law, whoever emits it; and as many drafts are accepted on average as by ours."""
+def check_distribution(shape: str, rule: str, logits: str, filters: str, device: str) -> None:
+    """Raises unless each contender's first token has the target's distribution and its mean of accepted drafts is ours."""
     small = Spec(shape, rule, REQUESTS_CHECKED, 7 if shape == "tree" else 3, VOCABULARY_CHECKED, logits, filters)
     step = make_small_step(small, device)
     contenders = [contender for contender in contenders_of(small, device) if contender.same_job]
     results = {contender.name: read(contender, step) for contender in contenders}
     if shape == "chain" and rule == "rejection" and why_absent(TRANSFORMERS, device) is None:
         results[TRANSFORMERS] = [torch.cat(parts) for parts in zip(*one_by_one(step), strict=True)]
-    law = usual_law(step.target[0, 0].double(), TEMPERATURE, filters)
+    probs = usual_probs(step.target[0, 0].double(), TEMPERATURE, filters)
     for name, (emitted, counts) in results.items():
         if pass_ext.RULES[rule] == "exact":
-            require_law(f"{name}, {rule}, {filters}", emitted[:, 0], law)
-        if rule != "coupled":  # whose length depends on noise that only ours shares with the drafts
+            require_drawn_from(f"{name}, {rule}, {filters}", emitted[:, 0], probs)
+        if rule != "coupled":  # its length depends on noise that only ours shares with the drafts
             require_same_mean(
                 f"{name} and {OURS}, {rule}, {filters}, accepted", counts, results[OURS][1][: len(counts)]
             )
 
 
 def one_by_one(step: Step) -> Iterator[Accepted]:
-    """transformers on the first eighth of the requests."""
+    """transformers' results on the first eighth of the requests, one after the other."""
     contender = Contender(TRANSFORMERS, with_transformers)
     scores = None
     for request in range(len(step.tokens) // 8):
         some = slice(request, request + 1)
-        one = replace(step, target=step.target[some], draft=step.draft[some], tokens=step.tokens[some])
-        one.transformers = scores = scores or prepare_transformers(one)
-        yield read(contender, one)
+        single = replace(step, target=step.target[some], draft=step.draft[some], tokens=step.tokens[some])
+        single.transformers = scores = scores or prepare_transformers(single)
+        yield read(contender, single)
 
 
 # ---- the cases ----
@@ -343,7 +350,7 @@ def specs_for(options: argparse.Namespace) -> list[Spec]:
 
 
 def cpu_specs() -> list[Spec]:
-    """Few requests, as on a CPU; every size of the grid that fits, one at a time."""
+    """The lines of a CPU: few requests, every size of the vocabulary."""
     usual = 128256
     specs = [Spec("chain", rule, 1, 3, usual) for rule in ("rejection", "coupled", "block", "greedy", "typical")]
     specs += [Spec("chain", "rejection", 1, 3, usual, filters=filters) for filters in FILTERS if filters != "off"]
@@ -361,7 +368,7 @@ def cpu_specs() -> list[Spec]:
 
 
 def cuda_specs() -> list[Spec]:
-    """From one request to 256, for which the logits alone are gigabytes. Filters with eight: torch's sorts take long."""
+    """The lines of a GPU: 1 to 256 requests, whose logits are gigabytes. Filters with 8: torch's sorts take long."""
     usual, both = 128256, "top-k 50, top-p 0.9"
     specs = [Spec("chain", rule, 1, 4, usual) for rule in ("rejection", "coupled")]
     specs += [Spec("chain", rule, 256, 3, usual) for rule in ("rejection", "coupled")]
@@ -380,23 +387,23 @@ def cuda_specs() -> list[Spec]:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """The lines of the table, and their cases one by one."""
+    """The plan of the lines."""
     specs = specs_for(options)
     return Plan([brief(spec) for spec in specs], make_cases(options, specs))
 
 
 def brief(spec: Spec) -> str:
-    """A line in few words."""
+    """A line in a few words."""
     filters = "" if spec.filters == "off" else f", {spec.filters}"
     logits = f"{spec.logits}, fixed" if spec.fixed else spec.logits
     return f"{spec.shape}, {spec.rule}, {spec.batch} × (1 + {spec.drafts}) × {spec.vocabulary}, {logits}{filters}"
 
 
 def make_cases(options: argparse.Namespace, specs: Sequence[Spec]) -> Iterator[Case]:
-    """The cases of the specs; what a contender needs beyond the step, it gets here."""
+    """The cases of the specs, with the inputs that transformers needs."""
     generator = torch.Generator(options.device).manual_seed(0)
     for spec in specs:
-        steps = make_steps(spec, DTYPES[options.dtype], options.device, generator, 4 if options.quick else 64)
+        steps = make_steps(spec, DTYPES[options.dtype], options.device, generator, options.quick)
         contenders = contenders_of(spec, options.device)
         if any(contender.name == TRANSFORMERS for contender in contenders):
             for step in steps:
@@ -416,11 +423,11 @@ def make_cases(options: argparse.Namespace, specs: Sequence[Spec]) -> Iterator[C
         yield Case(labels, contenders, [(step,) for step in steps], bytes_of, check=check, reads=True)
 
 
-# ---- what was promised ----
+# ---- the aims ----
 
 
 def judge(rows: list[Row]) -> list[Aim]:
-    """The aims of the accept step, from these rows alone."""
+    """The aims of the accept step."""
     on_gpu = any(row["how"] == "graph" for row in rows)
     device, least = ("cuda", 10) if on_gpu else ("cpu", 4)
     lines = lines_of({"rows": rows})
@@ -430,7 +437,7 @@ def judge(rows: list[Row]) -> list[Aim]:
         at_least(
             f"at least {least} × faster than the fastest plain way",
             least,
-            fastest_of(timed, (OURS, TORCH, LEAN), name),
+            fastest_of(timed, name, (OURS, TORCH, LEAN)),
         ),
         faster_than(TRANSFORMERS, least, lines, device),
     ]
@@ -442,46 +449,30 @@ def judge(rows: list[Row]) -> list[Aim]:
     aims += [faster_than(VLLM, 4, lines, device), faster_than(FLASHINFER, 3, lines, device)]
     aim = "cold, at least 256 MB needed, no filters: at least 80 % of the bandwidth of a copy"
     aims += [share_of(aim, "of_copy", 0.8, large, name), small_step(rows)]
-    return [*aims, filters_cost(1.5, timed, ("accepted",), name), launches()]
+    aims.append(filters_cost(1.5, timed, ("accepted",), name))
+    step = make_small_step(Spec("chain", "rejection", 8, 3, 32000), "cuda")
+    return [*aims, launches("at most two launches per step", 2, ours, (step,))]
 
 
 def faster_than(library: str, least: int, lines: list[list[Row]], device: str) -> Aim:
-    """As a Python loop sees both, for these cannot be captured."""
+    """The aim against a library, by the times of a Python loop: it cannot be captured in a graph."""
     times = times_of([line for line in lines if line[0]["how"] in ("call", "eager")], library, name)
     return at_least(f"at least {least} × faster than {library}", least, times, why_absent(library, device))
 
 
 def small_step(rows: list[Row]) -> Aim:
-    """The least that one step of one request takes."""
-    aim = "1 request, 4 drafts, V = 128,256: at most 8 µs"
-    wanted = {"requests": 1, "nodes": "1 + 4", "V": 128256, "filters": "off"}
-    ours_only = [row for row in rows if row["contender"] == OURS and row["how"] == "graph"]
-    few = [row for row in ours_only if wanted.items() <= row["labels"].items()]
-    if not few:
-        return Aim(aim, None, NOT_MEASURED)
-    slowest = max(few, key=lambda row: row["median_us"])
-    return Aim(aim, slowest["median_us"] <= 8, f"at most {slowest['median_us']:.2f} µs ({name([slowest])})")
-
-
-def launches() -> Aim:
-    """Kernels that one step launches, as the profiler sees them."""
-    from benchmarks.harness.gpu_timing import count_kernels
-
-    step = make_small_step(Spec("chain", "rejection", 8, 3, 32000), "cuda")
-    with torch.inference_mode():
-        count = count_kernels(ours, (step,))
-    return Aim(
-        "at most two launches per step", None if count is None else count <= 2, f"{count or 'not seen'} launched"
-    )
+    """The aim for the smallest step of one request."""
+    labels = {"requests": 1, "nodes": "1 + 4", "V": 128256, "filters": "off"}
+    small = [row for row in rows_of_ours(rows, ("graph",)) if labels.items() <= row["labels"].items()]
+    return at_most("1 request, 4 drafts, V = 128,256: at most 8 µs", 8, small, name)
 
 
 def name(line: list[Row]) -> str:
-    """A line of the table in few words."""
-    labels, how = line[0]["labels"], line[0]["how"]
-    way = "" if how == "call" else f", {how}"
-    filters = "" if labels["filters"] == "off" else f", {labels['filters']}"
+    """A line in a few words."""
+    labels = line[0]["labels"]
+    filters = "" if labels["filters"] == "off" else labels["filters"]
     sizes = f"{labels['requests']} × ({labels['nodes']}) × {labels['V']}"
-    return f"{labels['shape']}, {labels['rule']}, {sizes}, {labels['logits']}{filters}, {line[0]['cache']}{way}"
+    return line_name(line, labels["shape"], labels["rule"], sizes, labels["logits"], filters)
 
 
 if __name__ == "__main__":

@@ -2,28 +2,27 @@
 FlexAttention, PyTorch's flash kernel merged with a small attention over the nodes, and, on a GPU where they are installed,
 FlashInfer, vLLM and SGLang. `python -m benchmarks.ops.attention --help`.
 
-One layer of one step: B requests, each with a prefix in the cache and a random tree of nodes behind it (a node's parent is any
-node before it). All requests have the same lengths, which ours does not need but SDPA does. The cache is [B, Hkv, slots, D].
-Everybody gets for nothing what all layers of a step share: ours its `visible` words, SDPA a dense mask [B, 1, nodes, keys] in
-the type of the queries (made from the same words, prebuilt, shared by all layers: more than a decoder would give it),
-FlexAttention its block mask and compiled kernel, FlashInfer its plan, libraries that want pages a copy in pages. The contenders
-(attention_ways.py, attention_libraries.py):
+The job is one layer of one step: B requests, each with a prefix in the cache and a random tree of nodes behind it. All requests
+have the same lengths, which SDPA needs and ours does not. The cache is [B, Hkv, slots, D]. What all layers of a step share is
+made untimed: the `visible` words of ours; for SDPA a dense mask [B, 1, nodes, keys] in the type of the queries, more than a
+decoder would give it; for FlexAttention its block mask and compiled kernel; for FlashInfer its plan; a copy in pages for the
+libraries that need pages. The contenders (attention_contenders.py, attention_libraries.py):
 
-* SDPA: `enable_gqa`, the kernel that PyTorch chooses; "folded": the query heads of a key head as its rows, so that no kernel
-  needs to know of groups; "repeated": every key head copied for each of its query heads. On a GPU each with every kernel that
-  may take a mask.
-* FlexAttention: compiled as it is, and "tuned" with max-autotune-no-cudagraphs. Compiling takes its time, so there is a limit
-  (COMPILE_SECONDS): lines behind it have no number for it.
-* torch flash + merge: the prefix by PyTorch's flash kernel, which gives the lse, the nodes by `attention_tree`, then
-  `attention_merge`: what one gets without a kernel for both.
+* SDPA: `enable_gqa`, with the kernel that PyTorch chooses. "folded": the query heads of a key head as its rows, so that no
+  kernel needs to know of groups. "repeated": every key head copied for each of its query heads. On a GPU each with every
+  kernel that may take a mask.
+* FlexAttention: compiled as it is, and "tuned" with max-autotune-no-cudagraphs. COMPILE_SECONDS limits the time to compile;
+  lines behind that have no number for it.
+* torch flash + merge: the prefix by PyTorch's flash kernel, which returns the lse, the nodes by `attention_tree`, then
+  `attention_merge`: the best without a kernel for both.
 
-Before anything is timed each result is compared with attention in float64, whose bound allows a few roundings; each node seen
-weighs about as much as a quarter of the prefix, so a wrong bit of a mask shows. Who is wrong, fails, or takes longer than
-MOST_SECONDS for one call is not timed on that line, and the result says why.
+Before timing, each result is compared with attention in float64 within a bound for a few roundings. A visible node weighs
+about a quarter of the prefix, so a wrong bit of a mask shows. A contender that is wrong, fails, or takes longer than
+MOST_SECONDS for one call is not timed on that line, and the result gives the reason.
 
-Bytes needed: keys and values of the prefix and the nodes, queries, results. Flops needed: 4 D per query head and visible key.
-The limit is the longer of reading those bytes, at the faster of a large read and a large copy of this run, and computing those
-flops, at the speed of a large product of this run, in float32 or in the type of the queries, whichever is faster.
+Fewest bytes: keys and values of prefix and nodes, queries, results. Fewest flops: 4 D per query head and visible key. The
+limit is the longer of reading those bytes, at the faster of a large read and a large copy of this run, and computing those
+flops, at the speed of a large product of this run in float32 or in the type of the queries, whichever is faster.
 """
 
 import argparse
@@ -34,18 +33,26 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.harness.aims import NOT_MEASURED, at_least, fastest_of, share_of, times_of
-from benchmarks.harness.cases import Case, Contender, Row
+from benchmarks.harness.aims import at_least, at_most, fastest_of, share_of, times_of
+from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
-from benchmarks.harness.results import lines_of
+from benchmarks.harness.results import line_name, lines_of
+from benchmarks.ops.attention_contenders import (
+    CONTENDERS,
+    DENSE,
+    FLEX,
+    FLEX_TUNED,
+    MERGED,
+    SDPA,
+    AttentionContender,
+)
 from benchmarks.ops.attention_libraries import FLASHINFER, LIBRARIES, XQA, why_absent
-from benchmarks.ops.attention_steps import Spec, Step, excess, make_step, make_trees, reference
-from benchmarks.ops.attention_ways import DENSE, FLEX, FLEX_TUNED, MERGED, OURS, SDPA, WAYS, Way
-from benchmarks.ops.distributions import require
+from benchmarks.ops.inputs.attention_steps import Spec, Step, excess, make_step, make_trees, reference
+from benchmarks.ops.inputs.distributions import require
 
 HEADS = [(32, 8, 128), (28, 4, 128), (9, 3, 64)]  # query heads, key heads, their size
-# A layer with a sliding window. FlashAttention 2 does not split the keys of several queries: published, 45 to 49 µs.
+# A layer with a sliding window; FlashAttention 2, which does not split the keys of several queries, publishes 45 to 49 µs.
 WINDOWED = Spec(*HEADS[0], 1, 8192, 8, window=2048)
 BATCHES = {"cpu": (1, 8), "cuda": (1, 8, 64)}
 PREFIXES = {"cpu": (1024, 8192, 32768), "cuda": (1024, 8192, 32768, 131072)}
@@ -54,8 +61,8 @@ NOT_PLANNED = {
     "cuda": [],
 }
 NODES = {"cpu": (4, 8, 16, 33, 64), "cuda": (4, 16, 64)}
-NODES_OF_OTHERS = {"cpu": (8, 33), "cuda": NODES["cuda"]}  # of all heads but the first
-FIRST = {  # lines, before all others: those that aims speak of, and an odd group before there is no time left to compile for it
+NODES_OF_OTHERS = {"cpu": (8, 33), "cuda": NODES["cuda"]}  # of the second and third line of HEADS
+FIRST = {  # measured before all others: the lines of the aims, and an odd group while there is time to compile for it
     "cpu": [],
     "cuda": [
         Spec(*HEADS[0], 1, 131072, 16),
@@ -66,14 +73,14 @@ FIRST = {  # lines, before all others: those that aims speak of, and an odd grou
         Spec(*HEADS[1], 1, 8192, 4),
     ],
 }
-USUAL_NODES = {"cpu": 8, "cuda": 16}  # then lines with those
+USUAL_NODES = {"cpu": 8, "cuda": 16}  # lines with these nodes come next
 SETS = {"cpu": (2, 3), "cuda": (2, 64)}  # of inputs: at least, at most
-INPUT_BYTES = {"cpu": 2**27, "cuda": 10**9}  # of the caches of all sets, within those
+INPUT_BYTES = {"cpu": 2**27, "cuda": 10**9}  # of the caches of all sets, within these numbers
 MOST_FLOPS = {"cpu": 4.7e9, "cuda": 2e12}  # of one call
 MOST_CACHE_BYTES = {"cpu": 10**9, "cuda": 10**10}
-MOST_SECONDS = {"cpu": 0.35, "cuda": 0.005}  # for one call of somebody else
+MOST_SECONDS = {"cpu": 0.35, "cuda": 0.005}  # for one call of another contender
 COMPILE_SECONDS = {"cpu": 40, "cuda": 30}
-SMALL_TILES = 64  # rows of a key head up to which a GPU only reads
+SMALL_TILES = 64  # rows of a key head up to which reading sets a GPU's time
 LARGE_CACHE, MIDDLE_CACHE = 256 * 10**6, 134 * 10**6
 TIMES_SDPA = {"bfloat16": 3.0, "float16": 3.0, "float32": 1.5}  # on a CPU
 
@@ -82,7 +89,7 @@ TIMES_SDPA = {"bfloat16": 3.0, "float16": 3.0, "float32": 1.5}  # on a CPU
 
 
 def specs_for(options: argparse.Namespace) -> tuple[list[Spec], list[str]]:
-    """The lines of the table, the most important first; and those of the grid that are left out, with the reason."""
+    """The lines of the table, the most important first; and the lines left out of the grid, with the reason."""
     device, dtype = options.device, DTYPES[options.dtype]
     if options.quick:
         few = [Spec(9, 3, 64, 2, 300, 33), Spec(*HEADS[0], 1, 1024, 8)]
@@ -108,7 +115,7 @@ def specs_for(options: argparse.Namespace) -> tuple[list[Spec], list[str]]:
 
 
 def why_left_out(spec: Spec, dtype: torch.dtype, device: str) -> str | None:
-    """None for what a run measures."""
+    """The reason why a line is left out; None if it is measured."""
     if spec.cache_bytes(dtype) > MOST_CACHE_BYTES[device]:
         return f"more than {MOST_CACHE_BYTES[device] / 1e9:g} GB of keys and values"
     if spec.flops() > MOST_FLOPS[device]:
@@ -117,27 +124,27 @@ def why_left_out(spec: Spec, dtype: torch.dtype, device: str) -> str | None:
 
 
 def sizes(spec: Spec) -> str:
-    """A line in few words, without its nodes."""
+    """A line in a few words, without its nodes."""
     return f"{heads_of(spec)}, {spec.batch} × {spec.prefix}"
 
 
 def heads_of(spec: Spec) -> str:
-    """The kind of layer: its heads, and its window if it has one."""
+    """The heads of a layer, and its window if it has one."""
     window = "" if spec.window < 0 else f", window {spec.window}"
     return f"{spec.heads}/{spec.kv_heads} × {spec.head_dim}{window}"
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """The lines of the table, and their cases one by one."""
+    """The plan of the lines."""
     specs, left_out = specs_for(options)
     labels = [f"{sizes(spec)}, {spec.nodes} nodes" for spec in specs]
     return Plan(labels, make_cases(options, specs), counts_flops=True, left_out=left_out)
 
 
 def make_cases(options: argparse.Namespace, specs: Sequence[Spec]) -> Iterator[Case]:
-    """The cases of the specs, each with those contenders that do the job."""
+    """The cases of the specs."""
     device, dtype = options.device, DTYPES[options.dtype]
-    left = {way.name: 0 if options.quick else COMPILE_SECONDS[device] for way in WAYS if way.compiles}
+    left = {c.name: 0 if options.quick else COMPILE_SECONDS[device] for c in CONTENDERS if c.compiles}
     for spec in specs:
         yield make_case(spec, dtype, device, left)
         if device == "cuda":
@@ -145,7 +152,7 @@ def make_cases(options: argparse.Namespace, specs: Sequence[Spec]) -> Iterator[C
 
 
 def make_case(spec: Spec, dtype: torch.dtype, device: str, compile_seconds_left: dict[str, float]) -> Case:
-    """Layers of one step, all with the same trees."""
+    """A case: layers of one step, all with the same trees, and the contenders that are right on them."""
     generator = torch.Generator(device).manual_seed(0)
     trees = make_trees(spec, dtype, device)
     fewest, most = SETS[device]
@@ -170,14 +177,14 @@ def make_case(spec: Spec, dtype: torch.dtype, device: str, compile_seconds_left:
     )
 
 
-# ---- who runs on a line ----
+# ---- the contenders of a line ----
 
 
 def check_ours(case: Case) -> None:
-    """Ours must be right on the last set of inputs too; the others' turn is when they are chosen."""
+    """Raises unless ours is right on the last set of inputs. `choose` checks all contenders on the first."""
     (step,) = case.inputs[-1]
     with torch.inference_mode():
-        worst = excess(step, case.contenders[0].function(step), reference(step))
+        worst = excess(step, case.contenders[0](step), reference(step))
     require(
         worst <= 1, f"{OURS} differs from the reference by {worst:.3g} × what rounding explains on {dict(case.labels)}"
     )
@@ -187,48 +194,50 @@ def check_ours(case: Case) -> None:
 def choose(
     steps: Sequence[Step], device: str, compile_seconds_left: dict[str, float]
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Those that agree with the reference on the first set of inputs, ours first; and why the others are absent."""
+    """The contenders that agree with the reference on the first set of inputs, ours first; and why others are absent."""
     expected = reference(steps[0])
     contenders: list[Contender] = []
     absent: dict[str, str] = {}
-    for way in [*WAYS, *LIBRARIES]:
-        if device not in way.devices:
+    for contender in [*CONTENDERS, *LIBRARIES]:
+        if device not in contender.devices:
             continue
-        reason = why_not_tried(way, steps[0].spec, device, compile_seconds_left) or why_not_timed(
-            way, steps, expected, device, compile_seconds_left
+        reason = why_not_tried(contender, steps[0].spec, device, compile_seconds_left) or why_not_timed(
+            contender, steps, expected, device, compile_seconds_left
         )
         if reason is None:
-            contenders.append(Contender(way.name, way.function))
+            contenders.append(contender)
         else:
-            require(way.name != OURS, f"{OURS}: {reason}")
-            absent[way.name] = reason
+            require(contender.name != OURS, f"{OURS}: {reason}")
+            absent[contender.name] = reason
     return contenders, absent
 
 
-def why_not_tried(way: Way, spec: Spec, device: str, compile_seconds_left: dict[str, float]) -> str | None:
-    """None for who may do the job."""
-    if way.package is not None and (reason := why_absent(way.name, way.package)) is not None:
+def why_not_tried(
+    contender: AttentionContender, spec: Spec, device: str, compile_seconds_left: dict[str, float]
+) -> str | None:
+    """The reason why a contender cannot do the job; None if it may."""
+    if contender.package is not None and (reason := why_absent(contender.name, contender.package)) is not None:
         return reason
-    if way.one_request and spec.batch > 1:
+    if contender.one_request and spec.batch > 1:
         return "one tree for all requests"
-    if spec.window >= 0 and not way.has_window:
+    if spec.window >= 0 and not contender.has_window:
         return "no window that goes by depth"
-    if way.compiles and compile_seconds_left[way.name] <= 0:
+    if contender.compiles and compile_seconds_left[contender.name] <= 0:
         return f"the time to compile it, {COMPILE_SECONDS[device]} s, is spent, or the run is a quick one"
     return None
 
 
 def why_not_timed(
-    way: Way,
+    contender: AttentionContender,
     steps: Sequence[Step],
     expected: tuple[torch.Tensor, torch.Tensor],
     device: str,
     compile_seconds_left: dict[str, float],
 ) -> str | None:
-    """None for who does the job right, in reasonable time. Whatever somebody else's code raises is a reason."""
+    """The reason why a contender is not timed: a wrong result, too much time, any exception; None if it is timed."""
 
     def call() -> object:
-        result = way.function(steps[0])
+        result = contender(steps[0])
         if device == "cuda":
             torch.cuda.synchronize()
         return result
@@ -237,30 +246,30 @@ def why_not_timed(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if way.prepare is not None:
-                way.prepare(steps)
+            if contender.prepare is not None:
+                contender.prepare(steps)
             worst = excess(steps[0], call(), expected)
         if worst > 1:
             reason = f"differs from the reference by {worst:.3g} × what rounding explains"
-        elif way.name != OURS:
+        elif contender.name != OURS:
             began = time.perf_counter()
             call()
             if time.perf_counter() - began > MOST_SECONDS[device]:
                 reason = f"more than {MOST_SECONDS[device] * 1000:g} ms a call"
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:100]
-    if way.compiles:
-        compile_seconds_left[way.name] -= time.perf_counter() - started
+    if contender.compiles:
+        compile_seconds_left[contender.name] -= time.perf_counter() - started
     if reason is not None and device == "cuda":
         torch.cuda.empty_cache()
     return reason
 
 
-# ---- what was promised ----
+# ---- the aims ----
 
 
 def judge(rows: list[Row], dtype: str) -> list[Aim]:
-    """The aims of attention, from these rows alone."""
+    """The aims of attention."""
     lines = lines_of({"rows": rows})
     if any(row["how"] == "graph" for row in rows):
         return judge_gpu(rows, [line for line in lines if (line[0]["how"], line[0]["cache"]) == ("graph", "cold")])
@@ -269,7 +278,7 @@ def judge(rows: list[Row], dtype: str) -> list[Aim]:
     least = TIMES_SDPA[dtype]
     cold = [line[0] for line in long if line[0]["cache"] == "cold"]
     where = f"{dtype}, 8 to 33 nodes, prefix ≥ 1k: at least {least:g} × faster than"
-    fastest = fastest_of(few, [OURS, *(way.name for way in DENSE)], name)
+    fastest = fastest_of(few, name, [OURS, *(contender.name for contender in DENSE)])
     return [
         at_least(f"{where} SDPA with a dense mask", least, times_of(few, SDPA, name)),
         at_least(f"{where} SDPA in the fastest form", least, fastest),
@@ -278,7 +287,7 @@ def judge(rows: list[Row], dtype: str) -> list[Aim]:
 
 
 def judge_gpu(rows: list[Row], lines: list[list[Row]]) -> list[Aim]:
-    """Of cold replays of a graph, trees of which a key head has at most SMALL_TILES rows."""
+    """The aims on a GPU: cold replays of a graph, trees with at most SMALL_TILES rows per key head."""
     few = [line for line in lines if group_of(line[0]) * line[0]["labels"]["nodes"] <= SMALL_TILES]
     ours = [line[0] for line in few]
     large = [row for row in ours if row["fewest_bytes"] >= LARGE_CACHE]
@@ -288,20 +297,24 @@ def judge_gpu(rows: list[Row], lines: list[list[Row]]) -> list[Aim]:
     even = [line for line in few if group_of(line[0]) in (1, 2, 4, 8)]
     odd = [line for line in few if group_of(line[0]) == 7]
 
-    def faster(least: float, way: str, lines: list[list[Row]], where: str = "") -> Aim:
-        aim = f"{f'at least {least:g} × faster' if least > 1 else 'not slower'} than {way}{where}"
-        return at_least(aim, least, times_of(lines, way, name), reason_of(rows, way))
+    def faster(least: float, other: str, lines: list[list[Row]], where: str = "") -> Aim:
+        aim = f"{f'at least {least:g} × faster' if least > 1 else 'not slower'} than {other}{where}"
+        return at_least(aim, least, times_of(lines, other, name), reason_of(rows, other))
 
     return [
         share_of("at least 256 MB: at least 85 % of the bandwidth of a copy", "of_copy", 0.85, large, name),
         share_of("134 to 256 MB: at least 70 % of the bandwidth of a copy", "of_copy", 0.7, middle, name),
-        at_most("1 request, 1k, 32/8: at most 7 µs", 7, [row for row in first if row["labels"]["prefix"] == 1024]),
-        at_most("1 request, 8k, 32/8: at most 16 µs", 16, [row for row in first if row["labels"]["prefix"] == 8192]),
-        at_most("1 request, 32/8, window 2048, 8 nodes: at most 10 µs", 10, windowed),
+        at_most(
+            "1 request, 1k, 32/8: at most 7 µs", 7, [row for row in first if row["labels"]["prefix"] == 1024], name
+        ),
+        at_most(
+            "1 request, 8k, 32/8: at most 16 µs", 16, [row for row in first if row["labels"]["prefix"] == 8192], name
+        ),
+        at_most("1 request, 32/8, window 2048, 8 nodes: at most 10 µs", 10, windowed, name),
         at_least(
             "at least 4 × faster than SDPA with a dense mask, in the fastest form and on the fastest kernel",
             4,
-            fastest_of(few, [OURS, *(way.name for way in DENSE)], name),
+            fastest_of(few, name, [OURS, *(contender.name for contender in DENSE)]),
         ),
         faster(2.5, FLEX, even, ", 1, 2, 4 or 8 query heads to a key head"),
         faster(8, FLEX, odd, ", 7 query heads to a key head"),
@@ -312,31 +325,22 @@ def judge_gpu(rows: list[Row], lines: list[list[Row]]) -> list[Aim]:
     ]
 
 
-def at_most(aim: str, most: float, rows: list[Row]) -> Aim:
-    """Met if none of ours takes longer, in microseconds."""
-    if not rows:
-        return Aim(aim, None, NOT_MEASURED)
-    slowest = max(rows, key=lambda row: row["median_us"])
-    return Aim(aim, slowest["median_us"] <= most, f"at most {slowest['median_us']:.2f} µs ({name([slowest])})")
-
-
 def reason_of(rows: list[Row], contender: str) -> str | None:
-    """Why somebody has no number."""
+    """The reason why a contender has no number."""
     return next((row["reason"] for row in rows if row["contender"] == contender and "reason" in row), None)
 
 
 def group_of(row: Row) -> int:
-    """Query heads to a key head."""
+    """Query heads per key head."""
     heads, kv_heads = row["labels"]["heads"].split(" ")[0].split("/")
     return int(heads) // int(kv_heads)
 
 
 def name(line: list[Row]) -> str:
-    """A line of the table in few words."""
-    labels, how = line[0]["labels"], line[0]["how"]
-    way = "" if how == "call" else f", {how}"
-    sizes = f"{labels['requests']} × {labels['prefix']}, {labels['nodes']} nodes"
-    return f"{labels['heads']}, {sizes}, {line[0]['cache']}{way}"
+    """A line in a few words."""
+    labels = line[0]["labels"]
+    sizes = f"{labels['requests']} × {labels['prefix']}"
+    return line_name(line, labels["heads"], sizes, f"{labels['nodes']} nodes")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""FlashInfer, vLLM and SGLang as contenders of attention.py, where they are installed.
+"""Contenders that attend to a prefix and a tree: FlashInfer, vLLM and SGLang, where they are installed.
 
-All four kernels read pages; the copies into pages, plans and masks are made before anything is timed. Since a library at a
-version that we do not know may crash a process or leave its GPU unusable, `why_absent` tries each in a process of its own:
-`python -m benchmarks.ops.attention_libraries NAME`.
+All four kernels read pages. The copies into pages, the plans and the masks are made untimed. A library at an unknown version
+may crash a process or leave the GPU unusable, so `why_absent` tries each in another process: `python -m
+benchmarks.ops.attention_libraries NAME`.
 """
 
 import functools
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import ROOT
-from benchmarks.ops.attention_steps import PAGE, Spec, Step, excess, make_step, make_trees, reference
-from benchmarks.ops.attention_ways import GPU, Way
+from benchmarks.ops.attention_contenders import GPU, AttentionContender
+from benchmarks.ops.inputs.attention_steps import PAGE, Spec, Step, excess, make_step, make_trees, reference
 
 FLASHINFER, XQA, VLLM, SGLANG = "FlashInfer", "FlashInfer XQA", "vLLM", "SGLang"
 SMALL = Spec(heads=8, kv_heads=2, head_dim=128, batch=1, prefix=500, nodes=20)
@@ -27,28 +27,28 @@ WORKSPACE_BYTES = 256 * 2**20
 
 
 @functools.cache
-def why_absent(way: str, package: str) -> str | None:
-    """None if the library does the job right on a small step here, else the reason."""
+def why_absent(contender: str, package: str) -> str | None:
+    """The reason why a library is not measured here; None if it is right on a small step."""
     if importlib.util.find_spec(package) is None:
         return "not installed"
-    command = [sys.executable, "-m", "benchmarks.ops.attention_libraries", way]
+    command = [sys.executable, "-m", "benchmarks.ops.attention_libraries", contender]
     try:
         tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return f"not done with a small step after {SECONDS} s"
-    said = (tried.stdout + tried.stderr).strip().splitlines()
-    return None if tried.returncode == 0 else (said[-1][:100] if said else f"ended with {tried.returncode}")
+        return f"a small step took more than {SECONDS} s"
+    printed = (tried.stdout + tried.stderr).strip().splitlines()
+    return None if tried.returncode == 0 else (printed[-1][:100] if printed else f"exit status {tried.returncode}")
 
 
 def main() -> None:
-    """Tries one: raises unless it agrees with the reference."""
-    way = next(way for way in LIBRARIES if way.name == sys.argv[1])
+    """Tries one library on a small step: fails unless it agrees with the reference."""
+    contender = next(library for library in LIBRARIES if library.name == sys.argv[1])
     generator = torch.Generator("cuda").manual_seed(0)
     with torch.inference_mode():
         step = make_step(make_trees(SMALL, torch.bfloat16, "cuda"), torch.bfloat16, "cuda", generator)
-        assert way.prepare is not None
-        way.prepare([step])
-        worst = excess(step, way.function(step), reference(step))
+        assert contender.prepare is not None
+        contender.prepare([step])
+        worst = excess(step, contender(step), reference(step))
     torch.cuda.synchronize()
     if worst > 1:
         raise SystemExit(f"differs from the reference by {worst:.3g} × what rounding explains")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def page(steps: Sequence[Step]) -> Tensor:
-    """Gives every step a copy of its cache in pages, in order; returns the block table [B, pages of one]."""
+    """Copies the cache of every step into pages, in order; returns the block table [B, pages of a request]."""
     spec = steps[0].spec
     for step in steps:
         if step.pages is None:
@@ -73,7 +73,7 @@ def page(steps: Sequence[Step]) -> Tensor:
 
 
 def prepare_flashinfer(steps: Sequence[Step]) -> None:
-    """Plans a prefill with a custom mask, which it packs into bits."""
+    """Plans FlashInfer's prefill with a custom mask, which it packs into bits."""
     import flashinfer
 
     table, trees, spec = page(steps), steps[0].trees, steps[0].spec
@@ -98,12 +98,12 @@ def prepare_flashinfer(steps: Sequence[Step]) -> None:
 
 
 def with_flashinfer(step: Step) -> Any:
-    """Its tensor-core prefill kernel."""
+    """FlashInfer's prefill kernel on tensor cores."""
     return step.trees.prepared[FLASHINFER].run(step.q, step.pages)
 
 
 def prepare_xqa(steps: Sequence[Step]) -> None:
-    """The mask as words of 32 bits a row, and a workspace of zeros."""
+    """Makes XQA's mask, rows of 32-bit words, and its workspace of zeros."""
     from flashinfer import decode
 
     table, trees, spec = page(steps), steps[0].trees, steps[0].spec
@@ -118,7 +118,7 @@ def prepare_xqa(steps: Sequence[Step]) -> None:
 
 
 def with_xqa(step: Step) -> Any:
-    """Its kernel for decoding with drafts."""
+    """FlashInfer's XQA kernel for decoding with drafts."""
     decode, workspace, table, lengths, mask = step.trees.prepared[XQA]
     spec = step.spec
     out = decode(
@@ -141,7 +141,7 @@ def with_xqa(step: Step) -> Any:
 
 
 def prepare_vllm(steps: Sequence[Step]) -> None:
-    """The tree as a bias between queries, one for all requests."""
+    """Makes vLLM's bias between queries from the tree, one for all requests."""
     from vllm.v1.attention.ops import triton_unified_attention
 
     table, trees, spec = page(steps), steps[0].trees, steps[0].spec
@@ -155,7 +155,7 @@ def prepare_vllm(steps: Sequence[Step]) -> None:
 
 
 def with_vllm(step: Step) -> Tensor:
-    """Its Triton kernel; causal, which trees in order of their parents are too."""
+    """vLLM's Triton kernel. Causal, as trees are whose nodes stand behind their parents."""
     attend, table, lengths, bias = step.trees.prepared[VLLM]
     assert step.pages is not None
     k, v = step.pages
@@ -186,7 +186,7 @@ def with_vllm(step: Step) -> Tensor:
 
 
 def prepare_sglang(steps: Sequence[Step]) -> None:
-    """Slots of the prefixes, the nodes' own keys and values apart from them, and the mask."""
+    """Makes SGLang's slots of the prefixes, keys and values of the nodes apart from them, and the mask."""
     from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 
     table, trees, spec = page(steps), steps[0].trees, steps[0].spec
@@ -195,15 +195,16 @@ def prepare_sglang(steps: Sequence[Step]) -> None:
     prefix = torch.ones(spec.batch, spec.nodes, spec.prefix, dtype=torch.bool, device=device)
     nodes = [
         tuple(
-            cache[:, :, spec.prefix : spec.keys].transpose(1, 2).flatten(0, 1).contiguous() for cache in (one.k, one.v)
+            cache[:, :, spec.prefix : spec.keys].transpose(1, 2).flatten(0, 1).contiguous()
+            for cache in (step.k, step.v)
         )
-        for one in steps
+        for step in steps
     ]
     scales = {"k_scale": 1.0, "v_scale": 1.0}
     takes_scales = "k_scale" in inspect.signature(extend_attention_fwd).parameters
     trees.prepared[SGLANG] = (
         extend_attention_fwd,
-        {id(one): own for one, own in zip(steps, nodes, strict=True)},
+        {id(step): k_and_v for step, k_and_v in zip(steps, nodes, strict=True)},
         {
             "qo_indptr": trees.cu_nodes,
             "kv_indptr": torch.arange(spec.batch + 1, dtype=torch.int32, device=device) * spec.prefix,
@@ -218,7 +219,7 @@ def prepare_sglang(steps: Sequence[Step]) -> None:
 
 
 def with_sglang(step: Step) -> Tensor:
-    """Its Triton kernel for verification."""
+    """SGLang's Triton kernel for verification."""
     attend, nodes, options = step.trees.prepared[SGLANG]
     k_new, v_new = nodes[id(step)]
     assert step.pages is not None
@@ -229,10 +230,10 @@ def with_sglang(step: Step) -> Tensor:
 
 
 LIBRARIES = [
-    Way(FLASHINFER, with_flashinfer, GPU, prepare_flashinfer, package="flashinfer"),
-    Way(XQA, with_xqa, GPU, prepare_xqa, package="flashinfer"),
-    Way(VLLM, with_vllm, GPU, prepare_vllm, package="vllm", one_request=True),
-    Way(SGLANG, with_sglang, GPU, prepare_sglang, package="sglang"),
+    AttentionContender(FLASHINFER, with_flashinfer, devices=GPU, prepare=prepare_flashinfer, package="flashinfer"),
+    AttentionContender(XQA, with_xqa, devices=GPU, prepare=prepare_xqa, package="flashinfer"),
+    AttentionContender(VLLM, with_vllm, devices=GPU, prepare=prepare_vllm, package="vllm", one_request=True),
+    AttentionContender(SGLANG, with_sglang, devices=GPU, prepare=prepare_sglang, package="sglang"),
 ]
 
 if __name__ == "__main__":

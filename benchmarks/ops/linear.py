@@ -1,8 +1,9 @@
-"""A linear layer for the few rows of a decoding step, `pass_ext.linear_rows`, against `torch.nn.functional.linear` in the
-same type, and in float32 from weights kept so. `python -m benchmarks.ops.linear --help`.
+"""A linear layer for the few rows of a decoding step, `pass_ext.linear_rows`, against `torch.nn.functional.linear` in the same
+type, and in float32 with float32 weights. `python -m benchmarks.ops.linear --help`.
 
-Shapes are SmolLM2-135M's. Warm: one weight again and again, from whatever cache holds it. Cold: the caches were swept, as
-the layers between two uses of a weight do. `of_read` is the share of the memory's read bandwidth, by the weight's bytes.
+The shapes are those of SmolLM2-135M. Warm: the same weight every time, from the cache that holds it. Cold: the caches are
+swept, as the layers between two uses of a weight sweep them. `of_read`: the share of the memory's read bandwidth, by the
+fewest bytes.
 """
 
 import argparse
@@ -13,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import pass_ext
-from benchmarks.harness.aims import at_least, share_of, times_of
-from benchmarks.harness.cases import Case, Contender, Row
+from benchmarks.harness.aims import NOT_MEASURED, at_least, rows_of_ours, share_of, times_of
+from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
-from benchmarks.harness.results import lines_of
+from benchmarks.harness.results import line_name, lines_of
 from pass_ext.testing import assert_error_within
 
 SHAPES = ((192, 576), (576, 576), (1536, 576), (576, 1536), (49152, 576))  # out, in
@@ -27,29 +28,29 @@ PLAIN = "F.linear"
 
 
 def ours(x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:
-    """Weights read once, sums in fp32."""
+    """pass_ext: reads the weight once, sums in fp32."""
     return pass_ext.linear_rows(x, weight)
 
 
 def plain(x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:
-    """PyTorch's own."""
+    """PyTorch."""
     return functional.linear(x, weight)
 
 
 def wide(x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:
-    """PyTorch's own in float32: twice the bytes, but no conversion."""
+    """PyTorch in float32: twice the bytes, no conversion."""
     return functional.linear(wide_x, wide_weight)
 
 
 CONTENDERS = (
-    Contender("pass_ext", ours),
+    Contender(OURS, ours),
     Contender(PLAIN, plain),
     Contender("F.linear, float32", wide, same_job=False),
 )
 
 
 def check_errors(case: Case) -> None:
-    """As close to float64 as PyTorch is."""
+    """Raises unless ours is as close to float64 as PyTorch is."""
     x, weight, _, _ = case.inputs[0]
     exact = functional.linear(x.double(), weight.double())
     assert_error_within(ours(*case.inputs[0]), plain(*case.inputs[0]), exact)
@@ -58,13 +59,13 @@ def check_errors(case: Case) -> None:
 def make_plan(options: argparse.Namespace) -> Plan:
     """Every shape with every number of rows; one small shape with --quick."""
     if options.device != "cpu":
-        raise SystemExit("linear: linear_rows is for the CPU only")
+        raise SystemExit(f"linear: --device must be cpu, linear_rows has no CUDA kernel; got {options.device}")
     sizes = [(rows, *shape) for shape in SHAPES[: 1 if options.quick else None] for rows in ROWS]
     return Plan([f"{outputs} × {width}, {rows} rows" for rows, outputs, width in sizes], make_cases(options, sizes))
 
 
 def make_cases(options: argparse.Namespace, sizes: list[tuple[int, int, int]]) -> Iterator[Case]:
-    """Fewest bytes: the weight and the rows read, the results written."""
+    """The cases. Fewest bytes: the weight and the rows read, the results written."""
     dtype = DTYPES[options.dtype]
     for rows, outputs, width in sizes:
         generator = torch.Generator().manual_seed(0)
@@ -76,12 +77,12 @@ def make_cases(options: argparse.Namespace, sizes: list[tuple[int, int, int]]) -
 
 
 def judge(rows: list[Row]) -> list[Aim]:
-    """One row at the memory's speed, further rows nearly free, never slower than PyTorch up to 32 rows."""
+    """One row at the memory's speed, further rows nearly free, faster than PyTorch up to 32 rows."""
     lines = lines_of({"rows": rows})
     cold = {
         row["labels"]["rows"]: row
-        for row in rows
-        if row["contender"] == "pass_ext" and row["cache"] == "cold" and row["labels"]["weight"] == LARGEST
+        for row in rows_of_ours(rows)
+        if row["cache"] == "cold" and row["labels"]["weight"] == LARGEST
     }
     few = [line for line in lines if line[0]["labels"]["rows"] <= 32]
     aims = [
@@ -90,7 +91,7 @@ def judge(rows: list[Row]) -> list[Aim]:
     ]
     for count, most in ((8, 1.15), (16, 1.5)):
         times = cold[count]["median_us"] / cold[1]["median_us"] if cold else None
-        measured = "on no line of this run" if times is None else f"{times:.2f} ×"
+        measured = NOT_MEASURED if times is None else f"{times:.2f} ×"
         aims.append(
             Aim(f"{count} rows in {most} × the time of one", None if times is None else times <= most, measured)
         )
@@ -98,8 +99,8 @@ def judge(rows: list[Row]) -> list[Aim]:
 
 
 def name(line: list[Row]) -> str:
-    """A line of the table in few words."""
-    return f"{line[0]['labels']['weight']}, {line[0]['labels']['rows']} rows, {line[0]['cache']}"
+    """A line in a few words."""
+    return line_name(line, line[0]["labels"]["weight"], f"{line[0]['labels']['rows']} rows")
 
 
 if __name__ == "__main__":

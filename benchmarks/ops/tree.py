@@ -1,12 +1,11 @@
-"""Trees, `pass_ext.tree_prepare` and `pass_ext.tree_mask`, against the ways to write them in plain PyTorch.
-`python -m benchmarks.ops.tree --help`.
+"""Trees, `pass_ext.tree_prepare` and `pass_ext.tree_mask`, against plain PyTorch. `python -m benchmarks.ops.tree --help`.
 
-tree_prepare: from parents to bits and depths. "squaring" builds the ancestor matrix from parents by repeated squaring; "walk"
-goes up one level at a time, and is told how many levels there are, which a program knows on the host only if it made the tree
-there. Both get their batch as if all requests had the same number of nodes, which they have here.
+tree_prepare turns parents into bits and depths. "squaring" builds the matrix of ancestors by repeated squaring. "walk" goes up
+one level at a time; it gets the number of levels, which a program knows on the host only if it made the tree there. Both need
+the same number of nodes in every request, as all requests have here.
 
-tree_mask: from bits to the dense additive mask. "gather" picks each column's bit; "slices" writes rectangles, request by
-request, and reads the prefixes' lengths back to do so, which on a GPU makes the host wait.
+tree_mask turns bits into the dense additive mask. "gather" picks the bit of each column. "slices" writes rectangles request by
+request and reads the lengths of the prefixes back, which on a GPU makes the host wait.
 
 Trees: "wide" is the branching 4, 2, 2, … of expected drafts; "chain" is the deepest tree there is.
 """
@@ -19,11 +18,11 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from benchmarks.harness.aims import at_least, share_of
-from benchmarks.harness.cases import Case, Contender, Row
+from benchmarks.harness.aims import at_least, at_most, fastest_of, never_slower, rows_of_ours, share_of
+from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
-from benchmarks.harness.results import gain, lines_of, noise
+from benchmarks.harness.results import line_name, lines_of
 from pass_ext import Tree
 
 SHAPES = {"wide": (4, 2, 2, 2, 2, 2, 2), "chain": (1,) * 1023}
@@ -32,7 +31,6 @@ MASKS = ((1, 29, 1024), (8, 61, 4096), (1, 256, 32_768))  # requests, nodes, col
 SETS = {"cpu": 8, "cuda": 32}
 MOST_BYTES = 2**29  # of the masks of all sets
 
-OURS = "pass_ext"
 OPS = ("tree_prepare", "tree_mask")
 
 
@@ -40,15 +38,15 @@ OPS = ("tree_prepare", "tree_mask")
 
 
 def prepare(parents: Tensor, cu_nodes: Tensor, nodes: int, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Ours."""
+    """pass_ext."""
     return pass_ext.tree_prepare(parents, cu_nodes, nodes)
 
 
 def squaring(parents: Tensor, cu_nodes: Tensor, nodes: int, rounds: int, levels: int) -> tuple[Tensor, Tensor]:
-    """Who is reached in at most 2^r steps: (I + P)^(2^r), as 0 and 1, until r covers the deepest tree there may be."""
-    own = parents.view(-1, nodes).long()
-    reached = torch.zeros(*own.shape, nodes, device=own.device)
-    reached.scatter_(2, own.clamp(min=0).unsqueeze(2), (own >= 0).float().unsqueeze(2))
+    """The ancestors reached in at most 2^r steps: (I + P)^(2^r) as 0 and 1, until r covers the deepest tree."""
+    by_request = parents.view(-1, nodes).long()
+    reached = torch.zeros(*by_request.shape, nodes, device=parents.device)
+    reached.scatter_(2, by_request.clamp(min=0).unsqueeze(2), (by_request >= 0).float().unsqueeze(2))
     reached.diagonal(dim1=1, dim2=2).fill_(1)
     for _ in range(rounds):
         reached = (reached @ reached).clamp_(max=1)
@@ -56,10 +54,10 @@ def squaring(parents: Tensor, cu_nodes: Tensor, nodes: int, rounds: int, levels:
 
 
 def walk(parents: Tensor, cu_nodes: Tensor, nodes: int, rounds: int, levels: int) -> tuple[Tensor, Tensor]:
-    """Everybody one level up, so many times as there are levels; the root goes to itself."""
-    own = parents.view(-1, nodes).long()
-    up, at = own.clamp(min=0), torch.arange(nodes, device=own.device).expand_as(own)
-    reached = torch.zeros(*own.shape, nodes, dtype=torch.int64, device=own.device)
+    """Moves every node one level up, once per level; the root stays."""
+    by_request = parents.view(-1, nodes).long()
+    up, at = by_request.clamp(min=0), torch.arange(nodes, device=parents.device).expand_as(by_request)
+    reached = torch.zeros(*by_request.shape, nodes, dtype=torch.int64, device=parents.device)
     for _ in range(levels):
         reached.scatter_(2, at.unsqueeze(2), 1)
         at = up.gather(1, at)
@@ -68,18 +66,18 @@ def walk(parents: Tensor, cu_nodes: Tensor, nodes: int, rounds: int, levels: int
 
 
 def as_words(reached: Tensor, nodes: int) -> Tensor:
-    """0 and 1 as bits of 64-bit words."""
+    """Zeros and ones as the bits of 64-bit words."""
     padded = torch.nn.functional.pad(reached, (0, -nodes % 64)).view(-1, -(-nodes // 64), 64)
     return (padded << torch.arange(64, device=reached.device)).sum(2)
 
 
 def prepare_case(shape: str, requests: int, nodes: int, device: torch.device, sets: int) -> Case:
-    """Fewest bytes: parents and bounds, bits and depths."""
+    """A case of tree_prepare. Fewest bytes: parents and bounds, bits and depths."""
     parents = torch.tensor(make_tree(shape, nodes).parents, dtype=torch.int32).repeat(requests)
     cu_nodes = torch.arange(0, requests * nodes + 1, nodes, dtype=torch.int32, device=device)
     levels = max(make_tree(shape, nodes).depths)
     contenders = [Contender(OURS, prepare), Contender("squaring", squaring)]
-    if levels < 64:  # beyond, it only loses
+    if levels < 64:  # with more levels it is far slower
         contenders.append(Contender("walk", walk))
     rounds = (nodes - 1).bit_length()
     inputs = [(parents.to(device, copy=True), cu_nodes, nodes, rounds, levels) for _ in range(sets)]
@@ -90,7 +88,7 @@ def prepare_case(shape: str, requests: int, nodes: int, device: torch.device, se
 
 
 def make_tree(shape: str, nodes: int) -> Tree:
-    """The first so many nodes, level by level, of the endless tree of that shape."""
+    """The first `nodes` nodes, level by level, of the endless tree of a shape."""
     parents, level = [-1], range(1)
     for width in SHAPES[shape]:
         parents += [parent for parent in level for _ in range(width)]
@@ -106,14 +104,14 @@ def make_tree(shape: str, nodes: int) -> Tree:
 def mask(
     visible: Tensor, cu_nodes: Tensor, nodes: int, prefix_lens: Tensor, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """Ours."""
+    """pass_ext."""
     return pass_ext.tree_mask(visible, cu_nodes, nodes, prefix_lens, columns, dtype)
 
 
 def gather(
     visible: Tensor, cu_nodes: Tensor, nodes: int, prefix_lens: Tensor, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """Each column's bit, and a choice between two numbers."""
+    """Picks each column's bit and chooses between two numbers."""
     node = torch.arange(columns, device=visible.device) - prefix_lens.unsqueeze(1)
     words = visible.view(-1, nodes, visible.shape[1])
     bits = (words.unsqueeze(3) >> torch.arange(64, device=visible.device) & 1).bool().flatten(2)
@@ -126,7 +124,7 @@ def gather(
 def slices(
     visible: Tensor, cu_nodes: Tensor, nodes: int, prefix_lens: Tensor, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """Rectangles, one request after the other."""
+    """Writes rectangles, one request after the other."""
     low = torch.finfo(dtype).min
     out = torch.full((len(prefix_lens), 1, nodes, columns), low, dtype=dtype, device=visible.device)
     bits = (visible.unsqueeze(2) >> torch.arange(64, device=visible.device) & 1).bool().flatten(1)[:, :nodes]
@@ -141,7 +139,7 @@ MASK = (Contender(OURS, mask), Contender("gather", gather), Contender("slices", 
 
 
 def mask_case(requests: int, nodes: int, columns: int, dtype: torch.dtype, device: torch.device, sets: int) -> Case:
-    """Fewest bytes: the bits and the mask."""
+    """A case of tree_mask. Fewest bytes: the bits and the mask."""
     random = torch.Generator().manual_seed(0)
     tree, inputs = make_tree("wide", nodes), []
     out_bytes = requests * nodes * columns * dtype.itemsize
@@ -156,7 +154,7 @@ def mask_case(requests: int, nodes: int, columns: int, dtype: torch.dtype, devic
     return Case(labels, MASK, inputs, fewest_bytes=moved)
 
 
-# ---- the plan, and what was promised ----
+# ---- the plan and the aims ----
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -169,7 +167,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def make_cases(options: argparse.Namespace, prepares: list[tuple[str, int, int]], masks: Any) -> Iterator[Case]:
-    """The cases in the order of the plan's labels."""
+    """The cases in the order of the labels."""
     device, sets = torch.device(options.device), 3 if options.quick else SETS[options.device]
     for shape, requests, nodes in prepares:
         yield prepare_case(shape, requests, nodes, device, sets)
@@ -178,22 +176,19 @@ def make_cases(options: argparse.Namespace, prepares: list[tuple[str, int, int]]
 
 
 def judge(rows: list[Row]) -> list[Aim]:
-    """Once per step, so: lost in the noise of a step, never slower than plain PyTorch, and masks at the memory's speed."""
+    """Faster than plain PyTorch, microseconds for small trees, and on a GPU large masks at the memory's speed."""
     lines = lines_of({"rows": rows})
     on_gpu = any(row["how"] == "graph" for row in rows)
-    times = {op: {name(line): gain(line) or 0.0 for line in lines if line[0]["labels"]["op"] == op} for op in OPS}
-    slower = [f"{name(line)}: {gain(line):.2f} ×" for line in lines if (gain(line) or 1) < 1 - noise(line)]
+    times = {op: fastest_of([line for line in lines if line[0]["labels"]["op"] == op], name) for op in OPS}
+    ours = rows_of_ours(rows)
+    prepares = [row for row in ours if row["labels"]["op"] == "tree_prepare" and row["cache"] == "warm"]
+    small, most = [row for row in prepares if row["labels"]["nodes"] <= 64], 5 if on_gpu else 20
     aims = [
         at_least("tree_prepare: at least 2 × faster than the fastest plain way", 2, times["tree_prepare"]),
         at_least("tree_mask: at least 1.5 × faster than the fastest plain way", 1.5, times["tree_mask"]),
-        Aim("never slower than any plain way, beyond the noise", not slower, "; ".join(slower) or "on no line"),
+        never_slower(lines, name),
+        at_most(f"tree_prepare of small trees, warm: at most {most} µs", most, small, name),
     ]
-    ours = [row for row in rows if row["contender"] == OURS and row["how"] in ("graph", "call")]
-    prepares = [row for row in ours if row["labels"]["op"] == "tree_prepare" and row["cache"] == "warm"]
-    small = [row for row in prepares if row["labels"]["nodes"] <= 64]
-    slowest, most = max(small, key=lambda row: row["median_us"]), 5 if on_gpu else 20
-    measured = f"at most {slowest['median_us']:.2f} µs ({name([slowest])})"
-    aims.append(Aim(f"tree_prepare of small trees, warm: at most {most} µs", slowest["median_us"] <= most, measured))
     if on_gpu:
         large = [row for row in ours if row["labels"]["columns"] == MASKS[-1][-1] and row["cache"] == "cold"]
         aims.append(share_of("large masks, cold: at least 80 % of a copy", "of_copy", 0.8, large, name))
@@ -201,11 +196,10 @@ def judge(rows: list[Row]) -> list[Aim]:
 
 
 def name(line: list[Row]) -> str:
-    """A line of the table in few words."""
-    labels, how = line[0]["labels"], line[0]["how"]
+    """A line in a few words."""
+    labels = line[0]["labels"]
     size = " × ".join(str(labels[key]) for key in ("requests", "nodes", "columns") if labels[key] != "–")
-    way = "" if how == "call" else f", {how}"
-    return f"{labels['op']}, {labels['tree']}, {size}, {line[0]['cache']}{way}"
+    return line_name(line, labels["op"], labels["tree"], size)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Writes the pages of every results folder: README.md of its op benchmarks, decoding.md of whole texts, with its picture.
+"""Writes the pages of every results folder: README.md of the op benchmarks, and decoding.md of whole texts with its picture.
 
-`python -m benchmarks.pages`; `--check` writes nothing and fails where a page is not what the results say; with result files
-of op benchmarks it prints their tables.
+`python -m benchmarks.pages` writes; `--check` writes nothing and fails where a page does not show its results; with files of op
+results as arguments it prints their tables.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from benchmarks.pages import ops
 def main() -> int:
     """Entry point of `python -m benchmarks.pages`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="*", type=Path, help="print these as Markdown and write nothing")
+    parser.add_argument(
+        "results", nargs="*", type=Path, help="results of op benchmarks: print their tables, write nothing"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()
@@ -31,7 +33,7 @@ def main() -> int:
         decoding.write(options.root)
         return 0
     wrong = [
-        f"{page.relative_to(options.root)} is not what ops/*.json beside it say"
+        f"{page.relative_to(options.root)} does not show the ops/*.json beside it"
         for page, text in pages.items()
         if not page.exists() or page.read_text() != text
     ]

@@ -1,7 +1,8 @@
-"""Writes benchmarks/results/gpu-status.md: each kernel file's content hash, and what ran on which GPU with it.
+"""Writes benchmarks/results/gpu-status.md: the content hash of each kernel file, and the GPU tests that ran with that content.
 
-A claim comes from a benchmarks/results/*/verified-<commit>.json that benchmarks/gpu/record.py wrote; a kernel whose content has
-changed since is shown as not verified. `python -m benchmarks.pages.gpu_status` writes the page, `--check` only compares it.
+    a kernel file is verified on a GPU  =  a benchmarks/results/*/verified-<commit>.json has its hash, with tests and no failure
+
+`python -m benchmarks.pages.gpu_status` writes the page, `--check` compares it and writes nothing.
 """
 
 import argparse
@@ -17,11 +18,11 @@ from benchmarks import ROOT
 PAGE = Path("benchmarks/results/gpu-status.md")
 HEADER = """# What was verified on a GPU
 
-Written by `python -m benchmarks.pages.gpu_status`; do not edit. `make gpu` on a machine with a GPU builds the kernels, runs
-their tests and leaves the record that this page reads, `benchmarks/results/<GPU>/verified-<commit>.json`. A kernel counts as
-verified there if its tests ran on the GPU and none failed, and only while its hash is still the same. The hash covers
-the file and every project header that it includes; argument checks and registration (`csrc/cuda/*.cu`) are not in it.
-On every other machine the same kernels run in the tests on an emulator, which proves their logic, not their speed.
+Written by `python -m benchmarks.pages.gpu_status`; do not edit. On a machine with a GPU `make gpu` builds the kernels, runs
+their tests and writes a record, `benchmarks/results/<GPU>/verified-<commit>.json`, which this page shows. A kernel file is
+verified if its tests ran on the GPU, none failed, and its hash is still the same. The hash covers the file and every project
+header that it includes, but not argument checks and registration (`csrc/cuda/*.cu`). Elsewhere the tests run the same kernels
+on an emulator, which shows that their logic is right and says nothing about their speed.
 """
 
 
@@ -31,17 +32,17 @@ def kernel_files(root: Path) -> list[Path]:
 
 
 def with_headers(file: Path, root: Path) -> list[Path]:
-    """The file and then the project headers that it includes, directly or not, each once, in order of first mention."""
-    found = [file]
+    """The file and the project headers that it includes, directly or not, each once, in order of first mention."""
+    files = [file]
     for included in re.findall(r'^\s*#\s*include\s+"([^"]+)"', file.read_text(), flags=re.MULTILINE):
         header = root / "csrc" / included
         if header.exists():
-            found += [path for path in with_headers(header, root) if path not in found]
-    return found
+            files += [path for path in with_headers(header, root) if path not in files]
+    return files
 
 
 def content_hash(file: Path, root: Path) -> str:
-    """First 16 hex digits of the sha256 over the contents of `with_headers`, one after the other."""
+    """The first 16 hex digits of the sha256 over the contents of `with_headers`, one after the other."""
     digest = hashlib.sha256()
     for path in with_headers(file, root):
         digest.update(path.read_bytes())
@@ -55,12 +56,12 @@ def read_records(root: Path) -> list[dict[str, Any]]:
 
 
 def is_verified(entry: dict[str, Any]) -> bool:
-    """Whether a record's entry for a kernel says that tests really ran and none failed."""
+    """True if tests of the kernel ran and none failed, by its entry in a record."""
     return bool(entry["tests_passed"] > 0 and entry["tests_failed"] == 0)
 
 
 def describe_state(name: str, current: str, records: list[dict[str, Any]]) -> str:
-    """What may be said of a kernel whose content hash is now `current`."""
+    """The state of a kernel file whose hash is now `current`, for the page."""
     entries = [(record, record["kernels"][name]) for record in records if name in record["kernels"]]
     verified = [(record, entry) for record, entry in entries if is_verified(entry)]
     claims = [_describe_run(record, entry) for record, entry in verified if entry["hash"] == current]
@@ -92,7 +93,7 @@ def render(root: Path) -> str:
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.gpu_status`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page says something else")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()
     page, text = options.root / PAGE, render(options.root)
@@ -100,7 +101,9 @@ def main() -> int:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text)
     elif not page.exists() or page.read_text() != text:
-        print(f"{PAGE} is not what kernels and records say: run python -m benchmarks.pages.gpu_status", file=sys.stderr)
+        print(
+            f"{PAGE} does not show the kernels and records: run python -m benchmarks.pages.gpu_status", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -96,8 +96,8 @@ def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path, report, caps
 
 @pytest.mark.parametrize("window", [-1, 2048])
 def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness, window):
-    from benchmarks.ops import attention_steps as steps
-    from benchmarks.ops.attention_ways import ours, sdpa
+    from benchmarks.ops.attention_contenders import ours, sdpa
+    from benchmarks.ops.inputs import attention_steps as steps
 
     spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=2, prefix=8192, nodes=33, window=window)
     trees = steps.make_trees(spec, torch.bfloat16, "cpu")
@@ -113,31 +113,33 @@ def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness, 
 
 def test_who_is_wrong_slow_or_failing_is_absent_with_a_reason(harness, monkeypatch):
     from benchmarks.ops import attention as bench
-    from benchmarks.ops import attention_steps as steps
-    from benchmarks.ops import attention_ways as ways
+    from benchmarks.ops import attention_contenders as ways
+    from benchmarks.ops.inputs import attention_steps as steps
 
     def fail(step):
         raise NotImplementedError("no such kernel")
 
     given = [
-        ways.Way(ways.OURS, ways.ours),
-        ways.Way("wrong", lambda step: ways.ours(step)[0] * 1.2),
-        ways.Way("fails", fail),
-        ways.Way("right", ways.sdpa),
-        ways.Way("not installed", ways.sdpa, package="no_such_package"),
-        ways.Way("elsewhere", ways.sdpa, ways.GPU),
+        ways.AttentionContender(bench.OURS, ways.ours),
+        ways.AttentionContender("wrong", lambda step: ways.ours(step)[0] * 1.2),
+        ways.AttentionContender("fails", fail),
+        ways.AttentionContender("right", ways.sdpa),
+        ways.AttentionContender("not installed", ways.sdpa, package="no_such_package"),
+        ways.AttentionContender("elsewhere", ways.sdpa, devices=ways.GPU),
     ]
-    monkeypatch.setattr(bench, "WAYS", given)
+    monkeypatch.setattr(bench, "CONTENDERS", given)
     monkeypatch.setattr(bench, "LIBRARIES", [])
     spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=1, prefix=100, nodes=5)
     monkeypatch.setitem(bench.MOST_SECONDS, "cpu", 60.0)
     case = bench.make_case(spec, torch.float32, "cpu", {})
-    assert [contender.name for contender in case.contenders] == [ways.OURS, "right"]
+    assert [contender.name for contender in case.contenders] == [bench.OURS, "right"]
     assert list(case.absent) == ["wrong", "fails", "not installed"]
     assert "differs" in case.absent["wrong"] and case.absent["fails"] == "NotImplementedError: no such kernel"
     monkeypatch.setitem(bench.MOST_SECONDS, "cpu", 0.0)
     assert "ms a call" in bench.make_case(spec, torch.float32, "cpu", {}).absent["right"]
-    monkeypatch.setattr(bench, "WAYS", [ways.Way(ways.OURS, lambda step: ways.ours(step)[0] * 1.2)])
+    monkeypatch.setattr(
+        bench, "CONTENDERS", [ways.AttentionContender(bench.OURS, lambda step: ways.ours(step)[0] * 1.2)]
+    )
     with pytest.raises(AssertionError, match="differs from the reference"):
         bench.make_case(spec, torch.float32, "cpu", {})
 

@@ -152,7 +152,8 @@ def make_prompts(count, domains=("code", "prose")):
 
 
 def recorder(name, calls, text_of):
-    from benchmarks.decoding.contenders import Contender, Outcome
+    from benchmarks.decoding.contenders import Outcome
+    from benchmarks.harness.cases import Contender
 
     def write(ids, setting, seed, most):
         calls.append((name, ids, seed))
@@ -407,7 +408,7 @@ def test_the_whole_run_on_a_tiny_model(model, draft, quick_times, tmp_path):
     options.seconds = 600.0
     lookahead = pass_ext.LookaheadEmbedding(2, 32, vocabulary=64)
     drafts = Drafts(lambda target: draft, DecisionModel("entropy"), {"draft model": "disturbed"})
-    run = command.Run(options, model, Letters(), lookahead, drafts, lambda what: None)
+    run = command.Run(options, model, Letters(), lookahead, drafts, lambda words: None)
     run.prompts = run.prompts[:6]
     measured = command.measure(run)
     greedy = [row for row in measured["runs"] if row["setting"] == "greedy"]
@@ -508,11 +509,11 @@ def test_sampled_texts_are_plains_own(model, quick_times):
 
     found = contenders(model, pass_ext.LookaheadEmbedding(2, 32, vocabulary=64))
     ours = [one for one in found if not one.name.startswith("transformers")]
-    texts = [one.write((1, 2, 3), SAMPLED, 7, 12).tokens for one in ours]
+    texts = [one((1, 2, 3), SAMPLED, 7, 12).tokens for one in ours]
     assert len(texts) == 5 and all(text == texts[0] for text in texts)
-    assert ours[0].write((1, 2, 3), SAMPLED, 8, 12).tokens != texts[0]
+    assert ours[0]((1, 2, 3), SAMPLED, 8, 12).tokens != texts[0]
     theirs = next(one for one in found if one.name == "transformers")
-    assert theirs.write((1, 2, 3), SAMPLED, 7, 12).tokens == theirs.write((1, 2, 3), SAMPLED, 7, 12).tokens
+    assert theirs((1, 2, 3), SAMPLED, 7, 12).tokens == theirs((1, 2, 3), SAMPLED, 7, 12).tokens
 
 
 def test_a_session_kept_from_text_to_text_changes_nothing(model, quick_times):
@@ -522,7 +523,7 @@ def test_a_session_kept_from_text_to_text_changes_nothing(model, quick_times):
     for method in (pass_ext.Plain(), pass_ext.PaSS(pass_ext.LookaheadEmbedding(2, 32, vocabulary=64))):
         anew, kept = (method_contender("", model, method, keep=keep) for keep in (False, True))
         for ids, setting in (((1, 2, 3), GREEDY), (tuple(range(40)), SAMPLED), ((1, 2, 3), GREEDY)):
-            assert kept.write(ids, setting, 5, 12).tokens == anew.write(ids, setting, 5, 12).tokens
+            assert kept(ids, setting, 5, 12).tokens == anew(ids, setting, 5, 12).tokens
 
 
 def test_transformers_with_its_static_cache_writes_the_same(model):
@@ -530,7 +531,7 @@ def test_transformers_with_its_static_cache_writes_the_same(model):
 
     static, dynamic = (transformers_contender("", model, static=static) for static in (True, False))
     for ids in ((1, 2, 3), tuple(range(40))):
-        one, other = (who.write(ids, GREEDY, 0, 12) for who in (static, dynamic))
+        one, other = (who(ids, GREEDY, 0, 12) for who in (static, dynamic))
         assert one.tokens == other.tokens and one.calls == other.calls == len(one.tokens)
 
 

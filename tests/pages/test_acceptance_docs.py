@@ -109,7 +109,7 @@ def test_the_result_is_what_the_kernels_do(acceptance, result):
 
 
 def test_the_picture_is_what_the_kernel_does(acceptance, result):
-    assert acceptance.verify_story() == result["story"]
+    assert acceptance.acceptance_picture.verify_story() == result["story"]
 
 
 def test_the_picture_is_what_the_page_tells(result):

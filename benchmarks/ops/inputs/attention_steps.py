@@ -1,5 +1,8 @@
-"""What the contenders of attention.py get: one layer's queries and cache of a step, its random trees in every form that
-somebody needs, the reference in float64 and how far from it a result may be.
+"""Inputs of attention: queries and cache of one layer, random trees in every form that a contender takes; and the reference.
+
+    excess = max |result - reference| / (4 roundoff (|reference| + sum of p |v|))
+
+A result is right where its excess is at most 1.
 """
 
 import random
@@ -9,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.distributions import require
+from benchmarks.ops.inputs.distributions import require
 
-PAGE = 64  # slots of a page, for libraries that want pages; also what every cache is rounded up to
-# Unit roundoff that a result is judged with. Float32: not its own, since peers may take exponentials by approximation.
+PAGE = 64  # slots of a page; every cache is rounded up to whole pages
+# Unit roundoff of the bound. Float32 gets a larger one, because contenders may approximate exponentials.
 ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One line of the table: batch requests with a prefix of that length and a tree of that many nodes each."""
+    """One line of the table: `batch` requests, each with a prefix and a tree of that many nodes."""
 
     heads: int
     kv_heads: int
@@ -27,7 +30,7 @@ class Spec:
     prefix: int
     nodes: int
     window: int = -1
-    """Positions that a node sees back in the text, itself included; -1: all."""
+    """Positions that a node sees, itself and those before it; -1: all."""
 
     @property
     def group(self) -> int:
@@ -36,7 +39,7 @@ class Spec:
 
     @property
     def keys(self) -> int:
-        """Of one request: its prefix, then its nodes."""
+        """Keys of one request: its prefix, then its nodes."""
         return self.prefix + self.nodes
 
     @property
@@ -46,19 +49,19 @@ class Spec:
 
     @property
     def slots(self) -> int:
-        """Of one request in the cache."""
+        """Slots of one request in the cache."""
         return -(-self.keys // PAGE) * PAGE
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
-        """Of the keys and values that one call reads."""
+        """Bytes of the keys and values that one call reads."""
         return 2 * self.batch * (self.prefix_read + self.nodes) * self.kv_heads * self.head_dim * dtype.itemsize
 
     def rows_bytes(self, dtype: torch.dtype) -> int:
-        """Of the queries, the results and their lse."""
+        """Bytes of the queries, the results and their lse."""
         return self.batch * self.nodes * self.heads * (2 * self.head_dim * dtype.itemsize + 4)
 
     def flops(self, seen: int | None = None) -> int:
-        """Of both products, over the keys that rows see; `seen`: nodes seen by nodes, all requests. Default: all by all."""
+        """Flops of both products over the visible keys. `seen`: pairs of nodes that see each other; default: all pairs."""
         rows = self.batch * self.nodes
         pairs = rows * self.prefix_read + (rows * self.nodes if seen is None else seen)
         return 4 * pairs * self.heads * self.head_dim
@@ -66,7 +69,7 @@ class Spec:
 
 @dataclass
 class Trees:
-    """What all layers of a step share: who sees whom. N = B n nodes, packed."""
+    """The trees of a step, the same for all layers: which node sees which. N = B n nodes, packed."""
 
     spec: Spec
     prefix_lens: Tensor  # [B]
@@ -77,7 +80,7 @@ class Trees:
     seen: Tensor  # [B, n, n] bool
     mask: Tensor  # [B, 1, n, keys], 0 or -inf in the type of the queries
     folded_mask: Tensor  # [B, 1, n G, keys]
-    prepared: dict[str, Any] = field(default_factory=dict)  # by contenders that plan or compile
+    prepared: dict[str, Any] = field(default_factory=dict)  # contender -> its plan or compiled kernel
 
 
 @dataclass
@@ -88,38 +91,41 @@ class Step:
     q: Tensor  # [N, Hq, D], packed
     k: Tensor  # [B, Hkv, slots, D]; the nodes are behind the prefix
     v: Tensor
-    pages: tuple[Tensor, Tensor] | None = None  # a copy [B slots / PAGE, PAGE, Hkv, D], where somebody wants one
+    pages: tuple[Tensor, Tensor] | None = None  # a copy [B slots / PAGE, PAGE, Hkv, D], for libraries
 
     @property
     def spec(self) -> Spec:
-        """The line."""
+        """The line of this step."""
         return self.trees.spec
 
 
 def make_parents(nodes: int, generator: random.Random) -> list[int]:
-    """A random tree: every node's parent is any node before it, node 0 is the root."""
+    """The parents of a random tree: any earlier node, -1 for node 0."""
     return [-1, *(generator.randrange(node) for node in range(1, nodes))]
 
 
 def make_trees(spec: Spec, dtype: torch.dtype, device: str, seed: int = 0) -> Trees:
-    """A tree per request; a node sees its ancestors and itself."""
+    """A random tree per request; a node sees its ancestors and itself."""
     generator = random.Random(seed)
     words: list[int] = []
     depths: list[int] = []
     for _ in range(spec.batch):
-        own: list[int] = []
+        of_request: list[int] = []
         for node, parent in enumerate(make_parents(spec.nodes, generator)):
-            own.append((own[parent] if node else 0) | 1 << node)
-        words += own
-        depths += [word.bit_count() - 1 for word in own]
+            of_request.append((of_request[parent] if node else 0) | 1 << node)
+        words += of_request
+        depths += [word.bit_count() - 1 for word in of_request]
     visible = torch.tensor([word - (word >> 63 << 64) for word in words])[:, None]  # as a signed word
     seen = (visible >> torch.arange(spec.nodes) & 1).bool().view(spec.batch, spec.nodes, spec.nodes).to(device)
-    # Rows of the mask start where vector loads may: some kernels copy masks that do not.
+    # Rows of the mask are aligned for vector loads: some kernels copy masks that are not.
     mask = torch.zeros(spec.batch, 1, spec.nodes, spec.slots, dtype=dtype, device=device)
     mask[:, 0, :, spec.prefix : spec.keys].masked_fill_(~seen, float("-inf"))
     placed = torch.tensor(depths, device=device).view(spec.batch, 1, spec.nodes, 1)
     if spec.window >= 0:
-        require(spec.nodes <= spec.window, "a node must see its ancestors, else `seen` is wrong")
+        require(
+            spec.nodes <= spec.window,
+            "window must be at least the nodes: else a node does not see all its ancestors and `seen` is wrong",
+        )
         before = torch.arange(spec.prefix, device=device) <= spec.prefix + placed - spec.window
         mask[..., : spec.prefix].masked_fill_(before, float("-inf"))
     integers = {"dtype": torch.int32, "device": device}
@@ -137,7 +143,7 @@ def make_trees(spec: Spec, dtype: torch.dtype, device: str, seed: int = 0) -> Tr
 
 
 def make_step(trees: Trees, dtype: torch.dtype, device: str, generator: torch.Generator) -> Step:
-    """Random numbers, but a node seen weighs about as much as a quarter of the prefix that it sees: a wrong bit shows."""
+    """A layer of random numbers. A visible node weighs about a quarter of the visible prefix, so a wrong bit shows."""
     spec = trees.spec
 
     def draw(*shape: int) -> Tensor:
@@ -151,27 +157,27 @@ def make_step(trees: Trees, dtype: torch.dtype, device: str, generator: torch.Ge
 
 
 def as_heads(step: Step) -> Tensor:
-    """The queries as PyTorch wants them: a view [B, Hq, n, D]."""
+    """The queries in PyTorch's layout: a view [B, Hq, n, D]."""
     spec = step.spec
     return step.q.view(spec.batch, spec.nodes, spec.heads, spec.head_dim).transpose(1, 2)
 
 
 def fold(step: Step) -> Tensor:
-    """The queries with those that share a key head as its rows: a copy [B, Hkv, n G, D]."""
+    """The queries of each key head as its rows: a copy [B, Hkv, n G, D]."""
     spec = step.spec
     split = step.q.view(spec.batch, spec.nodes, spec.kv_heads, spec.group, spec.head_dim)
     return split.transpose(1, 2).reshape(spec.batch, spec.kv_heads, spec.nodes * spec.group, spec.head_dim)
 
 
 def unfold(step: Step, folded: Tensor) -> Tensor:
-    """The other way: [B, Hkv, n G, …] to [N, Hq, …]."""
+    """The inverse of `fold`: [B, Hkv, n G, …] to [N, Hq, …]."""
     spec = step.spec
     split = folded.unflatten(2, (spec.nodes, spec.group)).transpose(1, 2)
     return split.reshape(spec.batch * spec.nodes, spec.heads, *folded.shape[3:])
 
 
 def as_rows(step: Step, result: Any) -> Tensor:
-    """Whatever a contender returns, as [N, Hq, D]."""
+    """A contender's result as [N, Hq, D]."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     if out.dim() == 3:
         return out
@@ -179,7 +185,7 @@ def as_rows(step: Step, result: Any) -> Tensor:
 
 
 def reference(step: Step) -> tuple[Tensor, Tensor]:
-    """In float64, request by request: the sum of p v, and that of p |v|, both [N, Hq, D]."""
+    """The sums of p v and of p |v| in float64, request by request, both [N, Hq, D]."""
     spec, outs, magnitudes = step.spec, [], []
     for b in range(spec.batch):
         q = fold(step)[b].double()  # [Hkv, n G, D]
@@ -193,8 +199,7 @@ def reference(step: Step) -> tuple[Tensor, Tensor]:
 
 
 def excess(step: Step, result: Any, expected: tuple[Tensor, Tensor]) -> float:
-    """The largest error over what rounding explains, p and the result each rounded a few times; above 1, the result is
-    wrong. Not finite: infinite."""
+    """The largest error over the bound for a few roundings of p and the result; infinite for a result that is not finite."""
     out, magnitude = expected
     bound = 4 * ROUNDOFF[step.q.dtype] * (out.abs() + magnitude)
     return ((as_rows(step, result).double() - out).abs() / bound).nan_to_num(float("inf")).max().item()

@@ -1,5 +1,6 @@
-"""The ways to verify drafts that accept.py times: ours, plain PyTorch, transformers, vLLM and FlashInfer; and what they
-get, a Step. Why these: the top of accept.py.
+"""Contenders that verify drafts: pass_ext, plain PyTorch, transformers, vLLM and FlashInfer; and ``Step``, their input.
+
+accept.py says what each stands for.
 """
 
 from collections.abc import Callable
@@ -11,15 +12,21 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from benchmarks.ops.distributions import FILTERS, TEMPERATURE, lean_draw, lean_law, usual_draw, usual_law
+from benchmarks.ops.inputs.distributions import FILTERS, TEMPERATURE, lean_draw, lean_probs, usual_draw, usual_probs
+from pass_ext import Tree
 
-BRANCHING = {3: (1, 2), 7: (1, 2, 2), 15: (3, 2, 1), 63: (3, 2, 3, 2)}  # children of every node, level by level
-BY_DRAFT_LAW = ("rejection", "rejection_with_replacement", "block", "traversal", "kseq")
+BRANCHING = {
+    3: (1, 2),
+    7: (1, 2, 2),
+    15: (3, 2, 1),
+    63: (3, 2, 3, 2),
+}  # drafts -> children of every node, level by level
+NEEDS_DRAFT = ("rejection", "rejection_with_replacement", "block", "traversal", "kseq")
 
 Accepted = tuple[Tensor, Tensor]  # emitted [B, depth + 1], -1 behind the end; accepted drafts [B]
 
 
-# ---- what is verified ----
+# ---- the input ----
 
 
 @dataclass(frozen=True)
@@ -37,60 +44,51 @@ class Spec:
 
     @property
     def temperature(self) -> float:
-        """Greedy is the limit of every rule."""
+        """0 for greedy steps."""
         return 0.0 if self.rule == "greedy" else TEMPERATURE
 
 
 class Topology:
-    """The tree of a step, the same for every request; node 0 is the root. A chain is a tree too."""
+    """The tree of a step, the same for every request, as lists; node 0 is the root. A chain is a tree too."""
 
     def __init__(self, shape: str, drafts: int) -> None:
         branching = BRANCHING[drafts] if shape == "tree" else (1,) * drafts
-        self.parents, level = [-1], [0]
-        for width in branching:
-            first = len(self.parents)
-            self.parents += [node for node in level for _ in range(width)]
-            level = list(range(first, len(self.parents)))
-        self.nodes, self.depth, self.branching = len(self.parents), len(branching), branching
-        self.children = [[i for i, parent in enumerate(self.parents) if parent == node] for node in range(self.nodes)]
+        tree = Tree.from_branching(branching)
+        self.parents, self.depths = list(tree.parents), list(tree.depths)
+        self.nodes, self.depth, self.branching = len(tree), len(branching), branching
+        self.children = [list(tree.children(node)) for node in range(self.nodes)]
         self.inner = [node for node in range(self.nodes) if self.children[node]]
-        self.depths = [0]
-        for parent in self.parents[1:]:
-            self.depths.append(self.depths[parent] + 1)
-        self.first_path = [0]  # to the first leaf
-        while self.children[self.first_path[-1]]:
-            self.first_path.append(self.children[self.first_path[-1]][0])
+        self.first_path = list(tree.path(tree.leaves[0]))
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For torch's walks: the children of each node, -1 behind the last; each node's row of draft logits, 0 for none."""
+        """The children of each node, -1 behind the last; each node's row of draft logits, 0 for a leaf."""
         width = max(self.branching)
-        children = [[*own, *[-1] * (width - len(own))] for own in self.children]
+        children = [[*below, *[-1] * (width - len(below))] for below in self.children]
         rows = [self.inner.index(node) if node in self.inner else 0 for node in range(self.nodes)]
         return torch.tensor(children, device=device), torch.tensor(rows, device=device)
 
 
 @dataclass
 class Step:
-    """One set of inputs: what a decoder holds when its drafts come back from the target. B requests of n nodes, I of them
-    with children."""
+    """One set of inputs: logits and drafts of B requests with n nodes each, I of them with children."""
 
     spec: Spec
     topology: Topology
     target: Tensor  # [B, n, V]
     draft: Tensor  # [B, I, V]
-    tokens: Tensor  # [B, n], the root's is not used
-    law: dict[str, Tensor]  # our sampling parameters
+    tokens: Tensor  # [B, n]; the root's is not used
+    sampling: dict[str, Tensor]  # temperature and filters as pass_ext takes them
     seeds: Tensor
     positions: Tensor
     children: Tensor
     draft_row: Tensor
-    tree: tuple[Any, ...] = ()  # our description of it: tokens, parents, cu_nodes, max_depth
+    tree: tuple[Any, ...] = ()  # as pass_ext takes it: tokens, parents, cu_nodes, max_depth
     draft_rows: Tensor | None = None
     transformers: tuple[Any, ...] = ()
 
     @property
     def chain(self) -> Tensor:
-        """The drafts alone, [B, K]."""
+        """The drafts without the root, [B, K]."""
         return self.tokens[:, 1:]
 
 
@@ -98,11 +96,11 @@ class Step:
 
 
 def ours(step: Step) -> pass_ext.AcceptResult:
-    """Greedy is a step without a temperature."""
+    """pass_ext; a greedy step is rule "coupled" without a temperature."""
     rule = "coupled" if step.spec.rule == "greedy" else step.spec.rule
-    judged = rule in BY_DRAFT_LAW
+    needs_draft = rule in NEEDS_DRAFT
     if step.spec.shape == "chain":
-        draft = step.draft if judged else None
+        draft = step.draft if needs_draft else None
         return pass_ext.accept_chain(
             step.target,
             step.tree[0],
@@ -110,17 +108,17 @@ def ours(step: Step) -> pass_ext.AcceptResult:
             draft_logits=draft,
             seeds=step.seeds,
             positions=step.positions,
-            **step.law,
+            **step.sampling,
         )
     return pass_ext.accept_tree(
         step.target.flatten(0, 1),
         *step.tree,
         rule=rule,
-        draft_logits=step.draft.flatten(0, 1) if judged else None,
-        draft_rows=step.draft_rows if judged else None,
+        draft_logits=step.draft.flatten(0, 1) if needs_draft else None,
+        draft_rows=step.draft_rows if needs_draft else None,
         seeds=step.seeds,
         positions=step.positions,
-        **step.law,
+        **step.sampling,
     )
 
 
@@ -128,7 +126,7 @@ def ours(step: Step) -> pass_ext.AcceptResult:
 
 
 def emit(step: Step, accepted: Tensor, last: Tensor) -> Accepted:
-    """The accepted drafts of a chain, the token after them, and -1."""
+    """A chain's accepted drafts, the token behind them, then -1."""
     drafts = step.chain
     place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     padded = torch.cat([drafts, drafts[:, :1]], dim=1)
@@ -137,11 +135,11 @@ def emit(step: Step, accepted: Tensor, last: Tensor) -> Accepted:
 
 
 def chain_rejection(step: Step) -> Accepted:
-    """Both laws, all coins, the residual of the row where it stopped."""
-    p = usual_law(step.target, TEMPERATURE, step.spec.filters)
-    q = usual_law(step.draft, TEMPERATURE, step.spec.filters)
+    """Rejection: both distributions, all coins, and the residual of the row of the first refusal."""
+    p = usual_probs(step.target, TEMPERATURE, step.spec.filters)
+    q = usual_probs(step.draft, TEMPERATURE, step.spec.filters)
     drafts, requests = step.chain.clamp(min=0), torch.arange(len(p), device=p.device)
-    p_token, q_token = (law[:, : drafts.shape[1]].gather(2, drafts[..., None])[..., 0] for law in (p, q))
+    p_token, q_token = (probs[:, : drafts.shape[1]].gather(2, drafts[..., None])[..., 0] for probs in (p, q))
     accept = (torch.rand_like(p_token) * q_token < p_token) & (step.chain >= 0)
     accepted = accept.cumprod(1).sum(1)
     stop = p[requests, accepted]
@@ -152,11 +150,11 @@ def chain_rejection(step: Step) -> Accepted:
 
 
 def chain_block(step: Step) -> Accepted:
-    """Block verification: the longest prefix whose coin is below its chance."""
-    p = usual_law(step.target, TEMPERATURE, step.spec.filters)
-    q = usual_law(step.draft, TEMPERATURE, step.spec.filters)
+    """Block verification: accepts the longest prefix whose coin is below its chance."""
+    p = usual_probs(step.target, TEMPERATURE, step.spec.filters)
+    q = usual_probs(step.draft, TEMPERATURE, step.spec.filters)
     drafts, requests, count = step.chain.clamp(min=0), torch.arange(len(p), device=p.device), step.chain.shape[1]
-    p_token, q_token = (law[:, :count].gather(2, drafts[..., None])[..., 0] for law in (p, q))
+    p_token, q_token = (probs[:, :count].gather(2, drafts[..., None])[..., 0] for probs in (p, q))
     ratio = (p_token / q_token).where(step.chain >= 0, 0)
     weights = [torch.ones_like(ratio[:, 0])]
     for i in range(count):
@@ -175,8 +173,8 @@ def chain_block(step: Step) -> Accepted:
 
 
 def chain_typical(step: Step) -> Accepted:
-    """Accept what is probable enough for its row's entropy."""
-    p = usual_law(step.target, TEMPERATURE, step.spec.filters)
+    """Typical acceptance: accepts drafts that are probable enough for the entropy of their row."""
+    p = usual_probs(step.target, TEMPERATURE, step.spec.filters)
     count = step.chain.shape[1]
     entropy = torch.special.entr(p[:, :count]).sum(2)
     bound = (0.3 * (-entropy).exp()).clamp_(max=0.09)
@@ -186,18 +184,18 @@ def chain_typical(step: Step) -> Accepted:
 
 
 def chain_coupled(step: Step) -> Accepted:
-    """Draw the target's token of every row, keep the drafts that are it."""
-    p = usual_law(step.target, TEMPERATURE, step.spec.filters)
+    """Draws the target's token of every row and accepts the drafts equal to it."""
+    p = usual_probs(step.target, TEMPERATURE, step.spec.filters)
     return match_chain(step, usual_draw(p.flatten(0, 1)).view(p.shape[:2]))
 
 
 def chain_greedy(step: Step) -> Accepted:
-    """The same with the arg-max."""
+    """Accepts the drafts equal to the arg-max of their row."""
     return match_chain(step, step.target.argmax(2))
 
 
 def match_chain(step: Step, tokens: Tensor) -> Accepted:
-    """Drafts are accepted as long as they are the tokens."""
+    """Accepts drafts up to the first that differs from the token of its row."""
     accepted = (tokens[:, :-1] == step.chain).cumprod(1).sum(1)
     return emit(step, accepted, tokens.gather(1, accepted[:, None])[:, 0])
 
@@ -206,21 +204,24 @@ def match_chain(step: Step, tokens: Tensor) -> Accepted:
 
 
 def walk_rejection(
-    step: Step, make_law: Callable[..., Tensor], draw: Callable[[Tensor], Tensor], replaced: bool = False
+    step: Step, make_probs: Callable[..., Tensor], draw: Callable[[Tensor], Tensor], replaced: bool = False
 ) -> Accepted:
-    """Children in turn, each rejected one out of p and q; then a draw from what is left. All requests at once."""
+    """Rejection on a tree: judges children in turn, takes rejected ones out of p and q, and draws from the rest.
+
+    All requests walk at once.
+    """
     device, filters, on_cpu = step.target.device, step.spec.filters, step.target.device.type == "cpu"
     requests = torch.arange(len(step.target), device=device)
     emitted = torch.full((len(requests), step.topology.depth + 1), -1, device=device)
     accepted_count = torch.zeros_like(requests)
     left = step.target.new_empty(len(requests), step.target.shape[2], dtype=torch.float32)
     node, walking = torch.zeros_like(requests), torch.ones_like(requests, dtype=torch.bool)
-    rows = requests  # those still walking; on a GPU all, since to know how many is to wait
+    rows = requests  # that still walk; on a GPU all, because counting them would wait for it
     for width in (*step.topology.branching, 0):
-        p = make_law(step.target[rows, node], TEMPERATURE, filters)
+        p = make_probs(step.target[rows, node], TEMPERATURE, filters)
         chosen = torch.full_like(node, -1)
         if width:
-            q = make_law(step.draft[rows, step.draft_row[node]], TEMPERATURE, filters)
+            q = make_probs(step.draft[rows, step.draft_row[node]], TEMPERATURE, filters)
             q_mass = torch.ones_like(p[:, :1])
         for place in range(width):
             child = step.children[node, place]
@@ -231,15 +232,15 @@ def walk_rejection(
             accept = judged & (torch.rand_like(q_token) * q_token < p.gather(1, at) * q_mass)[:, 0]
             chosen = child.where(accept, chosen)
             refused = judged & ~accept
-            if on_cpu:  # only what was refused changes
+            if on_cpu:  # the rows of refused drafts alone
                 some = refused.nonzero()[:, 0]
                 if not len(some):
                     continue
-                p_some, q_some, all_of_it = p[some], q[some], len(some) == len(rows)
+                p_some, q_some, refused_all = p[some], q[some], len(some) == len(rows)
                 residual = (p_some - q_some / q_mass[some]).clamp_(min=0)
                 mass = residual.sum(1, keepdim=True)
                 residual = torch.where(mass > 0, residual / mass, p_some)
-                if all_of_it:
+                if refused_all:
                     p = residual
                 else:
                     p[some] = residual
@@ -274,7 +275,7 @@ def walk_rejection(
 
 
 def walk_match(step: Step, pick: Callable[[Tensor], Tensor]) -> Accepted:
-    """Pick the target's token at each node arrived at, go on where a child is it."""
+    """Picks the target's token at each node and goes on to the child equal to it."""
     device, on_cpu = step.target.device, step.target.device.type == "cpu"
     requests = torch.arange(len(step.target), device=device)
     emitted = torch.full((len(requests), step.topology.depth + 1), -1, device=device)
@@ -285,64 +286,64 @@ def walk_match(step: Step, pick: Callable[[Tensor], Tensor]) -> Accepted:
         emitted[rows, depth] = token if on_cpu else token.where(walking, -1)
         children = step.children[node]
         fits = (step.tokens[rows[:, None], children.clamp(min=0)] == token[:, None]) & (children >= 0)
-        found, place = fits.max(1)
-        found = found & walking[: len(rows)]
-        accepted_count[rows] += found
+        matches, place = fits.max(1)
+        matches = matches & walking[: len(rows)]
+        accepted_count[rows] += matches
         node = children.gather(1, place[:, None])[:, 0]
         if on_cpu:
-            rows, node = rows[found], node[found]
+            rows, node = rows[matches], node[matches]
             if not len(rows):
                 break
         else:
-            walking, node = found, node.clamp(min=0)
+            walking, node = matches, node.clamp(min=0)
     return emitted, accepted_count
 
 
-def walk_coupled(step: Step, make_law: Callable[..., Tensor], draw: Callable[[Tensor], Tensor]) -> Accepted:
-    """With a token drawn from the target's law."""
-    return walk_match(step, lambda rows: draw(make_law(rows, TEMPERATURE, step.spec.filters)))
+def walk_coupled(step: Step, make_probs: Callable[..., Tensor], draw: Callable[[Tensor], Tensor]) -> Accepted:
+    """Walks by tokens drawn from the target's distribution."""
+    return walk_match(step, lambda rows: draw(make_probs(rows, TEMPERATURE, step.spec.filters)))
 
 
 def walk_greedy(step: Step) -> Accepted:
-    """With the arg-max."""
+    """Walks by the arg-max."""
     return walk_match(step, lambda rows: rows.argmax(1))
 
 
 def usual_walk(step: Step) -> Accepted:
     """Rejection without replacement."""
-    return walk_rejection(step, usual_law, usual_draw)
+    return walk_rejection(step, usual_probs, usual_draw)
 
 
 def usual_walk_with_replacement(step: Step) -> Accepted:
     """Rejection of independent draws."""
-    return walk_rejection(step, usual_law, usual_draw, replaced=True)
+    return walk_rejection(step, usual_probs, usual_draw, replaced=True)
 
 
 def lean_walk(step: Step) -> Accepted:
-    """Rejection without replacement, leaner."""
-    return walk_rejection(step, lean_law, lean_draw)
+    """Rejection without replacement, with less work."""
+    return walk_rejection(step, lean_probs, lean_draw)
 
 
 def lean_walk_with_replacement(step: Step) -> Accepted:
-    """Rejection of independent draws, leaner."""
-    return walk_rejection(step, lean_law, lean_draw, replaced=True)
+    """Rejection of independent draws, with less work."""
+    return walk_rejection(step, lean_probs, lean_draw, replaced=True)
 
 
 def usual_coupled_walk(step: Step) -> Accepted:
-    """The target's own tokens."""
-    return walk_coupled(step, usual_law, usual_draw)
+    """Walks by the target's own draws."""
+    return walk_coupled(step, usual_probs, usual_draw)
 
 
 def lean_coupled_walk(step: Step) -> Accepted:
-    """The target's own tokens, leaner."""
-    return walk_coupled(step, lean_law, lean_draw)
+    """Walks by the target's own draws, with less work."""
+    return walk_coupled(step, lean_probs, lean_draw)
 
 
 # ---- other libraries ----
 
 
 def prepare_transformers(step: Step) -> tuple[Any, ...]:
-    """Its function, its processors in its order, the ids, and the draft's logits as its assistant leaves them."""
+    """transformers' function, its processors in its order, and the draft's logits as its assistant leaves them."""
     from transformers.generation import logits_process as process
     from transformers.generation.utils import _speculative_sampling
 
@@ -359,7 +360,7 @@ def prepare_transformers(step: Step) -> tuple[Any, ...]:
 
 
 def with_transformers(step: Step) -> Any:
-    """As `_assisted_decoding` does once the target's logits are there."""
+    """transformers: the steps of `_assisted_decoding` behind the call of the target."""
     verify, processors, scores = step.transformers
     logits = step.target.to(torch.float32, copy=True)
     for i in range(logits.shape[1]):
@@ -368,38 +369,43 @@ def with_transformers(step: Step) -> Any:
 
 
 def with_vllm(step: Step) -> Any:
-    """Its sampler's preprocessing, the bonus draw, and its Triton kernels. v1; the names are those of 0.9 and later."""
+    """vLLM: its sampler's preprocessing, the bonus draw, its Triton kernels. Names of v1, 0.9 and later."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
 
     batch, nodes, vocabulary = step.target.shape
 
-    def law(logits: Tensor) -> Tensor:
+    def probs_of(logits: Tensor) -> Tensor:
         rows, options = logits.numel() // vocabulary, FILTERS[step.spec.filters]
-        columns = [
+        filters = [
             torch.full((rows,), options[name], device=logits.device) if name in options else None
             for name in ("top_k", "top_p")
         ]
         scaled = logits.reshape(rows, vocabulary).to(torch.float32, copy=True).div_(TEMPERATURE)
-        return apply_top_k_top_p(scaled, *columns).softmax(-1, dtype=torch.float32)
+        return apply_top_k_top_p(scaled, *filters).softmax(-1, dtype=torch.float32)
 
-    bonus = random_sample(law(step.target[:, -1]), {})[:, None]
+    bonus = random_sample(probs_of(step.target[:, -1]), {})[:, None]
     counts = [nodes - 1] * batch
     ends = torch.arange(1, batch + 1, device=bonus.device, dtype=torch.int32) * (nodes - 1)
     metadata = SimpleNamespace(
-        all_greedy=False, all_random=True, temperature=step.law["temperature"], generators={}, top_k=None, top_p=None
+        all_greedy=False,
+        all_random=True,
+        temperature=step.sampling["temperature"],
+        generators={},
+        top_k=None,
+        top_p=None,
     )
     drafts = step.chain.to(torch.int32).flatten()
     return rejection_sampler.rejection_sample(
-        drafts, counts, nodes - 1, ends, law(step.draft), law(step.target[:, :-1]), bonus, metadata
+        drafts, counts, nodes - 1, ends, probs_of(step.draft), probs_of(step.target[:, :-1]), bonus, metadata
     )
 
 
 def with_flashinfer(step: Step) -> Any:
-    """Its softmax and renormalisation for both, then its kernel for chains."""
+    """FlashInfer: softmax and renormalisation of both, then its kernel for chains."""
     from flashinfer import sampling
 
-    def law(logits: Tensor) -> Tensor:
+    def probs_of(logits: Tensor) -> Tensor:
         options = FILTERS[step.spec.filters]
         probs = sampling.softmax(logits.flatten(0, 1).float(), temperature=TEMPERATURE)
         if "top_k" in options:
@@ -408,10 +414,10 @@ def with_flashinfer(step: Step) -> Any:
             probs = sampling.top_p_renorm_probs(probs, options["top_p"])
         return probs.view(logits.shape)
 
-    return sampling.chain_speculative_sampling(law(step.draft), step.chain.to(torch.int32), law(step.target))
+    return sampling.chain_speculative_sampling(probs_of(step.draft), step.chain.to(torch.int32), probs_of(step.target))
 
 
-# ---- who has which rule ----
+# ---- the rules that each has ----
 
 CHAIN: dict[str, Callable[[Step], Accepted]] = {
     "greedy": chain_greedy,

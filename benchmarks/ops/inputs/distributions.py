@@ -1,12 +1,10 @@
-"""What the benches of sampling share: logits like a language model's, a row of logits as a law in plain PyTorch, and the
-comparison of ways that draw random numbers of their own. Used by accept.py and draft.py; `require` also by
-attention.py.
+"""Logits like a language model's, their distributions in plain PyTorch, and tests that two contenders draw from the same one.
 
-Logits come in two kinds, because filters cost what the shape of a row lets them:
+The cost of filters depends on the shape of a row, so logits come in two kinds:
 
-* peaked, like a trained model's: a normal tail, N(0, 1.5), and 64 tokens above it with weights rank^-1.2, each off by N(0, 1);
-  they hold nearly all of the probability, the best about a third, and top-p 0.9 keeps some tens;
-* flat: N(0, 3), where top-p 0.9 keeps thousands, as at a high temperature.
+* peaked, as of a trained model: a normal tail, N(0, 1.5), and 64 tokens above it with weights rank^-1.2, each off by N(0, 1).
+  These 64 hold nearly all of the probability, the best about a third, and top-p 0.9 keeps some tens of tokens;
+* flat: N(0, 3), where top-p 0.9 keeps thousands of tokens, as at a high temperature.
 
 A draft's logits are the target's plus N(0, 0.7) on peaked rows and N(0, 1) on flat ones.
 """
@@ -30,43 +28,51 @@ DTYPE_OF = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.f
 STRONG = 64
 TAIL = 1.5
 DRAFT_NOISE = {"peaked": 0.7, "flat": 1.0}
-SIGMAS = 5.0  # a comparison fails where chance alone would come once in a million
+SIGMAS = 5.0  # chance alone exceeds this about once in a million comparisons
+SETS = {"cpu": 16, "cuda": 64}  # of inputs, at most
+QUICK_SETS, FEWEST_SETS = 4, 3
+INPUT_BYTES = {"cpu": 2**28, "cuda": 2**30}  # of the (target's) logits in all sets
 
 
 # ---- inputs ----
 
 
 def make_logits(kind: str, rows: int, vocabulary: int, generator: torch.Generator) -> Tensor:
-    """``[rows, vocabulary]`` float32 of the kind."""
+    """Logits ``[rows, vocabulary]`` of a kind, float32."""
     logits = torch.empty(rows, vocabulary, device=generator.device).normal_(0, 1, generator=generator)
     if kind == "flat":
         return logits.mul_(3.0)
     logits.mul_(TAIL)
     strong = min(STRONG, vocabulary // 2)
     rank = torch.arange(1, strong + 1, device=generator.device)
-    above = math.log(vocabulary) + TAIL**2 / 2 + 3.0  # e^3 times the mass of the whole tail, for the first of them
+    above = math.log(vocabulary) + TAIL**2 / 2 + 3.0  # the first has e^3 times the mass of the whole tail
     level = above - 1.2 * rank.log() + torch.randn(rows, strong, device=generator.device, generator=generator)
     ids = torch.randint(vocabulary, (rows, strong), device=generator.device, generator=generator)
     return logits.scatter_(1, ids, level)
 
 
 def make_draft_logits(kind: str, target: Tensor, generator: torch.Generator) -> Tensor:
-    """What a good draft model would say where the target says ``target``."""
+    """Logits of a good draft model where the target's are ``target``."""
     noise = torch.empty_like(target).normal_(0, DRAFT_NOISE[kind], generator=generator)
     return noise.add_(target)
 
 
-def as_columns(rows: int, device: torch.device, temperature: float, filters: str) -> dict[str, Tensor]:
-    """Temperature and filters as our ops take them: one value per row."""
+def per_row(rows: int, device: torch.device, temperature: float, filters: str) -> dict[str, Tensor]:
+    """Temperature and filters as tensors of one value per row, as the ops take them."""
     values = {"temperature": temperature, **FILTERS[filters]}
     return {name: torch.full((rows,), value, dtype=DTYPE_OF[name], device=device) for name, value in values.items()}
 
 
-# ---- a row as a law, and a draw from it ----
+def sets_of_inputs(set_bytes: int, device: str, quick: bool) -> int:
+    """The number of sets of inputs, each with logits of that many bytes."""
+    return max(FEWEST_SETS, min(QUICK_SETS if quick else SETS[device], INPUT_BYTES[device] // set_bytes))
 
 
-def usual_law(logits: Tensor, temperature: float, filters: str) -> Tensor:
-    """Probabilities the usual way: everything in float32, one sort for top-k and top-p. ``logits`` ``[..., V]``."""
+# ---- probabilities of a row, and a draw ----
+
+
+def usual_probs(logits: Tensor, temperature: float, filters: str) -> Tensor:
+    """Probabilities of ``logits [..., V]`` the usual way: all in float32, one sort for top-k and top-p."""
     scaled = logits.float() / temperature
     options = FILTERS[filters]
     if "top_k" in options or "top_p" in options:
@@ -82,8 +88,8 @@ def usual_law(logits: Tensor, temperature: float, filters: str) -> Tensor:
     return scaled.softmax(-1)
 
 
-def lean_law(logits: Tensor, temperature: float, filters: str) -> Tensor:
-    """The same with less work: top-k without a sort, top-p among its tokens alone, min-p from the maximum."""
+def lean_probs(logits: Tensor, temperature: float, filters: str) -> Tensor:
+    """Probabilities with less work: top-k without a sort, top-p among its tokens alone, min-p from the maximum."""
     options = FILTERS[filters]
     if "top_k" in options:
         values, ids = logits.topk(options["top_k"], dim=-1)
@@ -92,7 +98,7 @@ def lean_law(logits: Tensor, temperature: float, filters: str) -> Tensor:
             _keep_top_p(values, options["top_p"])
         return torch.zeros(logits.shape, device=logits.device).scatter_(-1, ids, values.softmax(-1))
     if "top_p" in options:
-        return usual_law(logits, temperature, filters)
+        return usual_probs(logits, temperature, filters)
     scaled = logits.float().mul_(1 / temperature) if logits.dtype != torch.float32 else logits * (1 / temperature)
     if "min_p" in options:
         scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + math.log(options["min_p"]), -math.inf)
@@ -100,7 +106,7 @@ def lean_law(logits: Tensor, temperature: float, filters: str) -> Tensor:
 
 
 def _keep_top_p(values: Tensor, top_p: float) -> None:
-    """In place, on sorted logits: -inf behind the shortest prefix that has ``top_p`` of the mass."""
+    """Sets sorted logits to -inf, in place, behind the shortest prefix with ``top_p`` of the mass."""
     probs = values.softmax(-1)
     values.masked_fill_(probs.cumsum(-1) - probs >= top_p, -math.inf)
 
@@ -111,41 +117,41 @@ def usual_draw(weights: Tensor) -> Tensor:
 
 
 def lean_draw(weights: Tensor) -> Tensor:
-    """The same by inverting the cumulative sum at one uniform number per row."""
+    """One token per row by inverting the cumulative sum at one uniform number."""
     sums = weights.cumsum(-1)
     bound = torch.rand(len(weights), 1, device=weights.device) * sums[:, -1:]
     return torch.searchsorted(sums, bound, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
-# ---- whether two ways draw from the same law ----
+# ---- tests of equal distributions ----
 
 
 def require(condition: bool | Tensor, message: str) -> None:
-    """Raises, in the words of a failed agreement."""
+    """Raises ``AssertionError`` unless the condition holds."""
     if not bool(condition):
         raise AssertionError(f"{message}: nothing was timed")
 
 
-def require_same_mean(name: str, one: Tensor, other: Tensor) -> None:
-    """Raises where two samples' means differ by more than chance explains."""
-    one, other = one.double(), other.double()
-    spread = (one.var() / len(one) + other.var() / len(other)).sqrt()
-    distance = (one.mean() - other.mean()).abs()
-    require(distance <= SIGMAS * spread + 1e-9, f"{name}: means {one.mean():.4f} and {other.mean():.4f}")
+def require_same_mean(name: str, first: Tensor, second: Tensor) -> None:
+    """Raises where the means of two samples differ by more than chance explains."""
+    first, second = first.double(), second.double()
+    spread = (first.var() / len(first) + second.var() / len(second)).sqrt()
+    distance = (first.mean() - second.mean()).abs()
+    require(distance <= SIGMAS * spread + 1e-9, f"{name}: means {first.mean():.4f} and {second.mean():.4f}")
 
 
-def require_law(name: str, tokens: Tensor, law: Tensor) -> None:
-    """Raises where a token's share among ``tokens`` is not its probability in ``law`` ``[V]``, but for chance."""
-    share = torch.bincount(tokens, minlength=len(law)) / len(tokens)
-    spread = (law * (1 - law) / len(tokens)).sqrt()
-    wrong = (share - law).abs() > SIGMAS * spread + 2 / len(tokens)
+def require_drawn_from(name: str, tokens: Tensor, probs: Tensor) -> None:
+    """Raises where a token's share of ``tokens`` differs from ``probs [V]`` by more than chance explains."""
+    share = torch.bincount(tokens, minlength=len(probs)) / len(tokens)
+    spread = (probs * (1 - probs) / len(tokens)).sqrt()
+    wrong = (share - probs).abs() > SIGMAS * spread + 2 / len(tokens)
     require(not wrong.any(), f"{name}: tokens {wrong.nonzero().flatten().tolist()} come too often or too seldom")
 
 
-def require_same_law(name: str, tokens: Sequence[Tensor], vocabulary: int) -> None:
+def require_same_shares(name: str, tokens: Sequence[Tensor], vocabulary: int) -> None:
     """Raises where two samples of tokens differ by more than chance explains."""
-    one, other = (torch.bincount(sample, minlength=vocabulary) / len(sample) for sample in tokens)
-    pooled = (one + other) / 2
+    first, second = (torch.bincount(sample, minlength=vocabulary) / len(sample) for sample in tokens)
+    pooled = (first + second) / 2
     spread = (pooled * (1 - pooled) * (1 / len(tokens[0]) + 1 / len(tokens[1]))).sqrt()
-    wrong = (one - other).abs() > SIGMAS * spread + 2 / len(tokens[0])
+    wrong = (first - second).abs() > SIGMAS * spread + 2 / len(tokens[0])
     require(not wrong.any(), f"{name}: tokens {wrong.nonzero().flatten().tolist()} come too often or too seldom")

@@ -1,5 +1,6 @@
-"""The ways to attend to a prefix and a tree that attention.py times: ours and PyTorch's. Other libraries:
-attention_libraries.py. What they get: attention_steps.py. Why these: the top of attention.py.
+"""Contenders that attend to a prefix and a tree: pass_ext and PyTorch. attention_libraries.py has other libraries.
+
+attention_steps.py makes their inputs; attention.py says what each stands for.
 """
 
 import functools
@@ -12,33 +13,32 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.ops.attention_steps import Step, as_heads, fold, unfold
+from benchmarks.harness.cases import OURS, Contender
+from benchmarks.ops.inputs.attention_steps import Step, as_heads, fold, unfold
 from pass_ext.ops.attention import attention_merge, attention_tree
 
-OURS, SDPA, FOLDED, MERGED = "pass_ext", "SDPA", "SDPA, folded", "torch flash + merge"
+SDPA, FOLDED, MERGED = "SDPA", "SDPA, folded", "torch flash + merge"
 FLEX, FLEX_TUNED = "FlexAttention", "FlexAttention, tuned"
 
 
-@dataclass(frozen=True)
-class Way:
-    """One contender, and what it needs before it can run."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionContender(Contender):
+    """A contender with the conditions under which it can run. Its function takes a ``Step``."""
 
-    name: str
-    function: Callable[[Step], Any]
     devices: tuple[str, ...] = ("cpu", "cuda")
     prepare: Callable[[Sequence[Step]], None] | None = None
-    """Once per line, untimed: plans, compiles, copies into pages."""
+    """Plans, compiles, copies into pages: once per line, untimed."""
     compiles: bool = False
     package: str | None = None
-    """What must be installed; tried in a process of its own first."""
+    """The package that must be installed; it is tried in another process first."""
     one_request: bool = False
-    """Has one tree for all requests, so it does the job for one."""
+    """True if it takes one tree for all requests: then it runs on lines of one request."""
     has_window: bool = False
-    """Hides what lies outside a window that goes by depth."""
+    """True if it can hide keys outside a window that goes by depth."""
 
 
 def ours(step: Step) -> tuple[Tensor, Tensor]:
-    """One call, the cache where it lies."""
+    """pass_ext: one call on the cache as it is."""
     trees = step.trees
     return attention_tree(
         step.q,
@@ -56,44 +56,44 @@ def ours(step: Step) -> tuple[Tensor, Tensor]:
 # ---- a dense mask ----
 
 
-def used(step: Step) -> tuple[Tensor, Tensor]:
-    """Keys and values without the unused slots: views [B, Hkv, keys, D]."""
+def used_keys(step: Step) -> tuple[Tensor, Tensor]:
+    """Keys and values without unused slots: views [B, Hkv, keys, D]."""
     return step.k[:, :, : step.spec.keys], step.v[:, :, : step.spec.keys]
 
 
 def sdpa(step: Step) -> Tensor:
-    """As one would write it."""
-    k, v = used(step)
+    """SDPA with a dense mask, as a user writes it."""
+    k, v = used_keys(step)
     return scaled_dot_product_attention(as_heads(step), k, v, attn_mask=step.trees.mask, enable_gqa=True)
 
 
 def sdpa_folded(step: Step) -> Tensor:
-    """Every key head's query heads are its rows: no kernel needs to know of groups, or to read a key twice."""
-    k, v = used(step)
+    """SDPA with the query heads of a key head as its rows: no kernel needs to know of groups, or to read a key twice."""
+    k, v = used_keys(step)
     return scaled_dot_product_attention(fold(step), k, v, attn_mask=step.trees.folded_mask)
 
 
 def sdpa_repeated(step: Step) -> Tensor:
-    """Every key head copied for each of its query heads, as models do whose kernel knows no groups."""
-    k, v = (cache.repeat_interleave(step.spec.group, dim=1) for cache in used(step))
+    """SDPA with every key head copied for each of its query heads, for kernels that know no groups."""
+    k, v = (cache.repeat_interleave(step.spec.group, dim=1) for cache in used_keys(step))
     return scaled_dot_product_attention(as_heads(step), k, v, attn_mask=step.trees.mask)
 
 
 def on_backend(function: Callable[[Step], Tensor], backend: SDPBackend) -> Callable[[Step], Tensor]:
-    """With that kernel and no other."""
+    """The function, restricted to one kernel of PyTorch."""
 
-    def on_this(step: Step) -> Tensor:
+    def restricted(step: Step) -> Tensor:
         with sdpa_kernel(backend):
             return function(step)
 
-    return on_this
+    return restricted
 
 
 # ---- the prefix by PyTorch's flash kernel, the nodes by ours, then merged ----
 
 
 def flash_and_merge(step: Step) -> tuple[Tensor, Tensor]:
-    """The prefix needs no mask, so the fastest kernel that there is may take it."""
+    """The prefix by the fastest kernel without a mask, the nodes by `attention_tree`, then merged."""
     spec, trees = step.spec, step.trees
     k, v = step.k[:, :, : spec.prefix], step.v[:, :, : spec.prefix]
     if step.q.is_cuda:
@@ -117,7 +117,7 @@ def flash_and_merge(step: Step) -> tuple[Tensor, Tensor]:
 
 
 def prepare_flex(name: str, mode: str | None, steps: Sequence[Step]) -> None:
-    """A mask that reads the tree's words, the blocks that it leaves empty or full, and a compiled kernel for this shape."""
+    """Makes a mask that reads the tree's words, its empty and full blocks, and a kernel compiled for this shape."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     trees, spec = steps[0].trees, steps[0].spec
@@ -129,37 +129,47 @@ def prepare_flex(name: str, mode: str | None, steps: Sequence[Step]) -> None:
         return seen if window < 0 else seen & ((key >= prefix) | (key > prefix + depths[b, node] - window))
 
     if name == FLEX:
-        torch._dynamo.reset()  # one shape after the other: none must count against a limit on shapes
+        torch._dynamo.reset()  # else the shapes of earlier lines count against dynamo's limit
     blocks = create_block_mask(sees, spec.batch, None, spec.nodes, spec.keys, device=str(trees.mask.device))
     trees.prepared[name] = (torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode), blocks)
 
 
 def with_flex(name: str, step: Step) -> Any:
-    """The compiled kernel."""
+    """FlexAttention's compiled kernel."""
     attend, blocks = step.trees.prepared[name]
-    return attend(as_heads(step), *used(step), block_mask=blocks, enable_gqa=True)
+    return attend(as_heads(step), *used_keys(step), block_mask=blocks, enable_gqa=True)
 
 
-def flex(name: str, mode: str | None, devices: tuple[str, ...]) -> Way:
-    """FlexAttention compiled in that mode."""
+def flex(name: str, mode: str | None, devices: tuple[str, ...]) -> AttentionContender:
+    """FlexAttention compiled in a mode of torch.compile."""
     prepare = functools.partial(prepare_flex, name, mode)
-    return Way(name, functools.partial(with_flex, name), devices, prepare, compiles=True, has_window=True)
+    attend = functools.partial(with_flex, name)
+    return AttentionContender(name, attend, devices=devices, prepare=prepare, compiles=True, has_window=True)
 
 
 GPU = ("cuda",)
 DENSE = [
-    Way(SDPA, sdpa, has_window=True),
-    Way(FOLDED, sdpa_folded, has_window=True),
-    Way("SDPA cuDNN", on_backend(sdpa, SDPBackend.CUDNN_ATTENTION), GPU, has_window=True),
-    Way("SDPA cuDNN, folded", on_backend(sdpa_folded, SDPBackend.CUDNN_ATTENTION), GPU, has_window=True),
-    Way("SDPA efficient, folded", on_backend(sdpa_folded, SDPBackend.EFFICIENT_ATTENTION), GPU, has_window=True),
-    Way("SDPA efficient, repeated", on_backend(sdpa_repeated, SDPBackend.EFFICIENT_ATTENTION), GPU, has_window=True),
-    Way("SDPA math", on_backend(sdpa, SDPBackend.MATH), GPU, has_window=True),
+    AttentionContender(SDPA, sdpa, has_window=True),
+    AttentionContender(FOLDED, sdpa_folded, has_window=True),
+    AttentionContender("SDPA cuDNN", on_backend(sdpa, SDPBackend.CUDNN_ATTENTION), devices=GPU, has_window=True),
+    AttentionContender(
+        "SDPA cuDNN, folded", on_backend(sdpa_folded, SDPBackend.CUDNN_ATTENTION), devices=GPU, has_window=True
+    ),
+    AttentionContender(
+        "SDPA efficient, folded", on_backend(sdpa_folded, SDPBackend.EFFICIENT_ATTENTION), devices=GPU, has_window=True
+    ),
+    AttentionContender(
+        "SDPA efficient, repeated",
+        on_backend(sdpa_repeated, SDPBackend.EFFICIENT_ATTENTION),
+        devices=GPU,
+        has_window=True,
+    ),
+    AttentionContender("SDPA math", on_backend(sdpa, SDPBackend.MATH), devices=GPU, has_window=True),
 ]
-WAYS = [
-    Way(OURS, ours, has_window=True),
+CONTENDERS = [
+    AttentionContender(OURS, ours, has_window=True),
     *DENSE,
-    Way(MERGED, flash_and_merge),
+    AttentionContender(MERGED, flash_and_merge),
     flex(FLEX, None, ("cpu", "cuda")),
     flex(FLEX_TUNED, "max-autotune-no-cudagraphs", GPU),
 ]

@@ -1,0 +1,102 @@
+"""How many drafts each accept rule accepts per step, by the package's own kernels on the CPU.
+
+    target logits ~ N(0, 2.5), draft logits = target + N(0, 0.8), 1,000 tokens, temperature 1, at every node of every request
+
+A chain of 4 drafts, and a tree with branching (4, 2, 2). Drafts of modes "without" and "with" get noise of their own at every
+node, as docs/ops/accept.md asks for; drafts of mode "coupled" get the target's noise at their text position. The numbers depend
+on the seed alone: near ties aside, every machine gets the same.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pass_ext
+from pass_ext import Tree
+from pass_ext.ops.rules import ACCEPT_RULES
+
+SEED, REQUESTS, CHUNK, VOCABULARY = 0, 20_000, 250, 1000
+TARGET_SPREAD, DRAFT_NOISE, TEMPERATURE = 2.5, 0.8, 1.0
+SHAPES = {"chain": (1, 1, 1, 1), "tree": (4, 2, 2)}
+
+# rule, mode of draft_sample, shapes, the rows of logits that it reads
+CASES = [
+    ("coupled", "coupled", ("chain", "tree"), "p on the path"),
+    ("coupled", "without", ("chain", "tree"), "p on the path"),
+    ("coupled", "top", ("chain", "tree"), "p on the path"),
+    ("rejection", "without", ("chain", "tree"), "p and q on the path; again after a rejection, if a sibling is left"),
+    ("rejection_with_replacement", "with", ("chain", "tree"), "as rejection"),
+    ("kseq", "with", ("chain", "tree"), "p and q on the path; again up to four times at a node with siblings"),
+    ("block", "without", ("chain",), "p and q of the whole chain; again for each draft taken back"),
+    (
+        "traversal",
+        "without",
+        ("tree",),
+        "p and q of one branch above its leaf, then on; again for each node taken back",
+    ),
+    ("typical", "without", ("chain", "tree"), "p of all accepted nodes, on every branch; again for the entropy"),
+]
+
+
+def draft(mode: str, logits: Tensor, tree: Tree, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Tokens [B, nodes] drawn from logits [B, nodes, V]; 0 for the root. All leaves of the tree have the same depth."""
+    requests, nodes, vocabulary = logits.shape
+    depths, parents = torch.tensor(tree.depths), list(tree.parents)
+    inner = int((depths < tree.max_depth).sum())  # nodes are in order of depth: these come first, and have children
+    position = positions[:, None] + (depths[:inner] if mode == "coupled" else torch.zeros(inner, dtype=torch.long))
+    drawn, _ = pass_ext.draft_sample(
+        logits[:, :inner].reshape(-1, vocabulary),
+        max(len(tree.children(node)) for node in range(inner)),
+        mode=mode,
+        temperature=TEMPERATURE,
+        seeds=seeds.repeat_interleave(inner),
+        positions=position.flatten(),
+        nodes=torch.arange(inner).repeat(requests),
+    )
+    rank = [parents[1:i].count(parents[i]) for i in range(1, nodes)]  # among the children of the same parent
+    tokens = torch.zeros(requests, nodes, dtype=torch.long)
+    tokens[:, 1:] = drawn.view(requests, inner, -1)[:, parents[1:], rank]
+    return tokens
+
+
+def measure(requests: int) -> list[dict[str, Any]]:
+    """A row per case: the mean of accepted drafts, and its standard error."""
+    generator = torch.Generator().manual_seed(SEED)
+    cases = [(shape, rule, mode) for rule, mode, shapes, _ in CASES for shape in shapes]
+    counts: dict[tuple[str, str, str], list[Tensor]] = {case: [] for case in cases}
+    for first in range(0, requests, CHUNK):
+        size = min(CHUNK, requests - first)
+        seeds, positions = torch.arange(first, first + size), torch.full((size,), 100)
+        for shape, branching in SHAPES.items():
+            tree = Tree.from_branching(branching)
+            target = torch.randn(size, len(tree), VOCABULARY, generator=generator).mul_(TARGET_SPREAD)
+            noise = torch.randn(size, len(tree), VOCABULARY, generator=generator)
+            logits = noise.mul_(DRAFT_NOISE).add_(target)
+            drawn = {
+                mode: draft(mode, logits, tree, seeds, positions)
+                for mode in {mode for case_shape, _, mode in cases if case_shape == shape}
+            }
+            for rule, mode in [(rule, mode) for case_shape, rule, mode in cases if case_shape == shape]:
+                result = pass_ext.accept_tree(
+                    target.flatten(0, 1),
+                    drawn[mode].flatten(),
+                    torch.tensor(tree.parents).repeat(size),
+                    torch.arange(size + 1) * len(tree),
+                    tree.max_depth,
+                    rule=rule,
+                    draft_logits=logits.flatten(0, 1) if ACCEPT_RULES[rule].needs_draft_logits else None,
+                    temperature=TEMPERATURE,
+                    seeds=seeds,
+                    positions=positions,
+                )
+                assert (result.status == 0).all()
+                counts[shape, rule, mode].append(result.num_accepted)
+    rows = []
+    for (shape, rule, mode), parts in counts.items():
+        accepted = torch.cat(parts).double()
+        error = float(accepted.std()) / math.sqrt(len(accepted))
+        labels = {"shape": shape, "rule": rule, "drafts": mode}
+        rows.append({**labels, "mean_accepted": round(float(accepted.mean()), 5), "standard_error": round(error, 5)})
+    return rows

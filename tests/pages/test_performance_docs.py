@@ -1,0 +1,130 @@
+"""docs/performance.md: its ten numbers and their runs are what the committed results say, and a wrong one is found."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from support.paths import ROOT
+
+sys.path.append(str(ROOT))  # for tools; at the end, so that an installed pass_ext stays the one that is tested
+
+from tools import performance
+
+pytestmark = pytest.mark.skipif(not (ROOT / performance.PAGE).exists(), reason="an sdist has no docs")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of everything that the page is made of."""
+    for path in (ROOT / "csrc", ROOT / "benchmarks/results"):
+        shutil.copytree(path, tmp_path / path.relative_to(ROOT))
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / performance.PAGE, tmp_path / performance.PAGE)
+    assert performance.check(tmp_path) is None
+    return tmp_path
+
+
+def change(path, edit):
+    """Changes a result in its file."""
+    result = json.loads(path.read_text())
+    edit(result)
+    path.write_text(json.dumps(result))
+
+
+def rows_of_page(root, columns):
+    lines = (root / performance.PAGE).read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return [row for row in cells if len(row) == columns and not set("".join(row)) <= set("- ")]
+
+
+def test_the_page_shows_the_committed_results():
+    assert performance.check(ROOT) is None, "run python -m tools.performance"
+
+
+def test_there_are_ten_numbers_and_each_names_its_run():
+    rows = rows_of_page(ROOT, 6)
+    numbers, runs = [row for row in rows if row[0].isdigit()], [row for row in rows if row[0].startswith("[")]
+    assert [row[0] for row in numbers] == [str(i) for i in range(1, 11)]
+    assert {row[-1] for row in numbers} == {row[0] for row in runs}
+    for file, command, date, commit, _machine, versions in runs:
+        result = json.loads((ROOT / "docs" / re.search(r"\((.*)\)", file)[1]).read_text())
+        assert (date, commit) == (result["date"][:10], result["commit"]) and not result.get("quick")
+        module = command.strip("`").split()[2].replace(".", "/")
+        assert (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists(), command
+        assert result.get("compiler", result.get("versions", {}).get("torch")) in versions
+
+
+def test_numbers_by_other_code():
+    """Three of the ten, worked out from the results a second time."""
+    folder = ROOT / performance.RESULTS
+    shown = {row[0]: row for row in rows_of_page(ROOT, 6)}
+    runs = json.loads((folder / "decoding.json").read_text())["runs"]
+    mine = [r for r in runs if (r["setting"], r["looping"], r["contender"]) == ("greedy", False, "PaSS, one pass")]
+    speed = sum(run["tokens"] for run in mine) / sum(run["seconds"] for run in mine)
+    assert shown["2"][2] == f"{speed:.1f} tokens/s"
+    rows = json.loads((folder / "ops/cache.json").read_text())["rows"]
+    first = {r["contender"]: r["median_us"] for r in rows if r["labels"] == rows[0]["labels"] and r["cache"] == "cold"}
+    ours, others = first.pop("pass_ext"), first
+    assert shown["8"][4] == f"{min(others.values()) / ours:.2f} ×"
+    rows = json.loads((folder / "acceptance.json").read_text())["rows"]
+    (mean,) = [
+        r["mean_accepted"] for r in rows if (r["shape"], r["rule"], r["drafts"]) == ("tree", "coupled", "coupled")
+    ]
+    assert shown["9"][2] == f"{mean:.3f}"
+
+
+def test_a_number_typed_by_hand_is_found(tree):
+    page = tree / performance.PAGE
+    number = rows_of_page(tree, 6)[1][2]
+    page.write_text(page.read_text().replace(number, f"9{number}", 1))
+    assert performance.check(tree) == "docs/performance.md does not show the results"
+    performance.write(tree)
+    assert page.read_text() == (ROOT / performance.PAGE).read_text()
+
+
+def test_a_changed_result_is_found(tree):
+    def faster(result):
+        for row in result["rows"]:
+            row["median_us"] = row["median_us"] and 2 * row["median_us"]
+
+    for name in ("ops/accept.json", "ops/attention.json", "ops/linear.json", "ops/cache.json"):
+        before = (tree / performance.RESULTS / name).read_text()
+        change(tree / performance.RESULTS / name, faster)
+        assert performance.check(tree) is not None, name
+        (tree / performance.RESULTS / name).write_text(before)
+        assert performance.check(tree) is None
+
+
+def test_what_a_result_lacks_is_said(tree):
+    path = tree / performance.RESULTS / "decoding.json"
+    change(path, lambda result: result.update(beside=[]))
+    assert performance.check(tree) == "decoding.json has no vLLM"
+    path.unlink()
+    assert performance.check(tree) == f"there is no {performance.RESULTS / 'decoding.json'}"
+
+
+def test_a_page_without_its_comments_is_said(tree):
+    page = tree / performance.PAGE
+    page.write_text(page.read_text().replace("<!-- /tools.performance -->", ""))
+    assert performance.check(tree) == "docs/performance.md does not show the results"
+    with pytest.raises(ValueError, match="page must hold"):
+        performance.write(tree)
+
+
+def test_the_page_claims_a_gpu_only_where_a_record_does(tree):
+    from benchmarks.pages.gpu_status import content_hash
+
+    for record in tree.glob("benchmarks/results/*/verified-*.json"):
+        record.unlink()
+    assert "No GPU has run these kernels yet" in performance.text(tree)
+    file = tree / "csrc/cuda/lookahead.cuh"
+    kernel = {"hash": content_hash(file, tree), "tests_passed": 3, "tests_failed": 0}
+    record = {"date": "2031-02-03", "kernels": {file.name: kernel}}
+    folder = tree / "benchmarks/results/some-gpu"
+    folder.mkdir()
+    (folder / "verified-0123456789ab.json").write_text(json.dumps(record))
+    assert "GPUs have run 1 of" in performance.text(tree) and performance.check(tree) is not None
+    file.write_text(file.read_text() + "// changed\n")
+    assert "No GPU has run these kernels yet" in performance.text(tree)

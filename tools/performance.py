@@ -1,0 +1,244 @@
+"""The ten numbers of docs/performance.md, and the runs that measured them, read from the results in benchmarks/results/.
+
+`python -m tools.performance` writes both tables into the page; `--check` writes nothing and fails where the page shows others.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.harness import marked
+from benchmarks.harness.markdown import table
+from benchmarks.kernel_code.page import RESULTS as KERNEL_CODE
+from benchmarks.pages.gpu_status import content_hash, is_verified, kernel_files, read_records
+from tools.command import run
+
+NAME = "tools.performance"
+PAGE = Path("docs/performance.md")
+RESULTS = Path("benchmarks/results/cpu-intel-xeon-processor")
+COMMANDS = {
+    "decoding.json": "python -m benchmarks.decoding --vllm-python PYTHON",
+    "ops/accept.json": "python -m benchmarks.ops.accept",
+    "ops/attention.json": "python -m benchmarks.ops.attention",
+    "ops/linear.json": "python -m benchmarks.ops.linear",
+    "ops/cache.json": "python -m benchmarks.ops.cache",
+    "acceptance.json": "python -m benchmarks.pages.acceptance",
+}
+MEASURE_KERNEL_CODE = "python -m benchmarks.kernel_code"
+ARCHITECTURE = "sm_90"
+WALK = "accept_kernel<coupled, beforehand>"
+WALK_AND_SCAN = "accept_kernel<coupled, on_the_way>"
+SHOWN_VERSIONS = ("torch", "transformers", "python")
+
+Result = dict[str, Any]
+
+
+class Number(NamedTuple):
+    """One row of the first table."""
+
+    what: str
+    ours: str
+    other: str
+    """The number beside it, and its name."""
+    ratio: str
+    file: Path
+    """The result that holds it, from the repository's root."""
+
+
+class Missing(LookupError):
+    """A result, or a row of it, that the page needs and that is not there."""
+
+
+def found(file: str, entries: Mapping[Any, Any], key: Any) -> Any:
+    """The entry of a result with this key."""
+    if key not in entries:
+        raise Missing(f"{file} has no {key}")
+    return entries[key]
+
+
+def read(root: Path) -> dict[str, Result]:
+    """The results by their names in ``COMMANDS``."""
+    for name in COMMANDS:
+        if not (root / RESULTS / name).exists():
+            raise Missing(f"there is no {RESULTS / name}")
+    return {name: json.loads((root / RESULTS / name).read_text()) for name in COMMANDS}
+
+
+def kernel_code(root: Path) -> tuple[Path, Result]:
+    """The newest result of benchmarks/kernel_code, and its file."""
+    results = {path.relative_to(root): json.loads(path.read_text()) for path in (root / KERNEL_CODE).glob("*.json")}
+    if not results:
+        raise Missing(f"there is no {KERNEL_CODE}/*.json")
+    return max(results.items(), key=lambda entry: entry[1]["date"])
+
+
+def line_of(result: Result, **labels: Any) -> dict[str, Result]:
+    """Contender -> its row, with cold caches, on the line of an op benchmark that has these labels."""
+    rows = [row for row in result["rows"] if row["cache"] == "cold" and labels.items() <= row["labels"].items()]
+    if not rows or any(row["labels"] != rows[0]["labels"] for row in rows):
+        raise Missing(f"{result['bench']} has not one line with {labels}")
+    return {row["contender"]: row for row in rows if row["median_us"] is not None and row["same_job"]}
+
+
+def milliseconds(row: Result) -> str:
+    """A median: three digits."""
+    return f"{row['median_us'] / 1000:#.3g} ms"
+
+
+def op_number(what: str, name: str, result: Result, **labels: Any) -> Number:
+    """Ours against the fastest other way on that line."""
+    ours, *others = line_of(result, **labels).values()
+    fastest = min(others, key=lambda row: row["median_us"])
+    other = f"{milliseconds(fastest)}, {fastest['contender']}"
+    return Number(what, milliseconds(ours), other, f"{fastest['times_ours']:.2f} ×", RESULTS / name)
+
+
+def decoding_numbers(result: Result) -> list[Number]:
+    """Tokens per second of whole texts: greedy, texts that do not loop, all prompts."""
+    rows = {
+        row["contender"]: row
+        for row in result["rows"]
+        if (row["setting"], row["looping"], row["domain"]) == ("greedy", False, "all")
+    }
+    beside = {row["contender"]: row for row in result["beside"] if "reason" not in row}
+
+    def speed(name: str) -> str:
+        return f"{found(file.name, rows, name)['tokens_per_second']:.1f} tokens/s"
+
+    def against_plain(name: str) -> Number:
+        row = found(file.name, rows, name)
+        ratio = f"{row['speed_up']:.2f} × ({row['speed_up_p10']:.2f}–{row['speed_up_p90']:.2f})"
+        return Number(f"`generate`, {name}", speed(name), f"{speed('Plain')}, `generate`, Plain", ratio, file)
+
+    file = RESULTS / "decoding.json"
+    theirs, vllm = found(file.name, rows, "transformers"), found(file.name, beside, "vLLM")
+    ratio = f"{1 / theirs['speed_up']:.2f} × ({1 / theirs['speed_up_p90']:.2f}–{1 / theirs['speed_up_p10']:.2f})"
+    plain = 1000 / vllm["plain_ms_per_token"]
+    return [
+        Number("`generate`, Plain", speed("Plain"), f"{speed('transformers')}, transformers' `generate`", ratio, file),
+        against_plain("PaSS, one pass"),
+        against_plain("PaSS, one pass + NGram"),
+        Number(
+            f"`generate`, Plain, on the {vllm['prompts']} prompts that vLLM got",
+            f"{plain:.1f} tokens/s",
+            f"{vllm['tokens_per_second']:.1f} tokens/s, vLLM in a process of its own",
+            f"{plain / vllm['tokens_per_second']:.2f} ×",
+            file,
+        ),
+    ]
+
+
+def acceptance_number(result: Result) -> Number:
+    """Mean accepted drafts per step of the exact rule that accepts most of a tree, and of the usual rule."""
+    means = {(row["shape"], row["rule"], row["drafts"]): row["mean_accepted"] for row in result["rows"]}
+    cases = ("tree", "coupled", "coupled"), ("tree", "rejection", "without")
+    ours, usual = (found("acceptance.json", means, case) for case in cases)
+    branching = ", ".join(map(str, result["settings"]["shapes"]["tree"]))
+    what = f"Drafts accepted per step, rule `coupled`, a tree with branching ({branching}), random logits"
+    ratio = f"{ours / usual:.2f} ×"
+    return Number(what, f"{ours:.3f}", f"{usual:.3f}, rule `rejection`", ratio, RESULTS / "acceptance.json")
+
+
+def kernel_code_number(file: Path, result: Result) -> Number:
+    """Bytes of the kernel that walks a tree by rule "coupled", and of the one that reads the rows of logits too."""
+    kernels = [found(file.name, result["kernels"], name) for name in (WALK, WALK_AND_SCAN)]
+    sizes = [kernel["resources"][ARCHITECTURE]["code"] for kernel in kernels]
+    what = f"Machine code for {ARCHITECTURE} of the kernel that walks a tree by rule `coupled`"
+    other = f"{sizes[1]:,} bytes, the kernel that scans the rows on the way too"
+    return Number(what, f"{sizes[0]:,} bytes", other, f"{sizes[1] / sizes[0]:.1f} ×", file)
+
+
+def numbers(root: Path) -> list[Number]:
+    """The ten, in the order of the page. Op benchmarks: cold caches, bfloat16, one request."""
+    results = read(root)
+    heads = "32/8 × 128"
+    accept = dict(shape="chain", rule="rejection", requests=1, nodes="1 + 3", V=128256, logits="peaked", filters="off")
+    attention = dict(heads=heads, requests=1, prefix=8192, nodes=16)
+    linear, cache = dict(weight="49152 × 576", rows=8), dict(B=1, context=8192, layers=32)
+    names = ["ops/accept.json", "ops/attention.json", "ops/linear.json", "ops/cache.json"]
+    words = [
+        "`accept_chain`, rule `rejection`, {nodes} rows of {V:,} logits",
+        "`attention_tree`, {nodes} nodes behind a prefix of {prefix:,}, heads {heads}",
+        "`linear_rows`, {rows} rows times a weight {weight}",
+        "`cache_commit_`, {layers} layers, a cache of {context:,} slots",
+    ]
+    ops = [
+        op_number(what.format(**labels), name, results[name], **labels)
+        for what, name, labels in zip(words, names, (accept, attention, linear, cache), strict=True)
+    ]
+    return [
+        *decoding_numbers(results["decoding.json"]),
+        *ops,
+        acceptance_number(results["acceptance.json"]),
+        kernel_code_number(*kernel_code(root)),
+    ]
+
+
+def link(file: Path) -> str:
+    """A result, as docs/performance.md links to it."""
+    return f"[{file.name}](../{file.as_posix()})"
+
+
+def run_cells(file: Path, command: str, result: Mapping[str, Any]) -> list[str]:
+    """The row of one run in the second table."""
+    if "machine" in result:
+        cpu = result["machine"]["cpu"]
+        place = f"{cpu['model']}, {cpu['cores']} cores, {result['machine']['kernels']['cpu_isa']}"
+        versions = [f"{name} {result['versions'][name]}" for name in SHOWN_VERSIONS if name in result["versions"]]
+        for row in result.get("beside", ()):
+            versions += [f"{row['contender']} {row['versions']['vllm']}"] if "versions" in row else []
+    else:
+        place, versions = "none: the compiler's output", [result["compiler"]]
+    return [link(file), f"`{command}`", result["date"][:10], result["commit"], place, ", ".join(versions)]
+
+
+def gpu_sentence(root: Path) -> str:
+    """How many kernel files some GPU has run with their present content."""
+    files, records = kernel_files(root), read_records(root)
+    seen = [entry for record in records for entry in record["kernels"].items() if is_verified(entry[1])]
+    verified = [f for f in files if any((n, e["hash"]) == (f.name, content_hash(f, root)) for n, e in seen)]
+    if not verified:
+        return f"**No GPU has run these kernels yet**: 0 of {len(files)} CUDA files are verified on one."
+    return f"GPUs have run {len(verified)} of {len(files)} CUDA files as they are now."
+
+
+def aims_sentence(results: Mapping[str, Result]) -> str:
+    """How many aims the runs of the page met."""
+    verdicts = [aim["met"] for result in results.values() for aim in result.get("aims", ())]
+    return (
+        f"These runs judged {len(verdicts)} aims of the project: {verdicts.count(True)} met, {verdicts.count(False)} not met, "
+        f"{verdicts.count(None)} not tested. The full tables name them."
+    )
+
+
+def text(root: Path) -> str:
+    """The part of the page that this program writes."""
+    results = read(root)
+    shown = [[str(i), n.what, n.ours, n.other, n.ratio, link(n.file)] for i, n in enumerate(numbers(root), 1)]
+    file, code = kernel_code(root)
+    runs = [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
+    runs.append(run_cells(file, MEASURE_KERNEL_CODE, code))
+    heads = ["", "", "pass_ext", "beside it", "ratio", "result"]
+    parts = [gpu_sentence(root), "", *table(heads, shown, left=6), "", aims_sentence(results), ""]
+    return "\n".join([*parts, *table(["result", "command", "date", "commit", "machine", "versions"], runs, left=6)])
+
+
+def check(root: Path) -> str | None:
+    """A sentence where the page does not show the results."""
+    try:
+        page = (root / PAGE).read_text()
+        return None if marked.shows(page, NAME, text(root)) else f"{PAGE} does not show the results"
+    except Missing as error:
+        return str(error)
+
+
+def write(root: Path) -> None:
+    """Writes the part into the page."""
+    page = root / PAGE
+    page.write_text(marked.replace(page.read_text(), NAME, text(root)))
+
+
+if __name__ == "__main__":
+    sys.exit(run("performance", __doc__, check, write))
