@@ -56,7 +56,7 @@ def inputs():
         cu_nodes=torch.tensor([0, 3, 5], dtype=torch.int32), max_nodes=3, max_depth=1, q=torch.randn(5, 8, 64), k=k, v=v,
         k_cache=caches[0], v_cache=caches[1], prefix_lens=torch.tensor([4, 6], dtype=torch.int32), caches=caches,
         new=[k, v, k, v], tokens=torch.tensor([0, 1, 2, 0, 3]), logits=torch.zeros(5, 10), seeds=torch.tensor([1, 2]),
-        positions=torch.tensor([5, 7]), nodes=torch.arange(5), draft_logits=torch.randn(5, 10), x=torch.randn(3, 16),
+        first=torch.tensor([5, 7]), nodes=torch.arange(5), draft_logits=torch.randn(5, 10), x=torch.randn(3, 16),
         weight=torch.randn(4, 16), bias=torch.randn(4),
     )  # fmt: skip
     names["logits"][[0, 3], [2, 9]] = 1e4
