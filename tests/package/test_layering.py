@@ -257,6 +257,15 @@ def test_planted_imports_are_found():
     assert breaches(planted, MAY_IMPORT) != [], "nothing computes by the specification"
 
 
+def test_drafting_and_planning_never_ask_for_a_methods_class():
+    """What drafts for a method, and its plan, are found in one table each."""
+    asks = re.compile(r"isinstance\([^)]*\b(Plain|NGram|PaSS|Speculative|MultiCandidate|Method)\b")
+    assert asks.search("if isinstance(method, (NGram, PaSS)):")
+    for folder in ("drafting", "planning"):
+        for path in (PACKAGE / "decoding" / folder).glob("*.py"):
+            assert not asks.search(path.read_text()), path
+
+
 def rooms_of(folder):
     """Modules and folders side by side; what every package has, or what is written there, is none."""
     return [

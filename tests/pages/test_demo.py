@@ -238,7 +238,7 @@ def test_calls_of_transformers_are_counted(folder, tokenizer):
     for run in (lookup, ngram):
         assert sum(step.tokens for step in run.steps) == run.stats.tokens == 24
         assert len(run.steps) == run.stats.model_calls
-        assert run.stats.accepted == sum(step.accepted for step in run.steps)
+        assert run.stats.num_accepted_tokens == sum(step.accepted for step in run.steps)
         assert run.stats.seconds > 0
     assert not model._forward_pre_hooks
 

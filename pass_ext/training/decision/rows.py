@@ -42,7 +42,7 @@ class Reader:
     def __call__(self, tree: Tree, tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits ``[W, V]`` of these rows ``[W]`` and, where they are kept, their hidden rows ``[W, d]``."""
         device = self._session.device
-        logits = self._session.call(pack_trees([tree], device), tokens.to(device), rows.to(device)).logits
+        logits = self._session.call(pack_trees([tree], device), tokens.to(device), rows.to(device))
         return logits, None if self._hidden is None else self._hidden.rows
 
 
