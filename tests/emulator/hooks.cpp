@@ -1,4 +1,5 @@
-// The functions that -fsanitize=thread makes a kernel call at every load and store: each becomes a checked access.
+// The functions that -fsanitize=thread makes a kernel call at every load and store: each becomes a checked access. And
+// the one that -fsanitize-coverage=trace-pc makes it call at every basic block, for critical paths.
 // We link these instead of the sanitizer's own runtime.
 #include <cstddef>
 #include <cstring>
@@ -29,6 +30,7 @@ void __tsan_vptr_update(void*, void*) {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}
+void __sanitizer_cov_trace_pc() { emulator::enter_code(__builtin_return_address(0)); }
 }
 
 // ---- the calls of checked_memory.h ----
