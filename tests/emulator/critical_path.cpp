@@ -12,8 +12,9 @@ const char* const kEventNames[kEvents] = {"instruction", "memory_load",   "l2_lo
 
 namespace {
 
-constexpr int kTurnsOfRound = 4;
+constexpr int kTurnsOfRound = 4, kTurnsOfWideRound = 8;
 constexpr uintptr_t kLine = 128;
+constexpr size_t kAtomic = static_cast<size_t>(Event::atomic);
 
 uintptr_t line_of(const void* address) { return reinterpret_cast<uintptr_t>(address) / kLine; }
 
@@ -113,10 +114,10 @@ void PathRecorder::join_block(unsigned threads) {
   }
 }
 
-void PathRecorder::load(Thread& thread, Round& round, Event event) {
-  const bool same_place = round.place == thread.place;
-  const bool joins = round.event >= 0 &&
-                     (!settings_.most || (same_place && (round.turn == thread.turn || round.turns < kTurnsOfRound)));
+void PathRecorder::load(Thread& thread, Round& round, Event event, bool is_wide) {
+  const bool same_place = round.place == thread.place, same_turn = round.turn == thread.turn;
+  const bool goes_on = round.turns < (is_wide ? kTurnsOfWideRound : kTurnsOfRound);
+  const bool joins = round.event >= 0 && (!settings_.most || (same_place && (same_turn || goes_on)));
   if (!joins) {
     count(thread.path, event);
     round = {static_cast<int>(event), thread.place, thread.turn, 1};
@@ -133,17 +134,22 @@ void PathRecorder::load(Thread& thread, Round& round, Event event) {
   round.event = static_cast<int>(event);
 }
 
-void PathRecorder::load_shared(unsigned rank) { load(threads_[rank], threads_[rank].shared, Event::shared_load); }
-
-Event PathRecorder::level_of(const void* address, bool is_written) {
-  const uintptr_t line = line_of(address);
-  launch_lines_.insert(line);
-  if (!block_lines_.insert(line).second) return Event::l1_load;
-  return is_written || earlier_lines_.count(line) ? Event::l2_load : Event::memory_load;
+void PathRecorder::load_shared(unsigned rank, bool is_wide) {
+  load(threads_[rank], threads_[rank].shared, Event::shared_load, is_wide);
 }
 
-void PathRecorder::load_global(unsigned rank, const void* address, bool is_written) {
-  load(threads_[rank], threads_[rank].global, level_of(address, is_written));
+// Blocks run one after the other here: what others have read is there for certain only behind their hand-over.
+Event PathRecorder::level_of(const Thread& thread, const void* address, bool is_written) {
+  const uintptr_t line = line_of(address);
+  const bool was_read = !launch_lines_.insert(line).second;
+  if (!block_lines_.insert(line).second) return Event::l1_load;
+  const bool is_in_l2 = is_written || earlier_lines_.count(line) || (was_read && thread.path.counts[kAtomic] > 0);
+  return is_in_l2 ? Event::l2_load : Event::memory_load;
+}
+
+void PathRecorder::load_global(unsigned rank, const void* address, bool is_written, bool is_wide) {
+  Thread& thread = threads_[rank];
+  load(thread, thread.global, level_of(thread, address, is_written), is_wide);
 }
 
 // The blocks that have updated the address have handed over what they did until then.
@@ -159,7 +165,7 @@ void PathRecorder::update_global(unsigned rank, const void* address) {
 }
 
 double PathRecorder::begin_copy(unsigned rank, const void* address, bool is_written) {
-  const Event event = level_of(address, is_written);
+  const Event event = level_of(threads_[rank], address, is_written);
   return threads_[rank].path.cycles + settings_.cycles[static_cast<size_t>(event)];
 }
 

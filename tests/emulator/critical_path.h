@@ -4,7 +4,8 @@
 //   longest of their paths; a launch's path is the longest of all threads'.
 // All blocks begin at once. Lanes that take different branches run side by side here, in turn on a GPU. A load waits
 // unless it is issued in a round with loads before it: kLeast, since threads last waited for each other; kMost, in the
-// same basic block, or in up to four turns of a loop, which is how far compilers unroll.
+// same basic block, or in up to four turns of a loop, which is how far compilers unroll; of loads of 16 bytes, which
+// kernels write for that, up to eight.
 #pragma once
 
 #include <array>
@@ -21,7 +22,7 @@ namespace emulator {
 enum class Event {
   instruction,  // of one warp, by the weights of its basic blocks
   memory_load,  // rounds of loads, by the farthest of their addresses: of a line nobody has read on the device,
-  l2_load,      // of one that an earlier launch has read, or that kernels write,
+  l2_load,      // of one that an earlier launch has read, or blocks that have handed over, or that kernels write,
   l1_load,      // of one that the same block has read
   shared_load,
   shared_atomic,
@@ -76,8 +77,8 @@ class PathRecorder {
   // nothing.
   void join_warp(unsigned first, unsigned mask, Event event);
   void join_block(unsigned count);
-  void load_shared(unsigned rank);
-  void load_global(unsigned rank, const void* address, bool is_written);
+  void load_shared(unsigned rank, bool is_wide);
+  void load_global(unsigned rank, const void* address, bool is_written, bool is_wide);
   void update_global(unsigned rank, const void* address);
   double begin_copy(unsigned rank, const void* address, bool is_written);  // when it will have arrived
   void wait_for_copy(unsigned rank, double arrival);
@@ -98,10 +99,10 @@ class PathRecorder {
     bool has_product = false, has_atomic = false;
   };
 
-  void load(Thread& thread, Round& round, Event event);
+  void load(Thread& thread, Round& round, Event event, bool is_wide);
   void count(Path& path, Event event, uint32_t times = 1);
   void mark(bool& done, Path& mark, const Path& path);
-  Event level_of(const void* address, bool is_written);
+  Event level_of(const Thread& thread, const void* address, bool is_written);
 
   PathSettings settings_;
   std::vector<LaunchPath> launches_;

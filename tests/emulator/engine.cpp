@@ -556,13 +556,13 @@ void enter_code(const void* address) {
 }
 
 // Parameters and constants are in the constant bank: they count as instructions.
-static void record_access(const void* address, Access kind) {
+static void record_access(const void* address, size_t bytes, Access kind) {
   Engine& e = engine();
   const Place place = e.memory->place_of(address);
-  if (place == Place::shared && kind == Access::read) e.paths.load_shared(e.current_rank);
+  if (place == Place::shared && kind == Access::read) e.paths.load_shared(e.current_rank, bytes == 16);
   if (place == Place::shared && kind == Access::atomic) e.paths.add(e.current_rank, Event::shared_atomic);
   if (place != Place::read_only && place != Place::written) return;
-  if (kind == Access::read) e.paths.load_global(e.current_rank, address, place == Place::written);
+  if (kind == Access::read) e.paths.load_global(e.current_rank, address, place == Place::written, bytes == 16);
   if (kind == Access::atomic) e.paths.update_global(e.current_rank, address);
 }
 
@@ -579,7 +579,7 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
     if (kind == Access::read && is_constant_data(address)) return;
     fail(error);
   }
-  if (e.paths.is_on && !e.is_inside_operation) record_access(address, kind);
+  if (e.paths.is_on && !e.is_inside_operation) record_access(address, bytes, kind);
   if (kind != Access::atomic) return;
   if (++e.current->atomics_in_a_row > kMostAtomicsInARow)
     fail("endless: " + std::to_string(kMostAtomicsInARow) +
