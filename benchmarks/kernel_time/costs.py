@@ -33,7 +33,7 @@ class Cost(NamedTuple):
 
 
 COSTS = {
-    "instruction": Cost(2, 4, "one warp alone, half of whose instructions wait for the one before, or all of them: 4 cycles "
+    "instruction": Cost(2, 4, "one warp alone; half of its instructions wait for the one before, or all: 4 cycles "
                         "(Jia et al., Dissecting the NVIDIA Volta GPU Architecture, arXiv:1804.06826)"),
     "memory_load": Cost(690, 1_584, "GH200, measured (github.com/markdewing/AI_kernels, latency); 0.8 µs under load is assumed"),
     "l2_load": Cost(281, 594, "GH200, measured there; 0.3 µs is assumed for the far half under load"),

@@ -117,9 +117,21 @@ def render(results: list[dict[str, Any]]) -> str:
     parts = [HEADER, f"Kernels of commit {results[-1]['commit']}.\n", METHOD.format(bandwidth=BANDWIDTH / 1e12)]
     parts += ["## Steps\n", *_steps(estimates), "\n## A level more\n", *_levels(estimates)]
     parts += ["\n## Filters\n", *_filters(estimates), "\n## Attention in parts\n", *_attention(estimates)]
+    parts += [f"\n{LIMITS}"]
     parts += ["\n## Constants\n", *_constants(estimates), "\n## Critical paths\n", *_paths(results[-1])]
     return "\n".join(parts) + "\n"
 
+
+LIMITS = """## What stands in the way
+
+- **A race** is run by the block that finishes its row, alone: it draws a random number for every group of 64 tokens, then looks
+  at the few groups that can win, one after the other. The numbers depend on seed and position only, so the warps that scan the
+  row could draw them; then a draw would be the groups alone.
+- **Filters** narrow 2,004 groups, then their tokens, then top-p's, each from 256 bins, with a barrier behind every step.
+- **Attention** before its first product finds its share, the addresses of its keys and its queries, each from the one before;
+  merging reads the parts of all members.
+- **A level** costs little: the walk reads what the scan has left. Its price is the final draw under `rejection`.
+"""
 
 AIMS = {("draft_sample", "1 row, coupled"): 9.0, **{("attention", name): aim for name, aim in
         zip(ATTENTION, (7.0, 14.0, 40.0, 10.0), strict=True)}}  # fmt: skip
@@ -179,8 +191,8 @@ def _steps(estimates: Estimates) -> list[str]:
         "most of the path, high",
     ]
     return [
-        "One request, 128,256 logits in bfloat16, peaked. *met*: even the high time is within the aim; *missed*: not even the low "
-        "one is; *open*: the constants decide.\n",
+        "One request, 128,256 logits in bfloat16, peaked. *met*: even the high time is within the aim; *missed*: not even the "
+        "low one is; *open*: the constants decide.\n",
         *_table(columns, rows),
     ]
 
@@ -194,8 +206,8 @@ def _levels(estimates: Estimates) -> list[str]:
                 [f"{rule}{filters}", f"{(last.low - first.low) / 4:.2f}", f"{(last.high - first.high) / 4:.2f}"]
             )
     return [
-        "From none accepted to all four, a quarter of the difference. Under `rejection` the last level draws from the target, the "
-        "others from what is left of it.\n",
+        "From none accepted to all four, a quarter of the difference; it is small beside what the races of two rows differ by. "
+        "Under `rejection` the last level draws from the target, the others from what is left of it.\n",
         *_table(["rule", "µs a level, low", "high"], rows),
     ]
 
@@ -226,11 +238,11 @@ def _attention(estimates: Estimates) -> list[str]:
                          f"{least['to_product'].get('instruction', 0) * estimates.rest.low:,.0f} – "
                          f"{most['to_product'].get('instruction', 0) * estimates.rest.high:,.0f}",
                          f"{_rounds(least['to_product'])} – {_rounds(most['to_product'])}", str(atomics)])  # fmt: skip
-    columns = ["step", "blocks", "before the first product, µs", "tiles, µs", "merging, µs", "instructions before it",
-               "rounds from L2 or memory before it", "atomics on the path"]  # fmt: skip
+    columns = ["step", "blocks", "before the first product, µs", "tiles, µs", "merging, µs",
+               "instructions before it", "rounds from L2 or memory before it", "atomics on the path"]  # fmt: skip
     return [
-        "Tiles: the instructions of a warp's turn of the loop (docs/kernel-code.md), one a cycle or one in two cycles and shared "
-        "between the blocks of a multiprocessor; and all bytes at full bandwidth. Two atomics on the path are one level of "
+        "Tiles: the instructions of a warp's turn of the loop (docs/kernel-code.md), one a cycle or one in two cycles and "
+        "shared between the blocks of a multiprocessor; and all bytes at full bandwidth. Two atomics on the path are one level of "
         "merging: the last to come counts, and sets the counter back.\n",
         *_table(columns, rows),
     ]
@@ -249,8 +261,8 @@ def _constants(estimates: Estimates) -> list[str]:
         for name, ratio in estimates.result["ratios"].items()
     ]
     return [
-        f"Cycles of {CLOCK / 1e9:.2f} GHz. A launch takes {LAUNCH.low:g} to {LAUNCH.high:g} µs, from the end of the kernel before it in a "
-        f"CUDA graph; assumed. Cold code: {COLD.low:g} to {COLD.high:g} cycles for 128 bytes; assumed.\n",
+        f"Cycles of {CLOCK / 1e9:.2f} GHz. A launch takes {LAUNCH.low:g} to {LAUNCH.high:g} µs, from the end of the kernel before "
+        f"it in a CUDA graph; assumed. Cold code: {COLD.low:g} to {COLD.high:g} cycles for 128 bytes; assumed.\n",
         *_table(["event", "low", "high", "source"], rows),
         "\nInstructions of the GPU (sm_90) and of the emulator for the same work, per warp:\n",
         *_table(["part", "GPU", "emulator", "ratio"], ratios),
