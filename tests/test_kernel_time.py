@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
+sys.path.append(str(Path(__file__).parent.parent))  # for benchmarks; at the end, so that an installed pass_ext stays
 
 from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK
 from benchmarks.kernel_time import __main__ as command
 from benchmarks.kernel_time import costs, page
+
+ROOT = Path(__file__).parent.parent
 
 
 def counts(**events):
