@@ -35,7 +35,7 @@ class Cost(NamedTuple):
 COSTS = {
     "instruction": Cost(2, 4, "one warp alone; half of its instructions wait for the one before, or all: 4 cycles "
                         "(Jia et al., Dissecting the NVIDIA Volta GPU Architecture, arXiv:1804.06826)"),
-    "memory_load": Cost(690, 1_584, "GH200, measured (github.com/markdewing/AI_kernels, latency); 0.8 µs under load is assumed"),
+    "memory_load": Cost(690, 1_584, "GH200, measured (github.com/markdewing/AI_kernels, latency); 0.8 µs under load, assumed"),
     "l2_load": Cost(281, 594, "GH200, measured there; 0.3 µs is assumed for the far half under load"),
     "l1_load": Cost(40, 40, "GH200, measured there"),
     "shared_load": Cost(24, 33, "assumed, around the 29 cycles of Hopper (Luo et al., arXiv:2402.13499)"),

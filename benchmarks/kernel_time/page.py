@@ -242,8 +242,8 @@ def _attention(estimates: Estimates) -> list[str]:
                "instructions before it", "rounds from L2 or memory before it", "atomics on the path"]  # fmt: skip
     return [
         "Tiles: the instructions of a warp's turn of the loop (docs/kernel-code.md), one a cycle or one in two cycles and "
-        "shared between the blocks of a multiprocessor; and all bytes at full bandwidth. Two atomics on the path are one level of "
-        "merging: the last to come counts, and sets the counter back.\n",
+        "shared between the blocks of a multiprocessor; and all bytes at full bandwidth. Two atomics on the path are one level "
+        "of merging: the last to come counts, and sets the counter back.\n",
         *_table(columns, rows),
     ]
 
@@ -261,8 +261,8 @@ def _constants(estimates: Estimates) -> list[str]:
         for name, ratio in estimates.result["ratios"].items()
     ]
     return [
-        f"Cycles of {CLOCK / 1e9:.2f} GHz. A launch takes {LAUNCH.low:g} to {LAUNCH.high:g} µs, from the end of the kernel before "
-        f"it in a CUDA graph; assumed. Cold code: {COLD.low:g} to {COLD.high:g} cycles for 128 bytes; assumed.\n",
+        f"Cycles of {CLOCK / 1e9:.2f} GHz. A launch takes {LAUNCH.low:g} to {LAUNCH.high:g} µs, from the end of the kernel "
+        f"before it in a CUDA graph; assumed. Cold code: {COLD.low:g} to {COLD.high:g} cycles for 128 bytes; assumed.\n",
         *_table(["event", "low", "high", "source"], rows),
         "\nInstructions of the GPU (sm_90) and of the emulator for the same work, per warp:\n",
         *_table(["part", "GPU", "emulator", "ratio"], ratios),
