@@ -80,7 +80,7 @@ def one_hot(vocabulary, *ids, high=9.0):
 
 def test_a_gpu_decides_as_the_cpu_does():
     """Only a coin or an edge within 5e-7 may fall otherwise, because sums over a row are added otherwise; planted ones are in
-    test_near_ties.py. Rule coupled without top-p has no sum: the same tokens always."""
+    test_accept_near_ties.py. Rule coupled without top-p has no sum: the same tokens always."""
     others = testing.cuda_backends()
     if not others:
         from emulated import KERNELS

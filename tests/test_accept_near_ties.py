@@ -44,7 +44,7 @@ def coin_bound(vocabulary):
     return 2 * mass_bound(vocabulary) + (2 * (4 + 2 * math.log(vocabulary)) + 6) * UNIT
 
 
-@pytest.fixture(params=testing.cuda_backends() or ERRORS, ids=str)
+@pytest.fixture(params=testing.cuda_backends() or ERRORS, ids=lambda one: getattr(one, "name", one))
 def gpu(request):
     """A GPU, or the emulator with 2^x off as the parameter says."""
     if not isinstance(request.param, str):
