@@ -96,11 +96,11 @@ def test_what_counts_as_a_refusal(error, outcome):
 def test_only_ties_are_forgiven(monkeypatch):
     """A token that is as likely as the wanted one, and no other."""
     texts = architectures.Texts(tiny_model("llama"))
-    assert texts.difference(texts.wanted) is None and texts.ties == 0
-    got = texts.wanted.clone()
+    assert texts.difference(texts.expected) is None and texts.ties == 0
+    got = texts.expected.clone()
     got[1, 3:] = 5
     logits = texts.logits(1)
-    assert int(logits[architectures.LENGTHS[1] + 2].argmax()) == int(texts.wanted[1, 3]), "the row that wrote it"
+    assert int(logits[architectures.LENGTHS[1] + 2].argmax()) == int(texts.expected[1, 3]), "the row that wrote it"
     assert texts.difference(got).startswith("row 1, token 3: 5, transformers writes")
     best = logits[architectures.LENGTHS[1] + 2]
     best[5] = best.max() - 1e-5
