@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from benchmarks.harness import marked
+from benchmarks.harness import markdown
 from tools.command import run
 
 PAGE = Path("docs/guide/speculative.md")
@@ -159,13 +159,13 @@ def _short(number: Fraction) -> str:
 def check(root: Path) -> str | None:
     """A sentence where the page shows another table."""
     page = (root / PAGE).read_text()
-    return None if marked.shows(page, NAME, table()) else f"the table of {PAGE} is not this one"
+    return None if markdown.has_part(page, NAME, table()) else f"the table of {PAGE} is not this one"
 
 
 def write(root: Path) -> None:
     """Writes the table into its page."""
     page = root / PAGE
-    page.write_text(marked.replace(page.read_text(), NAME, table()))
+    page.write_text(markdown.replace_part(page.read_text(), NAME, table()))
 
 
 def main() -> int:
