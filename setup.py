@@ -120,14 +120,14 @@ class NinjaBuild(build_ext):
         cuda = Ninja(ninja, work / "cuda", jobs)
         version, architectures, words = version_of(nvcc) if nvcc else None, [], "no"
         if nvcc:
-            architectures = choose_architectures(nvcc)
+            architectures = choose_architectures(nvcc, torch)
             earlier = earlier_architectures(package, version) if self.inplace and cuda_wish() == "native" else []
             if covers(earlier, architectures) and cuda.is_current(cuda_build(torch, library, nvcc, earlier)):
                 architectures = earlier
             words = f"yes (nvcc {version}, architectures {' '.join(architectures)})"
         text = cuda_build(torch, library, nvcc, architectures) if nvcc and architectures else ""
         if not text:
-            version, words = None, "no (torch sees no GPU here that nvcc knows)" if nvcc else "no"
+            version, words = None, "no (no GPU here that torch and nvcc could use)" if nvcc else "no"
         if not cuda.is_current(text):
             library.unlink(missing_ok=True)  # stale; if this build fails or is interrupted, nothing may load it
         print(f"pass_ext: CPU yes; CUDA {words}", flush=True)

@@ -1,6 +1,6 @@
-// Every operator of pass_ext, as torch sees it: torch.ops.pass_ext.<name>. The only STABLE_TORCH_LIBRARY block.
-// Backends implement these in cpu/*.cpp (in this library) and cuda/*.cu (in _C_cuda.so); fake kernels and autograd are
-// in pass_ext/ops/*.py. Meanings and shapes: the docstrings there.
+// The operators of pass_ext, as torch sees them: torch.ops.pass_ext.<name>. The only STABLE_TORCH_LIBRARY block.
+// cpu/*.cpp (in this library) and cuda/*.cu (in _C_cuda.so) implement them; fake kernels and autograd are in
+// pass_ext/ops/*.py. Meanings and shapes: the docstrings there.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(pass_ext, library) {
@@ -23,8 +23,8 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "int window) -> (Tensor out, Tensor lse)");
   library.def("attention_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
 
-  // cache. No new rows: an empty list, for the dispatcher does not look into an optional one, and a tensor on another
-  // device, or a negated view, would reach the kernel as it is.
+  // cache. Without new rows the list is empty rather than optional: the dispatcher does not look into an optional list,
+  // and a tensor on another device, or a negated view, would reach the kernel as it is.
   library.def(
       "cache_commit_(Tensor(a!)[] caches, Tensor prefix_lens, Tensor cu_nodes, Tensor path, Tensor num_accepted, "
       "Tensor[] new, Tensor? block_table) -> ()");

@@ -1,11 +1,11 @@
 """A decoder in plain PyTorch under pass_ext.generate: python examples/plain_decoder.py.
 
-generate asks three things of a model that transformers does not know (pass_ext.decoding.models.packed.PackedModel):
+A model of your own (pass_ext.PackedModel) has two parts, and calls attend once per layer:
     embedding                                  the table of input embeddings, [V, d]
     model(rows, positions, attend, wanted)     rows [N, d] of all prompts' steps, back to back -> logits [N or len(wanted), V]
-    attend(layer, q, k, v)                     called once per layer, with q [N, heads, D] and k, v [N, KV heads, D]
-Caches, trees, masks and padding are not its business. The script writes the same text by every method, and says how many
-tokens a call of the model gave.
+    attend(layer, q, k, v)                     q [N, heads, D], k and v [N, KV heads, D] -> [N, heads, D]
+generate handles caches, trees, masks and padding. The script writes the same text with each method, and prints the tokens
+per model call.
 """
 
 import argparse
@@ -45,14 +45,14 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What generate takes: ``embedding`` and ``forward``."""
+    """A PackedModel: ``embedding`` and ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Layer() for _ in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.3)  # what the layers add counts more than the token itself
-        nn.init.normal_(self.head.weight, std=8 * WIDTH**-0.5)  # sure of itself, as trained models are
+        nn.init.normal_(self.embedding.weight, std=0.3)  # small: the layers' share of a row outweighs the token's own
+        nn.init.normal_(self.head.weight, std=8 * WIDTH**-0.5)  # large logits: confident, like trained models
 
     def forward(self, rows: Tensor, positions: Tensor, attend, wanted: Tensor | None) -> Tensor:
         for i, layer in enumerate(self.layers):
@@ -61,7 +61,7 @@ class Decoder(nn.Module):
 
 
 def main() -> None:
-    """Greedy and sampled, by three methods."""
+    """Decodes three prompts greedily and with sampling, by three methods."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -71,7 +71,9 @@ def main() -> None:
     prompts = torch.randint(VOCABULARY, (3, 16), device=options.device)
     mask = torch.ones_like(prompts)
     mask[0, :11] = mask[1, :4] = 0  # padding: the prompts have 5, 12 and 16 tokens
-    slots = pass_ext.LookaheadEmbedding.from_table(3, model.embedding.weight)  # untrained: they guess badly, at no risk
+    slots = pass_ext.LookaheadEmbedding.from_table(
+        3, model.embedding.weight
+    )  # untrained: bad guesses cost rows, not the text
     methods = {
         "plain": pass_ext.Plain(),
         "n-grams": pass_ext.NGram(longest=3, shortest=1, branches=2),
@@ -81,12 +83,12 @@ def main() -> None:
         sampling = dict(temperature=temperature, seeds=[10, 11, 12])
         texts = []
         for name, method in methods.items():
-            made = pass_ext.generate(
+            result = pass_ext.generate(
                 model, prompts, method, max_new_tokens=options.new_tokens, attention_mask=mask, **sampling
             )
-            texts.append(made.sequences)
+            texts.append(result.sequences)
             assert torch.equal(texts[0], texts[-1]), "the texts differ"
-            per_call = made.stats.tokens / made.stats.model_calls / len(prompts)
+            per_call = result.stats.tokens / result.stats.model_calls / len(prompts)
             print(f"temperature {temperature}, {name}: {per_call:.2f} tokens per model call and text")
 
 

@@ -1,9 +1,9 @@
 """A draft model under pass_ext.generate: python examples/speculative.py [--model NAME --draft NAME].
 
 The draft writes a chain of four tokens, one call each; the target judges all of them in one call. The text is the target's own.
-The decoder is that of plain_decoder.py, its draft the same decoder's first layer. For transformers, two models of random
-weights stand in where no names are given; a pair that shares a tokenizer is, for example, HuggingFaceTB/SmolLM2-360M-Instruct
-and HuggingFaceTB/SmolLM2-135M-Instruct.
+The decoder comes from plain_decoder.py; its draft is the same decoder's first layer. The transformers part uses two models of
+random weights unless you name a pair that shares a tokenizer, for example HuggingFaceTB/SmolLM2-360M-Instruct and
+HuggingFaceTB/SmolLM2-135M-Instruct.
 """
 
 import argparse
@@ -27,16 +27,16 @@ def with_a_decoder_of_your_own(device, new_tokens):
     draft.layers = draft.layers[:1]
     prompts = torch.randint(VOCABULARY, (2, 16), device=device)
     options = dict(max_new_tokens=new_tokens, temperature=[0.0, 0.8], seeds=[1, 2])
-    made = pass_ext.generate(target, prompts, pass_ext.Speculative(draft, length=4), **options)
+    result = pass_ext.generate(target, prompts, pass_ext.Speculative(draft, length=4), **options)
     plain = pass_ext.generate(target, prompts, pass_ext.Plain(), **options)
-    assert torch.equal(made.sequences, plain.sequences), "the texts differ"
-    return made.stats
+    assert torch.equal(result.sequences, plain.sequences), "the texts differ"
+    return result.stats
 
 
 def with_transformers(model, draft_model, inputs, new_tokens):
     """`inputs`: input_ids and attention_mask, as a tokenizer gives them."""
     method = pass_ext.Speculative(draft_model, length=4)
-    made = pass_ext.generate(
+    result = pass_ext.generate(
         model, inputs["input_ids"], method, attention_mask=inputs["attention_mask"], max_new_tokens=new_tokens
     )
     # The same inside model.generate, with its usual arguments:
@@ -44,12 +44,12 @@ def with_transformers(model, draft_model, inputs, new_tokens):
         **inputs, max_new_tokens=new_tokens, do_sample=False, custom_generate=pass_ext.custom_generate(method)
     )
     plain = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
-    assert torch.equal(made.sequences, plain) and torch.equal(same, plain), "the texts differ"
-    return made.stats
+    assert torch.equal(result.sequences, plain) and torch.equal(same, plain), "the texts differ"
+    return result.stats
 
 
 def models_and_inputs(names, device):
-    """Two transformers models and two prompts."""
+    """A target, a draft and two prompts; `names`: of both models, or None for random weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     if all(names):
@@ -63,21 +63,21 @@ def models_and_inputs(names, device):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, initializer_range=0.3, pad_token_id=0))
     draft = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=1, initializer_range=0.3, pad_token_id=0))
-    draft.load_state_dict(model.state_dict(), strict=False)  # the first layer, as far as it goes
+    draft.load_state_dict(model.state_dict(), strict=False)  # its first layer, embedding and head
     input_ids = torch.randint(3, VOCABULARY, (2, 12), device=device)
     inputs = dict(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
     return model.to(device).eval(), draft.to(device).eval(), inputs
 
 
-def main(own_decoder, transformers) -> None:
-    """Both, each compared with plain decoding."""
+def main(decode_own, transformers) -> None:
+    """Decodes with a decoder of your own and with transformers; each compares its text with plain decoding."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--model", help="the target: a name or a folder")
     parser.add_argument("--draft", help="the draft model")
     options = parser.parse_args()
-    stats = own_decoder(options.device, options.new_tokens)
+    stats = decode_own(options.device, options.new_tokens)
     print(f"a decoder of your own: {stats.mean_acceptance_length:.2f} tokens per call that judged drafts")
     models = models_and_inputs((options.model, options.draft), options.device)
     stats = transformers(*models, options.new_tokens)

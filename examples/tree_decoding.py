@@ -1,16 +1,16 @@
 """Decoding with a tree per model call, around a Llama-like model in plain PyTorch: python examples/tree_decoding.py.
 
-A step, for several prompts at once, each of which advances at its own pace:
-    candidates       what followed earlier occurrences of the last tokens, joined to one tree per prompt
-    pack_trees       the trees as one batch, with who sees whom and how deep everybody is (by tree_prepare)
-    model            one call on all nodes, its attention by attention_tree; their keys and values stay outside the cache
-    accept_tree      how far each tree agrees with the model, and the token that follows
-    cache_commit_    the keys and values of accepted nodes go into the cache, in all layers
-The script also decodes one token per call, without any of these, and insists on the same texts.
+One step serves several prompts, each of which advances at its own pace:
+    candidates       finds the tokens that followed earlier occurrences of the last tokens: one tree per prompt
+    pack_trees       packs the trees into one batch, with visibility bits and depths
+    model            reads all nodes in one call, with attention_tree; their keys and values stay outside the cache
+    accept_tree      decides how far each tree agrees with the model, and adds the next token
+    cache_commit_    moves keys and values of accepted nodes into the cache, in all layers
+The script also decodes one token per call, without any of these, and checks that the texts are the same.
 
-Why they are the same: with rule "coupled" a token is a function of its logits, the seed and its place in the text. Drafts
-decide only how many tokens a call yields. The two ways add up attention in different orders, so their fp32 logits differ in
-the last digits; that can change a token only where two tokens are as good as tied.
+They are the same because with rule "coupled" a token is a function of its logits, the seed and its place in the text. Drafts
+decide only how many tokens a call gives. The two ways add up attention in different orders, so their fp32 logits differ in
+the last digits; that can change a token only where two tokens are nearly tied.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from torch.nn import functional as F
 import pass_ext
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 192, 2, 6, 2, 64
-BRANCHES, DEPTH = 4, 6  # of a tree of candidates: continuations, and tokens of each
+BRANCHES, DEPTH = 4, 6  # of each tree of candidates: continuations, and tokens per continuation
 linear = partial(nn.Linear, bias=False)
 
-# ---- the model: it knows positions, and somebody who attends ----
+# ---- the model: it gets positions, and a function that attends ----
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ class Model(nn.Module):
         super().__init__()
         self.embedding, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Layer() for _ in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(WIDTH), linear(WIDTH, VOCABULARY)
-        nn.init.normal_(self.embedding.weight, std=0.3)  # what the layers add counts more than the token itself
-        nn.init.normal_(self.head.weight, std=8 * WIDTH**-0.5)  # sure of itself, as trained models are
+        nn.init.normal_(self.embedding.weight, std=0.3)  # small: the layers' share of a row outweighs the token's own
+        nn.init.normal_(self.head.weight, std=8 * WIDTH**-0.5)  # large logits: confident, like trained models
 
     def forward(self, tokens: Tensor, positions: Tensor, attend) -> Tensor:
         x = self.embedding(tokens)
@@ -76,7 +76,7 @@ class Model(nn.Module):
 
 
 def decode_plainly(model: Model, prompt: list[int], new_tokens: int, temperature: float, seed: int) -> list[int]:
-    """One token per call; of pass_ext only the sampler."""
+    """Decodes one token per call; uses only the sampler of pass_ext."""
     device, text = model.head.weight.device, list(prompt)
     past = list(torch.empty(LAYERS, 2, 0, KV_HEADS, HEAD_DIM, device=device))
 
@@ -96,7 +96,7 @@ def decode_plainly(model: Model, prompt: list[int], new_tokens: int, temperature
 
 
 def candidates(text: list[int]) -> tuple[list[int], list[int]]:
-    """Parents and tokens of a tree: what came after the last three, two and one tokens earlier, latest first."""
+    """Parents and tokens of a tree: continuations of earlier copies of the last three, two and one tokens, latest first."""
     parents, tokens, children, branches = [-1], [text[-1]], {}, 0
     for length in (3, 2, 1):
         for end in range(len(text) - 1, length - 1, -1):
@@ -114,12 +114,12 @@ def candidates(text: list[int]) -> tuple[list[int], list[int]]:
 
 
 def decode_by_trees(model: Model, prompts: list[list[int]], new_tokens: int, temperature: float, seeds: list[int]):
-    """The texts, and how many tokens a call gave to a text, in the mean."""
+    """Returns the texts, and the mean number of tokens that a call gave to a text."""
     device, texts, ends = model.head.weight.device, list(map(list, prompts)), [len(p) + new_tokens for p in prompts]
     caches = torch.zeros(2 * LAYERS, len(prompts), max(ends) + DEPTH, KV_HEADS, HEAD_DIM, device=device)
     prefix_lens = torch.zeros(len(prompts), dtype=torch.int32, device=device)
 
-    def call(trees, tokens):  # logits of all nodes, and their keys and values in the order of caches
+    def call(trees, tokens):  # -> logits of all nodes, and their keys and values in the order of caches
         new = []
 
         def attend(layer, q, k, v):
@@ -140,12 +140,12 @@ def decode_by_trees(model: Model, prompts: list[list[int]], new_tokens: int, tem
     path = torch.arange(trees.max_nodes, dtype=torch.int32, device=device).expand(len(prompts), -1)
     commit(trees, path, trees.cu_nodes.diff() - 1, new)
 
-    verified = gained = 0
+    steps = gained = 0
     while any(len(text) < end for text, end in zip(texts, ends, strict=True)):
         # A text that is finished is a padded request: a tree without nodes.
         drafts = [candidates(text) if len(text) < end else ([], []) for text, end in zip(texts, ends, strict=True)]
         trees = pass_ext.pack_trees([parents for parents, _ in drafts], device)
-        tokens = torch.tensor([token for _, own in drafts for token in own], device=device)
+        tokens = torch.tensor([token for _, nodes in drafts for token in nodes], device=device)
         logits, new = call(trees, tokens)
         noise = dict(
             temperature=temperature, seeds=torch.tensor(seeds, device=device), positions=prefix_lens.long() + 1
@@ -153,14 +153,14 @@ def decode_by_trees(model: Model, prompts: list[list[int]], new_tokens: int, tem
         step = pass_ext.accept_tree(logits, tokens, trees.parents, trees.cu_nodes, DEPTH, rule="coupled", **noise)
         commit(trees, step.path, step.num_accepted, new)
         for text, emitted in zip(texts, step.emitted.tolist(), strict=True):
-            new_here = [token for token in emitted if token >= 0]
-            text += new_here
-            verified, gained = verified + bool(new_here), gained + len(new_here)
-    return [text[:end] for text, end in zip(texts, ends, strict=True)], gained / verified
+            gain = [token for token in emitted if token >= 0]
+            text += gain
+            steps, gained = steps + bool(gain), gained + len(gain)
+    return [text[:end] for text, end in zip(texts, ends, strict=True)], gained / steps
 
 
 def main() -> None:
-    """Both ways, greedy and at a temperature."""
+    """Decodes three prompts both ways, greedily and with sampling, and compares the texts."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--new-tokens", type=int, default=96)

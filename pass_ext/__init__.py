@@ -20,6 +20,8 @@ from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 if TYPE_CHECKING:
+    from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
+    from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
     from pass_ext.decoding.generation import Generation, generate
     from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft
@@ -41,8 +43,13 @@ __all__ = [
     "RULES",
     "STATUS",
     "AcceptResult",
+    "Batch",
+    "Candidates",
     "DecisionModel",
+    "DraftContext",
     "DraftLevel",
+    "Drafter",
+    "DraftingMethod",
     "EarlyExitDraft",
     "ExitAdapter",
     "Generation",
@@ -54,6 +61,7 @@ __all__ = [
     "PackedModel",
     "PackedTrees",
     "Plain",
+    "Proposal",
     "SamplingParams",
     "Speculative",
     "Tree",
@@ -78,10 +86,15 @@ __all__ = [
 ]
 
 
-# Imported when asked for: loops of one's own need the ops alone, and custom_generate needs transformers.
+# Loaded at their first use: a decoding loop outside this package needs the ops alone, and custom_generate needs transformers.
 _LATER = {
+    "Batch": "decoding.drafting.step",
+    "Candidates": "decoding.drafting.step",
     "DecisionModel": "modules.decision",
+    "DraftContext": "decoding.drafting.drafter",
     "DraftLevel": "modules.decision",
+    "Drafter": "decoding.drafting.drafter",
+    "DraftingMethod": "decoding.drafting.drafter",
     "EarlyExitDraft": "decoding.models.early_exit_draft",
     "ExitAdapter": "modules.exit_adapter",
     "Generation": "decoding.generation",
@@ -91,6 +104,7 @@ _LATER = {
     "PackedModel": "decoding.models.packed",
     "PaSS": "decoding.methods",
     "Plain": "decoding.methods",
+    "Proposal": "decoding.drafting.step",
     "SamplingParams": "decoding.sampling",
     "Speculative": "decoding.methods",
     "calibrate": "decoding.planning.calibration",
@@ -101,7 +115,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """The decoding loop and the hooks."""
+    """Loads the names of ``_LATER``."""
     if name in _LATER:
         value = globals()[name] = getattr(import_module(f"pass_ext.{_LATER[name]}"), name)
         return value

@@ -1,7 +1,7 @@
 """``load_checkpoint``: a transformers causal model and its tokenizer, from a GGUF file or anything ``from_pretrained`` takes.
 
-A GGUF file takes transformers long to read, so what it became is kept in ``cache_folder()`` if it is small; a kept model that
-is damaged is converted again. transformers is imported here and nowhere earlier.
+transformers reads a GGUF file slowly, so a small converted model is cached in ``cache_folder()``; a damaged cache entry is
+converted again. transformers is imported inside the functions: ``import pass_ext`` works without it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from pass_ext.cache_folder import cache_folder
 
-MOST_KEPT = 2 << 30  # bytes of a converted model
+MAX_CACHED_BYTES = 2 << 30
 _log = logging.getLogger("pass_ext")
-_SIZES = "sizes.json"  # of a kept model's files, by name
+_SIZES = "sizes.json"  # file name -> bytes, of a cached model
 
 
 def load_checkpoint(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -41,13 +41,13 @@ def load_checkpoint(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise FileNotFoundError(f"no such model file: {path}")
     if find_spec("gguf") is None:
         raise ImportError("No module named 'gguf'")
-    kept = _kept_at(file, dtype)
-    if kept.exists() and (found := _load_kept(kept, dtype)) is not None:
-        return found
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = plain_copy(AutoModelForCausalLM.from_pretrained(**where, dtype=dtype), dtype)
-    _keep(model, tokenizer, kept)
+    cached = _cache_entry(file, dtype)
+    if cached.exists() and (loaded := _load_cached(cached, dtype)) is not None:
+        return loaded
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = plain_copy(AutoModelForCausalLM.from_pretrained(**source, dtype=dtype), dtype)
+    _cache(model, tokenizer, cached)
     return model, tokenizer
 
 
@@ -63,12 +63,12 @@ def _load(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return model.eval().requires_grad_(False), tokenizer
 
 
-def _load_kept(folder: Path, dtype: torch.dtype) -> tuple[Any, Any] | None:
-    """The converted model; None, with a warning, where it is damaged."""
+def _load_cached(folder: Path, dtype: torch.dtype) -> tuple[Any, Any] | None:
+    """The cached model; None, with a warning, if it is damaged."""
     try:
-        # transformers makes up what some missing files would have said (generation_config.json), so all are looked at.
-        wanted = json.loads((folder / _SIZES).read_text())
-        if differing := sorted(name for name, size in wanted.items() if (folder / name).stat().st_size != size):
+        # transformers invents defaults for some missing files (generation_config.json), so the size of every file is checked.
+        sizes = json.loads((folder / _SIZES).read_text())
+        if differing := sorted(name for name, size in sizes.items() if (folder / name).stat().st_size != size):
             raise ValueError(f"{', '.join(differing)} has another size than was written")
         return _load(folder, dtype)
     except Exception as error:
@@ -77,8 +77,8 @@ def _load_kept(folder: Path, dtype: torch.dtype) -> tuple[Any, Any] | None:
 
 
 def plain_copy(model: Any, dtype: torch.dtype) -> Any:
-    """One from a GGUF file counts as quantized, so it can be neither converted nor saved; its weights are plain, and so is
-    this model."""
+    """A copy without the quantization config: transformers marks a model from a GGUF file as quantized, although its weights
+    are plain, and refuses to convert or save it."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -88,17 +88,17 @@ def plain_copy(model: Any, dtype: torch.dtype) -> Any:
     return plain.to(model.device, dtype).eval().requires_grad_(False)
 
 
-def _kept_at(file: Path, dtype: torch.dtype) -> Path:
+def _cache_entry(file: Path, dtype: torch.dtype) -> Path:
     import transformers
 
     status = file.stat()
-    which = (str(file.resolve()), status.st_size, status.st_mtime_ns, str(dtype), transformers.__version__)
-    return cache_folder() / "models" / f"{file.stem}-{hashlib.sha256(repr(which).encode()).hexdigest()[:16]}"
+    key = (str(file.resolve()), status.st_size, status.st_mtime_ns, str(dtype), transformers.__version__)
+    return cache_folder() / "models" / f"{file.stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
 
 
-def _keep(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes all of it or nothing, in the place of what is there; where that fails, the model is in memory all the same."""
-    if sum(weight.numel() * weight.element_size() for weight in model.parameters()) > MOST_KEPT:
+def _cache(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes the whole entry or nothing, and replaces an older one. A failure is a warning: the model is in memory anyway."""
+    if sum(weight.numel() * weight.element_size() for weight in model.parameters()) > MAX_CACHED_BYTES:
         return
     unfinished = None
     try:
@@ -111,7 +111,7 @@ def _keep(model: Any, tokenizer: Any, folder: Path) -> None:
         _remove(folder)
         unfinished.replace(folder)
     except Exception as error:  # a full disk is an OSError here, a SafetensorError or a RuntimeError there
-        _log.warning("the converted model is not kept in %s: %s", folder, error)
+        _log.warning("the converted model is not cached in %s: %s", folder, error)
     finally:
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Run one test body on every way a kernel can run: the CPU at each instruction set, the emulator, and CUDA where it is.
+"""``Backend``: a way to run the ops, with its name and torch device: the CPU at one instruction set, the emulator, or CUDA.
 
-A ``Backend`` is a name, a torch device, and a context in which the ops use that way.
+One test body runs on all of them.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def cpu_backends() -> list[Backend]:
         finally:
             _library.limit_cpu_isa("")
 
-    found = _library.limit_cpu_isa("")
-    here = CPU_ISAS[: CPU_ISAS.index(found) + 1]
-    return [Backend(f"cpu-{isa}", torch.device("cpu"), lambda isa=isa: limited(isa)) for isa in here]  # type: ignore[misc]
+    best = _library.limit_cpu_isa("")
+    available = CPU_ISAS[: CPU_ISAS.index(best) + 1]
+    return [Backend(f"cpu-{isa}", torch.device("cpu"), lambda isa=isa: limited(isa)) for isa in available]  # type: ignore[misc]
 
 
 def rerouted_backend(name: str, kernels: Mapping[str, Callable[..., Any]]) -> Backend:
-    """A backend whose kernels are Python functions on CPU tensors, by op name: how the emulator is plugged in."""
+    """A backend whose kernels are Python functions on CPU tensors, by op name, such as the emulator's."""
 
     @contextmanager
     def rerouted() -> Iterator[None]:
@@ -96,8 +96,9 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_error_within(actual: Tensor, plain: Tensor, exact: Tensor, factor: float = 2.0) -> None:
-    """The error rule of this project: at most ``factor`` times that of plain PyTorch in the same precision, both against an
-    fp64 result. One unit in the last place of the largest element is always allowed, so that an exact ``plain`` is no trap."""
+    """The error rule of this project: an error of at most ``factor`` times that of plain PyTorch in the same precision, each
+    against an fp64 result. One unit in the last place of the largest element is always allowed: an exact ``plain`` does not
+    forbid rounding."""
     assert torch.isfinite(exact).all(), "the exact result must be finite for its error to mean anything"
     error = (actual.double().cpu() - exact.cpu()).abs().max().item()
     allowed = (plain.double().cpu() - exact.cpu()).abs().max().item()

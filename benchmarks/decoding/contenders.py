@@ -96,7 +96,7 @@ def method_contender(
             result.stats.model_calls,
             seconds,
             [int(count) for count in result.stats.acceptance_histogram],
-            int(result.stats.drafted),
+            int(result.stats.num_draft_tokens),
         )
 
     return Contender(name, write)

@@ -181,10 +181,10 @@ def draft_contender(model: Any, entrant: Entrant) -> Contender:
 @contextmanager
 def watched_drafters() -> Iterator[list[Any]]:
     """Collects the drafters of draft models that are made inside. In a batch of one each level is a call."""
-    from pass_ext.decoding.drafting import drafting
+    from pass_ext.decoding.drafting import from_draft_model
 
     drafters: list[Any] = []
-    before = drafting.model_drafter
+    before = from_draft_model.model_drafter
 
     def watched(*arguments: Any, **named: Any) -> Any:
         drafter = before(*arguments, **named)
@@ -192,11 +192,11 @@ def watched_drafters() -> Iterator[list[Any]]:
             drafters.append(drafter)
         return drafter
 
-    drafting.model_drafter = watched
+    from_draft_model.model_drafter = watched
     try:
         yield drafters
     finally:
-        drafting.model_drafter = before
+        from_draft_model.model_drafter = before
 
 
 def plans_of(some: Sequence[Entrant], model: Any) -> dict[str, Any]:

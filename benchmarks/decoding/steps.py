@@ -82,6 +82,7 @@ def profile(contender: Contender, prompts: Sequence[Prompt], setting: Setting, m
 def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
     """Times the profiler ranges of the decoding loop; on a GPU a range waits for the work before and in it."""
     from pass_ext.decoding import loop
+    from pass_ext.decoding.session import reading
 
     times: dict[str, list[float]] = defaultdict(list)
 
@@ -94,8 +95,8 @@ def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
             times[name].append(now(device) - started)
 
     before = loop.profiled
-    loop.profiled = timed
+    loop.profiled = reading.profiled = timed
     try:
         yield times
     finally:
-        loop.profiled = before
+        loop.profiled = reading.profiled = before

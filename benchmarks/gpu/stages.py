@@ -18,9 +18,14 @@ from benchmarks.gpu.outcomes import SECONDS, SOME_FAILED
 from benchmarks.gpu.profiled import CASES
 from benchmarks.gpu.runner import Stage
 
-FAMILIES = ("accept", "attention", "cache", "draft", "lookahead", "tree")
-"""Op families with CUDA kernels: what is of none of them is "others"."""
-BENCHES = ("attention", "accept", "draft", "tree", "cache", "lookahead")
+FAMILIES = tuple(
+    sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu") if path.with_suffix(".cuh").exists())
+)
+"""Op families with CUDA kernels. Tests of no family are "others"."""
+FIRST = ("attention", "accept", "draft", "tree")
+"""The families whose times are most worth knowing, in this order."""
+BENCHES = (*FIRST, *(family for family in FAMILIES if family not in FIRST))
+RACECHECKED_FIRST = ("accept", "attention")
 _FINE = (0, 5)  # of pytest; 5: nothing was left to run
 _ENDED = (*_FINE, SOME_FAILED)
 _PYTHON = (sys.executable, "-u", "-m")
@@ -115,7 +120,7 @@ def all_stages(architecture: str) -> list[Stage]:
         ),
         _tests("tests", (*FAMILIES, "others"), 150),
         _sanitizer("memcheck", "memcheck", FAMILIES, 120),
-        _sanitizer("racecheck", "racecheck", ("accept", "attention"), 120),
+        _sanitizer("racecheck", "racecheck", RACECHECKED_FIRST, 120),
         _bench("attention", "--quick", seconds=60),
         _bench("accept", "--quick", seconds=60),
         *(
@@ -130,6 +135,6 @@ def all_stages(architecture: str) -> list[Stage]:
         ),
         *(_bench(family, seconds=170) for family in BENCHES),
         _bench("attention", "--dtype", "float32", seconds=170),
-        _sanitizer("racecheck-rest", "racecheck", ("cache", "draft", "lookahead", "tree"), 280),
+        _sanitizer("racecheck-rest", "racecheck", [name for name in FAMILIES if name not in RACECHECKED_FIRST], 280),
         Stage("bench_decoding", {"decoding": decoding}, 540, impossible=f"no {', '.join(missing)}" if missing else ""),
     ]

@@ -68,7 +68,7 @@ from benchmarks.ops.accept_contenders import (
     usual_walk,
     with_transformers,
 )
-from benchmarks.ops.distributions import (
+from benchmarks.ops.inputs.distributions import (
     FILTERS,
     TEMPERATURE,
     make_draft_logits,

@@ -3,13 +3,14 @@
 PASS_EXT_CUDA   auto      nvcc, where there is one (the default)
                 1         nvcc; an error where there is none
                 0         no CUDA
-                native    nvcc, for the GPUs of this machine alone; no CUDA where torch sees no GPU
+                native    nvcc, for the GPUs of this machine alone; no CUDA if there is none, or if torch has no CUDA
 """
 
 import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 DEFAULT_ARCHITECTURES = "8.0 8.6 8.9 9.0 10.0 12.0+PTX"
 OLDEST = (8, 0)  # the kernels use bfloat16 instructions that older GPUs lack
@@ -47,15 +48,15 @@ def version_of(nvcc: str) -> str:
     return found[1]
 
 
-def choose_architectures(nvcc: str) -> list[str]:
+def choose_architectures(nvcc: str, torch: Path) -> list[str]:
     """TORCH_CUDA_ARCH_LIST; without it, those of the default list that nvcc knows, the newest of them also as PTX.
 
-    native: without TORCH_CUDA_ARCH_LIST, the GPUs here that nvcc knows; empty, whatever the list, where there is no such GPU.
+    native: without TORCH_CUDA_ARCH_LIST, those of the GPUs here. Empty, with or without it, where a CUDA library could not run.
     """
     known = set(re.findall(r"compute_(\d+)", subprocess.check_output([nvcc, "--list-gpu-arch"], text=True)))
     wished = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if cuda_wish() == "native":
-        here = visible_gpus(known)
+        here = [arch for arch in native_architectures(torch) if arch.replace(".", "") in known]
         wished = here and (wished or here)
     elif not wished:
         usable = [a for a in DEFAULT_ARCHITECTURES.split() if a.removesuffix("+PTX").replace(".", "") in known]
@@ -68,14 +69,15 @@ def choose_architectures(nvcc: str) -> list[str]:
     return wished
 
 
-def visible_gpus(known: set[str]) -> list[str]:
-    """The architectures of the GPUs that torch sees, as far as pass_ext runs on them and nvcc knows them."""
-    import torch
-
-    gpus = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return [
-        f"{major}.{minor}" for major, minor in sorted(gpus) if f"{major}{minor}" in known and (major, minor) >= OLDEST
-    ]
+def native_architectures(torch: Path) -> list[str]:
+    """Those of the GPUs here that pass_ext supports; empty for a torch without CUDA."""
+    program = shutil.which("nvidia-smi")
+    if program is None or not (torch / "lib" / "libtorch_cuda.so").exists():
+        return []
+    command = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    gpus = {(int(major), int(minor)) for major, minor in re.findall(r"^(\d+)\.(\d)$", said, re.MULTILINE)}
+    return [f"{major}.{minor}" for major, minor in sorted(gpus) if (major, minor) >= OLDEST]
 
 
 def covers(built: list[str], wished: list[str]) -> bool:

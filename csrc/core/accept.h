@@ -15,13 +15,12 @@
 //   block      traversal on a chain, which is block verification
 //   typical    accept iff p(x) > min(threshold, alpha exp(-H(p))); the longest accepted path, then y ~ p
 //
-// A child outside q's remaining support is a fixed proposal: q is one at it. Then rejecting it takes its p away.
-// After drafts from q were rejected p is always a multiple of (p_0 - beta q_0)+ for one number beta, but for deleted
-// tokens, whose beta froze ("cut") when they were deleted. So a rule needs sums over a row, never a stored
-// distribution.
+// A child outside q's remaining support is a fixed proposal: q is one at it. Rejecting it takes its p away. After
+// rejections p is proportional to (p_0 - beta q_0)+, one beta per node. A deleted token keeps the beta it had then: its
+// cut. So a rule needs sums over a row, never a stored distribution.
 //
-// `Rows` is the device's way to work on rows: all its threads run this code together, and every method returns the same
-// value to all of them.
+// `Rows` is how a device works on rows: all its threads run this code together, and every method returns the same value
+// to all of them.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +35,7 @@ namespace pass_ext {
 // The order of pass_ext.ops.accept.RULES.
 enum class Rule : int32_t { coupled, rejection, rejection_with_replacement, block, traversal, kseq, typical };
 
-constexpr int kOverlaps = 7;  // values of rho tried in one pass over a row
+constexpr int kOverlaps = 7;  // values of rho tried in one sweep over a row
 
 struct AcceptProblem {
   LogitRows target, draft;
@@ -47,7 +46,7 @@ struct AcceptProblem {
   const int32_t* parents;
   const int32_t* cu_nodes;
   const int32_t* draft_rows;                            // [nodes] or null: a node's own index
-  int64_t target_request_stride, draft_request_stride;  // in elements, of a chain
+  int64_t target_request_stride, draft_request_stride;  // for chains, in elements
   int32_t chain_nodes;
   int32_t draft_row_count;
   SamplingParameterArrays target_sampling, draft_sampling;
@@ -63,7 +62,7 @@ struct AcceptProblem {
   int32_t* status;
 };
 
-// How a rule goes through a tree. A kernel may be made for one of them, `any` asks the rule.
+// How a rule goes through a tree. A kernel compiled for `any` reads the rule at run time.
 enum class Route { coupled, down, kseq, traversal, typical, any };
 
 PASS_EXT_HOST_DEVICE constexpr Route route_of(Rule rule) {
@@ -77,15 +76,15 @@ PASS_EXT_HOST_DEVICE constexpr Route route_of(Rule rule) {
   }
 }
 
-// The noise of the race, or of the final draw, `depth` levels below a request's root. Unsigned: at the end of int64 a
-// position goes on at its beginning.
+// The noise of the race or of the final draw, `depth` levels below a request's root. Computed unsigned, so that a
+// position past the end of int64 wraps to its beginning.
 PASS_EXT_HOST_DEVICE Noise noise_at(const AcceptProblem& problem, int64_t request, Purpose purpose, int32_t depth) {
   const uint64_t seed = problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[request]);
   const uint64_t position = problem.positions == nullptr ? 0 : static_cast<uint64_t>(problem.positions[request]);
   return {seed, static_cast<int64_t>(position + static_cast<uint64_t>(depth)), purpose, 0, 0};
 }
 
-// Whether the bounds of a tree's request are none: then cu_nodes does not divide the rows.
+// True if a request's range in cu_nodes is invalid: then cu_nodes does not divide the rows.
 PASS_EXT_HOST_DEVICE bool breaks_bounds(const AcceptProblem& problem, int64_t request) {
   const int32_t begin = problem.cu_nodes[request], end = problem.cu_nodes[request + 1];
   return begin < 0 || end < begin || end > problem.nodes;
@@ -100,7 +99,7 @@ struct AcceptRequest {
   PASS_EXT_HOST_DEVICE int32_t parent(int32_t node) const {
     return problem.is_chain ? node - 1 : problem.parents[first + node];
   }
-  PASS_EXT_HOST_DEVICE int64_t token(int32_t node) const {  // of a node other than the root
+  PASS_EXT_HOST_DEVICE int64_t token(int32_t node) const {  // the root has none
     return problem.is_chain ? problem.tokens[index * (problem.chain_nodes - 1) + node - 1]
                             : problem.tokens[first + node];
   }
@@ -136,18 +135,18 @@ struct Judge {
   double beta;
 };
 
-// Over a row: of (p_0 - beta q_0)+, and of q_0 without the deleted tokens.
+// Sums over a row: (p_0 - beta q_0)+, and q_0 without the deleted tokens.
 struct ResidualSums {
   double weight, remaining;
 };
 
-// What a final draw draws from: p - or, where drafts from q were rejected, what is left of it.
+// The weights of a final draw: p, or the rest of p after drafts from q were rejected.
 struct Weight {
   enum Kind : int32_t { plain, residual, kseq } kind;
   float first, second;  // residual: beta; kseq: 1 / rho, share
 };
 
-#include "core/weights.h"
+#include "core/weights-inl.h"
 
 constexpr float kNotCut = -1.0f;
 
@@ -156,7 +155,7 @@ class AcceptWalk {
  public:
   PASS_EXT_HOST_DEVICE AcceptWalk(Rows& rows, const AcceptRequest& request) : rows_(rows), request_(request) {}
 
-  // `divided`: whether cu_nodes divides the rows at all; if not, nobody knows whose row is whose.
+  // `divided`: cu_nodes divides the rows. If it does not, no row has a known owner.
   template <Route known = Route::any>
   PASS_EXT_HOST_DEVICE void run(bool divided) {
     const AcceptProblem& problem = request_.problem;
@@ -174,7 +173,7 @@ class AcceptWalk {
     seed_ = problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[request_.index]);
     position_ = problem.positions == nullptr ? 0 : problem.positions[request_.index];
     if (greedy || goes<known>(Route::coupled))
-      walk_coupled(greedy);  // at temperature 0 every rule comes to this
+      walk_coupled(greedy);  // at temperature 0 every rule is this walk
     else if (goes<known>(Route::traversal))
       walk_traversal();
     else if (goes<known>(Route::typical))
@@ -188,7 +187,7 @@ class AcceptWalk {
 
  private:
   struct Odds {
-    double p, q;   // of the child's token, now; q 0: it is a fixed proposal
+    double p, q;   // current, for the child's token; q = 0: a fixed proposal
     double left;   // (p_0 - cut q_0)+, unnormalised
     int32_t twin;  // an earlier deleted child with the same token, or -1
   };
@@ -212,7 +211,7 @@ class AcceptWalk {
     return token >= 0 && token < request_.problem.target.vocabulary;
   }
 
-  // The first child of `node` from index `from` on whose token is in the vocabulary, or -1.
+  // The first child of `node` with index `from` or above whose token is in the vocabulary, or -1.
   PASS_EXT_HOST_DEVICE int32_t next_child(int32_t node, int32_t from) {
     return rows_.first_node(from, request_.nodes,
                             [&](int32_t i) { return request_.parent(i) == node && is_token(request_.token(i)); });
@@ -224,8 +223,8 @@ class AcceptWalk {
     return distribution;
   }
 
-  // p at a node and, if there are children to judge, q. False where they cannot be judged: the draft row is no
-  // distribution.
+  // Describes p at a node and, if it has children to judge, q. Returns false if they cannot be judged: their draft row
+  // does not exist or is no distribution.
   PASS_EXT_HOST_DEVICE bool open(int32_t node, bool has_children, Judge& judge) {
     judge = {};
     judge.node = node;
@@ -268,7 +267,7 @@ class AcceptWalk {
     return odds;
   }
 
-  // Rejecting a child: p, q and w of its parent from now on. `replaced`: drawn with replacement, q stays.
+  // Rejects a child: updates p, q and w of its parent. `replaced`: drafts are drawn with replacement, so q stays.
   // Without `needs_sums` only a draw from p follows, and that needs neither total nor remaining.
   PASS_EXT_HOST_DEVICE void reject(Judge& judge, int32_t child, const Odds& odds, bool replaced, bool needs_sums) {
     const double weight = judge.weight, total = judge.total;
@@ -299,7 +298,7 @@ class AcceptWalk {
     return noise_at(request_.problem, request_.index, purpose, depth);
   }
 
-  // y ~ p as it stands at a node; from p_0 where rounding left nothing.
+  // Draws y from p as it stands at a node; from p_0 if rounding left nothing of p.
   PASS_EXT_HOST_DEVICE int32_t draw(const Judge& judge, const Weight& weight, bool rejected, int32_t depth) {
     const Noise chosen = noise(rejected ? Purpose::residual : Purpose::bonus, depth);
     const int32_t id = rows_.draw(judge, weight, request_, rejected, chosen);
@@ -312,7 +311,7 @@ class AcceptWalk {
 
   PASS_EXT_HOST_DEVICE auto throw_coin(int32_t node) const { return coin(seed_, position_, node); }
 
-  // The walk ends at a row that is no distribution: the token that led there is the last one emitted.
+  // Ends the walk at a row that is no distribution: the token that led there is the last one emitted.
   PASS_EXT_HOST_DEVICE void stop_before(int32_t node) {
     stop_ = node == 0 ? 0 : request_.parent(node);
     token_ = node == 0 ? -1 : request_.token(node);
@@ -362,7 +361,8 @@ class AcceptWalk {
     }
   }
 
-  // rejection, with and without replacement: the accepted child, or -1 and what to draw from.
+  // Rejection, with and without replacement. Returns the accepted child; or -1, and in `weight` the weights of the
+  // final draw.
   PASS_EXT_HOST_DEVICE int32_t judge_in_turn(Judge& judge, int32_t child, Weight& weight) {
     const bool replaced = request_.problem.rule == Rule::rejection_with_replacement;
     while (child >= 0) {
@@ -382,7 +382,7 @@ class AcceptWalk {
     for (int32_t child = first; child >= 0; child = next_child(judge.node, child + 1))
       count += draft_probability(judge, static_cast<int32_t>(request_.token(child))) > 0.0f;
     double rho = 1.0, share = 1.0;                        // share: 1 - (1 - beta)^K over beta
-    if (count > 1) choose_rho(judge, count, rho, share);  // of one child it is 1, and so is its share
+    if (count > 1) choose_rho(judge, count, rho, share);  // for one child both are 1
     for (int32_t child = first; child >= 0; child = next_child(judge.node, child + 1)) {
       const int32_t id = static_cast<int32_t>(request_.token(child));
       const double p = target_probability(judge, id), q = draft_probability(judge, id);
@@ -392,15 +392,15 @@ class AcceptWalk {
     return -1;
   }
 
-  // Any rho that meets the condition is exact; the smallest accepts most. Three passes narrow it to (K - 1) / 448.
+  // Any rho that meets the condition is exact; the smallest accepts most. Three sweeps narrow it to (K - 1) / 448.
   PASS_EXT_HOST_DEVICE void choose_rho(const Judge& judge, int32_t count, double& rho, double& share) {
     double low = 1.0, high = count;
     bool done = false;
-    for (int pass = 0; pass < 3 && !done; ++pass) {
+    for (int sweep = 0; sweep < 3 && !done; ++sweep) {
       float inverse[kOverlaps];
       double tried[kOverlaps], overlap[kOverlaps];
-      for (int i = 0; i < kOverlaps; ++i) {  // the first pass tries its lower end too
-        tried[i] = low + (high - low) * (pass == 0 ? i / 7.0 : (i + 1) / 8.0);
+      for (int i = 0; i < kOverlaps; ++i) {  // the first sweep tries its lower end too
+        tried[i] = low + (high - low) * (sweep == 0 ? i / 7.0 : (i + 1) / 8.0);
         inverse[i] = static_cast<float>(1.0 / tried[i]);
       }
       rows_.overlap_sums(judge, inverse, overlap);
@@ -413,7 +413,7 @@ class AcceptWalk {
           high = rho = tried[i];
           share = overlap[i] > 0.0 ? accepted / overlap[i] : 0.0;
           found = true;
-          done = pass == 0 && i == 0;
+          done = sweep == 0 && i == 0;
         } else {
           new_low = tried[i];
         }
@@ -421,7 +421,7 @@ class AcceptWalk {
       low = new_low;
       if (!found) {
         high = former_high;
-        if (pass == 0) {  // rho = K always meets it, but its share is not known yet
+        if (sweep == 0) {  // rho = K always meets the condition; its share is not known yet
           const float last[kOverlaps] = {1.0f / count, 1.0f / count, 1.0f / count, 1.0f / count,
                                          1.0f / count, 1.0f / count, 1.0f / count};
           rows_.overlap_sums(judge, last, overlap);
@@ -434,15 +434,15 @@ class AcceptWalk {
 
   // 1 - (1 - beta)^K
   PASS_EXT_HOST_DEVICE static double accepted_by_any(double beta, int32_t count) {
-    double refused = 1.0;
-    for (int32_t i = 0; i < count; ++i) refused *= 1.0 - beta;
-    return 1.0 - refused;
+    double all_rejected = 1.0;
+    for (int32_t i = 0; i < count; ++i) all_rejected *= 1.0 - beta;
+    return 1.0 - all_rejected;
   }
 
   PASS_EXT_HOST_DEVICE void walk_traversal() {
     reset_cuts();
     int32_t node = 0, depth = 0;
-    int32_t child = first_child(0, 0);  // the next to visit
+    int32_t child = first_child(0, 0);  // the next node to visit
     Judge judge;
     if (!open(0, child >= 0, judge)) child = -1;
     if (judge.p.status != 0) return stop_before(0);
@@ -468,14 +468,14 @@ class AcceptWalk {
         if (judge.p.status != 0) return stop_before(node);
         return stop_at(node, draw(judge, judge.changed, depth));
       }
-      const int32_t refused = node;  // up: delete it at its parent
+      const int32_t deleted = node;  // up: delete it at its parent
       node = request_.parent(node);
       --depth;
       judge = rows_.saved(node);
       opened = true;
-      child = next_child(node, refused + 1);
+      child = next_child(node, deleted + 1);
       const bool last = node == 0 && child < 0;
-      reject(judge, refused, odds_of(judge, refused), false, !last);
+      reject(judge, deleted, odds_of(judge, deleted), false, !last);
     }
   }
 
@@ -484,7 +484,7 @@ class AcceptWalk {
   }
 
   PASS_EXT_HOST_DEVICE void walk_typical() {
-    // A node's cut tells whether it is accepted: kNotCut no, else its depth. Nodes come after their parents.
+    // A node's cut says whether it is accepted: kNotCut if not, else its depth. Nodes come after their parents.
     reset_cuts();
     int32_t best = 0, best_depth = 0;
     for (int32_t node = 0; node >= 0; node = next_accepted(node)) {
@@ -521,7 +521,7 @@ class AcceptWalk {
 
   PASS_EXT_HOST_DEVICE void reset_cuts() { rows_.reset_cuts(request_.nodes); }
 
-  // The path to node `stop` (-1: nothing at all), `token` behind it, -1 in the rest.
+  // Writes the path to node `stop` (-1: none at all), `token` behind it, and -1 in the rest.
   PASS_EXT_HOST_DEVICE void write(int32_t stop, int64_t token, int32_t status) {
     if (!rows_.is_leader()) return;
     const int64_t width = request_.problem.max_depth + 1;
@@ -550,7 +550,7 @@ class AcceptWalk {
   int64_t token_ = -1;
 };
 
-// The request at `index`; the walk checks that it lies inside.
+// The request at `index`; the walk checks that its range is valid.
 PASS_EXT_HOST_DEVICE AcceptRequest request_of(const AcceptProblem& problem, int64_t index) {
   if (problem.is_chain) return {problem, index, index * problem.chain_nodes, problem.chain_nodes};
   const int64_t first = problem.cu_nodes[index], nodes = problem.cu_nodes[index + 1] - first;

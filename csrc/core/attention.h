@@ -1,11 +1,11 @@
-// Attention of a step's nodes to the prefix and to the nodes that their bits let them see: the problem as raw pointers,
-// who may see whom, and the formulas that every kernel shares. With s = scale q k, softcapped to cap tanh(s / cap):
+// Attention of a step's nodes to the prefix and to the nodes that their bits name: the problem as raw pointers, which
+// keys a row sees, and the formulas that every kernel shares. With s = scale q k, softcapped to cap tanh(s / cap):
 //   out = sum over visible keys of e^(s - lse) v        lse = ln of the sum over visible keys of e^s
 // A row that sees nothing: out 0, lse -inf.
 //
 // Keys of a request are numbered along its text: [0, prefix) are the prefix, [prefix, prefix + nodes) this step's
-// nodes. Rows of a tile: the nodes of a request times the query heads that share a key head; row r is node r / group,
-// head r % group of them.
+// nodes. The rows of a tile are the nodes of a request times the query heads that share a key head; row r is node r /
+// group, head r % group of them.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ namespace pass_ext {
 constexpr int32_t kHeadDims[] = {64, 80, 96, 128, 256};
 constexpr int32_t kLargestHeadDim = kHeadDims[sizeof kHeadDims / sizeof *kHeadDims - 1];
 
-// Where rows of one of K, V lie, strides in elements. A cache: [outer, slot, head, head_dim] with outer the request, or
-// the page where there is a block table. New rows: [node, head, head_dim], outer unused.
+// Where the rows of K or of V lie, strides in elements. A cache: [outer, slot, head, head_dim]; outer is the request,
+// or the page if there is a block table. New rows: [node, head, head_dim], outer unused.
 struct KeyRows {
   const void* data;
   int64_t outer, slot, head;
@@ -38,38 +38,38 @@ struct AttentionProblem {
   const int32_t* cu_nodes;     // [requests + 1]
   const int64_t* visible;      // [rows, 64 nodes to a word]
   const int32_t* depths;       // [rows], each below its request's nodes; null without a window
-  const int32_t* block_table;  // [requests, pages of one]; null for a dense cache
+  const int32_t* block_table;  // [requests, pages per request]; null for a dense cache
   int64_t visible_stride, table_stride;
   int64_t requests, rows;
-  int64_t slots;      // that the cache has for one request: of a dense cache, or pages of one times page_size
-  int32_t page_size;  // slots of one outer of a paged cache
-  int32_t pages;      // outers of a paged cache
+  int64_t slots;      // cache slots per request; in a paged cache pages per request times page_size
+  int32_t page_size;  // cache slots of a page; paged caches only
+  int32_t pages;      // pages in the cache; paged caches only
   int32_t heads, kv_heads, group, head_dim, max_nodes;
   float scale, softcap;  // softcap 0: none
-  int32_t window;        // keys at most so far back in the text, itself included; -1: all
-  FloatType type;        // of q, K, V and out
+  int32_t window;        // a row sees the last so many positions, its own included; -1: all
+  FloatType type;        // q, K, V and out
   void* out;             // [rows, heads, head_dim]
   float* lse;            // [rows, heads]
 };
 
-// Two results for the same rows over disjoint keys, made one:
+// The merge of two results for the same rows over disjoint keys:
 //   lse = ln(e^lse_a + e^lse_b)        out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
 struct MergeProblem {
   const void *out_a, *out_b;
   const float *lse_a, *lse_b;
   void* out;
   float* lse;
-  int64_t rows;  // times heads
+  int64_t rows;  // rows times heads
   int32_t head_dim;
   FloatType type;
 };
 
-// One request's share. cu_nodes and lengths that promise more than there is are cut to what there is.
+// One request's rows. Out-of-range bounds and lengths are clamped.
 struct AttentionRequest {
   int64_t index;
   int32_t first, nodes;  // rows of q
   int32_t prefix;
-  int32_t begin;  // keys below this no row sees, because of the window
+  int32_t begin;  // the first key that the window leaves to any row
 
   PASS_EXT_HOST_DEVICE int32_t keys() const { return prefix + nodes; }
 };
@@ -81,27 +81,28 @@ PASS_EXT_HOST_DEVICE int64_t between(int64_t value, int64_t low, int64_t high) {
 PASS_EXT_HOST_DEVICE AttentionRequest request_of(const AttentionProblem& problem, int64_t index) {
   AttentionRequest request{};
   request.index = index;
-  const TreeRows own = tree_rows(problem.cu_nodes, index, problem.rows);
-  request.first = static_cast<int32_t>(own.first);
-  // Nodes in the cache are at most its slots.
+  const TreeRows rows = tree_rows(problem.cu_nodes, index, problem.rows);
+  request.first = static_cast<int32_t>(rows.first);
+  // A cache cannot hold more nodes than it has slots.
   const int64_t most =
       problem.k_new.data || problem.max_nodes < problem.slots ? int64_t{problem.max_nodes} : problem.slots;
-  request.nodes = static_cast<int32_t>(own.count < most ? own.count : most);
+  request.nodes = static_cast<int32_t>(rows.count < most ? rows.count : most);
   const int64_t room = problem.k_new.data ? problem.slots : problem.slots - request.nodes;
   request.prefix = static_cast<int32_t>(between(problem.prefix_lens[index], 0, room < 0 ? 0 : room));
-  // The root, at depth 0, sees furthest back.
+  // The root has depth 0, so its window begins first.
   if (problem.window >= 0)
     request.begin = static_cast<int32_t>(between(request.prefix - int64_t{problem.window} + 1, 0, request.prefix));
   return request;
 }
 
-// The page, or without a block table the request, that holds `key` in a cache: the look-up that an address waits for.
+// The page that holds `key`, or the request if there is no block table. The address of the key depends on this load.
 PASS_EXT_HOST_DEVICE int64_t outer_of(const AttentionProblem& problem, const AttentionRequest& request, int32_t key) {
   if (!problem.block_table || (problem.k_new.data && key >= request.prefix)) return request.index;
   return problem.block_table[request.index * problem.table_stride + key / problem.page_size];
 }
 
-// The row of `key` for one key head, or null where the block table names no page. Cache and new: of K, or of V.
+// The row of `key` for one key head, or null if the block table names no page. `cache` and `fresh` are those of K, or
+// those of V.
 template <typename T>
 PASS_EXT_HOST_DEVICE const T* row_in(const AttentionProblem& problem, const AttentionRequest& request,
                                      const KeyRows& cache, const KeyRows& fresh, int64_t outer, int32_t key,
@@ -120,11 +121,11 @@ PASS_EXT_HOST_DEVICE const T* key_row(const AttentionProblem& problem, const Att
   return row_in<T>(problem, request, cache, fresh, outer_of(problem, request, key), key, head);
 }
 
-// Whether every node of the request sees all of keys [first, first + count).
+// True if every node of the request sees all keys in [first, first + count).
 PASS_EXT_HOST_DEVICE bool all_see(const AttentionProblem& problem, const AttentionRequest& request, int32_t first,
                                   int32_t count) {
   if (first + count > request.prefix) return false;
-  // The deepest node possible, at depth nodes - 1, sees least far back.
+  // The deepest possible node, at depth nodes - 1, has the last window.
   return problem.window < 0 || first > int64_t{request.prefix} + request.nodes - 1 - problem.window;
 }
 
@@ -136,12 +137,12 @@ PASS_EXT_HOST_DEVICE int32_t depth_of(const AttentionProblem& problem, const Att
   return static_cast<int32_t>(between(problem.depths[request.first + node], 0, request.nodes - 1));
 }
 
-// Which of keys [first, first + 64) node `node` of the request sees: bit i for key first + i. word(i) is word i of the
-// node's row in `visible`.
+// The keys among [first, first + 64) that node `node` of the request sees: bit i for key first + i. word(i) is word i
+// of the node's row in `visible`.
 template <typename Word>
 PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, const AttentionRequest& request,
                                            int32_t node, int32_t first, const Word& word) {
-  const int32_t start = first - request.prefix;  // of the 64, counted in nodes
+  const int32_t start = first - request.prefix;  // the node of the first key; negative in the prefix
   uint64_t seen = ones_below(-int64_t{start});   // the prefix
   uint64_t nodes = 0;
   if (start > -64 && start < request.nodes) {
@@ -178,16 +179,15 @@ PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, cons
 }
 
 constexpr float kLog2E = 1.44269504f;
-constexpr float kLargest = 3.40282347e38f;  // minus this: the maximum of a row that has seen nothing yet
+constexpr float kLargest = 3.40282347e38f;  // its negative is the maximum of a row before its first key
 
-// Natural log of 2^maximum sum, the form in which kernels keep a row's total.
+// ln(2^maximum sum): kernels keep a row's total as maximum and sum.
 PASS_EXT_HOST_DEVICE float log_of_total(float maximum, float sum) {
   if (!(sum > 0.0f)) return sum == 0.0f ? float_of(0xff800000u) : sum;
   return fused(maximum, 0.693147181f, logarithm(sum));
 }
 
-// What each of two results weighs in the one over both their keys. A weight of 0: that side does not count, whatever it
-// holds.
+// The factors of two results in their merge. A side of weight 0 does not count and may hold anything.
 struct MergeWeights {
   float a, b, lse;
 };

@@ -3,8 +3,8 @@
 //   slot prefix_lens[b] + j  =  row cu_nodes[b] + path[b, j] of `fresh`, or slot prefix_lens[b] + path[b, j] in place
 // as if all sources were read before anything is written.
 //
-// In place, rows may go in the order of j as long as no node lies before its target (path[b, j] >= j, as in every path
-// of accept_tree): then what row j overwrites, no later row reads.
+// In place, rows may move in the order of j if no node lies before its target (path[b, j] >= j, as in every path of
+// accept_tree): then no later row reads what row j overwrites.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace pass_ext {
 
-// What a step accepted.
+// The accepted paths of a step.
 struct CommitStep {
   const int32_t* prefix_lens;   // [requests]
   const int32_t* cu_nodes;      // [requests + 1]
   const int32_t* path;          // [requests, width]
   const int32_t* num_accepted;  // [requests]
-  const int32_t* block_table;   // [requests, pages of one]; null for dense caches
+  const int32_t* block_table;   // [requests, pages per request]; null for dense caches
   int64_t path_stride, table_stride;
   int64_t requests, table_width;
   int64_t new_rows;  // rows of `fresh`
@@ -27,22 +27,22 @@ struct CommitStep {
   bool in_place;
 };
 
-// Tensors that lie alike; strides in bytes. A cache: [outer, slot, head, byte], with outer the request, or the page
-// where there is a block table. `fresh`: [row, head, byte].
+// The layout of cache tensors, strides in bytes. A cache: [outer, slot, head, byte]; outer is the request, or the page
+// if there is a block table. `fresh`: [row, head, byte].
 struct CacheShape {
   int64_t outer, slot, head, fresh_row, fresh_head;
-  int32_t outers, slots;  // slots of one outer
+  int32_t outers, slots;  // cache slots per outer
   int64_t heads, head_bytes;
 };
 
-// One request's share; no rows where it is padded, or where its bounds are not among the rows that there are.
+// One request's rows: none if it is padded or if its bounds are out of range.
 struct RequestCommit {
   int64_t index;
   int64_t first, nodes, prefix;
-  int32_t rows;  // of the path, from its begin
+  int32_t rows;  // committed rows of the path, from its begin
 };
 
-// Bytes from a tensor's begin. from < 0: there is nothing to do.
+// Offsets in bytes from a tensor's begin. from < 0: there is nothing to move.
 struct RowMove {
   int64_t from, to;
 };
@@ -57,7 +57,7 @@ PASS_EXT_HOST_DEVICE RequestCommit commit_of(const CommitStep& step, int64_t ind
   return request;
 }
 
-// Where a slot of a request begins, or -1 where the cache has none.
+// The offset of a request's cache slot, or -1 if the cache has no such slot.
 PASS_EXT_HOST_DEVICE int64_t offset_of_slot(const CommitStep& step, const CacheShape& shape, int64_t request,
                                             int64_t slot) {
   if (!step.block_table) return slot < shape.slots ? request * shape.outer + slot * shape.slot : -1;
@@ -74,7 +74,8 @@ PASS_EXT_HOST_DEVICE int64_t node_of(const CommitStep& step, const RequestCommit
   return node < request.nodes ? node : -1;
 }
 
-// Row j of the path. A row already in its place, and one whose node or slot does not exist, has nothing to do.
+// The move of row j of the path. Nothing moves if the row is in its place already, or if its node or cache slot does
+// not exist.
 PASS_EXT_HOST_DEVICE RowMove move_of(const CommitStep& step, const CacheShape& shape, const RequestCommit& request,
                                      int32_t j) {
   const int64_t node = node_of(step, request, j);

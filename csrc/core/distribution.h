@@ -1,4 +1,4 @@
-// A row of logits as a distribution over the vocabulary, and what a kernel must know of it:
+// A row of logits as a distribution over the vocabulary, in the few numbers that kernels need:
 //   allowed mask -> temperature -> top-k -> top-p -> min-p -> renormalise
 //   prob(v) = exp((z_v - max z) / T) / mass   for v in the support,  0 elsewhere
 // Filters keep a prefix of the order (z descending, id ascending), so the support is one cut: z > cut, or z == cut and
@@ -21,7 +21,7 @@ enum class LogitType : int32_t { bfloat16, float16, float32 };
 struct LogitRow {
   const void* logits;
   const uint32_t* allowed;
-  int64_t slot;  // tells the rows of one problem apart
+  int64_t slot;  // a number of its own for each row of a problem
   LogitType type;
   int32_t vocabulary;
 };
@@ -49,7 +49,7 @@ struct LogitRows {
   int32_t vocabulary;
 };
 
-// The row `offset` elements behind the first; row `allowed_index` of the mask is its own.
+// The row `offset` elements behind the first; its mask is row `allowed_index`.
 PASS_EXT_HOST_DEVICE LogitRow row_at(const LogitRows& rows, int64_t offset, int64_t allowed_index, int64_t slot) {
   const int64_t element = rows.type == LogitType::float32 ? 4 : 2, words = (rows.vocabulary + 31) / 32;
   return {static_cast<const char*>(rows.data) + offset * element,
@@ -57,7 +57,7 @@ PASS_EXT_HOST_DEVICE LogitRow row_at(const LogitRows& rows, int64_t offset, int6
           slot, rows.type, rows.vocabulary};
 }
 
-// Per request, each [B] or null. What is not a number, or outside its range, switches its filter off.
+// One number per request, each array [B] or null. A number that is NaN or out of range switches its filter off.
 struct SamplingParameterArrays {
   const float* temperature;
   const int32_t* top_k;
@@ -74,7 +74,7 @@ struct SamplingParameters {
 
 PASS_EXT_HOST_DEVICE bool is_greedy(float temperature) { return !(temperature > 0.0f); }
 
-// `default_temperature` is what a null array means.
+// `default_temperature` stands for a null array.
 PASS_EXT_HOST_DEVICE SamplingParameters parameters_of(const SamplingParameterArrays& arrays, int64_t request,
                                                       int32_t vocabulary, float default_temperature) {
   const float temperature = arrays.temperature == nullptr ? default_temperature : arrays.temperature[request];
@@ -92,7 +92,7 @@ PASS_EXT_HOST_DEVICE bool has_filter(const SamplingParameters& parameters) {
   return parameters.top_k > 0 || parameters.top_p < 1.0f || parameters.min_p > 0.0f;
 }
 
-// An integer with the order of the float; -0 counts as 0.
+// An integer in the order of the floats; -0 counts as 0.
 PASS_EXT_HOST_DEVICE uint32_t ordered_bits(float value) {
   const uint32_t bits = bits_of(value + 0.0f);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -103,11 +103,11 @@ PASS_EXT_HOST_DEVICE float float_of_ordered(uint32_t key) { return float_of(key 
 enum Status : int32_t { kBadLogits = 1, kEmptySupport = 2, kBadTree = 4 };
 
 struct Distribution {
-  float maximum;  // of the allowed logits
+  float maximum;  // largest allowed logit
   float scale;
   float cut;
   int32_t tie;
-  float inverse_mass;  // 1 / sum over the support of exp((z - maximum) scale); 0 where nobody asked for it
+  float inverse_mass;  // 1 / sum over the support of exp((z - maximum) scale); 0 if not needed
   float log_mass;
   int32_t status;  // 0, kBadLogits (NaN or +inf among the allowed) or kEmptySupport
 };
@@ -116,7 +116,7 @@ PASS_EXT_HOST_DEVICE bool in_support(const Distribution& distribution, float log
   return logit > distribution.cut || (logit == distribution.cut && id <= distribution.tie);
 }
 
-// ln of the unnormalised probability. The difference first: it is exact for the logits that matter.
+// ln of the unnormalised probability. Subtracting first is exact for the logits that matter.
 PASS_EXT_HOST_DEVICE float log_weight(const Distribution& distribution, float logit) {
   return (logit - distribution.maximum) * distribution.scale;
 }
@@ -126,8 +126,9 @@ PASS_EXT_HOST_DEVICE float probability(const Distribution& distribution, float l
                                              : 0.0f;
 }
 
-// Moves the cut up to the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id; whether it moved.
-// That is monotone in z, so it is found by halving: the floats around where it must lie, or all below the maximum.
+// Raises the cut to the smallest logit z with (z - maximum) scale >= ln(min_p), whatever its id; returns true if it
+// moved. The condition is monotone in z, so halving finds the cut: among the floats around the expected place, or among
+// all below the maximum.
 PASS_EXT_HOST_DEVICE bool cut_at_floor(Distribution& distribution, float min_p) {
   const float floor = logarithm(maximum(min_p, 0x1p-126f));
   uint32_t below = ordered_bits(-kInfinity), reaches = ordered_bits(distribution.maximum);
@@ -154,12 +155,12 @@ PASS_EXT_HOST_DEVICE void set_mass(Distribution& distribution, double mass) {
   distribution.log_mass = logarithm(static_cast<float>(mass));
 }
 
-// The masses that decide top-p are integers: adding them in any order gives the same bits. 2^40 per e^0: 2^22 tokens
-// fit 64 bits with room to spare, and what is below e^-27 weighs nothing here.
+// Top-p adds integer masses, because then any order of additions gives the same bits. e^0 is 2^40: 2^22 tokens fit 64
+// bits with room to spare, and a token below e^-27 weighs nothing here.
 constexpr float kMassUnit = 0x1p40f;
 PASS_EXT_HOST_DEVICE uint64_t integer_mass(float weight) { return static_cast<uint64_t>(weight * kMassUnit); }
 
-// The integer mass that top-p must reach, of a row's `mass`.
+// The integer mass that top-p must reach in a row whose mass is `mass`.
 PASS_EXT_HOST_DEVICE uint64_t mass_to_reach(float top_p, double mass) {
   return static_cast<uint64_t>(static_cast<double>(top_p) * mass * static_cast<double>(kMassUnit));
 }

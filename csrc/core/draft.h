@@ -1,10 +1,10 @@
 // Drawing candidates from rows of logits. p: core/distribution.h; E: core/noise.h.
 //   coupled  the k largest of ln p(v) - ln E_v, E the target's own noise of seed and position: the first is the token
 //            that the target itself would draw
-//   without  the same with noise of the draft's own: k draws without replacement, in the order of drawing
+//   without  the same with the draft's own noise: k draws without replacement, in the order of drawing
 //   with     k independent draws
 //   top      the k most probable
-// At temperature 0 all of them mean the limit: tokens in the order of their logits, the first has all the probability.
+// At temperature 0 every mode gives the limit: tokens in the order of their logits, the first has all the probability.
 // `Rows` as in core/accept.h.
 #pragma once
 

@@ -1,4 +1,4 @@
-// How many blocks a launch has, counted in 64 bits until it is known that a GPU can start so many.
+// The number of blocks of a launch, counted in 64 bits and refused if a GPU cannot start so many.
 #pragma once
 
 #include <cstdint>

@@ -75,13 +75,13 @@ PASS_EXT_HOST_DEVICE float16 to_float16(float value) {
     const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
     return {static_cast<uint16_t>(sign | (rounded - 0x38000000u) >> 13)};
   }
-  // Subnormal: adding 0.5 puts the unit of the result, 2^-24, at the last bit of the sum, so the adder rounds for us.
+  // Subnormal: adding 0.5 puts the unit of the result, 2^-24, at the last bit of the sum, so the addition rounds.
   const uint32_t sum = bits_of(float_of(magnitude) + 0.5f);
   return {static_cast<uint16_t>(sign | (sum - 0x3f000000u))};
 #endif
 }
 
-// from_float<T>(x): one spelling for templates over the storage type.
+// from_float<T>(x): to_bfloat16 and the others under one name, for templates over the storage type.
 template <typename T>
 PASS_EXT_HOST_DEVICE T from_float(float value);
 template <>

@@ -1,13 +1,13 @@
 // The random numbers of drafting and accepting. Key = the request's seed; the counter says which draw it is:
 //   (block | draw << 20,  purpose << 1 | level | node << 8,  position low, position high)
 //
-// A race draws token v with probability w_v / sum(w): argmin over v of E_v / w_v, E_v independent and exponential.
-// E is made so that almost none of it needs computing: among the 64 tokens of a group g,
+// A race draws token v with probability w_v / sum(w): argmin over v of E_v / w_v, E_v independent and exponential. Few
+// of the E have to be computed, because among the 64 tokens of a group g
 //   E_v = first_g                      for one uniformly chosen token, the group's leader; first_g is exponential / 64
 //   E_v = first_g + an exponential     for the others
-// which is 64 independent exponentials (the minimum of n of them is exponential / n, wherever it lies, and what the
-// others have above it is exponential again). No token of a group can beat max(w) / first_g, so one draw and the
-// largest logit dismiss most groups. A token's E depends on seed, position, purpose and its own id, on nothing else.
+// These are 64 independent exponentials: the minimum of n of them is exponential / n, wherever it lies, and the excess
+// of each other one is exponential again. No token of a group can beat max(w) / first_g, so one draw and the largest
+// logit dismiss most groups. A token's E depends on seed, position, purpose and its own id, on nothing else.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft };
 
 PASS_EXT_HOST_DEVICE int32_t groups_of(int32_t vocabulary) { return (vocabulary + kGroup - 1) / kGroup; }
 
-// Which draw: everything of the counter but the block.
+// Names a draw: the whole counter except the block.
 struct Noise {
   uint64_t seed;
   int64_t position;

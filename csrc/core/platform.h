@@ -1,5 +1,5 @@
-// What every header in core/ needs to compile as host code (any C++17 compiler) and as device code (nvcc).
-// Included by all of core/; defines macros only.
+// The function qualifiers with which core/ compiles as host code (any C++17 compiler) and as device code (nvcc). Macros
+// only.
 #pragma once
 
 #if defined(__CUDACC__)

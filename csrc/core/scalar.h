@@ -1,6 +1,6 @@
-// The arithmetic that formulas in core/ are written in, for one float: each name is one IEEE operation, so a formula
-// gives the same bits on every processor (no flag lets a compiler fuse or reorder: setup.py). cpu/simd.h offers the
-// same names for vectors.
+// The arithmetic of the formulas in core/, for one float: each name is one IEEE operation, so a formula gives the same
+// bits on every processor (no flag lets a compiler fuse or reorder: setup.py). cpu/simd-inl.h has the same names for
+// vectors.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,6 @@ PASS_EXT_HOST_DEVICE void multiply_wide(uint32_t a, uint32_t b, uint32_t& high, 
   low = static_cast<uint32_t>(product);
 }
 
-#include "core/elementary.h"
+#include "core/elementary-inl.h"
 
 }  // namespace pass_ext

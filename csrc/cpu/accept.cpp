@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.accept_tree and accept_chain on the CPU: parallel split and registration. The rules:
-// core/accept.h, the rows they work on: cpu/rows.h.
+// core/accept.h, their work on rows: cpu/rows.h.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/rows.h"
@@ -9,18 +9,18 @@
 namespace pass_ext {
 namespace {
 
-// On a GPU a tree that branches sets its status; here it can be told at once.
+// Refuses rule 'block' on a tree that branches. On CUDA the request's status says so.
 void check_is_chain(const AcceptProblem& problem) {
   for (int64_t request = 0; request < problem.requests; ++request)
     for (int64_t node = problem.cu_nodes[request]; node < problem.cu_nodes[request + 1]; ++node) {
-      const int64_t own = node - problem.cu_nodes[request], parent = problem.parents[node];
-      if (parent >= 0 && parent < own && parent != own - 1)
-        refuse("accept_tree", "rule 'block' fits chains only, but in request ", request, " node ", own,
+      const int64_t index = node - problem.cu_nodes[request], parent = problem.parents[node];
+      if (parent >= 0 && parent < index && parent != index - 1)
+        refuse("accept_tree", "rule 'block' fits chains only, but in request ", request, " node ", index,
                " hangs below node ", parent, " (traversal is its form for trees)");
     }
 }
 
-// Draws below the root are at the positions behind it. On a GPU they would go on at the beginning of int64.
+// Refuses positions whose draws below the root would lie behind the end of int64. On CUDA they wrap to its beginning.
 void check_positions(const char* op, const AcceptProblem& problem) {
   if (!problem.positions) return;
   const int64_t last = INT64_MAX - problem.max_depth;

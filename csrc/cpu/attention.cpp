@@ -1,5 +1,5 @@
-// torch.ops.pass_ext.attention_tree and attention_merge on the CPU: checks, tasks and who runs them, registration. The
-// sums: cpu/attention_kernels.h.
+// torch.ops.pass_ext.attention_tree and attention_merge on the CPU: checks, tasks and their threads, registration. The
+// sums: cpu/attention_kernels-inl.h.
 #include "host/attention.h"
 
 #include <torch/csrc/stable/library.h>
@@ -14,18 +14,19 @@
 #include "cpu/attention.h"
 #include "cpu/buffer.h"
 
-#define PASS_EXT_KERNELS "cpu/attention_kernels.h"
+#define PASS_EXT_KERNELS "cpu/attention_kernels-inl.h"
 #include "cpu/each_isa.h"
 
 namespace pass_ext {
 namespace {
 
-constexpr int32_t kChunkKeys = 512;  // a task has at least so many keys, where there are
-constexpr int32_t kMostChunks = 16;  // of one unit
-constexpr double kAloneBelow = 4e6;  // multiplications that one thread does sooner than others wake up
+constexpr int32_t kChunkKeys = 512;  // least keys of a task, if there are so many
+constexpr int32_t kMostChunks = 16;  // per unit
+constexpr double kAloneBelow = 4e6;  // multiplications; below, one thread ends before others have woken up
 
-// Rows of one request and key head: the chunks of their keys are tasks, the last one done merges them. How keys are cut
-// depends on the request alone, so neither the batch around it nor the number of threads changes a bit of its result.
+// Rows of one request and key head. The chunks of their keys are tasks; the last task to end merges them. The cut of
+// the keys depends on the request alone, so neither the batch around it nor the number of threads changes a bit of its
+// result.
 struct Unit {
   AttentionTask task;  // with all its keys
   int32_t chunks;
@@ -55,10 +56,11 @@ struct Unit {
   }
 };
 
-// Memory for the units under way: tasks are handed out in the order of units, so there are never more than threads + 1.
+// Memory for units in progress. Tasks are handed out in the order of units, so never more than threads + 1 are in
+// progress.
 class Pool {
  public:
-  // The unit's memory: the first of its tasks to come takes it.
+  // The unit's memory, taken by the first of its tasks.
   float* memory_of(Unit& unit) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!unit.memory) {
@@ -102,7 +104,7 @@ class Worker {
 
  private:
   AttentionScratch scratch_;
-  const Unit* arranged_ = nullptr;  // whose queries the scratch holds
+  const Unit* arranged_ = nullptr;  // the unit whose queries are in the scratch
 };
 
 std::vector<std::unique_ptr<Unit>> units_of(const AttentionProblem& problem) {
@@ -137,7 +139,7 @@ void Worker::run(Unit& unit, int32_t chunk, Pool& pool) {
   pool.give_back(unit.memory);
 }
 
-// What only the CPU can look at without waiting for anybody.
+// Refuses values out of range. On CUDA this check would need a synchronisation.
 void check_values(const AttentionProblem& problem) {
   constexpr const char* op = "attention_tree";
   check_bounds(op, problem.cu_nodes, problem.requests, problem.rows, problem.max_nodes);

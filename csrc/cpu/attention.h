@@ -1,6 +1,6 @@
-// Attention on the CPU, cut to tasks: some rows of one request and key head against one chunk of its keys. A task
-// leaves its rows unnormalised, so that chunks can be merged. Between attention.cpp, which shares tasks among threads,
-// and attention_kernels.h, which computes them.
+// Attention on the CPU as tasks: some rows of one request and key head against one chunk of its keys. A task leaves its
+// rows unnormalised, so that chunks can be merged. attention.cpp shares tasks among threads, attention_kernels-inl.h
+// computes them.
 #pragma once
 
 #include <cstdint>
@@ -16,25 +16,25 @@ constexpr int32_t kMostHeadDim = 256;
 struct AttentionTask {
   const AttentionProblem* problem;
   AttentionRequest request;
-  int32_t head;             // of the keys
-  int32_t first_row, rows;  // of the request's nodes times group
+  int32_t head;             // key head
+  int32_t first_row, rows;  // among the request's nodes times group
   int32_t first_key, end_key;
   bool has_queries = false;  // the scratch holds them already, from another chunk of the same rows
 
   int32_t node_of(int32_t row) const { return (first_row + row) / problem->group; }
-  // Among the rows of q and out, [rows, heads].
+  // The row's index in q and out, [rows, heads].
   int64_t packed_row(int32_t row) const {
     return int64_t{request.first + node_of(row)} * problem->heads + head * problem->group +
            (first_row + row) % problem->group;
   }
 };
 
-// What is known of a task's rows after its keys: out = values / total, lse = log_of_total(maximum, exact_total).
+// A task's rows after its keys: out = values / total, lse = log_of_total(maximum, exact_total).
 struct PartialRows {
   float* values;       // [rows, head_dim], times 2^-maximum
   float* maximum;      // [rows], in powers of two
-  float* total;        // [rows], of the weights as they multiplied the values
-  float* exact_total;  // [rows], of the weights before they were rounded
+  float* total;        // [rows], sums of the weights as they multiplied the values
+  float* exact_total;  // [rows], sums of the weights before they were rounded
 };
 
 // Work space of one thread, 64-byte aligned. One element of the first four is a number, or a pair of bf16.

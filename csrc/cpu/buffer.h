@@ -12,7 +12,7 @@ class Buffer {
  public:
   float* at_least(size_t floats) {
     if (floats > size_) {
-      size_ = 0;  // should there be no memory
+      size_ = 0;  // in case the allocation throws
       memory_.reset(static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64)));
       if (!memory_)
         throw std::runtime_error("pass_ext: out of memory: work space of " + std::to_string(floats * sizeof(float)) +

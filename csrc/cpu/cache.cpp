@@ -24,7 +24,7 @@ struct GroupMoves {
   std::vector<RequestMoves> requests;
 };
 
-// Refuses what does not fit the tree or the path, which is the same for all tensors.
+// Refuses lengths, counts and paths that do not fit the tree or the path. They are the same for all tensors.
 void check_path(const CommitStep& step) {
   const int64_t rows = step.in_place ? INT32_MAX : step.new_rows;
   check_bounds(kOp, step.cu_nodes, step.requests, rows, rows);
@@ -49,18 +49,18 @@ void check_slot(const CommitStep& step, const CommitGroup& group, int64_t reques
   if (offset_of_slot(step, group.shape, request, slot) >= 0) return;
   const int64_t slots = group.shape.slots * (step.block_table ? step.table_width : 1);
   if (slot >= slots)
-    refuse(kOp, "request ", request, " needs slot ", slot, " (prefix_lens ", step.prefix_lens[request], "), caches[",
-           group.example, "] has ", slots);
+    refuse(kOp, "caches[", group.example, "] must have slot ", slot, " for request ", request, " (prefix_lens ",
+           step.prefix_lens[request], "), got ", slots, " slots");
   const int64_t place = slot / group.shape.slots;
   refuse(kOp, "block_table must name pages below ", group.shape.outers, " (those of caches[", group.example, "]), got ",
          step.block_table[request * step.table_stride + place], " at [", request, ", ", place, "]");
 }
 
 GroupMoves find_moves(const CommitStep& step, const CommitGroup& group) {
-  GroupMoves found;
+  GroupMoves result;
   for (int64_t b = 0; b < step.requests; ++b) {
     const RequestCommit request = commit_of(step, b);
-    RequestMoves own{found.moves.size(), 0, false};
+    RequestMoves request_moves{result.moves.size(), 0, false};
     for (int32_t j = 0; j < request.rows; ++j) {
       const int64_t node = node_of(step, request, j);
       if (node < 0) continue;
@@ -68,16 +68,17 @@ GroupMoves find_moves(const CommitStep& step, const CommitGroup& group) {
       if (step.in_place) check_slot(step, group, b, request.prefix + node);
       const RowMove move = move_of(step, group.shape, request, j);
       if (move.from < 0) continue;
-      found.moves.push_back(move);
-      own.goes_back |= step.in_place && node < j;
+      result.moves.push_back(move);
+      request_moves.goes_back |= step.in_place && node < j;
     }
-    own.end = found.moves.size();
-    if (own.end > own.begin) found.requests.push_back(own);
+    request_moves.end = result.moves.size();
+    if (request_moves.end > request_moves.begin) result.requests.push_back(request_moves);
   }
-  return found;
+  return result;
 }
 
-// One request's rows of one tensor, head by head, so that neighbouring slots of a head are written one after the other.
+// Moves one request's rows of one tensor, head by head, so that neighbouring slots of a head are written one after the
+// other.
 void move_rows(char* cache, const char* source, const CacheShape& shape, const RowMove* moves, size_t count,
                bool in_place, bool goes_back) {
   const int64_t source_head = in_place ? shape.head : shape.fresh_head;
@@ -97,22 +98,22 @@ void move_rows(char* cache, const char* source, const CacheShape& shape, const R
   }
 }
 
-void commit_group(const CommitGroup& group, const GroupMoves& found, bool in_place) {
-  const int64_t requests = static_cast<int64_t>(found.requests.size());
+void commit_group(const CommitGroup& group, const GroupMoves& group_moves, bool in_place) {
+  const int64_t requests = static_cast<int64_t>(group_moves.requests.size());
   const int64_t tasks = static_cast<int64_t>(group.caches.size()) * requests;
   const int64_t row_bytes = group.shape.heads * group.shape.head_bytes;
   if (tasks == 0 || row_bytes == 0) return;
   const auto run = [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t tensor = task / requests;
-      const RequestMoves& own = found.requests[task % requests];
+      const RequestMoves& request_moves = group_moves.requests[task % requests];
       char* const cache = static_cast<char*>(group.caches[tensor]);
       const char* const source = in_place ? cache : static_cast<const char*>(group.fresh[tensor]);
-      move_rows(cache, source, group.shape, found.moves.data() + own.begin, own.end - own.begin, in_place,
-                own.goes_back);
+      move_rows(cache, source, group.shape, group_moves.moves.data() + request_moves.begin,
+                request_moves.end - request_moves.begin, in_place, request_moves.goes_back);
     }
   };
-  const int64_t task_bytes = static_cast<int64_t>(found.moves.size()) * row_bytes / requests;
+  const int64_t task_bytes = static_cast<int64_t>(group_moves.moves.size()) * row_bytes / requests;
   const int64_t tasks_per_thread = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, task_bytes));
   if (tasks <= tasks_per_thread)
     run(0, tasks);
@@ -125,9 +126,9 @@ void cache_commit(const TensorList& caches, const Tensor& prefix_lens, const Ten
   const CommitProblem problem = prepare_commit(caches, prefix_lens, cu_nodes, path, num_accepted, fresh, block_table);
   if (problem.groups.empty()) return;
   check_path(problem.step);
-  std::vector<GroupMoves> found;  // all of them, and with that all checks, before anything is written
-  for (const CommitGroup& group : problem.groups) found.push_back(find_moves(problem.step, group));
-  for (size_t i = 0; i < found.size(); ++i) commit_group(problem.groups[i], found[i], problem.step.in_place);
+  std::vector<GroupMoves> moves;  // complete, with all checks, before anything is written
+  for (const CommitGroup& group : problem.groups) moves.push_back(find_moves(problem.step, group));
+  for (size_t i = 0; i < moves.size(); ++i) commit_group(problem.groups[i], moves[i], problem.step.in_place);
 }
 
 }  // namespace

@@ -8,7 +8,8 @@
 namespace pass_ext {
 namespace {
 
-// Nodes have 24 bits of a draw's number. On a GPU the upper ones are left out.
+// Refuses nodes of more than 24 bits, because the noise counter has no room for them. On CUDA the upper bits are left
+// out.
 void check_nodes(const DraftProblem& problem) {
   constexpr int32_t kNodes = 1 << 24;
   if (!problem.nodes) return;

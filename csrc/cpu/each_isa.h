@@ -1,11 +1,11 @@
-// Compiles PASS_EXT_KERNELS, a kernels header, once per instruction set, each time with simd.h in a namespace of its
-// own:
-//   #define PASS_EXT_KERNELS "cpu/lookahead_kernels.h"
+// Compiles PASS_EXT_KERNELS, a kernels header, once per instruction set, each time with simd-inl.h in a namespace of
+// its own:
+//   #define PASS_EXT_KERNELS "cpu/lookahead_kernels-inl.h"
 //   #include "cpu/each_isa.h"
-// gives pass_ext::portable::…, pass_ext::avx2::…, pass_ext::avx512::… and pass_ext::avx512_bf16::…
-// A kernels header includes nothing but text for the same namespace, and calls nothing inline from the standard library
-// that it could instantiate: code compiled here for AVX-512 must never be what the linker picks for everybody. What it
-// needs is included below, before the first level. Included by cpu/<column>.cpp, and once by tests/core.
+// gives pass_ext::portable::…, pass_ext::avx2::…, pass_ext::avx512::… and pass_ext::avx512_bf16::… A kernels header
+// includes nothing but text for the same namespace (-inl.h). It calls no inline function of the standard library that
+// it could instantiate: the linker could pick code compiled here for AVX-512 for the whole library. Other headers that
+// it needs are included below, before the first level.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,9 +26,9 @@
 
 #define PASS_EXT_LEVEL 0
 namespace pass_ext::portable {
-#include "core/elementary.h"
-#include "core/weights.h"
-#include "cpu/simd.h"
+#include "core/elementary-inl.h"
+#include "core/weights-inl.h"
+#include "cpu/simd-inl.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::portable
 #undef PASS_EXT_LEVEL
@@ -48,9 +48,9 @@ namespace pass_ext::portable {
 #define PASS_EXT_LEVEL 1
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c")
 namespace pass_ext::avx2 {
-#include "core/elementary.h"
-#include "core/weights.h"
-#include "cpu/simd.h"
+#include "core/elementary-inl.h"
+#include "core/weights-inl.h"
+#include "cpu/simd-inl.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::avx2
 PASS_EXT_TARGET_END
@@ -59,9 +59,9 @@ PASS_EXT_TARGET_END
 #define PASS_EXT_LEVEL 2
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace pass_ext::avx512 {
-#include "core/elementary.h"
-#include "core/weights.h"
-#include "cpu/simd.h"
+#include "core/elementary-inl.h"
+#include "core/weights-inl.h"
+#include "cpu/simd-inl.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::avx512
 PASS_EXT_TARGET_END
@@ -70,9 +70,9 @@ PASS_EXT_TARGET_END
 #define PASS_EXT_LEVEL 3
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 namespace pass_ext::avx512_bf16 {
-#include "core/elementary.h"
-#include "core/weights.h"
-#include "cpu/simd.h"
+#include "core/elementary-inl.h"
+#include "core/weights-inl.h"
+#include "cpu/simd-inl.h"
 #include PASS_EXT_KERNELS
 }  // namespace pass_ext::avx512_bf16
 PASS_EXT_TARGET_END

@@ -1,4 +1,4 @@
-// Run-time choice of the instruction set, see isa.h.
+// Chooses the instruction set at run time, see isa.h.
 #include "cpu/isa.h"
 
 #include <atomic>

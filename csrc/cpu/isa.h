@@ -1,22 +1,23 @@
-// Which instruction set the CPU kernels run on, decided at run time: one binary serves every x86-64 machine.
-// Kernels are written once (cpu/<family>_kernels.h) and compiled once per level (cpu/each_isa.h); at_isa(…) picks.
+// The instruction set of the CPU kernels, chosen at run time: one binary serves every x86-64 machine. Kernels are
+// written once (cpu/<family>_kernels-inl.h), compiled once per level (cpu/each_isa.h) and called with
+// PASS_EXT_AT_ISA(…).
 #pragma once
 
 namespace pass_ext {
 
 enum class Isa { portable, avx2, avx512, avx512_bf16 };
 
-// The level in use: the best this processor has, or lower where pass_ext_limit_cpu_isa said so.
+// The level in use: the best of this processor, or a lower limit set by pass_ext_limit_cpu_isa.
 Isa current_isa();
 
 // The level for matrix products: avx512 instead of avx512_bf16 on processors whose bf16 dot products do less work per
-// second than fp32 multiplications (Intel's without AMX: compare bench_attention under PASS_EXT_CPU_ISA=avx512_bf16),
-// unless it was asked for by name.
+// second than fp32 multiplications (Intel's without AMX: compare bench_attention under PASS_EXT_CPU_ISA=avx512_bf16). A
+// limit that names avx512_bf16 overrides this.
 Isa product_isa();
 
 }  // namespace pass_ext
 
-// The diagnostics that pass_ext/_library calls through ctypes. Names: "portable", "avx2", "avx512", "avx512_bf16".
+// Diagnostics with C names, for ctypes (pass_ext/_library). Levels: "portable", "avx2", "avx512", "avx512_bf16".
 extern "C" {
 __attribute__((visibility("default"))) const char* pass_ext_cpu_isa();
 // Use at most this level from now on; an empty name means no limit. Returns 0, or 1 for an unknown name.

@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.linear_rows on the CPU: checks, parallel split, registration. The inner loops:
-// cpu/linear_kernels.h.
+// cpu/linear_kernels-inl.h.
 #include "cpu/linear.h"
 
 #include <torch/csrc/stable/library.h>
@@ -9,16 +9,16 @@
 #include "cpu/buffer.h"
 #include "host/linear.h"
 
-#define PASS_EXT_KERNELS "cpu/linear_kernels.h"
+#define PASS_EXT_KERNELS "cpu/linear_kernels-inl.h"
 #include "cpu/each_isa.h"
 
 namespace pass_ext {
 namespace {
 
-constexpr int64_t kRowBytes = 512 * 1024;        // of arranged rows at a time: a part of a core's own cache
-constexpr int64_t kFewestRows = 24;              // but at least so many
-constexpr int64_t kBytesPerThread = 192 * 1024;  // of weights; below, a second thread costs more than it saves
-constexpr int64_t kRowsPerRead = 8;              // that are multiplied while a weight is read
+constexpr int64_t kRowBytes = 512 * 1024;        // arranged rows at a time: a part of a core's own cache
+constexpr int64_t kFewestRows = 24;              // least rows at a time, whatever their bytes
+constexpr int64_t kBytesPerThread = 192 * 1024;  // weights; below, a second thread costs more than it saves
+constexpr int64_t kRowsPerRead = 8;              // rows multiplied while a weight is read
 
 LinearScratch scratch_for(int64_t rows, int64_t in) {
   thread_local Buffer buffer;
@@ -52,12 +52,12 @@ void multiply(const LinearRows<T>& problem) {
     torch::stable::parallel_for(0, tiles, tiles_per_thread, run);
 }
 
-Tensor linear_rows(const Tensor& given, const Tensor& weight, const OptionalTensor& given_bias) {
+Tensor linear_rows(const Tensor& input, const Tensor& weight, const OptionalTensor& input_bias) {
   constexpr const char* op = "linear_rows";
-  check_linear_rows(given, weight, given_bias);
-  const int64_t distance = distance_of_rows(given);
-  const Tensor x = distance < 0 ? contiguous_of(op, "x", given) : given;
-  const OptionalTensor bias = given_bias ? OptionalTensor(contiguous_of(op, "bias", *given_bias)) : given_bias;
+  check_linear_rows(input, weight, input_bias);
+  const int64_t distance = distance_of_rows(input);
+  const Tensor x = distance < 0 ? contiguous_of(op, "x", input) : input;
+  const OptionalTensor bias = input_bias ? OptionalTensor(contiguous_of(op, "bias", *input_bias)) : input_bias;
   const Tensor out = empty_linear_rows(x, weight);
   if (out.numel() == 0) return out;
   const int64_t in = weight.size(1), outputs = weight.size(0), rows = out.numel() / outputs;

@@ -1,14 +1,14 @@
-// A linear layer on the CPU for few rows:  out[r][o] = bias[o] + sum over i of x[r][i] weight[o][i].
-// Between linear.cpp, which shares outputs among threads, and linear_kernels.h, which computes them.
+// A linear layer on the CPU for few rows:  out[r][o] = bias[o] + sum over i of x[r][i] weight[o][i]. linear.cpp shares
+// outputs among threads, linear_kernels-inl.h computes them.
 #pragma once
 
 #include <cstdint>
 
 namespace pass_ext {
 
-constexpr int kTileOutputs = 4;    // whose weights are read side by side
-constexpr int64_t kPiece = 768;    // of their weights that are multiplied before the next: fits beside rows of x
-constexpr int kGroupOutputs = 64;  // that one block of rows is arranged for, at least
+constexpr int kTileOutputs = 4;    // outputs whose weights are read side by side
+constexpr int64_t kPiece = 768;    // weights of each multiplied before the next piece: fits beside rows of x
+constexpr int kGroupOutputs = 64;  // least outputs for which a block of rows is arranged
 
 template <typename T>
 struct LinearRows {
@@ -22,7 +22,8 @@ struct LinearRows {
 
 constexpr int64_t kMostStep = 32;  // two vectors of the widest level
 
-// Work space of one thread, 64-byte aligned, for at most `rows` rows at a time. `width` is `in`, up to whole steps.
+// Work space of one thread, 64-byte aligned, for at most `rows` rows at a time. `width` is `in`, rounded up to whole
+// steps.
 struct LinearScratch {
   float* x;        // [rows, width]
   float* weights;  // [kTileOutputs, kPiece]

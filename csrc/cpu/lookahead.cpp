@@ -1,12 +1,12 @@
 // torch.ops.pass_ext.lookahead_embed and its gradient on the CPU: checks, parallel split, registration.
-// The inner loops: cpu/lookahead_kernels.h.
+// The inner loops: cpu/lookahead_kernels-inl.h.
 #include "host/lookahead.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 
-#define PASS_EXT_KERNELS "cpu/lookahead_kernels.h"
+#define PASS_EXT_KERNELS "cpu/lookahead_kernels-inl.h"
 #include "cpu/each_isa.h"
 
 namespace pass_ext {

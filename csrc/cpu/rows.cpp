@@ -1,4 +1,4 @@
-// Rows of logits on the CPU, see rows.h: slices and threads, filters, races. The inner loops: cpu/rows_kernels.h.
+// Rows of logits on the CPU, see rows.h: slices and threads, filters, races. The inner loops: cpu/rows_kernels-inl.h.
 #include "cpu/rows.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -6,13 +6,13 @@
 #include <algorithm>
 #include <cmath>
 
-#define PASS_EXT_KERNELS "cpu/rows_kernels.h"
+#define PASS_EXT_KERNELS "cpu/rows_kernels-inl.h"
 #include "cpu/each_isa.h"
 
 namespace pass_ext {
 namespace {
 
-constexpr int32_t kSliceGroups = 128;    // 8,192 tokens: what one task reads at least
+constexpr int32_t kSliceGroups = 128;    // 8,192 tokens: the least that a task reads
 constexpr int64_t kFewCandidates = 512;  // sorted at once; more are first divided into bins
 constexpr int32_t kBins = 2048;
 constexpr int32_t kPadding = 16;  // no vector is longer
@@ -27,14 +27,14 @@ void cut_behind(Distribution& distribution, const Candidate& last) {
   distribution.tie = last.id;
 }
 
-// Cuts behind the candidate at which the mass reaches `wanted`; `before` lies in front of them all. Returns what is
-// kept.
-uint64_t cut_at_mass(Distribution& distribution, Candidate* begin, Candidate* end, uint64_t before, uint64_t wanted) {
+// Cuts behind the candidate at which the mass reaches `needed`. `before` is the mass in front of all candidates.
+// Returns the mass that is kept.
+uint64_t cut_at_mass(Distribution& distribution, Candidate* begin, Candidate* end, uint64_t before, uint64_t needed) {
   std::sort(begin, end, comes_before);
   for (const Candidate* candidate = begin; candidate != end; ++candidate) {
     before += integer_mass(exponential(log_weight(distribution, candidate->logit)));
     cut_behind(distribution, *candidate);
-    if (before >= wanted) break;
+    if (before >= needed) break;
   }
   return before;
 }
@@ -63,10 +63,10 @@ void CpuRows::for_each_slice(int32_t groups, Function&& function) const {
 }
 
 CpuRows::Maxima& CpuRows::maxima_of(const LogitRow& row) {
-  for (Maxima& kept : kept_)
-    if (kept.row.logits != nullptr && kept.row.slot == row.slot) return kept;
-  Maxima& maxima = kept_[next_kept_];
-  next_kept_ ^= 1;
+  for (Maxima& recent : recent_)
+    if (recent.row.logits != nullptr && recent.row.slot == row.slot) return recent;
+  Maxima& maxima = recent_[next_recent_];
+  next_recent_ ^= 1;
   const int32_t groups = groups_of(row.vocabulary);
   maxima.row = row;
   maxima.values.resize(groups + kPadding);
@@ -124,7 +124,7 @@ Distribution CpuRows::describe(const LogitRow& row, const SamplingParameters& pa
   if (!maxima.good) distribution.status = kBadLogits;
   if (distribution.status == 0 && distribution.maximum == -kInfinity) distribution.status = kEmptySupport;
   if (distribution.status != 0) return distribution;
-  double mass = 0.0;  // not known
+  double mass = 0.0;  // not known yet
   if (parameters.top_k > 0) cut_top_k(maxima, parameters.top_k, distribution);
   if (parameters.top_p < 1.0f) mass = cut_top_p(maxima, parameters.top_p, distribution);
   if (parameters.min_p > 0.0f && cut_at_floor(distribution, parameters.min_p)) mass = 0.0;
@@ -132,8 +132,8 @@ Distribution CpuRows::describe(const LogitRow& row, const SamplingParameters& pa
   return distribution;
 }
 
-// Puts the tokens of the support with floor <= logit <= ceiling into candidates_ and returns the end of them; with
-// `limit` or more, perhaps not all of them.
+// Puts the tokens of the support with floor <= logit <= ceiling into candidates_ and returns their end. If there are
+// `limit` or more, some may be missing.
 Candidate* CpuRows::gather(const Maxima& maxima, const Distribution& distribution, float floor, float ceiling,
                            int64_t limit) {
   const size_t room = static_cast<size_t>(maxima.row.vocabulary);
@@ -144,7 +144,7 @@ Candidate* CpuRows::gather(const Maxima& maxima, const Distribution& distributio
   return candidates_.data() + count;
 }
 
-// How many groups have a logit of at least `threshold`.
+// The number of groups that have a logit of at least `threshold`.
 int32_t CpuRows::count_groups(const Maxima& maxima, float threshold) const {
   int32_t count;
   PASS_EXT_AT_ISA(count_at_least(maxima.values.data(), groups_of(maxima.row.vocabulary), threshold, &count));
@@ -153,8 +153,8 @@ int32_t CpuRows::count_groups(const Maxima& maxima, float threshold) const {
 
 void CpuRows::cut_top_k(const Maxima& maxima, int32_t top_k, Distribution& distribution) {
   const int32_t groups = groups_of(maxima.row.vocabulary);
-  // Where k groups have a largest logit of at least some floor, no token below it is among the top k. A floor that not
-  // many more groups reach is good enough.
+  // If k groups have a largest logit of at least some floor, no token below it is among the top k. A floor that few
+  // more groups reach is good enough.
   float floor = -kInfinity;
   if (top_k <= groups) {
     float low = -kInfinity, high = distribution.maximum;
@@ -177,11 +177,11 @@ void CpuRows::cut_top_k(const Maxima& maxima, int32_t top_k, Distribution& distr
   cut_behind(distribution, begin[top_k - 1]);
 }
 
-// Returns the mass of what is kept.
+// Returns the mass that is kept.
 double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Distribution& distribution) {
   const int32_t vocabulary = maxima.row.vocabulary, groups = groups_of(vocabulary);
-  // A floor below which the cut cannot lie: tokens so improbable that even the whole vocabulary of them weighs less
-  // than what top-p leaves out; or a guess, if what lies above it turns out to be enough.
+  // A floor below which the cut cannot lie: tokens so improbable that a whole vocabulary of them weighs less than what
+  // top-p leaves out. Or a guess, if the tokens above it prove to weigh enough.
   float guess = distribution.maximum;
   double mass, above = 0.0;
   if (distribution.cut == -kInfinity) {
@@ -190,7 +190,7 @@ double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Distribution& distr
   } else {
     mass = mass_of(maxima, distribution);
   }
-  const uint64_t wanted = mass_to_reach(top_p, mass);
+  const uint64_t needed = mass_to_reach(top_p, mass);
   const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / vocabulary * 0.99);
   float floor =
       std::min(distribution.maximum + logarithm(maximum(spare, 0x1p-60f)) / distribution.scale, distribution.maximum);
@@ -198,19 +198,20 @@ double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Distribution& distr
   Candidate* end = gather(maxima, distribution, floor, distribution.maximum, kFewCandidates);
   Candidate* const begin = candidates_.data();
   if (end - begin < kFewCandidates)
-    return static_cast<double>(cut_at_mass(distribution, begin, end, 0, wanted)) / kMassUnit;
+    return static_cast<double>(cut_at_mass(distribution, begin, end, 0, needed)) / kMassUnit;
   const float per_bin = kBins / std::max(distribution.maximum - floor, 1e-30f);
   const int32_t slices = groups / kSliceGroups + 1;
   bins_.assign(parallel_ ? slices * kBins : kBins, 0);
   for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) {
-    uint64_t* own = bins_.data() + (parallel_ ? slice * kBins : 0);
-    PASS_EXT_AT_ISA(fill_bins(maxima.row, distribution, maxima.values.data(), begin, end, floor, per_bin, kBins, own));
+    uint64_t* slice_bins = bins_.data() + (parallel_ ? slice * kBins : 0);
+    PASS_EXT_AT_ISA(
+        fill_bins(maxima.row, distribution, maxima.values.data(), begin, end, floor, per_bin, kBins, slice_bins));
   });
   for (size_t i = kBins; i < bins_.size(); ++i) bins_[i % kBins] += bins_[i];
   uint64_t before = 0;
   int32_t bin = 0, last = kBins - 1;
   while (last > 0 && bins_[last] == 0) --last;
-  while (bin < last && before + bins_[bin] < wanted) before += bins_[bin++];
+  while (bin < last && before + bins_[bin] < needed) before += bins_[bin++];
   // The bin's tokens, with a margin for the rounding of its edges: those that belong to a bin in front are dropped.
   const auto bin_of = [&](float logit) {
     return static_cast<int32_t>(std::min((distribution.maximum - logit) * per_bin, static_cast<float>(kBins - 1)));
@@ -218,7 +219,7 @@ double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Distribution& distr
   end = gather(maxima, distribution, std::max(floor, distribution.maximum - (bin + 1.5f) / per_bin),
                distribution.maximum - (bin - 0.5f) / per_bin, vocabulary);
   end = std::remove_if(begin, end, [&](const Candidate& candidate) { return bin_of(candidate.logit) != bin; });
-  return static_cast<double>(cut_at_mass(distribution, begin, end, before, wanted)) / kMassUnit;
+  return static_cast<double>(cut_at_mass(distribution, begin, end, before, needed)) / kMassUnit;
 }
 
 double CpuRows::entropy(const Judge& judge) {
@@ -270,8 +271,8 @@ void CpuRows::overlap_sums(const Judge& judge, const float* inverse_rho, double*
   }
 }
 
-// Visits every group that may hold one of the `count` best of a race, given bounds_: visit(group) returns what a score
-// must reach by then, -inf while fewer than `count` are known. The most promising groups first, then the others in
+// Visits every group that may hold one of the `count` best of a race, given bounds_. visit(group) returns the score to
+// reach from then on, -inf while fewer than `count` are known. The most promising groups come first, then the others in
 // turn.
 template <typename Visit>
 void CpuRows::visit_groups(int32_t groups, int32_t count, const Visit& visit) {
@@ -329,10 +330,10 @@ void CpuRows::best(const LogitRow& row, const Distribution& distribution, const 
   bounds_.resize(groups + kPadding);
   PASS_EXT_AT_ISA(bound_groups(distribution, maxima.values.data(), groups, noise, 0.0f, bounds_.data()));
   if (candidates_.size() < static_cast<size_t>(count))
-    candidates_.resize(count);  // the best so far, in order; in place of its logit each has its score
-  int32_t found = 0;
+    candidates_.resize(count);  // the best so far, in order; `logit` holds the score
+  int32_t filled = 0;
   visit_groups(groups, count, [&](int32_t group) {
-    float scores[kGroup], threshold = found < count ? -kInfinity : candidates_[count - 1].logit;
+    float scores[kGroup], threshold = filled < count ? -kInfinity : candidates_[count - 1].logit;
     PASS_EXT_AT_ISA(score_group(row, distribution, noise, group, threshold, scores));
     int32_t i = -1;
     for (;;) {
@@ -343,18 +344,18 @@ void CpuRows::best(const LogitRow& row, const Distribution& distribution, const 
         PASS_EXT_AT_ISA(find_at_least(scores, i + 1, kGroup, threshold, &i));
       if (i < 0 || i >= kGroup) return threshold;
       const Candidate candidate{scores[i], group * kGroup + i};
-      if (found == count && !comes_before(candidate, candidates_[count - 1])) continue;
-      int32_t at = found < count ? found++ : count - 1;
+      if (filled == count && !comes_before(candidate, candidates_[count - 1])) continue;
+      int32_t at = filled < count ? filled++ : count - 1;
       for (; at > 0 && comes_before(candidate, candidates_[at - 1]); --at) candidates_[at] = candidates_[at - 1];
       candidates_[at] = candidate;
-      if (found == count) threshold = candidates_[count - 1].logit;
+      if (filled == count) threshold = candidates_[count - 1].logit;
     }
   });
-  for (int32_t i = 0; i < found; ++i) {
+  for (int32_t i = 0; i < filled; ++i) {
     tokens[i] = candidates_[i].id;
     logprobs[i] = log_weight(distribution, logit_at(row, candidates_[i].id)) - distribution.log_mass;
   }
-  fill(tokens, logprobs, found, count);
+  fill(tokens, logprobs, filled, count);
 }
 
 void CpuRows::fill(int64_t* tokens, float* logprobs, int32_t begin, int32_t end) {

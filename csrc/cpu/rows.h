@@ -1,7 +1,8 @@
-// The CPU's way to work on rows of logits: describe a row as a distribution, sum over it, draw from it. It is the
-// `Rows` of core/accept.h and core/draft.h. Passes over a row are vectorised (cpu/rows_kernels.h) and, where `parallel`
-// says that requests do not fill the threads, split into slices whose results are merged in order: same bits with any
-// number of threads. Buffers belong to the thread and are kept, so a call allocates nothing once it has seen its sizes.
+// How the CPU works on rows of logits: describe a row as a distribution, sum over it, draw from it. It is the `Rows` of
+// core/accept.h and core/draft.h. Sweeps over a row are vectorised (cpu/rows_kernels-inl.h). If `parallel` says that
+// requests do not fill the threads, sweeps are split into slices whose results are merged in order: same bits with any
+// number of threads. Buffers belong to the thread and outlive the call, so a call allocates nothing once they are large
+// enough.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +28,10 @@ struct Removed {
 
 class CpuRows {
  public:
-  // A new problem: what was kept of the rows of another is of no use any more.
+  // Begins a problem: forgets the maxima of the last one's rows.
   CpuRows& begin(bool parallel) {
     parallel_ = parallel;
-    for (Maxima& kept : kept_) kept.row = {};
+    for (Maxima& recent : recent_) recent.row = {};
     return *this;
   }
 
@@ -60,18 +61,18 @@ class CpuRows {
   double entropy(const Judge& judge);
   ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request);
   void overlap_sums(const Judge& judge, const float* inverse_rho, double* sums);
-  // A token with probability proportional to its weight, or -1 where none has any. `rejected`: deleted children count.
+  // A token with probability proportional to its weight, or -1 if none has any. `rejected`: deleted children count.
   int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
                const Noise& noise);
 
-  // The `count` best of a race, or without noise of the logits, and their log probabilities; -1, -inf behind the last.
+  // The `count` best of a race, or without noise of the logits, and their log probabilities. -1 and -inf fill the rest.
   void best(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t count, int64_t* tokens,
             float* logprobs);
   void fill(int64_t* tokens, float* logprobs, int32_t begin, int32_t end);
   void concentrate(float* logprobs, int32_t count, bool everywhere);
 
  private:
-  // The largest logit of each group of a row; the two rows used last are kept.
+  // The largest logit of each group of a row, stored for the two rows used last.
   struct Maxima {
     LogitRow row{};
     std::vector<float> values;
@@ -94,8 +95,8 @@ class CpuRows {
   void visit_groups(int32_t groups, int32_t count, const Visit& visit);
 
   bool parallel_ = false;
-  Maxima kept_[2];
-  int next_kept_ = 0;
+  Maxima recent_[2];
+  int next_recent_ = 0;
   std::vector<float> cuts_, bounds_;
   std::vector<Judge> judges_;
   std::vector<Candidate> candidates_;
@@ -105,7 +106,7 @@ class CpuRows {
   std::vector<uint64_t> bins_;
 };
 
-// This thread's rows, buffers kept from call to call.
+// This thread's rows. Their buffers live from call to call.
 CpuRows& thread_rows(bool parallel);
 
 }  // namespace pass_ext

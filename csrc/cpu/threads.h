@@ -1,5 +1,5 @@
-// How the CPU ops share requests among torch's threads: one task per request where there are enough of them, else one
-// request after the other, each using all threads for its rows.
+// Shares requests among torch's threads: one task per request if there are enough of them, else one request after the
+// other, each with all threads for its rows.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -8,7 +8,7 @@
 
 namespace pass_ext {
 
-// function(index, alone): alone says that the request has all threads for itself.
+// function(index, alone). alone: the request has all threads for itself.
 template <typename Function>
 void for_each_request(int64_t count, Function&& function) {
   const bool alone = count < static_cast<int64_t>(torch::stable::get_num_threads());

@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.tree_prepare and tree_mask on the CPU: values checked, parallel split, registration. The mask's
-// inner loops: cpu/tree_kernels.h.
+// inner loops: cpu/tree_kernels-inl.h.
 #include "host/tree.h"
 
 #include <torch/csrc/stable/library.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
-#define PASS_EXT_KERNELS "cpu/tree_kernels.h"
+#define PASS_EXT_KERNELS "cpu/tree_kernels-inl.h"
 #include "cpu/each_isa.h"
 
 namespace pass_ext {
@@ -16,8 +16,8 @@ namespace {
 // Below this many bytes a second thread costs more than it saves.
 constexpr int64_t kBytesPerTask = 128 * 1024;
 
-// A request's bits and depths in one pass, because parents come first. Returns the flat index of the first malformed
-// parent, where it stops, or -1.
+// A request's bits and depths in one loop, because parents come first. It stops at the first malformed parent and
+// returns its flat index, else -1.
 template <int known_words>
 int64_t prepare_request(const TreePrepare& problem, int64_t request) {
   const int64_t words = known_words > 0 ? known_words : problem.words;
@@ -28,10 +28,10 @@ int64_t prepare_request(const TreePrepare& problem, int64_t request) {
   int32_t* depths = problem.depths + first;
   for (int32_t i = 0; i < nodes; ++i) {
     const int32_t parent = parents[i];
-    int64_t* own = visible + i * words;
+    int64_t* row = visible + i * words;
     if (parent >= i || parent < -1) return first + i;
-    for (int64_t word = 0; word < words; ++word) own[word] = parent < 0 ? 0 : visible[parent * words + word];
-    own[i / 64] |= static_cast<int64_t>(uint64_t{1} << (i % 64));
+    for (int64_t word = 0; word < words; ++word) row[word] = parent < 0 ? 0 : visible[parent * words + word];
+    row[i / 64] |= static_cast<int64_t>(uint64_t{1} << (i % 64));
     depths[i] = parent < 0 ? 0 : depths[parent] + 1;
   }
   return -1;
@@ -66,9 +66,9 @@ void prepare_on_cpu(const TreePrepare& problem, const Tensor&) {
   const int64_t requests_per_task = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes * average));
   std::atomic<int64_t> bad{INT64_MAX};
   const auto run = [&](int64_t begin, int64_t end) {
-    const int64_t found = prepare_requests(problem, begin, end);
+    const int64_t malformed = prepare_requests(problem, begin, end);
     int64_t former = bad;
-    while (found >= 0 && found < former && !bad.compare_exchange_weak(former, found)) {
+    while (malformed >= 0 && malformed < former && !bad.compare_exchange_weak(former, malformed)) {
     }
   };
   if (problem.requests <= requests_per_task)

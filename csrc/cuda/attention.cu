@@ -12,7 +12,8 @@
 namespace pass_ext {
 namespace {
 
-// Rows of 16-bit K and V are copied 16 bytes at a time. Sizes of 1 are never stepped over, whatever their stride.
+// Refuses 16-bit K and V whose rows do not lie at multiples of 16 bytes: kernels copy 16 bytes at a time. A dimension
+// of size 1 may have any stride.
 void check_aligned_rows(const char* argument, const KeyRows& rows, int64_t outers, int64_t slots, int64_t heads) {
   constexpr const char* op = "attention_tree";
   constexpr int64_t kElements = 8;
@@ -41,7 +42,7 @@ void check_alignment(const AttentionProblem& problem) {
   check_aligned_rows("v_new", problem.v_new, 1, problem.rows, problem.kv_heads);
 }
 
-// The schedule counts tiles of all requests in int32.
+// Refuses more tiles, over all requests, than the schedule counts in int32.
 void check_work(const AttentionProblem& problem) {
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   const int64_t tiles =
@@ -53,7 +54,7 @@ void check_work(const AttentionProblem& problem) {
            problem.group, " heads each and ", problem.slots, " slots: ", tiles);
 }
 
-// Blocks of the problem's kernel that run at once on one multiprocessor. Asked once per kernel and device.
+// The blocks of the problem's kernel that run at once on one multiprocessor; asked once per kernel and device.
 int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
   return gpu::with_attention_shape(problem, [&](auto shape) {
     using Shape = decltype(shape);

@@ -1,7 +1,7 @@
-// Attention on the GPU in bf16 and fp16: one persistent kernel that streams tiles of K and V through shared memory,
-// multiplies with matrix fragments, and merges what several blocks found for the same rows, in one launch whatever the
-// lengths are. Schedule: attention_schedule.cuh; tiles: attention_tile.cuh; a warp's arithmetic: attention_warp.cuh;
-// merging: attention_parts.cuh; fp32: attention_plain.cuh.
+// Attention on the GPU in bf16 and fp16. One persistent kernel streams tiles of K and V through shared memory,
+// multiplies with matrix fragments, and merges the results of several blocks for the same rows: one launch, whatever
+// the lengths are. Schedule: attention_schedule.cuh; tiles: attention_tile.cuh; a warp's arithmetic:
+// attention_warp.cuh; merging: attention_parts.cuh; fp32: attention_plain.cuh.
 #pragma once
 
 #include "core/attention.h"
@@ -13,17 +13,17 @@
 
 namespace pass_ext::gpu {
 
-// What the threads of a block tell each other besides tiles. What is the same for all of them is here rather than in
-// their registers, which results and queries fill.
+// Shared memory of a block besides tiles. Values that are the same for all threads lie here, because results and
+// queries fill the registers.
 struct AttentionScratch {
   ScheduleScratch schedule;
   int32_t answer;
-  int32_t has_non_finite;  // whether a masked tile of this segment had a value that is not finite
+  int32_t has_non_finite;  // a masked tile of this segment had a value that is not finite
 };
 
-// Adds to the stored results the non-finite values that remove_non_finite took out, for the rows that do see their
-// keys: to the part of the warp that had the key, for a part that saw nothing counts nothing. Every masked tile is read
-// once, whatever is in it; rows are gone through only where a column has a value that is not finite.
+// Adds the non-finite values that remove_non_finite took out to the stored results of the rows that do see their keys.
+// They go to the part of the warp that had the key, because a part that saw nothing counts nothing. Every masked tile
+// is read once more, whatever is in it; rows are visited only if a column has a value that is not finite.
 template <typename Shape>
 PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const Segment& segment) {
   using T = typename Shape::T;
@@ -38,19 +38,19 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
     sync_block();
 #pragma unroll 1
     for (int column = static_cast<int>(thread_rank()); column < problem.head_dim; column += kAttentionThreads) {
-      uint64_t found = 0;  // keys whose value in this column is not finite
+      uint64_t non_finite = 0;  // keys whose value in this column is not finite
 #pragma unroll 8
       for (int i = 0; i < Shape::kKeys; ++i) {
         if (first + i >= segment.request.keys()) continue;
         const T* const from =
             key_row<T>(problem, segment.request, problem.v_cache, problem.v_new, first + i, segment.head);
-        if (from != nullptr && !is_finite(from[column])) found |= uint64_t{1} << i;
+        if (from != nullptr && !is_finite(from[column])) non_finite |= uint64_t{1} << i;
       }
-      if (found == 0) continue;
+      if (non_finite == 0) continue;
 #pragma unroll 1
       for (int row = 0; row < segment.rows; ++row)
 #pragma unroll 1
-        for (uint64_t left = seen[row] & found; left != 0; left &= left - 1) {
+        for (uint64_t left = seen[row] & non_finite; left != 0; left &= left - 1) {
           const int i = static_cast<uint32_t>(left) != 0 ? first_set_bit(static_cast<uint32_t>(left))
                                                          : 32 + first_set_bit(static_cast<uint32_t>(left >> 32));
           const T* const from =
@@ -63,39 +63,39 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
   }
 }
 
-// All tiles of a segment; the block's result is then in shared memory, in Shape::kKeyWarps parts.
+// Computes all tiles of a segment. The block's result is then in shared memory, in Shape::kKeyWarps parts.
 template <typename Shape>
 PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& scratch) {
   const Segment& segment = scratch.schedule.segment;
   constexpr SharedTiles<Shape> shared{};
-  constexpr int kAhead = Shape::kStages - 1;  // tiles under way while one is computed with
-  const AddressedKey<Shape> own_key{problem, segment};
+  constexpr int kAhead = Shape::kStages - 1;  // tiles in flight while another is multiplied
+  const AddressedKey<Shape> address{problem, segment};
   if (thread_rank() == 0) scratch.has_non_finite = 0;
 
   int64_t outer[Shape::kStages];
 #pragma unroll
-  for (int i = 0; i < Shape::kStages; ++i) outer[i] = own_key.find(segment.begin + i);
+  for (int i = 0; i < Shape::kStages; ++i) outer[i] = address.find(segment.begin + i);
   Queries<Shape> queries;
   queries.load(problem, segment);
   const uint64_t first_word = load_first_word<Shape>(problem, segment);
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
-    own_key.put(segment.begin + i, outer[i]);
+    address.put(segment.begin + i, outer[i]);
     sync_block();
     if (segment.begin + i < segment.end) copy_tile<Shape>(problem, segment.begin + i);
     copy_async_commit();
   }
-  own_key.put(segment.begin + kAhead, outer[kAhead]);
+  address.put(segment.begin + kAhead, outer[kAhead]);
 
   const bool has_rows = first_row_of_warp<Shape>() < segment.rows;
   RowState<Shape> state;
   state.clear();
   for (int tile = segment.begin; tile < segment.end; ++tile) {
     copy_async_wait<kAhead - 1>();
-    sync_block();  // this tile has arrived, nobody needs the one before it, and the next addresses are there
+    sync_block();  // this tile has arrived, the one before it is free, and the next addresses are stored
     if (tile + kAhead < segment.end) copy_tile<Shape>(problem, tile + kAhead);
     copy_async_commit();
-    const int64_t next_outer = own_key.find(tile + kAhead + 1);
+    const int64_t next_outer = address.find(tile + kAhead + 1);
 
     const int32_t first_key = segment.first_key + tile * Shape::kKeys;
     const bool is_masked = !all_see(problem, segment.request, first_key, Shape::kKeys);
@@ -112,10 +112,10 @@ PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& s
       state.add_weights(weights, scores);
       state.add_values(weights, shared.values(tile));
     }
-    own_key.put(tile + kAhead + 1, next_outer);
+    address.put(tile + kAhead + 1, next_outer);
   }
   copy_async_wait<0>();
-  sync_block();  // the ring has run dry
+  sync_block();  // the ring is empty
   if (has_rows) state.store();
   sync_block();
   if (scratch.has_non_finite) {
@@ -123,9 +123,10 @@ PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& s
   }
 }
 
-// Rows of q that no request owns: before the first bound, behind the last, and those of a request beyond max_nodes.
+// Writes the rows of q that no request owns: before the first bound, behind the last, and those of a request beyond
+// max_nodes.
 template <typename T>
-PASS_EXT_DEVICE void write_rows_of_nobody(const AttentionProblem& problem) {
+PASS_EXT_DEVICE void write_unowned_rows(const AttentionProblem& problem) {
   const int64_t grid = grid_size().x, block = block_index().x;
   const auto clear_row = [&](int64_t row) {
     T* const out = static_cast<T*>(problem.out) + row * problem.heads * problem.head_dim;
@@ -154,12 +155,12 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
   AttentionScratch& scratch = scratches[0];
   const Segment& segment = scratch.schedule.segment;
   const int32_t most = Shape::kRowWarps == 1 ? 1 : work.most_in_step;
-  RequestSteps own_first;
-  const Team team = join_team<Shape>(problem, scratch.schedule, most, own_first);
-  const int32_t share_end = team.in_step == 0 ? 0 : team.begin(team.own + 1);
+  RequestSteps first_steps;
+  const Team team = join_team<Shape>(problem, scratch.schedule, most, first_steps);
+  const int32_t share_end = team.in_step == 0 ? 0 : team.begin(team.index + 1);
 #pragma unroll 1
-  for (int32_t step = team.in_step == 0 ? 0 : team.begin(team.own); step < share_end;) {
-    find_segment<Shape>(problem, scratch.schedule, team, own_first, step, most);
+  for (int32_t step = team.in_step == 0 ? 0 : team.begin(team.index); step < share_end;) {
+    find_segment<Shape>(problem, scratch.schedule, team, first_steps, step, most);
     if (segment.rows > 0) {
       attend<Shape>(problem, scratch);
       RowTotals* const totals = reinterpret_cast<RowTotals*>(SharedTiles<Shape>{}.behind_parts());
@@ -173,7 +174,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
     step = segment.unit_begin + segment.end;
     sync_block();  // shared memory is free again
   }
-  write_rows_of_nobody<typename Shape::T>(problem);
+  write_unowned_rows<typename Shape::T>(problem);
 }
 
 template <typename Shape>

@@ -1,5 +1,5 @@
-// attention_merge on the GPU: two results for the same rows over disjoint keys, made one with the weights of
-// core/attention.h. A thread makes 16 bytes of a row where rows are multiples of that, else one element.
+// attention_merge on the GPU: merges two results for the same rows over disjoint keys with the weights of
+// core/attention.h. A thread computes 16 bytes of a row if rows are multiples of that, else one element.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace pass_ext::gpu {
 
 constexpr int kMergeThreads = 256;
 
-// A side of weight 0 does not count, whatever it holds.
+// A side of weight 0 does not count and may hold anything.
 PASS_EXT_DEVICE float add_sides(const MergeWeights& weights, float a, float b) {
   return (weights.a == 0.0f ? 0.0f : weights.a * a) + (weights.b == 0.0f ? 0.0f : weights.b * b);
 }
@@ -19,9 +19,9 @@ PASS_EXT_DEVICE float add_sides(const MergeWeights& weights, float a, float b) {
 template <typename T, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kMergeThreads) merge_kernel(MergeProblem problem) {
   constexpr int kElements = wide ? 16 / sizeof(T) : 1;
-  const int64_t chunks = problem.head_dim / kElements;  // of a row
+  const int64_t chunks = problem.head_dim / kElements;  // chunks of a row
   const int64_t index = int64_t{block_index().x} * kMergeThreads + thread_index().x;
-  // Rows of no columns still have an lse.
+  // Rows without columns still have an lse.
   const int64_t row = chunks == 0 ? index : index / chunks;
   if (row >= problem.rows) return;
   const MergeWeights weights = weights_of(problem.lse_a[row], problem.lse_b[row]);

@@ -1,10 +1,10 @@
-// From parts of a unit's result to the result. A part holds, for each row, sums over some of its keys (AttentionShape):
+// Merges the parts of a unit's result. A part holds, for each row, sums over some of its keys (AttentionShape):
 //   maximum m, sum of weights 2^(s - m) times values, sum of weights as rounded, sum of weights
-// and several make one by weighing each by 2^(m - largest m). Parts come from the warps of a block, through shared
-// memory, and from the blocks that share a unit, its members, through global memory. Up to kMergeGroup members are
-// merged by whichever comes last. More are merged in groups of neighbours, then the groups, slice of rows by slice of
-// rows: the group that comes last with a slice merges that slice of all groups, and each group starts with another one.
-// The order of additions is that of the keys, whoever comes last.
+// Parts are added after weighing each by 2^(m - largest m). They come from the warps of a block, through shared memory,
+// and from the blocks that share a unit, its members, through global memory. The last of up to kMergeGroup members to
+// end merges them all. More members are merged in groups of neighbours, then the groups, slice of rows by slice of
+// rows: the last group to reach a slice merges that slice of all groups, and each group starts with another slice.
+// Additions follow the order of the keys, whichever block is last.
 #pragma once
 
 #include <cmath>
@@ -18,14 +18,14 @@
 
 namespace pass_ext::gpu {
 
-constexpr int kSlices = 8;       // of a unit's rows, each merged by one warp
-constexpr int kPartsAtOnce = 8;  // whose loads a thread has under way together
+constexpr int kSlices = 8;       // slices of a unit's rows, each merged by one warp
+constexpr int kPartsAtOnce = 8;  // parts that a thread loads together
 
 // A part has 8.5 KB at 16 rows of 128 and 34 KB at 64: reading 16 of the small ones costs less than a second level.
 template <typename Shape>
 constexpr int kMergeGroup = Shape::kRowWarps == 1 ? 16 : 8;
 
-// Of one row: the last four floats of its line in a part, the fourth unused.
+// The totals of one row: the last four floats of its line in a part, the fourth unused.
 struct RowTotals {
   float maximum = -kLargest, rounded = 0.0f, exact = 0.0f;
 };
@@ -34,12 +34,12 @@ PASS_EXT_DEVICE void store_totals(float* part_row, int dim, const RowTotals& tot
   store16(part_row + dim, {{bits_of(totals.maximum), bits_of(totals.rounded), bits_of(totals.exact), 0}});
 }
 
-// Where merged rows go: into a part, which may be one of those that are merged, or, if null, into the result.
+// The place of merged rows: a part, which may be one of those that are merged, or, if null, the result.
 struct MergeTarget {
   float* part;
 };
 
-// One warp: slice `slice` of the parts of `rows` rows made one. `totals` is shared memory, [kRows].
+// One warp merges slice `slice` of the parts of `rows` rows. `totals` is shared memory, [kRows].
 template <typename Shape, int at_once, typename PartOf>
 PASS_EXT_DEVICE void merge_slice(const AttentionProblem& problem, const Segment& segment, RowTotals* totals, int slice,
                                  int parts, const PartOf& part_of, const MergeTarget& target) {
@@ -94,7 +94,7 @@ PASS_EXT_DEVICE void merge_slice(const AttentionProblem& problem, const Segment&
     }
     if (column == 0) totals[row] = total;
   }
-  sync_warp();  // nobody reads the parts' totals any more, where the merged ones may go
+  sync_warp();  // the merged totals may overwrite those of a part: all lanes have read them
   if (lane < rows) {
     const int row = first_row + lane;
     const RowTotals total = totals[row];
@@ -106,7 +106,7 @@ PASS_EXT_DEVICE void merge_slice(const AttentionProblem& problem, const Segment&
   sync_warp();  // totals are free again
 }
 
-// The parts of the block's own warps, in shared memory, made one.
+// Merges the parts of the block's own warps, which are in shared memory.
 template <typename Shape>
 PASS_EXT_DEVICE void merge_warps(const AttentionProblem& problem, const Segment& segment, RowTotals* totals,
                                  const MergeTarget& target) {
@@ -116,7 +116,7 @@ PASS_EXT_DEVICE void merge_warps(const AttentionProblem& problem, const Segment&
     merge_slice<Shape, Shape::kKeyWarps>(problem, segment, totals, slice, Shape::kKeyWarps, part_of, target);
 }
 
-// As block_comes_last, for what a warp has written and will read.
+// As block_comes_last, for the reads and writes of one warp.
 PASS_EXT_DEVICE bool warp_comes_last(int32_t* counter, int32_t expected) {
   sync_warp();
   int last = 0;
@@ -125,13 +125,13 @@ PASS_EXT_DEVICE bool warp_comes_last(int32_t* counter, int32_t expected) {
   return shuffle(last, 0) != 0;
 }
 
-// After this block has stored its part of a unit that several blocks share: merges what is complete.
-// The unit's members are teams `first` to `last`. Each has its part in slot 2 i of its block i, for the unit is the
-// first thing in its share, but for the first member, to which it is the last thing: slot 2 i + 1. Counters of members
-// of a group: 2 i, i the block of its first member. No other unit counts there: a block may also be the last member of
-// the unit before, but the first of several in a group there it is not. Counters of groups, one for each slice: 2 i + 1
-// of the first kSlices members. No other unit counts there: of a unit with several groups none of these is the last
-// member, and a block is the last but in one of its units.
+// Merges what is complete after this block has stored its part of a unit that several blocks share. The unit's members
+// are teams `first` to `last`. A member's part lies at place 2 i of its block i, because the unit is the first in its
+// share. The first member's lies at 2 i + 1, because to it the unit is the last. The counter of the members of a group
+// is 2 i, i the block of the group's first member. No other unit counts there: that block may also be the last member
+// of the unit before, but there it is not the first of several in a group. The counters of groups, one for each slice,
+// are 2 i + 1 of the first kSlices members. No other unit counts there: in a unit with several groups none of these is
+// the last member, and a block is a member but not the last in only one of its units.
 template <typename Shape>
 PASS_EXT_DEVICE void merge_members(const AttentionProblem& problem, const Segment& segment, const SharedWork& work,
                                    const Team& team, int32_t first, int32_t last, RowTotals* totals, int32_t* answer) {
@@ -141,7 +141,7 @@ PASS_EXT_DEVICE void merge_members(const AttentionProblem& problem, const Segmen
     return work.parts + (2 * team.block_of(first + member) + (member == 0 ? 1 : 0)) * Shape::kPart;
   };
   const int32_t members = last - first + 1, groups = (members + kGroup - 1) / kGroup;
-  const int32_t group = (team.own - first) / kGroup, group_first = group * kGroup;
+  const int32_t group = (team.index - first) / kGroup, group_first = group * kGroup;
   const int32_t group_size = members - group_first < kGroup ? members - group_first : kGroup;
   if (group_size > 1) {
     if (!block_comes_last(work.counters + 2 * team.block_of(first + group_first), group_size, answer)) return;

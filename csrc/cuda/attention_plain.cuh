@@ -1,5 +1,5 @@
-// Attention on the GPU in fp32, where no matrix fragments are: one warp for each row and head, 32 keys at a time, each
-// lane with a key for the score and with columns for the result. Correct and plain, not fast.
+// Attention on the GPU in fp32, which has no matrix fragments. One warp takes one row and head, 32 keys at a time: for
+// the scores a lane has one key, for the result some columns. Correct and simple, not fast.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 namespace pass_ext::gpu {
 
 constexpr int kPlainWarps = 4;
-constexpr int kPlainColumns = kLargestHeadDim / 32;  // of one lane
+constexpr int kPlainColumns = kLargestHeadDim / 32;  // columns of one lane
 
-// The request that owns a row of q, or -1. Called by whole warps.
+// The request that owns a row of q, or -1. Every lane of the warp must call it.
 PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
   for (int64_t first = 0; first < problem.requests; first += 32) {
     const int64_t b = first + lane_index();
@@ -59,7 +59,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
       }
       const float shrink = exp2_approximate(highest - new_highest), weight = exp2_approximate(score - new_highest);
       highest = new_highest;
-      total = fused(total, shrink, weight);  // of this lane's keys
+      total = fused(total, shrink, weight);  // the weights of this lane's keys
       for (float& sum : sums) sum *= shrink;
       for (unsigned keys = ballot(is_seen); keys != 0; keys &= keys - 1) {
         const int32_t i = first_set_bit(keys);

@@ -1,4 +1,4 @@
-// What the host decides about attention in bf16 and fp16: which kernel, how many blocks, how much they share.
+// The host's plan of attention in bf16 and fp16: the kernel, the number of blocks, and the memory that they share.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace pass_ext::gpu {
 
-// use(AttentionShape) for what the problem needs: by dtype, head size and rows that share a key head. fp32 has none.
+// use(AttentionShape) for the problem's dtype, head size and number of rows that share a key head. fp32 has none.
 template <typename Use>
 decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& use) {
   static_assert(kLargestHeadDim <= 256, "the widest kernel takes every head size");
@@ -37,7 +37,7 @@ struct AttentionPlan {
   int32_t most_in_step;
 };
 
-// Key tiles of all requests and key heads, as far as shapes say; kernels count them in int32.
+// The key tiles of all requests and key heads, as far as shapes say; kernels count them in int32.
 template <typename Shape>
 int64_t most_steps(const AttentionProblem& problem) {
   const int64_t rows = int64_t{problem.max_nodes} * problem.group;
@@ -45,8 +45,8 @@ int64_t most_steps(const AttentionProblem& problem) {
   return problem.requests * problem.kv_heads * ((rows + Shape::kRows - 1) / Shape::kRows) * tiles;
 }
 
-// A grid of at most `most_blocks`, what fits on the GPU at once, and not more than shapes alone say can have work.
-// Teams are small enough for one of each size to fit into the grid.
+// Plans a grid of at most `most_blocks`, the number that fits on the GPU at once, and no more than can have work by
+// shapes alone. Teams are small enough for one of each size to fit into the grid.
 inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t most_blocks) {
   return with_attention_shape(problem, [&](auto shape) -> AttentionPlan {
     using Shape = decltype(shape);

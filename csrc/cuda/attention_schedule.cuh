@@ -1,11 +1,10 @@
-// Who computes what: the work of all requests, cut into equal shares for teams of blocks of a persistent grid.
-// A unit is the tiles of rows of one request for one key head (of more than kMostInStep such tiles, an equal part of
-// them); its work is a run of key tiles. The blocks of a team, one for each of the unit's tiles of rows, go through the
-// same keys in step, so that keys come from memory once and for the other blocks from L2:
+// The schedule of a persistent grid: the work of all requests, cut into equal shares for teams of blocks. A unit is the
+// tiles of rows of one request for one key head (or an equal part of them, if there are more than kMostInStep); its
+// work is a run of key tiles. The blocks of a team, one for each of the unit's tiles of rows, go through the same keys
+// in step, so that keys come from memory once and for the other blocks from L2:
 //   block = first + team * in_step + tile of rows        team t of n takes steps [begin(t), begin(t + 1)) of all
-// Requests with as many tiles of rows have teams of their own (`in_step` blocks each), as many as their share of the
-// work. Lengths are on the device: every block adds them up for itself, in one pass for up to kAttentionThreads
-// requests.
+// Requests with equally many tiles of rows share teams of `in_step` blocks, as many teams as their share of the work.
+// Lengths are on the device: every block adds them up for itself, up to kAttentionThreads requests at a time.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +19,12 @@ constexpr int kAttentionWarps = kAttentionThreads / 32;
 constexpr int32_t kLeastTilesOfBlock = 2;
 constexpr int kMostInStep = 8;  // blocks of a team: 512 rows to a key compute for longer than the key takes to read
 
-// What blocks share: parts [2 grid] in global memory, of which block i has slots 2 i and 2 i + 1, and counters [2
-// grid], zero before and after every launch.
+// Memory that blocks share: parts [2 grid] in global memory, places 2 i and 2 i + 1 for block i, and counters [2 grid],
+// zero before and after every launch.
 struct SharedWork {
   float* parts;
   int32_t* counters;
-  int32_t most_in_step;  // blocks of a team; of the plan
+  int32_t most_in_step;  // the plan's most blocks of a team
 };
 
 using AttentionKernel = void(AttentionProblem, SharedWork);
@@ -34,9 +33,9 @@ using AttentionKernel = void(AttentionProblem, SharedWork);
 template <typename Shape>
 AttentionKernel* attention_kernel_of();
 
-// How one request is cut, for tiles of kRows rows and kKeys keys.
+// The cut of one request into tiles of kRows rows and kKeys keys.
 struct RequestTiles {
-  int32_t first_key;  // of the first tile
+  int32_t first_key;  // the first tile's first key
   int32_t keys;       // tiles of keys: the steps of one unit
   int32_t parts;      // units of one key head
   int32_t in_step;    // tiles of rows of one unit
@@ -49,7 +48,7 @@ PASS_EXT_DEVICE RequestTiles tiles_of(const AttentionProblem& problem, const Att
   tiles.keys = request.nodes == 0 ? 0 : (request.keys() - tiles.first_key + Shape::kKeys - 1) / Shape::kKeys;
   tiles.in_step = (request.nodes * problem.group + Shape::kRows - 1) / Shape::kRows;
   tiles.parts = 1;
-  if constexpr (Shape::kRowWarps > 1)  // the small shape is for requests of one tile of rows
+  if constexpr (Shape::kRowWarps > 1)  // the small shape serves requests of one tile of rows
     if (tiles.in_step > most) {
       tiles.parts = (tiles.in_step + most - 1) / most;
       tiles.in_step = (tiles.in_step + tiles.parts - 1) / tiles.parts;
@@ -69,13 +68,13 @@ PASS_EXT_DEVICE RequestSteps steps_of(const AttentionProblem& problem, int64_t r
   return {tiles.in_step, problem.kv_heads * tiles.parts * tiles.keys};
 }
 
-// Which share of which requests a block has.
+// A block's place: its share of the requests with as many tiles of rows as its team has blocks.
 struct Team {
-  int32_t in_step;              // of its requests; 0: there is nothing for this block
-  int32_t steps, teams;         // of all those requests
-  int32_t quotient, remainder;  // of these two
-  int32_t first_block;          // of the first of those teams
-  int32_t own, tile;            // this block's team, and which of its tiles of rows it has
+  int32_t in_step;              // tiles of rows of its requests; 0: this block has no work
+  int32_t steps, teams;         // of all those requests together
+  int32_t quotient, remainder;  // of steps / teams
+  int32_t first_block;          // the first team's first block
+  int32_t index, tile;          // this block's team among them, and this block's tile of rows
 
   PASS_EXT_DEVICE int32_t begin(int32_t team) const { return team * quotient + (team < remainder ? team : remainder); }
   PASS_EXT_DEVICE int32_t team_of(int32_t step) const {
@@ -90,40 +89,40 @@ struct Team {
 struct Segment {
   AttentionRequest request;
   int32_t head;       // key head
-  int32_t first_row;  // of the tile of rows, among the request's rows
-  int32_t rows;       // of the tile that are a node's; none where a unit's tiles are fewer than its team's blocks
+  int32_t first_row;  // the tile's first row, among the request's rows
+  int32_t rows;       // rows of the tile that belong to nodes; 0 if the unit has fewer tiles than its team has blocks
   int32_t first_key, tiles;
   int32_t begin, end;
-  int32_t unit_begin;  // in the steps of all requests of the team
+  int32_t unit_begin;  // counted in the steps of all requests of the team
 
   PASS_EXT_DEVICE bool is_whole() const { return begin == 0 && end == tiles; }
 };
 
-// Found by all threads of a block together.
+// Shared memory in which all threads of a block build the schedule together.
 struct ScheduleScratch {
-  int32_t steps[kMostInStep + 1];  // of all requests with so many blocks in step
+  int32_t steps[kMostInStep + 1];  // steps of all requests with so many blocks in step
   int32_t sums[kAttentionWarps];
-  int32_t chunk, before;  // the kAttentionThreads requests at work, by the first of them, and the steps before it
+  int32_t chunk, before;  // first of the kAttentionThreads requests at work, and the steps before it
   Segment segment;
 };
 
-// The block's share. `own_first` becomes what request thread_rank() has, which find_segment needs.
+// Finds the block's share. `first_steps` becomes the work of request thread_rank(), which find_segment needs.
 template <typename Shape>
 PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch& scratch, int32_t most,
-                               RequestSteps& own_first) {
+                               RequestSteps& first_steps) {
   if (thread_rank() <= kMostInStep) scratch.steps[thread_rank()] = 0;
   if (thread_rank() == 0) scratch.chunk = scratch.before = 0;
   sync_block();
-  own_first = {};
+  first_steps = {};
 #pragma unroll 1
   for (int64_t b = thread_rank(); b < problem.requests; b += kAttentionThreads) {
-    const RequestSteps own = steps_of<Shape>(problem, b, most);
-    if (b < kAttentionThreads) own_first = own;
-    if (own.steps > 0) atomic_add(&scratch.steps[own.in_step], own.steps);
+    const RequestSteps request_steps = steps_of<Shape>(problem, b, most);
+    if (b < kAttentionThreads) first_steps = request_steps;
+    if (request_steps.steps > 0) atomic_add(&scratch.steps[request_steps.in_step], request_steps.steps);
   }
   sync_block();
   const int32_t grid = static_cast<int32_t>(grid_size().x), block = static_cast<int32_t>(block_index().x);
-  // Everybody who has work gets one team; the other blocks are shared out by work, rounded down.
+  // Each number of blocks in step that has work gets one team. The other blocks are divided by work, rounded down.
   int32_t left = grid;
   float work = 0.0f;
 #pragma unroll 1
@@ -138,22 +137,23 @@ PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch&
   for (int32_t in_step = 1; in_step <= most; ++in_step) {
     const int32_t steps = scratch.steps[in_step];
     if (steps == 0) continue;
-    // 1 + 2^-20: 64 may come out as 63.99. The sum over all stays below left + 1, for a grid has at most 512 blocks.
+    // 1 + 2^-20: 64 may come out as 63.99. The sum over all stays below left + 1, because a grid has at most 512
+    // blocks.
     const float share = static_cast<float>(left) * (static_cast<float>(steps) / work) * 1.00000095f;
     int32_t teams = 1 + static_cast<int32_t>(share);
     if (teams > steps / kLeastTilesOfBlock) teams = steps < kLeastTilesOfBlock ? 1 : steps / kLeastTilesOfBlock;
     const int32_t place = block - team.first_block;
     if (place < teams * in_step) {
-      const int32_t own = most == 1 ? place : place / in_step;
-      return {in_step, steps, teams, steps / teams, steps % teams, team.first_block, own, place - own * in_step};
+      const int32_t index = most == 1 ? place : place / in_step;
+      return {in_step, steps, teams, steps / teams, steps % teams, team.first_block, index, place - index * in_step};
     }
     team.first_block += teams * in_step;
   }
   return team;
 }
 
-// The segment at step `step` of the team's requests, in request `index`, whose first step is `request_begin`, cut where
-// the share ends.
+// The segment that begins at step `step` of the team's requests and ends at the latest with the team's share. It lies
+// in request `index`, whose first step is `request_begin`.
 template <typename Shape>
 PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, int64_t index, int32_t request_begin,
                                    const Team& team, int32_t step, int32_t most) {
@@ -169,22 +169,22 @@ PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, int64_t inde
   segment.tiles = tiles.keys;
   segment.unit_begin = request_begin + unit * tiles.keys;
   segment.begin = step - segment.unit_begin;
-  const int32_t share_end = team.begin(team.own + 1) - segment.unit_begin;
+  const int32_t share_end = team.begin(team.index + 1) - segment.unit_begin;
   segment.end = share_end < tiles.keys ? share_end : tiles.keys;
   return segment;
 }
 
-// Sets scratch.segment to the one at step `step` of the block's share. Steps must not fall from call to call.
+// Sets scratch.segment to the segment at step `step` of the block's share. Steps must not fall from call to call.
 template <typename Shape>
 PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScratch& scratch, const Team& team,
-                                  RequestSteps own_first, int32_t step, int32_t most) {
+                                  RequestSteps first_steps, int32_t step, int32_t most) {
   int32_t before = scratch.before;
 #pragma unroll 1
   for (int64_t chunk = scratch.chunk; chunk < problem.requests && before <= step; chunk += kAttentionThreads) {
     const int64_t request = chunk + thread_rank();
-    const RequestSteps found = chunk == 0 ? own_first : steps_of<Shape>(problem, request, most);
-    const int32_t own = found.in_step == team.in_step ? found.steps : 0;
-    int32_t up_to = own;  // of this request and of those before it in its warp, then of all before it
+    const RequestSteps candidate = chunk == 0 ? first_steps : steps_of<Shape>(problem, request, most);
+    const int32_t count = candidate.in_step == team.in_step ? candidate.steps : 0;
+    int32_t up_to = count;  // steps up to this request: first within its warp, then from the very first
 #pragma unroll
     for (unsigned distance = 1; distance < 32; distance *= 2) {
       const int32_t other = shuffle_up(up_to, distance);
@@ -198,8 +198,8 @@ PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScrat
       if (warp < warp_index()) up_to += scratch.sums[warp];
       before += scratch.sums[warp];
     }
-    if (up_to - own <= step && step < up_to) {
-      scratch.segment = segment_at<Shape>(problem, request, up_to - own, team, step, most);
+    if (up_to - count <= step && step < up_to) {
+      scratch.segment = segment_at<Shape>(problem, request, up_to - count, team, step, most);
       scratch.chunk = static_cast<int32_t>(chunk);
       scratch.before = chunk_begin;
     }
@@ -207,7 +207,7 @@ PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScrat
   }
 }
 
-// Where row `row` of the segment's tile is in q and out.
+// The offset of row `row` of the segment's tile in q and out.
 PASS_EXT_DEVICE int64_t row_offset(const AttentionProblem& problem, const Segment& segment, int32_t row) {
   const int32_t index = segment.first_row + row, node = index / problem.group;
   return (int64_t{segment.request.first} + node) * problem.heads + segment.head * problem.group +

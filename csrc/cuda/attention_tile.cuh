@@ -1,5 +1,5 @@
 // Tiles of K and V on their way through shared memory: sizes, a layout without bank conflicts, the addresses of rows
-// that may lie anywhere, and copies that are under way while earlier tiles are computed with.
+// that may lie anywhere, and copies that run while earlier tiles are multiplied.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 namespace pass_ext::gpu {
 
 // Warps lie row_warps x kKeyWarps: each computes 16 rows and its share of every tile's keys. `dim` is head_dim, rounded
-// up to one that has a kernel. Shared memory stays below the 99 KB that a block gets on every GPU from sm_80 on, and
-// two blocks fit where there are 200 KB (sm_90, sm_100).
+// up to a size that has a kernel. Shared memory stays below the 99 KB that a block gets on every GPU from sm_80 on, and
+// two blocks fit into 200 KB (sm_90, sm_100).
 template <typename Element, int dim, int row_warps>
 struct AttentionShape {
   using T = Element;
@@ -21,24 +21,26 @@ struct AttentionShape {
   static constexpr int kRowWarps = row_warps;
   static constexpr int kKeyWarps = kAttentionWarps / row_warps;
   static constexpr int kRows = 16 * row_warps;
-  static constexpr int kKeys = dim <= 128 ? 64 : 32;  // of a tile
+  static constexpr int kKeys = dim <= 128 ? 64 : 32;  // keys of a tile
   static constexpr int kWarpKeys = kKeys / kKeyWarps;
   static constexpr int kStages = dim <= 64 ? 4 : dim <= 128 ? 3 : 2;
-  static constexpr int kChunks = dim / 8;                                   // of 16 bytes, in a row
-  static constexpr int kRowThreads = dim <= 64 ? 8 : dim <= 128 ? 16 : 32;  // that copy a row: a chunk each, or none
-  static constexpr int kRowsAtOnce = kAttentionThreads / kRowThreads;       // that a block copies
-  static constexpr int kCopies = kKeys / kRowsAtOnce;                       // of a thread, for a tile of K or of V
+  static constexpr int kChunks = dim / 8;  // chunks of 16 bytes in a row
+  static constexpr int kRowThreads = dim <= 64    ? 8
+                                     : dim <= 128 ? 16
+                                                  : 32;                // threads that copy a row: a chunk each, or none
+  static constexpr int kRowsAtOnce = kAttentionThreads / kRowThreads;  // rows that a block copies at once
+  static constexpr int kCopies = kKeys / kRowsAtOnce;                  // copies per thread for a tile of K or of V
   static constexpr bool kIsSwizzled = dim % 64 == 0;
-  static constexpr bool kMayBeWider = dim == 96;               // than head_dim, which may be 80
-  static constexpr int kStride = kIsSwizzled ? dim : dim + 8;  // of rows of a tile; unswizzled: an odd number of chunks
+  static constexpr bool kMayBeWider = dim == 96;               // wider than head_dim, which may be 80
+  static constexpr int kStride = kIsSwizzled ? dim : dim + 8;  // between rows; unswizzled: an odd number of chunks
   static constexpr int kTile = kKeys * kStride;
-  static constexpr bool kKeepsQueries = dim <= 128;  // in registers, which at 256 are full of results
+  static constexpr bool kKeepsQueries = dim <= 128;  // in registers; at 256 results fill them
 
   static constexpr int kRingBytes = kStages * 2 * kTile * static_cast<int>(sizeof(T));
   static constexpr int kQueryBytes = kKeepsQueries ? 0 : kRows * kStride * static_cast<int>(sizeof(T));
   static constexpr int kAddressBytes = 2 * 2 * kKeys * static_cast<int>(sizeof(T*));
   static constexpr int kSharedBytes = kRingBytes + kQueryBytes + kAddressBytes;
-  static constexpr int kResidentBlocks = dim <= 64 ? 3 : 2;  // on one multiprocessor: what registers must allow
+  static constexpr int kResidentBlocks = dim <= 64 ? 3 : 2;  // on one multiprocessor: registers must allow so many
 
   // A part of a result: each row's sums, kDim floats, and behind them its totals (attention_parts.cuh).
   static constexpr int kPartStride = dim + 8;
@@ -46,8 +48,8 @@ struct AttentionShape {
   static_assert((kKeyWarps * kPart + 3 * kRows) * 4 <= kRingBytes + kQueryBytes, "parts take the ring's place");
 };
 
-// Where a 16-byte chunk of a row lies in a tile. Eight consecutive rows at one chunk, which is what load_matrices
-// reads, lie in different banks.
+// The offset of a 16-byte chunk of a row in a tile. Eight consecutive rows at one chunk, which load_matrices reads
+// together, lie in different banks.
 template <typename Shape>
 PASS_EXT_DEVICE unsigned chunk_offset(unsigned row, unsigned chunk) {
   return row * Shape::kStride + (Shape::kIsSwizzled ? chunk ^ (row & 7) : chunk) * 8;
@@ -61,13 +63,13 @@ struct SharedTiles {
   PASS_EXT_DEVICE T* keys(int tile) const { return dynamic_shared<T>() + tile % Shape::kStages * 2 * Shape::kTile; }
   PASS_EXT_DEVICE T* values(int tile) const { return keys(tile) + Shape::kTile; }
   PASS_EXT_DEVICE T* queries() const { return dynamic_shared<T>() + Shape::kStages * 2 * Shape::kTile; }
-  // Of the rows of a tile of K, then of V: null where there is nothing to read. Those that one thread copies stand side
-  // by side, so that it loads two at a time: place_of_address.
+  // Addresses of the rows of a tile of K, then of V; null: there is nothing to read. The addresses of one thread's rows
+  // stand side by side, so that it loads two at a time: place_of_address.
   PASS_EXT_DEVICE const T** addresses(int tile) const {
     return reinterpret_cast<const T**>(dynamic_shared<char>() + Shape::kRingBytes + Shape::kQueryBytes) +
            tile % 2 * 2 * Shape::kKeys;
   }
-  // Once the ring has run dry: the warps' parts of the result, and room for three floats a row.
+  // For use after the ring is empty: the warps' parts of the result, and room for three floats a row.
   PASS_EXT_DEVICE float* parts() const { return dynamic_shared<float>(); }
   PASS_EXT_DEVICE float* behind_parts() const { return parts() + Shape::kKeyWarps * Shape::kPart; }
 };
@@ -77,7 +79,7 @@ PASS_EXT_DEVICE unsigned place_of_address(unsigned row) {
   return row % Shape::kRowsAtOnce * Shape::kCopies + row / Shape::kRowsAtOnce;
 }
 
-// What this thread contributes to the addresses of each tile: one key's row, of K or of V.
+// The key whose row address, in K or in V, this thread provides for each tile.
 template <typename Shape>
 struct AddressedKey {
   const AttentionProblem& problem;
@@ -88,13 +90,13 @@ struct AddressedKey {
     return segment.first_key + tile * Shape::kKeys + static_cast<int32_t>(thread_rank() % Shape::kKeys);
   }
 
-  // The look-up, to be started early. `tile` may lie behind the segment.
+  // Reads the block table. Start it early: the address depends on it. `tile` may lie behind the segment.
   PASS_EXT_DEVICE int64_t find(int tile) const {
     if (!takes_part() || tile >= segment.end || key(tile) >= segment.request.keys()) return 0;
     return outer_of(problem, segment.request, key(tile));
   }
 
-  // What comes of it, into shared memory.
+  // Stores the address in shared memory.
   PASS_EXT_DEVICE void put(int tile, int64_t outer) const {
     using T = typename Shape::T;
     if (!takes_part() || tile >= segment.end) return;
@@ -116,7 +118,7 @@ PASS_EXT_DEVICE void copy_tile(const AttentionProblem& problem, int tile) {
   const unsigned chunk = thread_rank() % Shape::kRowThreads, first = thread_rank() / Shape::kRowThreads;
   if (chunk >= Shape::kChunks) return;
   const bool has_column = !Shape::kMayBeWider || static_cast<int32_t>(chunk) * 8 < problem.head_dim;
-  // All addresses before the first copy: the compiler moves no load across a copy, and each would wait for its own.
+  // Loads all addresses before the first copy: the compiler moves no load across a copy, so each load would wait.
   const T* from[2][Shape::kCopies];
 #pragma unroll
   for (int which = 0; which < 2; ++which)
@@ -137,16 +139,16 @@ PASS_EXT_DEVICE void copy_tile(const AttentionProblem& problem, int tile) {
   }
 }
 
-// Whether a 16-bit float is infinite or NaN.
+// True if a 16-bit float is neither infinite nor NaN.
 PASS_EXT_DEVICE bool is_finite(bfloat16 value) { return (value.bits & 0x7f80) != 0x7f80; }
 PASS_EXT_DEVICE bool is_finite(float16 value) { return (value.bits & 0x7c00) != 0x7c00; }
 
-// Makes the values of a tile finite, because a hidden key's weight of 0 times NaN would be NaN: what is not becomes 0.
-// Whether there was any.
+// Replaces values of a tile that are not finite by 0, because a hidden key's weight of 0 times NaN would be NaN.
+// Returns true if this thread found any.
 template <typename Shape>
 PASS_EXT_DEVICE bool remove_non_finite(typename Shape::T* values) {
   using T = typename Shape::T;
-  bool found = false;
+  bool has_any = false;
 #pragma unroll 1
   for (unsigned i = thread_rank(); i < Shape::kKeys * Shape::kChunks; i += kAttentionThreads) {
     T* const chunk = values + chunk_offset<Shape>(i / Shape::kChunks, i % Shape::kChunks);
@@ -160,9 +162,9 @@ PASS_EXT_DEVICE bool remove_non_finite(typename Shape::T* values) {
       is_clean = false;
     }
     if (!is_clean) store16(chunk, bytes);
-    found |= !is_clean;
+    has_any |= !is_clean;
   }
-  return found;
+  return has_any;
 }
 
 }  // namespace pass_ext::gpu

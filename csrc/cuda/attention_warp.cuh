@@ -1,5 +1,5 @@
-// One warp's share of a tile: 16 rows times some of its keys. Scores by matrix fragments, the softmax of
-// core/attention.h row by row as keys come, its weights rounded to T and multiplied by the values. Fragments: a lane
+// One warp's share of a tile: 16 rows times some of its keys. Scores by matrix fragments; the softmax of
+// core/attention.h row by row as keys come; its weights rounded to T and multiplied by the values. Fragments: a lane
 // holds elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1) of each 16 x 8 block of scores and results, g =
 // lane / 4, t = lane % 4.
 #pragma once
@@ -30,7 +30,7 @@ template <typename Shape>
 struct Queries {
   using T = typename Shape::T;
   static constexpr int kSteps = Shape::kDim / 16;
-  uint32_t kept[Shape::kKeepsQueries ? kSteps : 1][4];
+  uint32_t registers[Shape::kKeepsQueries ? kSteps : 1][4];
 
   PASS_EXT_DEVICE void load(const AttentionProblem& problem, const Segment& segment) {
     const T* const q = static_cast<const T*>(problem.q);
@@ -45,9 +45,9 @@ struct Queries {
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
           for (int k = 0; k < 2; ++k)
-            kept[step][half + 2 * k] = is_there && 16 * step < problem.head_dim
-                                           ? *reinterpret_cast<const uint32_t*>(from + 16 * step + 8 * k)
-                                           : 0u;
+            registers[step][half + 2 * k] = is_there && 16 * step < problem.head_dim
+                                                ? *reinterpret_cast<const uint32_t*>(from + 16 * step + 8 * k)
+                                                : 0u;
       }
     } else {
       T* const tile = SharedTiles<Shape>{}.queries();
@@ -63,7 +63,7 @@ struct Queries {
   PASS_EXT_DEVICE void get(int step, uint32_t (&fragment)[4]) const {
     if constexpr (Shape::kKeepsQueries) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) fragment[i] = kept[step][i];
+      for (int i = 0; i < 4; ++i) fragment[i] = registers[step][i];
     } else {
       const unsigned lane = lane_index(), row = first_row_of_warp<Shape>() + lane % 16;
       load_matrices<4>(fragment, SharedTiles<Shape>{}.queries() + chunk_offset<Shape>(row, 2 * step + lane / 16));
@@ -105,7 +105,7 @@ PASS_EXT_DEVICE void multiply_queries_keys(Scores<Shape>& scores, const Queries<
   }
 }
 
-// To logarithms of base 2.
+// Scales scores to logarithms of base 2.
 template <typename Shape>
 PASS_EXT_DEVICE void scale_scores(Scores<Shape>& scores, const AttentionProblem& problem) {
   const float scale = problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E;
@@ -120,36 +120,37 @@ PASS_EXT_DEVICE void scale_scores(Scores<Shape>& scores, const AttentionProblem&
     for (float& score : block) score = softcapped(score, problem.softcap) * kLog2E;
 }
 
-// The row for whose bits a lane looks: lane t of a row's four has row g + 8 (t % 2). Then each takes the bits of both
-// its rows from them.
+// The row whose bits a lane reads: of the two rows that four lanes share, lane t reads row g + 8 (t % 2). Each lane
+// then takes the bits of both rows from them.
 template <typename Shape>
-PASS_EXT_DEVICE int looked_for_row() {
+PASS_EXT_DEVICE int row_to_read() {
   const int lane = static_cast<int>(lane_index());
   return first_row_of_warp<Shape>() + lane / 4 + 8 * (lane % 2);
 }
 
-// Word 0 of that row's bits, which is all there is of up to 64 nodes: loaded with q, long before the keys it hides.
+// Word 0 of that row's bits, which holds all bits of up to 64 nodes. It is loaded with q, long before the keys that it
+// hides.
 template <typename Shape>
 PASS_EXT_DEVICE uint64_t load_first_word(const AttentionProblem& problem, const Segment& segment) {
-  const int row = looked_for_row<Shape>();
+  const int row = row_to_read<Shape>();
   if (row >= segment.rows) return 0;
   return visible_word(problem, segment.request, (segment.first_row + row) / problem.group, 0);
 }
 
-// Scores of the keys that their row does not see become -inf.
+// Sets the scores of keys that their row does not see to -inf.
 template <typename Shape>
 PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& problem, const Segment& segment,
                                int32_t first_key, uint64_t first_word) {
-  const int lane = static_cast<int>(lane_index()), row = looked_for_row<Shape>();
-  uint64_t own = 0;
+  const int lane = static_cast<int>(lane_index()), row = row_to_read<Shape>();
+  uint64_t row_bits = 0;
   if (row < segment.rows) {
     const int32_t node = (segment.first_row + row) / problem.group;
-    own = visible_keys(problem, segment.request, node, first_key, [&](int32_t i) {
+    row_bits = visible_keys(problem, segment.request, node, first_key, [&](int32_t i) {
       return i == 0 ? first_word : visible_word(problem, segment.request, node, i);
     });
   }
   const int shift = static_cast<int>(first_key_of_warp<Shape>()) + 2 * (lane % 4);
-  const uint64_t seen[2] = {shuffle(own, lane / 4 * 4) >> shift, shuffle(own, lane / 4 * 4 + 1) >> shift};
+  const uint64_t seen[2] = {shuffle(row_bits, lane / 4 * 4) >> shift, shuffle(row_bits, lane / 4 * 4 + 1) >> shift};
 #pragma unroll
   for (int block = 0; block < Shape::kWarpKeys / 8; ++block)
 #pragma unroll
@@ -157,8 +158,8 @@ PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& pr
       if (!(seen[i / 2] >> (8 * block + i % 2) & 1)) scores[block][i] = float_of(0xff800000u);
 }
 
-// What a warp knows of its 16 rows so far. `rounded` adds the weights that multiplied values, and divides them in the
-// end; `exact` adds them before rounding, for the lse. Each lane has added its own columns only.
+// The sums of a warp's 16 rows so far. `rounded` adds the weights that multiplied values, and divides them in the end;
+// `exact` adds them before rounding, for the lse. Each lane has added its own columns only.
 template <typename Shape>
 struct RowState {
   float out[Shape::kDim / 8][4];
@@ -176,14 +177,14 @@ struct RowState {
     }
   }
 
-  // Scores become weights, packed in pairs: weights[block][half] of row g + 8 half. All sums so far are brought to the
+  // Turns scores into weights, packed in pairs: weights[block][half] of row g + 8 half. Scales all sums so far to the
   // new maximum.
   PASS_EXT_DEVICE void add_weights(uint32_t (&weights)[Shape::kWarpKeys / 8][2], const Scores<Shape>& scores) {
     using T = typename Shape::T;
     float shrink[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float highest = maximum[half];  // fmaxf passes NaN over; a score that is NaN makes its row's sums NaN by itself
+      float highest = maximum[half];  // fmaxf ignores NaN; a score that is NaN still makes its row's sums NaN
 #pragma unroll
       for (int block = 0; block < Shape::kWarpKeys / 8; ++block)
         highest = fmaxf(fmaxf(highest, scores[block][2 * half]), scores[block][2 * half + 1]);
@@ -213,7 +214,7 @@ struct RowState {
   PASS_EXT_DEVICE void add_values(const uint32_t (&weights)[Shape::kWarpKeys / 8][2], const typename Shape::T* values) {
     using T = typename Shape::T;
     const unsigned lane = lane_index(), first = first_key_of_warp<Shape>();
-    if constexpr (Shape::kWarpKeys == 8) {  // half a product: the other eight keys weigh nothing
+    if constexpr (Shape::kWarpKeys == 8) {  // half a product: the weights of the other eight keys are 0
       const uint32_t p[4] = {weights[0][0], weights[0][1], 0, 0};
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kChunks; chunk += 4) {
@@ -238,7 +239,7 @@ struct RowState {
     }
   }
 
-  // Into shared memory, as one of the parts of the segment's result.
+  // Stores the rows in shared memory, as one of the parts of the segment's result.
   PASS_EXT_DEVICE void store() {
     const int g = static_cast<int>(lane_index() / 4), t = static_cast<int>(lane_index() % 4);
     float* const part = SharedTiles<Shape>{}.parts() + warp_index() / Shape::kRowWarps * Shape::kPart;

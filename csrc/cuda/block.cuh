@@ -1,5 +1,5 @@
-// What all threads of a block do together: reductions in a fixed order, and finding out which block is the last. Every
-// function is called by all threads and returns the same value to all.
+// Work that all threads of a block do together: reductions in a fixed order, and finding the last block. All threads
+// call every function, and it returns the same value to all.
 #pragma once
 
 #include <cstdint>
@@ -60,8 +60,8 @@ PASS_EXT_DEVICE_CALL double sum_of_block(BlockScratch& scratch, double value) {
   return sum;
 }
 
-// One thread: whether it is the last of `expected` to come here; if so it sees what the others wrote before they came,
-// and the counter is zero again.
+// For one thread. True if it is the last of `expected` to come here; then it sees the earlier writes of the others, and
+// the counter is zero again.
 PASS_EXT_DEVICE bool comes_last(int32_t* counter, int32_t expected) {
   fence_device();
   const bool last = atomic_add(counter, 1) + 1 == expected;
@@ -72,7 +72,7 @@ PASS_EXT_DEVICE bool comes_last(int32_t* counter, int32_t expected) {
   return last;
 }
 
-// The same for all that a block has written and will read. `answer` is shared memory.
+// The same for all memory that a block has written and will read. `answer` is shared memory.
 PASS_EXT_DEVICE bool block_comes_last(int32_t* counter, int32_t expected, int32_t* answer) {
   sync_block();
   if (thread_rank() == 0) *answer = comes_last(counter, expected);

@@ -1,9 +1,9 @@
-// Committing accepted rows to the caches on the GPU: one launch for all tensors that lie alike. A thread owns a column
-// of one tensor, up to 16 bytes of a row, and moves it for every row: loads of up to eight rows before their stores.
-// What goes where: core/cache.h.
+// Committing accepted rows to the caches on the GPU: one launch for all tensors of the same layout. A thread owns a
+// column of one tensor, up to 16 bytes of a row, and moves it for every row: loads of up to eight rows before their
+// stores. Sources and targets: core/cache.h.
 //
-// Nobody waits for the GPU to say that a row does not fit: it is left out. The Python op has a switch that checks
-// first.
+// A row that does not fit is left out, because an error message would need a synchronisation. The Python op has a
+// switch that checks first.
 #pragma once
 
 #include "core/cache.h"
@@ -11,7 +11,7 @@
 
 namespace pass_ext::gpu {
 
-constexpr int kMostTensors = 240;  // of one launch: what fits a kernel's parameter on every driver
+constexpr int kMostTensors = 240;  // per launch: they fit a kernel's parameter on every driver
 constexpr int kMostColumnThreads = 128;
 constexpr int kRowsAtOnce = 8;
 constexpr int64_t kStageBytes = 32 * 1024;
@@ -67,7 +67,7 @@ PASS_EXT_DEVICE void store_piece(char* to, Piece<bytes> piece) {
     *reinterpret_cast<Piece<bytes>*>(to) = piece;
 }
 
-// Where this block's tensor has a column, beside the offset of a row.
+// A column of this block's tensor; the offset of a row is added to its addresses.
 template <int bytes, bool in_place>
 struct Column {
   char* to;
@@ -84,7 +84,7 @@ struct Column {
   }
 };
 
-// Whether some node lies before its target. The same in every warp.
+// True if some node lies before its target. The same in every warp.
 PASS_EXT_DEVICE bool goes_back(const CommitStep& step, const RequestCommit& request) {
   for (int32_t base = 0; base < request.rows; base += 32) {
     const int32_t j = base + static_cast<int32_t>(lane_index());
@@ -94,7 +94,7 @@ PASS_EXT_DEVICE bool goes_back(const CommitStep& step, const RequestCommit& requ
   return false;
 }
 
-// Any path: as many of the block's columns at once as fit in shared memory, all rows read, then all written.
+// Any path: as many of the block's columns at once as fit in shared memory; reads all rows, then writes all.
 template <int bytes>
 PASS_EXT_DEVICE void commit_staged(const CommitLaunch& launch, const RequestCommit& request, int64_t begin,
                                    int64_t end) {
@@ -112,7 +112,7 @@ PASS_EXT_DEVICE void commit_staged(const CommitLaunch& launch, const RequestComm
     for_each_piece([](const RowMove& move, const Column<bytes, true>& column, Piece<bytes>& staged) {
       staged = load_piece<bytes>(column.from + move.from);
     });
-    sync_block();  // `stage` needs none: a thread writes what it read; the caches do
+    sync_block();  // for the caches; in `stage` a thread writes only what it read itself
     for_each_piece([](const RowMove& move, const Column<bytes, true>& column, Piece<bytes>& staged) {
       store_piece<bytes>(column.to + move.to, staged);
     });
@@ -136,8 +136,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kMostColumnThreads) commit_kernel(PASS_EX
   const Column<bytes, in_place> column(launch, has_column ? begin + thread_index().x : 0);
   for (int32_t base = 0; base < request.rows; base += 32) {
     const int32_t j = base + static_cast<int32_t>(lane_index());
-    const RowMove own = j < request.rows ? move_of(launch.step, launch.shape, request, j) : RowMove{-1, -1};
-    unsigned moves = ballot(own.from >= 0);
+    const RowMove move = j < request.rows ? move_of(launch.step, launch.shape, request, j) : RowMove{-1, -1};
+    unsigned moves = ballot(move.from >= 0);
     while (moves != 0) {
       Piece<bytes> piece[kRowsAtOnce] = {};
       int64_t to[kRowsAtOnce];
@@ -147,8 +147,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kMostColumnThreads) commit_kernel(PASS_EX
         if (moves == 0) continue;
         const int lane = first_set_bit(moves);
         moves &= moves - 1;
-        const int64_t from = shuffle(own.from, lane);
-        to[i] = shuffle(own.to, lane);
+        const int64_t from = shuffle(move.from, lane);
+        to[i] = shuffle(move.to, lane);
         if (has_column) piece[i] = load_piece<bytes>(column.from + from);
       }
 #pragma unroll
@@ -165,9 +165,9 @@ void launch_commit(CommitLaunch& launch, int64_t tensors, Stream stream) {
   const int64_t threads = warps * 32 < kMostColumnThreads ? warps * 32 : kMostColumnThreads;
   launch.column_blocks = (launch.columns + threads - 1) / threads;
   const CommitStep& step = launch.step;
-  const int64_t most = kStageBytes / bytes, wanted = threads * step.width;
+  const int64_t most = kStageBytes / bytes, needed = threads * step.width;
   launch.stage_pieces =
-      !step.in_place || step.width <= kRowsAtOnce ? 0 : static_cast<int32_t>(wanted < most ? wanted : most);
+      !step.in_place || step.width <= kRowsAtOnce ? 0 : static_cast<int32_t>(needed < most ? needed : most);
   const LaunchShape shape{{step.requests * launch.column_blocks, tensors},
                           {static_cast<unsigned>(threads)},
                           static_cast<size_t>(launch.stage_pieces) * bytes};
@@ -177,7 +177,7 @@ void launch_commit(CommitLaunch& launch, int64_t tensors, Stream stream) {
     gpu::launch("cache_commit_", commit_kernel<bytes, false>, shape, stream, launch);
 }
 
-// The widest piece that all rows of these tensors can be cut into.
+// The widest piece into which all rows of these tensors divide.
 inline int widest_piece(const CommitLaunch& launch, int64_t tensors) {
   const CacheShape& shape = launch.shape;
   uint64_t bits = 16 | shape.outer | shape.slot | shape.head | shape.fresh_row | shape.fresh_head | shape.head_bytes;

@@ -1,16 +1,16 @@
 // Counters that are zero when a kernel starts and that it leaves at zero, so that no call has to clear them.
 //
-// Kernels of one stream run one after another and each leaves zeros behind: one slot of counters per stream is enough,
-// cleared when it is taken. Two streams run at once and must not count in the same place, hence a slot for each.
+// Kernels of one stream run one after another and each leaves zeros behind. So one counter slot per stream is enough,
+// cleared when it is taken. Two streams run at once and must not count in the same place, so each has a counter slot.
 //
-// Under capture nothing runs, and what is recorded will run on some other stream, perhaps beside eager kernels of this
-// one or beside another graph. So every capture takes a slot of its own for each of its streams and records its
-// clearing: once per graph, not per launch, and a replay starts from zeros even after one that was aborted. The graph
-// keeps the slot for as long as it or an executable of it lives (a CUDA user object); then the slot may be taken again.
-// Two executables of one graph share it and must not run at once; torch makes one of each.
+// During a capture nothing runs, and the recorded kernels will run on some other stream, perhaps beside eager kernels
+// of this one or beside another graph. So every capture takes a new counter slot for each of its streams and records
+// its clearing: once per graph, not per launch, and a replay starts from zeros even after an aborted one. The graph
+// keeps the counter slot for as long as it or an executable of it lives (a CUDA user object); then the slot may be
+// taken again. Two executables of one graph share it and must not run at once; torch makes one of each.
 //
-// The memory is not torch's. A tensor that outlives the call that made it may not be made inside a graph's pool:
-// torch.compile(mode="reduce-overhead") counts what is alive there, and raises.
+// The memory is not torch's, because a tensor that outlives its call may not be allocated inside a graph's pool:
+// torch.compile(mode="reduce-overhead") counts the live tensors there, and raises.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,10 +26,10 @@ namespace pass_ext {
 
 constexpr int64_t kCountersOfSlot = 2048;
 
-class CounterSlots {  // of one device
+class CounterSlots {  // one per device
  public:
-  // A slot for kernels launched on `stream`, which is on the current device, from now until the stream's capture ends
-  // or begins.
+  // A counter slot for kernels launched on `stream`, which is on the current device, from now until the stream's
+  // capture ends or begins.
   int32_t* slot_for(const char* op, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long stream_id = 0, capture = 0;
@@ -43,17 +43,18 @@ class CounterSlots {  // of one device
     const bool is_captured = status == cudaStreamCaptureStatusActive;
     const std::lock_guard lock(mutex_);
     const std::pair key{is_captured ? capture : kEager, stream_id};
-    const auto found = taken_.find(key);
-    if (found != taken_.end()) return found->second;
+    const auto entry = taken_.find(key);
+    if (entry != taken_.end()) return entry->second;
     int32_t* const slot = take_free_slot(op);
     check(op, cudaMemsetAsync(slot, 0, kCountersOfSlot * sizeof(int32_t), stream));
-    if (is_captured) give_to(op, graph, slot);
+    if (is_captured) lend_to(op, graph, slot);
     return taken_[key] = slot;
   }
 
   static CounterSlots& of_device(int device) {
     constexpr int kMostDevices = 64;
-    static CounterSlots* const all = new CounterSlots[kMostDevices];  // never destroyed: graphs may outlive us
+    static CounterSlots* const all =
+        new CounterSlots[kMostDevices];  // never destroyed: graphs may outlive this library's statics
     return all[device % kMostDevices];
   }
 
@@ -93,8 +94,8 @@ class CounterSlots {  // of one device
     return slot;
   }
 
-  // The slot comes back when the graph and all that was made of it are gone.
-  void give_to(const char* op, cudaGraph_t graph, int32_t* slot) {
+  // The counter slot comes back when the graph and all its executables are gone.
+  void lend_to(const char* op, cudaGraph_t graph, int32_t* slot) {
     cudaUserObject_t object = nullptr;
     const auto release = [](void* data) {
       auto* const owned = static_cast<Ownership*>(data);
@@ -109,7 +110,7 @@ class CounterSlots {  // of one device
   std::mutex mutex_;                                                             // held across CUDA calls
   std::map<std::pair<unsigned long long, unsigned long long>, int32_t*> taken_;  // by capture and stream
   std::vector<int32_t*> free_;
-  std::mutex released_mutex_;  // never held across one: graphs are destroyed inside CUDA
+  std::mutex released_mutex_;  // never held across a CUDA call: graphs are destroyed inside CUDA
   std::vector<int32_t*> released_;
 };
 

@@ -1,8 +1,8 @@
 // Look-ahead embedding injection on the GPU: a row gather from two sources in one launch, and its gradient as a
 // deterministic segment sum. The problem and its formulas: core/lookahead.h.
 //
-// An id out of range reads nothing and gives a row of zeros: nobody waits for the GPU to say so. The Python op has a
-// switch that checks ids first (pass_ext/ops/lookahead.py).
+// An id out of range reads nothing and gives a row of zeros, because an error message would need a synchronisation. The
+// Python op has a switch that checks ids first (pass_ext/ops/lookahead.py).
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 
 namespace pass_ext::gpu {
 
-// What a thread moves at once: 16 bytes of T where addresses allow it (`wide`), else one element.
+// The elements that a thread moves at once: 16 bytes of T if addresses allow it (`wide`), else one element.
 template <typename T, bool wide>
 struct alignas(wide ? 16 : alignof(T)) Chunk {
   static constexpr int size = wide ? 16 / sizeof(T) : 1;
@@ -24,12 +24,12 @@ template <typename T, bool wide, typename S>
 PASS_EXT_DEVICE Chunk<T, wide> load_chunk(const S* from) {
   Chunk<T, wide> chunk;
   if constexpr (wide && !std::is_same_v<T, S> && sizeof(S) > sizeof(T)) {
-    S given[chunk.size];
-    for (int i = 0; i < static_cast<int>(sizeof given / 16); ++i) {
+    S source[chunk.size];
+    for (int i = 0; i < static_cast<int>(sizeof source / 16); ++i) {
       const Bytes16 bytes = load16(reinterpret_cast<const char*>(from) + 16 * i);
-      memcpy(reinterpret_cast<char*>(given) + 16 * i, &bytes, sizeof bytes);
+      memcpy(reinterpret_cast<char*>(source) + 16 * i, &bytes, sizeof bytes);
     }
-    for (int i = 0; i < chunk.size; ++i) chunk.value[i] = from_float<T>(given[i]);
+    for (int i = 0; i < chunk.size; ++i) chunk.value[i] = from_float<T>(source[i]);
   } else if constexpr (!std::is_same_v<T, S>) {
     for (int i = 0; i < chunk.size; ++i) chunk.value[i] = from_float<T>(from[i]);
   } else if constexpr (wide) {
@@ -130,7 +130,7 @@ PASS_EXT_DEVICE S narrow(Sum sum) {
     return from_float<S>(static_cast<float>(sum));
 }
 
-// sum += grad[n][element …] for the n in [begin, end) whose id picks `row`. Called by whole warps; lanes without a
+// sum += grad[n][element …] for the n in [begin, end) whose id picks `row`. Whole warps must call it; lanes without a
 // column (element >= dim) only help to find the matches.
 template <typename T, typename S, typename Id, bool wide>
 PASS_EXT_DEVICE void add_matching_rows(sum_t<T> (&sum)[Chunk<T, wide>::size],
@@ -157,7 +157,7 @@ PASS_EXT_DEVICE void add_matching_rows(sum_t<T> (&sum)[Chunk<T, wide>::size],
   }
 }
 
-// Look-ahead rows: few, each with many positions, so the positions are split and block z adds split z.
+// Gradient of the look-ahead rows: few, each with many positions, so the positions are split and block z adds split z.
 // One split writes the result; several write partial sums [splits, out_rows, dim] for merge_splits_kernel.
 template <typename T, typename S, typename Id, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads)
@@ -189,8 +189,9 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads)
   out[element] = narrow<S>(sum);
 }
 
-// Table rows: many, most with no position. The block of a row's first position adds all its positions; `out` is zero
-// before. Finding out who is first reads up to rows ids per block, from cache: rows^2 / 2 ids in all.
+// Gradient of the table rows: many, most without a position. The block of a row's first position adds all its
+// positions; `out` is zero before. Finding the first position reads up to `rows` ids per block, from cache: rows^2 / 2
+// ids in all.
 template <typename T, typename S, typename Id, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads) sum_table_kernel(LookaheadEmbedBackward<T, S, Id> problem) {
   constexpr int kElements = Chunk<T, wide>::size;
@@ -208,8 +209,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads) sum_table_kernel(Lookahea
   for (int k = 0; k < kElements; ++k) problem.out[row * problem.dim + element + k] = narrow<S>(sum[k]);
 }
 
-// How many splits the look-ahead gradient of `rows` positions takes: from the shape alone, so that sums do not depend
-// on the GPU. The caller provides partial sums [splits, out_rows, dim] where there are several.
+// The number of splits of the look-ahead gradient for `rows` positions. It depends on the shape alone, so that sums do
+// not depend on the GPU. Several splits need memory for partial sums [splits, out_rows, dim].
 inline int64_t count_splits(int64_t rows) {
   const int64_t splits = (rows + kPositionsPerSplit - 1) / kPositionsPerSplit;
   return splits < 1 ? 1 : splits > kMostSplits ? kMostSplits : splits;

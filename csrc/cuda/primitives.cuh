@@ -1,4 +1,4 @@
-// The machine as our kernels see it: who am I, shared memory, barriers, warp operations, atomics, wide and asynchronous
+// The machine, as kernels see it: indices, shared memory, barriers, warp operations, atomics, wide and asynchronous
 // copies, matrix fragments, launch. Kernels (*.cuh) use these names and nothing else of CUDA, because this header has a
 // second implementation, tests/emulator/cuda/primitives.cuh, on which the same kernels run on a CPU with every access
 // checked. Both must offer the same names with the same meaning; tests/emulator/test_primitives.py compares each.
@@ -19,14 +19,14 @@
 #define PASS_EXT_DEVICE __device__ __forceinline__
 #define PASS_EXT_DEVICE_CALL inline __device__ __noinline__         // called: large, and used in several places
 #define PASS_EXT_LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)  // threads; blocks at once on a multiprocessor
-#define PASS_EXT_PARAMETER const __grid_constant__  // a kernel's large parameter: read where it lies, not copied
+#define PASS_EXT_PARAMETER const __grid_constant__  // a kernel's large parameter: read in place, not copied
 #define PASS_EXT_SHARED(type, name, count) __shared__ type name[count]  // static shared memory, inside a kernel
 
 namespace pass_ext::gpu {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// ---- who am I ----
+// ---- indices ----
 
 struct Index3 {
   unsigned x = 1, y = 1, z = 1;
@@ -43,7 +43,7 @@ PASS_EXT_DEVICE unsigned warp_index() { return thread_rank() / 32; }
 
 // ---- shared memory and order ----
 
-// The launch's dynamic shared memory, 128-byte aligned, contents undefined at entry.
+// The launch's dynamic shared memory, 128-byte aligned. Its contents are undefined at entry.
 template <typename T>
 PASS_EXT_DEVICE T* dynamic_shared() {
   extern __shared__ __align__(128) unsigned char pass_ext_dynamic_shared[];
@@ -53,11 +53,12 @@ PASS_EXT_DEVICE T* dynamic_shared() {
 PASS_EXT_DEVICE void sync_block() { __syncthreads(); }
 PASS_EXT_DEVICE int sync_block_count(bool vote) { return __syncthreads_count(vote); }
 PASS_EXT_DEVICE void sync_warp(unsigned mask = kFullWarp) { __syncwarp(mask); }
-// Orders this thread's earlier reads and writes before its later ones as other blocks see them: both halves of "last
-// block merges". __threadfence would also order them among all fences of the device, which is dearer and for nothing.
+// Other blocks see this thread's reads and writes before the fence earlier than those behind it: both halves of "last
+// block merges". __threadfence would also order them among all fences of the device, which costs more and is not
+// needed.
 PASS_EXT_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// ---- within a warp; every lane of `mask` must call it. None of these orders memory: that is sync_warp's job ----
+// ---- within a warp; every lane of `mask` must call it. None of these orders memory: that needs sync_warp ----
 
 template <typename T>
 PASS_EXT_DEVICE T shuffle(T value, int source_lane, unsigned mask = kFullWarp) {
@@ -124,13 +125,13 @@ PASS_EXT_DEVICE Bytes16 load16(const void* address) {
 PASS_EXT_DEVICE void store16(void* address, Bytes16 value) {
   *static_cast<uint4*>(address) = make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
 }
-// To global memory, as one instruction for certain: nvcc 13.0 makes four of some unrolled store16.
+// Stores to global memory, as one instruction for certain: nvcc 13.0 makes four of some unrolled store16.
 PASS_EXT_DEVICE void store16_global(void* address, Bytes16 value) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.word[0]), "r"(value.word[1]),
                "r"(value.word[2]), "r"(value.word[3])
                : "memory");
 }
-// Global memory that this launch only reads, and once: keep it out of L1.
+// Loads from global memory that this launch only reads, and once: not kept in L1.
 PASS_EXT_DEVICE Bytes16 load16_streaming(const void* address) {
   Bytes16 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -163,7 +164,7 @@ PASS_EXT_DEVICE void copy_async_wait() {
 
 // ---- arithmetic with an instruction of its own ----
 
-// The larger one, a number rather than NaN.
+// The larger number; a number beats NaN.
 PASS_EXT_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 // 2^x, within 2 ulp; results below 2^-126 are 0. NaN stays NaN.
 PASS_EXT_DEVICE float exp2_approximate(float x) {
@@ -270,23 +271,23 @@ struct LaunchShape {
   size_t dynamic_shared_bytes = 0;
 };
 
-// Lets a kernel have more than 48 KB of dynamic shared memory, and asks for the largest carve-out: with the driver's
-// own choice one block may fit where two would. Once per kernel and device, because the attributes cost 3 us a call.
+// Allows a kernel more than 48 KB of dynamic shared memory and asks for the largest carve-out: the driver's own choice
+// may let one block fit instead of two. Once per kernel and device, because the attributes cost 3 us a call.
 inline void allow_dynamic_shared(const void* kernel, size_t bytes) {
   static std::mutex mutex;
   static auto* const allowed = new std::map<std::pair<const void*, int>, size_t>;  // never destroyed: exit order
   int device = 0;
   cudaGetDevice(&device);
   const std::lock_guard lock(mutex);
-  size_t& known = (*allowed)[{kernel, device}];
-  if (bytes <= known) return;
+  size_t& largest = (*allowed)[{kernel, device}];
+  if (bytes <= largest) return;
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)) != cudaSuccess)
-    return;  // the launch will say what is wrong
+    return;  // the launch reports the error
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  known = bytes;
+  largest = bytes;
 }
 
-// Starts `kernel` on `stream`; `name` is what error messages call it. Errors wait for check_launch (runtime.h).
+// Starts `kernel` on `stream`; error messages call it `name`. check_launch (runtime.h) raises errors.
 template <typename... Parameters, typename... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape, Stream stream,
             Arguments... arguments) {

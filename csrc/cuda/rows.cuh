@@ -423,7 +423,7 @@ class BlockRows {
     }
   };
 
-  // What no token of a group can exceed in a race: see cpu/rows_kernels.h. A warp has a scheduler to itself here, so
+  // What no token of a group can exceed in a race: see cpu/rows_kernels-inl.h. A warp has a scheduler to itself here, so
   // the chains of arithmetic of several groups run side by side.
   PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Distribution& distribution,
                                          const Noise* noise, float offset) {

@@ -1,5 +1,5 @@
-// Everything an op's .cu needs of torch's CUDA runtime: current stream, device guard, launch check, workspace sizes.
-// The only user of torch's CUDA shim.
+// The parts of torch's CUDA runtime that ops need: current stream, device guard, launch check, workspace sizes. No
+// other file uses torch's CUDA shim.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,8 +22,8 @@ namespace pass_ext {
 
 constexpr int kMostDevices = 64;
 
-// Whether every op first waits for what its stream has to do, and says what failed there: set_debug(True). A failed
-// kernel of another library otherwise shows as the failure of whichever op comes next.
+// set_debug(True): every op first synchronises its stream and reports an earlier failure there. Without it a failed
+// kernel of another library shows as the failure of the next op.
 inline std::atomic<bool> g_checks_earlier_errors{std::getenv("PASS_EXT_DEBUG") != nullptr &&
                                                  std::string(std::getenv("PASS_EXT_DEBUG")) == "1"};
 
@@ -31,7 +31,8 @@ inline void check_earlier_errors(cudaStream_t stream) {
   if (!g_checks_earlier_errors) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaError_t error = cudaStreamIsCapturing(stream, &status);
-  if (error == cudaSuccess && status != cudaStreamCaptureStatusNone) return;  // nothing runs, and nobody may wait
+  if (error == cudaSuccess && status != cudaStreamCaptureStatusNone)
+    return;  // during a capture nothing runs and no call may synchronise
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
   if (error == cudaSuccess) return;
   throw std::runtime_error(std::string("pass_ext: CUDA had already failed before this op was called: ") +
@@ -39,8 +40,8 @@ inline void check_earlier_errors(cudaStream_t stream) {
                            ". Some earlier kernel did; CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer finds it");
 }
 
-// Makes a tensor's device current for this scope and knows torch's current stream on it. The device is the tensor's own
-// index: this library has a CUDA runtime of its own, whose idea of the current device is not asked.
+// Makes a tensor's device current for this scope and reads torch's current stream on it. The device index comes from
+// the tensor, because this library has its own CUDA runtime, whose current device may be another.
 class CudaScope {
  public:
   explicit CudaScope(const Tensor& tensor) : device_(tensor.get_device_index()), guard_(device_) {
@@ -55,7 +56,7 @@ class CudaScope {
 
   int device() const { return device_; }
 
-  // Of the tensor's device, asked once per process and device.
+  // Multiprocessors of the tensor's device, asked once per process and device.
   int multiprocessors() const {
     static std::atomic<int> counts[kMostDevices] = {};
     int count = counts[device_ % kMostDevices];
@@ -72,7 +73,7 @@ class CudaScope {
   cudaStream_t stream_;
 };
 
-// How many blocks of one kernel run at once on one multiprocessor of a device, at least 1; asked once per device.
+// The blocks of one kernel that run at once on one multiprocessor of a device, at least 1; asked once per device.
 class ResidentBlocks {
  public:
   template <typename Kernel>
@@ -81,7 +82,7 @@ class ResidentBlocks {
     if (count == 0) {
       gpu::allow_dynamic_shared(reinterpret_cast<const void*>(kernel), dynamic_shared_bytes);
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, dynamic_shared_bytes);
-      if (count < 1) count = 1;  // the launch will say what is wrong
+      if (count < 1) count = 1;  // the launch reports the error
       counts_[device % kMostDevices] = count;
     }
     return count;
@@ -91,7 +92,7 @@ class ResidentBlocks {
   std::atomic<int> counts_[kMostDevices] = {};
 };
 
-// Raises what the launches since the last check left behind. Does not wait for them.
+// Raises the errors of launches since the last check. It does not synchronise.
 inline void check_launch(const char* op) {
   const cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess) return;

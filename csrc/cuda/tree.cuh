@@ -1,8 +1,8 @@
 // Trees and masks on the GPU, each in one launch. The problems: core/tree.h.
 //
-// Nobody waits for the GPU to say that something is malformed: a parent that is no earlier node makes a root; nodes
-// beyond max_nodes get no bits and depth 0; bounds that do not divide the rows leave every row so, because two requests
-// might share one. The Python op has a switch that checks first (pass_ext/ops/tree.py).
+// Malformed input raises nothing, because an error message would need a synchronisation. A parent that is no earlier
+// node makes a root. Nodes beyond max_nodes get no bits and depth 0; so does every row if the bounds do not divide the
+// rows, because two requests might share one. The Python op has a switch that checks first (pass_ext/ops/tree.py).
 #pragma once
 
 #include "core/tree.h"
@@ -10,21 +10,21 @@
 
 namespace pass_ext::gpu {
 
-// ---- trees: one block per request, one thread per node, and more blocks for the rows that nobody owns ----
+// ---- trees: one block per request, one thread per node, and more blocks for the rows without a request ----
 //
-// Parents come first, so whoever follows them meets the words of a row from the last to the first. A node needs, of
-// each word, only where its path enters: the rest of the word is the same for all who enter there. So, with two
-// barriers:
+// Parents come first, so a walk along parents meets the words of a row from the last to the first. In each word a node
+// needs only the point where its path enters: the rest of the word is the same for all paths that enter there. So, with
+// two barriers:
 //   1. each node walks within its own word of 64 nodes: the bits it meets, and the ancestor at which it leaves;
 //   2. each node hops from word to word: the bits of the node at which it enters.
-// At most 64 steps and ceil(nodes / 64) hops, whatever the tree; as many steps as it is deep in a small one. Doubling
-// pointers takes log2(depth) rounds, but each moves whole rows and needs two barriers of the block.
+// These are at most 64 steps and ceil(nodes / 64) hops, whatever the tree; in a small tree as many steps as the node is
+// deep. Doubling pointers takes log2(depth) rounds, but each moves whole rows and needs two barriers of the block.
 
 constexpr int kMostPrepareThreads = 1024;
 constexpr int64_t kMostClearBlocks = 128;
 
 struct WordPath {
-  uint64_t* bits;    // of the node itself and its ancestors in the same word
+  uint64_t* bits;    // the node itself and its ancestors in the same word
   int32_t* parents;  // -1 for a root
   int32_t* exits;    // the first ancestor in an earlier word, or -1
 };
@@ -37,7 +37,7 @@ PASS_EXT_DEVICE WordPath carve_path(void* shared, int32_t max_nodes) {
 
 inline size_t path_bytes(int32_t max_nodes) { return max_nodes * (sizeof(uint64_t) + 2 * sizeof(int32_t)); }
 
-// Whether this thread's share of the bounds divides the rows.
+// True if this thread's share of the bounds divides the rows.
 PASS_EXT_DEVICE bool bounds_rise(const TreePrepare& problem) {
   bool rise = true;
   for (int64_t b = thread_rank(); b < problem.requests; b += block_size().x)
@@ -51,7 +51,7 @@ PASS_EXT_DEVICE void clear_row(const TreePrepare& problem, int64_t row) {
   problem.depths[row] = 0;
 }
 
-// The rows before the first request and behind the last; all rows where the bounds divide nothing.
+// Clears the rows before the first request and behind the last; all rows if the bounds do not divide the rows.
 PASS_EXT_DEVICE void clear_unowned(const TreePrepare& problem, int64_t block, int64_t blocks) {
   const bool divided = sync_block_count(!bounds_rise(problem)) == 0 && problem.requests > 0;
   const int64_t begin = divided ? problem.cu_nodes[0] : problem.rows;
@@ -93,24 +93,24 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kMostPrepareThreads) prepare_kernel(TreeP
     return;
   }
   const WordPath path = carve_path(dynamic_shared<unsigned char>(), problem.max_nodes);
-  const TreeRows own = tree_rows(problem.cu_nodes, request, problem.rows);
-  const int32_t nodes = static_cast<int32_t>(own.count < problem.max_nodes ? own.count : problem.max_nodes);
+  const TreeRows rows = tree_rows(problem.cu_nodes, request, problem.rows);
+  const int32_t nodes = static_cast<int32_t>(rows.count < problem.max_nodes ? rows.count : problem.max_nodes);
   for (int32_t node = thread_rank(); node < nodes; node += block_size().x)
-    path.parents[node] = parent_or_root(problem.parents[own.first + node], node);
+    path.parents[node] = parent_or_root(problem.parents[rows.first + node], node);
   if (sync_block_count(!bounds_rise(problem)) != 0) return;
   for (int32_t node = thread_rank(); node < nodes; node += block_size().x) walk_within_word(path, node);
   sync_block();
   for (int32_t node = thread_rank(); node < nodes; node += block_size().x)
-    hop_over_words(problem, path, node, own.first + node);
-  for (int64_t node = nodes + thread_rank(); node < own.count; node += block_size().x)
-    clear_row(problem, own.first + node);
+    hop_over_words(problem, path, node, rows.first + node);
+  for (int64_t node = nodes + thread_rank(); node < rows.count; node += block_size().x)
+    clear_row(problem, rows.first + node);
 }
 
 inline void launch_tree_prepare(const TreePrepare& problem, Stream stream) {
   if (problem.rows == 0) return;
   const int64_t threads = problem.max_nodes < kMostPrepareThreads ? (problem.max_nodes + 31) / 32 * 32 : 1024;
-  const int64_t wanted = (problem.rows + threads - 1) / threads;
-  const int64_t clear_blocks = wanted < kMostClearBlocks ? wanted : kMostClearBlocks;
+  const int64_t needed = (problem.rows + threads - 1) / threads;
+  const int64_t clear_blocks = needed < kMostClearBlocks ? needed : kMostClearBlocks;
   launch(
       "tree_prepare", prepare_kernel,
       LaunchShape{{problem.requests + clear_blocks}, {static_cast<unsigned>(threads)}, path_bytes(problem.max_nodes)},

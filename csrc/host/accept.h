@@ -1,5 +1,5 @@
-// Checks of accept_tree's and accept_chain's arguments, the same on every device, and their packing into
-// core/accept.h's AcceptProblem; the ops themselves but for the running. Used by cpu/accept.cpp and cuda/accept.cu.
+// Checks accept_tree's and accept_chain's arguments, the same on every device, packs them into core/accept.h's
+// AcceptProblem and makes the outputs. Each op is a template over the function that fills them.
 #pragma once
 
 #include <tuple>
@@ -23,7 +23,7 @@ inline const char* name_of(Rule rule) {
   return "another rule";
 }
 
-// What both ops take.
+// The arguments that both ops share.
 struct AcceptArguments {
   const char* op;
   const Tensor& target_logits;
@@ -41,17 +41,16 @@ inline void check_rule(const AcceptArguments& arguments) {
     refuse(arguments.op, "rule must be the index of a rule, 0 to 6, got ", arguments.rule);
   const Rule rule = static_cast<Rule>(arguments.rule);
   if ((rule == Rule::kseq || rule == Rule::rejection_with_replacement) && !arguments.draft_logits.has_value())
-    refuse(
-        arguments.op, "rule '", name_of(rule),
-        "' needs draft_logits, the distribution that the children were drawn from (coupled and rejection do without)");
+    refuse(arguments.op, "draft_logits must be given for rule '", name_of(rule),
+           "' (the distribution that the children were drawn from; coupled and rejection do without), got None");
   if (!arguments.draft_logits.has_value() && arguments.draft_allowed.has_value())
-    refuse(arguments.op, "draft_allowed is the mask of draft_logits, which were not given");
+    refuse(arguments.op, "draft_logits must be given with draft_allowed, which is their mask, got None");
   if (!(arguments.threshold >= 0.0) || !(arguments.alpha >= 0.0))
     refuse(arguments.op, "threshold and alpha must not be negative, got ", arguments.threshold, " and ",
            arguments.alpha);
 }
 
-// Everything but the tree itself and its rows.
+// Packs everything except the tree and its rows, and makes the outputs.
 inline AcceptResult prepare_accept(const AcceptArguments& arguments, int64_t requests, int64_t max_depth,
                                    AcceptProblem& problem) {
   const char* op = arguments.op;
@@ -169,7 +168,7 @@ inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const
   return prepare_accept(arguments, requests, nodes - 1, problem);
 }
 
-// The ops as torch calls them, on the device whose `run` fills in the outputs.
+// The ops with their torch signatures; `run` fills in the outputs on its device.
 
 using RunAccept = void (*)(const char* op, const AcceptProblem& problem, const Tensor& target_logits);
 

@@ -1,5 +1,5 @@
-// Checks of the attention ops' arguments, the same on every device, and their packing into core/attention.h's
-// AttentionProblem; the ops themselves but for the running. Used by cpu/attention.cpp and cuda/attention.cu.
+// Checks the attention ops' arguments, the same on every device, packs them into core/attention.h's AttentionProblem
+// and makes the outputs. Each op is a template over the function that fills them.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@ namespace pass_ext {
 
 using AttentionResult = std::tuple<Tensor, Tensor>;  // out, lse
 
-constexpr int64_t kMostHeads = 1 << 20;  // times the nodes of one request they are rows, counted in int32
+constexpr int64_t kMostHeads = 1 << 20;  // heads times the nodes of a request are rows, counted in int32
 
 inline FloatType float_type_of(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::BFloat16 ? FloatType::bfloat16
@@ -42,7 +42,7 @@ inline KeyRows cache_rows_of(const AttentionArguments& arguments, const char* ar
   return {data_of<void>(op, argument, cache), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
-// The nodes' own rows: [N, head, head_dim].
+// The rows of the nodes themselves: [N, head, head_dim].
 inline KeyRows new_rows_of(const AttentionArguments& arguments, const char* argument, const Tensor& fresh) {
   constexpr const char* op = "attention_tree";
   const Tensor& q = arguments.q;
@@ -57,12 +57,12 @@ inline KeyRows new_rows_of(const AttentionArguments& arguments, const char* argu
 }
 
 inline void check_head_dim(const char* op, const Tensor& q) {
-  std::string known;
+  std::string sizes;
   for (int32_t dim : kHeadDims) {
     if (q.size(2) == dim) return;
-    known += (dim == kHeadDims[0] ? "" : dim == kLargestHeadDim ? " or " : ", ") + std::to_string(dim);
+    sizes += (dim == kHeadDims[0] ? "" : dim == kLargestHeadDim ? " or " : ", ") + std::to_string(dim);
   }
-  refuse(op, "q must have a head size of ", known, ", got ", describe(q));
+  refuse(op, "q must have a head size of ", sizes, ", got ", describe(q));
 }
 
 inline void check_queries(const Tensor& q) {
@@ -74,7 +74,7 @@ inline void check_queries(const Tensor& q) {
   check_below(op, "q", q, 1, kMostHeads + 1, "heads");
 }
 
-// Makes the outputs and the problem that fills them. `q` is contiguous, and checked.
+// Makes the outputs and packs the problem. `q` is contiguous and checked already.
 inline AttentionResult prepare_attention(const AttentionArguments& arguments, AttentionProblem& problem) {
   constexpr const char* op = "attention_tree";
   const Tensor &q = arguments.q, &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
@@ -82,7 +82,7 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
   problem.k_cache = cache_rows_of(arguments, "k_cache", k_cache);
   problem.v_cache = cache_rows_of(arguments, "v_cache", v_cache);
   for (int64_t i = 0; i < 3; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i), "as k_cache");
-  // The nodes follow the slots in int32, and a tile's keys both.
+  // Positions count the cache slots, then the nodes, then the rest of a tile of keys, all in int32.
   constexpr int64_t kMostSlots = INT32_MAX - 2 * kMaxTreeNodes;
   check_below(op, "k_cache", k_cache, 0, kInt32Limit, arguments.block_table ? "pages" : "requests");
   check_below(op, "k_cache", k_cache, 1, kMostSlots + 1, "slots");
@@ -148,7 +148,7 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
   return {out, lse};
 }
 
-// The op as torch calls it, on the device whose `run` fills in the outputs.
+// The op with its torch signature; `run` fills in the outputs on its device.
 
 using RunAttention = void (*)(const AttentionProblem& problem, const Tensor& q);
 

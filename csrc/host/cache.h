@@ -1,5 +1,5 @@
-// Checks of cache_commit_'s arguments, the same on every device, and their packing into the structs of core/cache.h:
-// tensors that lie alike make a group, which takes one launch. Used by cpu/cache.cpp and cuda/cache.cu.
+// Checks cache_commit_'s arguments, the same on every device, and packs them into the structs of core/cache.h. Tensors
+// of the same layout make a group, which takes one launch.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace pass_ext {
 
 using TensorList = std::vector<Tensor>;
 
-// All of a cache tensor, and of the new rows beside it, that decides whether they are accepted and how they are moved.
+// The layout of a cache tensor and of its new rows: everything that decides whether they are valid and how rows move.
 struct TensorLayout {
   int64_t device, dtype, sizes[4], strides[4];
   int64_t new_device, new_dtype, new_sizes[3], new_strides[3];
@@ -25,7 +25,7 @@ struct TensorLayout {
 struct CommitGroup {
   TensorLayout layout;
   CacheShape shape;
-  int64_t example;  // the index in `caches` of one of them
+  int64_t example;  // the index in `caches` of a tensor of the group
   std::vector<void*> caches;
   std::vector<const void*> fresh;  // empty in place
 };
@@ -38,7 +38,7 @@ struct CommitProblem {
 template <int dims>
 void read_layout(const Tensor& tensor, int64_t& device, int64_t& dtype, int64_t (&sizes)[dims],
                  int64_t (&strides)[dims]) {
-  int32_t type;  // as torch numbers it, because not every dtype has a name in the stable ABI
+  int32_t type;  // torch's number: not every dtype has a name in the stable ABI
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &type));
   dtype = type;
   device = int64_t{device_type_of(tensor)} << 32 | static_cast<uint32_t>(tensor.get_device_index());
@@ -46,7 +46,7 @@ void read_layout(const Tensor& tensor, int64_t& device, int64_t& dtype, int64_t 
   std::copy_n(tensor.strides().data(), dims, strides);
 }
 
-// Refuses a cache tensor, or the new rows beside it, that cannot be committed to.
+// Refuses a cache tensor, or its new rows, that rows cannot be committed to.
 inline void check_commit_tensors(const CommitStep& step, int64_t index, const TensorLayout& layout, const Tensor& cache,
                                  const Tensor* fresh, const Tensor& first) {
   constexpr const char* op = "cache_commit_";
@@ -91,7 +91,7 @@ inline CacheShape shape_of(const TensorLayout& layout, int64_t bytes) {
           layout.sizes[3] * bytes};
 }
 
-// The same memory twice would be moved twice, in whatever order.
+// Refuses the same memory twice: its rows would move twice, in an undefined order.
 inline void check_all_differ(const std::vector<CommitGroup>& groups, size_t count) {
   std::vector<void*> all;
   all.reserve(count);

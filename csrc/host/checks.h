@@ -1,5 +1,5 @@
-// Argument checks with one voice:  pass_ext::<op>: <argument> must be <what was expected>, got <what came>.
-// Called first thing by every op's CPU and CUDA entry point, before anything is allocated or launched.
+// Argument checks. Every message reads  pass_ext::<op>: <argument> must be <what was expected>, got <what came>. Checks
+// come first in an op, before anything is allocated or launched.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -40,7 +40,7 @@ inline const char* name_of(ScalarType type) {
   }
 }
 
-// As torch numbers it: "neither CUDA nor the CPU" would be one device.
+// torch's number of the device type. Types other than CUDA and the CPU keep different numbers.
 inline int32_t device_type_of(const Tensor& tensor) {
   int32_t type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
@@ -95,7 +95,7 @@ inline void check_same_device(const char* op, const char* argument, const Tensor
            describe(tensor));
 }
 
-// Refuses a size that kernels could not count in int32. Call it before the size is narrowed or divided by.
+// Refuses a size that kernels could not count in int32. Comes before the size is narrowed or divided by.
 inline void check_below(const char* op, const char* argument, const Tensor& tensor, int64_t dim, int64_t limit,
                         const char* meaning) {
   if (tensor.size(dim) >= limit)
@@ -105,7 +105,7 @@ inline void check_below(const char* op, const char* argument, const Tensor& tens
 
 constexpr int64_t kInt32Limit = int64_t{1} << 31;
 
-// Rows may lie anywhere, but each must be contiguous.
+// Rows may lie anywhere, but each row must be contiguous.
 inline void check_contiguous_rows(const char* op, const char* argument, const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   if (tensor.size(last) > 1 && tensor.stride(last) != 1)

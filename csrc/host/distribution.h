@@ -1,5 +1,5 @@
-// Checks of logits and of the parameters that make a distribution of them, the same on every device, and their
-// packing into the structs of core/distribution.h.
+// Checks logits and sampling parameters, the same on every device, and packs them into the structs of
+// core/distribution.h.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -10,15 +10,15 @@
 
 namespace pass_ext {
 
-constexpr int64_t kMostVocabulary = 1 << 22;  // integer masses and counters are made for it
+constexpr int64_t kMostVocabulary = 1 << 22;  // integer masses and counters overflow beyond it
 
-// What a per-request or per-row argument is measured against.
+// The tensor and the count that a per-request or per-row argument must match.
 struct PerRow {
   const char* op;
   const Tensor& logits;  // for the device
   const char* logits_name;
   int64_t count;
-  const char* meaning;  // of count
+  const char* meaning;  // what count counts, in words
 };
 
 inline LogitType logit_type_of(const Tensor& logits) {
@@ -45,7 +45,7 @@ inline void check_column(const PerRow& rows, const char* argument, const Tensor&
     refuse(rows.op, argument, " must be contiguous, got ", describe(column), " with stride ", column.stride(0));
 }
 
-// The data of an optional column: null where there is none.
+// The data of an optional vector with one number per row, or null.
 template <typename T>
 const T* column_of(const PerRow& rows, const char* argument, const OptionalTensor& column, ScalarType type) {
   if (!column.has_value()) return nullptr;
@@ -78,7 +78,7 @@ inline const int32_t* allowed_of(const char* op, const char* argument, const Opt
   return data_of<int32_t>(op, argument, *allowed);
 }
 
-// Rows of a matrix; of a batch of matrices, the first one's.
+// The rows of a matrix; for a batch of matrices, those of the first.
 inline LogitRows logit_rows_of(const char* op, const char* argument, const Tensor& logits, const int32_t* allowed) {
   const int64_t dim = logits.dim();
   return {data_of<void>(op, argument, logits), allowed, logits.stride(dim - 2), logit_type_of(logits),

@@ -1,5 +1,5 @@
-// Checks of draft_sample's arguments, the same on every device, and their packing into core/draft.h's DraftProblem; the
-// op itself but for the running. Used by cpu/draft.cpp and cuda/draft.cu.
+// Checks draft_sample's arguments, the same on every device, packs them into core/draft.h's DraftProblem and makes the
+// outputs. The op is a template over the function that fills them.
 #pragma once
 
 #include <tuple>
@@ -19,7 +19,7 @@ struct DraftArguments {
 
 using DraftResult = std::tuple<Tensor, Tensor>;  // tokens, logprobs
 
-// Makes the outputs and the problem that fills them.
+// Makes the outputs and packs the problem.
 inline DraftResult prepare_draft(const DraftArguments& arguments, DraftProblem& problem) {
   constexpr const char* op = "draft_sample";
   const Tensor& logits = arguments.logits;
@@ -46,7 +46,7 @@ inline DraftResult prepare_draft(const DraftArguments& arguments, DraftProblem& 
   return {tokens, logprobs};
 }
 
-// The op as torch calls it, on the device whose `run` fills in the outputs.
+// The op with its torch signature; `run` fills in the outputs on its device.
 
 using RunDraft = void (*)(const DraftProblem& problem, const Tensor& logits);
 

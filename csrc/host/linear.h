@@ -1,4 +1,4 @@
-// Checks of linear_rows' arguments and how its rows lie.
+// Checks linear_rows' arguments and measures the distance of its rows.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -33,7 +33,7 @@ inline Tensor empty_linear_rows(const Tensor& x, const Tensor& weight) {
   return empty_of_shape("linear_rows", x, shape);
 }
 
-// How far neighbouring rows of x [..., in] lie apart, or -1 if not all equally far, or not contiguous in themselves.
+// The distance of neighbouring rows of x [..., in] in elements; -1 if it varies or if a row is not contiguous.
 inline int64_t distance_of_rows(const Tensor& x) {
   if (x.size(x.dim() - 1) > 1 && x.stride(x.dim() - 1) != 1) return -1;
   int64_t distance = -1, next = -1;

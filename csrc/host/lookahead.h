@@ -1,5 +1,4 @@
-// Checks of the look-ahead ops' arguments, the same on every device, and their packing into the structs of
-// core/lookahead.h.
+// Checks the look-ahead ops' arguments, the same on every device, and packs them into the structs of core/lookahead.h.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

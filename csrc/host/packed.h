@@ -1,5 +1,5 @@
-// Checks of what describes a packed step (cu_nodes, prefix_lens, block_table, visible, …), the same on every device and
-// in every op that takes it.
+// Checks the tensors that describe a packed step (cu_nodes, prefix_lens, block_table, visible, …), the same on every
+// device and in every op.
 #pragma once
 
 #include "core/tree.h"
@@ -19,7 +19,7 @@ inline const int32_t* check_integers(const char* op, const char* argument, const
   return data_of<int32_t>(op, argument, tensor);
 }
 
-// cu_nodes [B + 1], and B.
+// cu_nodes [B + 1], and the number of requests B.
 struct Bounds {
   const int32_t* cu_nodes;
   int64_t requests;
@@ -39,7 +39,7 @@ inline void check_max_nodes(const char* op, int64_t max_nodes) {
 
 inline int64_t words_for(int64_t max_nodes) { return (max_nodes + 63) / 64; }
 
-// visible [N, ceil(max_nodes / 64)], rows may be strided: those of a slice of a larger tree are
+// visible [N, ceil(max_nodes / 64)]; rows may be strided, as in a slice of a larger tree
 inline const int64_t* check_visible(const char* op, const Tensor& visible, int64_t max_nodes, int64_t rows,
                                     const char* other_argument, const Tensor& other) {
   check_dtype(op, "visible", visible, {ScalarType::Long});
@@ -51,7 +51,7 @@ inline const int64_t* check_visible(const char* op, const Tensor& visible, int64
   return data_of<int64_t>(op, "visible", visible);
 }
 
-// block_table [B, pages of one], rows may be strided
+// block_table [B, pages per request]; rows may be strided
 inline const int32_t* check_block_table(const char* op, const Tensor& block_table, int64_t requests,
                                         const char* other_argument, const Tensor& other) {
   check_dtype(op, "block_table", block_table, {ScalarType::Int});
@@ -62,10 +62,10 @@ inline const int32_t* check_block_table(const char* op, const Tensor& block_tabl
   return data_of<int32_t>(op, "block_table", block_table);
 }
 
-// The values, which only the CPU can look at without waiting for anybody.
+// Checks of values. Only the CPU ops make them: on CUDA each would need a synchronisation.
 
-// Refuses bounds that do not divide the rows: 0 <= cu_nodes[0] <= cu_nodes[1] <= … <= rows. Rows outside belong to
-// nobody.
+// Refuses bounds that do not divide the rows: 0 <= cu_nodes[0] <= cu_nodes[1] <= … <= rows. Rows outside belong to no
+// request.
 inline void check_bounds(const char* op, const int32_t* cu_nodes, int64_t requests, int64_t rows, int64_t max_nodes) {
   for (int64_t b = 0; b < requests; ++b) {
     const int64_t first = cu_nodes[b], last = cu_nodes[b + 1];

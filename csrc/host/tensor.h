@@ -1,6 +1,5 @@
-// Tensors as kernels need them: outputs made without the price of torch's stable wrappers, which look their operator up
-// by name in every call, and the address of every element that a kernel reads or writes. The only place that asks torch
-// for memory or for an address.
+// Allocates outputs and takes the addresses of all elements that kernels read or write. No other file asks torch for
+// memory or for an address. Outputs skip torch's stable wrappers, which look up their operator by name in every call.
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
@@ -35,8 +34,8 @@ using OptionalTensor = std::optional<Tensor>;
          " bytes, which could not be allocated");
 }
 
-// Uninitialised, on the device and in the dtype (unless another is given) of `like`. torch::stable::new_empty
-// costs as much as a small gather; this is the C shim below it.
+// An uninitialised tensor on the device of `like`, in its dtype unless `type` is given. torch::stable::new_empty costs
+// as much as a small gather; this is the C shim below it.
 inline Tensor empty_of_shape(const char* op, const Tensor& like, const std::vector<int64_t>& shape,
                              std::optional<ScalarType> type = std::nullopt) {
   int32_t device_type, device_index, dtype, layout;
@@ -45,17 +44,17 @@ inline Tensor empty_of_shape(const char* op, const Tensor& like, const std::vect
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(like.get(), &layout));
   if (type) dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*type));
-  AtenTensorHandle made;
+  AtenTensorHandle handle;
   if (aoti_torch_aten_new_empty(like.get(), shape.data(), shape.size(), &dtype, &layout, &device_type, device_index,
-                                nullptr, &made) != AOTI_TORCH_SUCCESS)
+                                nullptr, &handle) != AOTI_TORCH_SUCCESS)
     refuse_size(op, "the result", type ? *type : like.scalar_type(), shape);
-  return Tensor(made);
+  return Tensor(handle);
 }
 
-// Whether memory begins at `data` that holds all elements of the tensor.
+// True if all elements of the tensor lie in the memory that begins at `data`.
 inline bool has_all_elements(const Tensor& tensor, const void* data) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
-  int64_t end, bytes;  // behind the last element, counted from the storage's begin
+  int64_t end, bytes;  // one behind the last element, counted from the storage's begin
   if (aoti_torch_get_storage_offset(tensor.get(), &end) != AOTI_TORCH_SUCCESS) return false;
   ++end;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -66,7 +65,7 @@ inline bool has_all_elements(const Tensor& tensor, const void* data) {
   return end <= bytes / static_cast<int64_t>(tensor.element_size());
 }
 
-// A name in a list: caches[3].
+// A tensor in a list, printed as caches[3].
 struct ItemName {
   const char* list;
   int64_t index;
@@ -75,9 +74,9 @@ inline std::ostream& operator<<(std::ostream& stream, const ItemName& item) {
   return stream << item.list << '[' << item.index << ']';
 }
 
-// The address of a tensor's first element. Refuses a tensor whose elements are not all there: a fake tensor that
-// reached a kernel, one whose storage was freed or cut (as FSDP does between layers). Without this a kernel reads null.
-// T: void, or const void for what is only read.
+// The address of a tensor's first element. Refuses a tensor without memory for all its elements: a fake tensor that
+// reached a kernel, or one whose storage was freed or cut (as FSDP does between layers). Without this check a kernel
+// reads null. T: void, or const void for reading only.
 template <typename T, typename Name>
 T* address_of(const char* op, const Name& argument, const Tensor& tensor) {
   const void* data = nullptr;
@@ -100,7 +99,7 @@ const T* data_of(const char* op, const Name& argument, const Tensor& tensor) {
   return static_cast<const T*>(address_of<const void>(op, argument, tensor));
 }
 
-// torch::stable::contiguous, not called where there is nothing to do, nor for a tensor that is not there.
+// A contiguous tensor as it is, any other one copied. Refuses to copy a tensor without memory.
 inline Tensor contiguous_of(const char* op, const char* argument, const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   data_of<void>(op, argument, tensor);
@@ -112,7 +111,7 @@ inline Tensor contiguous_of(const char* op, const char* argument, const Tensor& 
   }
 }
 
-// Of an output, which was just made.
+// The address of a new output.
 template <typename T>
 T* output_of(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());

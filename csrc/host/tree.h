@@ -1,5 +1,5 @@
-// Checks of the tree ops' arguments, the same on every device, and their packing into the structs of core/tree.h; the
-// ops themselves but for the running. Used by cpu/tree.cpp and cuda/tree.cu.
+// Checks the tree ops' arguments, the same on every device, packs them into the structs of core/tree.h and makes the
+// outputs. Each op is a template over the function that fills them.
 #pragma once
 
 #include <tuple>
@@ -12,7 +12,7 @@ namespace pass_ext {
 
 using TreeResult = std::tuple<Tensor, Tensor>;  // visible, depths
 
-// The ops as torch calls them, on the device whose `run` fills in the outputs.
+// The ops with their torch signatures; `run` fills in the outputs on its device.
 
 using RunPrepare = void (*)(const TreePrepare& problem, const Tensor& parents);
 
@@ -36,7 +36,7 @@ TreeResult tree_prepare(const Tensor& parents, const Tensor& cu_nodes, int64_t m
   return {visible, depths};
 }
 
-// Calls function(TypeTag<T>) for the types that a mask may have.
+// Calls function(TypeTag<T>) for the type of a mask.
 template <typename Function>
 void dispatch_mask(const char* op, ScalarType dtype, Function&& function) {
   switch (dtype) {

@@ -1,4 +1,4 @@
-"""``generate``: checks what the caller gave, runs the decoding loop on it and returns the texts with what they cost."""
+"""``generate``: checks its arguments, runs the decoding loop, and returns the texts with statistics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
+from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop import Run
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
@@ -29,7 +31,7 @@ class Generation:
     """What ``generate`` returns."""
 
     sequences: Tensor
-    """``[B, T + new]`` int64: the input as it was given, then the new tokens, then padding."""
+    """``[B, T + new]`` int64: the input unchanged, then the new tokens, then padding."""
     lengths: tuple[int, ...]
     """New tokens of each request, its end-of-text token included."""
     stats: GenerationStats
@@ -40,7 +42,7 @@ class Generation:
 def generate(
     model: Any,
     input_ids: Tensor,
-    method: Method | None = None,
+    method: Method | DraftingMethod | None = None,
     *,
     max_new_tokens: int,
     attention_mask: Tensor | None = None,
@@ -68,7 +70,8 @@ def generate(
     Args:
         model: a transformers decoder-only model, as it is, or any ``pass_ext.PackedModel``.
         input_ids: ``[B, T]`` integers.
-        method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)`` or ``MultiCandidate(...)``.
+        method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)``, ``MultiCandidate(...)``, or any
+            ``pass_ext.DraftingMethod``.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right.
         temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one for all, or one per request.
         seeds: with rule "coupled" the text is a function of prompt, seed and these parameters, whatever the method and the
@@ -102,13 +105,13 @@ def generate(
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
     adapted = packed_model(model)
     prompts = read_prompts(input_ids, attention_mask, adapted.table.shape[0])
-    own = adapted.generation_config
-    if generation_config is not None and own is None:
+    model_config = adapted.generation_config
+    if generation_config is not None and model_config is None:
         raise TypeError(
             f"generate: generation_config must be None for {type(model).__name__}, no generating model of transformers, "
             f"got {type(generation_config).__name__}; give eos_token_id, pad_token_id and logits_processor instead"
         )
-    configs = (generation_config, own)
+    configs = (generation_config, model_config)
     ends = _token_ids(_first_given("eos_token_id", configs) if eos_token_id is None else eos_token_id)
     if pad_token_id is None:
         pad_token_id = _first_given("pad_token_id", configs)
@@ -116,22 +119,24 @@ def generate(
     loose = SamplingParams(temperature, top_k, top_p, min_p, seeds)
     chosen = loose if sampling is None else _alone(sampling, loose)
     batch = chosen.for_batch(len(prompts.texts), adapted.table.device, generator)
-    config = own if generation_config is None else generation_config
-    asked = None if config is None else config_processor(adapted, config, prompts, max_new_tokens, ends)
-    processors: list[Any] = [*([asked] if asked else []), *flat_processors(logits_processor)]
+    config = model_config if generation_config is None else generation_config
+    from_config = None if config is None else config_processor(adapted, config, prompts, max_new_tokens, ends)
+    processors: list[Any] = [*([from_config] if from_config else []), *flat_processors(logits_processor)]
     if rule == LONGEST_BRANCH and processors:
-        names = [processor_name(inner) for one in processors for inner in getattr(one, "processors", [one])]
+        names = [processor_name(inner) for outer in processors for inner in getattr(outer, "processors", [outer])]
         raise ValueError(
             "generate: rule 'longest_branch' takes no logits_processor, because its first level is drawn before that is asked; "
-            f"{'the generation_config' if asked else 'logits_processor'} asks for {', '.join(names)}"
+            f"{'the generation_config' if from_config else 'logits_processor'} asks for {', '.join(names)}"
         )
     check_stateless(processors, one_text=isinstance(method, Plain) and len(prompts.texts) == 1)
     listener = Listener(streamer, stopping)
     # Ordinary tensors also in a caller's inference mode: a session may be used outside of it.
-    with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as drafting:
-        run = Run(adapted, prompts, method, batch, rule, max_new_tokens, ends, listener, processors, cuda_graphs)
-        drafting.enter_context(run.drafting.attached())
-        run.begin(session, past)
+    with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as stack:
+        context = DraftContext(adapted, [list(text) for text in prompts.texts], batch, rule, cuda_graphs)
+        drafting = Drafting(method, context)
+        stack.enter_context(drafting.attached())
+        run = Run(context, drafting, max_new_tokens, ends, listener, processors)
+        run.open(session, past)
         started = time.perf_counter()
         listener.begin(prompts.texts)
         run.all()
@@ -146,13 +151,13 @@ def generate(
 
 
 def _alone(sampling: SamplingParams, loose: SamplingParams) -> SamplingParams:
-    """``sampling``, refused where loose numbers are given too: nobody could tell which count."""
+    """``sampling``, refused where loose numbers are given too: it would not be clear which count."""
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"generate: sampling must be SamplingParams(...), got {type(sampling).__name__}")
     usual = SamplingParams()
-    given = [f.name for f in fields(loose) if repr(getattr(loose, f.name)) != repr(getattr(usual, f.name))]
-    if given:
-        raise ValueError(f"generate: give sampling, or the numbers by themselves, not both: got {', '.join(given)} too")
+    also = [f.name for f in fields(loose) if repr(getattr(loose, f.name)) != repr(getattr(usual, f.name))]
+    if also:
+        raise ValueError(f"generate: give sampling, or the numbers by themselves, not both: got {', '.join(also)} too")
     return sampling
 
 
@@ -163,5 +168,5 @@ def _first_given(name: str, configs: Sequence[Any]) -> Any:
 def _token_ids(tokens: int | Sequence[int] | Tensor | None) -> frozenset[int]:
     if isinstance(tokens, Tensor) and (tokens.dim() > 1 or tokens.is_floating_point() or tokens.is_complex()):
         raise ValueError(f"eos_token_id must be one id or some, got {tokens.dtype} {list(tokens.shape)}")
-    given = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
-    return frozenset(() if given is None else (given,) if isinstance(given, int) else map(int, given))
+    ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
+    return frozenset(() if ids is None else (ids,) if isinstance(ids, int) else map(int, ids))

@@ -1,5 +1,5 @@
-"""The methods that ``generate`` takes: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``. Values: they hold
-settings, no state of a generation.
+"""The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``. They are settings, without
+state of a generation; drafting/of_method.py says what drafts for each.
 
 Every method gives the same text (rule "coupled" and greedy: to the token; other exact rules: in distribution); they differ in
 how many tokens a call of the model yields. docs/guide/pass.md and docs/guide/speculative.md explain them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ from pass_ext.modules.decision import DraftLevel
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree
 
-MOST_ROWS = 256  # of one request and step, where "auto" looks for the best number
-MOST_DRAFT_LEVELS = 32  # calls of a draft model per step
+MAX_PLANNED_ROWS = 256  # rows of one request in one step; "auto" plans no more
+MAX_DRAFT_LEVELS = 32  # calls of a draft model per step
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,10 @@ class NGram:
             )
         if self.tokens < 1 or self.branches < 1:
             raise ValueError(f"NGram: tokens and branches must be 1 or more, got {self.tokens} and {self.branches}")
-        if self.tokens * self.branches > MOST_ROWS:
-            raise ValueError(f"NGram: tokens x branches must be at most {MOST_ROWS}, got {self.tokens * self.branches}")
+        if self.tokens * self.branches > MAX_PLANNED_ROWS:
+            raise ValueError(
+                f"NGram: tokens x branches must be at most {MAX_PLANNED_ROWS}, got {self.tokens * self.branches}"
+            )
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class PaSS:
             raise ValueError(f"PaSS: passes must be 1 or 2, got {self.passes!r}")
         if self.rows != "auto" and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 2):
             raise ValueError(f'PaSS: rows must be "auto" or 2 or more, got {self.rows!r}')
-        if self.rows != "auto" and self.rows > MOST_ROWS:
-            raise ValueError(f"PaSS: rows must be at most {MOST_ROWS}, got {self.rows}")
+        if self.rows != "auto" and self.rows > MAX_PLANNED_ROWS:
+            raise ValueError(f"PaSS: rows must be at most {MAX_PLANNED_ROWS}, got {self.rows}")
         if self.slots is not None and not 1 <= self.slots <= self.lookahead.num_lookahead:
             raise ValueError(f"PaSS: slots must be 1 to {self.lookahead.num_lookahead}, got {self.slots}")
         if self.tree is not None and self.tree.max_depth > self.num_slots:
@@ -116,15 +118,23 @@ class Speculative:
     ngram: NGram | None = None
     tokenizers: tuple[Any, Any] | None = None
 
+    max_branches: ClassVar[int | None] = 1
+    """Candidates below one node of a planned tree; None: any number."""
+
     def __post_init__(self) -> None:
         if self.length != "auto" and (
             isinstance(self.length, bool)
             or not isinstance(self.length, int)
-            or not 1 <= self.length <= MOST_DRAFT_LEVELS
+            or not 1 <= self.length <= MAX_DRAFT_LEVELS
         ):
-            raise ValueError(f'Speculative: length must be "auto" or 1 to {MOST_DRAFT_LEVELS}, got {self.length!r}')
+            raise ValueError(f'Speculative: length must be "auto" or 1 to {MAX_DRAFT_LEVELS}, got {self.length!r}')
         if self.tokenizers is not None:
             check_tokenizers(*self.tokenizers)
+
+    @property
+    def tree(self) -> Tree | None:
+        """The chain; None: to be planned."""
+        return None if self.length == "auto" else Tree.chain(self.length)
 
 
 @dataclass(frozen=True)
@@ -137,8 +147,6 @@ class MultiCandidate:
             candidate of rank k; or "auto": by the draft's hit rates and the measured times of both models' calls.
         replacement: candidates of one parent are drawn independently (rules "rejection_with_replacement" and "kseq"), not
             without replacement (all others).
-        target_initialised: with rule "longest_branch": the first level is drawn from the target's own law, which its last
-            call gave. Exact rules need no such thing: there the tree hangs below a token that the target has drawn already.
         decision: asked after each level which requests go on: a ``DecisionModel``, or any callable that takes a
             ``DraftLevel``. None: all levels.
         hit_rates: for "auto", as for ``Speculative``, of several ranks.
@@ -150,12 +158,14 @@ class MultiCandidate:
     draft_model: Any
     branching: Sequence[int] | Tree | Literal["auto"] = (4, 2, 2)
     replacement: bool = False
-    target_initialised: bool = True
     decision: Callable[[DraftLevel], Tensor] | None = None
     hit_rates: Sequence[Sequence[float]] | None = None
     lookahead: PaSS | None = None
     ngram: NGram | None = None
     tokenizers: tuple[Any, Any] | None = None
+
+    max_branches: ClassVar[int | None] = None
+    """Candidates below one node of a planned tree; None: any number."""
 
     def __post_init__(self) -> None:
         if isinstance(self.branching, str) and self.branching != "auto":
@@ -164,10 +174,10 @@ class MultiCandidate:
             raise TypeError(f'MultiCandidate: branching must be numbers, a Tree or "auto", got {self.branching!r}')
         tree = self.tree
         if tree is not None:
-            if not 1 <= tree.max_depth <= MOST_DRAFT_LEVELS:
-                raise ValueError(f"MultiCandidate: 1 to {MOST_DRAFT_LEVELS} levels, got {tree.max_depth}")
-            if len(tree) > MOST_ROWS:
-                raise ValueError(f"MultiCandidate: the tree must have at most {MOST_ROWS} rows, got {len(tree)}")
+            if not 1 <= tree.max_depth <= MAX_DRAFT_LEVELS:
+                raise ValueError(f"MultiCandidate: 1 to {MAX_DRAFT_LEVELS} levels, got {tree.max_depth}")
+            if len(tree) > MAX_PLANNED_ROWS:
+                raise ValueError(f"MultiCandidate: the tree must have at most {MAX_PLANNED_ROWS} rows, got {len(tree)}")
             tree.slice(tree.max_depth - 1)  # refuses look-ahead slots, and nodes that are not numbered level by level
         if self.decision is not None and not callable(self.decision):
             raise TypeError(f"MultiCandidate: decision must be callable, got {type(self.decision).__name__}")
@@ -180,7 +190,7 @@ class MultiCandidate:
 
     @property
     def tree(self) -> Tree | None:
-        """Of candidates; None: to be planned."""
+        """The tree of candidates; None: to be planned."""
         if isinstance(self.branching, Tree):
             return self.branching
         return None if self.branching == "auto" else Tree.from_branching(tuple(self.branching))

@@ -1,6 +1,6 @@
 """Named ranges of a decoding step for profilers: ``pass_ext::draft``, ``verify``, ``accept``, ``commit``.
 
-Costs nothing unless somebody is looking.
+Ranges cost nothing unless a profiler is active.
 """
 
 from __future__ import annotations

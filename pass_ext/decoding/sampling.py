@@ -1,13 +1,14 @@
-"""``SamplingParams``: how a user says that tokens are sampled. ``BatchSampling``: the same as the sampling ops take it.
+"""Sampling parameters: ``SamplingParams`` as a user gives them, ``BatchSampling`` as the sampling ops take them.
 
-prob(v) = softmax over the support of logits / temperature, after top-k, top-p and min-p; temperature 0 is greedy. Draft and
-target are processed alike.
+    prob(v) = softmax over the support of logits / temperature, after top-k, top-p and min-p; temperature 0 is greedy
+
+Draft and target are processed alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -34,12 +35,12 @@ class SamplingParams:
     seeds: Numbers | None = None
 
     def for_batch(self, requests: int, device: torch.device, generator: torch.Generator | None = None) -> BatchSampling:
-        """The same as tensors on a device, checked. Fresh seeds come from ``generator`` or torch's own."""
+        """Checks the parameters and puts them into tensors on a device. Fresh seeds come from ``generator`` or torch's own."""
         warm = _per_request("temperature", self.temperature, requests, torch.float32, device)
         most = _per_request("top_k", self.top_k, requests, torch.int32, device)
         nucleus = _per_request("top_p", self.top_p, requests, torch.float32, device)
         least = _per_request("min_p", self.min_p, requests, torch.float32, device)
-        own = _per_request("seeds", self.seeds, requests, torch.int64, device)
+        seeds = _per_request("seeds", self.seeds, requests, torch.int64, device)
         if warm is not None and not bool((warm >= 0).all() & warm.isfinite().all()):
             raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if most is not None and not bool((most >= 0).all()):
@@ -50,11 +51,11 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if warm is None or not bool(warm.any()):
             return BatchSampling(None, None, None, None, None)
-        if own is None:
+        if seeds is None:
             where = generator.device if generator is not None else torch.device("cpu")
             fresh = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator, device=where)
-            own = _per_request("seeds", fresh, requests, torch.int64, device)
-        return BatchSampling(warm, most, nucleus, least, own)
+            seeds = _per_request("seeds", fresh, requests, torch.int64, device)
+        return BatchSampling(warm, most, nucleus, least, seeds)
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,27 @@ class BatchSampling:
     min_p: Tensor | None
     seeds: Tensor | None
 
-    def law(self) -> dict[str, Any]:
-        """The keywords that ``accept_tree`` and ``draft_sample`` share."""
-        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+    @property
+    def is_greedy(self) -> bool:
+        """True: every request takes its most probable tokens."""
+        return self.temperature is None
+
+    def keywords(self) -> dict[str, Any]:
+        """The parameters by the names that ``accept_tree`` and ``draft_sample`` give them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def of_requests(self, requests: Tensor) -> BatchSampling:
+        """The parameters of the requests with these numbers ``[n]``, in this order."""
+        return BatchSampling(**{name: None if v is None else v[requests] for name, v in self.keywords().items()})
+
+    def repeated(self, times: int) -> BatchSampling:
+        """Each request's parameters so many times in a row."""
+        return BatchSampling(
+            **{
+                name: None if v is None else v.repeat_interleave(times, output_size=times * len(v))
+                for name, v in self.keywords().items()
+            }
+        )
 
 
 def _per_request(name: str, value: Any, requests: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:

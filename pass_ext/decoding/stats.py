@@ -1,9 +1,9 @@
-"""What came of the drafts, in the words and definitions of vLLM's speculative decoding metrics.
+"""Acceptance statistics, with the names and definitions of vLLM's speculative decoding metrics.
 
     mean acceptance length = 1 + accepted tokens / drafts        draft acceptance rate = accepted tokens / drafted tokens
 
-A draft is a step of one request that verified at least one drafted token. What is accepted behind a text's end (its limit, an
-end token, a stopping criterion) is thrown away and not counted. Counted on the device by ``generation``, read when asked.
+A draft is a step of one request that verified at least one drafted token. Tokens accepted behind a text's end (its limit, an
+end token, a stopping criterion) are thrown away and not counted. Counts stay on the device until they are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AcceptanceStats:
-    """Without any drafts the mean acceptance length is 1, the target's own token, and all rates are 0: never NaN."""
+    """Acceptance counts of one or more generations. Without drafts: mean length 1, rates 0."""
 
     acceptance_histogram: tuple[int, ...] = (0,)
     """Drafts by their number of accepted tokens: 0, 1, 2, ..."""
@@ -81,32 +81,22 @@ class GenerationStats(AcceptanceStats):
 
     @classmethod
     def of(cls, acceptance: AcceptanceStats, *, model_calls: int, tokens: int, seconds: float) -> GenerationStats:
-        """What the counters saw, and the rest."""
+        """Acceptance counts, with calls, tokens and seconds."""
         return cls(acceptance.acceptance_histogram, acceptance.num_draft_tokens, model_calls, tokens, seconds)
 
     @property
-    def drafted(self) -> int:
-        """``num_draft_tokens``."""
-        return self.num_draft_tokens
-
-    @property
-    def accepted(self) -> int:
-        """``num_accepted_tokens``."""
-        return self.num_accepted_tokens
-
-    @property
     def tokens_per_second(self) -> float:
-        """Of all requests together; 0 where no time passed."""
+        """Tokens of all requests together per second; 0 where no time passed."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def tokens_per_call(self) -> float:
-        """Of all requests together; 0 without calls."""
+        """Tokens of all requests together per call; 0 without calls."""
         return self.tokens / max(1, self.model_calls)
 
     def as_dict(self) -> dict[str, Any]:
         """Every number by its name, for JSON."""
-        names = ("model_calls", "tokens", "drafted", "accepted", "seconds", "tokens_per_second", "tokens_per_call")
+        names = ("model_calls", "tokens", "seconds", "tokens_per_second", "tokens_per_call")
         return {name: getattr(self, name) for name in names} | super().as_dict()
 
     def __add__(self, other: AcceptanceStats) -> GenerationStats:
@@ -128,19 +118,19 @@ class GenerationStats(AcceptanceStats):
             return text + ", nothing drafted"
         rates = ", ".join(f"{rate:.3f}" for rate in self.acceptance_rate_per_position)
         return (
-            f"{text}\nMean acceptance length: {self.mean_acceptance_length:.2f}, Accepted: {self.accepted} tokens, "
-            f"Drafted: {self.drafted} tokens, Per-position acceptance rate: {rates}, "
+            f"{text}\nMean acceptance length: {self.mean_acceptance_length:.2f}, Accepted: {self.num_accepted_tokens} tokens, "
+            f"Drafted: {self.num_draft_tokens} tokens, Per-position acceptance rate: {rates}, "
             f"Avg Draft acceptance rate: {self.draft_acceptance_rate:.1%}"
         )
 
 
 class AcceptanceCounters:
-    """Counts on the device. ``update`` is a few tensor operations on buffers that stay where they are: no synchronisation, and
-    a CUDA graph can hold it.
+    """Counts on the device. ``update`` is a few tensor operations on fixed buffers: no synchronisation, and a CUDA graph can
+    hold it.
 
     Args:
         max_accepted: the most tokens that one step can accept.
-        device: where ``update`` gets its tensors.
+        device: of the tensors that ``update`` takes.
     """
 
     def __init__(self, max_accepted: int, device: torch.device | str | None = None) -> None:
@@ -177,6 +167,6 @@ class AcceptanceCounters:
         return AcceptanceStats(tuple(steps), drafted)
 
 
-def _summed(one: AcceptanceStats, other: AcceptanceStats) -> tuple[tuple[int, ...], int]:
-    both = zip_longest(one.acceptance_histogram, other.acceptance_histogram, fillvalue=0)
-    return tuple(a + b for a, b in both), one.num_draft_tokens + other.num_draft_tokens
+def _summed(left: AcceptanceStats, right: AcceptanceStats) -> tuple[tuple[int, ...], int]:
+    counts = zip_longest(left.acceptance_histogram, right.acceptance_histogram, fillvalue=0)
+    return tuple(a + b for a, b in counts), left.num_draft_tokens + right.num_draft_tokens

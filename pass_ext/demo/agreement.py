@@ -1,7 +1,7 @@
 """Whether two greedy texts agree: token for token, or up to a token where the model itself is undecided.
 
-In fp32 texts are equal. In bf16 a product of another number of rows rounds otherwise, so where two tokens' logits are as good
-as equal either may win, and behind that the texts are different texts:
+In fp32 texts are equal. In bf16 the rounding of a call depends on its number of rows. Where two tokens' logits are almost
+equal, either token may win, and from there on the texts differ:
 
     tie: |logit(a) - logit(b)| <= TIE * 2 ^ (floor(log2 of the largest |logit|) - 7)      logits of the same weights in fp32
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TIE = 8  # units in the last place of bf16: what the roundings of all layers add up to, and some room
+TIE = 8  # units in the last place of bf16: the roundings of all layers together, and a margin
 
 
 class Agreement(NamedTuple):
@@ -23,12 +23,12 @@ class Agreement(NamedTuple):
     same: int
     """Tokens before the first that differs."""
     gap: float | None
-    """Difference of the two tokens' logits there; None: the texts are equal."""
+    """Difference of the two tokens' logits there; None if the texts are equal."""
 
     def __str__(self) -> str:
         if self.gap is None:
             return "same text"
-        return f"same up to token {self.same}, then a tie ({self.gap:.2f})"
+        return f"tie at token {self.same} ({self.gap:.2f})"
 
 
 def agreement(
@@ -38,7 +38,7 @@ def agreement(
 
     Args:
         text, other: new tokens, the prompt's left out.
-        who: made ``other``; for the message.
+        who: the method that wrote ``other``, for the message.
         logits_behind: new tokens -> fp32 logits ``[V]`` of the token that follows them.
     """
     same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))

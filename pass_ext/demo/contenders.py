@@ -1,6 +1,6 @@
-"""The ways to continue a text that are compared, and one run of one of them: its tokens, calls and seconds.
+"""The methods that the demo compares, and one text by one of them: its tokens, calls and seconds.
 
-Seconds are those of the whole ``generate``, of pass_ext and of transformers alike.
+Seconds are those of the whole ``generate``, pass_ext's or transformers'.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pass_ext.decoding.methods import Method
 from pass_ext.decoding.stats import GenerationStats
 
 LOOKUP_TOKENS = 8  # of n-gram candidates, pass_ext's and transformers'
-PLAIN, GREEDY = "Plain", "transformers greedy"
+PLAIN, GREEDY, JOINED = "Plain", "transformers greedy", "PaSS + NGram"
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Contender:
 
 
 class Emitted(NamedTuple):
-    """What one model call added to the text."""
+    """The tokens that one model call added to the text."""
 
     tokens: int
     accepted: int
-    """The first so many of them were drafted."""
+    """The number of them that were drafts; they come first."""
 
 
 class Run(NamedTuple):
@@ -46,21 +46,26 @@ class Run(NamedTuple):
 
 
 def contenders(lookahead: pass_ext.LookaheadEmbedding | None, rows: Any = "auto") -> list[Contender]:
-    """All that this model can be decoded with; ``rows`` as in ``PaSS``."""
+    """All methods for this model, those of PaSS only with look-ahead embeddings; ``rows`` as in ``PaSS``."""
     ngram = pass_ext.NGram(tokens=LOOKUP_TOKENS)
-    found = [
+    methods = [
         Contender(PLAIN, pass_ext.Plain()),
         Contender(GREEDY, None),
         Contender("transformers prompt lookup", None, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
         Contender("NGram", ngram),
     ]
     if lookahead is not None:
-        found += [
+        methods += [
             Contender("PaSS, two passes", pass_ext.PaSS(lookahead, passes=2, rows=rows)),
             Contender("PaSS, one pass", pass_ext.PaSS(lookahead, rows=rows)),
-            Contender("PaSS + NGram", pass_ext.PaSS(lookahead, rows=rows, ngram=ngram)),
+            Contender(JOINED, joined(lookahead, rows)),
         ]
-    return found
+    return methods
+
+
+def joined(lookahead: pass_ext.LookaheadEmbedding, rows: Any = "auto") -> pass_ext.PaSS:
+    """PaSS in one pass, with n-gram candidates in the same tree."""
+    return pass_ext.PaSS(lookahead, rows=rows, ngram=pass_ext.NGram(tokens=LOOKUP_TOKENS))
 
 
 def continued(model: Any, contender: Contender, ids: Tensor, new_tokens: int) -> Run:
@@ -68,8 +73,8 @@ def continued(model: Any, contender: Contender, ids: Tensor, new_tokens: int) ->
     recorder = Recorder()
     started = time.perf_counter()
     if contender.method is not None:
-        made = pass_ext.generate(model, ids, contender.method, max_new_tokens=new_tokens, streamer=recorder)
-        return Run(recorder.tokens, recorder.steps, _timed(made.stats, time.perf_counter() - started))
+        stats = pass_ext.generate(model, ids, contender.method, max_new_tokens=new_tokens, streamer=recorder).stats
+        return Run(recorder.tokens, recorder.steps, _timed(stats, time.perf_counter() - started))
     rows: list[int] = []
 
     def called(_module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -94,7 +99,7 @@ def continued(model: Any, contender: Contender, ids: Tensor, new_tokens: int) ->
 
 
 class Recorder:
-    """A streamer, for pass_ext and for transformers: which call emitted which tokens."""
+    """A streamer for pass_ext and for transformers that records which call emitted which tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -102,13 +107,13 @@ class Recorder:
         self._begun = False
 
     def put(self, ids: Tensor) -> None:
-        """The prompt, then, from transformers, what each call emitted."""
+        """The prompt; then, from transformers, the tokens of each call."""
         if self._begun:
             self.put_step(ids.flatten().tolist(), ids.numel() - 1)
         self._begun = True
 
     def put_step(self, tokens: list[int], accepted: int) -> None:
-        """From pass_ext."""
+        """The tokens of each call, from pass_ext."""
         self.tokens += tokens
         self.steps.append(Emitted(len(tokens), accepted))
 
@@ -117,7 +122,7 @@ class Recorder:
 
 
 def _of_transformers(recorder: Recorder, rows: list[int], prompt: int, seconds: float) -> GenerationStats:
-    """Its counts, as pass_ext counts its own: a call with more than one row, the prompt's aside, judged a draft."""
+    """Transformers' counts by pass_ext's definitions: a call with more rows than the text needs verified a draft."""
     first = rows[0] - prompt  # prompt lookup drafts in its first call already
     drafted = [first, *(count - 1 for count in rows[1:])]
     histogram = [0] * (max(step.accepted for step in recorder.steps) + 1)

@@ -1,10 +1,10 @@
-"""``end_without``: ends the demo where a package that it needs is missing, and says what to install."""
+"""``end_without``: ends the demo if a package is missing, and says what to install."""
 
 from typing import NoReturn
 
 
 def end_without(error: ImportError) -> NoReturn:
-    """Ends the command with what to install."""
+    """Raises SystemExit with the pip command that installs the missing package."""
     raise SystemExit(
         f"the demo needs transformers, gguf, accelerate and rich: pip install 'pass_ext[hf]' ({error})"
     ) from error

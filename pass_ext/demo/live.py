@@ -1,7 +1,7 @@
-"""``LiveText``: a streamer for ``pass_ext.generate`` that prints text as it comes, accepted drafts in colour.
+"""``LiveText``: a streamer for ``pass_ext.generate`` that prints the text as it grows, accepted drafts in colour.
 
-Tokens are pieces of UTF-8, so text is printed once its characters are complete, decoded behind the tokens before it, which
-keeps spaces right.
+Tokens are pieces of UTF-8: a character is printed when it is complete. Text is decoded together with the tokens before it,
+because a tokenizer drops the space in front of the first token.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ACCEPTED = "bold green"
 
 
 class LiveText:
-    """Without colour, accepted drafts stand between ‹ and ›.
+    """Prints to a console. Without colour, accepted drafts stand between ‹ and ›.
 
     Args:
-        console: where to print.
+        console: rich's.
         tokenizer: with ``decode``.
     """
 
@@ -30,9 +30,9 @@ class LiveText:
 
     @property
     def legend(self) -> str:
-        """What is drafted and accepted, in rich's markup."""
+        """The legend of the text, in rich's markup."""
         left, right = self._marks
-        return f"[{ACCEPTED}]{left}accepted drafts{right}[/], and what the model adds to them, one token a call"
+        return f"[{ACCEPTED}]{left}accepted drafts{right}[/], and one token per call from the model"
 
     def put(self, _prompt: Tensor) -> None:
         """The prompt is not shown."""
@@ -52,7 +52,7 @@ class LiveText:
 
 
 class Incremental:
-    """Tokens in, complete characters out."""
+    """Turns tokens into text, complete characters only."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -60,7 +60,7 @@ class Incremental:
         self._pending: list[int] = []
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """What these tokens add; characters that they leave incomplete are kept for later."""
+        """The text that these tokens add; an incomplete character waits for the next ones."""
         self._pending += tokens
         text = self._new()
         if not text or text.endswith("\ufffd"):
@@ -69,7 +69,7 @@ class Incremental:
         return text
 
     def rest(self) -> str:
-        """What is left, complete or not."""
+        """The text that is still waiting, complete or not."""
         return self._new() if self._pending else ""
 
     def _new(self) -> str:

@@ -1,9 +1,9 @@
-"""The model, its tokenizer, its look-ahead embeddings, and the prompts."""
+"""Loads the model, its tokenizer and its look-ahead embeddings; ends the command with a sentence where that fails."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,29 +11,6 @@ from torch import Tensor
 import pass_ext
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.demo.extras import end_without
-
-QUESTION = "Write a short story about a lighthouse keeper and a storm."
-FUNCTION = '''def is_leap_year(year: int) -> bool:
-    """Returns True for leap years of the Gregorian calendar."""
-    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
-
-
-def days_in_month(year: int, month: int) -> int:
-    """Returns the number of days of a month, 1 to 12."""
-'''
-PROSE = (
-    "The old library stood at the end of the street, behind two large chestnut trees. In the mornings it was quiet, and"
-)
-
-
-class Prompt(NamedTuple):
-    """One text to continue."""
-
-    name: str
-    shown: str
-    """What of it is shown: without the template's tokens."""
-    ids: Tensor
-    """``[1, T]``."""
 
 
 def load_model(path: str) -> tuple[Any, Any]:
@@ -48,33 +25,14 @@ def load_model(path: str) -> tuple[Any, Any]:
         raise SystemExit(f"{path} cannot be loaded as a transformers model: {error}") from error
 
 
-def load_lookahead(wanted: str | None, model_path: str, table: Tensor) -> pass_ext.LookaheadEmbedding | None:
-    """Those asked for, else the shipped ones whose name the model's begins with, else None."""
-    if wanted is None:
+def load_lookahead(source: str | None, model_path: str, table: Tensor) -> pass_ext.LookaheadEmbedding | None:
+    """The embeddings named by ``source``; without it, the shipped ones whose name begins the model's name, or None."""
+    if source is None:
         name = Path(model_path).name.lower()
-        wanted = next((known for known in pass_ext.LookaheadEmbedding.shipped() if name.startswith(known)), None)
-        if wanted is None:
+        source = next((shipped for shipped in pass_ext.LookaheadEmbedding.shipped() if name.startswith(shipped)), None)
+        if source is None:
             return None
     try:
-        return pass_ext.LookaheadEmbedding.from_pretrained(wanted, table=table)
+        return pass_ext.LookaheadEmbedding.from_pretrained(source, table=table)
     except ValueError as error:
-        raise SystemExit(f"--lookahead {wanted}: {error}") from error
-
-
-def prompts(tokenizer: Any, own: str | None) -> list[Prompt]:
-    """The user's, or three: an instruction if the model has a chat template, a function to complete, a prose opening."""
-
-    def of(name: str, shown: str, text: str, special: bool = True) -> Prompt:
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
-        if not ids.numel():
-            raise SystemExit("--prompt must have at least one token")
-        return Prompt(name, shown, ids)
-
-    if own is not None:
-        return [of("your prompt", own, own)]
-    found = [of("Python", FUNCTION, FUNCTION), of("prose", PROSE, PROSE)]
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": QUESTION}]
-        chat = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
-        found.insert(0, of("chat", QUESTION, chat, special=False))  # the template brings its own
-    return found
+        raise SystemExit(f"--lookahead {source}: {error}") from error

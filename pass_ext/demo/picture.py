@@ -1,4 +1,4 @@
-"""The picture: tokens per second of each contender, and which call emitted which token of each text."""
+"""The picture: tokens per second of each method, and the call that emitted each token of each text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OTHER = ("#1f5fa8", "#8fbbe8")
 
 
 def draw(path: str | Path, runs: Mapping[str, Sequence[Run]], prompts: Sequence[str], title: str) -> None:
-    """Writes it; raises ImportError without matplotlib."""
+    """Writes the picture; raises ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

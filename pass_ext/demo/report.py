@@ -1,9 +1,10 @@
-"""The tables: how the texts agree, and how fast each contender was."""
+"""The two tables: whether the texts agree, and how fast each method was. Both fit into 60 columns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pass_ext.decoding.stats import GenerationStats
@@ -12,33 +13,49 @@ from pass_ext.demo.contenders import GREEDY, PLAIN, Run
 
 
 def total(runs: Sequence[Run]) -> GenerationStats:
-    """All texts of one contender."""
+    """The counts of all texts of one method."""
     return sum((run.stats for run in runs[1:]), start=runs[0].stats)
 
 
 def agreement_table(agreements: Mapping[str, Sequence[Agreement]], prompts: Sequence[str]) -> Table:
-    """A row per contender, a column per prompt."""
-    table = Table("against Plain", *prompts)
+    """A row per method, a column per prompt."""
+    table = _table("against Plain", *prompts)
     for name, row in agreements.items():
         table.add_row(name, *map(str, row))
-    return table
+    return _unbroken(table)
 
 
 def speed_table(runs: Mapping[str, Sequence[Run]]) -> Table:
-    """A row per contender."""
-    totals = {name: total(made) for name, made in runs.items()}
-    table = Table()
-    table.add_column("method")  # the one that may break its lines: a word that is cut off cannot be read
-    for column in ("tokens/s", "tokens per call", "mean acceptance length", "× Plain", "× greedy"):
-        table.add_column(column, justify="right", min_width=max(map(len, column.split())))
+    """A row per method."""
+    totals = {name: total(texts) for name, texts in runs.items()}
+    table = _table("method", "tokens/s", "tokens\nper call", "mean\nacceptance\nlength", "×\nPlain", "×\ngreedy")
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = (
+            "right",
+            True,
+        )  # so that the names of the methods are what a narrow window wraps
     for name, stats in totals.items():
-        drafted = f"{stats.mean_acceptance_length:.2f}" if stats.num_drafts else "–"
+        length = f"{stats.mean_acceptance_length:.2f}" if stats.num_drafts else "–"
         ratios = [stats.tokens_per_second / totals[base].tokens_per_second for base in (PLAIN, GREEDY)]
         table.add_row(
             name,
             f"{stats.tokens_per_second:.1f}",
             f"{stats.tokens_per_call:.2f}",
-            drafted,
+            length,
             *(f"{ratio:.2f}" for ratio in ratios),
         )
+    return _unbroken(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _unbroken(table: Table) -> Table:
+    """The table with lines that break between words, never inside one."""
+    for column in table.columns:
+        column.min_width = max(len(word) for text in (column.header, *column.cells) for word in str(text).split())
     return table

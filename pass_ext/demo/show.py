@@ -1,7 +1,8 @@
-"""The demonstration, in order: plan, live text, exactness in fp32, all contenders side by side, tables, picture."""
+"""Shows the demonstration: plan, live text, equal texts in fp32, all methods side by side, tables, picture."""
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,33 +19,36 @@ from pass_ext.cache_folder import cache_folder
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.planning.for_lookahead import pass_plan
 from pass_ext.demo.agreement import TIE, Agreement, agreement
-from pass_ext.demo.contenders import PLAIN, Contender, Run, contenders, continued
+from pass_ext.demo.contenders import JOINED, PLAIN, Contender, Run, contenders, continued, joined
 from pass_ext.demo.live import LiveText
-from pass_ext.demo.loading import Prompt, load_lookahead, load_model, prompts
+from pass_ext.demo.loading import load_lookahead, load_model
 from pass_ext.demo.picture import draw
+from pass_ext.demo.prompts import RULE, Prompt, prompts
 from pass_ext.demo.report import agreement_table, speed_table
 
 WARM_UP_TOKENS = 6
 EXACT_TOKENS = 8  # of each text in fp32
-EXACT_ROWS = 16  # of a PaSS step there, whatever is fastest
+EXACT_ROWS = 16  # of a PaSS step in fp32: a plan by time might have no drafts to check
 
 
-def show(model_path: str, lookahead_name: str | None, own_prompt: str | None, new_tokens: int, out: str) -> None:
-    """All of it."""
-    console = Console(highlight=False)
-    with console.status(f"loading {Path(model_path).name}"):
-        model, tokenizer = load_model(model_path)
-    lookahead = load_lookahead(lookahead_name, model_path, model.get_input_embeddings().weight)
-    texts = prompts(tokenizer, own_prompt)
+def show(options: argparse.Namespace) -> None:
+    """Runs all parts in order, with the options of ``python -m pass_ext demo``."""
+    console, model_name, new_tokens = Console(highlight=False), Path(options.model).stem, options.new_tokens
+    console.print(f"loading {model_name}; a GGUF file is converted once and then kept in {cache_folder()}", style="dim")
+    model, tokenizer = load_model(options.model)
+    lookahead = load_lookahead(options.lookahead, options.model, model.get_input_embeddings().weight)
+    texts = prompts(tokenizer, options.prompt)
     threads = _counted(torch.get_num_threads(), "thread")
     machine = f"CPU kernels {pass_ext.status().cpu_isa}, {threads}, torch {torch.__version__}"
-    console.print(f"[bold]{Path(model_path).stem}[/] in bfloat16 · {machine}\n")
+    console.print(f"[bold]{model_name}[/] in bfloat16 · {machine}\n")
+    if options.prompt is None:
+        console.print(f"{RULE}\n")
     if lookahead is None:
         console.print(
             "There are no look-ahead embeddings for this model, so PaSS is left out (--lookahead takes a file of them).\n"
         )
     else:
-        _show_plan(console, model, lookahead)
+        _show_plan(console, model, lookahead, texts[0], options.verbose)
         _show_live(console, model, tokenizer, lookahead, texts[0], new_tokens)
 
     exact = copy.deepcopy(model).float()
@@ -61,29 +65,41 @@ def show(model_path: str, lookahead_name: str | None, own_prompt: str | None, ne
         agreements = {name: _agreements(exact, texts, name, runs) for name in names if name != PLAIN}
     console.print(f"[bold]bfloat16[/], up to {new_tokens} tokens: the texts against Plain's")
     console.print(agreement_table(agreements, [text.name for text in texts]))
-    console.print(
-        f"A tie: two tokens whose logits, in fp32, differ by no more than {TIE} steps of bfloat16 at the size of the largest "
-        "logit (the difference is in brackets). Calls with other numbers of rows round otherwise.\n"
-    )
+    if any(agreement.gap is not None for row in agreements.values() for agreement in row):
+        console.print(
+            f"A tie: two tokens whose logits, in fp32, differ by no more than {TIE} steps of bfloat16 at the size of the "
+            "largest logit (the difference is in brackets). Behind it the texts differ: the number of rows of a call changes "
+            "its rounding.\n"
+        )
     console.print("[bold]Speed[/], all texts, the prompts' calls included")
     console.print(speed_table(runs))
     console.print(
-        f"One run each, {_counted(len(texts), 'text')}: a demonstration, not a measurement; the machine's other work is in it."
+        f"One run each, {_counted(len(texts), 'text')}: a demonstration, not a measurement; other programs on this machine "
+        "change the numbers."
     )
-    _show_picture(console, out, runs, texts, f"{Path(model_path).stem}, bfloat16, greedy · {machine}")
+    _show_picture(console, options.out, runs, texts, f"{model_name}, bfloat16, greedy · {machine}")
 
 
-def _show_plan(console: Console, model: Any, lookahead: pass_ext.LookaheadEmbedding) -> None:
+def _show_plan(
+    console: Console, model: Any, lookahead: pass_ext.LookaheadEmbedding, prompt: Prompt, verbose: bool
+) -> None:
+    """One line on the prompt and the planner's choice; the times and the tree behind it with ``verbose``."""
     with console.status("measuring the model's calls"):
-        plan, times = pass_plan(pass_ext.PaSS(lookahead), packed_model(model), 1)
-    console.print(f"[bold]Calls[/] of this model on this machine:\n{times}")
-    console.print(f"Measured once, then kept in {cache_folder()} for 30 days, unless other programs were computing.\n")
+        plan, times = pass_plan(joined(lookahead), packed_model(model), 1)
+    choice = (
+        "plain decoding: no drafts are expected to pay"
+        if plan.is_plain
+        else (f"{_counted(plan.rows, 'row')} per call, {plan.tokens_per_call:.2f} tokens per call expected")
+    )
+    hint = "" if verbose else " (--verbose: why)"
+    console.print(f"{_counted(prompt.ids.shape[1], 'prompt token')}; PaSS on this machine: {choice}{hint}")
     if lookahead.hit_rates is None:
         console.print("These embeddings have no calibrated hit rates: the plan assumes some.")
-    console.print("[bold]Plan[/] of a one-pass step, by those times:")
-    console.print(str(plan), markup=False, soft_wrap=True)
-    if plan.is_plain:
-        console.print("So PaSS decodes as Plain does here; two passes are planned apart.")
+    if verbose:
+        console.print(f"\n[bold]Calls[/] of this model on this machine:\n{times}")
+        console.print(f"Kept in {cache_folder()} for 30 days, unless other programs kept the CPU busy.\n")
+        console.print("[bold]Plan[/] of a one-pass step, by those times, without n-gram candidates:")
+        console.print(str(plan), markup=False, soft_wrap=True)
     console.print()
 
 
@@ -96,10 +112,10 @@ def _show_live(
     new_tokens: int,
 ) -> None:
     live = LiveText(console, tokenizer)
-    console.print(f"[bold]{prompt.name}[/], by PaSS in one pass: {live.legend}")
+    console.print(f"[bold]{prompt.name}[/], by {JOINED}: {live.legend}")
     console.print(Text(prompt.shown, style="dim"), soft_wrap=True)
-    made = pass_ext.generate(model, prompt.ids, pass_ext.PaSS(lookahead), max_new_tokens=new_tokens, streamer=live)
-    console.print(f"{made.stats.tokens} tokens by {made.stats.model_calls} model calls\n")
+    stats = pass_ext.generate(model, prompt.ids, joined(lookahead), max_new_tokens=new_tokens, streamer=live).stats
+    console.print(f"{stats.tokens} tokens by {stats.model_calls} model calls: {stats.tokens_per_call:.2f} per call\n")
 
 
 def _check_fp32(model: Any, competing: Sequence[Contender], texts: Sequence[Prompt], status: Status) -> None:
@@ -118,7 +134,7 @@ def _check_fp32(model: Any, competing: Sequence[Contender], texts: Sequence[Prom
 def _timed(
     model: Any, competing: Sequence[Contender], texts: Sequence[Prompt], new_tokens: int, status: Status
 ) -> dict[str, list[Run]]:
-    """Every contender on every text, warm, text by text, each text beginning with another contender."""
+    """Runs every method on every text after a warm-up; each text begins with another method."""
     for contender in competing:
         status.update(f"warming up: {contender.name}")
         continued(model, contender, texts[0].ids, WARM_UP_TOKENS)
@@ -131,7 +147,7 @@ def _timed(
 
 
 def _agreements(exact: Any, texts: Sequence[Prompt], name: str, runs: dict[str, list[Run]]) -> list[Agreement]:
-    found = []
+    agreements = []
     for index, text in enumerate(texts):
 
         def logits_behind(tokens: Sequence[int], ids: Tensor = text.ids) -> Tensor:
@@ -139,8 +155,8 @@ def _agreements(exact: Any, texts: Sequence[Prompt], name: str, runs: dict[str, 
                 return exact(torch.cat([ids, torch.tensor([tokens], dtype=ids.dtype)], dim=1)).logits[0, -1]
 
         plain, other = runs[PLAIN][index].tokens, runs[name][index].tokens
-        found.append(agreement(plain, other, f"{text.name}: {name}", logits_behind))
-    return found
+        agreements.append(agreement(plain, other, f"{text.name}: {name}", logits_behind))
+    return agreements
 
 
 def _show_picture(console: Console, out: str, runs: dict[str, list[Run]], texts: Sequence[Prompt], title: str) -> None:

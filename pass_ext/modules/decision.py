@@ -3,28 +3,26 @@
     hidden    sigmoid(MLP d → 512 → 256 → 1) of the row that went into the draft's output layer
     entropy   sigmoid(MLP 11 → 44 → 1) of [entropy, ten largest probabilities] of the draft's distribution
 
-Drafting of a request goes on while any of its rows scores above ``threshold``. All of it stays on the device: nothing is read
-back. The file is safetensors, its metadata say what it belongs to.
+A request drafts on while any of its rows scores above ``threshold``. Everything stays on the device: nothing is read back. The
+file is safetensors, its metadata say which models it belongs to.
 """
 
 from __future__ import annotations
 
 import os
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pass_ext.modules.files import save_trained, trained_file
+from pass_ext.modules.files import check_model, pretrained_path, save_trained, shipped_files, trained_file
 
 KINDS = ("hidden", "entropy")
 
 _FORMAT = "pass_ext.decision.1"
-_TOP = 10  # probabilities that the entropy kind looks at
+_TOP = 10  # probabilities among the features of the entropy kind
 _NO_CHANCE = -1e4  # stands for a logit of -inf, which times a probability of zero would be NaN
-_SHIPPED = Path(__file__).parent / "pretrained"
 
 
 class DraftLevel(NamedTuple):
@@ -33,19 +31,19 @@ class DraftLevel(NamedTuple):
     logits: Tensor
     """``[R, V]``, as the draft gave them: before temperature and filters."""
     hidden: Tensor | None
-    """``[R, d]``, the input of the draft's output layer; None where nobody asked (``needs_hidden``)."""
+    """``[R, d]``, the input of the draft's output layer; None unless the model ``needs_hidden``."""
     tokens: Tensor
     """``[R, k]`` int64, the children; -1: none."""
     logprobs: Tensor
     """``[R, k]`` float32, of the children under the distribution that they were drawn from."""
     requests: Tensor
-    """``[R]`` int64, whose row it is."""
+    """``[R]`` int64, the request of each row."""
     depth: int
-    """Of the children, below the root."""
+    """The children's depth below the root."""
 
 
 class DecisionModel(nn.Module):
-    """Scores the rows of a ``DraftLevel``; see the module.
+    """Scores the rows of a ``DraftLevel``: the chance that drafting on is worth it.
 
     Args:
         kind: "hidden" or "entropy".
@@ -84,7 +82,7 @@ class DecisionModel(nn.Module):
         self.base_model = base_model
         self.draft_model = draft_model
         self.training_record: dict[str, Any] = {}
-        self.layers = nn.ModuleList(nn.Linear(*both, device=device) for both in pairwise(_widths(kind, dim)))
+        self.layers = nn.ModuleList(nn.Linear(*sizes, device=device) for sizes in pairwise(_widths(kind, dim)))
 
     @property
     def needs_hidden(self) -> bool:
@@ -92,7 +90,7 @@ class DecisionModel(nn.Module):
         return self.kind == "hidden"
 
     def features(self, level: DraftLevel) -> Tensor:
-        """``[R, d]`` or ``[R, 11]`` float32: what the layers see."""
+        """``[R, d]`` or ``[R, 11]`` float32: the input of the first layer."""
         if self.kind == "entropy":
             return _entropy_features(level.logits)
         if level.hidden is None:
@@ -115,14 +113,14 @@ class DecisionModel(nn.Module):
 
     @torch.no_grad()
     def standardise(self, mean: Tensor, deviation: Tensor) -> None:
-        """From now on says of features x what it said of (x - mean) / deviation."""
+        """Changes the first layer so that features x score as (x - mean) / deviation did."""
         first = self.layers[0]
         assert isinstance(first, nn.Linear)
         first.weight.div_(deviation)
         first.bias.sub_(first.weight @ mean)
 
     def forward(self, level: DraftLevel) -> Tensor:
-        """``[R]`` scores in 0..1. A row that is not finite, and one without children, scores 0: nothing to go on with."""
+        """``[R]`` scores in 0..1. A row that is not finite, or has no children, scores 0."""
         features = self.features(level)
         fit = features.isfinite().all(1) & (level.tokens >= 0).any(1)
         return self.logit(features).sigmoid().where(fit, 0.0)
@@ -131,26 +129,17 @@ class DecisionModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], *, dim: int = 0, base_model: str = "") -> DecisionModel:
-        """One that comes with the package, by name, or that of a file, by path."""
-        shipped = {file.stem: file for file in sorted(_SHIPPED.glob("*-decision-*.safetensors"))}
-        path = shipped.get(os.fspath(name), Path(name))
-        if not path.is_file():
-            names = ", ".join(shipped) or "none"
-            raise ValueError(f"{os.fspath(name)!r} is neither a file nor one of the shipped names: {names}")
+        """A model that comes with the package, by name, or that of a file, by path."""
+        path = pretrained_path(name, shipped_files("*-decision-*"))
         return cls.load(path, dim=dim, base_model=base_model)
 
     def check_fits(self, dim: int = 0, base_model: str = "") -> None:
         """Raises ValueError, naming every difference, if this belongs to another draft or target. dim: the draft's; 0 and "":
         not known."""
-        wanted = {"hidden size of the draft": dim, "base model": base_model}
-        found = {"hidden size of the draft": self.dim, "base model": self.base_model}
-        differences = [
-            f"{name}: it has {found[name]!r}, this one has {wanted[name]!r}"
-            for name in wanted
-            if wanted[name] and found[name] and wanted[name] != found[name]
-        ]
-        if differences:
-            raise ValueError("this decision model belongs to another model; " + "; ".join(differences))
+        check_model(
+            "decision model",
+            {"hidden size of the draft": (self.dim, dim), "base model": (self.base_model, base_model)},
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""
@@ -184,11 +173,11 @@ class DecisionModel(nn.Module):
                 shapes |= {f"layers.{place}.weight": (out, into), f"layers.{place}.bias": (out,)}
             file.check_names(list(shapes))
             tensors = file.weights(shapes)
-        made = cls(kind, width, threshold=threshold, **models)
-        made.load_state_dict(tensors)
-        made.training_record = record
-        made.check_fits(dim, base_model)
-        return made.requires_grad_(False)
+        decision = cls(kind, width, threshold=threshold, **models)
+        decision.load_state_dict(tensors)
+        decision.training_record = record
+        decision.check_fits(dim, base_model)
+        return decision.requires_grad_(False)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
@@ -198,7 +187,7 @@ class DecisionModel(nn.Module):
 
 
 def _widths(kind: str, dim: int) -> tuple[int, ...]:
-    """Of the rows before, between and behind the layers."""
+    """Widths of the rows before, between and behind the layers."""
     return (dim, 512, 256, 1) if kind == "hidden" else (1 + _TOP, 4 * (1 + _TOP), 1)
 
 

@@ -2,33 +2,27 @@
 
     a(h) = h + up(silu(down(h / rms(h)))) · rms(h)
 
-h is what layer k - 1 puts out; the draft's logits are head(norm(a(h))), norm and head the model's own. The head may be computed
-for some tokens only. The file is safetensors, its metadata say which model it belongs to.
+h is the output of layer k - 1; the draft's logits are head(norm(a(h))) with the model's own norm and head. The head may be
+computed for some tokens only. The file is safetensors, its metadata say which model it belongs to.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pass_ext.modules.files import HitRates, save_trained, trained_file
+from pass_ext.modules.files import HitRates, check_model, pretrained_path, save_trained, shipped_files, trained_file
 
 _FORMAT = "pass_ext.exit.1"
-
-
-_SHIPPED = Path(__file__).parent / "pretrained"
-
-
 _SUFFIX = "-exit"
 
 
 class ExitAdapter(nn.Module):
-    """What a draft that leaves a frozen model behind layer k adds to it.
+    """The adapter of a draft that leaves a frozen model behind layer k.
 
     Args:
         layers: k, how many of the model's layers the draft runs.
@@ -95,23 +89,22 @@ class ExitAdapter(nn.Module):
         return self.down.out_features
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., d]`` -> ``[..., d]``, what the model's last norm takes."""
+        """``[..., d]`` -> ``[..., d]``, the input of the model's last norm."""
         size = hidden.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6).to(hidden.dtype)
         return hidden + self.up(F.silu(self.down(hidden / size))) * size
 
     def check_fits(self, table: Tensor, layers: int, base_model: str = "") -> None:
         """Raises ValueError, naming every difference, if it belongs to another model: ``table`` [V, d] and so many layers."""
-        wanted = {"hidden size": table.shape[1], "vocabulary": table.shape[0], "base model": base_model}
-        found = {"hidden size": self.dim, "vocabulary": self.base_vocabulary, "base model": self.base_model}
-        differences = [
-            f"{name}: it has {found[name]!r}, this model has {wanted[name]!r}"
-            for name in wanted
-            if wanted[name] and found[name] and wanted[name] != found[name]
-        ]
-        if self.layers > layers:
-            differences.append(f"layers: it stands behind {self.layers}, this model has {layers}")
-        if differences:
-            raise ValueError("this exit adapter belongs to another model; " + "; ".join(differences))
+        too_deep = f"layers: it stands behind {self.layers}, this model has {layers}"
+        check_model(
+            "exit adapter",
+            {
+                "hidden size": (self.dim, table.shape[1]),
+                "vocabulary": (self.base_vocabulary, table.shape[0]),
+                "base model": (self.base_model, base_model),
+            },
+            [too_deep] if self.layers > layers else [],
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""
@@ -156,13 +149,8 @@ class ExitAdapter(nn.Module):
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str]) -> ExitAdapter:
         """The adapter that comes with the package for a model, by name ("smollm2-135m-instruct"), or a file's, by path."""
-        shipped = {file.stem.removesuffix(_SUFFIX): file for file in sorted(_SHIPPED.glob(f"*{_SUFFIX}.safetensors"))}
-        path = shipped.get(os.fspath(name).removesuffix(_SUFFIX), Path(name))
-        if not path.is_file():
-            raise ValueError(
-                f"{os.fspath(name)!r} is neither a file nor one of the shipped names: {', '.join(shipped)}"
-            )
-        return cls.load(path)
+        shipped = {stem.removesuffix(_SUFFIX): file for stem, file in shipped_files(f"*{_SUFFIX}").items()}
+        return cls.load(pretrained_path(shipped.get(os.fspath(name).removesuffix(_SUFFIX), name), shipped))
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""

@@ -22,6 +22,9 @@ from torch import Tensor
 HitRates = tuple[tuple[float, ...], ...]
 """``rates[i][r]``: P(the candidate of rank r at depth i + 1 is right | the path to its parent is right)."""
 
+PRETRAINED = Path(__file__).parent / "pretrained"
+"""The folder of the files that come with the package."""
+
 _WEIGHTS = ("F16", "BF16", "F32", "F64")  # as safetensors names types
 _IDS = ("I32", "I64")
 _ROUNDING = 1e-4  # rates are kept with five digits, so a row that sums to 1 may exceed it by as much
@@ -49,6 +52,34 @@ def save_trained(
         os.fspath(path),
         metadata=described,
     )
+
+
+def shipped_files(pattern: str) -> dict[str, Path]:
+    """Name -> file of the shipped modules whose names have this pattern."""
+    return {file.stem: file for file in sorted(PRETRAINED.glob(f"{pattern}.safetensors"))}
+
+
+def pretrained_path(name: str | os.PathLike[str], shipped: Mapping[str, Path]) -> Path:
+    """The file of a shipped name, or the path itself; ValueError where it is neither."""
+    path = shipped.get(os.fspath(name), Path(name))
+    if not path.is_file():
+        names = ", ".join(shipped) or "none"
+        raise ValueError(f"{os.fspath(name)!r} is neither a file nor one of the shipped names: {names}")
+    return path
+
+
+def check_model(kind: str, facts: Mapping[str, tuple[object, object]], others: Sequence[str] = ()) -> None:
+    """Raises ValueError, naming every difference, where a ``kind`` of module was trained for another model.
+
+    ``facts``: name -> (the file's, the model's); 0 or "" is not known, and fits. ``others``: further differences.
+    """
+    differences = [
+        f"{name}: it has {trained_for!r}, this model has {model!r}"
+        for name, (trained_for, model) in facts.items()
+        if trained_for and model and trained_for != model
+    ]
+    if differences or others:
+        raise ValueError(f"this {kind} belongs to another model; " + "; ".join([*differences, *others]))
 
 
 @contextmanager

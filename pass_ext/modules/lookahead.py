@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.modules.files import HitRates, save_trained, trained_file
+from pass_ext.modules.files import HitRates, check_model, pretrained_path, save_trained, shipped_files, trained_file
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FORMAT = "pass_ext.lookahead.2"
@@ -27,7 +27,6 @@ _TENSORS = {
     "transition_right": "transition_right",
     "deep": "deep",
 }
-_SHIPPED = Path(__file__).parent / "pretrained"
 
 
 class LookaheadEmbedding(nn.Module):
@@ -150,25 +149,19 @@ class LookaheadEmbedding(nn.Module):
         cls, name: str | os.PathLike[str], *, table: Tensor | None = None, base_model: str = ""
     ) -> LookaheadEmbedding:
         """Parameters that come with the package, by name ("smollm2-135m-instruct"), or those of a file, by path."""
-        shipped = cls.shipped()
-        path = shipped.get(os.fspath(name), Path(name))
-        if not path.is_file():
-            raise ValueError(
-                f"{os.fspath(name)!r} is neither a file nor one of the shipped names: {', '.join(shipped)}"
-            )
+        path = pretrained_path(name, cls.shipped())
         return cls.load(path, table=table, base_model=base_model)
 
     @staticmethod
     def shipped() -> dict[str, Path]:
         """Name -> file of those that come with the package; drafts and decisions lie beside them."""
-        files = sorted(_SHIPPED.glob("*.safetensors"))
-        return {file.stem: file for file in files if not re.search(r"-exit$|-decision-", file.stem)}
+        return {name: file for name, file in shipped_files("*").items() if not re.search(r"-exit$|-decision-", name)}
 
     @classmethod
     def _with(cls, tensors: dict[str, Tensor], base_model: str, vocabulary: int) -> LookaheadEmbedding:
         """A module that holds these parameters."""
         weight, left, deep = tensors["weight"], tensors.get("transition_left"), tensors.get("deep")
-        made = cls(
+        embedding = cls(
             *weight.shape,
             rank=0 if left is None else left.shape[1],
             deep_layers=0 if deep is None else deep.shape[0],
@@ -179,8 +172,8 @@ class LookaheadEmbedding(nn.Module):
         )
         with torch.no_grad():
             for name, tensor in tensors.items():
-                made.get_parameter(name).copy_(tensor)
-        return made
+                embedding.get_parameter(name).copy_(tensor)
+        return embedding
 
     def transition_tables(self, table: Tensor) -> tuple[Tensor, Tensor]:
         """``table @ left`` and ``table @ right``, fp32 ``[V, r]`` each: the score of c behind p is ``left[p] · right[c]``."""
@@ -197,15 +190,14 @@ class LookaheadEmbedding(nn.Module):
     def check_fits(self, table: Tensor, base_model: str = "") -> None:
         """Raises ValueError, naming every difference, if these embeddings belong to another model."""
         _check_table(table)
-        wanted = {"hidden size": table.shape[1], "vocabulary": table.shape[0], "base model": base_model}
-        found = {"hidden size": self.dim, "vocabulary": self.vocabulary, "base model": self.base_model}
-        differences = [
-            f"{name}: they have {found[name]!r}, this model has {wanted[name]!r}"
-            for name in wanted
-            if wanted[name] and found[name] and wanted[name] != found[name]
-        ]
-        if differences:
-            raise ValueError("these look-ahead embeddings belong to another model; " + "; ".join(differences))
+        check_model(
+            "look-ahead embedding",
+            {
+                "hidden size": (self.dim, table.shape[1]),
+                "vocabulary": (self.vocabulary, table.shape[0]),
+                "base model": (self.base_model, base_model),
+            },
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
-from pass_ext.ops.fakes import register_fake
-from pass_ext.ops.integers import integers
-from pass_ext.ops.nondifferentiable import call
-from pass_ext.ops.parameters import Parameter, parameter_tensor, seeds_for
+from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.integers import integers
+from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.parameters import Parameter, parameter_tensor, seeds_for
 from pass_ext.ops.rules import RULES
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}

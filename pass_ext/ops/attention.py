@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
-from pass_ext.ops.fakes import register_fake
-from pass_ext.ops.integers import integers
-from pass_ext.ops.nondifferentiable import call
+from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.integers import integers
+from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)  # kHeadDims of csrc/core/attention.h

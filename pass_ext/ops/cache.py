@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
-from pass_ext.ops.fakes import register_fake
-from pass_ext.ops.integers import integers
-from pass_ext.ops.nondifferentiable import call
+from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.integers import integers
+from pass_ext.ops.common.nondifferentiable import call
 
 _op = torch.ops.pass_ext.cache_commit_.default
 
@@ -114,8 +114,8 @@ def check_fits(
         for outers, size in {(cache.shape[0], cache.shape[1]) for cache in caches} if slots else ():
             room = size * (1 if block_table is None else block_table.shape[1])
             if max(slots) >= room:
-                raise IndexError(f"pass_ext::cache_commit_: request {b} needs slot {max(slots)} (prefix_lens {prefixes[b]}), "
-                                 f"a cache has {room}")  # fmt: skip
+                raise IndexError(f"pass_ext::cache_commit_: a cache must have slot {max(slots)} for request {b} (prefix_lens "
+                                 f"{prefixes[b]}), got {room} slots")  # fmt: skip
             if block_table is not None:
                 pages = block_table[b, sorted({slot // size for slot in slots})].tolist()
                 if min(pages) < 0 or max(pages) >= outers:

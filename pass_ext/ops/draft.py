@@ -7,9 +7,9 @@ csrc/cpu/rows.cpp and csrc/cuda/rows.cuh.
 import torch
 from torch import Tensor
 
-from pass_ext.ops.fakes import register_fake
-from pass_ext.ops.nondifferentiable import call
-from pass_ext.ops.parameters import Parameter, parameter_tensor, seeds_for
+from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.parameters import Parameter, parameter_tensor, seeds_for
 
 MODES = ("coupled", "without", "with", "top")
 

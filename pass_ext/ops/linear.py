@@ -6,8 +6,8 @@ out[r] = weight @ x[r] + bias. Kernel: csrc/cpu/linear.cpp.
 import torch
 from torch import Tensor
 
-from pass_ext.ops.fakes import register_fake
-from pass_ext.ops.nondifferentiable import call
+from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.nondifferentiable import call
 
 _op = torch.ops.pass_ext.linear_rows.default
 

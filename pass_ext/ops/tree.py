@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
-from pass_ext.ops.fakes import register_fake
-from pass_ext.ops.integers import integers
-from pass_ext.ops.nondifferentiable import call
+from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.integers import integers
+from pass_ext.ops.common.nondifferentiable import call
 
 _prepare_op = torch.ops.pass_ext.tree_prepare.default
 _mask_op = torch.ops.pass_ext.tree_mask.default

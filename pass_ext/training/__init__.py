@@ -1,5 +1,5 @@
-"""Training of look-ahead embeddings beside a frozen model; ``python -m pass_ext train`` is ``command.py``.
+"""Training beside a frozen model: look-ahead embeddings, exit adapters, decision models.
 
-A step: ``windows`` (what to read) → ``slots`` (text once, all look-ahead groups once) → ``loss`` → Adam in ``loop``;
-``evaluation`` measures hit rates on held-out text, ``record`` writes the card. Imports nothing by itself.
+Each command has a folder: ``command`` (its options), ``pipeline`` (a whole run), ``loop`` (the loss of a step), ``evaluation``
+(on held-out text) and ``record`` (its card). ``common`` is their skeleton. Imports nothing by itself.
 """

@@ -1,4 +1,4 @@
-// The Python module _core: csrc/core and csrc/cpu/simd.h as plain functions on arrays, one per instruction set.
+// The Python module _core: csrc/core and csrc/cpu/simd-inl.h as plain functions on arrays, one per instruction set.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -10,7 +10,7 @@
 #include "core/lookahead.h"
 #include "core/philox.h"
 
-#define PASS_EXT_KERNELS "core_kernels.h"
+#define PASS_EXT_KERNELS "core_kernels-inl.h"
 #include "cpu/each_isa.h"
 
 namespace {
@@ -45,7 +45,7 @@ pybind11::array_t<uint16_t> narrow(const std::string& isa, const Array<float>& i
   return out;
 }
 
-// core/elementary.h at an instruction set, or "scalar" for single floats.
+// core/elementary-inl.h at an instruction set, or "scalar" for single floats.
 
 pybind11::array_t<float> exponentials(const std::string& isa, const Array<float>& in) {
   pybind11::array_t<float> out(in.size());

@@ -1,4 +1,4 @@
-"""csrc/core and csrc/cpu/simd.h on the CPU: Philox against its published vectors, 16-bit floats against torch, at every
+"""csrc/core and csrc/cpu/simd-inl.h on the CPU: Philox against its published vectors, 16-bit floats against torch, at every
 instruction set of this processor. The same headers inside kernels: emulator/test_primitives.py."""
 
 from functools import cache
@@ -66,7 +66,7 @@ def test_floats_narrow_as_in_torch(isa, name):
     assert np.array_equal(got[number], expected.view(torch.int16).numpy().view(np.uint16)[number])
 
 
-# ---- core/elementary.h: accurate, and the same bits at every instruction set and for single floats ----
+# ---- core/elementary-inl.h: accurate, and the same bits at every instruction set and for single floats ----
 
 
 def same_bits_everywhere(compute):

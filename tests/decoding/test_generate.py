@@ -110,7 +110,7 @@ def test_sampled_text_has_the_models_law(rule, name):
     )
     places = torch.tensor([vocabulary**2, vocabulary, 1])
     counts = torch.bincount((got.sequences[:, -new_tokens:] * places).sum(1), minlength=len(law)).double()
-    assert got.stats.accepted > requests / 10, "drafts take part"
+    assert got.stats.num_accepted_tokens > requests / 10, "drafts take part"
     often = law * requests >= 5
     expected = torch.cat([law[often], law[~often].sum()[None]]) * requests
     counts = torch.cat([counts[often], counts[~often].sum()[None]])
@@ -327,7 +327,7 @@ def test_refusals(llama):
         (dict(attention_mask=torch.tensor([[1, 0] * 12] * 2)), "has a hole"),
         (dict(method="fast"), "method must be Plain"),
         (dict(method=PaSS(lookahead, ngram=NGram()), rule="rejection", temperature=1.0), "n-gram and look-ahead"),
-        (dict(method=PaSS(lookahead, tree=Tree.from_branching((2,))), rule="block", temperature=1.0), "takes chains"),
+        (dict(method=PaSS(lookahead, tree=Tree.from_branching((2,))), rule="block", temperature=1.0), "got 2 branches"),
         (dict(method=PaSS(pass_ext.LookaheadEmbedding(2, 32))), "belong to another model"),
         (dict(streamer=object()), "a streamer takes one request"),
     ]  # fmt: skip

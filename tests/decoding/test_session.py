@@ -25,7 +25,7 @@ def whole(llama):
 
 def test_a_session_holds_all_but_the_last_token(llama, whole, monkeypatch):
     """Texts that end inside of an accepted block too: they end by a criterion, at 11 and at 9 tokens."""
-    from pass_ext.decoding.drafting.drafting import NGramIndex
+    from pass_ext.decoding.drafting.from_ngrams import NGramIndex
 
     texts = iter(whole.tolist() * 99)
     monkeypatch.setattr(

@@ -107,7 +107,7 @@ def test_what_lies_behind_the_end_of_a_text_is_not_counted(end, counts):
     """The first call adds a token of the target's own; the next accepts what it is given, no more than can be of use."""
     options = {"max_new_tokens": 5, "eos_token_id": [], **end}
     stats = generate(plain_decoder(), torch.tensor([[3, 0, 0, 0, 0, 0, 0, 0]]), NGram(tokens=8), **options).stats
-    assert (stats.tokens, stats.accepted, stats.drafted) == counts
+    assert (stats.tokens, stats.num_accepted_tokens, stats.num_draft_tokens) == counts
 
 
 def test_nothing_drafted_is_not_nan():
@@ -124,7 +124,7 @@ def test_sums():
     two = GenerationStats.of(AcceptanceStats((0, 0, 3), 9), model_calls=4, tokens=10, seconds=1.0)
     both = one + two
     assert both == GenerationStats((2, 1, 3), 18, 8, 15, 1.5) == sum([two], one)
-    assert (both.drafted, both.accepted) == (18, 7)
+    assert (both.num_draft_tokens, both.num_accepted_tokens) == (18, 7)
     assert math.isclose(both.mean_acceptance_length, 1 + 7 / 6) and both.tokens_per_second == 10
     assert both.tokens_per_call == 15 / 8
     assert AcceptanceStats((1,), 2) + AcceptanceStats((0, 1), 2) == AcceptanceStats((1, 1), 4)

@@ -1,12 +1,40 @@
-// The Python module _emulator: sessions, buffers, and every launch of launches.h.
+// The Python module _emulator: sessions, buffers, and every function that launches/*.cpp register.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <map>
+#include <stdexcept>
 #include <tuple>
 
 #include "engine.h"
 #include "launches.h"
+
+namespace emulator {
+namespace {
+
+// In a function: files register while their globals are set up, in an order that nobody chooses.
+Functions& functions() {
+  static Functions all;
+  return all;
+}
+
+void add(const char* name, std::function<int64_t(const Arguments&)> function) {
+  if (!functions().emplace(name, std::move(function)).second)
+    throw std::logic_error(std::string("two launches are registered as ") + name);
+}
+
+}  // namespace
+
+Registration::Registration(const char* name, int64_t (*compute)(const Arguments&)) { add(name, compute); }
+Registration::Registration(const char* name, void (*launch)(const Arguments&)) {
+  add(name, [launch](const Arguments& arguments) {
+    launch(arguments);
+    return int64_t{0};
+  });
+}
+const Functions& registered() { return functions(); }
+
+}  // namespace emulator
 
 PYBIND11_MODULE(_emulator, module) {
   module.def("begin_session", &emulator::begin_session);
@@ -29,16 +57,7 @@ PYBIND11_MODULE(_emulator, module) {
   });
   module.def("run_primitive", &emulator::run_primitive);
   module.def("run_planted_fault", &emulator::run_planted_fault);
-  module.def("lookahead_embed", &emulator::lookahead_embed);
-  module.def("lookahead_embed_backward", &emulator::lookahead_embed_backward);
-  module.def("lookahead_embed_backward_splits", &emulator::lookahead_embed_backward_splits);
-  module.def("draft_workspace", &emulator::draft_workspace);
-  module.def("draft_scan_blocks", &emulator::draft_scan_blocks);
-  module.def("draft", &emulator::draft);
-  module.def("accept_workspace", &emulator::accept_workspace);
-  module.def("accept", &emulator::accept);
-  module.def("tree", &emulator::tree);
-  module.def("attention_workspace", &emulator::attention_workspace);
-  module.def("attention", &emulator::attention);
-  module.def("cache_commit", &emulator::cache_commit);
+  for (const auto& [name, function] : emulator::registered())
+    module.def(name.c_str(),
+               [function = function](const emulator::Values& values) { return function(emulator::Arguments{values}); });
 }

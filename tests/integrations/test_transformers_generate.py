@@ -274,7 +274,10 @@ def test_warpers_become_parameters_only_where_the_order_allows():
     assert sampling_parameters(usual, sample=True) == (law, [ban])
     assert sampling_parameters([*usual, transformers.LogitNormalization()], sample=True) == (law, [ban])
     assert sampling_parameters([warm, few, typical], sample=True) == ({"temperature": 1.0}, [warm, few, typical])
-    assert sampling_parameters([warm, few, warm, nucleus], sample=True) == ({"temperature": 0.7, "top_p": 0.9}, [warm, few])
+    assert sampling_parameters([warm, few, warm, nucleus], sample=True) == (
+        {"temperature": 0.7, "top_p": 0.9},
+        [warm, few],
+    )
     assert sampling_parameters([few, few], sample=True) == ({"temperature": 1.0, "top_k": 5}, [few])
     wide = transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=3)
     assert sampling_parameters([warm, wide], sample=True) == ({"temperature": 1.0}, [warm, wide])

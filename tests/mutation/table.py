@@ -1,7 +1,11 @@
-"""Which tests must notice a fault in a file, and which objects are made of it: the quick ones, of the same column.
+"""The tests that must notice a fault in a file, quick ones of the same op family, and the objects that are built from it.
 
-A C++ fault is built for one instruction set, so code of the others is not looked at here: test_core.py compares them all.
+A C++ fault is built for one instruction set, so code of the others gets none: test_core.py compares them all.
 """
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
 
 _ACCEPT = [
     "tests/core/test_accept_core.py",
@@ -33,43 +37,43 @@ _SPECULATIVE = [
 
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
-# path below csrc/: the sources in cpu/ that are built again, the tests
-_CPP: dict[str, tuple[list[str], list[str]]] = {
+
+def _files_of_families() -> dict[str, tuple[list[str], list[str]]]:
+    """The files of every op family whose tests are one file."""
+    found = {}
+    for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
+        family, tests = source.stem, f"tests/ops/test_{source.stem}.py"
+        if (ROOT / tests).exists():
+            patterns = (f"core/{family}.h", f"cpu/{family}.*", f"cpu/{family}_kernels*.h")
+            files = [file for pattern in patterns for file in sorted((ROOT / "csrc").glob(pattern))]
+            found |= {str(file.relative_to(ROOT / "csrc")): ([family], [tests]) for file in files}
+    return found
+
+
+# Path below csrc/ -> the sources in cpu/ that are built again, the tests. A new op family needs no line here.
+_CPP = _files_of_families() | {
     "core/accept.h": (["accept"], _ACCEPT),
-    "core/weights.h": (["rows", "accept"], _ACCEPT),
+    "core/weights-inl.h": (["rows", "accept"], _ACCEPT),
     "core/distribution.h": (["rows", "accept", "draft"], _ROWS),
     "core/noise.h": (["rows", "accept", "draft"], _ROWS),
-    "core/draft.h": (["draft"], ["tests/ops/test_draft.py"]),
     "core/attention.h": (["attention"], _ATTENTION),
-    "core/cache.h": (["cache"], ["tests/ops/test_cache.py"]),
-    "core/lookahead.h": (["lookahead"], ["tests/ops/test_lookahead.py"]),
-    "core/tree.h": (["tree"], ["tests/ops/test_tree.py"]),
-    "core/elementary.h": ([], _CORE),
+    "core/elementary-inl.h": ([], _CORE),
     "core/half.h": ([], _CORE),
     "core/philox.h": ([], _CORE),
     "core/scalar.h": ([], _CORE),
-    "cpu/simd.h": ([], _CORE),
+    "cpu/simd-inl.h": ([], _CORE),
     "cpu/accept.cpp": (["accept"], _ACCEPT[1:]),
-    "cpu/draft.cpp": (["draft"], ["tests/ops/test_draft.py"]),
     "cpu/rows.h": (["rows", "accept", "draft"], _ROWS),
     "cpu/rows.cpp": (["rows"], _ROWS),
-    "cpu/rows_kernels.h": (["rows"], _ROWS),
+    "cpu/rows_kernels-inl.h": (["rows"], _ROWS),
     "cpu/threads.h": (["accept", "draft"], _ROWS),
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
-    "cpu/attention_kernels.h": (["attention"], _ATTENTION),
-    "cpu/product.h": (["linear"], ["tests/ops/test_linear.py"]),
-    "cpu/linear.h": (["linear"], ["tests/ops/test_linear.py"]),
-    "cpu/linear.cpp": (["linear"], ["tests/ops/test_linear.py"]),
-    "cpu/linear_kernels.h": (["linear"], ["tests/ops/test_linear.py"]),
-    "cpu/lookahead.cpp": (["lookahead"], ["tests/ops/test_lookahead.py"]),
-    "cpu/lookahead_kernels.h": (["lookahead"], ["tests/ops/test_lookahead.py"]),
-    "cpu/cache.cpp": (["cache"], ["tests/ops/test_cache.py"]),
-    "cpu/tree.cpp": (["tree"], ["tests/ops/test_tree.py"]),
-    "cpu/tree_kernels.h": (["tree"], ["tests/ops/test_tree.py"]),
+    "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
+    "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
 
-# of pass_ext/decoding/
+# Path below pass_ext/decoding/ -> the tests.
 _PYTHON: dict[str, list[str]] = {
     "models/patching/attachment": ["tests/decoding/models/test_attachment.py", "-k", "not thread"],
     "models/patching/attention_arguments": ["tests/decoding/models/test_decoded_models.py"],
@@ -78,7 +82,12 @@ _PYTHON: dict[str, list[str]] = {
     "planning/cpu_watch": ["tests/decoding/planning/test_step_times.py"],
     "models/vocabulary": _SPECULATIVE,
     "planning/draft_tree": ["tests/decoding/planning/test_draft_plan.py"],
-    "drafting/drafting": ["tests/decoding/drafting/test_pace.py", *_BOTH],
+    "drafting/drafting": [
+        "tests/decoding/drafting/test_pace.py",
+        "tests/decoding/drafting/test_drafting_method.py",
+        *_BOTH[:-1],
+        f"{_BOTH[-1]} or drafting_method",
+    ],
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/early_stop": ["tests/decoding/drafting/test_early_flag.py"],
     "models/patching/few_rows": ["tests/ops/test_linear.py", "-k", "not thread"],
@@ -106,10 +115,10 @@ _PYTHON: dict[str, list[str]] = {
     "models/early_exit_draft": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/of_method": [
         "tests/decoding/planning/test_model_plan.py",
-        "tests/decoding/drafting/test_speculative.py",
-        "-k",
-        "model_plan or go_together",
+        "tests/decoding/drafting/test_drafting_method.py",
     ],
+    "drafting/drafter": ["tests/decoding/drafting/test_drafting_method.py"],
+    "drafting/draft_calls": _SPECULATIVE,
     "drafting/step": _BOTH,
     "planning/measured": ["tests/decoding/planning/test_pass_plan.py"],
     "planning/plan": ["tests/decoding/planning/test_model_plan.py", "-k", "face"],
@@ -140,6 +149,14 @@ _PYTHON: dict[str, list[str]] = {
     "profiling": _GENERATE,
     "models/patching/row_attention": ["tests/decoding/models/test_row_attention.py"],
     "sampling": _GENERATE,
+    "session/opening": [
+        "tests/decoding/test_session.py",
+        "tests/decoding/models/test_decoded_models.py",
+        "-k",
+        "test_session or longest_text",
+    ],
+    "session/packs": _GENERATE,
+    "session/reading": _GENERATE,
     "session/session": ["tests/decoding/test_session.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or test_session"],
     "requests/stateful_processors": ["tests/decoding/test_stateful_processors.py"],
     "stats": ["tests/decoding/test_stats.py"],
@@ -147,9 +164,9 @@ _PYTHON: dict[str, list[str]] = {
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
 }
 
-TARGETS = {f"csrc/{name}": both for name, both in _CPP.items()}
+TARGETS = {f"csrc/{name}": sources_and_tests for name, sources_and_tests in _CPP.items()}
 TARGETS |= {f"pass_ext/decoding/{name}.py": ([], tests) for name, tests in _PYTHON.items()}
-# Without tests here: the choice among instruction sets; what needs a GPU; what holds no code.
+# Files without tests here: they choose among instruction sets, need a GPU or hold no code.
 LEFT_OUT = ["csrc/core/platform.h", "csrc/core/grid.h"]
 LEFT_OUT += [f"csrc/cpu/{name}" for name in ("isa.h", "isa.cpp", "each_isa.h", "buffer.h")]
 LEFT_OUT += [f"pass_ext/decoding/{name}.py" for name in ("session/graphs", "session/uploads")]

@@ -353,9 +353,9 @@ BAD_VALUES = {
     "bounds that fall": ("cu_nodes", 1, 9, r"cu_nodes must rise from 0 to at most \d+ \(the packed nodes\), got"),
     "bounds below 0": ("cu_nodes", 0, -2, r"cu_nodes must rise .*got -2 and 4 at 0"),
     "prefix below 0": ("prefix_lens", 1, -3, "prefix_lens must not be negative, got -3 at 1"),
-    "prefix past the cache": ("prefix_lens", 1, SLOTS, r"request 1 needs slot 12 \(prefix_lens 12\), caches\[0\] has 12"),
-    "huge prefix": ("prefix_lens", 0, 2**31 - 1, r"request 0 needs slot 2147483647 .*caches\[0\] has 12"),
-    "no room for the last": ("prefix_lens", 1, SLOTS - 1, r"request 1 needs slot 1[23] .*caches\[0\] has 12"),
+    "prefix past the cache": ("prefix_lens", 1, SLOTS, r"caches\[0\] must have slot 12 for request 1 .prefix_lens 12., got 12"),
+    "huge prefix": ("prefix_lens", 0, 2**31 - 1, r"caches\[0\] must have slot 2147483647 for request 0 .*got 12 slots"),
+    "no room for the last": ("prefix_lens", 1, SLOTS - 1, r"caches\[0\] must have slot 1[23] for request 1 .*got 12 slots"),
     "too many accepted": ("num_accepted", 0, 4, r"num_accepted must be in \[0, 4\) \(path has 4 columns\), got 4 at 0"),
     "huge accepted": ("num_accepted", 0, 2**31 - 1, r"num_accepted must be in \[0, 4\).*got 2147483647 at 0"),
     "negative accepted": ("num_accepted", 1, -1, r"num_accepted must be in \[0, 4\).*got -1 at 1"),
@@ -420,7 +420,7 @@ def test_values_that_do_not_fit(backend, argument, place, value, message, from_n
         fresh = None if new is None else moved(new, backend.device)
         if backend.name.startswith("cpu"):
             if from_new and argument == "prefix_lens" and value == SLOTS - 1:
-                message = r"request 1 needs slot 12 .*caches\[0\] has 12"
+                message = r"caches\[0\] must have slot 12 for request 1 .*got 12 slots"
             with pytest.raises(RuntimeError, match="pass_ext::cache_commit_: .*" + message):
                 pass_ext.cache_commit_(ours, new=fresh, **given)
         else:

@@ -485,7 +485,7 @@ def test_integers_that_do_not_fit_are_refused_and_named(op):
 
 def test_integers_that_do_not_fit_stay_out_of_range_where_nobody_looks():
     """Under vmap and compile, as on CUDA: the nearest number that int32 has."""
-    from pass_ext.ops.integers import integers
+    from pass_ext.ops.common.integers import integers
 
     given = torch.tensor([2**32, -(2**40), 7, 2**31 - 1])
     expected = torch.tensor([2**31 - 1, -(2**31), 7, 2**31 - 1], dtype=torch.int32)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import pass_ext
 from pass_ext import _library, reference
-from pass_ext.decoding.models.patching.few_rows import MOST_ROWS, few_rows_linear
+from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS, few_rows_linear
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -294,7 +294,7 @@ def test_plain_layers_compute_through_the_op_while_it_lasts(calls):
 
 def test_many_rows_and_gradients_go_where_they_went(calls):
     model = make_model()
-    few, most, more = (torch.randn(rows, 16).bfloat16() for rows in (1, MOST_ROWS, MOST_ROWS + 1))
+    few, most, more = (torch.randn(rows, 16).bfloat16() for rows in (1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1))
     with few_rows_linear(model):
         model(few).sum().backward()
         assert calls == [] and model[0].weight.grad is not None
@@ -302,7 +302,7 @@ def test_many_rows_and_gradients_go_where_they_went(calls):
             model(more)
             assert calls == []
             model(most)
-            assert calls == [MOST_ROWS] * 2
+            assert calls == [MAX_FEW_ROWS] * 2
 
 
 def test_nested_and_broken_off(calls):

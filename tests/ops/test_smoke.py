@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pass_ext import _library
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
-FAMILIES = {op: "tree" if op.startswith("tree_") else op.partition("_")[0] for op in SAMPLES}
+FAMILIES = {op: op.partition("_")[0] for op in SAMPLES}
 CASES = [(op, dtype) for op in SAMPLES for dtype in (LOGITS if FAMILIES[op] in ("accept", "draft") else (None,))]
 
 

@@ -217,7 +217,7 @@ def test_auto_finds_nvcc_through_cuda_home_alone(checkout, tmp_path):
 @pytest.mark.parametrize("value", ["yes", "2", ""])
 def test_another_value_of_pass_ext_cuda_is_refused(checkout, value):
     said = build(checkout, fails=True, PASS_EXT_CUDA=value)
-    assert said.endswith(f"pass_ext: PASS_EXT_CUDA must be auto, 1 or 0, got {value!r}\n")
+    assert said.endswith(f"pass_ext: PASS_EXT_CUDA must be auto, 1, 0 or native, got {value!r}\n")
 
 
 @needs_nvcc

@@ -114,7 +114,7 @@ def test_another_dtype_or_another_file_is_another_model(file, cache):
 
 
 def test_large_models_are_not_kept(file, cache, monkeypatch):
-    monkeypatch.setattr(checkpoint, "MOST_KEPT", 1000)
+    monkeypatch.setattr(checkpoint, "MAX_CACHED_BYTES", 1000)
     load_checkpoint(file, torch.float32)
     assert not cache.exists()
 
@@ -142,25 +142,25 @@ def converted(gguf_file, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PASS_EXT_CACHE", str(tmp_path_factory.mktemp("converted")))
         model, tokenizer = load_checkpoint(gguf_file, torch.float32)
-        return model, tokenizer, checkpoint._kept_at(gguf_file, torch.float32)
+        return model, tokenizer, checkpoint._cache_entry(gguf_file, torch.float32)
 
 
 @pytest.mark.parametrize("room", [0, 100, 10_000], ids=["nothing", "not the config", "not the weights"])
 def test_a_model_that_does_not_fit_on_the_disk_is_not_kept(converted, cache, room, caplog):
     with disk_of(room):
-        checkpoint._keep(*converted[:2], cache / "models/tiny")
+        checkpoint._cache(*converted[:2], cache / "models/tiny")
     assert list((cache / "models").iterdir()) == []
-    assert f"is not kept in {cache}/models/tiny: " in caplog.text and "too large" in caplog.text
-    checkpoint._keep(*converted[:2], cache / "models/tiny")
-    assert same(checkpoint._load_kept(cache / "models/tiny", torch.float32)[0], converted[0]), "with room it is kept"
+    assert f"is not cached in {cache}/models/tiny: " in caplog.text and "too large" in caplog.text
+    checkpoint._cache(*converted[:2], cache / "models/tiny")
+    assert same(checkpoint._load_cached(cache / "models/tiny", torch.float32)[0], converted[0]), "with room it is kept"
 
 
 def test_a_full_disk_does_not_keep_a_model_from_loading(file, converted, cache, monkeypatch):
-    def keep(*arguments, keep=checkpoint._keep):
+    def keep(*arguments, keep=checkpoint._cache):
         with disk_of(10_000):
             keep(*arguments)
 
-    monkeypatch.setattr(checkpoint, "_keep", keep)
+    monkeypatch.setattr(checkpoint, "_cache", keep)
     assert same(load_checkpoint(file, torch.float32)[0], converted[0])
     assert list((cache / "models").iterdir()) == []
 
@@ -172,7 +172,7 @@ def test_an_interrupted_conversion_leaves_nothing_half_written(converted, cache,
 
     monkeypatch.setattr(Path, step, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint._keep(*converted[:2], cache / "models/tiny")
+        checkpoint._cache(*converted[:2], cache / "models/tiny")
     assert list((cache / "models").iterdir()) == []
 
 
@@ -215,15 +215,15 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_kept_model_is_seen_and_named(converted, cache, damage, caplog):
     folder = Path(shutil.copytree(converted[2], cache / "models/tiny"))
-    assert same(checkpoint._load_kept(folder, torch.float32)[0], converted[0])
+    assert same(checkpoint._load_cached(folder, torch.float32)[0], converted[0])
     damage(folder)
-    assert checkpoint._load_kept(folder, torch.float32) is None
+    assert checkpoint._load_cached(folder, torch.float32) is None
     assert f"the converted model in {folder} is damaged or incomplete, converting it again: " in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["empty folder", "a file", "model.safetensors cut", "config.json missing"])
 def test_a_damaged_kept_model_is_converted_again(file, converted, cache, damage, caplog):
-    kept = checkpoint._kept_at(file, torch.float32)
+    kept = checkpoint._cache_entry(file, torch.float32)
     shutil.copytree(converted[2], kept)
     DAMAGES[damage](kept)
     assert same(load_checkpoint(file, torch.float32)[0], converted[0])

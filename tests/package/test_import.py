@@ -258,6 +258,13 @@ def test_a_build_without_cuda_says_so_and_how_to_rebuild(tmp_path):
     assert "PASS_EXT_CUDA=1 pip install" in told["reason"]
 
 
+def test_info_names_no_architectures_of_a_cuda_library_that_was_deleted(tmp_path):
+    copy = copy_package(tmp_path, without=["_C_cuda.so"])
+    (copy / "_build_info.py").write_text('cuda = "12.8"\narchitectures = ["9.0"]\nsanitize = ""\n')
+    lines = output_of("-m", "pass_ext", "info", folder=tmp_path).splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith("built with CUDA")] == ["no"]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGED if kind != "other project"])
 def test_a_damaged_cuda_library_is_named(kind, tmp_path, monkeypatch):
     sentence = damage(tmp_path / "_C_cuda.so", kind, (PACKAGE / "_C.so").read_bytes())

@@ -243,10 +243,10 @@ def test_planted_imports_are_found():
     lazy = "def f():\n    from pass_ext.tree.tree import Tree\n"
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pass_ext.ops.tree\n"
     planted = dict(IMPORTS)
-    planted["pass_ext.ops.fakes"] = IMPORTS["pass_ext.ops.fakes"] | imports_of(lazy, MODULES)
-    assert {"pass_ext.ops.fakes", "pass_ext.tree.tree"} <= set(circle_in(planted))
+    planted["pass_ext.ops.common.fakes"] = IMPORTS["pass_ext.ops.common.fakes"] | imports_of(lazy, MODULES)
+    assert {"pass_ext.ops.common.fakes", "pass_ext.tree.tree"} <= set(circle_in(planted))
     planted.pop("pass_ext._build_info", None)
-    assert breaches(planted, MAY_IMPORT) == ["pass_ext.ops.fakes -> pass_ext.tree.tree"]
+    assert breaches(planted, MAY_IMPORT) == ["pass_ext.ops.common.fakes -> pass_ext.tree.tree"]
     planted = IMPORTS | {"pass_ext._library": imports_of(typed, MODULES)}
     assert "pass_ext._library" in circle_in(planted)
     planted = {"pass_ext.decoding.models.packed": {"pass_ext.decoding.loop"}}
@@ -255,6 +255,15 @@ def test_planted_imports_are_found():
     assert breaches(planted, MAY_IMPORT_OF_BENCHMARKS, "benchmarks") != []
     planted = {"pass_ext.decoding.loop": {"pass_ext.reference.accept"}}
     assert breaches(planted, MAY_IMPORT) != [], "nothing computes by the specification"
+
+
+def test_drafting_and_planning_never_ask_for_a_methods_class():
+    """What drafts for a method, and its plan, are found in one table each."""
+    asks = re.compile(r"isinstance\([^)]*\b(Plain|NGram|PaSS|Speculative|MultiCandidate|Method)\b")
+    assert asks.search("if isinstance(method, (NGram, PaSS)):")
+    for folder in ("drafting", "planning"):
+        for path in (PACKAGE / "decoding" / folder).glob("*.py"):
+            assert not asks.search(path.read_text()), path
 
 
 def rooms_of(folder):

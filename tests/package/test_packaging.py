@@ -169,6 +169,22 @@ def test_the_build_covers_ampere_hopper_and_blackwell():
 # ---- sources ----
 
 
+def test_shipped_weights_come_with_a_card_and_nothing_else():
+    """Records and pictures, which nobody needs to run them, lie in benchmarks/results/pretrained."""
+    files = {file.name for file in (PACKAGE / "modules" / "pretrained").iterdir()}
+    names = {name.removesuffix(".safetensors") for name in files if name.endswith(".safetensors")}
+    assert names and files == {f"{name}{end}" for name in names for end in (".safetensors", ".md")}
+
+
+@needs_git
+def test_shipped_weights_have_a_record_and_a_picture_with_text():
+    folder = ROOT / "benchmarks" / "results" / "pretrained"
+    for weights in (PACKAGE / "modules" / "pretrained").glob("*.safetensors"):
+        facts = json.loads((folder / f"{weights.stem}.json").read_text())
+        picture = (folder / f"{weights.stem}.svg").read_text()
+        assert len(facts["losses"]) == facts["steps"] and ">loss</text>" in picture
+
+
 def test_setup_py_stays_small():
     assert len((ROOT / "setup.py").read_text().splitlines()) <= 175
 

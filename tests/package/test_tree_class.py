@@ -48,7 +48,7 @@ def test_a_chain_counts_the_nodes_below_its_root():
 
 
 def test_the_limit_of_nodes_is_the_kernels_and_the_specifications():
-    header = Path(__file__).parent.parent / "csrc" / "core" / "tree.h"
+    header = Path(pass_ext.__file__).parent.parent / "csrc" / "core" / "tree.h"
     (limit,) = re.findall(r"constexpr int32_t kMaxTreeNodes = (\d+);", header.read_text())
     assert MAX_TREE_NODES == int(limit) == reference.accept.MAX_TREE_NODES == len(Tree.chain(MAX_TREE_NODES - 1))
 

@@ -1,5 +1,5 @@
 """docs/ops/attention.md: its blocks run, its table and pictures are what the ops say, and its decoding step
-decodes. README.md: the block about trees runs."""
+decodes."""
 
 import importlib.util
 import re
@@ -139,29 +139,6 @@ def fill_cache(model, caches, request, tokens):
 
     if tokens:
         model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
-
-
-# ---- the readme ----
-
-
-def test_the_block_of_the_readme_runs():
-    (block,) = [block for block in blocks_of(ROOT / "README.md") if "attention_tree(" in block[1]]
-    torch.manual_seed(0)
-    caches = list(torch.randn(4, 2, 12, 2, 64))
-    k, v = torch.randn(2, 5, 2, 64)
-    names = dict(
-        torch=torch, pass_ext=pass_ext, parents=torch.tensor([-1, 0, 0, -1, 0], dtype=torch.int32),
-        cu_nodes=torch.tensor([0, 3, 5], dtype=torch.int32), max_nodes=3, max_depth=1, q=torch.randn(5, 8, 64), k=k, v=v,
-        k_cache=caches[0], v_cache=caches[1], prefix_lens=torch.tensor([4, 6], dtype=torch.int32), caches=caches,
-        new=[k, v, k, v], tokens=torch.tensor([0, 1, 2, 0, 3]), seeds=torch.tensor([1, 2]), logits=torch.zeros(5, 10),
-    )  # fmt: skip
-    names["logits"][[0, 3], [2, 9]] = 1e4
-    before = [cache.clone() for cache in caches]
-    run_blocks(ROOT / "README.md", [block], names)
-    assert names["step"].path.tolist() == [[0, 2], [0, -1]]
-    for cache, old, new in zip(caches, before, names["new"], strict=True):
-        old[0, 4:6], old[1, 6] = new[[0, 2]], new[3]
-        assert torch.equal(cache, old)
 
 
 # ---- pictures ----

@@ -1,8 +1,10 @@
 """The demo: the whole command with a tiny model, what it raises, what it prints without colour, and its parts."""
 
 import io
+import json
 import sys
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,16 @@ from support.small_models import small_model
 
 import pass_ext
 from pass_ext.__main__ import main
+from pass_ext.decoding.stats import AcceptanceStats, GenerationStats
 from pass_ext.demo import contenders as demo_contenders
 from pass_ext.demo import show as demo_show
-from pass_ext.demo.agreement import TIE, agreement, bf16_step
+from pass_ext.demo.agreement import TIE, Agreement, agreement, bf16_step
+from pass_ext.demo.contenders import Run
 from pass_ext.demo.live import Incremental, LiveText
+from pass_ext.demo.prompts import CHOSEN, RACED, RECORDED_TOKENS, RULE
+from pass_ext.demo.report import agreement_table, speed_table
 
+ROOT = Path(__file__).parents[2]
 BYTES = 256
 END = BYTES  # the id of the end of text
 
@@ -73,8 +80,12 @@ def test_the_whole_command(folder, tmp_path, capsys):
     for name in ("Plain", "transformers greedy", "transformers prompt lookup", "NGram", "PaSS, two passes",
                  "PaSS, one pass", "PaSS + NGram"):  # fmt: skip
         assert said.count(name) >= (1 if name == "Plain" else 2), name
-    assert "2 texts of 8 tokens by 7 methods, the same token for token" in said
+    assert "3 texts of 8 tokens by 7 methods, the same token for token" in said
     assert "hit rates: the plan assumes some" in said
+    assert "prompt tokens; PaSS on this machine: " in said and "(--verbose: why)" in said
+    assert "by PaSS + NGram: ‹accepted drafts›" in said and " per call" in said
+    assert " ".join(RULE.split()) in " ".join(said.split())
+    assert "Calls of this model" not in said and "Plan of a one-pass step" not in said
     assert "\x1b" not in said  # no colour where there is no terminal
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -84,6 +95,14 @@ def test_without_embeddings_pass_is_left_out(folder, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "no look-ahead embeddings for this model" in said
     assert "1 text of 8 tokens by 4 methods" in said and "PaSS," not in said
+
+
+def test_verbose_shows_the_times_and_the_tree(folder, tmp_path, capsys):
+    options = ("--verbose", "--prompt", "abc", "--lookahead", str(folder / "slots.safetensors"))
+    demo(folder, *options, "--out", str(tmp_path / "picture.png"))
+    said = capsys.readouterr().out
+    assert "Calls of this model on this machine:" in said and "Plan of a one-pass step" in said
+    assert "--verbose" not in said and "held-out" not in said
 
 
 def test_without_matplotlib_there_is_no_picture(folder, tmp_path, capsys, monkeypatch):
@@ -151,7 +170,7 @@ def test_agreement():
 
     assert agreement([7, 8], [7, 8], "x", behind).gap is None
     tied = agreement([7, 8, 0, 5], [7, 8, 1, 6], "x", behind)
-    assert (tied.same, tied.gap) == (2, 0.5) and "token 2, then a tie (0.50)" in str(tied)
+    assert (tied.same, tied.gap) == (2, 0.5) and str(tied) == "tie at token 2 (0.50)"
     logits[1] -= 0.01
     with pytest.raises(AssertionError, match="x differs from Plain at token 2: 1 instead of 0"):
         agreement([7, 8, 0], [7, 8, 1], "x", behind)
@@ -219,7 +238,7 @@ def test_calls_of_transformers_are_counted(folder, tokenizer):
     for run in (lookup, ngram):
         assert sum(step.tokens for step in run.steps) == run.stats.tokens == 24
         assert len(run.steps) == run.stats.model_calls
-        assert run.stats.accepted == sum(step.accepted for step in run.steps)
+        assert run.stats.num_accepted_tokens == sum(step.accepted for step in run.steps)
         assert run.stats.seconds > 0
     assert not model._forward_pre_hooks
 
@@ -237,16 +256,44 @@ def test_the_real_model(tmp_path, capsys):
     assert out.exists()
 
 
-def test_no_word_of_the_table_is_cut_off_in_a_narrow_window():
-    from pass_ext.decoding.stats import AcceptanceStats, GenerationStats
-    from pass_ext.demo.contenders import GREEDY, PLAIN, Run
-    from pass_ext.demo.report import speed_table
-
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_word_of_the_tables_is_cut_off_in_a_narrow_window(width):
     stats = GenerationStats.of(AcceptanceStats((1, 2), 5), model_calls=100, tokens=1200, seconds=1.0)
-    runs = {name: [Run([1], [], stats)] for name in (PLAIN, GREEDY, "transformers prompt lookup")}
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(speed_table(runs))
-    shown = console.export_text()
-    assert "…" not in shown
-    for word in ("tokens/s", "acceptance", "transformers", "prompt", "greedy"):
-        assert word in shown, word
+    methods = [contender.name for contender in demo_contenders.contenders(pass_ext.LookaheadEmbedding(2, 32))]
+    runs = {name: [Run([1], [], stats)] for name in methods}
+    agreements = {name: [Agreement(64, None), Agreement(61, 0.25), Agreement(5, 1.0)] for name in methods}
+    for table in (speed_table(runs), agreement_table(agreements, [prompt.place for prompt in CHOSEN])):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(table)
+        shown = console.export_text()
+        assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+        words = [
+            word for column in table.columns for cell in (column.header, *column.cells) for word in str(cell).split()
+        ]
+        assert not Counter(words) - Counter(shown.split()), "words that were broken or cut off"
+
+
+@pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="not a checkout")
+def test_the_prompts_are_those_that_the_rule_gives_from_the_recorded_results():
+    (texts,) = ROOT.glob("benchmarks/**/*chat.jsonl")
+    held_out = {entry["id"]: entry["text"] for entry in map(json.loads, texts.read_text().splitlines())}
+    files = ROOT.glob("benchmarks/results/cpu-*/*decoding.json")
+    (recorded,) = [
+        result for file in files if (result := json.loads(file.read_text()))["model"]["architecture"] == "llama"
+    ]
+    (joined,) = {run["contender"] for run in recorded["runs"] if run["contender"].endswith("+ NGram")}
+    order = sorted(
+        (run["tokens"] / run["calls"], run["prompt"])
+        for run in recorded["runs"]
+        if (run["setting"], run["domain"], run["looping"], run["contender"]) == ("greedy", "chat", False, joined)
+    )
+    quarter, rest = divmod(len(order) + 1, 4)
+    assert rest == 0, "the quartiles lie between two prompts: the rule must say which"
+    places = {"median": 2 * quarter - 1, "lower quartile": quarter - 1, "upper quartile": 3 * quarter - 1}
+    chosen = {place: order[index] for place, index in places.items()}
+    assert {prompt.place: (prompt.tokens_per_call, prompt.name) for prompt in CHOSEN} == {
+        place: (round(tokens, 2), name) for place, (tokens, name) in chosen.items()
+    }
+    assert [prompt.text for prompt in CHOSEN] == [held_out[prompt.name] for prompt in CHOSEN]
+    assert len(order) == RACED and recorded["settings"]["tokens"] == RECORDED_TOKENS
+    assert CHOSEN[0].place == "median", "the live text is the first"

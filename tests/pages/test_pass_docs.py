@@ -47,7 +47,7 @@ def test_the_blocks_of_the_page_run(names, capsys):
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
     assert len(blocks) == 4
     run_blocks(PAGE, blocks, names)
-    assert torch.equal(names["made"].sequences, want)
+    assert torch.equal(names["result"].sequences, want)
     assert str(names["plan"]) in capsys.readouterr().out
 
 
@@ -55,7 +55,7 @@ def test_the_first_block_of_the_readme_runs(names):
     block = next(block for block in blocks_of(README) if "from_pretrained" in block[1])
     run_blocks(README, [block], names)
     want = names["model"].generate(**names["inputs"], max_new_tokens=200, do_sample=False)
-    assert torch.equal(names["made"].sequences, want)
+    assert torch.equal(names["result"].sequences, want)
 
 
 def test_the_page_names_every_argument_of_the_methods():

@@ -41,9 +41,9 @@ def names(monkeypatch, tmp_path):
 
 
 def test_the_blocks_of_the_page_run(names, capsys, monkeypatch):
-    """Every text that a block calls `made` is the target's own, but that of the approximate rule."""
+    """Every text that a block calls `result` is the target's own, but that of the approximate rule."""
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     want = names["model"].generate(names["input_ids"], max_new_tokens=200, do_sample=False)
     asked, compared = [], 0
     original = pass_ext.generate
@@ -64,7 +64,7 @@ def test_the_blocks_of_the_page_run(names, capsys, monkeypatch):
             plain = original(names["model"], names["input_ids"], **options)
             assert torch.equal(sequences, plain.sequences)
             compared += 1
-    assert len(asked) == 10 and compared == 7
+    assert len(asked) == 11 and compared == 8
     assert {options.get("rule") for _, options in asked} == {None, "block", "kseq", "longest_branch"}
     assert re.search("drafts accepted|plain decoding", capsys.readouterr().out), "a plan is shown"
 
@@ -74,7 +74,7 @@ def test_the_block_of_the_readme_runs(names):
     names["pass_ext"] = pass_ext  # imported by the block before
     run_blocks(README, [block], names)
     want = names["model"].generate(names["input_ids"], max_new_tokens=200, do_sample=False)
-    assert torch.equal(names["made"].sequences, want)
+    assert torch.equal(names["result"].sequences, want)
 
 
 def test_the_page_names_every_argument_of_the_methods():
@@ -96,6 +96,15 @@ def test_the_page_names_every_rule_and_field():
         assert ("approximate" in row) == (not asks.exact)
     for field in pass_ext.DraftLevel._fields:
         assert re.search(rf"`{field}( \[.*?\])?`", page), field
+
+
+def test_the_page_names_every_part_of_a_drafter():
+    page = PAGE.read_text()
+    table = page[page.index("| of a `Drafter` |") :].split("\n\n")[0]
+    parts = {name for name in vars(pass_ext.Drafter) if not name.startswith("_")} | {"max_depth"}
+    assert {"propose", "rules", "pauses"} < parts
+    for part in parts:
+        assert re.search(rf"^\|[^|]*`{part}(\([a-z]*\))?`", table, re.M), part
 
 
 ROWS = [  # of the table of rules: how Speculative and MultiCandidate answer

@@ -1,30 +1,34 @@
-"""The op tests and random calls, in both sanitized builds: ``make sanitize``. What threads share does not depend on the
-instruction set, so ThreadSanitizer, under which all is many times slower, sees the best one only.
+"""Runs the op tests and random calls in both sanitized builds: ``make sanitize``.
+
+Races do not depend on the instruction set, and ThreadSanitizer makes everything many times slower: it sees the best one only.
 """
 
 import argparse
 import sys
+from pathlib import Path
 
-from sanitize import ROOT, SANITIZERS, build, run
+from sanitize import HERE, ROOT, SANITIZERS, build, run
 
-# Those that call kernels with values of every kind; opcheck and what is compiled call the same kernels.
-OP_TESTS = (
-    "accept", "attention", "attention_masks", "attention_merge", "attention_refusals", "cache", "draft", "linear",
-    "lookahead", "lookahead_embedding", "seed_stability", "tree",
-)  # fmt: skip
+# Beside test_<family>.py. opcheck and the tests of torch.compile are left out: they call the same kernels.
+MORE_TESTS = ("attention_masks", "attention_merge", "attention_refusals", "lookahead_embedding", "seed_stability")
+
+
+def op_tests() -> list[Path]:
+    """The test files that call kernels with values of every kind: of every source in csrc/cpu that has one, and MORE_TESTS."""
+    families = (path.stem for path in ROOT.glob("csrc/cpu/*.cpp"))
+    return sorted(path for name in (*families, *MORE_TESTS) for path in (ROOT / "tests").rglob(f"test_{name}.py"))
 
 
 def check(sanitizer: str, calls: int, selected: list[str]) -> bool:
-    """Builds, then runs both; says what was found."""
+    """Builds, then runs both; prints the first that fails."""
     build(sanitizer)
     threads, device = (4, "best-cpu") if sanitizer == "thread" else (1, "cpu")
-    tests = [path for name in OP_TESTS for path in (ROOT / "tests").rglob(f"test_{name}.py")]
     pytest = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-q"]
     pytest += ["-o", "timeout=3600", "--capture", "sys"]  # a report is written by C, and would be lost
     commands = {
         "is it in use?": ["-W", "ignore", "-c", f"import pass_ext; assert pass_ext.status().sanitize == {sanitizer!r}"],
-        "the op tests": [*pytest, *tests, "--device", device, "-m", "not slow", *selected],
-        "random calls": [ROOT / "tests" / "fuzz_ops.py", "--calls", calls, "--seconds", 300],
+        "the op tests": [*pytest, *op_tests(), "--device", device, "-m", "not slow", *selected],
+        "random calls": [HERE / "fuzz_ops.py", "--calls", calls, "--seconds", 300],
     }
     for name, command in commands.items():
         print(f"== {sanitizer}: {name}", flush=True)

@@ -12,6 +12,7 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Callable, Generator
 from itertools import pairwise
 
 import torch
@@ -149,9 +150,18 @@ class Draw:
         return value.transpose(-1, -2) if value.dim() > 1 else value
 
 
-# ---- what one call of each op takes, and what it must give ----
+# ---- one call of each op: a generator, named like the op, that yields arguments, is sent the result and judges it ----
+
+CASES: dict[str, Callable[[Draw], Generator]] = {}
+"""Op -> its calls. test_fuzz.py fails for an op that is not here."""
 
 
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+@case
 def lookahead_embed(draw: Draw):
     vocabulary, slots, dim = draw.pick((1, 5, 70)), draw.pick((0, 1, 3)), draw.width()
     dtype = draw.pick((*FLOATS, torch.float64))
@@ -165,6 +175,7 @@ def lookahead_embed(draw: Draw):
     check_same([out], [reference.lookahead_embed(**arguments)])
 
 
+@case
 def lookahead_embed_backward(draw: Draw):
     rows, dim, slots, dtype = draw.pick((0, 1, 5, 70)), draw.width(), draw.chance(0.5), draw.pick(FLOATS)
     ids = draw.integers(-3, 8, draw.size(), dtype=draw.pick((torch.int32, torch.int64)))
@@ -181,6 +192,7 @@ def lookahead_embed_backward(draw: Draw):
     check_close([out], [exact.index_add(0, picked[inside], grad[inside])])
 
 
+@case
 def tree_prepare(draw: Draw):
     sizes = draw.sizes()
     arguments = draw.damaged(dict(
@@ -190,6 +202,7 @@ def tree_prepare(draw: Draw):
     check_same(result, reference.tree_prepare(**arguments))
 
 
+@case
 def tree_mask(draw: Draw):
     sizes = draw.sizes()
     max_nodes, prefixes = max([1, *sizes]) + draw.pick((0, 0, 60)), [draw.size() for _ in sizes]
@@ -204,6 +217,7 @@ def tree_mask(draw: Draw):
     check_same([result], [reference.tree_mask(**arguments, dtype=result.dtype)])
 
 
+@case
 def attention_tree(draw: Draw):
     sizes, dim, dtype = draw.sizes(), draw.pick((64, 64, 80, 96, 128, 256)), draw.pick(FLOATS)
     prefixes = [draw.pick((0, 1, 5, 63, 64, 65, 130)) for _ in sizes]
@@ -234,6 +248,7 @@ def attention_tree(draw: Draw):
         check_close((out, lse.clamp(min=-1e6)), (exact[0], exact[1].clamp(min=-1e6)), 0.03)
 
 
+@case
 def attention_merge(draw: Draw):
     shape, dtype = [draw.size() for _ in range(draw.pick((0, 1, 2, 3)))], draw.pick(FLOATS)
     dim = draw.width()
@@ -247,6 +262,7 @@ def attention_merge(draw: Draw):
         check_close(result, exact, 0.02)
 
 
+@case
 def cache_commit_(draw: Draw):
     sizes, dtype = draw.sizes(), draw.pick((*DTYPES, torch.float8_e4m3fn))
     nodes, page = sum(sizes), draw.pick((0, 0, 1, 3, 16))
@@ -300,6 +316,7 @@ def masks(draw: Draw, vocabulary: int, *rows: int) -> Tensor | None:
     return draw.integers(-(2**31), 2**31 - 1, *rows, -(-vocabulary // 32)) if draw.chance(0.3) else None
 
 
+@case
 def draft_sample(draw: Draw):
     rows, vocabulary = draw.size(), draw.width()
     arguments = draw.damaged(dict(
@@ -344,6 +361,7 @@ def check_accepted(result, tokens: list[list[int]], vocabulary: int, max_depth: 
         demand(emitted[accepted] >= 0 or status != 0, "emitted -1 though the status is 0")
 
 
+@case
 def accept_tree(draw: Draw):
     sizes, vocabulary = draw.sizes(), draw.width()
     nodes, rows = sum(sizes), draw.pick((1, 3, 40))
@@ -365,6 +383,7 @@ def accept_tree(draw: Draw):
     check_accepted(result, own, arguments["target_logits"].shape[1], arguments["max_depth"])
 
 
+@case
 def accept_chain(draw: Draw):
     requests, drafts, vocabulary = draw.size(), draw.pick((0, 1, 2, 5, 20)), draw.width()
     arguments = draw.damaged(dict(
@@ -381,6 +400,7 @@ def accept_chain(draw: Draw):
     check_accepted(result, tokens, arguments["target_logits"].shape[2], arguments["target_logits"].shape[1] - 1)
 
 
+@case
 def linear_rows(draw: Draw):
     wide, outs, dtype = draw.width(), draw.pick((0, 1, 3, 16, 33)), draw.pick(FLOATS)
     shape = [draw.size() for _ in range(draw.pick((0, 1, 1, 2)))]
@@ -422,14 +442,6 @@ def check_close(actual, expected, tolerance: float = 0.02) -> None:
 
 
 # ---- the calls ----
-
-CASES = {
-    case.__name__: case
-    for case in (
-        lookahead_embed, lookahead_embed_backward, tree_prepare, tree_mask, attention_tree, attention_merge, cache_commit_,
-        draft_sample, accept_tree, accept_chain, linear_rows,
-    )
-}  # fmt: skip
 
 
 def storages_of(arguments: dict) -> list[Tensor]:

@@ -62,3 +62,15 @@ def test_a_call_is_the_same_when_repeated_alone():
     many, alone = run(*verbose, "--calls", 40), run(*verbose, "--first", 37, "--calls", 1)
     call = next(line for line in many.stdout.splitlines() if line.startswith("call 37,"))
     assert call in alone.stdout.splitlines()
+
+
+def test_make_sanitize_runs_files_that_are_there(monkeypatch):
+    from sanitize import __main__ as command
+
+    named = []
+    monkeypatch.setattr(command, "build", lambda sanitizer: None)
+    monkeypatch.setattr(command, "run", lambda sanitizer, *words, **options: named.extend(words))
+    assert command.check("thread", 1, [])
+    files = [word for word in named if isinstance(word, Path)]
+    assert PROGRAM in files and all(file.exists() for file in files)
+    assert {f"test_{op.partition('_')[0]}.py" for op in fuzz_ops.CASES} <= {file.name for file in files}

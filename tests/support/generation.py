@@ -13,7 +13,7 @@ from pass_ext import (
     Plain,
     Tree,
 )
-from pass_ext.decoding.drafting.from_lookahead import Candidates, PassDrafter
+from pass_ext.decoding.drafting.from_lookahead import Filled, TreeFiller
 from pass_ext.modules.exit_adapter import ExitAdapter
 
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
@@ -59,12 +59,12 @@ class Prophet:
         self.futures, self.random = futures, random.Random(seed)  # prompt + continuation, by request
         prophet = self
 
-        def draft(self, slots, requests, roots, positions):
-            return Candidates(
+        def fill(self, slots, requests, roots, positions):
+            return Filled(
                 [prophet.tokens(self.tree, b, at) for b, at in zip(requests, positions, strict=True)], None, None
             )
 
-        monkeypatch.setattr(PassDrafter, "draft", draft)
+        monkeypatch.setattr(TreeFiller, "fill", fill)
 
     def tokens(self, tree, request, root_position):
         """One child of each right node is right, four times in five; the others are noise."""
@@ -140,3 +140,11 @@ def fit(counts, law):
         expected = torch.cat([expected, law[~often].sum()[None] * total])
         seen = torch.cat([seen, counts[~often].sum()[None]])
     return float(((seen - expected) ** 2 / expected).sum()), len(expected) - 1
+
+
+def law_of_texts(model, prompt, vocabulary, new_tokens, temperature):
+    """Every text, and its probability by the model itself."""
+    texts = torch.cartesian_prod(*[torch.arange(vocabulary)] * new_tokens)
+    whole = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], 1)
+    logits = model(whole[:, :-1]).logits[:, len(prompt) - 1 :].double() / temperature
+    return logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp()

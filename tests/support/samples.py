@@ -1,8 +1,19 @@
-"""Sample arguments of every op, for opcheck and for tests that go through all ops."""
+"""Arguments of every op, for opcheck and for tests of all ops: a generator of argument tuples, named like its op."""
+
+from collections.abc import Callable, Iterator
 
 import torch
 
+SAMPLES: dict[str, Callable[[str], Iterator[tuple]]] = {}
+"""Op -> function of a device. test_registration.py fails for an op that is not here."""
 
+
+def sample(function):
+    SAMPLES[function.__name__] = function
+    return function
+
+
+@sample
 def lookahead_embed(device):
     ids = torch.tensor([[3, -1, 0], [-2, 4, 4]], device=device)
     for dtype in (torch.float32, torch.bfloat16):
@@ -13,6 +24,7 @@ def lookahead_embed(device):
     yield ids[:0], table, slots
 
 
+@sample
 def lookahead_embed_backward(device):
     ids = torch.tensor([3, -1, 0, -2], device=device)
     grad = torch.randn(4, 8, device=device)
@@ -21,6 +33,7 @@ def lookahead_embed_backward(device):
     yield grad.clone().requires_grad_(), ids, 5, False, torch.float32
 
 
+@sample
 def attention_tree(device):
     integers = dict(dtype=torch.int32, device=device)
     bounds, prefixes, depths = (torch.tensor(v, **integers) for v in ([0, 2, 5], [3, 0], [0, 1, 0, 1, 1]))
@@ -35,6 +48,7 @@ def attention_tree(device):
     yield q[:0], cache, cache, prefixes, bounds * 0, visible[:0], 3, None, None, None, None, None, 0.0, -1
 
 
+@sample
 def attention_merge(device):
     for dtype in (torch.float32, torch.bfloat16):
         out, lse = torch.randn(3, 2, 64, device=device).to(dtype), torch.randn(3, 2, device=device)
@@ -42,25 +56,28 @@ def attention_merge(device):
     yield out[:0], lse[:0], out[:0], lse[:0]
 
 
-LAWS = [None] * 4
-SOME_LAW = ([0.7, 0.0], [3, 0], [0.9, 1.0], [0.0, 0.01])
+NO_SAMPLING = [None] * 4
 
 
-def law(device):
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
-    return [torch.tensor(values, dtype=dtype, device=device) for values, dtype in zip(SOME_LAW, dtypes, strict=True)]
+def sampling(device):
+    """temperature, top_k, top_p, min_p of two rows."""
+    floats, integers = dict(dtype=torch.float32, device=device), dict(dtype=torch.int32, device=device)
+    top_k = torch.tensor([3, 0], **integers)
+    return [torch.tensor([0.7, 0.0], **floats), top_k, *(torch.tensor(v, **floats) for v in ([0.9, 1.0], [0.0, 0.01]))]
 
 
+@sample
 def draft_sample(device):
     logits = torch.randn(2, 70, device=device)
     seeds = torch.tensor([1, 2], device=device)
     for mode in range(4):
-        yield logits, 3, mode, *LAWS, None, seeds, seeds, None
+        yield logits, 3, mode, *NO_SAMPLING, None, seeds, seeds, None
     allowed = torch.tensor([[-1, 5, 1], [0, 0, 0]], dtype=torch.int32, device=device)
-    yield logits.bfloat16(), 80, 1, *law(device), allowed, seeds, None, seeds.int()
-    yield logits[:0], 3, 3, *LAWS, None, None, None, None
+    yield logits.bfloat16(), 80, 1, *sampling(device), allowed, seeds, None, seeds.int()
+    yield logits[:0], 3, 3, *NO_SAMPLING, None, None, None, None
 
 
+@sample
 def accept_tree(device):
     integers = dict(dtype=torch.int32, device=device)
     target, draft = torch.randn(5, 70, device=device), torch.randn(5, 70, device=device).half()
@@ -71,17 +88,19 @@ def accept_tree(device):
         if rule == 3:  # block: chains only
             continue
         tree = (target, tokens, parents, cu_nodes, 1, rule)
-        yield *tree, draft, None, *law(device), *law(device), None, None, seeds, seeds, 0.09, 0.3
-    yield *tree[:5], 0, None, None, *LAWS, *LAWS, None, None, None, None, 0.09, 0.3
+        yield *tree, draft, None, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3
+    yield *tree[:5], 0, None, None, *NO_SAMPLING, *NO_SAMPLING, None, None, None, None, 0.09, 0.3
 
 
+@sample
 def accept_chain(device):
     target, draft = torch.randn(2, 4, 70, device=device), torch.randn(2, 3, 70, device=device)
     tokens, seeds = torch.randint(0, 70, (2, 3), device=device), torch.tensor([1, 2], device=device)
     for rule in range(7):
-        yield target, tokens, rule, draft, *law(device), *law(device), None, None, seeds, seeds, 0.09, 0.3
+        yield target, tokens, rule, draft, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3
 
 
+@sample
 def tree_prepare(device):
     integers = dict(dtype=torch.int32, device=device)
     parents, cu_nodes = torch.tensor([-1, 0, 0, -1, 0, 7], **integers), torch.tensor([0, 3, 3, 5], **integers)
@@ -90,6 +109,7 @@ def tree_prepare(device):
     yield parents[:0], cu_nodes[:1], 1
 
 
+@sample
 def tree_mask(device):
     integers = dict(dtype=torch.int32, device=device)
     visible, cu_nodes = torch.tensor([[1], [3], [5], [1], [-1]], device=device), torch.tensor([0, 3, 3, 5], **integers)
@@ -99,6 +119,7 @@ def tree_mask(device):
     yield visible[:0], cu_nodes[:1], 3, prefix_lens[:0], 0, dtype
 
 
+@sample
 def cache_commit_(device):
     integers = dict(dtype=torch.int32, device=device)
     step = [torch.tensor(v, **integers) for v in ([2, 1], [0, 4, 6], [[0, 2, 3], [0, -1, -1]], [2, 0])]
@@ -109,25 +130,10 @@ def cache_commit_(device):
     yield pages, *step, [], torch.tensor([[4, 0, 2], [1, 3, 3]], **integers)
 
 
+@sample
 def linear_rows(device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in ((2, 3, 40), (7, 40), (7,)))
         yield x, weight, None
         yield x.transpose(0, 1), weight, bias
     yield x[:0], weight, bias
-
-
-# A few argument tuples for each op: an op without an entry fails the test below.
-SAMPLES = {
-    "lookahead_embed": lookahead_embed,
-    "lookahead_embed_backward": lookahead_embed_backward,
-    "tree_prepare": tree_prepare,
-    "tree_mask": tree_mask,
-    "cache_commit_": cache_commit_,
-    "draft_sample": draft_sample,
-    "accept_tree": accept_tree,
-    "accept_chain": accept_chain,
-    "attention_tree": attention_tree,
-    "attention_merge": attention_merge,
-    "linear_rows": linear_rows,
-}

@@ -67,8 +67,8 @@ def test_save_and_load_round_trip(tmp_path, dtype):
 def test_another_models_embeddings_are_refused_with_every_difference(tmp_path):
     LookaheadEmbedding.from_table(4, table_of(), base_model="tiny").save(tmp_path / "x")
     message = (
-        r"belong to another model; hidden size: they have 16, this model has 24; "
-        r"vocabulary: they have 100, this model has 50; base model: they have 'tiny', this model has 'big'"
+        r"belongs to another model; hidden size: it has 16, this model has 24; "
+        r"vocabulary: it has 100, this model has 50; base model: it has 'tiny', this model has 'big'"
     )
     with pytest.raises(ValueError, match=message):
         LookaheadEmbedding.load(tmp_path / "x", table=table_of(50, 24), base_model="big")
@@ -194,12 +194,12 @@ def test_shipped_parameters_load_by_name(tmp_path):
     for row in shipped.hit_rates:
         assert len(row) == 16 and 0 < sum(row) <= 1.0001
     assert shipped.training_record["command"].startswith("python -m pass_ext train")
-    file = pass_ext.modules.lookahead._SHIPPED / "smollm2-135m-instruct.safetensors"
+    file = pass_ext.modules.files.PRETRAINED / "smollm2-135m-instruct.safetensors"
     assert file.stat().st_size < 500_000
     assert torch.equal(LookaheadEmbedding.from_pretrained(file).weight, shipped.weight)
     with pytest.raises(
         ValueError, match="'gpt-9' is neither a file nor one of the shipped names: smollm2-135m-instruct"
     ):
         LookaheadEmbedding.from_pretrained("gpt-9")
-    with pytest.raises(ValueError, match="hidden size: they have 576, this model has 16"):
+    with pytest.raises(ValueError, match="hidden size: it has 576, this model has 16"):
         LookaheadEmbedding.from_pretrained("smollm2-135m-instruct", table=table_of())

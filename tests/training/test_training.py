@@ -21,14 +21,15 @@ from pass_ext.training.common import documents, own_texts, rates, record
 from pass_ext.training.common import options as shared
 from pass_ext.training.common.frozen_model import check_head, load_frozen, text_rows
 from pass_ext.training.common.loss import distillation_loss
+from pass_ext.training.common.run import Run
 from pass_ext.training.common.sampling import sample
-from pass_ext.training.common.schedule import rate_at
+from pass_ext.training.common.trainer import rate_at
 from pass_ext.training.common.windows import Windows
 from pass_ext.training.lookahead import command, pipeline
 from pass_ext.training.lookahead import record as lookahead_record
 from pass_ext.training.lookahead.evaluation import evaluate, ranks_of
 from pass_ext.training.lookahead.forward import slot_rows
-from pass_ext.training.lookahead.loop import Settings, Trainer, step_loss
+from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings, step_loss
 
 transformers = pytest.importorskip("transformers")
 SETTINGS = Settings(
@@ -147,16 +148,16 @@ def test_the_chunked_loss_is_the_dense_one(kind, chunk):
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
     model, windows = tiny_llama(), windows_of(counting(9, 40))
-    whole = Trainer(model, slots_for(model), windows, SETTINGS)
+    whole = LookaheadTrainer(model, slots_for(model), windows, SETTINGS)
     whole.run(12)
-    first = Trainer(model, slots_for(model), windows, SETTINGS)
+    first = LookaheadTrainer(model, slots_for(model), windows, SETTINGS)
     first.run(5)
     first.save(tmp_path / "state.pt", "run")
-    second = Trainer(model, slots_for(model, seed=9), windows, SETTINGS)
+    second = LookaheadTrainer(model, slots_for(model, seed=9), windows, SETTINGS)
     second.restore(tmp_path / "state.pt", "run")
     second.run(12)
     assert second.losses == whole.losses
-    for mine, theirs in zip(second.embedding.parameters(), whole.embedding.parameters(), strict=True):
+    for mine, theirs in zip(second.module.parameters(), whole.module.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     with pytest.raises(SystemExit, match="belongs to a run with other settings"):
         second.restore(tmp_path / "state.pt", "another")
@@ -178,7 +179,7 @@ def test_it_learns_a_pattern_that_the_model_knows():
     embedding = slots_for(model, rank=16, deep=False)
     held_out = counting(5, 24, name="held out")
     before = evaluate(model, embedding, held_out, 8)
-    trainer = Trainer(model, embedding, windows_of(counting(30, 24)), SETTINGS)
+    trainer = LookaheadTrainer(model, embedding, windows_of(counting(30, 24)), SETTINGS)
     frozen = {name: value.clone() for name, value in model.state_dict().items()}
     trainer.run(40)
     after = evaluate(model, embedding, held_out, 8)
@@ -464,8 +465,8 @@ def trained(out, console, **changes):
 
     documents = [Document(f"part {n}.py", "python", f"line {n} of a text\n" * 40) for n in range(30)]
     options = options_for(out, **changes)
-    path = pipeline.train(options, "the command", tiny_llama(), Letters(), documents, ["Say hello.", "Count."], console)
-    return LookaheadEmbedding.load(path)
+    run = Run(options, "the command", tiny_llama(), Letters(), documents, ["Say hello.", "Count."], console)
+    return LookaheadEmbedding.load(pipeline.train(run))
 
 
 def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
@@ -569,7 +570,7 @@ def test_a_run_that_is_killed_at_any_write_ends_with_the_same_parameters(tmp_pat
     ids=["empty", "100 bytes", "half", "all but a byte", "zeros", "HTML"],
 )
 def test_a_damaged_checkpoint_gets_a_sentence(tmp_path, damage):
-    trainer = Trainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
+    trainer = LookaheadTrainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
     path = tmp_path / "checkpoint.pt"
     trainer.save(path, "run", 1.5)
     assert trainer.restore(path, "run") == 1.5
@@ -581,14 +582,14 @@ def test_a_damaged_checkpoint_gets_a_sentence(tmp_path, damage):
 
 
 def test_a_checkpoint_with_parts_missing_gets_a_sentence(tmp_path):
-    trainer = Trainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
+    trainer = LookaheadTrainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
     path = tmp_path / "checkpoint.pt"
     trainer.save(path, "run")
     state = torch.load(path, weights_only=True)
     for other in (
         [],
         *({name: part for name, part in state.items() if name != gone} for gone in set(state) - {"seconds"}),
-        state | {"embedding": {}},
+        state | {"module": {}},
         state | {"optimizer": {}},
         state | {"losses": None},
     ):
@@ -598,7 +599,7 @@ def test_a_checkpoint_with_parts_missing_gets_a_sentence(tmp_path):
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path):
-    trainer = Trainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
+    trainer = LookaheadTrainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
     path = tmp_path / "checkpoint.pt"
     trainer.save(path, "run", 1.0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -609,6 +610,16 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert trainer.restore(path, "run") == 1.0 and [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_pictures_keep_text_as_text_and_repeat_themselves(tmp_path):
+    pytest.importorskip("matplotlib")
+    losses = [3.0, 2.0, 1.5]
+    for name in ("a.svg", "b.svg"):
+        record.save_picture(losses, tmp_path / name, lambda axes: axes.set(xlabel="levels drafted"))
+    picture = (tmp_path / "a.svg").read_text()
+    assert ">loss</text>" in picture and ">mean of 25</text>" in picture and ">levels drafted</text>" in picture
+    assert picture == (tmp_path / "b.svg").read_text()
 
 
 @pytest.mark.parametrize("line", [b"{", b"\xff\xff", b"[1]", b'[{"name": "a"}]', b"[]", b"[" * 100_000])
@@ -664,9 +675,9 @@ def test_the_shipped_instructions_are_the_packages_own(tmp_path, monkeypatch):
     for package in shared.PACKAGES:
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pass_ext.training.common.frozen_model.load_frozen", lambda *_: (tiny_llama(), Letters()))
+    monkeypatch.setattr("pass_ext.training.common.run.load_frozen", lambda *_: (tiny_llama(), Letters()))
     seen = []
-    monkeypatch.setattr(pipeline, "train", lambda *arguments: seen.append(arguments[5]))
+    monkeypatch.setattr(pipeline, "train", lambda run: seen.append(run.instructions))
     command.run(options_for(tmp_path, self_distill="shipped"), ["x"])
     assert seen == [shared.INSTRUCTIONS.read_text().splitlines()] and len(seen[0]) == 120
 
@@ -738,5 +749,5 @@ def test_a_few_steps_on_the_real_model_lower_its_loss(tmp_path):
     again = dataclasses.replace(windows, seed=0)
     settings = dataclasses.replace(SETTINGS, steps=6, warm_up=1, learning_rate=0.02, transition_learning_rate=0.005)
     before = step_loss(model, embedding, again.at(0), 0.8).item()
-    Trainer(model, embedding, windows, settings).run(6)
+    LookaheadTrainer(model, embedding, windows, settings).run(6)
     assert step_loss(model, embedding, again.at(0), 0.8).item() < before - 0.3

@@ -1,9 +1,9 @@
-"""``EarlyFlag``: which requests still draft, decided and kept on the device.
+"""``EarlyFlag``: says which requests still draft. It is computed and stored on the device.
 
     alive[b, 0] = 1,  alive[b, d] = alive[b, d - 1] and any row of b scored above the threshold for depth d
 
-On a GPU the host looks at a flag only if it has arrived already, never waits for it, and may so draft a level too many; what
-counts is read once, with the tokens, so timing changes nothing but time.
+On a GPU the host reads a flag only if it has arrived already. It never waits, and may therefore draft a level too many. The
+levels that count are read once, with the tokens, so timing changes nothing but time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class EarlyFlag:
-    """See the module.
+    """The flags of one step.
 
     Args:
         requests: B.
@@ -22,15 +22,15 @@ class EarlyFlag:
 
     def __init__(self, requests: int, levels: int, device: torch.device) -> None:
         self._alive = torch.ones(requests, levels, dtype=torch.int64, device=device)
-        self._heard: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
+        self._arriving: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
         self._dead: dict[int, int] = {}  # request -> the first depth that it does not go on from
 
-    def hear(self, above: Tensor, requests: Tensor, depth: int) -> None:
-        """Takes in who goes on from this depth.
+    def update(self, above: Tensor, requests: Tensor, depth: int) -> None:
+        """Says which requests go on to this depth.
 
         Args:
-            above: ``[R]`` bool, whether a row whose children stand at this depth wants more levels.
-            requests: ``[R]``, whose rows they are; those of nobody here do not go on.
+            above: ``[R]`` bool, True for a row whose children stand at this depth and score above the threshold.
+            requests: ``[R]``, the request of each row. A request without rows does not go on.
         """
         any_above = torch.zeros_like(self._alive[:, 0])
         any_above.scatter_reduce_(0, requests, above.long(), "amax")
@@ -40,12 +40,12 @@ class EarlyFlag:
             flags = torch.empty(len(flags), dtype=torch.int64, pin_memory=True).copy_(flags, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._heard.append((depth, flags, event))
+        self._arriving.append((depth, flags, event))
 
     def may_go_on(self, request: int, depth: int) -> bool:
-        """Whether this request may draft the children of this depth, as far as is known here."""
-        while self._heard and (self._heard[0][2] is None or self._heard[0][2].query()):
-            known, flags, _ = self._heard.pop(0)
+        """False if the host knows already that this request does not draft the children of this depth."""
+        while self._arriving and (self._arriving[0][2] is None or self._arriving[0][2].query()):
+            known, flags, _ = self._arriving.pop(0)
             for b, alive in enumerate(flags.tolist()):
                 if not alive:
                     self._dead.setdefault(b, known)
@@ -53,5 +53,5 @@ class EarlyFlag:
 
     def read(self, tokens: Tensor) -> tuple[list[list[int]], list[int]]:
         """``tokens [B, n]`` and the levels that count for each request, in one copy to the host."""
-        both = torch.cat([tokens, self._alive.cumprod(1)], dim=1).tolist()
-        return [row[: tokens.shape[1]] for row in both], [sum(row[tokens.shape[1] :]) for row in both]
+        rows = torch.cat([tokens, self._alive.cumprod(1)], dim=1).tolist()
+        return [row[: tokens.shape[1]] for row in rows], [sum(row[tokens.shape[1] :]) for row in rows]

@@ -1,8 +1,10 @@
-"""``PassDrafter``: from the logits of a group of look-ahead slots to the candidates of the next step's tree.
+"""Candidates from look-ahead slots: the logits of a group of slots fill the plan's tree for the next step.
 
 Slot i's logits, plus transition scores left[parent] · right[token] where the embeddings have them, rank the candidates at depth
-i + 1 below each parent; child k of a node is its candidate of rank k. Sampled with rule "coupled", candidates hear the target's
-own noise; for rules that ask for the drafts' law q they are drawn from it, and q is kept.
+i + 1 below each parent; child k of a node is its candidate of rank k. With rule "coupled" candidates are the best under the
+target's own noise; for rules that need the drafts' distribution q they are drawn from it, and q's logits are kept.
+
+A step is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one group).
 """
 
 from __future__ import annotations
@@ -15,8 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pass_ext.decoding.drafting.levels import draw_children, drawing_mode, levels_of, repeated
+from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
+from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
+from pass_ext.decoding.drafting.levels import draw_children, drawing_mode, levels_of
+from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
+from pass_ext.decoding.methods import PaSS
+from pass_ext.decoding.planning.for_lookahead import pass_plan
+from pass_ext.decoding.planning.lookahead_tree import Plan
 from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree
@@ -25,23 +34,102 @@ _SHORTLIST = 64  # candidates of a slot that transition scores reorder, or more 
 _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
 
-class Candidates(NamedTuple):
-    """Drafted tokens of some requests."""
+class Filled(NamedTuple):
+    """The tokens of some requests' trees."""
 
     tokens: list[list[int]]
-    """For each of them the tokens of nodes 1, 2, …; -1: none."""
-    logits: Tensor | None
-    """``[R, V]``, the law that they were drawn from, for rules that ask for it."""
-    rows: list[list[int]] | None
-    """For each request and node the row of ``logits`` that its children were drawn from, or -1."""
+    """For each request the tokens of nodes 1, 2, …; -1: none."""
+    draft_logits: Tensor | None
+    """``[R, V]``, the logits that they were drawn from, for rules that need them."""
+    draft_rows: list[list[int]] | None
+    """For each request and node the row of ``draft_logits`` that its children were drawn from, or -1."""
 
 
-class PassDrafter:
-    """See the module.
+class LookaheadDrafter(Drafter):
+    """Fills the plan's tree from the slots that the last call had.
 
     Args:
         lookahead: the embeddings.
-        tree: of candidates; only its nodes count.
+        plan: of a step.
+        context: the generation.
+    """
+
+    name = LOOK_AHEAD
+
+    def __init__(self, lookahead: LookaheadEmbedding, plan: Plan, context: DraftContext) -> None:
+        table = context.target.table
+        self.max_depth = plan.tree.max_depth
+        self.deepest_row = max(*plan.tree.depths, plan.slots)
+        self.prompt_slots = plan.slots
+        self._lookahead = lookahead
+        self._tree = Tree(plan.tree.parents[: plan.tree.num_nodes])
+        self._groups = tuple(plan.groups.items())
+        self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
+        self._filler = TreeFiller(lookahead, self._tree, table, context.sampling, context.rule)
+
+    def begin(self, session: Session) -> None:
+        """Puts the slots' embeddings into the session."""
+        lookahead, slots = self._lookahead, self.prompt_slots
+        deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
+        session.set_slots(lookahead.weight[:slots].detach(), deep)
+
+    def propose(self, batch: Batch) -> Proposal:
+        """See ``Drafter``."""
+        candidates = [self._probe if levels else None for levels in batch.levels]
+        requests: list[int] = []
+        rows: list[int] = []
+        for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
+            group = step.tree.group_rows(batch.last_nodes[b]) if step is not None else ()
+            if batch.levels[b] and len(group):
+                requests.append(b)
+                rows += [first + row for row in group]
+        if not requests:
+            return Proposal(candidates)
+        logits = batch.logits
+        slots = logits[torch.tensor(rows, device=logits.device)].view(len(requests), -1, logits.shape[-1])
+        texts = [batch.texts[b] for b in requests]
+        filled = self._filler.fill(slots, requests, [text[-1] for text in texts], [len(text) - 1 for text in texts])
+        for i, b in enumerate(requests):
+            draft_rows = filled.draft_rows[i] if filled.draft_rows else None
+            candidates[b] = Candidates(self._tree, filled.tokens[i], draft_rows, self._groups)
+        return Proposal(candidates, filled.draft_logits)
+
+
+def lookahead_drafters(method: PaSS, context: DraftContext) -> list[Drafter]:
+    """The drafters of ``PaSS``: look-ahead, if it is expected to gain anything, and n-grams."""
+    context.check_origins(*([N_GRAM] if method.ngram else []), LOOK_AHEAD)
+    drafter = lookahead_drafter(method, context, pauses=True)
+    return [*([] if drafter is None else [drafter]), *ngram_drafters(method.ngram, context)]
+
+
+def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> LookaheadDrafter | None:
+    """The drafter of the plan; None where no plan is expected to gain anything. pauses: by the step times of that plan."""
+    target = context.target
+    method.lookahead.check_fits(target.table)
+    if method.lookahead.rank and not target.has_table:
+        raise ValueError(
+            f"PaSS: look-ahead slots with transitions (rank {method.lookahead.rank}) compute with the model's embedding "
+            f"table, and that of {target.name} is quantised or offloaded: use slots of rank 0"
+        )
+    plan, times = pass_plan(method, target, len(context.texts), graphs=context.graphs)
+    if plan.is_plain:
+        return None
+    if context.chains_only and len(plan.tree.leaves) != 1:
+        raise ValueError(
+            f"PaSS: tree must be a chain, PaSS(tree=Tree.chain(n)), because rule {context.rule!r} takes chains, got "
+            f"{len(plan.tree.leaves)} branches"
+        )
+    drafter = LookaheadDrafter(method.lookahead, plan, context)
+    drafter.step_times = times if pauses else None
+    return drafter
+
+
+class TreeFiller:
+    """Fills a tree of candidates from the logits of look-ahead slots.
+
+    Args:
+        lookahead: the embeddings.
+        tree: of candidates.
         table: the model's input embeddings.
         sampling: of the batch.
         rule: how the candidates will be judged.
@@ -56,40 +144,38 @@ class PassDrafter:
         self._levels = levels_of(tree, table.device)
         self._transition = _transition_tables(lookahead, table) if lookahead.rank else None
 
-    def draft(
-        self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], positions: Sequence[int]
-    ) -> Candidates:
-        """Candidates for the requests with these numbers, whose next roots stand at these text positions.
+    def fill(self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], positions: Sequence[int]) -> Filled:
+        """Tokens for the requests with these numbers, whose next roots stand at these text positions.
 
         slots ``[len(requests), L, V]``: logits of their look-ahead groups, slot 0 first.
         """
         device = slots.device
-        chosen = torch.tensor(requests, device=device)
-        law = {name: None if v is None else v[chosen] for name, v in self._sampling.law().items()}
+        sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
         places = torch.tensor(positions, device=device)
-        # Column `num_nodes` takes what parents with fewer children are offered beyond them.
+        # Entry `num_nodes` takes candidates beyond the children of parents that have fewer.
         tokens = torch.full((len(requests), self.tree.num_nodes + 1), -1, device=device)
         tokens[:, 0] = torch.tensor(roots, device=device)
         if self._mode != "coupled":
-            return self._drawn(slots, tokens, law, places)
+            return self._drawn(slots, tokens, sampling, places)
         if self._transition is None:
-            self._ranked(slots, tokens, law, places)
+            self._ranked(slots, tokens, sampling, places)
         else:
-            self._reordered(slots, tokens, law, places)
-        return Candidates(tokens[:, 1 : self.tree.num_nodes].tolist(), None, None)
+            self._reordered(slots, tokens, sampling, places)
+        return Filled(tokens[:, 1 : self.tree.num_nodes].tolist(), None, None)
 
-    def _ranked(self, slots: Tensor, tokens: Tensor, law: dict[str, Any], places: Tensor) -> None:
+    def _ranked(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> None:
         """The slots' own order: the same candidates below every parent of a level."""
         depth, most = len(self._levels), max(level.children.shape[1] for level in self._levels)
         rows = slots[:, :depth].flatten(0, 1)
-        at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
-        best, _ = draft_sample(rows, most, mode="coupled", positions=at, **repeated(law, depth))
+        positions = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
+        parameters = sampling.repeated(depth).keywords()
+        best, _ = draft_sample(rows, most, mode="coupled", positions=positions, **parameters)
         for i, level in enumerate(self._levels):
             offered = best.view(-1, depth, most)[:, i, None, : level.children.shape[1]]
             tokens[:, level.children] = offered.expand(-1, len(level.parents), -1)
 
-    def _reordered(self, slots: Tensor, tokens: Tensor, law: dict[str, Any], places: Tensor) -> None:
-        """The best of each slot, in another order below each parent."""
+    def _reordered(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> None:
+        """The best of each slot, reordered below each parent by transition scores."""
         assert self._transition is not None
         left, right = self._transition
         depth, vocabulary = len(self._levels), slots.shape[-1]
@@ -99,21 +185,21 @@ class PassDrafter:
         near = right[short.clamp(min=0)]  # [requests, depth, shortlist, r]
         for i, level in enumerate(self._levels):
             before = left[tokens[:, level.parents].clamp(min=0)]  # [requests, P, r]
-            both = torch.baddbmm(scores[:, i, None], before, near[:, i].transpose(1, 2))  # [requests, P, shortlist]
+            summed = torch.baddbmm(scores[:, i, None], before, near[:, i].transpose(1, 2))  # [requests, P, shortlist]
             width = level.children.shape[1]
-            among = short[:, i, None].expand_as(both)
-            if law["temperature"] is None:
-                best = among.gather(2, both.topk(min(width, both.shape[2])).indices)
+            among = short[:, i, None].expand_as(summed)
+            if sampling.is_greedy:
+                best = among.gather(2, summed.topk(min(width, summed.shape[2])).indices)
                 tokens[:, level.children] = pad(best, (0, width - best.shape[2]), value=-1)
                 continue
-            rows = both.new_full((*both.shape[:2], vocabulary), float("-inf"))
-            rows.scatter_(2, among.clamp(min=0), both)
-            best, _ = draw_children(rows.flatten(0, 1), width, "coupled", law, places, i + 1, level.parents)
+            rows = summed.new_full((*summed.shape[:2], vocabulary), float("-inf"))
+            rows.scatter_(2, among.clamp(min=0), summed)
+            best, _ = draw_children(rows.flatten(0, 1), width, "coupled", sampling, places, i + 1, level.parents)
             tokens[:, level.children] = best.view(-1, len(level.parents), width)
 
-    def _drawn(self, slots: Tensor, tokens: Tensor, law: dict[str, Any], places: Tensor) -> Candidates:
-        """Draws for every parent of its own, from a law that is kept."""
-        kept: list[Tensor] = []
+    def _drawn(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> Filled:
+        """Draws for every parent separately, and keeps the logits that were drawn from."""
+        drawn_from: list[Tensor] = []
         rows = torch.full((len(slots), self.tree.num_nodes), -1, device=slots.device)
         first = 0
         for i, level in enumerate(self._levels):
@@ -123,22 +209,22 @@ class PassDrafter:
                 left, right = self._transition
                 logits = logits + left[tokens[:, level.parents].clamp(min=0)] @ right.t()
             logits = logits.flatten(0, 1).contiguous()
-            best, _ = draw_children(logits, width, self._mode, law, places, i + 1, level.parents)
+            best, _ = draw_children(logits, width, self._mode, sampling, places, i + 1, level.parents)
             tokens[:, level.children] = best.view(-1, count, width)
             rows[:, level.parents] = first + torch.arange(len(logits), device=slots.device).view(-1, count)
             first += len(logits)
-            kept.append(logits)
-        return Candidates(tokens[:, 1 : self.tree.num_nodes].tolist(), torch.cat(kept), rows.tolist())
+            drawn_from.append(logits)
+        return Filled(tokens[:, 1 : self.tree.num_nodes].tolist(), torch.cat(drawn_from), rows.tolist())
 
 
 def _transition_tables(lookahead: LookaheadEmbedding, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Kept while nothing of what they are made of changes: they cost more than a step."""
+    """The tables, cached until a tensor that they are computed from changes: they cost more than a step."""
     left, right = lookahead.transition_left, lookahead.transition_right
     parts = [x for x in (table, left, right) if x is not None]
-    if any(x.is_inference() for x in parts):  # nobody counts their changes
+    if any(x.is_inference() for x in parts):  # changes of these are not counted
         return lookahead.transition_tables(table)
-    made_of = tuple((x.data_ptr(), x._version, x.dtype) for x in parts)
-    kept = _tables.get(lookahead)
-    if kept is None or kept[0] != made_of:
-        kept = _tables[lookahead] = (made_of, lookahead.transition_tables(table))
-    return kept[1]
+    versions = tuple((x.data_ptr(), x._version, x.dtype) for x in parts)
+    cached = _tables.get(lookahead)
+    if cached is None or cached[0] != versions:
+        cached = _tables[lookahead] = (versions, lookahead.transition_tables(table))
+    return cached[1]

@@ -1,16 +1,20 @@
-"""Proposals from the text so far: what followed the last places where the text's latest tokens stood before.
+"""Candidates from the text so far: the tokens that followed earlier occurrences of the text's last tokens.
 
     the text ends in an n-gram that also ended at e: propose text[e + 1], text[e + 2], ..., and past its end the same again
 
-Host side; no tensors.
+All of it is on the host. Nothing is drawn, so any rule may judge the proposals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from pass_ext.decoding.drafting.drafter import N_GRAM, DraftContext, Drafter
+from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
+from pass_ext.decoding.methods import NGram
+
 _MOST_PLACES = 32
-"""Of one n-gram, the latest places that are looked at: a frequent one may have thousands that continue alike."""
+"""Places of one n-gram that are searched, the latest first: a frequent one may have thousands that continue alike."""
 
 
 class NGramIndex:
@@ -20,7 +24,7 @@ class NGramIndex:
     look-up for each n.
 
     Args:
-        longest, shortest: the n-grams that are looked for, longest first.
+        longest, shortest: lengths of the n-grams, longest first.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 1) -> None:
@@ -55,12 +59,12 @@ class NGramIndex:
         first. A place near the end is continued by what it leads to itself, so a repetition goes on."""
         if tokens < 1:
             return []
-        found: dict[tuple[int, ...], None] = {}
+        chains: dict[tuple[int, ...], None] = {}
         for end in self._earlier_places():
-            if len(found) >= branches:
+            if len(chains) >= branches:
                 break
-            found.setdefault(self._continuation(end, tokens))
-        return [list(chain) for chain in found]
+            chains.setdefault(self._continuation(end, tokens))
+        return [list(chain) for chain in chains]
 
     def _earlier_places(self) -> Iterator[int]:
         for n in range(len(self._ending) - 1, self.shortest - 1, -1):
@@ -74,38 +78,34 @@ class NGramIndex:
         return tuple(self._text[begin + offset % period] for offset in range(tokens))
 
 
-def join(
-    parents: Sequence[int], tokens: Sequence[int], chains: Iterable[Sequence[int]], *, most: int | None = None
-) -> tuple[list[int], list[int]]:
-    """Hangs chains of proposals below the root of a tree of candidates; equal beginnings are shared.
-
-    Nodes keep their numbers and new ones follow, so the groups of the tree stay where they are.
+class NGramDrafter(Drafter):
+    """Proposes continuations from each request's own text.
 
     Args:
-        parents, tokens: of each node; -1 for the root's parent. ``[-1], [root]`` is a tree without candidates.
-        chains: most wanted first.
-        most: nodes of the joined tree; what does not fit is left out.
-
-    Returns:
-        The parents and tokens of the joined tree.
+        method: its settings.
+        requests: how many.
     """
-    joined_parents, joined_tokens = list(parents), list(tokens)
-    if len(joined_parents) != len(joined_tokens) or not joined_parents:
-        raise ValueError(
-            f"parents and tokens must be one for each node, the root included, got {len(parents)} and {len(tokens)}"
-        )
-    below: dict[tuple[int, int], int] = {}
-    for node in range(1, len(joined_parents)):
-        below.setdefault((joined_parents[node], joined_tokens[node]), node)
-    for chain in chains:
-        node = 0
-        for token in chain:
-            child = below.get((node, token))
-            if child is None:
-                if most is not None and len(joined_parents) >= most:
-                    break
-                child = below[node, token] = len(joined_parents)
-                joined_parents.append(node)
-                joined_tokens.append(token)
-            node = child
-    return joined_parents, joined_tokens
+
+    name = N_GRAM
+    pauses = False
+
+    def __init__(self, method: NGram, requests: int) -> None:
+        self.max_depth = method.tokens
+        self._method = method
+        self._indices = [NGramIndex(method.longest, method.shortest) for _ in range(requests)]
+
+    def propose(self, batch: Batch) -> Proposal:
+        """See ``Drafter``."""
+        return Proposal(list(map(self._candidates, self._indices, batch.texts, batch.levels)))
+
+    def _candidates(self, index: NGramIndex, text: Sequence[int], levels: int) -> Candidates | None:
+        if levels == 0:
+            return None
+        index.extend(text[len(index) :])
+        chains = index.proposals(min(self._method.tokens, levels), self._method.branches)
+        return Candidates.from_chains(chains) if chains else None
+
+
+def ngram_drafters(method: NGram | None, context: DraftContext) -> list[Drafter]:
+    """The drafter of ``NGram``; none without it."""
+    return [] if method is None else [NGramDrafter(method, len(context.texts))]

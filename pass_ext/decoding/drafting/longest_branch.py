@@ -1,16 +1,16 @@
 """Rule "longest_branch": the published selection of target-initialised multi-candidate decoding. Approximate.
 
-    the first level has w tokens of the target's own law at the last accepted node, drawn without replacement (greedy: its best)
-    below each of them the draft's tokens are judged by rule "rejection"; the branch with the longest accepted chain is kept,
-    the first of equal ones, and nothing is added to it: the next step's first level goes on from its last node
+    the first level has w tokens of the target's distribution at the last accepted node, drawn without replacement (greedy: its
+    best); below each of them the draft's tokens are judged by rule "rejection"; the branch with the longest accepted chain is
+    kept, the first of equal ones, and nothing is added to it: the next step's first level goes on from its last node
 
-Favouring the branch that drafts do well on changes the law of the text; docs/guide/speculative.md says by how much.
+Favouring the branch that drafts do well on changes the distribution of the text; docs/guide/speculative.md says by how much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,34 +20,35 @@ from pass_ext.ops.accept import AcceptResult, accept_tree
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree, pack_trees
 
-_SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # between the branches' seeds, so that their coins are their own
+_SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # between the seeds of branches, so that their coins are independent
 
 
 def first_level(logits: Tensor, width: int, sampling: BatchSampling, positions: Sequence[int]) -> Tensor:
-    """``[B, width]`` tokens of the target's law; logits ``[B, V]`` are those behind the texts' last tokens."""
-    if sampling.temperature is None:
+    """``[B, width]`` tokens of the target's distribution; logits ``[B, V]`` are those behind the texts' last tokens."""
+    if sampling.is_greedy:
         return draft_sample(logits, width, mode="top")[0]
     at = torch.tensor(positions, device=logits.device)
-    return draft_sample(logits, width, mode="without", positions=at, **sampling.law())[0]
+    return draft_sample(logits, width, mode="without", positions=at, **sampling.keywords())[0]
 
 
 def longest_branch(
     logits: Tensor,
     trees: Sequence[Tree | None],
     tokens: Sequence[Sequence[int]],
-    law: Tensor | None,
-    law_rows: Sequence[Sequence[int]],
+    draft_logits: Tensor | None,
+    draft_rows: Sequence[Sequence[int]],
     sampling: BatchSampling,
     positions: Sequence[int],
 ) -> AcceptResult:
-    """What ``accept_tree`` returns, but for the text's end: ``emitted`` are accepted nodes only, and ``path`` has one node more
-    than ``num_accepted`` says: the last one, which is the next root.
+    """Returns an ``AcceptResult`` without the target's own token: ``emitted`` holds accepted nodes only, and ``path`` has one
+    node more than ``num_accepted`` says: the last one, which is the next root.
 
     Args:
         logits: ``[N, V]``, the target's, of the packed nodes.
         trees: of candidates, for each request; None: not in this step.
         tokens: of every tree's nodes, the root's first; -1: none.
-        law, law_rows: as ``draft_logits`` and ``draft_rows``, for every tree's nodes.
+        draft_logits: as ``accept_tree`` takes them.
+        draft_rows: the same, for every tree's nodes.
         positions: of each request's next token.
     """
     branches: list[tuple[int, list[int]]] = []  # request, its nodes in the tree
@@ -68,9 +69,9 @@ def longest_branch(
     shapes = [_below(trees[b], nodes) for b, nodes in branches]
     packed = pack_trees(shapes, logits.device)
     owner = torch.tensor([b for b, _ in branches], device=logits.device)
-    params: dict[str, Any] = {name: None if v is None else v[owner] for name, v in sampling.law().items()}
-    if params["seeds"] is not None:
-        params["seeds"] = params["seeds"] + (torch.tensor(places, device=logits.device) + 1) * _SEED_STEP
+    each = sampling.of_requests(owner)
+    if each.seeds is not None:
+        each = replace(each, seeds=each.seeds + (torch.tensor(places, device=logits.device) + 1) * _SEED_STEP)
     judged = accept_tree(
         logits[torch.tensor(rows, device=logits.device)],
         torch.tensor([tokens[b][node] for b, nodes in branches for node in nodes], device=logits.device),
@@ -78,14 +79,14 @@ def longest_branch(
         packed.cu_nodes,
         max(shape.max_depth for shape in shapes),
         rule="rejection",
-        draft_logits=law,
+        draft_logits=draft_logits,
         draft_rows=None
-        if law is None
-        else torch.tensor([law_rows[b][node] for b, nodes in branches for node in nodes], device=logits.device).int(),
+        if draft_logits is None
+        else torch.tensor([draft_rows[b][node] for b, nodes in branches for node in nodes], device=logits.device).int(),
         positions=torch.tensor(positions, device=logits.device)[owner] + 1,
-        **params,
+        **each.keywords(),
     )
-    return _kept(trees, tokens, branches, judged)
+    return _longest(trees, tokens, branches, judged)
 
 
 def _below(tree: Tree | None, nodes: Sequence[int]) -> Tree:
@@ -94,7 +95,7 @@ def _below(tree: Tree | None, nodes: Sequence[int]) -> Tree:
     return Tree([-1, *(places[tree.parents[node]] for node in nodes[1:])])
 
 
-def _kept(
+def _longest(
     trees: Sequence[Tree | None],
     tokens: Sequence[Sequence[int]],
     branches: Sequence[tuple[int, list[int]]],
@@ -112,11 +113,11 @@ def _kept(
     def filled(numbers: Sequence[int]) -> list[int]:
         return [*numbers, *[-1] * (width - len(numbers))]
 
-    made = [best.get(b, []) for b in range(len(trees))]
+    chosen = [best.get(b, []) for b in range(len(trees))]
     device = judged.path.device
     return AcceptResult(
-        torch.tensor([filled([tokens[b][node] for node in path]) for b, path in enumerate(made)], device=device),
-        torch.tensor([filled([0, *path]) for path in made], dtype=torch.int32, device=device),
-        torch.tensor([max(len(path) - 1, 0) for path in made], dtype=torch.int32, device=device),
+        torch.tensor([filled([tokens[b][node] for node in path]) for b, path in enumerate(chosen)], device=device),
+        torch.tensor([filled([0, *path]) for path in chosen], dtype=torch.int32, device=device),
+        torch.tensor([max(len(path) - 1, 0) for path in chosen], dtype=torch.int32, device=device),
         torch.tensor(wrong, dtype=torch.int32, device=device),
     )

@@ -1,7 +1,8 @@
-"""``Pace``: whether drafting pays for one request just now.
+"""``Pace``: pauses the drafting of one request while it does not pay.
 
-Gain is tokens per time, both of the recent steps, in units of a plain step: sum of tokens / (sum of t / t plain). Below 1
-for long enough, steps are plain for a while, longer each time; then it is tried again.
+    gain = sum of tokens / sum of (t / t of a plain step), over the recent steps
+
+After a gain below 1 the next steps are plain, each time for longer; then drafting is tried again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ _SHORTEST_REST, _LONGEST_REST = 24, 384  # steps
 
 
 class Pace:
-    """Of one request.
+    """The gain of one request's drafts.
 
     Args:
         plain: seconds of a plain step.
@@ -29,11 +30,11 @@ class Pace:
 
     @property
     def rests(self) -> bool:
-        """Whether the next step should be plain."""
+        """True: the next step should be plain."""
         return self._rest > 0
 
     def add(self, seconds: float, tokens: int) -> None:
-        """A step that takes so long, as measured beforehand, gave so many tokens."""
+        """Counts a step. seconds: of such a step, as measured beforehand. tokens: that it gave."""
         if self._rest > 0:
             self._rest -= 1
             return

@@ -1,11 +1,79 @@
-"""``Step``: what one request asks of one call: its root, candidates, and look-ahead groups."""
+"""The values of one step.
+
+Batch        all requests between two steps
+Candidates   what is drafted for one of them        Proposal   for all of them
+Step         what one request asks of the model's call: its root, candidates, and look-ahead slots
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
 
 from pass_ext.tree import Tree
+
+Groups = tuple[tuple[int, int], ...]
+"""Nodes with look-ahead slots behind them, and how many slots."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One request's candidates for the next step: a tree, and a token for each of its nodes.
+
+    Args:
+        tree: its root is the text's last token.
+        tokens: of nodes 1, 2, …; -1: none.
+        draft_rows: for each node the row of the proposal's ``draft_logits`` that its children were drawn from, or -1. None:
+            nothing was drawn, candidates are fixed proposals.
+        groups: nodes with look-ahead slots behind them, and how many slots.
+        seconds: what drafting them takes, as measured beforehand.
+    """
+
+    tree: Tree
+    tokens: Sequence[int] = ()
+    draft_rows: Sequence[int] | None = None
+    groups: Groups = ()
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != self.tree.num_nodes - 1:
+            raise ValueError(
+                f"Candidates: tokens must be {self.tree.num_nodes - 1}, one for each node below the root, got "
+                f"{len(self.tokens)}"
+            )
+
+    @classmethod
+    def from_chains(cls, chains: Iterable[Sequence[int]]) -> Candidates:
+        """Continuations of the text, most wanted first. Equal beginnings are shared."""
+        parents, tokens = join([-1], [-1], chains)
+        return cls(Tree(parents), tokens[1:])
+
+    @property
+    def chains(self) -> list[list[int]]:
+        """The tokens from below the root to each leaf, as far as there are any."""
+        chains = []
+        for leaf in self.tree.leaves:
+            chain = [self.tokens[node - 1] for node in self.tree.path(leaf)[1:]]
+            chains.append(chain[: chain.index(-1)] if -1 in chain else chain)
+        return chains
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The candidates of a batch, for requests that want some.
+
+    Args:
+        candidates: for each request, or None.
+        draft_logits: ``[R, V]``, the very logits that candidates were drawn from; None: nothing was drawn.
+    """
+
+    candidates: Sequence[Candidates | None]
+    draft_logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -13,38 +81,95 @@ class Step:
     """What one request asks of one call."""
 
     root: int
-    candidates: Tree
-    """The root and the candidates."""
-    groups: tuple[tuple[int, int], ...]
-    """Nodes with look-ahead slots, and how many."""
-    tokens: list[int]
-    """Of nodes 1, 2, …; -1: none."""
-    law_rows: list[int] | None = None
-    """For each node the row of the draft's law, or -1."""
+    candidates: Candidates
 
     @property
     def tree(self) -> Tree:
-        """Candidates, and look-ahead slots behind them."""
-        return _with_groups(self.candidates, self.groups)
+        """The candidates, and look-ahead slots behind them."""
+        return _with_groups(self.candidates.tree, self.candidates.groups)
 
     @property
     def ids(self) -> list[int]:
         """As ``lookahead_embed`` takes them."""
-        slots = self.tree.slots[self.candidates.num_nodes :]
-        return [self.root, *(max(token, 0) for token in self.tokens), *(-1 - slot for slot in slots)]
+        slots = self.tree.slots[self.candidates.tree.num_nodes :]
+        return [self.root, *(max(token, 0) for token in self.candidates.tokens), *(-1 - slot for slot in slots)]
 
     @property
     def accept_tokens(self) -> list[int]:
         """As ``accept_tree`` takes them: no look-ahead row is ever accepted."""
-        return [self.root, *self.tokens, *[-1] * (len(self.tree) - self.candidates.num_nodes)]
+        return [self.root, *self.candidates.tokens, *[-1] * (len(self.tree) - self.candidates.tree.num_nodes)]
 
     @property
-    def accept_law_rows(self) -> list[int]:
-        """The same, of the rows of the draft's law."""
-        own = self.law_rows or []
-        return [*own, *[-1] * (len(self.tree) - len(own))]
+    def accept_draft_rows(self) -> list[int]:
+        """``draft_rows`` as ``accept_tree`` takes them."""
+        rows = self.candidates.draft_rows or []
+        return [*rows, *[-1] * (len(self.tree) - len(rows))]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All requests between two steps: their texts, and the model's call just made."""
+
+    texts: Sequence[Sequence[int]]
+    """The tokens of each request, its prompt included."""
+    steps: Sequence[Step | None]
+    """What each request asked of the call; None: it was not in it."""
+    logits: Tensor
+    """``[N, V]``, of the rows of ``steps``, request by request. They hold until the next call."""
+    last_nodes: Sequence[int]
+    """The last accepted node of each step."""
+    remaining: Sequence[int]
+    """Tokens that each request still has to write; 0: it has ended."""
+    levels: Sequence[int]
+    """How deep the candidates of each request may be; 0: it wants none, because it ends, or pauses."""
+
+    @property
+    def first_rows(self) -> list[int]:
+        """Where each step's rows begin in ``logits``."""
+        sizes = [0 if step is None else len(step.tree) for step in self.steps]
+        return list(accumulate(sizes, initial=0))[:-1]
+
+    def last_logits(self) -> Tensor:
+        """``[B, V]``, the logits of each last accepted node; of a request that was not in the call, some row."""
+        rows = [
+            0 if step is None else first + node
+            for step, first, node in zip(self.steps, self.first_rows, self.last_nodes, strict=True)
+        ]
+        return self.logits[torch.tensor(rows, device=self.logits.device)]
+
+
+def join(parents: Sequence[int], tokens: Sequence[int], chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Hangs chains of proposals below the root of a tree of candidates; equal beginnings are shared.
+
+    Nodes keep their numbers and new ones follow, so the groups and draft rows of the tree stay valid.
+
+    Args:
+        parents, tokens: of each node; -1 for the root's parent. ``[-1], [root]`` is a tree without candidates.
+        chains: most wanted first.
+
+    Returns:
+        The parents and tokens of the joined tree.
+    """
+    joined_parents, joined_tokens = list(parents), list(tokens)
+    if len(joined_parents) != len(joined_tokens) or not joined_parents:
+        raise ValueError(
+            f"parents and tokens must be one for each node, the root included, got {len(parents)} and {len(tokens)}"
+        )
+    below: dict[tuple[int, int], int] = {}
+    for node in range(1, len(joined_parents)):
+        below.setdefault((joined_parents[node], joined_tokens[node]), node)
+    for chain in chains:
+        node = 0
+        for token in chain:
+            child = below.get((node, token))
+            if child is None:
+                child = below[node, token] = len(joined_parents)
+                joined_parents.append(node)
+                joined_tokens.append(token)
+            node = child
+    return joined_parents, joined_tokens
 
 
 @lru_cache(maxsize=1024)
-def _with_groups(candidates: Tree, groups: tuple[tuple[int, int], ...]) -> Tree:
+def _with_groups(candidates: Tree, groups: Groups) -> Tree:
     return candidates.with_lookahead(dict(groups)) if groups else candidates

@@ -1,8 +1,8 @@
-"""How often a draft model is right: hit rates for ``plan_drafts``, counted on texts that the target wrote.
+"""Hit rates of a draft model, for ``plan_drafts``: how often it is right on texts that the target wrote.
 
     rates[i][r] = P(the target's greedy token is the draft's rank r | the i tokens before were within the ranks)
 
-Every place of a text is a step's root once; both models read the text as it is, for what a greedy step accepts is the text.
+Every place of a text is a step's root once. Both models read the text unchanged, because a greedy step accepts the text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def calibrate(
 
     Args:
         model: the target, as ``generate`` takes it.
-        draft_model: as ``model``. The vocabularies may differ by padding: what the target has not is no candidate.
+        draft_model: as ``model``. The vocabularies may differ by padding: tokens that the target lacks are no candidates.
         texts: tokens that the target wrote itself (greedy), with their prompts. A path ends behind a token that the target
             would not have written.
         ranks: how many of the draft's candidates are looked at, the most probable first.
@@ -50,12 +50,12 @@ def calibrate(
     prompts = _checked(texts, prompt_lengths, min(target.table.shape[0], draft.table.shape[0]))
     right = _seen(target, texts, lambda logits, text, rows: logits.argmax(-1).cpu())
     width = target.table.shape[0]
-    found = _seen(draft, texts, lambda logits, text, rows: _ranks(logits[:, :width], right[text][rows], ranks))
+    found_ranks = _seen(draft, texts, lambda logits, text, rows: _ranks(logits[:, :width], right[text][rows], ranks))
     counts = torch.zeros(levels, ranks + 1, dtype=torch.int64)
-    for tokens, prompt, known, seen in zip(texts, prompts, right, found, strict=True):
+    for tokens, prompt, known, seen in zip(texts, prompts, right, found_ranks, strict=True):
         counts += _counts(seen, known[:-1] == torch.tensor(tokens[1:]), prompt, levels, ranks)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    return tuple(tuple(round(rate, 5) for rate in own[:ranks]) for own in shares.tolist())
+    return tuple(tuple(round(rate, 5) for rate in row[:ranks]) for row in shares.tolist())
 
 
 def _seen(model: Adapted, texts: Sequence[Sequence[int]], look: Callable[[Tensor, int, slice], Tensor]) -> list[Tensor]:
@@ -64,12 +64,12 @@ def _seen(model: Adapted, texts: Sequence[Sequence[int]], look: Callable[[Tensor
     with torch.no_grad(), model.attached():
         session = Session(model, 1, max(map(len, texts)))
         for text, tokens in enumerate(texts):
-            session.begin(model, None, None)
+            session.begin(model)
             parts = []
             for first in range(0, len(tokens), _ROWS):
                 ids = torch.tensor(tokens[first : first + _ROWS], device=session.device)
                 trees = pack_trees([Tree.chain(len(ids) - 1)], session.device)
-                parts.append(look(session.call(trees, ids).logits, text, slice(first, first + len(ids))))
+                parts.append(look(session.call(trees, ids), text, slice(first, first + len(ids))))
                 path = torch.arange(len(ids), dtype=torch.int32, device=session.device)[None]
                 session.commit(trees, path, torch.full_like(path[:, 0], len(ids) - 1))
             seen.append(torch.cat(parts))
@@ -77,20 +77,20 @@ def _seen(model: Adapted, texts: Sequence[Sequence[int]], look: Callable[[Tensor
 
 
 def _ranks(logits: Tensor, right: Tensor, ranks: int) -> Tensor:
-    """``[R]`` on the CPU: at which rank the draft has the right token; ``ranks`` where it has it not."""
-    found = draft_sample(logits, ranks, mode="top")[0].cpu() == right[:, None]
-    return torch.where(found.any(1), found.int().argmax(1), ranks)
+    """``[R]`` on the CPU: the rank at which the draft has the right token; ``ranks`` where it does not have it."""
+    hits = draft_sample(logits, ranks, mode="top")[0].cpu() == right[:, None]
+    return torch.where(hits.any(1), hits.int().argmax(1), ranks)
 
 
-def _counts(found: Tensor, own: Tensor, prompt: int, levels: int, ranks: int) -> Tensor:
-    """``[levels, ranks + 1]``: how often which rank came up at which level. own ``[n - 1]``: whether the text goes on as the
-    target would."""
+def _counts(found_ranks: Tensor, is_greedy: Tensor, prompt: int, levels: int, ranks: int) -> Tensor:
+    """``[levels, ranks + 1]``: how often each rank came up at each level. is_greedy ``[n - 1]``: True where the text goes on as
+    the target would."""
     counts = torch.zeros(levels, ranks + 1, dtype=torch.int64)
-    goes_on = (found[:-1] < ranks) & own
-    alive = torch.arange(prompt - 1, len(found))  # the rows that are looked at, one for each root whose path led here
+    goes_on = (found_ranks[:-1] < ranks) & is_greedy
+    alive = torch.arange(prompt - 1, len(found_ranks))  # rows that count, one for each root whose path led here
     for level in range(levels):
-        counts[level] = torch.bincount(found[alive], minlength=ranks + 1)
-        alive = alive[alive < len(found) - 1]
+        counts[level] = torch.bincount(found_ranks[alive], minlength=ranks + 1)
+        alive = alive[alive < len(found_ranks) - 1]
         alive = alive[goes_on[alive]] + 1
     return counts
 
@@ -106,7 +106,9 @@ def _checked(texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | Non
                 f"texts must hold ids from 0 to {vocabulary - 1}, which both models have; text {index} holds {got}"
             )
     prompts = [1] * len(texts) if prompt_lengths is None else prompt_lengths
-    if len(prompts) != len(texts) or any(not 1 <= own <= len(text) for own, text in zip(prompts, texts, strict=False)):
+    if len(prompts) != len(texts) or any(
+        not 1 <= prompt <= len(text) for prompt, text in zip(prompts, texts, strict=False)
+    ):
         raise ValueError(
             f"prompt_lengths must be a number from 1 to its length for each of the {len(texts)} texts, got {list(prompts)}"
         )

@@ -1,4 +1,4 @@
-"""The plan of a step with a draft model: which candidates it drafts, level by level, for the target to verify.
+"""Plans a step with a draft model: the candidates that it drafts, level by level, for the target to verify.
 
     reach(v) = product of the hit rates on v's path
     plan = arg max  (sum of reach) / (target(rows of the tree) + sum over levels s of draft(rows of its first s levels))
@@ -28,9 +28,9 @@ from pass_ext.decoding.planning.hit_rates import (
 )
 from pass_ext.tree import MAX_TREE_NODES, Tree
 
-_KEPT = 16
+_MOST_FOLLOWED = 16
 """Sizes of levels that are followed further, of those with equally many levels and rows."""
-_GAIN = 1 + 1e-9  # what is better by less is the same
+_GAIN = 1 + 1e-9  # smaller differences count as equal
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DraftPlan:
         *,
         requests: int = 1,
     ) -> DraftPlan:
-        """What a given tree promises. Times, requests: as for ``plan_drafts``; without times there is no ``speedup``."""
+        """The plan of a given tree. Times, requests: as for ``plan_drafts``; without times there is no ``speedup``."""
         tree, _ = tree.breadth_first()
         reach = reach_of(tree, checked_rates(hit_rates))
         if target_time is None or draft_time is None:
@@ -139,8 +139,8 @@ def plan_drafts(
     most = min(checked_count("most_rows", most_rows), MAX_TREE_NODES)
     levels = None if most_levels is None else checked_count("most_levels", most_levels)
     width = None if ranks is None else checked_count("ranks", ranks)
-    rates = [own[:width] for own in checked_rates(hit_rates)[:levels]]
-    falling = [list(accumulate(own, min)) for own in rates]  # a rank is taken after those before it
+    rates = [level[:width] for level in checked_rates(hit_rates)[:levels]]
+    falling = [list(accumulate(level, min)) for level in rates]  # a rank is taken after those before it
     sizes = _best_sizes(falling, most, _Costs(target_time, draft_time, checked_count("requests", requests)))
     if not sizes:
         return DraftPlan.plain()
@@ -182,31 +182,33 @@ def _best_sizes(rates: list[list[float]], most: int, costs: _Costs) -> tuple[int
     bound = _Bound(rates, most, costs)
     best = 1 / costs.target(1)
     chosen: tuple[int, ...] = ()
-    kept = [_Levels((), [1.0], 1, 1, 1.0, 0.0)]
-    for level, own in enumerate(rates):
+    followed = [_Levels((), [1.0], 1, 1, 1.0, 0.0)]
+    for level, level_rates in enumerate(rates):
         grown: dict[int, list[_Levels]] = defaultdict(list)
-        for above in kept:
+        for above in followed:
             if not bound.may_beat(best, level, above):
                 continue
             drafting = above.drafting + costs.draft(above.rows)
-            likeliest = sorted((a * b for a in above.likeliest[: above.width] for b in own if a * b > 0), reverse=True)
+            likeliest = sorted(
+                (a * b for a in above.likeliest[: above.width] for b in level_rates if a * b > 0), reverse=True
+            )
             likeliest, tokens = likeliest[: most - above.rows], above.tokens
             for width, reach in enumerate(likeliest, 1):
                 rows, tokens = above.rows + width, tokens + reach
-                found = _Levels((*above.sizes, width), likeliest, width, rows, tokens, drafting)
-                grown[rows].append(found)
+                tree = _Levels((*above.sizes, width), likeliest, width, rows, tokens, drafting)
+                grown[rows].append(tree)
                 if tokens / (costs.target(rows) + drafting) > best * _GAIN:
-                    best, chosen = tokens / (costs.target(rows) + drafting), found.sizes
-        kept = [
-            found
+                    best, chosen = tokens / (costs.target(rows) + drafting), tree.sizes
+        followed = [
+            tree
             for same in grown.values()
-            for found in nlargest(_KEPT, same, key=lambda found: found.tokens - best * found.drafting)
+            for tree in nlargest(_MOST_FOLLOWED, same, key=lambda tree: tree.tokens - best * tree.drafting)
         ]
     return chosen
 
 
 class _Bound:
-    """Whether more levels can pay: each has at most its rates' sum times the reach above, and at least one row."""
+    """Says whether more levels can pay: each has at most its rates' sum times the reach above, and at least one row."""
 
     def __init__(self, rates: list[list[float]], most: int, costs: _Costs) -> None:
         self._sums = list(map(sum, rates))
@@ -231,8 +233,8 @@ class _Bound:
 def _tree(rates: list[list[float]], sizes: tuple[int, ...]) -> Tree:
     """The likeliest tree with levels of these sizes, siblings together and by rank."""
     parents, reach, level = [-1], [1.0], range(1)
-    for own, size in zip(rates, sizes, strict=False):
-        children = [(reach[above] * rate, above, rank) for above in level for rank, rate in enumerate(own)]
+    for level_rates, size in zip(rates, sizes, strict=False):
+        children = [(reach[above] * rate, above, rank) for above in level for rank, rate in enumerate(level_rates)]
         chosen = sorted(children, key=lambda child: -child[0])[:size]
         for value, above, _ in sorted(chosen, key=lambda child: child[1:]):
             parents.append(above)

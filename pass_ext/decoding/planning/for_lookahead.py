@@ -1,4 +1,4 @@
-"""The plan of PaSS for one model on one machine: calibrated hit rates of the embeddings and measured step times, planned."""
+"""The plan of PaSS for one model on one machine, from the embeddings' hit rates and measured step times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hit rates say of a tree of candidates, and the seconds of calls: what the planners of PaSS and of draft models share.
+"""Hit rates and call times, as both planners need them: how likely each node of a tree is to be accepted.
 
     reach(v) = product of the hit rates on v's path        last(v) = reach(v) - sum of reach over v's children
 
@@ -43,9 +43,9 @@ def reach_of(tree: Tree, rates: Sequence[Sequence[float]]) -> list[float]:
     """For each node P(it is accepted), where child k of a node is the candidate of rank k."""
     reach = [1.0] * tree.num_nodes
     for node in range(tree.num_nodes):
-        own = rates[tree.depths[node]] if tree.depths[node] < len(rates) else []
+        level = rates[tree.depths[node]] if tree.depths[node] < len(rates) else []
         for rank, child in enumerate(tree.children(node)):
-            reach[child] = reach[node] * own[rank] if rank < len(own) else 0.0
+            reach[child] = reach[node] * level[rank] if rank < len(level) else 0.0
     return reach
 
 
@@ -67,9 +67,9 @@ def node_table(
     ranks = {node: rank for above in range(tree.num_nodes) for rank, node in enumerate(tree.children(above))}
     lines = [f"{'node':<{width}}  rank  reached   last{'' if slots is None else '  slots'}"]
     for name, node in names:
-        own = f"{(slots or {}).get(node, ''):>5}"
+        count = f"{(slots or {}).get(node, ''):>5}"
         lines.append(
-            f"{name:<{width}}  {ranks.get(node, '-'):>4}  {reach[node]:7.3f}  {last[node]:5.3f}  {own}".rstrip()
+            f"{name:<{width}}  {ranks.get(node, '-'):>4}  {reach[node]:7.3f}  {last[node]:5.3f}  {count}".rstrip()
         )
     return lines
 
@@ -86,23 +86,23 @@ def _branches(tree: Tree) -> Iterator[tuple[str, int]]:
 
 
 def checked_rates(hit_rates: HitRates) -> list[list[float]]:
-    """As lists of floats; refused unless each row holds probabilities of exclusive events."""
-    rates = [[float(rate) for rate in own] for own in hit_rates]
-    for slot, own in enumerate(rates):
-        if not all(0 <= rate <= 1 for rate in own) or sum(own) > 1 + 1e-4:
+    """The rates as lists of floats; refused unless each row holds probabilities of exclusive events."""
+    rates = [[float(rate) for rate in level] for level in hit_rates]
+    for depth, level in enumerate(rates, 1):
+        if not all(0 <= rate <= 1 for rate in level) or sum(level) > 1 + 1e-4:
             raise ValueError(
-                f"hit_rates must be probabilities that sum to at most 1 for each depth, got {own} for depth {slot + 1}"
+                f"hit_rates must be probabilities that sum to at most 1 for each depth, got {level} for depth {depth}"
             )
     return rates
 
 
 def checked_count(name: str, value: int) -> int:
-    """value, refused unless it is a whole number above 0."""
+    """The value, refused unless it is a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
     return value
 
 
 def counted(number: int, word: str) -> str:
-    """1 node, 2 nodes."""
+    """A number and its noun: 1 node, 2 nodes."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -1,4 +1,4 @@
-"""The plan of a PaSS step: which candidates to verify, and which of them carry a group of look-ahead slots.
+"""Plans a PaSS step: the candidates to verify, and those of them that carry a group of look-ahead slots.
 
     reach(v) = product of the hit rates on v's path        last(v) = reach(v) - sum of reach over v's children
     miss = sum of last(v) over nodes v without a group     (the next call is then a probe: the root and one group)
@@ -197,13 +197,6 @@ def plan_auto(
     return best if best.speedup is not None and best.speedup > 1 else Plan.plain(1.0)
 
 
-def predicted(tree: Tree, hit_rates: HitRates) -> float:
-    """Expected tokens per call of steps with this tree and its groups, probe calls included."""
-    reach = reach_of(tree, checked_rates(hit_rates))
-    miss = _miss(tree, last_of(tree.parents[: tree.num_nodes], reach))
-    return (sum(reach) + miss) / (1 + miss)
-
-
 def assumed_hit_rates(slots: int, ranks: int) -> list[list[float]]:
     """A guess for embeddings that were never calibrated: 0.35 for the best candidate of each slot, half as much for each
     further rank."""
@@ -211,7 +204,7 @@ def assumed_hit_rates(slots: int, ranks: int) -> list[list[float]]:
 
 
 class _Costs:
-    """t(rows), and what a plan earns by it."""
+    """t(rows), and the tokens per second of a plan by it."""
 
     def __init__(self, step_time: StepTime | None, requests: int) -> None:
         self.are_measured = step_time is not None
@@ -237,7 +230,7 @@ def _search(rates: list[list[float]], rows: int, costs: _Costs, passes: int) -> 
             insort(rising, -last[parent])
             insort(rising, -value)
             accepted, deepest = accepted + value, max(deepest, depths[nodes - 1])
-            if deepest < depth:  # a smaller limit has had this tree
+            if deepest < depth:  # found already, with a smaller limit
                 continue
             for score, groups in _scores(costs, nodes, depth, accepted, (-x for x in rising), rows, passes):
                 if score > best * (1 + 1e-9):

@@ -10,23 +10,22 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.methods import MOST_ROWS
+from pass_ext.decoding.methods import MAX_PLANNED_ROWS
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.step_times import StepTimes, measure
 from pass_ext.decoding.session.session import Session
 from pass_ext.tree import Tree, pack_trees
 
 _times: dict[tuple[Any, ...], StepTimes] = {}
-"""By model, device, threads, and whether in CUDA graphs."""
+"""By model, device, threads, and whether calls are CUDA graphs."""
 
-
-_PREFIX = 256  # tokens that measured steps stand behind
+_PREFIX = 256  # tokens of text before the measured rows
 
 
 def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
     """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk.
 
-    Of a callable that cannot be told from another, once per object.
+    A callable without a config cannot be recognised in another process: it is measured once per object.
     """
     device, fingerprint = model.table.device, _fingerprint(model)
     known = fingerprint or id(model.model)
@@ -39,17 +38,17 @@ def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
     if fingerprint is None:
         try:
             finalize(model.model, _times.pop, key, None)
-        except TypeError:  # nobody would tell us when its number is another object's
+        except TypeError:  # without a finalizer its id may later be another object's
             return times
     _times[key] = times
     return times
 
 
 class _Calls:
-    """Calls with any number of rows behind one prefix, which is read when the first is made."""
+    """Calls with any number of rows behind one prefix, which the first call reads."""
 
     def __init__(self, model: Adapted, graphs: bool) -> None:
-        self._session = Session(model, 1, _PREFIX + MOST_ROWS, graphs=graphs)
+        self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, graphs=graphs)
 
     def run(self, rows: int) -> None:
         session = self._session
@@ -65,7 +64,7 @@ class _Calls:
 
 
 def _fingerprint(model: Adapted) -> str | None:
-    """What the time of a call depends on, of the model; None where it cannot be seen: of callables without a config."""
+    """A hash of all that a call's time depends on; None for callables without a config, where it cannot be seen."""
     module: Any = model.model
     config: Any = getattr(module, "config", None)
     if not isinstance(module, torch.nn.Module) or not hasattr(config, "to_dict"):

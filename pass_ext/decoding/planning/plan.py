@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import singledispatch
 from typing import Any
 
 from pass_ext.decoding.methods import MultiCandidate, PaSS, Speculative
@@ -18,20 +19,32 @@ def plan(model: Any, method: PaSS | Speculative | MultiCandidate, requests: int 
     Measures the model's calls where no times are kept: a few seconds, once per model and machine.
 
     Args:
-        model: what ``generate`` takes.
+        model: a model as ``generate`` takes it.
         method: ``PaSS``, or ``Speculative`` or ``MultiCandidate`` with a tree that is to be planned.
         requests: decoded together.
     """
     if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
         raise ValueError(f"plan: requests must be a whole number, 1 or more, got {requests!r}")
-    if isinstance(method, PaSS):
-        return pass_plan(method, packed_model(model), requests)[0]
-    if isinstance(method, (Speculative, MultiCandidate)):
-        if (method.tree if isinstance(method, MultiCandidate) else method.length) not in (None, "auto"):
-            raise ValueError(
-                f'plan: this {type(method).__name__} has a tree already; length="auto" or branching="auto" is planned'
-            )
-        return draft_plan(method, packed_model(model), packed_model(method.draft_model), requests)
+    return _plan(method, model, requests)
+
+
+@singledispatch
+def _plan(method: Any, model: Any, requests: int) -> Plan | DraftPlan:
     raise TypeError(
         f"plan: method must be PaSS(...), Speculative(...) or MultiCandidate(...), got {type(method).__name__}"
     )
+
+
+@_plan.register
+def _(method: PaSS, model: Any, requests: int) -> Plan:
+    return pass_plan(method, packed_model(model), requests)[0]
+
+
+@_plan.register(Speculative)
+@_plan.register(MultiCandidate)
+def _(method: Speculative | MultiCandidate, model: Any, requests: int) -> DraftPlan:
+    if method.tree is not None:
+        raise ValueError(
+            f'plan: method must have length="auto" or branching="auto", got a {type(method).__name__} with a tree of its own'
+        )
+    return draft_plan(method, packed_model(model), packed_model(method.draft_model), requests)

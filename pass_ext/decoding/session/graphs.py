@@ -28,9 +28,9 @@ class _Recording:
 
     def replay(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         self.ids.copy_(ids)
-        for mine, given in zip(self.trees, trees, strict=True):
-            if isinstance(mine, Tensor) and isinstance(given, Tensor):
-                mine.copy_(given)
+        for buffer, value in zip(self.trees, trees, strict=True):
+            if isinstance(buffer, Tensor) and isinstance(value, Tensor):
+                buffer.copy_(value)
         self.graph.replay()
         return self.logits, self.new
 
@@ -58,10 +58,10 @@ class RecordedCalls:
 
     def _record(self, trees: PackedTrees, ids: Tensor) -> _Recording:
         parents, cu_nodes, most, visible, depths = trees
-        own = PackedTrees(parents.clone(), cu_nodes.clone(), most, visible.clone(), depths.clone())
+        buffers = PackedTrees(parents.clone(), cu_nodes.clone(), most, visible.clone(), depths.clone())
         ids = ids.clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits, new = self._forward(own, ids)
+            logits, new = self._forward(buffers, ids)
         self._pool = graph.pool()
-        return _Recording(graph, own, ids, logits, new)
+        return _Recording(graph, buffers, ids, logits, new)

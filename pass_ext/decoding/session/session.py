@@ -1,13 +1,12 @@
-"""``Session``: a model's keys and values while one batch is decoded; a call of packed rows, and keeping what was accepted.
+"""``Session``: a model's keys and values while one batch is decoded, and the model's calls on packed rows.
 
-Caches are ``[B, room, KV heads, D]`` per layer; a call's own keys and values stay outside (``new``) until ``commit`` moves the
-accepted ones in, so a call never disturbs the text.
+Caches are ``[B, room, KV heads, D]`` per layer. A call's new keys and values stay outside of them until ``commit`` moves the
+accepted ones in, so a call never changes the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +20,6 @@ from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
 
 
-class Call(NamedTuple):
-    """What a call of the model gave."""
-
-    trees: PackedTrees
-    logits: Tensor
-    """``[N, V]``, or of the wanted rows only."""
-
-
 class Session:
     """The caches of one batch of B requests, and the calls that grow them.
 
@@ -36,8 +27,6 @@ class Session:
         model: ``packed_model(...)``.
         requests: B.
         room: text positions that the caches hold for each request.
-        slots: ``[L, d]``, look-ahead embeddings; None for none.
-        deep: ``[layers, L, d]``, what they add to the input of every layer; None for nothing.
         graphs: on CUDA, calls whose shape comes again are CUDA graphs.
     """
 
@@ -46,8 +35,6 @@ class Session:
         model: Adapted,
         requests: int,
         room: int,
-        slots: Tensor | None = None,
-        deep: Tensor | None = None,
         *,
         graphs: bool = False,
     ) -> None:
@@ -55,9 +42,8 @@ class Session:
         self.requests = requests
         self.room = room
         table = model.table
-        # Copies: `begin` writes other slots there.
-        self.slots = table.new_empty(0, table.shape[1]) if slots is None else slots.to(table, copy=True)
-        self.deep = None if deep is None else deep.to(table, copy=True)
+        self.slots = table.new_empty(0, table.shape[1])
+        self.deep: Tensor | None = None
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before their padding to what the kernel has
@@ -66,16 +52,16 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where everything lies."""
+        """The device of the model and the caches."""
         return self.prefix_lens.device
 
-    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Call:
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         """One call on all rows of the trees; ids ``[N]`` as ``lookahead_embed`` takes them. Logits hold until the next call."""
         if self._recorded is not None and wanted is None and self.caches:
             logits, self._new = self._recorded(trees, ids)
         else:
             logits, self._new = self._forward(trees, ids, wanted)
-        return Call(trees, logits)
+        return logits
 
     def _forward(
         self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None
@@ -130,9 +116,9 @@ class Session:
         return logits, new
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
-        """Keeps the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
-        flat = [cache for both in self.caches for cache in both]
-        new = [rows for both in self._new for rows in both]
+        """Adds the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
+        flat = [cache for layer in self.caches for cache in layer]
+        new = [rows for layer in self._new for rows in layer]
         cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
         self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
 
@@ -141,22 +127,34 @@ class Session:
         most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.prefix_lens.copy_(self.prefix_lens.minimum(most))
 
-    def begin(self, model: Adapted, slots: Tensor | None, deep: Tensor | None) -> None:
+    def begin(self, model: Adapted) -> None:
         """Forgets the texts; caches and recorded calls stay for the next ones. model: the same one, adapted anew."""
-        if slots is not None and slots.shape != self.slots.shape:
-            raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
-        if slots is not None and (deep is None) != (self.deep is None):
-            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
-        if slots is not None:
-            self.slots.copy_(slots)
-        if self.deep is not None and deep is not None:
-            self.deep.copy_(deep)
         self.model = model
         self.prefix_lens.zero_()
 
+    def set_slots(self, slots: Tensor, deep: Tensor | None) -> None:
+        """Sets the look-ahead embeddings of the next calls. After a first call their number is fixed: recorded calls read them
+        where they lie.
+
+        Args:
+            slots: ``[L, d]``.
+            deep: ``[layers, L, d]``, what they add to the input of every layer; None for nothing.
+        """
+        if not self.caches:  # copies, because later slots are written there
+            self.slots = slots.to(self.slots, copy=True)
+            self.deep = None if deep is None else deep.to(self.slots, copy=True)
+            return
+        if slots.shape != self.slots.shape:
+            raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
+        if (deep is None) != (self.deep is None):
+            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
+        self.slots.copy_(slots)
+        if self.deep is not None and deep is not None:
+            self.deep.copy_(deep)
+
     def first_layers(self, model: Adapted, count: int) -> Session:
-        """The same texts as a model sees them that is made of the first layers of this one. It reads these caches and commits
-        nothing."""
+        """A session of the same texts for a model that consists of this model's first layers. It reads these caches and
+        commits nothing."""
         return _FirstLayers(self, model, count)
 
     def fill(self, past: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
@@ -167,20 +165,20 @@ class Session:
         first = not self.caches
         if not past or (not first and len(past) != len(self.caches)):
             raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
-        for layer, both in enumerate(past):
-            for given in both:
-                if given.dim() != 4 or given.shape[0] != self.requests or given.shape[1] < length:
+        for layer, pair in enumerate(past):
+            for x in pair:
+                if x.dim() != 4 or x.shape[0] != self.requests or x.shape[1] < length:
                     raise ValueError(
                         f"past: keys and values of layer {layer} must be [{self.requests}, {length} or more, heads, D], got "
-                        f"{list(given.shape)}"
+                        f"{list(x.shape)}"
                     )
-            width = _head_dim(max(given.shape[-1] for given in both))
-            rows = [_padded(given[:, :length], width) for given in both]
+            width = _head_dim(max(x.shape[-1] for x in pair))
+            rows = [_padded(x[:, :length], width) for x in pair]
             if first:
-                self._add_layer(rows[0][0], rows[1][0], (both[0].shape[-1], both[1].shape[-1]))
-            self._check_rows(layer, *(given[0] for given in rows))
-            for cache, given in zip(self.caches[layer], rows, strict=True):
-                cache[:, :length] = given
+                self._add_layer(rows[0][0], rows[1][0], (pair[0].shape[-1], pair[1].shape[-1]))
+            self._check_rows(layer, *(x[0] for x in rows))
+            for cache, x in zip(self.caches[layer], rows, strict=True):
+                cache[:, :length] = x
         self.prefix_lens.fill_(length)
 
     def _add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
@@ -195,13 +193,13 @@ class Session:
         )
 
     def _check_rows(self, layer: int, *rows: Tensor) -> None:
-        """Whether keys and values are of the kind that the caches, which earlier calls or ``past`` made, hold."""
-        for cache, given in zip(self.caches[layer], rows, strict=True):
-            if cache.shape[2:] != given.shape[1:] or cache.dtype != given.dtype:
+        """Refuses keys and values of another shape or dtype than the caches, which the first call or ``past`` made."""
+        for cache, x in zip(self.caches[layer], rows, strict=True):
+            if cache.shape[2:] != x.shape[1:] or cache.dtype != x.dtype:
                 raise ValueError(
                     f"layer {layer}: keys and values in the cache, from `past` or a first call, are "
-                    f"{cache.dtype} {list(cache.shape[2:])} (heads, padded D), those given now {given.dtype} "
-                    f"{list(given.shape[1:])}"
+                    f"{cache.dtype} {list(cache.shape[2:])} (heads, padded D), those given now {x.dtype} "
+                    f"{list(x.shape[1:])}"
                 )
 
 
@@ -211,7 +209,7 @@ class _FirstLayers(Session):
         self._whole, self._count = whole, count
         self.prefix_lens = whole.prefix_lens
 
-    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Call:
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         """As ``Session``."""
         self.caches = self._whole.caches[: self._count]
         return super().call(trees, ids, wanted)
@@ -226,5 +224,5 @@ def _head_dim(needed: int) -> int:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """With zeros behind each row; they add nothing to a product."""
+    """Rows padded with zeros, which add nothing to a product."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

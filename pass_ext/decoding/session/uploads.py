@@ -1,4 +1,4 @@
-"""``uploaded``: numbers from the host, without waiting for the device. Called where steps are put together."""
+"""``uploaded``: copies numbers from the host to the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from torch import Tensor
 
 
 def uploaded(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64. On a GPU from pinned memory: a copy from anywhere else would wait for all that was launched before."""
+    """An int64 tensor. On a GPU from pinned memory: any other copy would wait for all kernels launched before it."""
     tensor = torch.tensor(numbers, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
@@ -57,14 +58,14 @@ class CustomGenerate:
 
     def __init__(
         self,
-        method: Method | None = None,
+        method: Method | DraftingMethod | None = None,
         *,
         rule: str = "coupled",
         seeds: int | Sequence[int] | Tensor | None = None,
         generator: torch.Generator | None = None,
         streamer: Any = None,
     ) -> None:
-        self.method: Method = Plain() if method is None else method
+        self.method: Method | DraftingMethod = Plain() if method is None else method
         self.stats: GenerationStats | None = None
         self._rule, self._seeds, self._generator, self._streamer = rule, seeds, generator, streamer
 

@@ -1,1 +1,4 @@
-"""What the three training commands share: texts, samples, windows, losses, records."""
+"""The skeleton of the three training commands.
+
+options → run (model, texts) → [a command's own data] → trainer, steps → [its evaluation] → record (file, card, picture)
+"""

@@ -1,7 +1,7 @@
 """Documents for training: files are read, split by name into training and held-out ones, and Python's prose is cut out.
 
-The split is a property of a file's name alone, so benchmarks can draw their prompts from the held-out side. A file of the
-standard library is named by its place there, however it was given. Needs only the standard library.
+The split depends on a file's name alone, so benchmarks can draw their prompts from the held-out side. A file of the standard
+library is named by its place there, whatever path leads to it. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHORTEST_PROSE = 200
 
 @dataclass(frozen=True)
 class Document:
-    """One text: ``name`` is its file's, as ``read_documents`` says; ``kind`` is "python" or "prose"."""
+    """A text: ``name`` is its file's, as ``read_documents`` makes it; ``kind`` is "python" or "prose"."""
 
     name: str
     kind: str
@@ -31,7 +31,7 @@ class Document:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file of this name is kept for evaluation: a tenth of all, by a hash that never changes."""
+    """True if a file of this name is for the evaluation: a tenth of all, by a hash that never changes."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 10 == 0
 
 
@@ -39,35 +39,35 @@ def read_documents(paths: Iterable[str | Path]) -> list[Document]:
     """The documents of files and folders, sorted by name; a Python file gives its source and, apart, its long strings.
 
     The word "stdlib" stands for the folder of Python's standard library. Files from there are named by their path in it, others
-    by their path in the outermost folder that was given, with as many folders above as it takes to tell equal names apart.
+    by their path in the outermost of the folders, with as many folders above as it takes to tell equal names apart.
     """
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     for path in paths:
-        given = Path(sysconfig.get_path("stdlib") if path == "stdlib" else path)
-        if not given.exists():
-            raise FileNotFoundError(f"--data names {str(given)!r}, which does not exist")
-        root = (given if given.is_dir() else given.parent).resolve()
-        for file in sorted(root.rglob("*")) if given.is_dir() else [root / given.name]:
+        source = Path(sysconfig.get_path("stdlib") if path == "stdlib" else path)
+        if not source.exists():
+            raise FileNotFoundError(f"--data names {str(source)!r}, which does not exist")
+        root = (source if source.is_dir() else source.parent).resolve()
+        for file in sorted(root.rglob("*")) if source.is_dir() else [root / source.name]:
             relative = file.relative_to(root)
-            if file.is_file() and (not given.is_dir() or _wanted(relative)):
-                found[file] = max(found.get(file, ""), relative.as_posix(), key=len)
+            if file.is_file() and (not source.is_dir() or _is_text(relative)):
+                names[file] = max(names.get(file, ""), relative.as_posix(), key=len)
     documents = []
-    for file, name in _distinct(found).items():
+    for file, name in _distinct(names).items():
         text = file.read_text(encoding="utf-8", errors="ignore")
         parts = {"python": text, "prose": prose_of(text)} if file.suffix == ".py" else {"prose": text}
         documents += [Document(name, kind, part) for kind, part in parts.items() if len(part) >= _SHORTEST_PROSE]
     return sorted(documents, key=lambda document: (document.name, document.kind))
 
 
-def _distinct(found: Mapping[Path, str]) -> dict[Path, str]:
-    """The files' names, no two equal."""
+def _distinct(relative: Mapping[Path, str]) -> dict[Path, str]:
+    """Names of the files, no two equal."""
     library = Path(sysconfig.get_path("stdlib")).resolve()
     settled = {
         file: file.relative_to(library).as_posix()
-        for file in found
+        for file in relative
         if file.is_relative_to(library) and "site-packages" not in file.relative_to(library).parts
     }
-    names = {**found, **settled}
+    names = {**relative, **settled}
     while doubled := {name for name, count in Counter(names.values()).items() if count > 1}:
         for file, name in names.items():
             if name in doubled and file not in settled:
@@ -75,7 +75,7 @@ def _distinct(found: Mapping[Path, str]) -> dict[Path, str]:
     return names
 
 
-def _wanted(relative: Path) -> bool:
+def _is_text(relative: Path) -> bool:
     return relative.suffix in SUFFIXES and SKIPPED.isdisjoint(relative.parts)
 
 
@@ -101,7 +101,7 @@ def _unindented(text: str) -> str:
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
-    """SHA-256 over names, kinds and texts: which data a training run saw."""
+    """SHA-256 over names, kinds and texts: it tells the data of two training runs apart."""
     digest = hashlib.sha256()
     for document in documents:
         for part in (document.name, document.kind, document.text):

@@ -1,4 +1,4 @@
-"""The frozen model that is trained beside, in one given dtype, with the command's errors, and a digest that tells it apart."""
+"""The frozen model beside which modules are trained: loading, its digest, its rows, and the form that it must have."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pass_ext.checkpoint import load_checkpoint
 
-_LOOKED_AT = 64  # elements of a parameter, evenly spread
+_DIGESTED = 64  # elements of a parameter, evenly spread
 
 
 def load_frozen(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A causal model without gradients, and its tokenizer."""
+    """A causal model without gradients, and its tokenizer; an error ends the program with a sentence."""
     try:
         return load_checkpoint(path, dtype)
     except ImportError as error:
@@ -28,7 +28,7 @@ def weights_digest(model: Any) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT].float().tolist()
+        some = flat[:: max(1, len(flat) // _DIGESTED)][:_DIGESTED].float().tolist()
         digest.update(f"{name} {tuple(parameter.shape)} {some}\0".encode())
     return digest.hexdigest()
 

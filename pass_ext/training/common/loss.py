@@ -1,7 +1,7 @@
-"""KL(teacher || slot) or cross-entropy over a large vocabulary without ever holding all logits.
+"""KL(teacher || slot) or cross-entropy over a large vocabulary, a chunk of the logits at a time.
 
-logits = sum over k of rows_k @ table_k^T with frozen tables. Rows go through in chunks, sorted so that those with one
-teacher share its softmax; each chunk's gradient is taken on the spot, and its logits are dropped.
+logits = sum over k of rows_k @ table_k^T with frozen tables. Rows are sorted so that those with the same teacher share its
+softmax. The forward pass computes each chunk's gradient too, and then drops its logits.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ class _Chunked(torch.autograd.Function):
         order = torch.arange(len(weights), device=weights.device) if teacher is None else teacher.argsort(stable=True)
         for picked in order.split(chunk):
             logits = _logits([part[picked] for part in rows], tables, bias)
-            own = torch.log_softmax(logits, dim=-1)
+            log_probabilities = torch.log_softmax(logits, dim=-1)
             if labels is not None:
                 goal = labels[picked, None]
-                total += -(weights[picked] * own.gather(1, goal)[:, 0]).sum()
-                slope = own.exp_().scatter_add_(1, goal, own.new_full(goal.shape, -1.0))
+                total += -(weights[picked] * log_probabilities.gather(1, goal)[:, 0]).sum()
+                slope = log_probabilities.exp_()
+                slope.scatter_add_(1, goal, slope.new_full(goal.shape, -1.0))
             else:
                 used, inverse = teacher[picked].unique(return_inverse=True)
-                wanted = torch.log_softmax(_logits([teacher_rows[used]], tables[:1], bias), dim=-1)
-                probability = wanted.exp()
-                entropy = torch.linalg.vecdot(probability, wanted)
+                teacher_logs = torch.log_softmax(_logits([teacher_rows[used]], tables[:1], bias), dim=-1)
+                probability = teacher_logs.exp()
+                entropy = torch.linalg.vecdot(probability, teacher_logs)
                 target = probability[inverse]
-                total += (weights[picked] * (entropy[inverse] - torch.linalg.vecdot(target, own))).sum()
-                slope = own.exp_().sub_(target)
+                total += (weights[picked] * (entropy[inverse] - torch.linalg.vecdot(target, log_probabilities))).sum()
+                slope = log_probabilities.exp_().sub_(target)
             slope *= weights[picked, None]
             for gradient, table in zip(gradients, tables, strict=True):
                 gradient[picked] = (slope.to(table.dtype) @ table).to(gradient.dtype)

@@ -1,22 +1,24 @@
-"""Options that the three training commands share: texts, seeds and packages, and reading them."""
+"""Options that the three training commands share, what they must satisfy, and the texts that they name."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from pass_ext.training.common.documents import Document, read_documents
 
 PACKAGES = ("transformers", "safetensors", "rich", "matplotlib")
-
-
 INSTRUCTIONS = Path(__file__).parent.parent / "instructions.txt"
+_TEXT_LEAST = {"sample_tokens": 1, "continuations": 0, "own_chats": 0, "held_out": 0}
+_Settings = TypeVar("_Settings")
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those that every training command has: the model, the folder, and the text."""
+    """The model, the folder, and the text."""
     add = parser.add_argument
     add("--model", required=True, help="a GGUF file, or a transformers model folder or name; it stays as it is")
     add("--out", required=True, help="folder for checkpoints, samples and results; a run that stopped goes on from it")
@@ -43,22 +45,53 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_run_arguments(parser: argparse.ArgumentParser, *, name: str, models: str = "the frozen model") -> None:
+    """The seed, the device, and the result's name, which is ``name`` where the user gives none."""
+    add = parser.add_argument
+    add("--seed", type=int, default=0)
+    add("--device", default="cpu")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help=f"of {models}; on most CPUs float32 is faster",
+    )
+    add(
+        "--name",
+        default=name,
+        help=f"of the result: NAME.safetensors, .json, .md and .svg in --out; default: {name}",
+    )
+
+
+def add_sample_share(parser: argparse.ArgumentParser, parts: str) -> None:
+    """--sample-share, for commands whose ``parts`` (windows, texts) come from samples and from documents."""
+    parser.add_argument(
+        "--sample-share", type=float, default=0.75, help=f"part of the training {parts} that is sampled"
+    )
+
+
 def check_least(options: argparse.Namespace, least: Mapping[str, float]) -> None:
-    """Refuses numbers below these."""
-    for name, smallest in least.items():
+    """Refuses numbers below these, and below those of the options that all commands have."""
+    for name, smallest in {**least, **_TEXT_LEAST}.items():
         if not getattr(options, name) >= smallest:  # so that nan is refused too
             raise SystemExit(f"--{name.replace('_', '-')} must be at least {smallest}, got {getattr(options, name)}")
 
 
+def check_sample_share(options: argparse.Namespace) -> None:
+    """Refuses a share outside 0 to 1."""
+    if not 0 <= options.sample_share <= 1:
+        raise SystemExit(f"--sample-share must lie between 0 and 1, got {options.sample_share}")
+
+
 def check_packages() -> None:
-    """Names what has to be installed, before minutes of work end without it."""
+    """Names packages that are missing, before minutes of work end without them."""
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise SystemExit(f"training needs {', '.join(missing)}: pip install 'pass_ext[hf,train]'")
 
 
 def check_text_arguments(options: argparse.Namespace) -> None:
-    """The part of it that ``add_text_arguments`` asks for."""
+    """Refuses a run without text, prefixes without documents, and a file of instructions that does not exist."""
     if not options.data and not options.self_distill and not options.own_chats:
         raise SystemExit("nothing to train on: give --data FILES, --self-distill PROMPTS or --own-chats N")
     if options.continuations and not options.data:
@@ -67,8 +100,8 @@ def check_text_arguments(options: argparse.Namespace) -> None:
         raise SystemExit(f"--self-distill names {options.self_distill!r}, and there is no such file")
 
 
-def _instructions_file(given: str) -> Path:
-    return INSTRUCTIONS if given == "shipped" else Path(given)
+def _instructions_file(name: str) -> Path:
+    return INSTRUCTIONS if name == "shipped" else Path(name)
 
 
 def read_texts(options: argparse.Namespace) -> tuple[list[Document], list[str]]:
@@ -81,3 +114,8 @@ def read_texts(options: argparse.Namespace) -> tuple[list[Document], list[str]]:
         raise SystemExit(f"--data holds no .py, .txt, .md or .rst text: {' '.join(options.data)}")
     prompts = _instructions_file(options.self_distill).read_text() if options.self_distill else ""
     return documents, [line.strip() for line in prompts.splitlines() if line.strip()]
+
+
+def settings_from(options: argparse.Namespace, kind: type[_Settings]) -> _Settings:
+    """A dataclass whose fields are options of the same names."""
+    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """The model's own samples as training text: continued prefixes, answered instructions, and chats written by it alone.
 
-What is written is kept in one JSON-lines file beside the checkpoints, a batch at a time, behind a header of all that decides
-it; a batch's random numbers depend on the seed and its number, so a run that was stopped goes on to the same file. Held-out
-prompts are continued greedily, for evaluation.
+A JSON-lines file beside the checkpoints keeps the samples, a batch a line, behind a header of all that decides them. A batch's
+random numbers depend on the seed and its number, so a run that was stopped goes on to the same file. Held-out prompts are
+continued greedily, for the evaluation.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def plan_batches(
     kinds = sorted({document.kind for document in documents})
     for kind in kinds:
         prefixes = list(_prefixes(tokenizer, [d for d in documents if d.kind == kind], prefix_tokens, chooser))
-        kept = [(name, ids) for name, ids in prefixes if is_held_out(name)]
-        evaluated += _batches(kind, _one_each(kept)[:held_out], greedy=True)
-        rest = [(name, ids) for name, ids in prefixes if not is_held_out(name)]
-        trained.append(_batches(kind, rest[: continuations // len(kinds)]))
+        evaluation = [(name, ids) for name, ids in prefixes if is_held_out(name)]
+        evaluated += _batches(kind, _one_each(evaluation)[:held_out], greedy=True)
+        training = [(name, ids) for name, ids in prefixes if not is_held_out(name)]
+        trained.append(_batches(kind, training[: continuations // len(kinds)]))
     evaluated += _batches("chat", [(line, ids) for line, ids in chats if is_held_out(line)][:held_out], greedy=True)
     trained.append(_batches("chat", [(line, ids) for line, ids in chats if not is_held_out(line)]))
     names = [f"own chat {number}" for number in range(own_chats)]
@@ -81,12 +81,12 @@ def plan_batches(
 
 
 def _batches(kind: str, prompts: list[tuple[str, list[int]]], *, greedy: bool = False) -> list[Batch]:
-    made = []
+    batches = []
     for number, at in enumerate(range(0, len(prompts), BATCH)):
         part = prompts[at : at + BATCH]
         temperature = 0.0 if greedy else TEMPERATURES[number % len(TEMPERATURES)]
-        made.append(Batch(kind, temperature, [name for name, _ in part], [ids for _, ids in part]))
-    return made
+        batches.append(Batch(kind, temperature, [name for name, _ in part], [ids for _, ids in part]))
+    return batches
 
 
 def _prefixes(
@@ -116,7 +116,7 @@ def _chat_ids(tokenizer: Any, instruction: str) -> list[int]:
 def collect(
     model: Any, tokenizer: Any, batches: Sequence[Batch], path: Path, *, name: str, new_tokens: int, seed: int
 ) -> Iterator[list[Sample]]:
-    """Yields every batch's samples: read from ``path`` where they are there already, else sampled and appended.
+    """Yields every batch's samples: read from ``path`` if it has them, else sampled and appended.
 
     ``name`` is the model's, for the header.
     """
@@ -152,7 +152,7 @@ def collect(
             for name, prompt, text in zip(batch.names, prompts, texts, strict=True)
         ]
         with path.open("a") as file:
-            file.write(json.dumps([asdict(one) for one in samples]) + "\n")
+            file.write(json.dumps([asdict(written_sample) for written_sample in samples]) + "\n")
         yield samples
 
 
@@ -176,7 +176,7 @@ def _check_header(path: Path, line: bytes, now: dict[str, Any]) -> None:
 def _read_samples(path: Path, number: int, line: bytes, names: list[str]) -> list[Sample]:
     try:
         samples = [Sample(**fields) for fields in json.loads(line)]
-        if [one.name for one in samples] != names:
+        if [sample.name for sample in samples] != names:
             raise ValueError(f"wanted samples of {', '.join(names)}")
         return samples
     except (ValueError, TypeError, RecursionError) as error:
@@ -186,8 +186,8 @@ def _read_samples(path: Path, number: int, line: bytes, names: list[str]) -> lis
         ) from error
 
 
-def _digest(what: Any) -> str:
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -215,7 +215,7 @@ def _own_prompts(
 
 
 def without_loop(prompt: Sequence[int], written: Sequence[int]) -> list[int]:
-    """``written`` up to where some n-gram of eight tokens comes for the third time: a looping text teaches only loops."""
+    """``written`` up to where an n-gram of eight tokens comes for the third time: a looping text teaches only loops."""
     ids, seen = [*prompt, *written], dict[tuple[int, ...], int]()
     for end in range(_LOOP, len(ids) + 1):
         gram = tuple(ids[end - _LOOP : end])

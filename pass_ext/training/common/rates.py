@@ -1,4 +1,4 @@
-"""From ranks to rates: how often the right token stood at which rank, and how far a chain or a tree of candidates gets.
+"""Hit rates from ranks: how often the right token stood at which rank, and how far a chain or a tree of candidates gets.
 
 ``ranks`` [N, L]: rank of the right token among slot i's candidates at place n, the tokens before it being the right ones.
 The best tree of n nodes takes, again and again, the candidate with the largest product of rates along its path.
@@ -13,6 +13,13 @@ from torch import Tensor
 
 RANKS = 16
 TOPS = (1, 2, 4, 8, 16)
+
+
+def ranks_among(logits: Tensor, tokens: Tensor) -> Tensor:
+    """``[R]``: rank of ``tokens`` [R] by their ``logits`` [R, V]; equal logits stand in the order of their ids."""
+    score = logits.gather(1, tokens[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return ((logits > score) | ((logits == score) & (ids < tokens[:, None]))).sum(1)
 
 
 def hit_rates(ranks: Tensor, count: int = RANKS) -> tuple[tuple[float, ...], ...]:

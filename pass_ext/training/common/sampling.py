@@ -1,7 +1,7 @@
 """Batched sampling from the model itself: the texts that self-distillation trains on.
 
-token ~ softmax(logits / T), or the arg-max at T = 0; K/V in buffers that are written in place, finished rows leave the
-batch. A plain loop for long, dull batches of equal work; called by ``self_distill``.
+token ~ softmax(logits / T), or the arg-max at T = 0. K/V buffers are written in place, finished rows leave the batch. A plain
+loop: these batches are long and their rows alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def sample(
     generator: torch.Generator,
     stop: frozenset[int],
 ) -> list[list[int]]:
-    """What the model writes behind each prompt: at most ``new_tokens``, up to and including the first token of ``stop``."""
+    """The model's continuation of each prompt: at most ``new_tokens``, up to and including the first token of ``stop``."""
     longest = max(map(len, prompts))
     device = model.get_input_embeddings().weight.device
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
@@ -48,11 +48,11 @@ def sample(
             if not going:
                 break
             if len(going) < len(active):
-                kept = torch.tensor(going, device=device)
-                chosen, mask = chosen[kept], mask[kept]
+                remaining = torch.tensor(going, device=device)
+                chosen, mask = chosen[remaining], mask[remaining]
                 active = [active[place] for place in going]
                 for layer in cache.layers:
-                    layer.keep(kept)
+                    layer.keep(remaining)
             ids = chosen[:, None]
     return written
 

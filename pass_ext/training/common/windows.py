@@ -1,4 +1,4 @@
-"""What a training step reads: windows of the model's samples and of documents, and random anchors in them.
+"""Windows that a training step reads, from the model's samples and from documents, and random anchors in them.
 
 Everything is drawn from (seed, step) alone, so a resumed run reads what an uninterrupted one would.
 """
@@ -16,8 +16,14 @@ from torch import Tensor
 
 from pass_ext.training.common.documents import Document
 from pass_ext.training.common.own_texts import Sample
+from pass_ext.training.common.run import Run, Texts
 
 _MOST_DRAWS = 1000  # for one text; pieces that are too short are rare where there is anything to learn
+
+
+def even_places(places: Tensor, most: int) -> Tensor:
+    """``most`` of the places, evenly spread with both ends, or all where they are fewer; there must be some."""
+    return places[torch.linspace(0, len(places) - 1, min(most, len(places))).long()]
 
 
 @dataclass(frozen=True)
@@ -91,3 +97,19 @@ class Windows:
         # Six letters a token are more than any tokenizer's mean, so the piece seldom falls short of the window.
         piece = document.text[start : start + 6 * self.length]
         return list(self.tokenizer(piece, add_special_tokens=False).input_ids[: self.length])
+
+
+def windows_of(run: Run, texts: Texts, *, batch: int, anchors: int, lookahead: int) -> Windows:
+    """The windows of a run whose command has --sample-share and --length."""
+    options = run.options
+    return Windows(
+        run.tokenizer,
+        texts.documents,
+        texts.samples,
+        options.sample_share,
+        options.length,
+        batch,
+        anchors,
+        lookahead,
+        options.seed,
+    )

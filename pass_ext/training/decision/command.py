@@ -1,35 +1,28 @@
-"""``python -m pass_ext train-decision``: its options, what they must satisfy, and the loading for ``decision_pipeline``."""
+"""``python -m pass_ext train-decision``: its options, and what they must satisfy."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from pass_ext.modules.decision import KINDS
-from pass_ext.training.common.options import (
-    add_text_arguments,
-    check_least,
-    check_packages,
-    check_text_arguments,
-    read_texts,
-)
+from pass_ext.training.common import options as shared
 from pass_ext.training.decision.which_draft import check_draft, load_draft
 from pass_ext.tree import MAX_TREE_NODES
 
 AT_LEAST = {
-    **dict.fromkeys(("texts", "places", "epochs", "batch", "sample_tokens", "evaluation_places", "levels"), 1),
-    **dict.fromkeys(("continuations", "own_chats", "held_out", "learning_rate", "draft_cost"), 0),
+    **dict.fromkeys(("texts", "places", "epochs", "batch", "evaluation_places", "levels"), 1),
+    **dict.fromkeys(("learning_rate", "draft_cost"), 0),
     "length": 2,
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
-    add_text_arguments(parser)
+    shared.add_text_arguments(parser)
     add = parser.add_argument
     add(
         "--draft",
@@ -42,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="what it reads: the input of the draft's output layer, or entropy and top-10 probabilities of its distribution",
     )
-    add("--sample-share", type=float, default=0.75, help="part of the training texts that is sampled")
+    shared.add_sample_share(parser, "texts")
     add("--texts", type=int, default=400, help="training texts")
     add("--length", type=int, default=256, help="tokens a text")
     add("--places", type=int, default=48, help="places a text that are learnt from")
@@ -61,21 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--draft-cost", type=float, default=0.25, help="time of a draft call, a call of the target being 1")
     add("--levels", type=int, default=4, help="of the chains that the evaluation drafts")
-    add("--seed", type=int, default=0)
     add("--evaluation-places", type=int, default=32, help="places a held-out text")
-    add("--device", default="cpu")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of both models; on most CPUs float32 is faster",
-    )
-    add("--name", help="of the result: NAME.safetensors, .json, .md and .svg in --out; default: decision-KIND")
+    shared.add_run_arguments(parser, name="decision-KIND", models="both models")
+    parser.set_defaults(name=None)  # check_arguments knows the kind
 
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded, and settles what was left open."""
-    check_least(options, AT_LEAST)
+    shared.check_least(options, AT_LEAST)
     check_draft(options.draft)
     if options.length > MAX_TREE_NODES:
         raise SystemExit(f"--length must be at most {MAX_TREE_NODES}, got {options.length}")
@@ -84,8 +70,7 @@ def check_arguments(options: argparse.Namespace) -> None:
             f"--levels times --evaluation-places must be at most {MAX_TREE_NODES // 2}, got "
             f"{options.levels} · {options.evaluation_places}"
         )
-    if not 0 <= options.sample_share <= 1:
-        raise SystemExit(f"--sample-share must lie between 0 and 1, got {options.sample_share}")
+    shared.check_sample_share(options)
     if options.threshold != "auto":
         options.threshold = _threshold(options.threshold)
     if options.kind == "entropy" and options.temperature not in (None, 0):
@@ -96,35 +81,26 @@ def check_arguments(options: argparse.Namespace) -> None:
         options.temperature = 0.0 if options.kind == "entropy" else 1.0
     if not options.temperature >= 0:
         raise SystemExit(f"--temperature must be at least 0, got {options.temperature}")
-    check_text_arguments(options)
+    shared.check_text_arguments(options)
     options.name = options.name or f"decision-{options.kind}"
 
 
-def _threshold(given: str) -> float:
+def _threshold(text: str) -> float:
     try:
-        threshold = float(given)
+        threshold = float(text)
     except ValueError:
         threshold = -1.0
     if not 0 <= threshold <= 1:
-        raise SystemExit(f"--threshold must be auto or lie between 0 and 1, got {given}")
+        raise SystemExit(f"--threshold must be auto or lie between 0 and 1, got {text}")
     return threshold
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
-    check_packages()
-    from rich.console import Console
-
-    from pass_ext.training.common.frozen_model import load_frozen
+    from pass_ext.training.common.run import load_run
     from pass_ext.training.decision.pipeline import train
 
-    console = Console(highlight=False)
-    documents, instructions = read_texts(options)
-    dtype = getattr(torch, options.dtype)
-    model, tokenizer = load_frozen(options.model, dtype)
-    model = model.to(options.device)
-    draft = load_draft(options.draft, model, tokenizer, dtype)
-    if hasattr(draft, "to"):
-        draft = draft.to(options.device)
-    return train(options, shlex.join(command), model, draft, tokenizer, documents, instructions, console)
+    run = load_run(options, command)
+    draft = load_draft(options.draft, run.model, run.tokenizer, getattr(torch, options.dtype))
+    return train(run, draft.to(options.device) if hasattr(draft, "to") else draft)

@@ -1,4 +1,4 @@
-"""The held-out evaluation of a decision model: does it rank and foretell acceptance, and what does stopping by it save.
+"""The held-out evaluation of a decision model: whether it ranks and foretells acceptance, and how much stopping by it saves.
 
 A label y in 0..1 counts as y of a place where drafts are accepted and 1 - y of one where they are not.
 """
@@ -36,14 +36,14 @@ def calibration(scores: Tensor, labels: Tensor) -> list[dict[str, float]]:
     bins = (scores * _BINS).long().clamp(max=_BINS - 1)
     rows = []
     for number in bins.unique().tolist():
-        own = bins == number
+        in_bin = bins == number
         rows.append(
             {
                 "from": number / _BINS,
                 "to": (number + 1) / _BINS,
-                "places": int(own.sum()),
-                "score": round(float(scores[own].mean()), 4),
-                "accepted": round(float(labels[own].mean()), 4),
+                "places": int(in_bin.sum()),
+                "score": round(float(scores[in_bin].mean()), 4),
+                "accepted": round(float(labels[in_bin].mean()), 4),
             }
         )
     return rows
@@ -53,8 +53,8 @@ def places_report(scores: Tensor, labels: Tensor, kinds: Sequence[str], threshol
     """AUC, accuracy and calibration over all places, and the first two by kind of text."""
     by_kind = {}
     for kind in sorted(set(kinds)):
-        own = torch.tensor([one == kind for one in kinds])
-        by_kind[kind] = _summary(scores[own], labels[own], threshold)
+        of_kind = torch.tensor([place_kind == kind for place_kind in kinds])
+        by_kind[kind] = _summary(scores[of_kind], labels[of_kind], threshold)
     return {
         **_summary(scores, labels, threshold),
         "by_kind": by_kind,

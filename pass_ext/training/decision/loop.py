@@ -1,4 +1,4 @@
-"""Fits a ``DecisionModel``: binary cross-entropy, Adam, shuffled epochs; everything drawn from the seed.
+"""The optimisation of a ``DecisionModel``: binary cross-entropy, Adam, shuffled epochs; everything drawn from the seed.
 
 Features are standardised while it learns, and the first layer takes that in at the end, so the file holds a plain MLP.
 With ``balanced``, each class weighs as much as the other: w = N / (2 · places of its class).
@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pass_ext.modules.decision import DecisionModel
+from pass_ext.training.common.trainer import Trainer
 
 _LEAST_DEVIATION = 1e-6  # a feature that varies less says nothing, and is not blown up
 
 
 def fresh(kind: str, dim: int, *, seed: int, threshold: float, base_model: str, draft_model: str) -> DecisionModel:
-    """An untrained one, by the seed; torch's own generator stays as it is."""
+    """An untrained model, by the seed; torch's own generator stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return DecisionModel(kind, dim, threshold=threshold, base_model=base_model, draft_model=draft_model)
@@ -34,32 +35,38 @@ def class_weights(labels: Tensor) -> Tensor:
     return torch.where(positive, len(labels) / (2 * count), len(labels) / (2 * (len(labels) - count)))
 
 
-def fit(
-    decision: DecisionModel,
-    features: Tensor,
-    labels: Tensor,
-    *,
-    epochs: int,
-    learning_rate: float,
-    batch: int,
-    seed: int,
-    balanced: bool,
-) -> list[float]:
-    """Trains ``decision`` in place; the loss of every step."""
-    weights = class_weights(labels) if balanced else torch.ones_like(labels)
-    mean, deviation = features.mean(0), features.std(0, correction=0)
-    deviation = deviation.where(deviation > _LEAST_DEVIATION, 1.0)
-    rows = (features - mean) / deviation
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(decision.parameters(), lr=learning_rate)
-    losses = []
-    for _ in range(epochs):
-        for picked in torch.randperm(len(rows), generator=generator).split(batch):
-            loss = F.binary_cross_entropy_with_logits(decision.logit(rows[picked]), labels[picked], weights[picked])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    decision.standardise(mean, deviation)
-    decision.requires_grad_(False)
-    return losses
+class DecisionTrainer(Trainer):
+    """Trains ``decision`` in place on features ``[N, F]`` and labels ``[N]``, in epochs of shuffled batches."""
+
+    def __init__(
+        self,
+        decision: DecisionModel,
+        features: Tensor,
+        labels: Tensor,
+        *,
+        epochs: int,
+        learning_rate: float,
+        batch: int,
+        seed: int,
+        balanced: bool,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        orders = [torch.randperm(len(features), generator=generator) for _ in range(epochs)]
+        self._batches = [picked for order in orders for picked in order.split(batch)]
+        super().__init__(decision, torch.optim.Adam(decision.parameters(), lr=learning_rate), steps=len(self._batches))
+        self._decision, self._labels = decision, labels
+        self._weights = class_weights(labels) if balanced else torch.ones_like(labels)
+        deviation = features.std(0, correction=0)
+        self._mean, self._deviation = features.mean(0), deviation.where(deviation > _LEAST_DEVIATION, 1.0)
+        self._rows = (features - self._mean) / self._deviation
+
+    def loss(self, step: int) -> Tensor:
+        """The weighted cross-entropy of one batch."""
+        picked = self._batches[step]
+        logits = self._decision.logit(self._rows[picked])
+        return F.binary_cross_entropy_with_logits(logits, self._labels[picked], self._weights[picked])
+
+    def finish(self) -> None:
+        """Lets the first layer take features as they come, and freezes the model."""
+        self._decision.standardise(self._mean, self._deviation)
+        self._decision.requires_grad_(False)

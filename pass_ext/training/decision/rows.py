@@ -1,4 +1,4 @@
-"""What a decision model is trained on: rows of the draft model on known text, and how likely the target accepts their drafts.
+"""Training data of a decision model: rows of the draft on known text, and how likely the target accepts their drafts.
 
     label = Σ_x min(p(x), q(x))       hidden kind, at some temperature
     label = [argmax p = argmax q]     entropy kind, and the hidden kind at temperature 0
@@ -30,20 +30,20 @@ _CHUNK = 64  # rows whose distributions are alive at a time
 class Reader:
     """A model's logits at rows of a tree that has no text before it."""
 
-    def __init__(self, session: Session, kept: KeptHidden | None) -> None:
+    def __init__(self, session: Session, hidden: KeptHidden | None) -> None:
         self._session = session
-        self._kept = kept
+        self._hidden = hidden
 
     @property
     def device(self) -> torch.device:
         """The model's."""
         return self._session.device
 
-    def __call__(self, tree: Tree, tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits ``[W, V]`` and, where they are kept, hidden rows ``[W, d]``, of the wanted rows ``[W]``."""
+    def __call__(self, tree: Tree, tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[W, V]`` of these rows ``[W]`` and, where they are kept, their hidden rows ``[W, d]``."""
         device = self._session.device
-        logits = self._session.call(pack_trees([tree], device), tokens.to(device), wanted.to(device)).logits
-        return logits, None if self._kept is None else self._kept.rows
+        logits = self._session.call(pack_trees([tree], device), tokens.to(device), rows.to(device))
+        return logits, None if self._hidden is None else self._hidden.rows
 
 
 class Pair(NamedTuple):
@@ -55,20 +55,20 @@ class Pair(NamedTuple):
 
 @contextmanager
 def reading(model: Any, draft_model: Any, *, hidden: bool) -> Iterator[Pair]:
-    """Inside, both models can be called; ``hidden``: the draft's hidden rows are kept."""
+    """A context in which both models can be called; ``hidden``: keep the draft's hidden rows."""
     target, draft = packed_model(model), packed_model(draft_model)
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(target.attached())
         stack.enter_context(draft.attached())
-        kept = stack.enter_context(kept_hidden(draft)) if hidden else None
+        hidden_rows = stack.enter_context(kept_hidden(draft)) if hidden else None
         # Nothing is ever committed, so the caches need hardly any room.
-        yield Pair(Reader(Session(target, 1, 1), None), Reader(Session(draft, 1, 1), kept))
+        yield Pair(Reader(Session(target, 1, 1), None), Reader(Session(draft, 1, 1), hidden_rows))
 
 
 def drafted(
     logits: Tensor, hidden: Tensor | None, depth: int, temperature: float, *, nodes: Tensor | None = None, seed: int = 0
 ) -> DraftLevel:
-    """The level of these rows with one child each: the most probable at temperature 0, else drawn from the draft's distribution."""
+    """The level of these rows with one child each: the most probable token at temperature 0, else one drawn from the draft."""
     nodes = torch.arange(len(logits), device=logits.device, dtype=torch.int32) if nodes is None else nodes
     how: dict[str, Any] = {"mode": "top"}
     if temperature > 0:
@@ -78,12 +78,14 @@ def drafted(
 
 
 def acceptance(target: Tensor, draft: Tensor, temperature: float) -> Tensor:
-    """``[R]``: the chance that the target accepts what is drafted at rows with these logits ``[R, V]``; the smaller
-    vocabulary counts, as what the other has more is padding."""
-    both = min(target.shape[1], draft.shape[1])
+    """``[R]``: the chance that the target accepts a draft at rows with these logits ``[R, V]``.
+
+    The smaller vocabulary counts: the other's further tokens are padding.
+    """
+    vocabulary = min(target.shape[1], draft.shape[1])
     parts = []
     for p, q in zip(target.split(_CHUNK), draft.to(target.device).split(_CHUNK), strict=True):
-        p, q = p[:, :both].float(), q[:, :both].float()
+        p, q = p[:, :vocabulary].float(), q[:, :vocabulary].float()
         if temperature == 0:
             parts.append((p.argmax(-1) == q.argmax(-1)).float())
         else:
@@ -100,7 +102,7 @@ class Text(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Of many texts; on the CPU."""
+    """The places of many texts; on the CPU."""
 
     features: Tensor
     """``[N, F]`` float32."""
@@ -113,19 +115,19 @@ class Places(NamedTuple):
 def read_places(
     pair: Pair, texts: Iterable[Text], features: Callable[[DraftLevel], Tensor], temperature: float
 ) -> Places:
-    """Features and labels at the texts' places. Of no more than one text's places are there ever logits."""
-    found: list[tuple[Tensor, Tensor]] = []
+    """Features and labels at the texts' places. Logits are held for one text at a time."""
+    parts: list[tuple[Tensor, Tensor]] = []
     kinds: list[str] = []
     for text in texts:
         chain = Tree.chain(len(text.ids) - 1)
         logits, hidden = pair.draft(chain, text.ids, text.places)
         rows = features(drafted(logits, hidden, 1, 0.0)).cpu()
         labels = acceptance(pair.target(chain, text.ids, text.places)[0], logits, temperature).cpu()
-        found.append((rows, labels))
+        parts.append((rows, labels))
         kinds += [text.kind] * len(labels)
-    if not found:
+    if not parts:
         return Places(torch.empty(0, 0), torch.empty(0), [])
-    return Places(torch.cat([rows for rows, _ in found]), torch.cat([labels for _, labels in found]), kinds)
+    return Places(torch.cat([rows for rows, _ in parts]), torch.cat([labels for _, labels in parts]), kinds)
 
 
 def hidden_width(draft: Reader) -> int:
@@ -137,6 +139,6 @@ def hidden_width(draft: Reader) -> int:
 
 
 def scores_of(decision: DecisionModel, features: Tensor) -> Tensor:
-    """What ``decision`` says of rows whose features are known."""
+    """The scores of rows whose features are known."""
     with torch.no_grad():
         return decision.logit(features).sigmoid()

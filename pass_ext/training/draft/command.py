@@ -1,32 +1,22 @@
-"""``python -m pass_ext train-draft``: its options, what they must satisfy, and the loading for ``draft_pipeline``."""
+"""``python -m pass_ext train-draft``: its options, and what they must satisfy."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from pass_ext.training.common.options import (
-    add_text_arguments,
-    check_least,
-    check_packages,
-    check_text_arguments,
-    read_texts,
-)
+from pass_ext.training.common import options as shared
 
 AT_LEAST = {
-    **dict.fromkeys(("rank", "steps", "batch", "length", "sample_tokens"), 1),
-    **dict.fromkeys(("vocabulary", "document_tokens", "continuations", "own_chats", "held_out", "warm_up"), 0),
-    **dict.fromkeys(("learning_rate", "weight_decay", "clip"), 0),
+    **dict.fromkeys(("rank", "steps", "batch", "length"), 1),
+    **dict.fromkeys(("vocabulary", "document_tokens", "warm_up", "learning_rate", "weight_decay", "clip"), 0),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
-    add_text_arguments(parser)
+    shared.add_text_arguments(parser)
     add = parser.add_argument
     add(
         "--document-tokens",
@@ -58,37 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weight-decay", type=float, default=0.01)
     add("--warm-up", type=int, default=20, help="steps")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
-    add("--seed", type=int, default=0)
-    add("--device", default="cpu")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of the frozen model; on most CPUs float32 is faster",
-    )
-    add("--name", default="exit", help="of the result: NAME.safetensors, .json, .md and .svg in --out")
+    shared.add_run_arguments(parser, name="exit")
 
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded."""
-    check_least(options, AT_LEAST)
-    check_text_arguments(options)
+    shared.check_least(options, AT_LEAST)
+    shared.check_text_arguments(options)
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
-    check_packages()
-    from rich.console import Console
+    from pass_ext.training.common.run import load_run
+    from pass_ext.training.draft.pipeline import train
 
-    from pass_ext.training.common.frozen_model import load_frozen
-    from pass_ext.training.draft.pipeline import train_draft
-
-    documents, instructions = read_texts(options)
-    model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
-    model = model.to(options.device)
-    console = Console(highlight=False)
-    try:
-        return train_draft(options, shlex.join(command), model, tokenizer, documents, instructions, console)
-    except ValueError as error:  # a model that cannot be left early
-        raise SystemExit(f"--model {options.model!r}: {error}") from error
+    return train(load_run(options, command))

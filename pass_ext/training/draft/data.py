@@ -1,8 +1,7 @@
-"""What an exit adapter learns from: one pass of the frozen model over text, of which two kinds of rows are kept.
+"""Hidden states that an exit adapter learns from: the frozen model runs once over all text.
 
-For every token: the hidden states behind some of the layers, and the last ones, as they enter the model's head (they are the
-teacher's). Everything fits in memory as bfloat16, and is kept in one file, so that a run that stopped need not compute it
-again.
+For every token: the rows behind some of the layers, and the last ones, which enter the model's head (the teacher's). They fit
+in memory as bfloat16, and one file keeps them, so that a run that stopped need not compute them again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def document_windows(
     tokenizer: Any, documents: Sequence[Document], tokens: int, length: int, seed: int
 ) -> list[list[int]]:
     """About ``tokens`` tokens of windows that begin at lines, documents being drawn by their length."""
-    chooser, found, count = random.Random(f"{seed} documents"), [], 0
+    chooser, windows, count = random.Random(f"{seed} documents"), [], 0
     weights = [len(document.text) for document in documents]
     while documents and count < tokens:
         text = chooser.choices(documents, weights)[0].text
@@ -44,15 +43,15 @@ def document_windows(
         # Six letters a token are more than any tokenizer's mean, so the piece seldom falls short of the window.
         ids = tokenizer(text[start : start + 6 * length], add_special_tokens=False).input_ids[:length]
         if len(ids):
-            found.append(list(ids))
+            windows.append(list(ids))
             count += len(ids)
-    return found
+    return windows
 
 
 def collect_hidden(
     model: Any, texts: Sequence[Sequence[int]], layers: Sequence[int], done: Callable[[int], None] = lambda count: None
 ) -> Hidden:
-    """The rows of the texts in their order; ``done(tokens)`` is told after each forward."""
+    """The rows of the texts in their order; ``done(tokens)`` is called after each forward."""
     parts = exit_parts(model)
     device = model.get_input_embeddings().weight.device
     caught: dict[int, Tensor] = {}
@@ -90,7 +89,7 @@ def collect_hidden(
 
 
 def save_hidden(hidden: Hidden, path: Path, identity: str) -> None:
-    """``identity`` says which run it belongs to."""
+    """Writes the rows; ``identity`` says which run they belong to."""
     from safetensors.torch import save_file
 
     tensors = {f"behind {count}": rows for count, rows in hidden.behind.items()}
@@ -100,7 +99,7 @@ def save_hidden(hidden: Hidden, path: Path, identity: str) -> None:
 
 
 def load_hidden(path: Path, identity: str, layers: Sequence[int]) -> Hidden | None:
-    """What ``save_hidden`` wrote for the same run, if the rows behind all of ``layers`` are among it; else None.
+    """The rows that ``save_hidden`` wrote for the same run, if those behind all of ``layers`` are among them; else None.
 
     Raises ValueError for a damaged file.
     """

@@ -15,7 +15,8 @@ from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import CHUNK
 from pass_ext.training.common.own_texts import Sample
-from pass_ext.training.common.rates import accepted_lengths, hit_rates, top_rates
+from pass_ext.training.common.rates import accepted_lengths, hit_rates, ranks_among, top_rates
+from pass_ext.training.common.windows import even_places
 from pass_ext.training.lookahead.forward import slot_rows, transition_hidden
 
 
@@ -33,35 +34,33 @@ def ranks_of(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Te
             logits = head(hidden[picked]).float()
             if embedding.rank:
                 logits += (transition_hidden(embedding, table, previous[picked]) @ table.T).float()
-            score = logits.gather(1, right[picked, None])
-            tied = (logits == score) & (torch.arange(logits.shape[1], device=ids.device) < right[picked, None])
-            ranks[picked] = (logits > score).sum(1) + tied.sum(1)
+            ranks[picked] = ranks_among(logits, right[picked])
     return ranks.unflatten(0, (len(anchors), slots))
 
 
 def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample], anchors: int) -> dict[str, Any]:
     """Hit rates and accepted lengths over all samples and by kind, at ``anchors`` even places a sample at most."""
     device = model.get_input_embeddings().weight.device
-    found: dict[str, list[Tensor]] = {}
+    ranks_by_kind: dict[str, list[Tensor]] = {}
     for sample in samples:
         # The first place has the last token of the prompt as its new root.
         places = torch.arange(max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead)
         if len(places):
-            even = places[torch.linspace(0, len(places) - 1, min(anchors, len(places))).long()]
+            even = even_places(places, anchors)
             ids = torch.tensor(sample.ids, device=device)
-            found.setdefault(sample.kind, []).append(ranks_of(model, embedding, ids, even.to(device)).cpu())
-    if not found:
+            ranks_by_kind.setdefault(sample.kind, []).append(ranks_of(model, embedding, ids, even.to(device)).cpu())
+    if not ranks_by_kind:
         return {"places": 0}
-    by_kind = {kind: torch.cat(parts) for kind, parts in sorted(found.items())}
+    by_kind = {kind: torch.cat(parts) for kind, parts in sorted(ranks_by_kind.items())}
     ranks = torch.cat(list(by_kind.values()))
     rates = hit_rates(ranks)
     return {
         "places": len(ranks),
-        "texts": sum(map(len, found.values())),
+        "texts": sum(map(len, ranks_by_kind.values())),
         "temperatures": sorted({sample.temperature for sample in samples}),
         "hit_rates": rates,
         "slots": top_rates(ranks),
         "accepted": accepted_lengths(ranks, rates),
-        "accepted_by_kind": {kind: accepted_lengths(own, rates) for kind, own in by_kind.items()},
-        "places_by_kind": {kind: len(own) for kind, own in by_kind.items()},
+        "accepted_by_kind": {kind: accepted_lengths(kind_ranks, rates) for kind, kind_ranks in by_kind.items()},
+        "places_by_kind": {kind: len(kind_ranks) for kind, kind_ranks in by_kind.items()},
     }

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-import pass_ext.modules.decision
+import pass_ext.modules.files
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.decision import DecisionModel, DraftLevel
 from pass_ext.training.decision import command, evaluation, which_draft
 from pass_ext.training.decision.chains import Chains, read_chains, with_levels, with_threshold
-from pass_ext.training.decision.loop import class_weights, fit, fresh
+from pass_ext.training.decision.loop import DecisionTrainer, class_weights, fresh
 from pass_ext.training.decision.rows import Text, acceptance, read_places, reading
 from pass_ext.tree import Tree, pack_trees
 
@@ -142,15 +142,15 @@ def test_a_file_gives_back_what_was_saved(kind, tmp_path, monkeypatch):
         assert getattr(again, name) == getattr(decision, name)
     assert repr(again) == repr(decision) and "threshold=0.37" in repr(again)
 
-    monkeypatch.setattr(pass_ext.modules.decision, "_SHIPPED", tmp_path)
+    monkeypatch.setattr(pass_ext.modules.files, "PRETRAINED", tmp_path)
     assert DecisionModel.from_pretrained(path.stem).threshold == 0.37
     assert DecisionModel.from_pretrained(path).threshold == 0.37
     with pytest.raises(ValueError, match=f"'absent' is neither a file nor one of the shipped names: {path.stem}"):
         DecisionModel.from_pretrained("absent")
-    with pytest.raises(ValueError, match="base model: it has 'big', this one has 'other'"):
+    with pytest.raises(ValueError, match="base model: it has 'big', this model has 'other'"):
         DecisionModel.load(path, base_model="other")
     if kind == "hidden":
-        with pytest.raises(ValueError, match="hidden size of the draft: it has 8, this one has 9"):
+        with pytest.raises(ValueError, match="hidden size of the draft: it has 8, this model has 9"):
             DecisionModel.load(path, dim=9)
 
 
@@ -201,7 +201,7 @@ def test_kept_hidden_is_what_the_head_gets(architecture):
     with torch.no_grad(), kept_hidden(adapted) as kept:
         with pytest.raises(RuntimeError, match="was not called yet"):
             _ = kept.rows
-        logits = Session(adapted, 1, 1).call(packed, ids).logits
+        logits = Session(adapted, 1, 1).call(packed, ids)
         assert kept.rows.shape == expected.shape
         torch.testing.assert_close(kept.rows, expected, atol=2e-5, rtol=2e-5)
         head = adapted.model.get_output_embeddings()
@@ -291,6 +291,13 @@ def separable(count=600, seed=0):
     logits = torch.randn(count, 40, generator=generator)
     logits[:, 3] += 2 + 4 * labels
     return logits, labels
+
+
+def fit(decision, features, labels, **settings):
+    trainer = DecisionTrainer(decision, features, labels, **settings)
+    trainer.run()
+    trainer.finish()
+    return trainer.losses
 
 
 def fitted(seed=0, balanced=True):
@@ -525,6 +532,7 @@ def test_the_command_trains_evaluates_and_repeats_itself(kind, tmp_path):
     from support.training_models import Letters, tiny_llama
 
     from pass_ext.training.common.documents import Document
+    from pass_ext.training.common.run import Run
     from pass_ext.training.decision import pipeline
 
     console = rich.Console(file=(tmp_path / "log").open("w"))
@@ -537,9 +545,8 @@ def test_the_command_trains_evaluates_and_repeats_itself(kind, tmp_path):
     def trained(folder, **changes):
         options = options_for(folder, kind=kind, data="unread", continuations=20, **changes)
         command.check_arguments(options)
-        return pipeline.train(
-            options, "the command", target, draft, Letters(), documents, ["Say hello.", "Count."], console
-        )
+        run = Run(options, "the command", target, Letters(), documents, ["Say hello.", "Count."], console)
+        return pipeline.train(run, draft)
 
     path = trained(tmp_path / "a")
     decision = DecisionModel.load(path)

@@ -5,7 +5,7 @@ import torch
 from support.generation import Monotone
 
 from pass_ext import LookaheadEmbedding, PaSS, Tree, draft_sample, generate
-from pass_ext.decoding.drafting.from_lookahead import PassDrafter
+from pass_ext.decoding.drafting.from_lookahead import TreeFiller
 from pass_ext.decoding.sampling import SamplingParams
 
 STAR = Tree([-1] + [0] * 70 + [1, 1])
@@ -21,9 +21,9 @@ def test_more_children_than_a_shortlist_or_a_vocabulary_has(vocabulary, rank, te
     if rank:
         torch.nn.init.normal_(lookahead.transition_right, std=0.01)
     sampling = SamplingParams(temperature=temperature, seeds=3).for_batch(2, torch.device("cpu"))
-    drafter = PassDrafter(lookahead, STAR, table, sampling, "coupled")
+    filler = TreeFiller(lookahead, STAR, table, sampling, "coupled")
     with torch.no_grad():
-        drafted = drafter.draft(slots, [0, 1], [3, 4], [5, 6]).tokens
+        drafted = filler.fill(slots, [0, 1], [3, 4], [5, 6]).tokens
     for own, logits in zip(drafted, slots, strict=True):
         known = [token for token in own[:70] if token >= 0]
         assert len(set(known)) == len(known) == min(70, vocabulary), (
@@ -43,9 +43,9 @@ def test_candidates_hear_the_noise_of_their_own_positions(rank):
     table, slots = torch.randn(vocabulary, 16), torch.randn(2, depth, vocabulary)
     lookahead = LookaheadEmbedding.from_table(depth, table, rank=rank)  # a rank of 4 adds nothing yet
     sampling = SamplingParams(temperature=1.0, seeds=[3, 8]).for_batch(2, torch.device("cpu"))
-    drafter = PassDrafter(lookahead, Tree.from_branching((2, 2, 1)), table, sampling, "coupled")
+    filler = TreeFiller(lookahead, Tree.from_branching((2, 2, 1)), table, sampling, "coupled")
     with torch.no_grad():
-        drafted = drafter.draft(slots, [0, 1], [3, 4], positions).tokens
+        drafted = filler.fill(slots, [0, 1], [3, 4], positions).tokens
     for own, logits, position, seed in zip(drafted, slots, positions, (3, 8), strict=True):
         at = position + 1 + torch.arange(depth)
         drawn = draft_sample(logits, 1, mode="coupled", temperature=1.0, seeds=seed, positions=at)[0]
@@ -74,15 +74,15 @@ def test_rules_that_divide_by_a_law_are_told_it(rank):
     tree = Tree.from_branching((2, 1))
     with torch.no_grad():
         for rule in ("coupled", "typical"):
-            told = PassDrafter(lookahead, tree, table, sampling, rule).draft(slots, [0, 1], [3, 4], [5, 6])
-            assert told.logits is None and told.rows is None, rule
-        told = PassDrafter(lookahead, tree, table, sampling, "rejection").draft(slots, [0, 1], [3, 4], [5, 6])
+            told = TreeFiller(lookahead, tree, table, sampling, rule).fill(slots, [0, 1], [3, 4], [5, 6])
+            assert told.draft_logits is None and told.draft_rows is None, rule
+        told = TreeFiller(lookahead, tree, table, sampling, "rejection").fill(slots, [0, 1], [3, 4], [5, 6])
         left, right = lookahead.transition_tables(table) if rank else (torch.zeros(50, 1), torch.zeros(50, 1))
-    for own, rows, roots, logits in zip(told.tokens, told.rows, (3, 4), slots, strict=True):
+    for own, rows, roots, logits in zip(told.tokens, told.draft_rows, (3, 4), slots, strict=True):
         tokens = [roots, *own]
         for node, depth in ((0, 0), (1, 1), (2, 1)):
             expected = logits[depth] + left[tokens[node]] @ right.t()
-            torch.testing.assert_close(told.logits[rows[node]], expected)
+            torch.testing.assert_close(told.draft_logits[rows[node]], expected)
         assert rows[3:] == [-1, -1], "leaves have no children"
 
 
@@ -93,7 +93,7 @@ def test_transition_scores_are_made_anew_when_their_parameters_change():
     sampling = SamplingParams(temperature=0.0).for_batch(1, torch.device("cpu"))
 
     def draft():
-        return PassDrafter(lookahead, Tree.chain(2), table, sampling, "coupled").draft(slots, [0], [3], [5]).tokens
+        return TreeFiller(lookahead, Tree.chain(2), table, sampling, "coupled").fill(slots, [0], [3], [5]).tokens
 
     with torch.no_grad():
         first = draft()

@@ -7,13 +7,15 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import BUSHY, Monotone, counted, disturbed, fit
+from support.generation import BUSHY, Monotone, counted, disturbed, fit, law_of_texts
 from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model
 
 import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
 from pass_ext.decoding.drafting.early_stop import EarlyFlag
 from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
+from pass_ext.decoding.drafting.step import Proposal
+from pass_ext.decoding.session.packs import TreePacks
 
 NOT_LEFT_EARLY = ("gemma2", "phi", "gpt_neox", "opt")  # not of Llama's form; test_early_exit.py sees them refused
 LIMITS = dict(max_new_tokens=24, eos_token_id=[])
@@ -101,7 +103,7 @@ def test_a_seed_gives_one_text_whatever_drafts(llama, near):
     want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS, **law)
     for name, method in methods_for(llama, near).items():
         got = generate(llama, ids, method, attention_mask=mask, **LIMITS, **law)
-        assert torch.equal(got.sequences, want.sequences) and got.stats.accepted > 10, name
+        assert torch.equal(got.sequences, want.sequences) and got.stats.num_accepted_tokens > 10, name
         alone = {key: value[3:4] if isinstance(value, list) else value for key, value in law.items()}
         got = generate(llama, ids[3:4], method, attention_mask=mask[3:4], **LIMITS, **alone)
         assert torch.equal(got.sequences, want.sequences[3:4]), name
@@ -123,14 +125,6 @@ MORE_LAWS = [
 def small_pair(vocabulary):
     model = small_model("llama", vocab_size=vocabulary, sharpness=4.0)
     return model, disturbed(small_model("llama", vocab_size=vocabulary + 2, sharpness=4.0, seed=3), 0.0)
-
-
-def law_of_texts(model, prompt, vocabulary, new_tokens, temperature):
-    """Every text, and its probability by the model itself."""
-    texts = torch.cartesian_prod(*[torch.arange(vocabulary)] * new_tokens)
-    whole = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], 1)
-    logits = model(whole[:, :-1]).logits[:, len(prompt) - 1 :].double() / temperature
-    return logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp()
 
 
 @pytest.mark.parametrize("rule,name", [*LAWS, *(pytest.param(*law, marks=pytest.mark.slow) for law in MORE_LAWS)])
@@ -159,7 +153,7 @@ def test_sampled_text_has_the_models_law(rule, name):
         model, ids, method, max_new_tokens=new_tokens, temperature=0.9, seeds=range(requests), rule=rule,
         eos_token_id=[],
     )  # fmt: skip
-    assert got.stats.accepted > requests / 4, "drafts take part"
+    assert got.stats.num_accepted_tokens > requests / 4, "drafts take part"
     counts = counted(got.sequences[:, -new_tokens:], vocabulary)
     chi_square, freedom = fit(counts, law)
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
@@ -219,31 +213,23 @@ def test_what_is_drafted_depends_on_the_text_alone(llama, near, monkeypatch, nam
     def draft(self, levels, first=None):
         if getattr(self, "fresh", False):
             return true(self, levels, first)
-        lags.append(max(len(text) - 1 - held for text, held in zip(self._texts, self._held, strict=True)))
+        lags.append(max(len(text) - 1 - held for text, held in zip(self._texts, self._calls._held, strict=True)))
         found = true(self, levels, first)
-        anew = ModelDrafter(
-            self._draft, self.target, self.tree, self._sampling, rule, self._texts, self._decision
-        )  # fmt: skip
+        anew = ModelDrafter(self._draft, self.tree, self._context, self._decision)
         anew.fresh = True
-        anew.begin(self._session, 100)
+        anew.begin(self._calls._session)
         again = anew.draft(levels, first)
-        for one, other in zip(found, again, strict=True):
+        for one, other in zip(found.candidates, again.candidates, strict=True):
             assert (one is None) == (other is None)
             if one is not None:
-                assert (one.tree, one.tokens, one.law_rows) == (other.tree, other.tokens, other.law_rows)
+                assert (one.tree, one.tokens, one.draft_rows) == (other.tree, other.tokens, other.draft_rows)
                 compared.append(one.tree.max_depth)
-        if self.law is not None:
-            torch.testing.assert_close(self.law, anew.law, rtol=1e-4, atol=1e-4)
+        assert (found.draft_logits is None) == (again.draft_logits is None) == (rule == "coupled")
+        if found.draft_logits is not None:
+            torch.testing.assert_close(found.draft_logits, again.draft_logits, rtol=1e-4, atol=1e-4)
         return found
 
-    was = ModelDrafter.__init__
-
-    def remember(self, draft_model, target, *rest, **options):
-        self.target = target
-        was(self, draft_model, target, *rest, **options)
-
     monkeypatch.setattr(ModelDrafter, "draft", draft)
-    monkeypatch.setattr(ModelDrafter, "__init__", remember)
     ids, mask = ragged_prompts(5, longest=12, seed=3)
     law = dict(temperature=0.7, seeds=range(5)) if rule == "rejection" else {}
     generate(llama, ids, method, attention_mask=mask, rule=rule, **LIMITS, **law)
@@ -338,7 +324,11 @@ def drafts_of(model, ids, mask, method, **options):
     """What was drafted in every step."""
     found, true = [], ModelDrafter.draft
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelDrafter, "draft", lambda self, *given: found.append(true(self, *given)) or found[-1])
+        patch.setattr(
+            ModelDrafter,
+            "draft",
+            lambda self, *given: found.append(true(self, *given).candidates) or Proposal(found[-1]),
+        )
         generate(model, ids, method, attention_mask=mask, **LIMITS, **options)
     return found
 
@@ -407,7 +397,7 @@ def test_a_draft_of_fewer_positions_stops_drafting(positions):
     ids, mask = ragged_prompts(3, longest=18)
     want = generate(target, ids, Plain(), attention_mask=mask, **LIMITS)
     got = generate(target, ids, Speculative(draft, 4), attention_mask=mask, **LIMITS)
-    assert torch.equal(got.sequences, want.sequences) and 0 < got.stats.drafted < 3 * 24 * 4
+    assert torch.equal(got.sequences, want.sequences) and 0 < got.stats.num_draft_tokens < 3 * 24 * 4
 
 
 def test_an_early_exit_of_another_model_has_caches_of_its_own(llama, near):
@@ -432,7 +422,7 @@ def test_every_rule_is_greedy_at_temperature_0(llama, near):
 def test_plans_that_come_out_plain(llama, near):
     ids, _ = ragged_prompts(1)
     never = MultiCandidate(near, "auto", hit_rates=[[0.0, 0.0]])
-    assert generate(llama, ids, never, **LIMITS).stats.drafted == 0
+    assert generate(llama, ids, never, **LIMITS).stats.num_draft_tokens == 0
     assert generate(llama, ids, never, rule="longest_branch", **LIMITS).lengths == (24,)
     generate(
         llama, ids, MultiCandidate(near, "auto", hit_rates=[[0.9, 0.05]] * 4), rule="block", temperature=1.0, **LIMITS
@@ -463,7 +453,7 @@ def test_drafting_never_waits_for_the_gpu(cuda, llama, near):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ModelDrafter, "draft", watched)
             patch.setattr(EarlyFlag, "read", awaited)
-            patch.setattr(ModelDrafter, "_pack", packed_before(ModelDrafter._pack))
+            patch.setattr(TreePacks, "__call__", packed_before(TreePacks.__call__))
             generate(target, ids, method, **options)
 
 
@@ -492,14 +482,18 @@ def test_refusals(llama, near):
             generate(llama, ids, method, **LIMITS, **options)
 
     warm = dict(temperature=1.0)
-    refused(Speculative(near), "several candidates of one parent: use MultiCandidate", rule="kseq", **warm)
+    refused(Speculative(near), "several candidates of one parent: use MultiCandidate, got a chain", rule="kseq", **warm)
     refused(MultiCandidate(near), r"use MultiCandidate\(replacement=True\)", rule="kseq", **warm)
-    refused(MultiCandidate(near, replacement=True), "use one of rejection_with_replacement, kseq", **warm)
-    refused(MultiCandidate(near), "rule 'block' takes chains", rule="block", **warm)
-    refused(MultiCandidate(near, ngram=NGram()), "n-gram and draft model candidates have none in common",
-            rule="rejection", **warm)  # fmt: skip
-    refused(MultiCandidate(near, target_initialised=False), "target-initialised", rule="longest_branch", **warm)
-    refused(Plain(), "candidates of a draft model alone", rule="longest_branch")
+    refused(MultiCandidate(near, replacement=True), "use rule rejection_with_replacement or kseq", **warm)
+    refused(MultiCandidate(near), "rule 'block' takes chains, got a tree with 16 branches", rule="block", **warm)
+    together = "rule must be 'coupled' or 'typical' for n-gram and draft model candidates together, got 'rejection'"
+    refused(MultiCandidate(near, ngram=NGram()), together, rule="rejection", **warm)
+    refused(MultiCandidate(near, ngram=NGram()), "got n-gram and draft model candidates", rule="longest_branch", **warm)
+    refused(
+        Plain(),
+        r"method must be MultiCandidate\(...\) without lookahead or ngram, got no candidates",
+        rule="longest_branch",
+    )
     refused(Speculative(near), "use MultiCandidate", rule="longest_branch")
     refused(MultiCandidate(near), "takes no logits_processor", rule="longest_branch", logits_processor=lambda i, x: x)
     refused(Speculative("near"), "Speculative: draft_model: model must be a transformers decoder-only model")

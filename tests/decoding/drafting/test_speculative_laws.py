@@ -4,6 +4,7 @@ pass_ext.reference, whose own proof is test_accept_exactness.py. The approximate
 numbers for it to be those of generate.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -15,6 +16,7 @@ from support.paths import ROOT
 
 import pass_ext.decoding.drafting.from_draft_model as model_drafter
 from pass_ext import MultiCandidate, Tree, generate
+from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
@@ -60,7 +62,7 @@ class Judged:
     def __init__(self, drafted, law, world, above=(), node=0):
         self.parents, self.max_depth = list(drafted.tree.parents), drafted.tree.max_depth
         self.vocabulary, self.world = world.vocabulary, world
-        self.tokens, self.rows, self.law = [PROMPT[-1], *drafted.tokens], drafted.law_rows, law
+        self.tokens, self.rows, self.law = [PROMPT[-1], *drafted.tokens], drafted.draft_rows, law
 
     def text(self, node):
         return () if node == 0 else (*self.text(self.parents[node]), self.tokens[node])
@@ -114,12 +116,13 @@ def drafted_once(draft, tree, rule, draw, filters, decision=None, levels=9, firs
     """One step's candidates behind PROMPT, by the real drafter with other draws."""
     sampling = SamplingParams(temperature=1.0, seeds=0).for_batch(1, torch.device("cpu"))
     target = packed_model(Recalling(99))
-    drafter = model_drafter.ModelDrafter(packed_model(draft), target, tree, sampling, rule, [PROMPT], decision)
+    context = DraftContext(target, [PROMPT], sampling, rule)
+    drafter = model_drafter.ModelDrafter(packed_model(draft), tree, context, decision)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(model_drafter, "draw_children", draw)
-        drafter.begin(Session(target, 1, 16), 12)
-        (drafted,) = drafter.draft([levels], None if first is None else torch.tensor([first]))
-    return drafted, drafter.law
+        drafter.begin(Session(target, 1, 16))
+        proposal = drafter.draft([levels], None if first is None else torch.tensor([first]))
+    return proposal.candidates[0], proposal.draft_logits
 
 
 def everything_drafted(draft, tree, rule, world, **options):
@@ -276,7 +279,8 @@ def test_coupled_is_the_targets_own_text(shape, decision):
 
 def test_a_law_of_other_rows_is_found():
     def spoil(drafted, law):
-        return drafted._replace(law_rows=[row if row < 1 else 1 + row % 2 for row in drafted.law_rows]), law
+        rows = [row if row < 1 else 1 + row % 2 for row in drafted.draft_rows]
+        return dataclasses.replace(drafted, draft_rows=rows), law
 
     for rule in ("rejection", "traversal"):
         assert measured(Recalling(1), TREES["branching"], rule, WORLDS[0], spoil)[0] > FAULTY
@@ -289,7 +293,7 @@ def test_drafts_thrown_away_after_they_were_drawn_are_found():
         if drafted.tokens[0] != 1:
             return drafted, law
         tree = drafted.tree.slice(0)
-        return drafted._replace(tree=tree, tokens=[], law_rows=[-1]), law
+        return dataclasses.replace(drafted, tree=tree, tokens=[], draft_rows=[-1]), law
 
     assert measured(Recalling(1), TREES["branching"], "rejection", WORLDS[0], spoil)[0] > FAULTY
 

@@ -35,7 +35,7 @@ def chain_and_tree(adapted, *, text=11):
         session.commit(chain, torch.arange(text, dtype=torch.int32)[None], torch.tensor([text - 1], dtype=torch.int32))
         tree = pack_trees([TREE])
         second = session.call(tree, torch.randint(3, VOCABULARY, (len(TREE.parents),), generator=generator))
-    return first.logits, second.logits, session
+    return first, second, session
 
 
 def by_hand(model, layers, adapter=None):
@@ -118,8 +118,8 @@ def test_only_the_wanted_rows_have_logits():
     draft = packed_model(EarlyExitDraft(model, adapter=adapter_for(model, vocabulary=torch.tensor([4, 9]))))
     session, trees = Session(draft, 1, 32), pack_trees([Tree.chain(4)])
     with torch.no_grad(), draft.attached():
-        whole = session.call(trees, torch.arange(5, 10)).logits
-        some = session.call(trees, torch.arange(5, 10), torch.tensor([1, 4])).logits
+        whole = session.call(trees, torch.arange(5, 10))
+        some = session.call(trees, torch.arange(5, 10), torch.tensor([1, 4]))
     torch.testing.assert_close(some, whole[[1, 4]])
 
 
@@ -210,9 +210,9 @@ def test_the_shipped_adapter_loads_by_name_and_is_small():
     for line in adapter.hit_rates:
         assert len(line) == 8 and all(0 <= rate <= 1 for rate in line) and sum(line) <= 1.0001
     assert adapter.training_record["command"].startswith("python -m pass_ext train-draft")
-    from pass_ext.modules.exit_adapter import _SHIPPED
+    from pass_ext.modules.files import PRETRAINED
 
-    assert (_SHIPPED / "smollm2-135m-instruct-exit.safetensors").stat().st_size <= 400_000
+    assert (PRETRAINED / "smollm2-135m-instruct-exit.safetensors").stat().st_size <= 400_000
 
 
 # ---- training ----
@@ -331,13 +331,14 @@ def options_for(tmp_path, **changes):
 def run_tiny(tmp_path, **changes):
     from rich.console import Console
 
-    from pass_ext.training.draft.pipeline import train_draft
+    from pass_ext.training.common.run import Run
+    from pass_ext.training.draft.pipeline import train
 
     tmp_path.mkdir(exist_ok=True)
     options = options_for(tmp_path, **changes)
     lines = (tmp_path / "prompts.txt").read_text().splitlines()
     with open(tmp_path / "said.txt", "a") as said:
-        return train_draft(options, "the command", tiny_llama(), Letters(), [], lines, Console(file=said))
+        return train(Run(options, "the command", tiny_llama(), Letters(), [], lines, Console(file=said)))
 
 
 def test_a_tiny_run_lowers_the_loss_repeats_itself_and_leaves_its_files(tmp_path):

@@ -7,7 +7,8 @@ import torch
 
 import pass_ext
 from pass_ext import MultiCandidate, NGram, Speculative, Tree
-from pass_ext.decoding.drafting.of_method import model_drafter
+from pass_ext.decoding.drafting.drafter import DraftContext
+from pass_ext.decoding.drafting.from_draft_model import model_drafter
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.planning import for_draft_model
 from pass_ext.decoding.sampling import SamplingParams
@@ -28,7 +29,7 @@ def models(monkeypatch):
 
 def planned(target, method, rule):
     sampling = SamplingParams(temperature=1.0).for_batch(1, torch.device("cpu"))
-    return model_drafter(method, target, sampling, rule, [[5, 9, 11]], graphs=False)
+    return model_drafter(method, DraftContext(target, [[5, 9, 11]], sampling, rule))
 
 
 def test_the_planned_tree_is_the_one_that_is_filled(models):
@@ -42,7 +43,7 @@ def test_the_planned_tree_is_the_one_that_is_filled(models):
 def test_the_drafter_knows_whose_calls_take_how_long(models):
     target, draft = models
     made = planned(target, Speculative(draft, "auto", hit_rates=[[0.9, 0.05], [0.8, 0.1]]), "rejection")
-    assert made.times.at(1) == pytest.approx(1, abs=1e-3), "the target's"
+    assert made.step_times.at(1) == pytest.approx(1, abs=1e-3), "the target's"
     assert made.seconds(2) < 1e-2, "two calls of the draft"
 
 
@@ -56,7 +57,7 @@ def test_no_drafts_where_they_gain_nothing(models):
 def test_the_approximate_rule_has_candidates_always(models):
     """It draws what its candidates' rows say, so it must not become plain decoding where drafts gain nothing."""
     target, draft = models
-    method = MultiCandidate(draft, "auto", hit_rates=[[1e-6, 1e-6]], target_initialised=True)
+    method = MultiCandidate(draft, "auto", hit_rates=[[1e-6, 1e-6]])
     assert planned(target, method, "longest_branch").tree == Tree.chain(1)
     assert planned(target, method, "rejection") is None
 
@@ -75,7 +76,7 @@ def test_what_has_no_plan_is_said(models):
         TypeError, match=r"method must be PaSS\(...\), Speculative\(...\) or MultiCandidate\(...\), got NGram"
     ):
         pass_ext.plan(target, NGram())
-    with pytest.raises(ValueError, match="this Speculative has a tree already"):
+    with pytest.raises(ValueError, match="got a Speculative with a tree of its own"):
         pass_ext.plan(target, Speculative(draft, 3))
     with pytest.raises(ValueError, match="requests must be a whole number, 1 or more, got 0"):
         pass_ext.plan(target, Speculative(draft, "auto"), requests=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pass_ext import Tree
-from pass_ext.decoding.planning.lookahead_tree import Plan, assumed_hit_rates, plan, plan_auto, predicted
+from pass_ext.decoding.planning.lookahead_tree import Plan, assumed_hit_rates, plan, plan_auto
 from pass_ext.decoding.planning.step_times import StepTimes
 
 RATES = [[0.4, 0.15, 0.1], [0.3, 0.15, 0.05], [0.25, 0.1, 0.05]]
@@ -114,7 +114,6 @@ def simulated(tree, groups, rates, calls=60_000, seed=1):
 def test_what_is_promised_comes_true(made):
     seen = simulated(made.tree, made.groups, RATES)
     assert made.tokens_per_call == pytest.approx(seen, rel=0.01)
-    assert predicted(made.tree, RATES) == pytest.approx(made.tokens_per_call)
     assert made.speedup is None
 
 
@@ -122,10 +121,15 @@ def test_a_chain_by_hand():
     tree = Tree.chain(2)
     accepted = 0.5 + 0.5 * 0.2
     rates = [[0.5], [0.2]]
-    assert predicted(tree, rates) == pytest.approx((2 + accepted) / 2)
-    assert predicted(tree.with_lookahead(2), rates) == pytest.approx(1 + accepted)
-    assert predicted(tree.with_lookahead({0: 2}), rates) == pytest.approx((1 + accepted + 0.5) / 1.5)
-    assert predicted(Tree.chain(3), rates) == predicted(tree, rates)  # there is no third slot
+
+    def promised(tree, **options):
+        return Plan.from_tree(tree, 2, rates, **options).tokens_per_call
+
+    assert promised(tree, passes=2) == pytest.approx((2 + accepted) / 2), "no groups: every other call is a probe"
+    assert promised(tree.with_lookahead(2)) == pytest.approx(1 + accepted)
+    assert promised(tree.with_lookahead({0: 2})) == pytest.approx((1 + accepted + 0.5) / 1.5)
+    without_third = Plan.from_tree(Tree.chain(3), 3, rates, passes=2).tokens_per_call
+    assert without_third == promised(tree, passes=2), "there is no rate for a third slot"
     made = Plan.from_tree(tree.with_lookahead({0: 2}), 2, rates, step_time=lambda rows: 10 + rows)
     assert made.last == pytest.approx((0.5, 0.4, 0.1)) and made.reach == pytest.approx((1, 0.5, 0.1))
     assert made.speedup == pytest.approx((1 + accepted + 0.5) / (15 + 0.5 * 13) * 11)

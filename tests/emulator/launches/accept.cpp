@@ -1,42 +1,12 @@
-// The kernels of csrc/cuda/draft.cuh and csrc/cuda/accept.cuh through their own launch functions, as draft.cu and
-// accept.cu call them.
+// The kernels of csrc/cuda/accept.cuh through their own launch function, as accept.cu calls it.
 #include "cuda/accept.cuh"
 
-#include "cuda/draft.cuh"
-#include "launches.h"
+#include "logits.h"
 
 namespace emulator {
 namespace {
 
-using pass_ext::LogitType;
-
-struct LogitArguments : Arguments {
-  pass_ext::LogitRows rows(const std::string& name) const {
-    return {at<void>(name), at<int32_t>(name + "_allowed"), (*this)(name + "_stride"),
-            static_cast<LogitType>((*this)(name + "_type")), static_cast<int32_t>((*this)("vocabulary"))};
-  }
-  pass_ext::SamplingParameterArrays sampling(const std::string& prefix) const {
-    return {at<float>(prefix + "temperature"), at<int32_t>(prefix + "top_k"), at<float>(prefix + "top_p"),
-            at<float>(prefix + "min_p")};
-  }
-};
-
-pass_ext::DraftProblem draft_problem(const LogitArguments& given) {
-  pass_ext::DraftProblem problem{};
-  problem.logits = given.rows("logits");
-  problem.sampling = given.sampling("");
-  problem.seeds = given.at<int64_t>("seeds");
-  problem.positions = given.at<int64_t>("positions");
-  problem.nodes = given.at<int32_t>("nodes");
-  problem.rows = given("rows");
-  problem.count = static_cast<int32_t>(given("count"));
-  problem.mode = static_cast<pass_ext::DraftMode>(given("mode"));
-  problem.tokens = given.at<int64_t>("tokens");
-  problem.logprobs = given.at<float>("logprobs");
-  return problem;
-}
-
-pass_ext::AcceptProblem accept_problem(const LogitArguments& given, float threshold, float alpha) {
+pass_ext::AcceptProblem accept_problem(const LogitArguments& given) {
   pass_ext::AcceptProblem problem{};
   problem.target = given.rows("target");
   problem.draft = given.rows("draft");
@@ -58,8 +28,8 @@ pass_ext::AcceptProblem accept_problem(const LogitArguments& given, float thresh
   problem.nodes = given("nodes");
   problem.max_depth = static_cast<int32_t>(given("max_depth"));
   problem.rule = static_cast<pass_ext::Rule>(given("rule"));
-  problem.threshold = threshold;
-  problem.alpha = alpha;
+  problem.threshold = static_cast<float>(given.number("threshold"));
+  problem.alpha = static_cast<float>(given.number("alpha"));
   problem.emitted = given.at<int64_t>("emitted");
   problem.path = given.at<int32_t>("path");
   problem.num_accepted = given.at<int32_t>("num_accepted");
@@ -67,37 +37,20 @@ pass_ext::AcceptProblem accept_problem(const LogitArguments& given, float thresh
   return problem;
 }
 
+auto plan(const LogitArguments& given) {
+  return pass_ext::gpu::plan_accept(accept_problem(given), static_cast<int>(given("multiprocessors")));
+}
+
+int64_t accept_workspace(const Arguments& arguments) { return plan({arguments}).bytes(); }
+
+void accept(const Arguments& arguments) {
+  const LogitArguments given{arguments};
+  const auto steps = plan(given);
+  pass_ext::gpu::launch_accept(accept_problem(given), steps,
+                               steps.carve(given.at<void>("workspace"), given.at<int32_t>("counters")), {});
+}
+
+const Registration kLaunches[] = {{"accept", accept}, {"accept_workspace", accept_workspace}};
+
 }  // namespace
-
-int64_t draft_workspace(const Numbers& numbers) {
-  const LogitArguments given{{numbers}};
-  return pass_ext::gpu::plan_draft(draft_problem(given), static_cast<int>(given("multiprocessors"))).bytes();
-}
-
-int64_t draft_scan_blocks(const Numbers& numbers) {
-  const LogitArguments given{{numbers}};
-  return pass_ext::gpu::plan_draft(draft_problem(given), static_cast<int>(given("multiprocessors"))).scan_blocks;
-}
-
-void draft(const Numbers& numbers) {
-  const LogitArguments given{{numbers}};
-  const pass_ext::DraftProblem problem = draft_problem(given);
-  const auto plan = pass_ext::gpu::plan_draft(problem, static_cast<int>(given("multiprocessors")));
-  pass_ext::gpu::launch_draft(problem, plan, plan.carve(given.at<void>("workspace"), given.at<int32_t>("counters")),
-                              {});
-}
-
-int64_t accept_workspace(const Numbers& numbers) {
-  const LogitArguments given{{numbers}};
-  return pass_ext::gpu::plan_accept(accept_problem(given, 0, 0), static_cast<int>(given("multiprocessors"))).bytes();
-}
-
-void accept(const Numbers& numbers, float threshold, float alpha) {
-  const LogitArguments given{{numbers}};
-  const pass_ext::AcceptProblem problem = accept_problem(given, threshold, alpha);
-  const auto plan = pass_ext::gpu::plan_accept(problem, static_cast<int>(given("multiprocessors")));
-  pass_ext::gpu::launch_accept(problem, plan, plan.carve(given.at<void>("workspace"), given.at<int32_t>("counters")),
-                               {});
-}
-
 }  // namespace emulator

@@ -46,34 +46,35 @@ pass_ext::AttentionProblem attention_problem(const Arguments& given) {
   return problem;
 }
 
-}  // namespace
-
-// How many floats the parts take, or how many counters there are.
-int64_t attention_workspace(const Numbers& numbers) {
-  const Arguments given{numbers};
+// The number of floats that the parts take, or of counters.
+int64_t attention_workspace(const Arguments& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
   if (problem.type == pass_ext::FloatType::float32) return 0;
   const auto plan = pass_ext::gpu::plan_attention(problem, given("most_blocks"));
   return given("wants_parts") ? plan.parts : plan.counters;
 }
 
-void attention(const std::string& name, const Numbers& numbers, float scale, float softcap) {
-  const Arguments given{numbers};
-  if (name == "attention_merge") {
-    pass_ext::gpu::launch_merge(
-        {given.at<void>("out_a"), given.at<void>("out_b"), given.at<float>("lse_a"), given.at<float>("lse_b"),
-         given.at<void>("out"), given.at<float>("lse"), given("rows"), static_cast<int32_t>(given("head_dim")),
-         static_cast<pass_ext::FloatType>(given("type"))},
-        {});
-    return;
-  }
+void attention_tree(const Arguments& given) {
   pass_ext::AttentionProblem problem = attention_problem(given);
-  problem.scale = scale;
-  problem.softcap = softcap;
+  problem.scale = static_cast<float>(given.number("scale"));
+  problem.softcap = static_cast<float>(given.number("softcap"));
   if (problem.rows == 0 || problem.heads == 0) return;
   if (problem.type == pass_ext::FloatType::float32) return pass_ext::gpu::launch_plain_attention(problem, {});
   pass_ext::gpu::launch_attention(problem, pass_ext::gpu::plan_attention(problem, given("most_blocks")),
                                   {given.at<float>("parts"), given.at<int32_t>("counters")}, {});
 }
 
+void attention_merge(const Arguments& given) {
+  pass_ext::gpu::launch_merge(
+      {given.at<void>("out_a"), given.at<void>("out_b"), given.at<float>("lse_a"), given.at<float>("lse_b"),
+       given.at<void>("out"), given.at<float>("lse"), given("rows"), static_cast<int32_t>(given("head_dim")),
+       static_cast<pass_ext::FloatType>(given("type"))},
+      {});
+}
+
+const Registration kLaunches[] = {{"attention_workspace", attention_workspace},
+                                  {"attention_tree", attention_tree},
+                                  {"attention_merge", attention_merge}};
+
+}  // namespace
 }  // namespace emulator

@@ -4,37 +4,37 @@
 #include "launches.h"
 
 namespace emulator {
+namespace {
 
-// `fresh` is empty in place.
-void cache_commit(const Numbers& numbers, const std::vector<Address>& caches, const std::vector<Address>& fresh) {
-  const Arguments of{numbers};
-  const pass_ext::CommitStep step{of.at<int32_t>("prefix_lens"),
-                                  of.at<int32_t>("cu_nodes"),
-                                  of.at<int32_t>("path"),
-                                  of.at<int32_t>("num_accepted"),
-                                  of.at<int32_t>("block_table"),
-                                  of("path_stride"),
-                                  of("table_stride"),
-                                  of("requests"),
-                                  of("table_width"),
-                                  of("new_rows"),
-                                  static_cast<int32_t>(of("width")),
+void cache_commit(const Arguments& given) {
+  const std::vector<void*> caches = given.list<void>("caches");
+  const std::vector<const void*> fresh = given.list<const void>("new");  // empty in place
+  const pass_ext::CommitStep step{given.at<int32_t>("prefix_lens"),
+                                  given.at<int32_t>("cu_nodes"),
+                                  given.at<int32_t>("path"),
+                                  given.at<int32_t>("num_accepted"),
+                                  given.at<int32_t>("block_table"),
+                                  given("path_stride"),
+                                  given("table_stride"),
+                                  given("requests"),
+                                  given("table_width"),
+                                  given("new_rows"),
+                                  static_cast<int32_t>(given("width")),
                                   fresh.empty()};
-  const pass_ext::CacheShape shape{of("outer"),
-                                   of("slot"),
-                                   of("head"),
-                                   of("fresh_row"),
-                                   of("fresh_head"),
-                                   static_cast<int32_t>(of("outers")),
-                                   static_cast<int32_t>(of("slots")),
-                                   of("heads"),
-                                   of("head_bytes")};
-  std::vector<void*> targets;
-  std::vector<const void*> sources;
-  for (const Address address : caches) targets.push_back(as<void>(address));
-  for (const Address address : fresh) sources.push_back(as<void>(address));
-  pass_ext::gpu::launch_cache_commit(step, shape, targets.data(), fresh.empty() ? nullptr : sources.data(),
-                                     static_cast<int64_t>(targets.size()), {});
+  const pass_ext::CacheShape shape{given("outer"),
+                                   given("slot"),
+                                   given("head"),
+                                   given("fresh_row"),
+                                   given("fresh_head"),
+                                   static_cast<int32_t>(given("outers")),
+                                   static_cast<int32_t>(given("slots")),
+                                   given("heads"),
+                                   given("head_bytes")};
+  pass_ext::gpu::launch_cache_commit(step, shape, caches.data(), fresh.empty() ? nullptr : fresh.data(),
+                                     static_cast<int64_t>(caches.size()), {});
 }
 
+const Registration kLaunch{"cache_commit", cache_commit};
+
+}  // namespace
 }  // namespace emulator

@@ -19,7 +19,7 @@ void with_type(const std::string& dtype, Function&& function) {
   if (dtype == "float16") return function(Tag<pass_ext::float16>{});
   if (dtype == "float32") return function(Tag<float>{});
   if (dtype == "float64") return function(Tag<double>{});
-  throw std::invalid_argument("the emulator knows no dtype " + dtype);
+  throw std::invalid_argument("the emulator has no lookahead_embed for dtype " + dtype);
 }
 
 // function(T, S, Id): `other` is the dtype itself or float32.
@@ -39,35 +39,36 @@ void with_types(const std::string& dtype, const std::string& other, bool wide_id
   });
 }
 
-}  // namespace
-
-void lookahead_embed(const std::string& dtype, const std::string& slot_dtype, bool wide_ids, Address ids, Address table,
-                     Address lookahead, Address out, int64_t rows, int64_t dim, int64_t vocabulary, int64_t slots,
-                     int64_t table_stride) {
-  with_types(dtype, slot_dtype, wide_ids, [&](auto value, auto slot, auto id) {
+void lookahead_embed(const Arguments& given) {
+  with_types(given.text("dtype"), given.text("slot_dtype"), given("wide_ids"), [&](auto value, auto slot, auto id) {
     using T = typename decltype(value)::type;
     using S = typename decltype(slot)::type;
     using Id = typename decltype(id)::type;
     pass_ext::gpu::launch_lookahead_embed(
-        pass_ext::LookaheadEmbed<T, S, Id>{as<Id>(ids), as<T>(table), as<S>(lookahead), as<T>(out), rows, dim,
-                                           vocabulary, slots, table_stride},
+        pass_ext::LookaheadEmbed<T, S, Id>{given.at<Id>("ids"), given.at<T>("table"), given.at<S>("lookahead"),
+                                           given.at<T>("out"), given("rows"), given("dim"), given("vocabulary"),
+                                           given("slots"), given("table_stride")},
         {});
   });
 }
 
-void lookahead_embed_backward(const std::string& dtype, const std::string& out_dtype, bool wide_ids, Address grad,
-                              Address ids, Address out, Address partial, int64_t rows, int64_t dim, int64_t out_rows,
-                              bool slots) {
-  with_types(dtype, out_dtype, wide_ids, [&](auto value, auto result, auto id) {
+void lookahead_embed_backward(const Arguments& given) {
+  with_types(given.text("dtype"), given.text("out_dtype"), given("wide_ids"), [&](auto value, auto result, auto id) {
     using T = typename decltype(value)::type;
     using S = typename decltype(result)::type;
     using Id = typename decltype(id)::type;
     pass_ext::gpu::launch_lookahead_embed_backward(
-        pass_ext::LookaheadEmbedBackward<T, S, Id>{as<T>(grad), as<Id>(ids), as<S>(out), rows, dim, out_rows, slots},
-        as<pass_ext::sum_t<T>>(partial), {});
+        pass_ext::LookaheadEmbedBackward<T, S, Id>{given.at<T>("grad"), given.at<Id>("ids"), given.at<S>("out"),
+                                                   given("rows"), given("dim"), given("out_rows"), given("slots") != 0},
+        given.at<pass_ext::sum_t<T>>("partial"), {});
   });
 }
 
-int64_t lookahead_embed_backward_splits(int64_t rows) { return pass_ext::gpu::count_splits(rows); }
+int64_t lookahead_embed_backward_splits(const Arguments& given) { return pass_ext::gpu::count_splits(given("rows")); }
 
+const Registration kLaunches[] = {{"lookahead_embed", lookahead_embed},
+                                  {"lookahead_embed_backward", lookahead_embed_backward},
+                                  {"lookahead_embed_backward_splits", lookahead_embed_backward_splits}};
+
+}  // namespace
 }  // namespace emulator

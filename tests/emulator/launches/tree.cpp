@@ -22,7 +22,7 @@ void tree_prepare(const Arguments& given) {
 }
 
 template <typename T>
-void tree_mask(const Arguments& given) {
+void tree_mask_of(const Arguments& given) {
   pass_ext::TreeMask<T> problem{};
   problem.visible = given.at<int64_t>("visible");
   problem.cu_nodes = given.at<int32_t>("cu_nodes");
@@ -36,15 +36,15 @@ void tree_mask(const Arguments& given) {
   pass_ext::gpu::launch_tree_mask(problem, {});
 }
 
-}  // namespace
-
-void tree(const std::string& name, const Numbers& numbers) {
-  const Arguments given{numbers};
-  if (name == "tree_prepare") return tree_prepare(given);
-  if (name == "tree_mask bfloat16") return tree_mask<pass_ext::bfloat16>(given);
-  if (name == "tree_mask float16") return tree_mask<pass_ext::float16>(given);
-  if (name == "tree_mask float32") return tree_mask<float>(given);
-  throw std::invalid_argument("the emulator knows no " + name);
+void tree_mask(const Arguments& given) {
+  const std::string dtype = given.text("dtype");
+  if (dtype == "bfloat16") return tree_mask_of<pass_ext::bfloat16>(given);
+  if (dtype == "float16") return tree_mask_of<pass_ext::float16>(given);
+  if (dtype == "float32") return tree_mask_of<float>(given);
+  throw std::invalid_argument("the emulator has no tree_mask for dtype " + dtype);
 }
 
+const Registration kLaunches[] = {{"tree_prepare", tree_prepare}, {"tree_mask", tree_mask}};
+
+}  // namespace
 }  // namespace emulator

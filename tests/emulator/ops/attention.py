@@ -9,7 +9,7 @@ from emulator import session
 from emulator.ops.launching import given, seeds
 
 FLOAT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-GRIDS = itertools.cycle((7, 1, 16, 3))  # how many blocks fit on the GPU that the next launch finds
+GRIDS = itertools.cycle((7, 1, 16, 3))  # blocks that fit on the GPU of the next launch
 
 
 def strides_of(name: str, rows: Tensor | None) -> dict[str, int]:
@@ -23,8 +23,8 @@ def attention_tree(
     q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
     window, blocks=None, seed=None, record=None,
 ):  # fmt: skip
-    """``record``: a dict that gets what the kernel did: "accesses", how many, and "copies" to shared memory, 16 bytes each, as
-    (block, how many groups its thread had committed before, address).
+    """``record``: a dict that gets the number of "accesses", and the "copies" of 16 bytes to shared memory as
+    (block, groups that the thread had committed before, address).
     """
     q = q.contiguous()
     rows, heads, head_dim = q.shape
@@ -44,6 +44,7 @@ def attention_tree(
         table_stride=0 if block_table is None else block_table.stride(0), window=window, type=FLOAT_TYPES[q.dtype],
         visible_stride=visible.stride(0),
         most_blocks=next(GRIDS) if blocks is None else blocks,
+        scale=float(head_dim**-0.5 if scale is None else scale), softcap=float(softcap),
     )  # fmt: skip
     with session({}) as machine:
         parts = torch.empty(machine.attention_workspace(numbers | {"wants_parts": 1}), dtype=torch.float32)
@@ -54,7 +55,7 @@ def attention_tree(
     with session(buffers, seed=next(seeds) if seed is None else seed) as machine:
         if record is not None:
             machine.record_copies()
-        machine.attention("attention_tree", numbers, head_dim**-0.5 if scale is None else scale, softcap)
+        machine.attention_tree(numbers)
         if record is not None:
             record |= {"copies": machine.taken_copies(), "accesses": machine.count_accesses()}
     assert not counters.any(), "the counters are not zero again"
@@ -69,7 +70,7 @@ def attention_merge(out_a, lse_a, out_b, lse_b):
     numbers |= dict(rows=lse.numel(), head_dim=out.shape[-1], type=FLOAT_TYPES[out.dtype])
     buffers = {name: (tensor, "in") for name, tensor in inputs.items()} | {"out": (out, "out"), "lse": (lse, "out")}
     with session(buffers, seed=next(seeds)) as machine:
-        machine.attention("attention_merge", numbers, 0.0, 0.0)
+        machine.attention_merge(numbers)
     return out, lse
 
 

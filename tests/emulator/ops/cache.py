@@ -38,9 +38,11 @@ def cache_commit(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_t
         if new is not None:
             buffers |= {f"new {i}": (new[i], "in") for i in members}
             numbers["new_rows"] = new[0].shape[0]
-        fresh = [new[i].data_ptr() for i in members] if new is not None else []
+        pointers = {"caches": [caches[i].data_ptr() for i in members]}
+        if new is not None:
+            pointers["new"] = [new[i].data_ptr() for i in members]
         with session(buffers, seed=next(seeds)) as machine:
-            machine.cache_commit(numbers | dict(layout), [caches[i].data_ptr() for i in members], fresh)
+            machine.cache_commit(numbers | dict(layout) | pointers)
 
 
 KERNELS = {"cache_commit_": cache_commit}

@@ -1,6 +1,6 @@
-"""What every op on the emulator shares: a fresh order of threads per call, and launches whose numbers go by name.
+"""``launch``: runs a function of launches/*.cpp that needs a workspace and counters; and what launches of all ops share.
 
-The order of threads differs from call to call and is the same in every run of the tests.
+Each call has another order of threads; every run of the tests has the same orders.
 """
 
 import itertools
@@ -18,20 +18,29 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def pointers(buffers: dict[str, tuple[Tensor, str]]) -> dict[str, int]:
+    """Where the tensors of a session's buffers lie."""
+    return {name: tensor.data_ptr() for name, (tensor, _) in buffers.items()}
+
+
 COUNTERS = 2048
 
 
 def multiprocessors() -> int:
-    """Launches in turn find a GPU so large that all rows are scanned beforehand, and one so small that a single block works
-    on all requests."""
+    """The size of the GPU, in turn so large that all rows are scanned beforehand, and so small that a single block works on
+    all requests."""
     return next(launches) % 2 * 100_000
 
 
 def given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """The tensors that are not None."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def launch(name: str, numbers: dict[str, int], inputs: dict[str, Tensor], outputs: dict[str, Tensor], *rest: float):
+def launch(
+    name: str, numbers: dict[str, float], inputs: dict[str, Tensor], outputs: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
+    """Asks `<name>_workspace` for the bytes of the workspace and runs `name`; returns the outputs."""
     numbers |= {key: tensor.data_ptr() for key, tensor in (inputs | outputs).items() if key not in numbers}
     numbers["multiprocessors"] = multiprocessors()
     with session({}) as machine:
@@ -42,6 +51,6 @@ def launch(name: str, numbers: dict[str, int], inputs: dict[str, Tensor], output
     buffers |= {key: (tensor, "out") for key, tensor in (outputs | {"workspace": workspace}).items()}
     buffers["counters"] = (counters, "inout")
     with session(buffers, seed=next(seeds)) as machine:
-        getattr(machine, name)(numbers, *rest)
+        getattr(machine, name)(numbers)
     assert not counters.any(), "the counters are not zero again"
     return tuple(outputs.values())

@@ -4,21 +4,20 @@ import torch
 from torch import Tensor
 
 from emulator import session
-from emulator.ops.launching import name_of, seeds
+from emulator.ops.launching import name_of, pointers, seeds
 
 
-def launch(name: str, numbers: dict[str, int], inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+def run(name: str, numbers: dict[str, int | str], inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
     buffers = {key: (tensor, "in") for key, tensor in inputs.items()}
     buffers |= {key: (tensor, "out") for key, tensor in outputs.items()}
-    numbers |= {key: tensor.data_ptr() for key, (tensor, _) in buffers.items()}
     with session(buffers, seed=next(seeds)) as machine:
-        machine.tree(name, numbers)
+        getattr(machine, name)(numbers | pointers(buffers))
 
 
 def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
     rows, words = parents.numel(), -(-max_nodes // 64)
     visible, depths = torch.empty((rows, words), dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
-    launch(
+    run(
         "tree_prepare",
         dict(requests=cu_nodes.numel() - 1, rows=rows, max_nodes=max_nodes, words=words),
         {"parents": parents, "cu_nodes": cu_nodes},
@@ -32,9 +31,10 @@ def tree_mask(
 ) -> Tensor:
     requests = cu_nodes.numel() - 1
     out = torch.empty((requests, 1, max_nodes, kv_len), dtype=dtype)
-    launch(
-        f"tree_mask {name_of(dtype)}",
+    run(
+        "tree_mask",
         dict(
+            dtype=name_of(dtype),
             requests=requests,
             rows=visible.shape[0],
             max_nodes=max_nodes,

@@ -746,10 +746,13 @@ REFUSALS = [
     ({"allowed": torch.zeros(3, 1).long()}, r"allowed must be int32, got int64"),
     ({"draft_logits": torch.zeros(3, 9)}, r"draft_logits must have 8 \(the target's vocabulary\) in dimension 1"),
     ({"draft_logits": torch.zeros(2, 8)}, r"draft_rows must be given unless draft_logits has a row for each of the 3"),
-    ({"rule": "kseq"}, r"rule 'kseq' needs draft_logits"),
-    ({"rule": "rejection_with_replacement"}, r"rule 'rejection_with_replacement' needs draft_logits"),
+    ({"rule": "kseq"}, r"draft_logits must be given for rule 'kseq' .*, got None"),
+    (
+        {"rule": "rejection_with_replacement"},
+        r"draft_logits must be given for rule 'rejection_with_replacement' .*, got None",
+    ),
     ({"rule": "block"}, r"rule 'block' fits chains only, but in request 0 node 2 hangs below node 0"),
-    ({"draft_allowed": torch.zeros(3, 1).int()}, r"draft_allowed is the mask of draft_logits, which were not given"),
+    ({"draft_allowed": torch.zeros(3, 1).int()}, r"draft_logits must be given with draft_allowed, .*, got None"),
     ({"rule": "typical", "threshold": -1.0}, r"threshold and alpha must not be negative, got -1 and 0.3"),
     ({"rule": "typical", "alpha": math.nan}, r"threshold and alpha must not be negative, got 0.09 and nan"),
 ]

@@ -5,7 +5,7 @@ import sys
 import emulator
 import pytest
 import torch
-from emulator.ops import launching, sampling
+from emulator.ops import draft, launching
 from support.paths import ROOT
 
 import pass_ext
@@ -97,6 +97,6 @@ def test_rows_that_few_blocks_scan_in_turns(dtype, monkeypatch):
     law = dict(temperature=torch.full((rows,), 0.7), top_k=torch.tensor([0, 5] * 4), seeds=torch.arange(rows))
     expected = pass_ext.draft_sample(logits, 3, mode="coupled", **law)
     empty = dict.fromkeys(("top_p", "min_p", "allowed", "positions", "nodes"))
-    ours = sampling.draft_sample(logits, 3, 0, **law | {"top_k": law["top_k"].int()} | empty)
+    ours = draft.draft_sample(logits, 3, 0, **law | {"top_k": law["top_k"].int()} | empty)
     assert torch.equal(expected[0], ours[0])
     torch.testing.assert_close(expected[1], ours[1])

@@ -30,7 +30,7 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 
 def test_the_head_sizes_are_those_of_the_kernels():
-    header = Path(__file__).parent.parent / "csrc" / "core" / "attention.h"
+    header = Path(pass_ext.__file__).parent.parent / "csrc" / "core" / "attention.h"
     (sizes,) = re.findall(r"constexpr int32_t kHeadDims\[\] = \{([\d, ]+)\};", header.read_text())
     assert tuple(map(int, sizes.split(", "))) == HEAD_DIMS
 

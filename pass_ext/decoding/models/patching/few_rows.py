@@ -1,4 +1,4 @@
-"""``few_rows_linear``: a model's linear layers compute through ``pass_ext::linear_rows`` for a while.
+"""``few_rows_linear``: lets a model's linear layers compute through ``pass_ext::linear_rows`` for a while.
 
 A decoding step has some dozens of rows at most, and PyTorch's own product of few rows is slow on the CPU.
 """
@@ -13,7 +13,7 @@ from torch.nn import functional
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
-MOST_ROWS = 64
+MAX_FEW_ROWS = 64
 """With more, ``torch.nn.functional.linear`` may be faster."""
 
 _op = torch.ops.pass_ext.linear_rows.default
@@ -21,7 +21,7 @@ _op = torch.ops.pass_ext.linear_rows.default
 
 @contextmanager
 def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Inside, every plain ``nn.Linear`` of the module that is on the CPU takes at most ``MOST_ROWS`` rows at a time through
+    """Inside, every plain ``nn.Linear`` of the module that is on the CPU takes at most ``MAX_FEW_ROWS`` rows at a time through
     ``linear_rows``; more rows, calls that record gradients or are compiled, and those for which ``when()`` is False go to
     ``torch.nn.functional.linear`` as before.
 
@@ -59,7 +59,7 @@ def _is_plain(layer: nn.Linear) -> bool:
 def _forward(layer: nn.Linear, when: Callable[[], bool] | None) -> Callable[[Tensor], Tensor]:
     # Held here: `layer.weight` costs as much as a small product. The dictionary is quick, and shows a weight that was replaced.
     parameters = layer._parameters
-    weight, bias, dtype, most = layer.weight, layer.bias, layer.weight.dtype, MOST_ROWS * layer.in_features
+    weight, bias, dtype, most = layer.weight, layer.bias, layer.weight.dtype, MAX_FEW_ROWS * layer.in_features
 
     def forward(input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # a graph would not ask `when` again

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.ops.integers import integers
+from pass_ext.ops.common.integers import integers
 
 Parameter = Tensor | Sequence[float] | float | int | None
 

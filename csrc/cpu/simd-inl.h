@@ -1,7 +1,7 @@
-// One vector of fp32 values at the level PASS_EXT_LEVEL (0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16): loads
-// widen bf16 / fp16 / fp32 exactly, stores round to nearest even, like core/half.h to the bit (NaN payloads apart).
-// Words are as many 32-bit integers, Mask as many truths; the operations are those of core/scalar.h, same bits.
-// Included by cpu/each_isa.h only, inside the level's namespace; used by the kernels headers and core/elementary.h.
+// One vector of fp32 values at the level PASS_EXT_LEVEL (0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16). Loads
+// widen bf16 / fp16 / fp32 exactly; stores round to nearest even, like core/half.h to the bit (NaN payloads apart).
+// Words are as many 32-bit integers, Mask as many truths. The operations are those of core/scalar.h, with the same
+// bits. The text belongs inside a level's namespace (cpu/each_isa.h).
 
 using ::pass_ext::bits_of;
 using ::pass_ext::constant;
@@ -119,8 +119,8 @@ inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
   to[0] = sum_lanes(a), to[1] = sum_lanes(b), to[2] = sum_lanes(c), to[3] = sum_lanes(d);
 }
 
-// Half (0 or 1) of the numbers of two vectors. Which numbers make a half is up to the level and the type: for sums of
-// products whose factors are read alike.
+// Half (0 or 1) of the numbers of two vectors. The level and the type decide which numbers make a half, so this is for
+// sums of products whose factors are read alike.
 template <int half, typename T>
 inline Floats load_half(const T* from) {
   return load(from + half * Floats::width);
@@ -188,9 +188,9 @@ inline Mask less(Floats a, Floats b) { return {_mm256_cmp_ps(a.lanes, b.lanes, _
 inline Floats select(Mask m, Floats yes, Floats no) { return {_mm256_blendv_ps(no.lanes, yes.lanes, m.lanes)}; }
 inline uint32_t bits_of_mask(Mask mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask.lanes)); }
 inline Mask mask_of_bits(uint32_t bits) {
-  const __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-  return {
-      _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), own), own))};
+  const __m256i lane_bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return {_mm256_castsi256_ps(
+      _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane_bits), lane_bits))};
 }
 
 inline Mask operator&(Mask a, Mask b) { return {_mm256_and_ps(a.lanes, b.lanes)}; }
@@ -246,7 +246,7 @@ inline Floats load_half(const T* from) {
   return load(from + half * Floats::width);
 }
 template <int half>
-inline Floats load_half(const bfloat16* from) {  // the even ones, the odd ones: an instruction each
+inline Floats load_half(const bfloat16* from) {  // even numbers, odd numbers: one instruction each
   const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return {_mm256_castsi256_ps(half == 0 ? _mm256_slli_epi32(pairs, 16)
                                         : _mm256_and_si256(pairs, _mm256_set1_epi32(-65536)))};
@@ -277,7 +277,7 @@ inline void store(float16* to, Floats value) {
 }
 inline void store(bfloat16* to, Floats value) {
 #if PASS_EXT_LEVEL == 3
-  // The bf16 instruction flushes subnormals, so lanes that hold one take the long way below.
+  // The bf16 instruction flushes subnormals, so lanes that hold one are rounded below.
   if (_mm512_fpclass_ps_mask(value.lanes, 0x20) == 0) {
     const __m256bh narrow = _mm512_cvtneps_pbh(value.lanes);
     memcpy(to, &narrow, sizeof narrow);
@@ -352,7 +352,7 @@ inline Words interleaved(const bfloat16* low, const bfloat16* high) {
   const __m512i h = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
   return {_mm512_or_si512(l, _mm512_slli_epi32(h, 16))};
 }
-// Rounded to nearest, halves up: for weights, which are not negative, half of what is given away by even.
+// Rounded to nearest, halves up: cheaper than halves to even, and right for weights, which are not negative.
 inline Words paired(Floats low, Floats high) {
   const __m512i half = _mm512_set1_epi32(0x8000);
   const __m512i l = _mm512_add_epi32(_mm512_castps_si512(low.lanes), half);
@@ -369,7 +369,7 @@ inline int store_selected(float* to, Floats value, Mask mask) {
 
 inline float largest_lane(Floats a) { return _mm512_reduce_max_ps(a.lanes); }
 inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.lanes); }
-// In each quarter [p p q q]: a lane that stays is added to one that comes over.
+// In each quarter [p p q q]: sums of the two lanes that lie two apart.
 inline __m512 halved(__m512 p, __m512 q) {
   return _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, p, q), _mm512_shuffle_ps(p, q, 0x4e));
 }
@@ -385,7 +385,7 @@ inline Floats load_half(const T* from) {
   return load(from + half * Floats::width);
 }
 template <int half>
-inline Floats load_half(const bfloat16* from) {  // the even ones, the odd ones: an instruction each
+inline Floats load_half(const bfloat16* from) {  // even numbers, odd numbers: one instruction each
   const __m512i pairs = _mm512_loadu_si512(from);
   return {_mm512_castsi512_ps(half == 0 ? _mm512_slli_epi32(pairs, 16)
                                         : _mm512_and_si512(pairs, _mm512_set1_epi32(-65536)))};

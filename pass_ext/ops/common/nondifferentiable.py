@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from pass_ext.ops.fakes import tensors_in
+from pass_ext.ops.common.fakes import tensors_in
 
 
 def call(op: Any, *arguments: Any) -> Any:

@@ -1,5 +1,5 @@
 // A linear layer for few rows on the CPU, at one instruction set (see each_isa.h). Weights and rows are both read along
-// `in`, two vectors a step; a tile of kTileOutputs outputs times up to kTileRows rows keeps its sums in registers, a
+// `in`, two vectors a step. A tile of kTileOutputs outputs times up to kTileRows rows keeps its sums in registers, a
 // vector each. Every sum has one order, lane by lane and step by step, whatever tile it is in: neither the other rows
 // nor the threads change a bit.
 
@@ -12,15 +12,15 @@ constexpr int kStep = 2 * Floats::width;
 static_assert(kMostStep % kStep == 0 && kPiece % kStep == 0, "");
 inline int64_t padded_to_step(int64_t in) { return (in + kStep - 1) / kStep * kStep; }
 
-// A piece of the weights: kTileOutputs rows, as they are stored, from one multiple of kPiece on. `whole` steps and, at
-// the end of the rows, perhaps a last one that is padded.
+// A piece of the weights: kTileOutputs rows as stored, from a multiple of kPiece on. It has `whole` steps and, at the
+// end of the rows, perhaps a padded one.
 template <typename T>
 struct Piece {
   const T* row[kTileOutputs];
-  const char* ahead[kTileOutputs];  // of a piece that comes later
+  const char* ahead[kTileOutputs];  // a later piece, to be prefetched
   T last[kTileOutputs][kStep];
   int64_t whole, steps;
-  bool is_first, is_last;  // of its rows
+  bool is_first, is_last;  // the first piece of its rows, the last one
 
   Piece(const LinearRows<T>& problem, int64_t output, int64_t begin) {
     const int64_t length = problem.in - begin < kPiece ? problem.in - begin : kPiece;
@@ -39,13 +39,13 @@ struct Piece {
     }
   }
 
-  // Behind the last output: that one again, for nobody.
+  // Behind the last output the last one again; its sums are not used.
   static const T* weights_of(const LinearRows<T>& problem, int64_t output) {
     return problem.weight + (output < problem.outputs ? output : problem.outputs - 1) * problem.weight_row;
   }
 };
 
-// x rows [first, first + R), as they are multiplied: [step][half][row][lane].
+// Arranges x rows [first, first + R) in the order of multiplication: [step][half][row][lane].
 template <typename T>
 void arrange_rows(const LinearRows<T>& problem, int64_t first, int rows, float* to) {
   for (int64_t i = 0; i < problem.in; i += kStep)
@@ -74,16 +74,16 @@ inline void add_products(Floats (&sum)[R][kTileOutputs], const Floats (&weight)[
 
 template <int half, bool keeps, typename T>
 inline void load_weights(Floats (&weight)[kTileOutputs], const T* const (&row)[kTileOutputs], int64_t offset,
-                         float* kept) {
+                         float* widened) {
 #pragma GCC unroll 16
   for (int o = 0; o < kTileOutputs; ++o) {
     weight[o] = load_half<half>(row[o] + offset);
-    if (keeps) store(kept + (half * kTileOutputs + o) * Floats::width, weight[o]);
+    if (keeps) store(widened + (half * kTileOutputs + o) * Floats::width, weight[o]);
   }
 }
 
-// The sums of a tile, in registers while a piece is multiplied; `between` holds them from one piece of the rows to the
-// next, and `to` gets what they come to.
+// The sums of a tile stay in registers while a piece is multiplied. `between` holds them from one piece of the rows to
+// the next, and `to` gets the result.
 template <int R>
 inline void start_sums(Floats (&sum)[R][kTileOutputs], bool is_first, const float* between) {
 #pragma GCC unroll 16
@@ -104,11 +104,11 @@ inline void end_sums(const Floats (&sum)[R][kTileOutputs], bool is_last, float* 
     }
 }
 
-// Where a block of rows finds the piece's part of x, and where its sums go.
+// A block of rows: its part of x for the piece, and the places of its sums.
 struct Block {
   const float* x;
   float *between, *to;
-  int64_t begin, part;  // of the next piece's lines, in 64ths: those to ask for meanwhile
+  int64_t begin, part;  // the lines of a later piece to prefetch meanwhile, in 64ths
 };
 
 template <typename T>
@@ -118,37 +118,37 @@ inline void ask_for(const Piece<T>& piece, const Block& block, int64_t step) {
   for (int o = 0; o < kTileOutputs; ++o) __builtin_prefetch(piece.ahead[o] + near, 0, 3);
 }
 
-// A piece for its first rows: widens the weights, and keeps them so for further rows.
+// Multiplies a piece by its first rows. Widens the weights and, if `keeps`, stores them widened for further rows.
 template <int R, bool keeps, typename T>
-void multiply_first(const Piece<T>& piece, const Block& block, float* kept) {
+void multiply_first(const Piece<T>& piece, const Block& block, float* widened) {
   Floats sum[R][kTileOutputs];
   start_sums<R>(sum, piece.is_first, block.between);
   const float* x = block.x;
   for (int64_t s = 0; s < piece.whole; ++s) {
     ask_for(piece, block, s);
     Floats weight[kTileOutputs];
-    load_weights<0, keeps>(weight, piece.row, s * kStep, kept);
+    load_weights<0, keeps>(weight, piece.row, s * kStep, widened);
     add_products<R>(sum, weight, x);
-    load_weights<1, keeps>(weight, piece.row, s * kStep, kept);
+    load_weights<1, keeps>(weight, piece.row, s * kStep, widened);
     add_products<R>(sum, weight, x + R * Floats::width);
     x += R * kStep;
-    kept += keeps ? kTileOutputs * kStep : 0;
+    widened += keeps ? kTileOutputs * kStep : 0;
   }
   if (piece.steps != piece.whole) {
     const T* last[kTileOutputs];
     for (int o = 0; o < kTileOutputs; ++o) last[o] = piece.last[o];
     Floats weight[kTileOutputs];
-    load_weights<0, keeps>(weight, last, 0, kept);
+    load_weights<0, keeps>(weight, last, 0, widened);
     add_products<R>(sum, weight, x);
-    load_weights<1, keeps>(weight, last, 0, kept);
+    load_weights<1, keeps>(weight, last, 0, widened);
     add_products<R>(sum, weight, x + R * Floats::width);
   }
   end_sums<R>(sum, piece.is_last, block.between, block.to);
 }
 
-// A piece for further rows.
+// Multiplies a piece that is stored widened by further rows.
 template <int R, typename T>
-void multiply_kept(const Piece<T>& piece, const Block& block, const float* kept) {
+void multiply_widened(const Piece<T>& piece, const Block& block, const float* widened) {
   Floats sum[R][kTileOutputs];
   start_sums<R>(sum, piece.is_first, block.between);
   const float* x = block.x;
@@ -158,11 +158,11 @@ void multiply_kept(const Piece<T>& piece, const Block& block, const float* kept)
     for (int half = 0; half < 2; ++half) {
       Floats weight[kTileOutputs];
 #pragma GCC unroll 16
-      for (int o = 0; o < kTileOutputs; ++o) weight[o] = load(kept + (half * kTileOutputs + o) * Floats::width);
+      for (int o = 0; o < kTileOutputs; ++o) weight[o] = load(widened + (half * kTileOutputs + o) * Floats::width);
       add_products<R>(sum, weight, x + half * R * Floats::width);
     }
     x += R * kStep;
-    kept += kTileOutputs * kStep;
+    widened += kTileOutputs * kStep;
   }
   end_sums<R>(sum, piece.is_last, block.between, block.to);
 }
@@ -186,7 +186,7 @@ inline void with_rows(int rows, Function&& function) {
   }
 }
 
-// How `rows` rows are cut: blocks of nearly equal size, the larger ones first.
+// Cuts `rows` rows into blocks of nearly equal size, the larger ones first.
 struct RowBlocks {
   int64_t rows, count;
 
@@ -198,7 +198,7 @@ struct RowBlocks {
   int size(int64_t block) const { return static_cast<int>(begin(block + 1) - begin(block)); }
 };
 
-// Sums [rows, kGroupOutputs] of the rows that the scratch holds, for outputs [begin, end).
+// Computes the sums [rows, kGroupOutputs] of the rows in the scratch, for outputs [begin, end).
 template <typename T>
 void multiply_group(const LinearRows<T>& problem, const LinearScratch& scratch, const RowBlocks& blocks, int64_t begin,
                     int64_t end) {
@@ -214,7 +214,7 @@ void multiply_group(const LinearRows<T>& problem, const LinearScratch& scratch, 
         with_rows(blocks.size(b), [&](auto count) {
           constexpr int R = decltype(count)::value;
           if (b > 0)
-            multiply_kept<R>(piece, block, scratch.weights);
+            multiply_widened<R>(piece, block, scratch.weights);
           else if (blocks.count > 1)
             multiply_first<R, true>(piece, block, scratch.weights);
           else
@@ -224,7 +224,7 @@ void multiply_group(const LinearRows<T>& problem, const LinearScratch& scratch, 
     }
 }
 
-// Rounds sums to the rows' results, bias added before.
+// Adds the bias to sums and rounds them to the rows' results.
 template <typename T>
 void finish_group(const LinearRows<T>& problem, const float* sums, int64_t first, int64_t rows, int64_t begin,
                   int64_t end) {
@@ -238,8 +238,8 @@ void finish_group(const LinearRows<T>& problem, const float* sums, int64_t first
   }
 }
 
-// Outputs [begin, end) of all rows. Where the scratch does not hold all rows at once, a group of outputs at a time,
-// whose weights stay in the cache from one set of rows to the next.
+// Computes outputs [begin, end) of all rows. If the scratch does not hold all rows at once, it takes a group of outputs
+// at a time, whose weights stay in the cache from one set of rows to the next.
 template <typename T>
 void multiply_rows(const LinearRows<T>& problem, const LinearScratch& scratch, int64_t begin, int64_t end) {
   const int64_t width = padded_to_step(problem.in);

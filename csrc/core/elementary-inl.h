@@ -1,7 +1,7 @@
 // exp, log, softcap and an exponentially distributed number, as polynomials in the operations of core/scalar.h: at most
 // 2 ulp from exact (softcap: 4), and the same bits on every processor. F is a float or a vector of floats, W its
-// unsigned 32-bit counterpart. Text, not a header of its own: included once by core/scalar.h for floats and once per
-// instruction set by cpu/each_isa.h, each time inside a namespace that has the operations.
+// unsigned 32-bit counterpart. The text is included inside each namespace that has those operations: floats
+// (core/scalar.h) and the vectors of each instruction set (cpu/each_isa.h).
 
 // e^x for -86 <= x <= 0
 template <typename F>
@@ -93,7 +93,8 @@ PASS_EXT_HOST_DEVICE auto exponential_variate(W word) {
   const auto complement = fused(float_of_unsigned(~word), step, half_step);  // 1 - v, not rounded off near 0
   const auto is_small = less(v, constant(like, 0.5f));
   const auto rest = select(is_small, constant(like, 1.0f) - v, complement);
-  const auto lost = select(is_small, (constant(like, 1.0f) - rest) - v, constant(like, 0.0f));  // by rounding 1 - v
+  const auto lost =
+      select(is_small, (constant(like, 1.0f) - rest) - v, constant(like, 0.0f));  // what rounding 1 - v lost
   return constant(like, 0.0f) - (logarithm(rest) + lost);
 }
 

@@ -3,9 +3,9 @@
 // is summed across lanes. Both products are the same loop,
 //   C[m][n] = sum over k of A[m][k] B[k][n],    A read number by number, B and C as vectors along n:
 //   scores [key][row]  = K [key][d] Q^T [d][row]            values [row][d] += P [row][key] V [key][d]
-// in fp32, or in pairs of bf16 (Pairs) where the processor multiplies those.
+// in fp32, or in pairs of bf16 (Pairs) if the processor multiplies those.
 
-#include "cpu/product.h"
+#include "cpu/product-inl.h"
 
 // ---- the two forms of operands ----
 
@@ -15,18 +15,18 @@ struct Singles {
   using Storage = T;
   using Element = float;
   static constexpr int size = 1;                        // keys, or components, in an element
-  static constexpr bool is_stored_so = sizeof(T) == 4;  // keys in a cache are rows of elements
+  static constexpr bool is_stored_so = sizeof(T) == 4;  // cached keys are elements already
 
   static float query(const T* row, int32_t i) { return to_float(row[i]); }
 
   static void put_key(float* tile, int32_t key, const T* row, int32_t dim) {
     for (int32_t d = 0; d < dim; d += Floats::width) store(tile + key * dim + d, load(row + d));
   }
-  // `rows`: of `size` keys in order.
+  // `rows`: the rows of `size` consecutive keys.
   static void put_values(float* tile, int32_t key, const T* const* rows, int32_t dim) {
     put_key(tile, key, rows[0], dim);
   }
-  // The weights of `size` keys in order, for a vector of rows; adds to their total what the product will see.
+  // Stores the weights of `size` consecutive keys for a vector of rows. Adds to their total what the product will use.
   static void put_weights(float* to, const Floats* weights, Floats& total) {
     store(to, weights[0]);
     total = total + weights[0];
@@ -68,12 +68,12 @@ struct Keys {
   int64_t row;
 };
 
-// Where the rows of a tile lie.
+// The rows of a tile in memory.
 template <typename T>
 struct TileRows {
   const T *key[kTileKeys], *value[kTileKeys];
   int32_t count = 0;
-  bool is_even = false;  // one distance between neighbours all along, for keys and for values
+  bool is_even = false;  // all neighbouring keys are equally far apart, and all neighbouring values
 
   void find(const AttentionTask& task, int32_t first) {
     const AttentionProblem& problem = *task.problem;
@@ -103,12 +103,12 @@ struct TileRows {
 
 template <typename T>
 bool is_finite(const T* row, int32_t dim) {
-  Floats sum = zeros();  // of zeros, unless one is NaN or infinite
+  Floats sum = zeros();  // 0, unless a number is NaN or infinite
   for (int32_t d = 0; d < dim; d += Floats::width) sum = fused(load(row + d), zeros(), sum);
   return sum_lanes(sum) == 0.0f;
 }
 
-// The row with zeros for what is not finite: a hidden key's weight is 0, but 0 times infinity is not.
+// The row with zeros in place of values that are not finite: a hidden key's weight is 0, but 0 times infinity is NaN.
 template <typename T>
 const T* cleaned(const T* row, T* to, int32_t dim) {
   if (is_finite(row, dim)) return row;
@@ -119,7 +119,7 @@ const T* cleaned(const T* row, T* to, int32_t dim) {
   return to;
 }
 
-// The keys as the product reads them: where they lie, if they lie there as elements already.
+// The keys as the product reads them: in place if they are stored as elements, else converted.
 template <typename Form>
 Keys<Form> keys_of(const TileRows<typename Form::Storage>& rows, const AttentionScratch& scratch, int32_t dim) {
   using E = typename Form::Element;
@@ -132,8 +132,8 @@ Keys<Form> keys_of(const TileRows<typename Form::Storage>& rows, const Attention
   return {tile, dim / Form::size};
 }
 
-// Fills the tile of values, up to a whole element with zeros. Where not all rows see all keys, values that are not
-// finite are left out; returns whether there were any.
+// Fills the tile of values, padded with zeros to a whole element. If some row does not see some key, values that are
+// not finite become 0; returns true if there were any.
 template <typename Form>
 bool fill_values(const TileRows<typename Form::Storage>& rows, const AttentionScratch& scratch, int32_t dim,
                  bool all_seen) {
@@ -143,13 +143,13 @@ bool fill_values(const TileRows<typename Form::Storage>& rows, const AttentionSc
   for (int32_t first = 0; first < rows.count; first += Form::size) {
     const T* sources[Form::size];
     for (int i = 0; i < Form::size; ++i) {
-      T* const own = spare + i * dim;
+      T* const copy = spare + i * dim;
       if (first + i >= rows.count) {
-        memset(own, 0, dim * sizeof(T));
-        sources[i] = own;
+        memset(copy, 0, dim * sizeof(T));
+        sources[i] = copy;
         continue;
       }
-      sources[i] = all_seen ? rows.value[first + i] : cleaned(rows.value[first + i], own, dim);
+      sources[i] = all_seen ? rows.value[first + i] : cleaned(rows.value[first + i], copy, dim);
       left_out |= sources[i] != rows.value[first + i];
     }
     Form::put_values(reinterpret_cast<typename Form::Element*>(scratch.values), first, sources, dim);
@@ -168,7 +168,7 @@ inline void transpose_bits(uint64_t (&word)[64]) {
     }
 }
 
-// Raw products become logits in powers of two; -inf where a row does not see a key.
+// Turns raw products into logits in powers of two; -inf where a row does not see a key.
 inline void finish_scores(const AttentionTask& task, float* scores, int64_t row_length, int32_t first_row, int32_t rows,
                           int32_t first, int32_t keys, bool all_seen) {
   const AttentionProblem& problem = *task.problem;
@@ -191,8 +191,8 @@ inline void finish_scores(const AttentionTask& task, float* scores, int64_t row_
     }
 }
 
-// One vector of rows: their scores [keys, row_length] times `factor` become weights 2^(s - maximum), in place; totals
-// and maximum are brought up to date. Returns what the rows' values so far have to be multiplied by.
+// Turns the scores [keys, row_length] of one vector of rows, times `factor`, into weights 2^(s - maximum), in place.
+// Updates totals and maximum. Returns the factor for the rows' values so far.
 template <typename Form>
 Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, float* row_maximum, float* total,
              float* exact_total) {
@@ -209,7 +209,7 @@ Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, floa
   for (key = 0; key < keys; key += Form::size) {
     Floats weights[Form::size];
     for (int i = 0; i < Form::size; ++i) {
-      // Rounded before it is subtracted, as in the maximum: an unrounded product may be far from that, where logits are
+      // Rounded before it is subtracted, as in the maximum: an unrounded product may be far from that when logits are
       // billions.
       weights[i] = key + i < keys ? power_of_two(load(scores + (key + i) * row_length) * times + minus) : zeros();
       exact = exact + weights[i];
@@ -224,13 +224,13 @@ Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, floa
 
 // ---- a task ----
 
-// Rows of the block that begins at `row`, up to a whole vector: how far its columns lie apart.
+// The distance of the columns in the block of rows that begins at `row`: its rows, rounded up to whole vectors.
 inline int32_t width_of_block(const AttentionTask& task, int32_t row) {
   const int32_t rows = static_cast<int32_t>(minimum_of(kBlockRows, task.rows - row));
   return (rows + Floats::width - 1) / Floats::width * Floats::width;
 }
 
-// [block of rows][step][row in block], rows that there are not zero.
+// [block of rows][step][row in block], missing rows zero.
 template <typename Form>
 void arrange_queries(const AttentionTask& task, typename Form::Element* to) {
   using T = typename Form::Storage;
@@ -246,7 +246,7 @@ void arrange_queries(const AttentionTask& task, typename Form::Element* to) {
   }
 }
 
-// Rows that see keys whose values are not finite get those: a sum with NaN or infinity in it, and no other is touched.
+// Adds values that are not finite to the rows that see their keys: those sums become NaN or infinite, no other changes.
 template <typename T>
 void add_left_out(const AttentionTask& task, int32_t first, int32_t keys, const PartialRows& result) {
   const AttentionProblem& problem = *task.problem;
@@ -332,7 +332,7 @@ inline void attend(const AttentionTask& task, const AttentionScratch& scratch, c
 
 // ---- merging and writing ----
 
-// to += from, for one row of `dim` numbers: both in powers of two of their own maximum.
+// to += from for one row of `dim` numbers, each side in powers of two of its own maximum.
 inline void merge_row(PartialRows& to, const PartialRows& from, int32_t row, int32_t dim) {
   const float highest = maximum(to.maximum[row], from.maximum[row]);
   const float keep = power_of_two(to.maximum[row] - highest), add = power_of_two(from.maximum[row] - highest);
@@ -351,7 +351,7 @@ void write_row(T* to, const float* values, float total, int32_t dim) {
   for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, load(values + d) * inverse);
 }
 
-// out and lse of a task's rows, from one part for each chunk of keys, added up in their order into the first.
+// out and lse of a task's rows from their parts, one per chunk of keys, added in order into the first.
 inline void finish_rows(const AttentionTask& task, PartialRows* parts, int32_t count) {
   const AttentionProblem& problem = *task.problem;
   const int32_t dim = problem.head_dim;

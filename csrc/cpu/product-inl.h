@@ -1,9 +1,10 @@
-// The matrix product of attention on the CPU, at one instruction set, for operands that lie as they are needed:
+// The matrix product of attention on the CPU, at one instruction set, for operands that already lie in the order of the
+// loops:
 //   C[m][n] = sum over k of A[m][k] B[k][n],    A read number by number, B and C as vectors along n
-// in fp32, or in pairs of bf16 (one word each) where the processor multiplies those. Included by
-// cpu/attention_kernels.h only, inside the level's namespace.
+// in fp32, or in pairs of bf16 (one word each) if the processor multiplies those. The text belongs inside a level's
+// namespace.
 
-// Vectors of B, and rows of A beside them, that the registers hold.
+// Most vectors of B, and rows of A beside them, that the registers hold.
 #if PASS_EXT_LEVEL >= 2
 constexpr int kMostVectors = 4, kMostRows = 6;
 #elif PASS_EXT_LEVEL == 1
@@ -11,7 +12,7 @@ constexpr int kMostVectors = 2, kMostRows = 6;
 #else
 constexpr int kMostVectors = 1, kMostRows = 4;
 #endif
-constexpr int kBlockRows = kMostVectors * Floats::width;  // rows whose scores are made at once
+constexpr int kBlockRows = kMostVectors * Floats::width;  // rows whose scores are computed at once
 
 inline int64_t minimum_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline Floats spread(float value) { return constant(Floats{}, value); }
@@ -23,8 +24,8 @@ inline Words lanes_at(const uint32_t* from) { return load_words(from); }
 inline Floats add_product(Floats sum, Words a, Words b) { return sum_of_products(sum, a, b); }
 #endif
 
-// Cache lines that will be needed soon, asked for a few at a time while the processor multiplies: a tile's rows arrive
-// before it is their turn.
+// Cache lines that are needed soon. They are prefetched a few at a time while the processor multiplies, so that the
+// rows of a tile arrive in time.
 struct Ahead {
   const void* const* keys = nullptr;  // rows
   const void* const* values = nullptr;
@@ -88,7 +89,7 @@ inline void multiply_block(const Product<E>& p, int64_t first_row, int64_t first
 template <int V, typename E>
 void multiply_columns(const Product<E>& p, int64_t rows, int64_t column, Ahead& ahead) {
   int64_t m = 0;
-  if constexpr (V == 1 && kMostVectors == 4)  // six sums would wait for one another
+  if constexpr (V == 1 && kMostVectors == 4)  // with six sums, an addition would wait for the one before it
     for (; rows - m >= 12; m += 12) {
       ahead.fetch();
       multiply_block<12, V>(p, m, column);
@@ -111,7 +112,7 @@ template <typename E>
 void multiply(const Product<E>& p, int64_t rows, int64_t columns, Ahead& ahead) {
   for (int64_t n = 0; n < columns;) {
     const int64_t left = (columns - n) / Floats::width;
-    // Five and six vectors go better as three and the rest than as four and the rest.
+    // Five and six vectors are faster as three and the rest than as four and the rest.
     const int64_t vectors = left == 5 || left == 6 ? minimum_of(3, kMostVectors) : minimum_of(left, kMostVectors);
     switch (vectors) {
       case 4:

@@ -1,5 +1,5 @@
-// Passes over one or two rows of logits at one instruction set (see each_isa.h), in units of groups of 64 tokens, and
-// the noise of a group. Sums are added up in an order that depends on nothing but the slice.
+// Sweeps over one or two rows of logits at one instruction set (see each_isa.h), in units of groups of 64 tokens, and
+// the noise of a group. The order of additions depends on nothing but the slice.
 
 constexpr int kVectors = kGroup / Floats::width;
 constexpr float kNegligible = -40.0f;  // e^-40 of the largest, 2^22 times, is below the last bit of a sum
@@ -14,7 +14,7 @@ inline void widen(float* to, const T* from, int32_t count) {
     for (int i = 0; i < kGroup; ++i) to[i] = i < count ? to_float(from[i]) : -kInfinity;
 }
 
-// The group's 64 logits; -inf for what is not allowed or behind the end of the vocabulary.
+// Loads the group's 64 logits; -inf for tokens that are not allowed or lie behind the end of the vocabulary.
 inline void load_group(const LogitRow& row, int32_t group, float* to) {
   const int64_t first = static_cast<int64_t>(group) * kGroup;
   const int32_t count = row.vocabulary - first < kGroup ? static_cast<int32_t>(row.vocabulary - first) : kGroup;
@@ -49,7 +49,7 @@ inline bool scan_whole_groups(const T* logits, int32_t begin, int32_t end, float
   return bits_of_mask(fine) == bits_of_mask(mask_of_bits(0xffffu));
 }
 
-// Lanes of z, ids from `first` on, that are in the distribution's support.
+// The lanes of z, ids from `first` on, that are in the distribution's support.
 inline Mask support_of(const Distribution& distribution, Floats z, int32_t first) {
   const Floats cut = splat(distribution.cut);
   const Mask above = less(cut, z);
@@ -70,8 +70,8 @@ inline bool is_negligible(const Distribution& distribution, float group_maximum)
   return group_maximum < distribution.cut || !(log_weight(distribution, group_maximum) > kNegligible);
 }
 
-// function(logits, first group, last group) on the part of [begin, end) that lies in memory as whole unmasked groups of
-// a typed row, or per_group(group) for the others.
+// function(logits, first group, last group) for the part of [begin, end) that lies in memory as whole unmasked groups
+// of a typed row, and per_group(group) for the others.
 template <typename Whole, typename Single>
 inline void split_groups(const LogitRow& row, int32_t begin, int32_t end, const Whole& on_whole, const Single& on_one) {
   const int32_t whole = row.allowed == nullptr ? row.vocabulary / kGroup : 0;
@@ -85,7 +85,7 @@ inline void split_groups(const LogitRow& row, int32_t begin, int32_t end, const 
   for (int32_t group = direct; group < end; ++group) on_one(group);
 }
 
-// The largest logit of each group; good: whether none is NaN or +inf.
+// The largest logit of each group. good: no logit is NaN or +inf.
 void scan_groups(const LogitRow& row, int32_t begin, int32_t end, float* maxima, bool* good) {
   *good = true;
   split_groups(
@@ -98,7 +98,7 @@ void scan_groups(const LogitRow& row, int32_t begin, int32_t end, float* maxima,
       });
 }
 
-// One group's addition to sums over the whole vocabulary: what is -inf counts e^-86, which no sum notices.
+// Adds one group to sums over the whole vocabulary. A logit of -inf counts e^-86, too little to change a sum.
 template <typename T>
 inline void add_mass(const T* z, const Distribution& distribution, Floats (&sum)[2]) {
   const Floats largest = splat(distribution.maximum), scale = splat(distribution.scale), lowest = splat(-86.0f);
@@ -133,7 +133,7 @@ void sum_mass(const LogitRow& row, const Distribution& distribution, const float
   *mass = sum_lanes(sum[0] + sum[1]);
 }
 
-// The same without a cut, and of the tokens with a logit of at least `floor` alone.
+// The same without a cut, and a second sum over the tokens with a logit of at least `floor`.
 void sum_mass_above(const LogitRow& row, const Distribution& distribution, const float* maxima, float floor,
                     int32_t begin, int32_t end, double* mass, double* above) {
   const Floats largest = splat(distribution.maximum), scale = splat(distribution.scale), lowest = splat(-86.0f),
@@ -163,7 +163,7 @@ void sum_mass_above(const LogitRow& row, const Distribution& distribution, const
   *above = sum_lanes(high);
 }
 
-// A logit above which about `share` of the mass lies, judged by a sample of the groups.
+// A logit above which about `share` of the mass lies, estimated from a sample of the groups.
 void guess_floor(const LogitRow& row, const Distribution& distribution, int32_t groups, float share, float* floor) {
   constexpr int32_t kSample = 16;
   float z[kSample * kGroup], weight[kSample * kGroup];
@@ -177,25 +177,25 @@ void guess_floor(const LogitRow& row, const Distribution& distribution, int32_t 
       total = total + load(weight + i);
     }
   }
-  const float wanted = sum_lanes(total) * share;
+  const float needed = sum_lanes(total) * share;
   low = distribution.maximum - 30.0f / distribution.scale;
   for (int halving = 0; halving < 10; ++halving) {  // 30 nats to 0.03
     const float middle = 0.5f * (low + high);
     Floats sum = splat(0.0f);
     for (int32_t i = 0; i < count * kGroup; i += Floats::width)
       sum = sum + select(less(load(z + i), splat(middle)), splat(0.0f), load(weight + i));
-    (sum_lanes(sum) >= wanted ? low : high) = middle;
+    (sum_lanes(sum) >= needed ? low : high) = middle;
   }
   *floor = low;
 }
 
-// How many of the values are at least `threshold`.
-void count_at_least(const float* values, int32_t count, float threshold, int32_t* found) {
+// Counts the values of at least `threshold`.
+void count_at_least(const float* values, int32_t count, float threshold, int32_t* result) {
   int32_t total = 0, i = 0;
   for (; i + Floats::width <= count; i += Floats::width)
     total += Floats::width - __builtin_popcount(bits_of_mask(less(load(values + i), splat(threshold))));
   for (; i < count; ++i) total += values[i] >= threshold;
-  *found = total;
+  *result = total;
 }
 
 // Sum over the support of w (z - maximum) scale, w = exp((z - maximum) scale).
@@ -216,7 +216,8 @@ void sum_log_moment(const LogitRow& row, const Distribution& distribution, const
   *log_moment = sum_lanes(moment);
 }
 
-// Adds the integer mass (core/distribution.h) of each of `count` logits to its bin; room for a vector behind them.
+// Adds the integer mass (core/distribution.h) of each of `count` logits to its bin. `z` needs room for a vector behind
+// them.
 inline void add_to_bins(float* z, int32_t count, const Distribution& distribution, float per_bin, int32_t bins,
                         uint64_t* masses) {
   const Floats last = splat(static_cast<float>(bins - 1));
@@ -233,8 +234,8 @@ inline void add_to_bins(float* z, int32_t count, const Distribution& distributio
   }
 }
 
-// Does so for every token in the support with a logit of at least `floor`: bin 0 holds the largest, `per_bin` is one
-// over a bin's width.
+// Adds every token in the support with a logit of at least `floor` to its bin. Bin 0 holds the largest; `per_bin` is
+// one over a bin's width.
 void fill_bins(const LogitRow& row, const Distribution& distribution, const float* maxima, int32_t begin, int32_t end,
                float floor, float per_bin, int32_t bins, uint64_t* masses) {
   constexpr int32_t kRoom = 1024;
@@ -262,8 +263,8 @@ void fill_bins(const LogitRow& row, const Distribution& distribution, const floa
 // Appends (z, id) of every token in the support with floor <= z <= ceiling; stops soon after `limit` of them.
 void collect(const LogitRow& row, const Distribution& distribution, const float* maxima, int32_t begin, int32_t end,
              float floor, float ceiling, int64_t limit, Candidate* to, int64_t* count) {
-  int64_t found = *count;
-  for (int32_t group = begin; group < end && found < limit; ++group) {
+  int64_t filled = *count;
+  for (int32_t group = begin; group < end && filled < limit; ++group) {
     if (maxima[group] < floor || maxima[group] < distribution.cut) continue;
     float z[kGroup];
     load_group(row, group, z);
@@ -274,11 +275,11 @@ void collect(const LogitRow& row, const Distribution& distribution, const float*
       if (bits != 0) bits &= bits_of_mask(support_of(distribution, value, group * kGroup + i));
       for (; bits != 0; bits &= bits - 1) {
         const int lane = __builtin_ctz(bits);
-        to[found++] = {z[i + lane], group * kGroup + i + lane};
+        to[filled++] = {z[i + lane], group * kGroup + i + lane};
       }
     }
   }
-  *count = found;
+  *count = filled;
 }
 
 // p and q of one group. Without q: zeros.
@@ -289,7 +290,7 @@ inline void load_probabilities(const LogitRow& row, const Distribution& distribu
     store(to + i, weights_in_support(distribution, load(z + i), group * kGroup + i) * splat(distribution.inverse_mass));
 }
 
-// The same for sums: where nothing is filtered, a token of probability 0 counts e^-86 of the largest.
+// The same for sums: if nothing is filtered, a token of probability 0 counts e^-86 of the largest.
 inline void load_terms(const LogitRow& row, const Distribution& distribution, int32_t group, float* to) {
   if (distribution.cut != -kInfinity) return load_probabilities(row, distribution, group, to);
   load_group(row, group, to);
@@ -305,7 +306,7 @@ inline bool touches(const Removed& removed, int32_t group) {
   return false;
 }
 
-// Sum of (p - beta q)+, and of q over the tokens that are not removed; removed ones count with the beta of their cut.
+// Sum of (p - beta q)+, and of q over the tokens that are not removed. Removed tokens count with the beta of their cut.
 void sum_residual(const Judge& judge, const Removed& removed, int32_t begin, int32_t end, double* weight_sum,
                   double* remaining) {
   const float beta = static_cast<float>(judge.beta);
@@ -341,7 +342,7 @@ void sum_residual(const Judge& judge, const Removed& removed, int32_t begin, int
 // Sum of min(p / rho, q) for each of the rho.
 void sum_overlaps(const Judge& judge, const float* inverse_rho, int32_t begin, int32_t end, double* sums) {
   Floats sum[kOverlaps];
-  for (Floats& one : sum) one = splat(0.0f);
+  for (Floats& term : sum) term = splat(0.0f);
   for (int32_t group = begin; group < end; ++group) {
     float p[kGroup], q[kGroup];
     load_terms(judge.p_row, judge.p, group, p);
@@ -352,9 +353,9 @@ void sum_overlaps(const Judge& judge, const float* inverse_rho, int32_t begin, i
   for (int k = 0; k < kOverlaps; ++k) sums[k] = sum_lanes(sum[k]);
 }
 
-// What no token of a group can exceed in a race over `distribution`: (its largest log weight + offset) - ln first_g.
-// Without noise ln first_g is 0. A little above, against rounding. Both arrays are padded to whole vectors, the maxima
-// with -inf.
+// The bound that no token of a group can exceed in a race over `distribution`: (its largest log weight + offset) - ln
+// first_g. Without noise ln first_g is 0. The bound is a little high, against rounding. Both arrays are padded to whole
+// vectors, the maxima with -inf.
 void bound_groups(const Distribution& distribution, const float* maxima, int32_t groups, const Noise* noise,
                   float offset, float* bounds) {
   const Floats cut = splat(distribution.cut), none = splat(-kInfinity);
@@ -394,7 +395,7 @@ inline void load_noise(const Noise& noise, int32_t group, float* log_e) {
   log_e[drawn.word[1] % kGroup] = logarithm(first);
 }
 
-// ln E of one token, the same bits as load_noise gives it.
+// ln E of one token, with the same bits as in load_noise.
 inline float noise_of(const Noise& noise, int32_t group, int32_t place, float first, int32_t leader) {
   if (place == leader) return logarithm(first);
   const uint32_t block = static_cast<uint32_t>(group * kBlocksPerGroup + place % kBlocksPerGroup);
@@ -402,7 +403,7 @@ inline float noise_of(const Noise& noise, int32_t group, int32_t place, float fi
   return logarithm(first + exponential_variate(drawn.word[place / kBlocksPerGroup]));
 }
 
-// The group's scores in a race over `distribution`, without noise the log weights; -inf outside the support, and for
+// The group's scores in a race over `distribution`, or without noise its log weights; -inf outside the support and for
 // tokens that cannot reach `threshold`.
 void score_group(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t group,
                  float threshold, float* scores) {
@@ -438,7 +439,7 @@ void score_group(const LogitRow& row, const Distribution& distribution, const No
   }
 }
 
-// The same for a race over the weights that are left of p; the smallest normal float counts as no weight.
+// The same for a race over the weights left of p; the smallest normal float counts as no weight.
 void score_group_left(const Judge& judge, const Weight& weight, const Removed& removed, const Noise& noise,
                       int32_t group, float* scores) {
   float p[kGroup], q[kGroup], left[kGroup], log_e[kGroup];

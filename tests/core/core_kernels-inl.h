@@ -1,4 +1,4 @@
-// Vector loads and stores of csrc/cpu/simd.h over an array, at one instruction set.
+// Vector loads and stores of csrc/cpu/simd-inl.h over an array, at one instruction set.
 template <typename From, typename To>
 void convert(const From* in, To* out, int64_t n) {
   int64_t i = 0;
@@ -6,7 +6,7 @@ void convert(const From* in, To* out, int64_t n) {
   for (; i < n; ++i) out[i] = from_float<To>(to_float(in[i]));
 }
 
-// core/elementary.h on vectors; n is a multiple of every vector's width.
+// core/elementary-inl.h on vectors; n is a multiple of every vector's width.
 void exponentials(const float* in, float* out, int64_t n) {
   for (int64_t i = 0; i < n; i += Floats::width) store(out + i, exponential(load(in + i)));
 }
@@ -24,7 +24,7 @@ void philox_words(const uint32_t* in, uint32_t* out, uint64_t key, int64_t n) {
     store_words(out + i, word[0]);
   }
 }
-// Every operation of simd.h that elementary.h does not use, folded into one number per lane.
+// Every operation of simd-inl.h that elementary-inl.h does not use, folded into one number per lane.
 void other_operations(const float* a, const float* b, float* out, int64_t n) {
   for (int64_t i = 0; i < n; i += Floats::width) {
     const Floats x = load(a + i), y = load(b + i);

@@ -1,0 +1,199 @@
+"""``DraftCalls``: the calls of a draft model, and its caches, which follow the texts.
+
+    a level's call     the first levels of each request's tree, behind the text that the draft has read
+    after a step       the rows that have become text are committed to the draft's caches
+
+Tokens that the draft has not read yet (another drafter's, the target's) are read by its next call, as a chain above the root;
+long pieces, such as a prompt, have calls of their own. An early-exit draft reads the target's caches and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.models.early_exit_draft import unwrapped
+from pass_ext.decoding.models.hidden_rows import kept_hidden
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.models.vocabulary import in_vocabulary
+from pass_ext.decoding.session.packs import TreePacks
+from pass_ext.decoding.session.session import Session
+from pass_ext.decoding.session.uploads import uploaded
+from pass_ext.tree import PackedTrees, Tree, pack_trees
+
+_MAX_LAG = 8  # tokens of a text that every level's call reads above the root; more are read once, in calls of their own
+_MAX_PIECE = 256  # tokens of a text in each of those
+
+
+@dataclass
+class _LastCall:
+    trees: list[Tree | None]
+    """Without the chains above their roots."""
+    lags: list[int]
+    packed: PackedTrees
+    lengths: list[int]
+    """Of the texts at that time."""
+    tokens: list[list[int]]
+
+
+class DraftCalls:
+    """Calls a draft model on the trees of a batch.
+
+    Args:
+        draft: the draft model.
+        session: the target's.
+        max_depth: of the trees.
+        vocabulary: tokens of the target.
+        texts: the requests' tokens, which grow with every step.
+        graphs: calls whose shape comes again are CUDA graphs.
+        keep_hidden: ``level`` also returns the rows that go into the draft's output layer.
+    """
+
+    def __init__(
+        self,
+        draft: Adapted,
+        session: Session,
+        max_depth: int,
+        vocabulary: int,
+        texts: Sequence[list[int]],
+        *,
+        graphs: bool,
+        keep_hidden: bool,
+    ) -> None:
+        self._draft, self._texts = draft, texts
+        self._vocabulary, self._device = vocabulary, session.device
+        self._keep_hidden = keep_hidden
+        self._shares = draft.shared_model is unwrapped(session.model.model)
+        self._graphs = graphs and not self._shares  # an early exit's calls read caches that are another session's
+        if self._shares:
+            self._session = session.first_layers(draft, draft.shares_layers)
+        else:
+            self._session = Session(draft, session.requests, session.room + max_depth, graphs=self._graphs)
+        self._packs = TreePacks(self._session.device)
+        self._held = [0] * len(texts)
+        self._last: _LastCall | None = None
+
+    def level(
+        self, tree: Tree, requests: Sequence[int], tokens: Tensor, parents: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Calls the draft on the tree of each of these requests.
+
+        Args:
+            tree: the levels drafted so far.
+            requests: their numbers; those that were in the last call and are not here draft no further.
+            tokens: ``[B, n]``, each node's token.
+            parents: the nodes of the deepest level that have children.
+
+        Returns:
+            Logits ``[len(requests) * P, V]`` of the parents; and the hidden rows behind them, or None.
+        """
+        self._release(requests)
+        trees: list[Tree | None] = [None] * len(self._texts)
+        lags = [0] * len(self._texts)
+        known: list[int] = []
+        for b in requests:
+            held = self._length_held(b)
+            trees[b], lags[b] = tree, len(self._texts[b]) - 1 - held
+            known += self._texts[b][held:]
+        index: list[int] = []
+        parent_rows: list[int] = []
+        first, nodes = 0, tree.num_nodes
+        for b in requests:
+            parent_rows += (len(index) + lags[b] + parent for parent in parents)
+            index += range(first, first + lags[b] + 1)
+            index += (len(known) + b * tokens.shape[1] + node for node in range(1, nodes))
+            first += lags[b] + 1
+        source = torch.cat([uploaded(known, self._device), tokens.flatten()])
+        ids = self._known_to_draft(source[uploaded(index, self._device)].to(self._session.device))
+        rows = uploaded(parent_rows, self._session.device)
+        packed = self._packs(
+            [None if part is None else _behind(part, lag) for part, lag in zip(trees, lags, strict=True)]
+        )
+        self._last = _LastCall(trees, lags, packed, list(map(len, self._texts)), [])
+        with ExitStack() as stack:
+            hidden_rows = stack.enter_context(kept_hidden(self._draft)) if self._keep_hidden else None
+            # Recorded calls give all rows, until the next one.
+            call = self._session.call
+            logits = call(packed, ids)[rows] if self._graphs else call(packed, ids, rows)
+        hidden = None if hidden_rows is None else hidden_rows.rows.to(self._device)
+        return in_vocabulary(logits, self._vocabulary, self._device), hidden
+
+    def set_tokens(self, tokens: list[list[int]]) -> None:
+        """The tokens of the last call's nodes, the root's first, once the host has read them."""
+        if self._last is not None:
+            self._last.tokens = tokens
+
+    def keep_text(self) -> None:
+        """Commits the keys and values of the last call's rows that have become text."""
+        last, self._last = self._last, None
+        if last is None or self._shares:
+            return
+        paths = []
+        for b, tree in enumerate(last.trees):
+            path: list[int] = []
+            if tree is not None:
+                path, node = list(range(last.lags[b] + 1)), 0
+                for token in self._texts[b][last.lengths[b] : -1]:
+                    node = next((child for child in tree.children(node) if last.tokens[b][child] == token), 0)
+                    if node == 0:
+                        break
+                    path.append(last.lags[b] + node)
+            paths.append(path)
+        self._commit(last.packed, paths)
+
+    def read_text(self, requests: Sequence[int]) -> None:
+        """Reads long pieces of text that the draft has not seen, all but their ends."""
+        while not self._shares:
+            missing = {b: len(self._texts[b]) - 1 - self._held[b] for b in requests}
+            pieces = {b: min(count, _MAX_PIECE) for b, count in missing.items() if count > _MAX_LAG}
+            if not pieces:
+                return
+            trees = [Tree.chain(pieces[b] - 1) if b in pieces else None for b in range(len(self._texts))]
+            ids = [token for b in sorted(pieces) for token in self._texts[b][self._held[b] : self._held[b] + pieces[b]]]
+            packed = pack_trees(trees, self._session.device)
+            first = torch.zeros(1, dtype=torch.int64, device=self._session.device)  # some row: no logits are needed
+            self._session.call(packed, self._known_to_draft(uploaded(ids, self._session.device)), first)
+            self._commit(packed, [list(range(pieces.get(b, 0))) for b in range(len(self._texts))])
+
+    def _release(self, going_on: Sequence[int]) -> None:
+        """Requests that draft no further are left out from here on: the text that they have read is committed first."""
+        last = self._last
+        stopped = (
+            set() if last is None else {b for b, tree in enumerate(last.trees) if tree is not None} - set(going_on)
+        )
+        if last is None or not stopped or self._shares:
+            return
+        paths: list[list[int]] = [[] for _ in self._texts]
+        for b in stopped:
+            paths[b] = list(range(last.lags[b] + 1))
+        self._commit(last.packed, paths)
+
+    def _known_to_draft(self, ids: Tensor) -> Tensor:
+        """Replaces ids that the draft's table does not have: -1 of nodes without a token, and tokens of the target alone.
+        Nothing is drawn behind such nodes that could be accepted."""
+        return ids.clamp(0, self._draft.table.shape[0] - 1)
+
+    def _length_held(self, b: int) -> int:
+        """Tokens of the text in the draft's cache."""
+        return len(self._texts[b]) - 1 if self._shares else self._held[b]
+
+    def _commit(self, packed: PackedTrees, paths: Sequence[Sequence[int]]) -> None:
+        """Commits these rows of the last call; an empty path: none of that request."""
+        longest = max(map(len, paths))
+        padded = [[*path, *[-1] * (longest - len(path))] for path in paths]
+        counts = [max(len(path) - 1, 0) for path in paths]
+        device = self._session.device
+        self._session.commit(packed, uploaded(padded, device).int(), uploaded(counts, device).int())
+        self._held = [held + len(path) for held, path in zip(self._held, paths, strict=True)]
+        self._session.prefix_lens.copy_(uploaded(self._held, device))
+
+
+@lru_cache(maxsize=1024)
+def _behind(tree: Tree, lag: int) -> Tree:
+    """The tree below the end of a chain of so many tokens that are not in the cache yet."""
+    return Tree([*range(-1, lag), *(parent + lag for parent in tree.parents[1:])]) if lag else tree

@@ -1,0 +1,151 @@
+"""The interface of what drafts: ``Drafter`` proposes candidates, ``DraftContext`` is the generation that it is made for, and a
+``DraftingMethod`` makes drafters.
+
+    begin(session)   before the prompts are read
+    propose(batch)   before each step: the candidates
+    learn(gained)    after each step: how many tokens it gave
+
+A method from outside the package is an object with ``drafters(context)``; docs/guide/speculative.md has one.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.drafting.levels import draw_children, drawing_mode
+from pass_ext.decoding.drafting.step import Batch, Proposal
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.planning.measured import measured_times
+from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
+from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.decoding.session.session import Session
+from pass_ext.decoding.session.uploads import uploaded
+from pass_ext.ops.rules import RULES
+
+DRAFT_MODEL, LOOK_AHEAD, N_GRAM = "draft model", "look-ahead", "n-gram"
+"""The origins of candidates, as messages name them."""
+
+
+class Drafter(Protocol):
+    """Proposes candidates for each step of a batch. A class that inherits from it sets ``max_depth`` and defines ``propose``;
+    the rest has a default."""
+
+    max_depth: int
+    """The deepest candidate that it ever proposes."""
+    name: str = "drafted"
+    """The origin of its candidates, for messages."""
+    rules: Collection[str] = tuple(RULES)
+    """The accept rules that can judge its candidates."""
+    step_times: StepTimes | None = None
+    """Seconds of the target's calls by their rows. With them, a request pauses while drafting gains less than it costs."""
+    pauses: bool = True
+    """False: it costs next to nothing, and goes on while the others pause."""
+    prompt_slots: int = 0
+    """Look-ahead slots behind the last token of a prompt."""
+    deepest_row: int = 0
+    """The deepest row below a root, look-ahead slots included, if that is deeper than ``max_depth``."""
+
+    def attached(self) -> AbstractContextManager[None]:
+        """What must hold while candidates are proposed."""
+        return nullcontext()
+
+    def begin(self, session: Session) -> None:
+        """Takes the target's session, before the prompts are read."""
+        return
+
+    @abstractmethod
+    def propose(self, batch: Batch) -> Proposal:
+        """Candidates of at most ``batch.levels[b]`` levels for request b; None where that is 0."""
+        ...
+
+    def learn(self, gained: Sequence[int]) -> None:
+        """Takes in how many tokens the step gave each request; the texts hold them already."""
+        return
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """The generation that a drafter is made for."""
+
+    target: Adapted
+    texts: Sequence[list[int]]
+    """The tokens of each request. They grow with every step."""
+    sampling: BatchSampling
+    rule: str
+    """How candidates are judged."""
+    graphs: bool = False
+    """True: calls of the target are CUDA graphs where their shape comes again."""
+
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.target.table.device
+
+    @property
+    def is_sampled(self) -> bool:
+        """False: all requests are greedy, and rules make no difference."""
+        return not self.sampling.is_greedy
+
+    @property
+    def needs_draft_logits(self) -> bool:
+        """True: the rule divides by the distribution that candidates were drawn from."""
+        return self.is_sampled and DECODING_RULES[self.rule].needs_draft_logits
+
+    @property
+    def chains_only(self) -> bool:
+        """True: the rule takes one candidate below each node."""
+        return self.is_sampled and DECODING_RULES[self.rule].chains_only
+
+    def draw(
+        self, logits: Tensor, width: int, requests: Sequence[int], depth: int = 1, parents: Sequence[int] = (0,)
+    ) -> tuple[Tensor, Tensor]:
+        """Draws children as the rule wants them drawn, with the sampling parameters of their requests.
+
+        Args:
+            logits: ``[n * P, V]``, of the P parents of n requests, request by request; on the target's device.
+            width: children of each parent.
+            requests: the n requests' numbers.
+            depth: of the children.
+            parents: their parents' node numbers.
+
+        Returns:
+            ``(tokens, logprobs)``, ``[n * P, width]``; -1 where a distribution has fewer tokens.
+        """
+        places = uploaded([len(self.texts[b]) - 1 for b in requests], self.device)
+        sampling = self.sampling.of_requests(uploaded(requests, self.device))
+        nodes = uploaded(parents, self.device)
+        return draw_children(logits, width, drawing_mode(self.sampling, self.rule), sampling, places, depth, nodes)
+
+    def measured_times(self) -> StepTimes:
+        """Seconds of the target's calls by their rows, measured once per model and machine: for ``Drafter.step_times``."""
+        return measured_times(self.target, graphs=self.graphs)
+
+    def check_origins(self, *origins: str) -> None:
+        """Refuses a rule that cannot judge candidates of these origins in one tree."""
+        if self.rule == LONGEST_BRANCH and origins != (DRAFT_MODEL,):
+            raise ValueError(
+                "generate: rule 'longest_branch' judges the candidates of a draft model alone: method must be "
+                f"MultiCandidate(...) without lookahead or ngram, got {' and '.join(origins) or 'no'} candidates"
+            )
+        if self.needs_draft_logits and len(origins) > 1:
+            usual = [f"'{name}'" for name, rule in DECODING_RULES.items() if not rule.needs_draft_logits]
+            raise ValueError(
+                f"generate: rule must be {' or '.join(usual)} for {' and '.join(origins)} candidates together, got "
+                f"{self.rule!r}: it judges by the distribution that candidates were drawn from, and these have none in common"
+            )
+
+
+class DraftingMethod(Protocol):
+    """A decoding method from outside the package, as ``generate`` takes it."""
+
+    def drafters(self, context: DraftContext) -> Sequence[Drafter]:
+        """New drafters for one generation. Those of the first keep their node numbers, the others join its tree."""
+        ...

@@ -1,0 +1,61 @@
+"""Opens the session of a generation: checks that the model and the caches have room, and takes over an earlier generation's
+caches or the caller's keys and values.
+
+    room    longest text + deepest candidate: a last step may accept more than is wanted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.session.session import Session
+
+Past = tuple[Sequence[tuple[Tensor, Tensor]], int]
+"""Keys and values of each layer, and of how many tokens."""
+
+
+def check_positions(model: Adapted, longest_text: int, deepest_row: int) -> None:
+    """Refuses texts that the model has no positions for. deepest_row: of a step's rows, below the text's end."""
+    limit, longest = model.rope_limit, longest_text + deepest_row
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"{model.name} changes its rotary frequencies behind {limit} tokens, and earlier keys would not "
+            f"fit: prompt, max_new_tokens and the deepest draft must stay within them, got {longest}"
+        )
+    positions = model.known_positions
+    if positions is not None and longest_text > positions + 1:  # nothing is read behind the last new token
+        raise ValueError(
+            f"{model.name} has a table of {positions} positions and knows none behind them: prompt and "
+            f"max_new_tokens must stay within {positions + 1} tokens, got {longest_text}"
+        )
+
+
+def opened(session: Session | None, model: Adapted, requests: int, room: int, *, graphs: bool) -> Session:
+    """A new session; or an earlier generation's, without its texts, if it fits."""
+    if session is None:
+        return Session(model, requests, room, graphs=graphs)
+    if session.requests != requests or session.room < room or session.model.model is not model.model:
+        raise ValueError(
+            f"session must be of this model, {requests} requests and room for {room} tokens; it is of "
+            f"{session.requests} requests and {session.room} tokens"
+        )
+    session.begin(model)
+    return session
+
+
+def fill(session: Session, past: Past | None, texts: Sequence[Sequence[int]]) -> int:
+    """Takes in the caller's keys and values -> how many tokens of each text they are of."""
+    if past is None:
+        return 0
+    caches, length = past
+    checked: Any = length
+    if isinstance(checked, bool) or not isinstance(checked, int) or length < 1:
+        raise ValueError(f"past must be of 1 token or more, got {length!r}")
+    if min(map(len, texts)) <= length:
+        raise ValueError(f"past holds {length} tokens, so prompts must be longer, got {min(map(len, texts))}")
+    session.fill(caches, length)
+    return length

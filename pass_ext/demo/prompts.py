@@ -1,0 +1,85 @@
+"""The texts that the demo continues: three prompts that the benchmark of whole texts measured, chosen by a rule, or the user's.
+
+    set     the held-out chat prompts that were raced greedily, without those whose text loops; n prompts
+    order   tokens per call by PaSS + NGram, as the benchmark recorded them; equal ones by name
+    choice  the median and the quartiles: places (n + 1) / 2, (n + 1) / 4 and 3 (n + 1) / 4
+
+A test compares the choice with the recorded results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One prompt of the set."""
+
+    place: str
+    name: str
+    """In the benchmark's list of prompts."""
+    text: str
+    tokens_per_call: float
+    """Recorded; two decimals."""
+
+
+RACED = 7
+"""Prompts in the set."""
+RECORDED_TOKENS = 128
+"""Length of the recorded texts."""
+CHOSEN = (
+    HeldOut(
+        "median",
+        "python-group-words",
+        "Write a Python function that groups the words of a sentence by their first letter, and explain how it works.",
+        1.64,
+    ),
+    HeldOut(
+        "lower quartile",
+        "night-trains",
+        "What are the advantages and disadvantages of travelling by night train instead of by plane?",
+        1.56,
+    ),
+    HeldOut("upper quartile", "cats-purr", "Why do cats purr? Explain what is known and what is not.", 1.88),
+)
+RULE = (
+    f"Prompts: of the benchmark's {RACED} held-out chat prompts whose texts do not loop, those with the median and the "
+    f"quartiles of tokens per call by PaSS + NGram (recorded over {RECORDED_TOKENS} tokens: "
+    f"{', '.join(f'{prompt.tokens_per_call:.2f}' for prompt in CHOSEN)})."
+)
+
+
+class Prompt(NamedTuple):
+    """One text to continue."""
+
+    name: str
+    shown: str
+    """The text without the chat template's tokens."""
+    ids: Tensor
+    """``[1, T]``."""
+
+
+def prompts(tokenizer: Any, custom: str | None) -> list[Prompt]:
+    """The user's text as it is, or the chosen prompts, in the model's chat template if it has one."""
+    if custom is not None:
+        return [Prompt("your prompt", custom, _ids(tokenizer, custom))]
+    return [Prompt(prompt.place, prompt.text, _chat_ids(tokenizer, prompt.text)) for prompt in CHOSEN]
+
+
+def _chat_ids(tokenizer: Any, text: str) -> Tensor:
+    if not tokenizer.chat_template:
+        return _ids(tokenizer, text)
+    message = [{"role": "user", "content": text}]
+    chat = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+    return _ids(tokenizer, chat, add_special_tokens=False)  # the template holds its special tokens already
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool = True) -> Tensor:
+    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=add_special_tokens).input_ids
+    if not ids.numel():
+        raise SystemExit("--prompt must have at least one token")
+    return ids

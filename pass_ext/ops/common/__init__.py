@@ -1,0 +1,1 @@
+"""Parts of the wrappers that several op families use."""

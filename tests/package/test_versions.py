@@ -1,0 +1,69 @@
+"""Files that name a version of Python, torch, CUDA or pass_ext agree: README's table and pyproject.toml say them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+BUILD = ("setup.py", "csrc/build/toolkit.py", "pyproject.toml", "Makefile", ".github/workflows/ci.yml")
+
+pytestmark = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="not a checkout")
+
+
+def read(*names):
+    return "\n".join((ROOT / name).read_text() for name in names)
+
+
+def found(pattern, *names):
+    """All versions that the pattern finds; there must be some."""
+    versions = re.findall(pattern, read(*names))
+    assert versions, f"{pattern} is nowhere in {names}"
+    return set(versions)
+
+
+def supported(name):
+    """The oldest and the newest version, from README's table."""
+    ((oldest, newest),) = re.findall(rf"\| {name} \| ([\d.]+) – ([\d.]+) \|", read("README.md"))
+    return oldest, newest
+
+
+def minor(version):
+    """Such as 2.13 of 2.13.0."""
+    return ".".join(version.split(".")[:2])
+
+
+def test_python():
+    oldest, newest = supported("Python")
+    assert found(r'requires-python = ">=([\d.]+)"', "pyproject.toml") == {oldest}
+    assert found(r"Python (3\.\d+ to 3\.\d+)", *PAGES) == {f"{oldest} to {newest}"}
+    assert found(r'target-version = "py3(\d+)"', "pyproject.toml") == {oldest.removeprefix("3.")}
+    (tested,) = re.findall(r"python: \[(.*)\]", read(".github/workflows/ci.yml"))
+    assert re.findall(r"[\d.]+", tested) == [oldest, newest]
+    assert found(r'python-version: "([\d.]+)"', ".github/workflows/ci.yml") <= {oldest, newest}
+
+
+def test_torch():
+    oldest, newest = supported("torch")
+    assert found(r"torch ?(?:>=|≥) ?([\d.]*\d)", *PAGES, *BUILD) == {oldest}
+    assert found(r"torch from ([\d.]*\d) on", "CONTRIBUTING.md") == {oldest}
+    (target,) = found(r'TORCH_TARGET = "0x(\w{4})0{12}"', "setup.py")
+    assert f"{int(target[:2], 16)}.{int(target[2:], 16)}" == oldest
+    assert found(r'"torch_target": "([\d.]+)"', "setup.py") == {oldest}
+    assert set(map(minor, found(r"TORCH \?= torch==([\d.]+)", "Makefile"))) == {newest}
+    assert set(map(minor, found(r"torch==([\d.]+)", ".github/workflows/ci.yml"))) == {oldest}
+
+
+def test_cuda():
+    (oldest,) = found(r"CUDA toolkit \(([\d.]+) or newer\)", "csrc/build/toolkit.py")
+    assert found(r"`nvcc` \(?([\d.]*\d) or newer", *PAGES) == {oldest}
+    assert set(map(minor, found(r"nvidia/cuda:([\d.]+)-", ".github/workflows/ci.yml"))) == {oldest}
+
+
+def test_the_changelog_begins_with_the_version_of_the_package():
+    (version,) = found(r'(?m)^version = "([\d.]+)"', "pyproject.toml")
+    assert re.findall(r"(?m)^## \[?([\w.]+)\]?", read("CHANGELOG.md"))[0] == version
+    assert not re.findall(
+        rf"\b{re.escape(version)}\b", read("setup.py", "pass_ext/__init__.py", "Makefile", "README.md")
+    )

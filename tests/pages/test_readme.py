@@ -1,0 +1,243 @@
+"""README.md: each call of an op runs and agrees with pass_ext.reference, and the lines behind "Equivalent to" stand in the
+reference word for word. README.md, docs/ and examples/ use public names only. The README's picture shows its call."""
+
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from support.code_blocks import blocks_of, run_blocks
+from support.paths import ROOT
+
+import pass_ext
+from pass_ext import reference
+
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+INTEGRATION = "pass_ext.integrations.transformers"
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="an sdist has no docs")
+
+# ---- the ops ----
+
+QUOTED = re.compile(
+    r"^```python\n(?P<call>[^`]*)^```\n\n"
+    r"Equivalent to \(\[\w+\.py\]\((?P<file>pass_ext/reference/\w+\.py)\)\)[^\n]*:\n"
+    r"```python\n(?P<quote>[^`]*)^```\n",
+    re.MULTILINE,
+)
+PER_REQUEST = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "nodes")
+FLOATS = {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32}
+
+
+def quotes():
+    """(call, reference file, quoted lines) of each op of the README."""
+    return [(found["call"], found["file"], found["quote"]) for found in QUOTED.finditer(README.read_text())]
+
+
+def stands_in(quote, source):
+    """True if the quoted lines follow each other in the source, wherever they are indented to."""
+    lines, count = source.splitlines(), len(quote.splitlines())
+    pieces = ("\n".join(lines[i : i + count]) for i in range(len(lines) - count + 1))
+    return any(textwrap.dedent(piece).strip("\n") == quote.strip("\n") for piece in pieces)
+
+
+def inputs():
+    """Two requests, a tree of three nodes and a chain of two. The target is sure of node 2 of the first tree."""
+    torch.manual_seed(0)
+    caches = list(torch.randn(4, 2, 12, 2, 64))
+    k, v = torch.randn(2, 5, 2, 64)
+    names = dict(
+        torch=torch, pass_ext=pass_ext, ids=torch.tensor([[3, 1, -1, -2]]), table=torch.randn(8, 16),
+        lookahead=torch.randn(2, 16), parents=torch.tensor([-1, 0, 0, -1, 0], dtype=torch.int32),
+        cu_nodes=torch.tensor([0, 3, 5], dtype=torch.int32), max_nodes=3, max_depth=1, q=torch.randn(5, 8, 64), k=k, v=v,
+        k_cache=caches[0], v_cache=caches[1], prefix_lens=torch.tensor([4, 6], dtype=torch.int32), caches=caches,
+        new=[k, v, k, v], tokens=torch.tensor([0, 1, 2, 0, 3]), logits=torch.zeros(5, 10), seeds=torch.tensor([1, 2]),
+        positions=torch.tensor([5, 7]), nodes=torch.arange(5), draft_logits=torch.randn(5, 10), x=torch.randn(3, 16),
+        weight=torch.randn(4, 16), bias=torch.randn(4),
+    )  # fmt: skip
+    names["logits"][[0, 3], [2, 9]] = 1e4
+    return names
+
+
+def in_reference(op, arguments, options):
+    """The op's result as the reference gives it: one number for all becomes one for each row or request."""
+    if op in ("draft_sample", "accept_tree"):
+        count = len(arguments[0]) if op == "draft_sample" else len(arguments[3]) - 1
+        for name in set(PER_REQUEST) & set(options):
+            value = torch.as_tensor(options[name], dtype=FLOATS.get(name))
+            options = options | {name: value.expand(count)}
+    return getattr(reference, op)(*arguments, **options)
+
+
+def check_calls(monkeypatch, names):
+    """From here on, every op compares its result, or what it wrote in place, with the reference's. Returns the ops called."""
+    called = []
+
+    def compared(op, original):
+        def call(*arguments, **options):
+            if op == "cache_commit_":
+                want = [cache.clone() for cache in arguments[0]]
+                in_reference(op, (want, *arguments[1:]), options)
+                original(*arguments, **options)
+                result = arguments[0]
+            else:
+                want, result = in_reference(op, arguments, options), original(*arguments, **options)
+            pairs = [(result, want)] if isinstance(result, torch.Tensor) else zip(result, want, strict=False)
+            for value, expected in pairs:  # the reference adds the margin of its decisions
+                torch.testing.assert_close(value, expected, check_dtype=False, rtol=1e-4, atol=1e-5)
+            called.append(op)
+            return result
+
+        return call
+
+    for op in reference.__all__:
+        monkeypatch.setattr(pass_ext, op, compared(op, getattr(pass_ext, op)))
+    return called
+
+
+def test_every_call_of_the_readme_agrees_with_the_reference(monkeypatch):
+    names = inputs()
+    before = [cache.clone() for cache in names["caches"]]
+    called = check_calls(monkeypatch, names)
+    for call, *_ in quotes():
+        exec(call, names)
+    shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ linear_rows"
+    assert called == shown.split()
+    assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)
+    assert names["step"].path.tolist() == [[0, 2], [0, -1]]
+    for cache, old, new in zip(names["caches"], before, names["new"], strict=True):
+        old[0, 4:6], old[1, 6] = new[[0, 2]], new[3]
+        assert torch.equal(cache, old)
+
+
+def test_a_call_that_disagrees_is_found(monkeypatch):
+    """The reference is given a scale that the op is not."""
+    original = reference.attention_tree
+    monkeypatch.setattr(reference, "attention_tree", lambda *inputs, **named: original(*inputs, scale=1.0, **named))
+    names = inputs()
+    check_calls(monkeypatch, names)
+    with pytest.raises(AssertionError, match="not close"):
+        for call, *_ in quotes():
+            exec(call, names)
+
+
+def test_every_op_family_is_quoted():
+    text = README.read_text()
+    assert text.count("Equivalent to (") == len(quotes())
+    families = {path.stem for path in (ROOT / "pass_ext/reference").glob("*.py")} - {
+        "__init__",
+        "distribution",
+        "noise",
+    }
+    assert sorted(file for _, file, _ in quotes()) == sorted(f"pass_ext/reference/{name}.py" for name in families)
+
+
+@pytest.mark.parametrize("file,quote", [each[1:] for each in quotes()], ids=[each[1] for each in quotes()])
+def test_what_is_quoted_stands_in_the_reference(file, quote):
+    source = (ROOT / file).read_text()
+    assert stands_in(quote, source), f"README.md quotes lines that {file} does not have"
+    assert not stands_in(quote.replace("=", "= 2 *", 1), source), "another line would be found"
+
+
+def test_the_look_ahead_quote_computes_what_the_op_does():
+    """Quoted lines that need no helper run as they stand."""
+    names = inputs()
+    quote = next(quote for _, file, quote in quotes() if file.endswith("/lookahead.py"))
+    exec("def quoted():\n" + textwrap.indent(quote, "    "), names)
+    expected = pass_ext.lookahead_embed(names["ids"], names["table"], names["lookahead"])
+    assert torch.equal(names["quoted"](), expected)
+
+
+def test_the_block_of_the_lookahead_page_runs():
+    """docs/ops/lookahead.md: the module and the op give the same rows."""
+    page = ROOT / "docs/ops/lookahead.md"
+    names = run_blocks(page, [block for block in blocks_of(page) if block[0] == "python"], {})
+    assert names["rows"].shape == (1, 7, 64)
+
+
+# ---- names ----
+
+
+def private_names(code):
+    """Names below pass_ext that code uses and that no public face has."""
+    from pass_ext.integrations import transformers
+
+    faces = {"pass_ext": {*pass_ext.__all__}, INTEGRATION: {*transformers.__all__}}
+    faces["pass_ext"] |= {"integrations", "reference"}  # `import pass_ext.integrations.transformers`
+    used = {
+        ("pass_ext", name) for name in re.findall(r"\bpass_ext\.(\w+)", code) if name not in ("integrations", "ops")
+    }
+    used |= {(INTEGRATION, name) for name in re.findall(rf"\b{re.escape(INTEGRATION)}\.(\w+)", code)}
+    for module, names in re.findall(r"^\s*from (pass_ext[\w.]*) import ([\w, ]+)", code, flags=re.MULTILINE):
+        used |= {(module, name.strip()) for name in names.split(",")}
+    used |= {(module, "") for module in re.findall(r"^\s*import (pass_ext\.[\w.]+)", code, flags=re.MULTILINE)}
+    return sorted(
+        f"{module}.{name}"
+        for module, name in used
+        if name not in (faces.get(module, set()) | {""}) or module not in faces
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_use_public_names_only(page):
+    pytest.importorskip("transformers")
+    code = "\n".join(code for language, code, _ in blocks_of(page) if language in ("python", "pycon"))
+    words = "\n".join(re.findall(r"`([^`\n]+)`", page.read_text()))
+    names = re.sub(r"\bpass_ext\.(so|py|egg)\b", "", f"{code}\n{words}")
+    assert private_names(names) == []
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
+def test_examples_use_public_names_only(script):
+    pytest.importorskip("transformers")
+    assert private_names(script.read_text()) == []
+
+
+def test_a_private_name_is_found():
+    pytest.importorskip("transformers")
+    code = "from pass_ext.decoding.loop import Run\nimport pass_ext.tree\npass_ext.decoding\nfrom pass_ext import Tree"
+    code += f"\nfrom {INTEGRATION} import use, masks\n"
+    assert private_names(code) == [
+        "pass_ext.decoding", "pass_ext.decoding.loop.Run", f"{INTEGRATION}.masks", "pass_ext.tree", "pass_ext.tree.",
+    ]  # fmt: skip
+
+
+# ---- the picture ----
+
+
+def test_the_picture_shows_its_call():
+    command = [sys.executable, "-m", "tools.pictures.one_call", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_picture_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from tools.pictures import one_call
+
+    (tmp_path / "docs").mkdir()
+    svg = (ROOT / one_call.PATH).read_text()
+    for wrong in ("", svg.replace("lazy", "idle")):
+        (tmp_path / one_call.PATH).write_text(wrong)
+        assert "does not show this call" in one_call.check(tmp_path)
+
+
+def test_the_picture_is_what_the_readme_says(monkeypatch):
+    """A row's output is accepted while the rows up to it hold what the model wrote; the readme counts the same."""
+    monkeypatch.syspath_prepend(ROOT)
+    from tools.pictures import one_call
+
+    tokens = [(source, output, fate) for source, output, fate in one_call.ROWS if isinstance(source, str)]
+    right = True
+    for place, (source, _, fate) in enumerate(tokens):
+        right = right and (place == 0 or source == tokens[place - 1][1])
+        assert (fate == "accepted") == right
+    counts = len(one_call.written()), len(tokens) - 1, len(one_call.ROWS) - len(tokens)
+    caption = re.search(r"!\[(.*?)\]\(docs/one-call.svg\)", README.read_text())[1]
+    numbers = {"three": 3, "four": 4}
+    guesses, slots, written, _ = [numbers[word] for word in re.findall(r"\b(?:three|four)\b", caption)]
+    assert counts == (written, guesses, slots)
