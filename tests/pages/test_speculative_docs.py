@@ -174,7 +174,7 @@ def test_the_published_example(monkeypatch):
 
     draft = law.DRAFTS["good behind rare tokens"]
     assert [float(law.acceptance(law.TARGET[token], draft[token])) for token in range(3)] == [0.3, 0.6, 0.9]
-    first = law.first_token(law.law_of_texts(law.TARGET, draft, 2, 1, 2))
+    first = law.first_token(law.distribution_of_texts(law.TARGET, draft, 2, 1, 2))
     p, kept, want = (0.6, 0.3, 0.1), (0.3, 0.6, 0.9), [0.0] * 3
     for one in range(3):
         for other in {0, 1, 2} - {one}:
