@@ -79,8 +79,8 @@ def one_hot(vocabulary, *ids, high=9.0):
 
 
 def test_a_gpu_decides_as_the_cpu_does():
-    """Only a coin or an edge within 1e-6 may fall otherwise, because sums over a row are added otherwise. Rule coupled without
-    top-p has no sum: the same tokens always."""
+    """Only a coin or an edge within 5e-7 may fall otherwise, because sums over a row are added otherwise; planted ones are in
+    test_accept_near_ties.py. Rule coupled without top-p has no sum: the same tokens always."""
     others = testing.cuda_backends()
     if not others:
         from emulator.ops import KERNELS
@@ -97,7 +97,7 @@ def test_a_gpu_decides_as_the_cpu_does():
             with backend.active():
                 got = accept(backend, step)
             differs = (got.emitted != wanted.emitted).any(1) | (got.status != wanted.status)
-            assert not (differs & (margin > 1e-6 if rule != "coupled" else True)).any(), (
+            assert not (differs & (margin > 5e-7 if rule != "coupled" else True)).any(), (
                 backend,
                 rule,
                 margin[differs],

@@ -3,6 +3,7 @@
 Who sees whom: test_attention_masks.py. That these tests can fail: test_attention_faults.py.
 """
 
+import emulator
 import pytest
 import torch
 from attention_cases import BITS, CHAIN, FLAT, FULL, INPUTS, LAYOUTS, MASKS, PEAKY, RANDOM, SINK, UNUSED_PAGES
@@ -465,6 +466,26 @@ def test_more_work_than_a_schedule_can_count_is_refused(cuda):
         RuntimeError, match=r"must multiply to less than 2\^31 on CUDA, got 131072 requests, 8 key heads"
     ):
         pass_ext.attention_tree(q, cache, cache, bounds[:-1] * 0, bounds, visible, 1)
+
+
+def test_the_plan_counts_in_64_bits_what_a_schedule_counts_in_32():
+    """The same without memory: 2^31 - 2^14 tiles are planned, a slot more in each request are too many."""
+    fits = dict(
+        requests=2**14,
+        kv_heads=1,
+        heads=1,
+        head_dim=64,
+        max_nodes=1,
+        slots=64 * (2**17 - 1) - 1,
+        type=1,
+        most_blocks=264,
+    )
+    with emulator.session({}) as machine:
+        assert machine.attention_workspace(fits) == 2 * 264
+        with pytest.raises(
+            RuntimeError, match=r"must multiply to less than 2\^31 on CUDA, got 16384 requests.*: 2147483648"
+        ):
+            machine.attention_workspace(fits | {"slots": fits["slots"] + 1})
 
 
 def test_debug_mode_checks_on_the_gpu_what_the_cpu_always_checks(cuda):
