@@ -1,6 +1,6 @@
 """Steps of one request, run by the real kernels on the emulator, which records the critical path of each launch.
 
-Logits: bfloat16, 128,256 of them, peaked (distributions.py), temperature 0.8. A given number of drafts is accepted: drafts of
+Logits: bfloat16, 128,256 of them, peaked (distributions.py), temperature 0.8. A given number of drafts is accepted: those of
 `coupled` are the target's own tokens up to there, and others behind. A draft of `rejection` is certain to be accepted where
 both distributions are equal, and certain to be refused where its probability is one at a token that the target does not draw.
 Attention: 32 heads and 8 key heads of 128 columns in bfloat16, of which the emulator runs one key head on an eighth of the
