@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import read_all
 from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK
 from benchmarks.kernel_time.costs import (
     COLD,
@@ -49,8 +50,7 @@ METHOD = """## How it is counted
 
 def read_results(root: Path) -> list[dict[str, Any]]:
     """Every result, oldest first."""
-    results = [json.loads(path.read_text()) for path in (root / RESULTS).glob("*.json")]
-    return sorted(results, key=lambda result: result["date"])
+    return read_all(root / RESULTS)
 
 
 def save(result: dict[str, Any], root: Path) -> Path:

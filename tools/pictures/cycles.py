@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.harness import picture
 from tools.command import run
+from tools.pictures.parts import box, fault_of
 
 PATH = Path("docs/guide/pass-cycles.svg")
 TOKEN, SLOT, KEPT, DROPPED, INK, LINE = "#2f6fb3", "#e08a1e", "#3c8f4f", "#b9c0c8", "#3a424c", "#9aa5b1"
@@ -66,7 +67,7 @@ def _draw_cycle(ax: Any, title: str, calls: list[Any]) -> None:
     ax.text(-0.4, 0.0, "input", fontsize=9, color=INK, va="center")
     for name, rows in calls:
         width = len(rows)
-        ax.add_patch(_box(start - 0.1, 0.72, width, 1.06, "#eef0f3", LINE))
+        ax.add_patch(box(start - 0.1, 0.72, width, 1.06, "#eef0f3", LINE))
         ax.text(start + width / 2 - 0.1, 1.25, f"one call: {name}", fontsize=9, color=INK, ha="center", va="center")
         for place, (source, output, fate) in enumerate(rows):
             x = start + place
@@ -75,11 +76,11 @@ def _draw_cycle(ax: Any, title: str, calls: list[Any]) -> None:
                 ax.annotate(
                     "", (x + 0.4, high), (x + 0.4, low), arrowprops={"arrowstyle": "->", "color": LINE, "lw": 1.1}
                 )
-            ax.add_patch(_box(x, -0.34, 0.8, 0.68, SLOT if is_slot else TOKEN, "none"))
+            ax.add_patch(box(x, -0.34, 0.8, 0.68, SLOT if is_slot else TOKEN, "none"))
             ax.text(
                 x + 0.4, 0.0, f"LA{source}" if is_slot else source, fontsize=9, color="white", ha="center", va="center"
             )
-            ax.add_patch(_box(x, 2.16, 0.8, 0.68, "white", COLOURS[fate]))
+            ax.add_patch(box(x, 2.16, 0.8, 0.68, "white", COLOURS[fate]))
             colour = INK if fate != "dropped" else DROPPED
             ax.text(x + 0.4, 2.5, output, fontsize=9, color=colour, ha="center", va="center")
         start += width + 0.6
@@ -92,24 +93,13 @@ def _draw_legend(ax: Any) -> None:
         (DROPPED, "behind a wrong draft"),
     ]
     for place, (colour, text) in enumerate(legend):
-        ax.add_patch(_box(6.6 + 3.3 * place, 3.78, 0.34, 0.34, "white", colour))
+        ax.add_patch(box(6.6 + 3.3 * place, 3.78, 0.34, 0.34, "white", colour))
         ax.text(7.06 + 3.3 * place, 3.95, text, fontsize=9, color=INK, va="center")
-
-
-def _box(x: float, y: float, width: float, height: float, face: str, edge: str) -> Any:
-    from matplotlib.patches import FancyBboxPatch
-
-    style = "round,pad=0,rounding_size=0.12"
-    return FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=face, edgecolor=edge, linewidth=1.6)
 
 
 def check(root: Path) -> str | None:
     """A sentence for a picture that is out of date; None if it is not."""
-    if not picture.tells(root / PATH, {"cycles": CYCLES}):
-        return f"{PATH} does not show these cycles"
-    if not picture.is_redrawn(root / PATH, draw):
-        return f"{PATH} is not drawn by this script"
-    return None
+    return fault_of(root, PATH, "these cycles", {"cycles": CYCLES}, draw)
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.harness import picture
 from pass_ext import Tree
 from tools.command import run
+from tools.pictures.parts import fault_of
 
 PATH = Path("docs/guide/speculative-levels.svg")
 TREE = Tree.from_branching((2, 2, 1))
@@ -109,11 +110,7 @@ def _draw_mask(ax: Any) -> None:
 
 def check(root: Path) -> str | None:
     """A sentence for a picture that is out of date; None if it is not."""
-    if not picture.tells(root / PATH, story()):
-        return f"{PATH} does not show this tree"
-    if not picture.is_redrawn(root / PATH, draw):
-        return f"{PATH} is not drawn by this script"
-    return None
+    return fault_of(root, PATH, "this tree", story(), draw)
 
 
 def main() -> int:
