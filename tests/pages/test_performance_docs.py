@@ -83,7 +83,7 @@ def test_a_number_typed_by_hand_is_found(tree, name):
     page.write_text(page.read_text().replace(number, f"9{number}", 1))
     assert performance.check(tree) == f"{name} must show the results"
     performance.write(tree)
-    assert page.read_text() == (ROOT / performance.PAGE).read_text()
+    assert page.read_text() == (ROOT / name).read_text()
 
 
 def test_a_changed_result_is_found(tree):
