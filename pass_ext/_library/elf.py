@@ -1,4 +1,4 @@
-"""What is wrong with a shared library, said before the loader meets it: a cut one ends the process (SIGBUS)."""
+"""Checks a shared library file before it is loaded: loading a truncated file kills the process (SIGBUS)."""
 
 import platform
 import struct
@@ -8,20 +8,20 @@ _MACHINES = {3: "i686", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 
 
 def damage_of(path: Path) -> str:
-    """What the file is instead of a whole library for this machine; '' for a sound one."""
+    """The reason why the file is no complete library for this machine, as "is empty"; '' if it is one."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(64)
     if not header:
         return "is empty"
     if not header.startswith(b"\x7fELF"):
-        return "is no shared library"
+        return "is not a shared library"
     if size < 64:
         return f"is cut short: it has {size} bytes"
     machine = _MACHINES.get(struct.unpack_from("<H", header, 18)[0], "another processor")
     if machine != platform.machine():
         return f"is for {machine}, and this machine is {platform.machine()}"
-    (sections,) = struct.unpack_from("<Q", header, 40)  # the table of sections is what a linker writes last
+    (sections,) = struct.unpack_from("<Q", header, 40)  # a linker writes the section table last
     entry_bytes, entries = struct.unpack_from("<HH", header, 58)
-    whole = sections + entry_bytes * entries
-    return f"is cut short: it has {size} of {whole} bytes" if size < whole else ""
+    full_size = sections + entry_bytes * entries
+    return f"is cut short: it has {size} of {full_size} bytes" if size < full_size else ""
