@@ -19,7 +19,8 @@ _mask_op = torch.ops.pass_ext.tree_mask.default
 
 
 def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
-    """Computes for each node of B packed trees its ancestors as bits, ``[N, ceil(max_nodes / 64)]``, and its depth, ``[N]``.
+    """Computes for each node of B packed trees the nodes that it sees, itself and its ancestors, as bits
+    ``[N, ceil(max_nodes / 64)]``, and its depth ``[N]``.
 
     Args:
         parents: ``[N]`` int32, contiguous: each node's parent as an index in its request, -1 for a root. Parents come before
