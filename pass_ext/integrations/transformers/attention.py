@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
+from pass_ext.decoding.models.patching.mask_patterns import window_conflict
 from pass_ext.integrations.transformers.masks import Call, CausalRows, TreeStep, causal_calls, dense_calls
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 
@@ -87,11 +88,8 @@ def _plan(
             f"pass_ext attention: attention_mask must come from pass_ext's mask function or be a 4-D tensor, got "
             f"{type(mask).__name__}"
         )
-    elif sliding_window is not None and sliding_window != mask.window:
-        raise ValueError(
-            f"pass_ext attention: {type(module).__name__} says sliding_window={sliding_window}, its mask has "
-            f"{'none' if mask.window < 0 else mask.window}; use attn_implementation='sdpa' for this model"
-        )
+    elif (conflict := window_conflict(module, sliding_window, mask.window)) is not None:
+        raise ValueError(f"pass_ext attention: {conflict}; use attn_implementation='sdpa' for this model")
     if not isinstance(step, TreeStep | None):
         raise TypeError(f"{_TREE} must be a TreeStep, got {type(step).__name__}")
     return (mask.calls if step is None else step.calls(mask)), mask.window
