@@ -51,7 +51,7 @@ def agreement(
     gap, limit = abs(first - second), TIE * bf16_step(logits.abs().max().item())
     if not gap <= limit:
         raise AssertionError(
-            f"{who} differs from Plain at token {same}: {other[same]} instead of {text[same]}, without a tie: "
+            f"{who} differs from Plain at token {same}: {other[same]} instead of {text[same]}, and that is no tie: "
             f"their logits are {second:.3f} and {first:.3f}, a tie is up to {limit:.3f}"
         )
     return Agreement(same, gap)
