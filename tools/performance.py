@@ -1,6 +1,6 @@
-"""The ten numbers of docs/performance.md, and the runs that measured them, read from the results in benchmarks/results/.
+"""The ten numbers of README.md and docs/performance.md, and the runs that measured them, from benchmarks/results/.
 
-`python -m tools.performance` writes both tables into the page; `--check` writes nothing and fails where the page shows others.
+`python -m tools.performance` writes the tables into both pages; `--check` writes nothing and fails where a page shows others.
 """
 
 import json
@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness import marked
-from benchmarks.harness.markdown import table
+from benchmarks.harness.markdown import has_part, replace_part, table
 from benchmarks.kernel_code.page import RESULTS as KERNEL_CODE
 from benchmarks.pages.gpu_status import content_hash, is_verified, kernel_files, read_records
 from tools.command import run
 
 NAME = "tools.performance"
-PAGE = Path("docs/performance.md")
+PAGE, README = Path("docs/performance.md"), Path("README.md")
 RESULTS = Path("benchmarks/results/cpu-intel-xeon-processor")
 COMMANDS = {
     "decoding.json": "python -m benchmarks.decoding --vllm-python PYTHON",
@@ -225,19 +224,32 @@ def text(root: Path) -> str:
     return "\n".join([*parts, *table(["result", "command", "date", "commit", "machine", "versions"], runs, left=6)])
 
 
+def readme_text(root: Path) -> str:
+    """The part of README.md: the same numbers, each with its command."""
+    commands = {RESULTS / name: command for name, command in COMMANDS.items()}
+    rows = [
+        [number.what, number.ours, number.other, number.ratio, f"`{commands.get(number.file, MEASURE_KERNEL_CODE)}`"]
+        for number in numbers(root)
+    ]
+    return "\n".join([gpu_sentence(root), "", *table(["", "pass_ext", "beside it", "ratio", "command"], rows, left=5)])
+
+
+PARTS = {PAGE: text, README: readme_text}
+
+
 def check(root: Path) -> str | None:
-    """A sentence where the page does not show the results."""
+    """A sentence if a page does not show the results."""
     try:
-        page = (root / PAGE).read_text()
-        return None if marked.shows(page, NAME, text(root)) else f"{PAGE} does not show the results"
+        stale = [str(page) for page, part in PARTS.items() if not has_part((root / page).read_text(), NAME, part(root))]
     except Missing as error:
         return str(error)
+    return f"{' and '.join(stale)} must show the results" if stale else None
 
 
 def write(root: Path) -> None:
-    """Writes the part into the page."""
-    page = root / PAGE
-    page.write_text(marked.replace(page.read_text(), NAME, text(root)))
+    """Writes the parts into the pages."""
+    for page, part in PARTS.items():
+        (root / page).write_text(replace_part((root / page).read_text(), NAME, part(root)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import read_all
 from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK, MULTIPROCESSORS, SCAN, VOCABULARY, least_times
 from benchmarks.kernel_code.instructions import CLASSES, OPCODES
 from benchmarks.kernel_code.measure import DETAILED, function_of
@@ -45,8 +46,7 @@ TERMS = """## What the numbers mean
 
 def read_results(root: Path) -> list[dict[str, Any]]:
     """Every result, oldest first."""
-    results = [json.loads(path.read_text()) for path in (root / RESULTS).glob("*.json")]
-    return sorted(results, key=lambda result: result["date"])
+    return read_all(root / RESULTS)
 
 
 def save(result: dict[str, Any], root: Path) -> Path:

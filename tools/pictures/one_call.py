@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.harness import picture
 from tools.command import run
+from tools.pictures.parts import box, fault_of
 
 PATH = Path("docs/one-call.svg")
 TOKEN, SLOT, ACCEPTED, DROPPED = "#2f6fb3", "#e08a1e", "#3c8f4f", "#b9c0c8"
@@ -64,7 +65,7 @@ def _draw_text(ax: Any) -> None:
     for place, word in enumerate(PREFIX):
         _label(ax, 0.2 + place * 1.05, -0.36, word, INK, face=PALE, edge=LINE)
         _arrow(ax, 0.65 + place * 1.05, 0.42, 0.86)
-    ax.add_patch(_box(0.1, 0.92, 3.2, 1.3, "white", LINE))
+    ax.add_patch(box(0.1, 0.92, 3.2, 1.3, "white", LINE))
     ax.text(1.7, 1.57, "keys and values\nin the cache", fontsize=9, color=INK, ha="center", va="center")
     ax.annotate("", (LEFT - 0.15, 1.57), (3.32, 1.57), arrowprops={"arrowstyle": "->", "color": LINE, "lw": 1.1})
     ax.text(1.7, -0.78, "the text so far", fontsize=9, color=INK, ha="center", va="center")
@@ -73,7 +74,7 @@ def _draw_text(ax: Any) -> None:
 def _draw_rows(ax: Any) -> None:
     """Inputs below, the model, outputs above; a bracket names each group."""
     width = len(ROWS) * 1.05
-    ax.add_patch(_box(LEFT - 0.12, 0.92, width + 0.1, 1.3, PALE, LINE))
+    ax.add_patch(box(LEFT - 0.12, 0.92, width + 0.1, 1.3, PALE, LINE))
     ax.text(LEFT + width / 2, 1.57, "one call of the model", fontsize=10, color=INK, ha="center", va="center")
     for place, (source, output, fate) in enumerate(ROWS):
         x, is_slot = LEFT + place * 1.05, isinstance(source, int)
@@ -119,24 +120,13 @@ def _arrow(ax: Any, x: float, low: float, high: float) -> None:
 
 
 def _label(ax: Any, x: float, y: float, word: str, colour: str, *, face: str, edge: str) -> None:
-    ax.add_patch(_box(x, y, 0.9, 0.72, face, edge))
+    ax.add_patch(box(x, y, 0.9, 0.72, face, edge))
     ax.text(x + 0.45, y + 0.35, word, fontsize=8.5, color=colour, ha="center", va="center")
 
 
-def _box(x: float, y: float, width: float, height: float, face: str, edge: str) -> Any:
-    from matplotlib.patches import FancyBboxPatch
-
-    style = "round,pad=0,rounding_size=0.12"
-    return FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=face, edgecolor=edge, linewidth=1.6)
-
-
 def check(root: Path) -> str | None:
-    """What is out of date."""
-    if not picture.tells(root / PATH, story()):
-        return f"{PATH} does not show this call"
-    if not picture.is_redrawn(root / PATH, draw):
-        return f"{PATH} is not drawn by this script"
-    return None
+    """A sentence for a picture that is out of date; None if it is not."""
+    return fault_of(root, PATH, "this call", story(), draw)
 
 
 def main() -> int:

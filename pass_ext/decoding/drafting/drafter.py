@@ -5,7 +5,7 @@
     propose(batch)   before each step: the candidates
     learn(gained)    after each step: how many tokens it gave
 
-A method from outside the package is an object with ``drafters(context)``; docs/speculative.md has one.
+A method from outside the package is an object with ``drafters(context)``; docs/guide/speculative.md has one.
 """
 
 from __future__ import annotations
