@@ -1,6 +1,6 @@
-"""Kernels for decoders that want more than one token per model call.
+"""Kernels for decoders that want more than one token per model call, and a decoder that uses them.
 
-Functions here are thin, typed wrappers over ``torch.ops.pass_ext.*``; ``python -m pass_ext info`` shows what is loaded.
+The ops are thin, typed wrappers over ``torch.ops.pass_ext.*``; ``python -m pass_ext info`` prints the loaded kernels.
 """
 
 from importlib import import_module
@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 
-# Loaded at their first use: a decoding loop outside this package needs the ops alone, and custom_generate needs transformers.
+# Loaded at first use: users of the ops alone do not pay for importing the decoder, and custom_generate needs transformers.
 _LATER = {
     "Batch": "decoding.drafting.step",
     "Candidates": "decoding.drafting.step",

@@ -1,7 +1,7 @@
-"""Loads the two compiled libraries and reports the state of each.
+"""Loads the two compiled libraries and reports what is loaded.
 
-``_C.so`` (schemas, CPU kernels) must load. ``_C_cuda.so`` is loaded if torch has CUDA. If it is not loaded, ``status()`` has
-the reason, and an op that gets a CUDA tensor raises with that reason.
+``_C.so`` (schemas, CPU kernels) must load. ``_C_cuda.so`` is loaded if torch has CUDA. If it is not loaded, ``status()`` gives
+the reason, and an op raises with that reason when it gets a CUDA tensor.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ import torch
 from pass_ext._library.elf import damage_of
 
 NAMESPACE = "pass_ext"
-CPU_ONLY = {"linear_rows": "this op is for the CPU; on a GPU torch.nn.functional.linear is right"}
-"""Ops without a CUDA kernel, and why."""
+CPU_ONLY = {"linear_rows": "this op is for the CPU; on a GPU use torch.nn.functional.linear"}
+"""Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent
 _REBUILD = "pip install --no-build-isolation -e ."
 _log = logging.getLogger(NAMESPACE)
@@ -28,26 +28,27 @@ _debug = os.environ.get("PASS_EXT_DEBUG", "0") == "1"
 
 @dataclass(frozen=True)
 class Status:
-    """The libraries that this process runs on."""
+    """The compiled kernels that this process uses."""
 
     cpu_isa: str
     """Instruction set of the CPU kernels: portable, avx2, avx512 or avx512_bf16."""
     cuda_loaded: bool
     cuda_reason: str
-    """Why the CUDA kernels are not loaded; empty when they are."""
+    """The reason why the CUDA kernels are not loaded; empty if they are."""
     cuda_architectures: tuple[str, ...]
-    """GPU architectures in the binary; empty for a CPU-only build."""
+    """The GPU architectures in the binary; empty for a CPU-only build."""
     cuda_compiler: str | None
+    """The version of nvcc that built the CUDA kernels; None for a CPU-only build."""
     sanitize: str
     """The sanitizers that the CPU kernels were built with (setup.py's SANITIZE); empty in every ordinary build."""
 
 
 def set_debug(enabled: bool) -> bool:
-    """Turns checks that wait for the GPU (ids in range) on or off; returns the former setting.
+    """Turns value checks of CUDA tensors, such as ids in range, on or off; returns the former setting.
 
-    Off by default. On, ops on CUDA tensors read results back to the host before they launch, so they are slow and cannot be
-    captured in a CUDA graph; and a kernel that failed earlier is reported as such, not as a failure of the op. The
-    environment variable ``PASS_EXT_DEBUG=1`` turns it on from the start.
+    Off by default, because the checks synchronise with the GPU: with them ops are slow and cannot be captured in a CUDA
+    graph. They also report a kernel that failed before the op as such, not as a failure of the op. The environment
+    variable ``PASS_EXT_DEBUG=1`` turns them on from the start.
     """
     global _debug
     former, _debug = _debug, enabled
@@ -57,14 +58,14 @@ def set_debug(enabled: bool) -> bool:
 
 
 def debug_enabled() -> bool:
-    """Whether ``set_debug(True)`` or ``PASS_EXT_DEBUG=1`` is in force."""
+    """True after ``set_debug(True)``, or with ``PASS_EXT_DEBUG=1``."""
     return _debug
 
 
 def status() -> Status:
-    """Returns the state of both libraries: what is loaded, and why the rest is not."""
+    """The loaded CPU and CUDA kernels: their instruction set and architectures, or the reason why CUDA kernels are missing."""
     info = _build_info()
-    if not (_HERE / "_C_cuda.so").exists():  # deleted since: by a build that failed, or by hand
+    if not (_HERE / "_C_cuda.so").exists():  # a failed build, or someone, deleted it after _build_info was written
         info = info | {"architectures": (), "cuda": None}
     return Status(
         cpu_isa=_native.pass_ext_cpu_isa().decode(),
@@ -77,9 +78,9 @@ def status() -> Status:
 
 
 def limit_cpu_isa(name: str) -> str:
-    """Limits the CPU kernels to this instruction set; returns the one in use. For tests and benchmarks.
+    """Limits the CPU kernels to an instruction set from now on; returns the one in use. For tests and benchmarks.
 
-    ``""`` restores the one at the start of the process: the best of the processor, or ``PASS_EXT_CPU_ISA``.
+    ``""`` restores the limit that the process started with: ``PASS_EXT_CPU_ISA``, or none.
     """
     if _native.pass_ext_limit_cpu_isa((name or os.environ.get("PASS_EXT_CPU_ISA", "")).encode()) != 0:
         raise ValueError(f"CPU instruction set must be portable, avx2, avx512, avx512_bf16 or '', got {name!r}")
@@ -87,7 +88,7 @@ def limit_cpu_isa(name: str) -> str:
 
 
 def op_names() -> list[str]:
-    """Every operator in the namespace, without overload names."""
+    """The names of all operators in the namespace, without overload names."""
     names: list[str] = torch._C._dispatch_get_all_op_names()
     prefix = NAMESPACE + "::"
     return sorted({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
@@ -101,7 +102,7 @@ def _build_info() -> dict[str, Any]:
 
 
 def _has_kernels(device: str) -> bool:
-    # One op speaks for all: listing them takes longer than the rest of the import.
+    # Checks one op only: listing all ops takes longer than the rest of the import.
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::lookahead_embed", device))
 
 
@@ -118,19 +119,17 @@ def _load_cpu() -> ctypes.CDLL:
         reason = error.__cause__ or error
         raise ImportError(f"{path} does not load with torch {torch.__version__}: {reason}") from None
     if not hasattr(native, "pass_ext_cpu_isa") or not _has_kernels("CPU"):
-        raise ImportError(
-            f"{path} is a library of something else: it has no kernels of ours. Build it again: {_REBUILD}"
-        )
+        raise ImportError(f"{path} is another library: it has no pass_ext kernels. Build it again: {_REBUILD}")
     native.pass_ext_cpu_isa.restype = ctypes.c_char_p
     native.pass_ext_limit_cpu_isa.argtypes = [ctypes.c_char_p]
-    wish = os.environ.get("PASS_EXT_CPU_ISA", "")
-    if native.pass_ext_limit_cpu_isa(wish.encode()) != 0:
-        raise ImportError(f"PASS_EXT_CPU_ISA must be portable, avx2, avx512 or avx512_bf16, got {wish!r}")
+    limit = os.environ.get("PASS_EXT_CPU_ISA", "")
+    if native.pass_ext_limit_cpu_isa(limit.encode()) != 0:
+        raise ImportError(f"PASS_EXT_CPU_ISA must be portable, avx2, avx512 or avx512_bf16, got {limit!r}")
     return native
 
 
 def _load_cuda() -> str:
-    """Loads the CUDA library; returns the reason if that fails, else ''."""
+    """Loads the CUDA library; returns '', or the reason why it was not loaded."""
     path = _HERE / "_C_cuda.so"
     if not path.exists():
         return (
@@ -138,9 +137,7 @@ def _load_cuda() -> str:
             "PASS_EXT_CUDA=1 pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps pass_ext"
         )
     if torch.version.cuda is None:
-        return (
-            f"this torch ({torch.__version__}) has no CUDA; pass_ext's CUDA kernels are built and wait for one that has"
-        )
+        return f"this torch ({torch.__version__}) has no CUDA; pass_ext's CUDA kernels are built and need a torch with CUDA"
     if damage := damage_of(path):
         return f"{path} {damage}. Build it again: {_REBUILD}"
     try:
@@ -149,7 +146,7 @@ def _load_cuda() -> str:
         _log.info("CUDA kernels not loaded from %s", path, exc_info=error)
         return f"{path} does not load with torch {torch.__version__}: {error.__cause__ or error}"
     if not _has_kernels("CUDA"):
-        return f"{path} is a library of something else: it has no kernels of ours. Build it again: {_REBUILD}"
+        return f"{path} is another library: it has no pass_ext kernels. Build it again: {_REBUILD}"
     return ""
 
 
@@ -161,7 +158,7 @@ def _refusal(op: str, reason: str) -> Callable[..., NoReturn]:
 
 
 def _refuse_cuda_tensors(reason: str) -> torch.library.Library:
-    """Registers a CUDA kernel that raises: for every op if no CUDA kernels are loaded, else for those of the CPU only."""
+    """Registers CUDA kernels that raise: for every op if no CUDA kernels are loaded, else for the ops without one."""
     library = torch.library.Library(NAMESPACE, "IMPL")
     for op in op_names() if reason else CPU_ONLY:
         library.impl(op, _refusal(op, CPU_ONLY.get(op, reason)), "CUDA")
@@ -171,4 +168,4 @@ def _refuse_cuda_tensors(reason: str) -> torch.library.Library:
 _native = _load_cpu()
 _cuda_reason = _load_cuda()
 _cuda_native = None if _cuda_reason else ctypes.CDLL(str(_HERE / "_C_cuda.so"))
-_refusals = _refuse_cuda_tensors(_cuda_reason)  # kept alive: dropping it unregisters
+_refusals = _refuse_cuda_tensors(_cuda_reason)  # a global: torch removes the kernels when the Library is freed

@@ -15,13 +15,13 @@ def damage_of(path: Path) -> str:
     if not header:
         return "is empty"
     if not header.startswith(b"\x7fELF"):
-        return "is no shared library"
+        return "is not a shared library"
     if size < 64:
         return f"is cut short: it has {size} bytes"
     machine = _MACHINES.get(struct.unpack_from("<H", header, 18)[0], "another processor")
     if machine != platform.machine():
         return f"is for {machine}, and this machine is {platform.machine()}"
-    (sections,) = struct.unpack_from("<Q", header, 40)  # the table of sections is what a linker writes last
+    (sections,) = struct.unpack_from("<Q", header, 40)  # a linker writes the section table last
     entry_bytes, entries = struct.unpack_from("<HH", header, 58)
-    whole = sections + entry_bytes * entries
-    return f"is cut short: it has {size} of {whole} bytes" if size < whole else ""
+    full_size = sections + entry_bytes * entries
+    return f"is cut short: it has {size} of {full_size} bytes" if size < full_size else ""

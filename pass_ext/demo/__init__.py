@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Runs the demonstration; raises AssertionError if a text differs from plain decoding where it may not."""
+    """Runs the demonstration; raises AssertionError if a text differs from plain decoding without a tie."""
     if options.new_tokens < 2:
         raise SystemExit(f"--new-tokens must be 2 or more, got {options.new_tokens}")
     print(

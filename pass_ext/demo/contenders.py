@@ -1,6 +1,6 @@
-"""The methods that the demo compares, and one text by one of them: its tokens, calls and seconds.
+"""The methods that the demo compares, and a run of one method on one text: tokens, calls and seconds.
 
-Seconds are those of the whole ``generate``, pass_ext's or transformers'.
+Seconds cover the whole call of ``generate``, pass_ext's or transformers'.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import pass_ext
 from pass_ext.decoding.methods import Method
 from pass_ext.decoding.stats import GenerationStats
 
-LOOKUP_TOKENS = 8  # of n-gram candidates, pass_ext's and transformers'
+LOOKUP_TOKENS = 8  # candidates from n-grams, in pass_ext and in transformers
 PLAIN, GREEDY, JOINED = "Plain", "transformers greedy", "PaSS + NGram"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method of ``pass_ext.generate``, or None: transformers' own ``generate`` with these options."""
+    """A method of ``pass_ext.generate``; or None and options, for transformers' own ``generate``."""
 
     name: str
     method: Method | None
@@ -34,7 +34,7 @@ class Emitted(NamedTuple):
 
     tokens: int
     accepted: int
-    """The number of them that were drafts; they come first."""
+    """The number of accepted drafts among them; they come first."""
 
 
 class Run(NamedTuple):
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 
 def contenders(lookahead: pass_ext.LookaheadEmbedding | None, rows: Any = "auto") -> list[Contender]:
-    """All methods for this model, those of PaSS only with look-ahead embeddings; ``rows`` as in ``PaSS``."""
+    """All methods for this model, PaSS only with look-ahead embeddings; ``rows`` as in ``PaSS``."""
     ngram = pass_ext.NGram(tokens=LOOKUP_TOKENS)
     methods = [
         Contender(PLAIN, pass_ext.Plain()),
@@ -69,7 +69,7 @@ def joined(lookahead: pass_ext.LookaheadEmbedding, rows: Any = "auto") -> pass_e
 
 
 def continued(model: Any, contender: Contender, ids: Tensor, new_tokens: int) -> Run:
-    """The greedy continuation."""
+    """The greedy continuation of a prompt ``ids [1, T]`` by one contender."""
     recorder = Recorder()
     started = time.perf_counter()
     if contender.method is not None:
@@ -80,7 +80,7 @@ def continued(model: Any, contender: Contender, ids: Tensor, new_tokens: int) ->
     def called(_module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         rows.append((options["input_ids"] if "input_ids" in options else arguments[0]).shape[1])
 
-    watch = model.register_forward_pre_hook(called, with_kwargs=True)
+    hook = model.register_forward_pre_hook(called, with_kwargs=True)
     try:
         model.generate(
             ids,
@@ -93,7 +93,7 @@ def continued(model: Any, contender: Contender, ids: Tensor, new_tokens: int) ->
             **contender.options,
         )
     finally:
-        watch.remove()
+        hook.remove()
     seconds = time.perf_counter() - started
     return Run(recorder.tokens, recorder.steps, _of_transformers(recorder, rows, ids.shape[1], seconds))
 
@@ -104,25 +104,25 @@ class Recorder:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.steps: list[Emitted] = []
-        self._begun = False
+        self._has_prompt = False
 
     def put(self, ids: Tensor) -> None:
-        """The prompt; then, from transformers, the tokens of each call."""
-        if self._begun:
+        """Takes the prompt first; then, from transformers, the tokens of each call."""
+        if self._has_prompt:
             self.put_step(ids.flatten().tolist(), ids.numel() - 1)
-        self._begun = True
+        self._has_prompt = True
 
     def put_step(self, tokens: list[int], accepted: int) -> None:
-        """The tokens of each call, from pass_ext."""
+        """Takes the tokens of a call, from pass_ext."""
         self.tokens += tokens
         self.steps.append(Emitted(len(tokens), accepted))
 
     def end(self) -> None:
-        """No more tokens come."""
+        """Does nothing; streamers have this method."""
 
 
 def _of_transformers(recorder: Recorder, rows: list[int], prompt: int, seconds: float) -> GenerationStats:
-    """Transformers' counts by pass_ext's definitions: a call with more rows than the text needs verified a draft."""
+    """Statistics of transformers by pass_ext's definitions: a call with more rows than the text needs has verified a draft."""
     first = rows[0] - prompt  # prompt lookup drafts in its first call already
     drafted = [first, *(count - 1 for count in rows[1:])]
     histogram = [0] * (max(step.accepted for step in recorder.steps) + 1)

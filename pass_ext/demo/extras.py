@@ -1,4 +1,4 @@
-"""``end_without``: ends the demo if a package is missing, and says what to install."""
+"""``end_without``: ends the demo if a package is missing, with the command that installs it."""
 
 from typing import NoReturn
 

@@ -1,7 +1,7 @@
 """``LiveText``: a streamer for ``pass_ext.generate`` that prints the text as it grows, accepted drafts in colour.
 
-Tokens are pieces of UTF-8: a character is printed when it is complete. Text is decoded together with the tokens before it,
-because a tokenizer drops the space in front of the first token.
+Tokens are pieces of UTF-8: a character is printed when it is complete. New tokens are decoded together with the tokens before
+them, because a tokenizer drops the space in front of the first token.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ ACCEPTED = "bold green"
 
 
 class LiveText:
-    """Prints to a console. Without colour, accepted drafts stand between ‹ and ›.
+    """Prints text to a console as it grows. Without colour, accepted drafts stand between ‹ and ›.
 
     Args:
-        console: rich's.
-        tokenizer: with ``decode``.
+        console: a console of rich.
+        tokenizer: a tokenizer with ``decode``.
     """
 
     def __init__(self, console: Console, tokenizer: Any) -> None:
@@ -30,21 +30,21 @@ class LiveText:
 
     @property
     def legend(self) -> str:
-        """The legend of the text, in rich's markup."""
+        """The legend of the colours or marks, in rich's markup."""
         left, right = self._marks
         return f"[{ACCEPTED}]{left}accepted drafts{right}[/], and one token per call from the model"
 
     def put(self, _prompt: Tensor) -> None:
-        """The prompt is not shown."""
+        """Ignores the prompt."""
 
     def put_step(self, tokens: Sequence[int], accepted: int) -> None:
-        """The tokens of one call."""
+        """Prints the tokens of one call."""
         if drafted := self._decoding.text_of(tokens[:accepted]):
             self._print(drafted.join(self._marks), ACCEPTED)
         self._print(self._decoding.text_of(tokens[accepted:]), "")
 
     def end(self) -> None:
-        """Ends the line."""
+        """Prints the rest of the text and ends the line."""
         self._print(self._decoding.rest() + "\n", "")
 
     def _print(self, text: str, style: str) -> None:
@@ -56,11 +56,11 @@ class Incremental:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._shown: list[int] = []  # the last tokens whose text is out
+        self._shown: list[int] = []  # the last tokens whose text is printed
         self._pending: list[int] = []
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens add; an incomplete character waits for the next ones."""
+        """The text that these tokens add. An incomplete character is held back until it is complete."""
         self._pending += tokens
         text = self._new()
         if not text or text.endswith("\ufffd"):
@@ -69,7 +69,7 @@ class Incremental:
         return text
 
     def rest(self) -> str:
-        """The text that is still waiting, complete or not."""
+        """The text held back so far, complete or not."""
         return self._new() if self._pending else ""
 
     def _new(self) -> str:

@@ -1,4 +1,4 @@
-"""Loads the model, its tokenizer and its look-ahead embeddings; ends the command with a sentence where that fails."""
+"""Loads the model, its tokenizer and its look-ahead embeddings; a failure ends the command with one sentence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_model(path: str) -> tuple[Any, Any]:
 
 
 def load_lookahead(source: str | None, model_path: str, table: Tensor) -> pass_ext.LookaheadEmbedding | None:
-    """The embeddings named by ``source``; without it, the shipped ones whose name begins the model's name, or None."""
+    """The embeddings of the file or name ``source``. Without it, the shipped ones whose name begins the model's, or None."""
     if source is None:
         name = Path(model_path).name.lower()
         source = next((shipped for shipped in pass_ext.LookaheadEmbedding.shipped() if name.startswith(shipped)), None)

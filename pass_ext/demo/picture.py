@@ -27,7 +27,7 @@ def draw(path: str | Path, runs: Mapping[str, Sequence[Run]], prompts: Sequence[
     figure.suptitle(title, fontsize=11)
     _bars(axes[0], names, [total(runs[name]).tokens_per_second for name in names])
     for index, prompt in enumerate(prompts):
-        _strips(axes[1 + index], {name: made[index] for name, made in runs.items()}, prompt)
+        _strips(axes[1 + index], {name: texts[index] for name, texts in runs.items()}, prompt)
     figure.savefig(path, dpi=120)
 
 
@@ -42,7 +42,7 @@ def _bars(axes: Any, names: Sequence[str], speeds: Sequence[float]) -> None:
 
 
 def _strips(axes: Any, runs: Mapping[str, Run], prompt: str) -> None:
-    """A cell per token; the shade changes with the call."""
+    """Draws a cell per token; the shade changes with each model call."""
     longest = max(len(run.tokens) for run in runs.values())
     for row, (name, run) in enumerate(runs.items()):
         first = 0

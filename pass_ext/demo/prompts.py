@@ -1,7 +1,7 @@
-"""The texts that the demo continues: three prompts that the benchmark of whole texts measured, chosen by a rule, or the user's.
+"""The prompts that the demo continues: the user's, or three prompts of the benchmark of whole texts, chosen by a rule.
 
-    set     the held-out chat prompts that were raced greedily, without those whose text loops; n prompts
-    order   tokens per call by PaSS + NGram, as the benchmark recorded them; equal ones by name
+    set     the n held-out chat prompts that the benchmark continued greedily, without those whose text loops
+    order   tokens per call by PaSS + NGram, as the benchmark recorded them; by name if these are equal
     choice  the median and the quartiles: places (n + 1) / 2, (n + 1) / 4 and 3 (n + 1) / 4
 
 A test compares the choice with the recorded results.
@@ -20,17 +20,18 @@ class HeldOut:
     """One prompt of the set."""
 
     place: str
+    """Its place in the order: the median or a quartile."""
     name: str
-    """In the benchmark's list of prompts."""
+    """Its name in the benchmark's list of prompts."""
     text: str
     tokens_per_call: float
-    """Recorded; two decimals."""
+    """Tokens per call by PaSS + NGram, as recorded, with two decimals."""
 
 
 RACED = 7
-"""Prompts in the set."""
+"""The number of prompts in the set."""
 RECORDED_TOKENS = 128
-"""Length of the recorded texts."""
+"""The length of the recorded texts in tokens."""
 CHOSEN = (
     HeldOut(
         "median",
@@ -64,7 +65,7 @@ class Prompt(NamedTuple):
 
 
 def prompts(tokenizer: Any, custom: str | None) -> list[Prompt]:
-    """The user's text as it is, or the chosen prompts, in the model's chat template if it has one."""
+    """The user's text unchanged, or the chosen prompts in the model's chat template if it has one."""
     if custom is not None:
         return [Prompt("your prompt", custom, _ids(tokenizer, custom))]
     return [Prompt(prompt.place, prompt.text, _chat_ids(tokenizer, prompt.text)) for prompt in CHOSEN]

@@ -1,4 +1,4 @@
-"""The two tables: whether the texts agree, and how fast each method was. Both fit into 60 columns."""
+"""The two tables of the demo: agreement of the texts, and speed of the methods. Both fit into 60 columns."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pass_ext.demo.contenders import GREEDY, PLAIN, Run
 
 
 def total(runs: Sequence[Run]) -> GenerationStats:
-    """The counts of all texts of one method."""
+    """The statistics of all texts of one method."""
     return sum((run.stats for run in runs[1:]), start=runs[0].stats)
 
 
 def agreement_table(agreements: Mapping[str, Sequence[Agreement]], prompts: Sequence[str]) -> Table:
-    """A row per method, a column per prompt."""
+    """A table with a row per method and a column per prompt."""
     table = _table("against Plain", *prompts)
     for name, row in agreements.items():
         table.add_row(name, *map(str, row))
@@ -26,14 +26,11 @@ def agreement_table(agreements: Mapping[str, Sequence[Agreement]], prompts: Sequ
 
 
 def speed_table(runs: Mapping[str, Sequence[Run]]) -> Table:
-    """A row per method."""
+    """A table with a row per method."""
     totals = {name: total(texts) for name, texts in runs.items()}
     table = _table("method", "tokens/s", "tokens\nper call", "mean\nacceptance\nlength", "×\nPlain", "×\ngreedy")
-    for column in table.columns[1:]:
-        column.justify, column.no_wrap = (
-            "right",
-            True,
-        )  # so that the names of the methods are what a narrow window wraps
+    for column in table.columns[1:]:  # in a narrow window only the names of the methods wrap
+        column.justify, column.no_wrap = "right", True
     for name, stats in totals.items():
         length = f"{stats.mean_acceptance_length:.2f}" if stats.num_drafts else "–"
         ratios = [stats.tokens_per_second / totals[base].tokens_per_second for base in (PLAIN, GREEDY)]
@@ -55,7 +52,7 @@ def _table(*columns: str) -> Table:
 
 
 def _unbroken(table: Table) -> Table:
-    """The table with lines that break between words, never inside one."""
+    """The table with columns as wide as their longest word, so that lines break between words only."""
     for column in table.columns:
         column.min_width = max(len(word) for text in (column.header, *column.cells) for word in str(text).split())
     return table

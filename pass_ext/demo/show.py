@@ -27,8 +27,8 @@ from pass_ext.demo.prompts import RULE, Prompt, prompts
 from pass_ext.demo.report import agreement_table, speed_table
 
 WARM_UP_TOKENS = 6
-EXACT_TOKENS = 8  # of each text in fp32
-EXACT_ROWS = 16  # of a PaSS step in fp32: a plan by time might have no drafts to check
+EXACT_TOKENS = 8  # per text in fp32
+EXACT_ROWS = 16  # rows of a PaSS step in fp32, because a plan by times may have no drafts to check
 
 
 def show(options: argparse.Namespace) -> None:
@@ -82,7 +82,7 @@ def show(options: argparse.Namespace) -> None:
 def _show_plan(
     console: Console, model: Any, lookahead: pass_ext.LookaheadEmbedding, prompt: Prompt, verbose: bool
 ) -> None:
-    """One line on the prompt and the planner's choice; the times and the tree behind it with ``verbose``."""
+    """Prints the length of the prompt and the planner's choice; with ``verbose`` also the measured times and the tree."""
     with console.status("measuring the model's calls: a few seconds, longer while other programs keep the CPU busy"):
         plan, times = pass_plan(joined(lookahead), packed_model(model), 1)
     choice = (
@@ -133,7 +133,7 @@ def _check_fp32(model: Any, competing: Sequence[Contender], texts: Sequence[Prom
 def _timed(
     model: Any, competing: Sequence[Contender], texts: Sequence[Prompt], new_tokens: int, status: Status
 ) -> dict[str, list[Run]]:
-    """Runs every method on every text after a warm-up; each text begins with another method."""
+    """Runs every method on every text after a warm-up, each text with another method first."""
     for contender in competing:
         status.update(f"warming up: {contender.name}")
         continued(model, contender, texts[0].ids, WARM_UP_TOKENS)

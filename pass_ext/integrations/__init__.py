@@ -1,1 +1,1 @@
-"""Where pass_ext meets other libraries: one module per library, imported only by those who use it."""
+"""pass_ext inside other libraries: one module per library, which ``import pass_ext`` does not load."""

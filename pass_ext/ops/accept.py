@@ -1,6 +1,6 @@
-"""``accept_tree`` and ``accept_chain``: straight from logits to accepted tokens, distributed as the target model's own.
+"""``accept_tree`` and ``accept_chain``: from logits to accepted tokens. Exact rules keep the target model's distribution.
 
-The rules, with their formulas: csrc/core/accept.h; which one when: docs/ops/accept.md. Kernels: csrc/cpu/accept.cpp,
+The formulas: csrc/core/accept.h. How to choose a rule: docs/ops/accept.md. Kernels: csrc/cpu/accept.cpp,
 csrc/cuda/accept.cuh.
 """
 
@@ -31,16 +31,16 @@ _chain_op = torch.ops.pass_ext.accept_chain.default
 
 
 class AcceptResult(NamedTuple):
-    """What one step accepted, for each of B requests."""
+    """The result of one accept step for B requests: the emitted tokens, the accepted path, its length, and a status."""
 
     emitted: Tensor
-    """``[B, max_depth + 1]`` int64: the accepted draft tokens, the one token that the target adds, then -1."""
+    """``[B, max_depth + 1]`` int64: the accepted draft tokens, then one token from the target, then -1."""
     path: Tensor
-    """``[B, max_depth + 1]`` int32: 0 (the root), the accepted nodes, then -1. A padded request has -1 only."""
+    """``[B, max_depth + 1]`` int32: 0 (the root), the accepted nodes, then -1. All -1 for a padded request."""
     num_accepted: Tensor
-    """``[B]`` int32: accepted draft tokens."""
+    """``[B]`` int32: the number of accepted draft tokens."""
     status: Tensor
-    """``[B]`` int32: 0, or bits of ``pass_ext.ops.accept.STATUS``."""
+    """``[B]`` int32: 0, or bits of ``pass_ext.STATUS``."""
 
 
 def accept_tree(
@@ -69,49 +69,52 @@ def accept_tree(
     alpha: float = 0.3,
     generator: torch.Generator | None = None,
 ) -> AcceptResult:
-    """Verifies a tree of drafted tokens per request.
+    """Verifies the drafted tokens of B trees against the target's logits ``[N, V]``: each request gets its accepted tokens and
+    one more token from the target.
 
     Args:
         target_logits: ``[N, V]`` bfloat16, float16 or float32, rows may be strided: row i is the target's distribution after
-            node i. Only the rows that a decision needs are looked at.
-        tokens: ``[N]`` int64, node i's token; a root's is ignored. Tokens outside [0, V), such as -1, are never accepted.
-        parents: ``[N]`` int32, each node's parent inside its own request, -1 for the root, which is node 0;
+            node i. Only the rows that a decision needs are read.
+        tokens: ``[N]`` int64, the token of node i; a root's token is ignored. A token outside [0, V), such as -1, is never
+            accepted.
+        parents: ``[N]`` int32, each node's parent as an index in its request, -1 for the root, which is node 0;
             ``parents[i] < i``. At most 1,024 nodes per request.
-        cu_nodes: ``[B + 1]`` int32: request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. None of its own: a padded request.
-        max_depth: the depth of the deepest tree, from shapes, not read back; deeper nodes are ignored.
-        rule: one of ``pass_ext.RULES``; docs/ops/accept.md says which one when. All rules but "coupled" and
-            "typical" need the distribution that the children were drawn from: ``draft_logits``.
-        draft_logits: ``[R, V]``, any of the dtypes: the very logits that the drafts were sampled from.
+        cu_nodes: ``[B + 1]`` int32: request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request.
+        max_depth: the depth of the deepest tree. It sets the width of the result; deeper nodes are ignored.
+        rule: one of ``pass_ext.RULES``; docs/ops/accept.md helps to choose. All rules but "coupled" and "typical" need
+            ``draft_logits``, the distributions that the children were drawn from.
+        draft_logits: ``[R, V]``, any of the dtypes above: the logits that the drafts were sampled from, unchanged.
         draft_rows: ``[N]`` int32, the row of ``draft_logits`` that node i's children were drawn from; -1: its children are
-            fixed proposals (n-grams, top-k candidates), not drawn. Not needed where ``draft_logits`` has a row per node.
+            fixed proposals (n-grams, top-k candidates). None: ``draft_logits`` has one row per node.
         temperature, top_k, top_p, min_p: one number per request (``[B]``, or a list), one for all, or None for off.
-            Temperature 0 or None is greedy: the arg-max, lowest id first, whatever the rule.
-        draft_temperature, draft_top_k, draft_top_p, draft_min_p: what the drafts were sampled with; None: as the target.
-        allowed: ``[N, ceil(V / 32)]`` int32 words, bit set = allowed: grammar masks of the target's rows.
+            Temperature 0 or None is greedy under every rule: the arg-max, the lowest id if several are equal.
+        draft_temperature, draft_top_k, draft_top_p, draft_min_p: the parameters that the drafts were sampled with; None: the
+            target's.
+        allowed: ``[N, ceil(V / 32)]`` int32 words, grammar masks of the target's rows; a set bit allows its token.
         draft_allowed: ``[R, ceil(V / 32)]``: the masks that the drafts were sampled under, if any.
-        seeds: ``[B]`` int64, a list, or one for all. Without, fresh ones are drawn from ``generator``, or torch's own.
+        seeds: ``[B]`` int64, a list, or one for all. None: fresh seeds from ``generator``, or from torch's default generator.
         positions: ``[B]`` int64, a list, or one for all: the text position of the first token that this step can emit; at
-            most 2^63 - 1 - max_depth. The same seeds without positions repeat the same noise in every step.
-        threshold, alpha: of rule "typical": accept where p > min(threshold, alpha exp(-entropy)).
+            most 2^63 - 1 - max_depth. Without positions, the same seeds repeat the same noise in every step.
+        threshold, alpha: used by rule "typical", which accepts a token if p > min(threshold, alpha exp(-entropy)).
 
     Returns:
-        AcceptResult. A row that is needed and holds NaN or +inf, or allows nothing, ends its request before that row: the
-        token that led there is the last one emitted (at the root: -1), and ``status`` says so. A malformed tree is ignored:
-        the root's row gives one token. Other requests are never touched. Only ``cu_nodes`` that do not divide the rows end
-        all requests with -1.
+        AcceptResult. If a row that a decision needs holds NaN or +inf, or allows no token, the request ends before that row:
+        the token before it is the last one emitted (at the root: -1), and ``status`` has a bit for the reason. The drafts of
+        a malformed tree are ignored: the root's row gives one token. Other requests are not affected. If ``cu_nodes`` is
+        invalid, all requests get -1.
 
-    Integers may be of any integer dtype. The CPU refuses numbers that do not fit the dtype named here. On CUDA they become
-    its lowest or highest number, which is as malformed, and positions beyond the last go on at -2^63. No derivatives: a
-    forward-mode one is refused.
+    Integer arguments may have any integer dtype. The CPU refuses numbers that do not fit the dtype named here. On CUDA they
+    are clamped to its lowest or highest number, which is out of range too, and positions beyond the last wrap around to
+    -2^63. The op has no derivative and refuses forward-mode ones.
     """
-    op, of_requests = "accept_tree", (cu_nodes.shape[0] - 1, target_logits.device)
+    op, batch = "accept_tree", (cu_nodes.shape[0] - 1, target_logits.device)
     return _call(
         _tree_op, target_logits, _dense(op, "tokens", tokens, torch.int64), _dense(op, "parents", parents),
         _dense(op, "cu_nodes", cu_nodes), max_depth, _rule_index(op, rule), draft_logits,
         _dense(op, "draft_rows", draft_rows),
-        *_sampling(op, of_requests, (temperature, top_k, top_p, min_p),
+        *_sampling(op, batch, (temperature, top_k, top_p, min_p),
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
-        allowed, draft_allowed, *_noise(op, of_requests, temperature, seeds, positions, generator), threshold, alpha,
+        allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator), threshold, alpha,
     )  # fmt: skip
 
 
@@ -137,23 +140,25 @@ def accept_chain(
     alpha: float = 0.3,
     generator: torch.Generator | None = None,
 ) -> AcceptResult:
-    """Verifies one chain of K drafted tokens per request: ``accept_tree`` for chains, on batched tensors.
+    """Verifies one chain of K drafted tokens for each of B requests against the target's logits ``[B, K + 1, V]``, with the
+    rules of ``accept_tree``.
 
     Args:
-        target_logits: ``[B, K + 1, V]``: row i is the target's distribution after i drafts. Strided in the first two.
-        draft_tokens: ``[B, K]`` int64. A request with fewer drafts than K is padded with -1.
-        draft_logits: ``[B, K, V]``: row i is what draft i was sampled from.
+        target_logits: ``[B, K + 1, V]``: row i is the target's distribution after i drafts. The first two dimensions may
+            have any strides.
+        draft_tokens: ``[B, K]`` int64. Pad requests that have fewer drafts with -1.
+        draft_logits: ``[B, K, V]``: draft i was sampled from row i.
         allowed, draft_allowed: ``[B, K + 1, ceil(V / 32)]`` and ``[B, K, ceil(V / 32)]`` int32 words.
 
-    The others are those of ``accept_tree``, and so is the result; ``path`` counts 0, 1, 2, …
+    The other arguments and the result are those of ``accept_tree``; ``path`` counts 0, 1, 2, …
     """
-    op, of_requests = "accept_chain", (target_logits.shape[0], target_logits.device)
+    op, batch = "accept_chain", (target_logits.shape[0], target_logits.device)
     return _call(
         _chain_op, target_logits, _dense(op, "draft_tokens", draft_tokens, torch.int64), _rule_index(op, rule),
         draft_logits,
-        *_sampling(op, of_requests, (temperature, top_k, top_p, min_p),
+        *_sampling(op, batch, (temperature, top_k, top_p, min_p),
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
-        allowed, draft_allowed, *_noise(op, of_requests, temperature, seeds, positions, generator), threshold, alpha,
+        allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator), threshold, alpha,
     )  # fmt: skip
 
 
@@ -169,45 +174,45 @@ def _dense(op: str, argument: str, tensor: Tensor | None, dtype: torch.dtype = t
 
 
 def _sampling(
-    op: str, of_requests: tuple[int, torch.device], target: tuple[Parameter, ...], draft: tuple[Parameter, ...]
+    op: str, batch: tuple[int, torch.device], target: tuple[Parameter, ...], draft: tuple[Parameter, ...]
 ) -> list[Tensor | None]:
-    """The target's four sampling parameters and the draft's, as the kernels read them; the draft's are the target's if None."""
-    requests, device = of_requests
+    """The sampling parameters of target and draft as tensors, four each. A draft parameter of None is the target's."""
+    requests, device = batch
     parameters = [
         parameter_tensor(op, name, value, requests, dtype, device)
         for (name, dtype), value in zip(_SAMPLING, target, strict=True)
     ]
     return parameters + [
-        of_target if value is None else parameter_tensor(op, f"draft_{name}", value, requests, dtype, device)
-        for (name, dtype), value, of_target in zip(_SAMPLING, draft, parameters, strict=True)
+        target_value if value is None else parameter_tensor(op, f"draft_{name}", value, requests, dtype, device)
+        for (name, dtype), value, target_value in zip(_SAMPLING, draft, parameters, strict=True)
     ]
 
 
 def _noise(
     op: str,
-    of_requests: tuple[int, torch.device],
+    batch: tuple[int, torch.device],
     temperature: Parameter,
     seeds: Parameter,
     positions: Parameter,
     generator: torch.Generator | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Seeds and positions as the kernels read them."""
-    is_greedy = temperature is None  # draws nothing
+    """Seeds and positions as tensors. Greedy steps draw nothing and need no seeds."""
+    is_greedy = temperature is None
     return (
-        None if is_greedy and seeds is None else seeds_for(op, seeds, *of_requests, generator),
-        parameter_tensor(op, "positions", positions, of_requests[0], torch.int64, of_requests[1]),
+        None if is_greedy and seeds is None else seeds_for(op, seeds, *batch, generator),
+        parameter_tensor(op, "positions", positions, batch[0], torch.int64, batch[1]),
     )
 
 
 def _call(op: Any, *arguments: Any) -> AcceptResult:
-    result = AcceptResult(*call(op, *arguments))  # decisions have no gradient
+    result = AcceptResult(*call(op, *arguments))  # accepting has no gradient
     if _library.debug_enabled() and not torch.compiler.is_compiling():
         _raise_on_status(op, result.status)
     return result
 
 
 def _raise_on_status(op: Any, status: Tensor) -> None:
-    """Debug mode: trouble in the data is an error at once. Waits for the device."""
+    """Raises RuntimeError if a request has a status. Synchronises with the device, so it runs in debug mode only."""
     bad = status.nonzero().flatten().tolist()
     if bad:
         code = int(status[bad[0]])

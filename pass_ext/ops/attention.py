@@ -1,5 +1,5 @@
-"""``attention_tree``: a step's nodes attend to one long prefix and to the nodes that their bits let them see.
-``attention_merge``: two attention results over disjoint keys, made one.
+"""``attention_tree``: each node of a step attends to the prefix and to the nodes whose bits it has.
+``attention_merge``: merges two attention results over disjoint keys.
 
 The formulas: csrc/core/attention.h. Kernels: csrc/cpu/attention.cpp, csrc/cuda/attention.cuh.
 """
@@ -39,7 +39,8 @@ def attention_tree(
     softcap: float = 0.0,
     window: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of N packed nodes of B requests; row i sees its request's whole prefix and the nodes in ``visible[i]``.
+    """Attention of N packed nodes, ``q [N, Hq, D]``, over the KV cache of B requests: row i sees its request's prefix and the
+    nodes in ``visible[i]``.
 
     Args:
         q: ``[N, Hq, D]`` bfloat16, float16 or float32; D is 64, 80, 96, 128 or 256, and Hq at most 2^20.
@@ -47,34 +48,34 @@ def attention_tree(
             ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a ``block_table``. Hq is any multiple of Hkv.
         prefix_lens: ``[B]`` int32, committed tokens of each request: its slots ``[0, prefix_len)``.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. Rows
-            behind the last bound belong to nobody.
-        visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits;
-            those of nodes that the request does not have count for nothing. Rows may be strided (a slice's are).
+            behind the last bound belong to no request.
+        visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits are
+            legal; bits of nodes that the request does not have are ignored. Rows may be strided, as in ``Tree.slice``.
         max_nodes: no request has more nodes than this; at most 1,024.
-        k_new, v_new: ``[N, Hkv, D]``, the nodes' own keys and values, where they are not in the cache. Without them node j
-            is at slot ``prefix_len + j``.
-        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request; any numbers where nobody looks: behind the
-            last slot needed, and before the window.
-        depths: ``[N]`` int32, edges from the root (``tree_prepare`` gives them); needed with a window only.
-        scale: of the logits; None is ``D ** -0.5``.
-        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is none.
-        window: a node sees keys at most this far back in the text, itself included: those with
-            ``position - window < key position``, a node's position being ``prefix_len + depth``. -1 is all.
+        k_new, v_new: ``[N, Hkv, D]``, keys and values of the nodes, if they are not in the cache. None: node j is in the
+            cache at slot ``prefix_len + j``.
+        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Entries behind the last slot needed and
+            before the window are not read.
+        depths: ``[N]`` int32, edges from the root, from ``tree_prepare``; needed with a window only.
+        scale: factor of the logits; None is ``D ** -0.5``.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is off.
+        window: a node at position ``prefix_len + depth`` sees only keys with ``position - window < key position``, itself
+            included. -1 is off.
 
     Returns:
         ``(out [N, Hq, D] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials. A row that
-        sees nothing, and a row that belongs to nobody: out 0, lse -inf.
+        sees nothing or belongs to no request: out 0, lse -inf.
 
-    What no row sees is never read into a result: unused slots, page padding and hidden nodes may hold NaN. Sums run in a
-    fixed order: the same call gives the same bits.
+    Keys that no row sees never reach a result: unused slots, page padding and hidden nodes may hold NaN. Sums have a fixed
+    order: the same call gives the same bits.
 
-    The CPU refuses lengths, bounds, depths and pages that do not fit. On CUDA nobody waits for the GPU to look: numbers are
-    cut to what there is, and a page that the pool does not have reads as zeros; ``pass_ext.set_debug(True)`` checks them
-    there too. Lengths, bounds, pages and depths may be of any integer dtype; numbers that int32 does not hold are such that do
-    not fit. No gradients, reverse or forward: it raises where one is wanted.
+    The CPU refuses lengths, bounds, depths and pages that are out of range. On CUDA values are not checked, to avoid a
+    synchronisation: they are clamped, and a page outside the pool reads as zeros; ``pass_ext.set_debug(True)`` checks them
+    there too. Lengths, bounds, pages and depths may have any integer dtype; numbers outside int32 are out of range. No
+    gradients, reverse or forward: the op raises if an input requires one.
     """
     floats = (q, k_cache, v_cache, k_new, v_new)
-    if torch.is_grad_enabled() and any(given is not None and given.requires_grad for given in floats):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floats):
         raise RuntimeError(
             "pass_ext::attention_tree: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
@@ -113,7 +114,7 @@ def check_fits(
     *,
     nodes_in_cache: bool,
 ) -> None:
-    """Raises IndexError for bounds, lengths, pages or depths that the CPU would refuse. Waits for the device."""
+    """Raises IndexError for bounds, lengths, pages or depths that the CPU op refuses. Synchronises with the device."""
     op = "attention_tree"
     check_bounds(op, cu_nodes, rows, max_nodes)
     prefixes = prefix_lens.tolist()
@@ -133,26 +134,26 @@ def check_fits(
                 raise IndexError(f"pass_ext::{op}: block_table must name pages below {cache.shape[0]} for slots {begin} to "
                                  f"{needed}, got {pages.tolist()} at {b}")  # fmt: skip
         if depths is not None and window >= 0:
-            own = depths[first:last].tolist()
-            if min(own) < 0 or max(own) >= nodes:
+            request_depths = depths[first:last].tolist()
+            if min(request_depths) < 0 or max(request_depths) >= nodes:
                 raise IndexError(
-                    f"pass_ext::{op}: depths must be in [0, {nodes}) (the nodes of request {b}), got {own}"
+                    f"pass_ext::{op}: depths must be in [0, {nodes}) (the nodes of request {b}), got {request_depths}"
                 )
 
 
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two attention results for the same rows over disjoint keys, made one.
+    """Merges two attention results of the same rows over disjoint keys: ``out [..., D]`` and ``lse [...]`` of each.
 
     Args:
         out_a, out_b: ``[..., D]`` bfloat16, float16 or float32.
-        lse_a, lse_b: ``[...]`` float32, natural log of each one's sum of exponentials; -inf where it saw nothing.
+        lse_a, lse_b: ``[...]`` float32, natural log of the sum of exponentials; -inf for a row that saw nothing.
 
     Returns:
-        ``(out [..., D], lse [...])``, as one attention over all the keys would give.
+        ``(out [..., D], lse [...])``, the result of one attention over all the keys.
 
-    D is below 2^31. No gradients, reverse or forward: it raises where one is wanted.
+    D is below 2^31. No gradients, reverse or forward: the op raises if an input requires one.
     """
-    if torch.is_grad_enabled() and any(given.requires_grad for given in (out_a, lse_a, out_b, lse_b)):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (out_a, lse_a, out_b, lse_b)):
         raise RuntimeError(
             "pass_ext::attention_merge: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )
@@ -161,7 +162,7 @@ def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 
 @register_fake("attention_tree")
-def _attention_shape(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+def _attention_shape(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 

@@ -1,7 +1,7 @@
-"""``cache_commit_``: the accepted rows of a step become part of the prefix, in the caches of all layers at once.
+"""``cache_commit_``: moves the accepted rows of a step behind the prefix, in the caches of all layers at once.
 
-Slot prefix_len + j takes row path[j], from the nodes' own K/V or from where the step wrote it in the cache:
-csrc/core/cache.h. Kernels: csrc/cpu/cache.cpp, csrc/cuda/cache.cuh.
+Slot prefix_len + j gets the row of node path[j], from `new` or from the slot that the step wrote: csrc/core/cache.h.
+Kernels: csrc/cpu/cache.cpp, csrc/cuda/cache.cuh.
 """
 
 from collections.abc import Sequence
@@ -28,30 +28,32 @@ def cache_commit_(
     new: Sequence[Tensor] | None = None,
     block_table: Tensor | None = None,
 ) -> None:
-    """Moves the rows of accepted nodes to the slots behind the prefix, in place, for all layers.
+    """Moves the K/V rows of accepted nodes to the cache slots behind the prefix, in place, in all layers at once.
 
-    For request b and j = 0 .. ``num_accepted[b]``, the K/V of node ``path[b, j]`` goes to slot ``prefix_lens[b] + j``. The
-    work grows with the accepted rows, never with the context; a row that is in its place already is not touched.
+    For request b and j = 0 .. ``num_accepted[b]``, the K/V row of node ``path[b, j]`` goes to slot ``prefix_lens[b] + j``. The
+    work grows with the accepted rows, never with the context; a row that is already at its slot is not written.
 
     Args:
         caches: the K and V tensors of all layers, each ``[B, S, Hkv, D]`` with any strides, D contiguous (a
             ``[B, Hkv, S, D]`` cache comes through ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a
-            ``block_table``. Any dtype; tensors may differ in dtype, heads and D. Those that lie alike, in usual models
-            all, share one launch. The same memory twice is refused: a cache that layers share comes once.
+            ``block_table``. Any dtype; tensors may differ in dtype, heads and D. Tensors of equal layout share one
+            launch: in most models that is all of them. The same memory twice is refused: give a cache that layers share
+            once.
         prefix_lens: ``[B]`` int32, committed tokens of each request before this step.
         cu_nodes: ``[B + 1]`` int32; request b owns nodes ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request,
-            which nothing is done for.
+            whose cache is not written.
         path: ``[B, A]`` int32, as ``accept_tree`` returns it: node 0, then the accepted nodes, then -1; A is at most 1,024.
             Any order and repeated nodes are legal: the result is as if all rows were read before the first is written.
         num_accepted: ``[B]`` int32.
-        new: per cache tensor the nodes' own rows ``[N, Hkv, D]`` in its dtype, outside the cache, D contiguous. Without,
-            node i's row is in the cache at slot ``prefix_len + i``.
-        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Pages that are written to must belong
-            to one request.
+        new: for each cache tensor the rows of the nodes, ``[N, Hkv, D]`` in its dtype, D contiguous. None: node i's row is
+            in the cache at slot ``prefix_len + i``.
+        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Requests must not share a page that is
+            written.
 
-    The CPU refuses nodes, lengths and pages that do not fit, before anything is written. On CUDA nobody waits for the GPU
-    to look: such rows are left out; ``pass_ext.set_debug(True)`` checks them there too. Integers may be of any integer dtype;
-    numbers that int32 does not hold are such that do not fit. Raises where a gradient, reverse or forward, is wanted.
+    The CPU refuses nodes, lengths and pages that are out of range, before anything is written. On CUDA values are not
+    checked, to avoid a synchronisation: rows out of range are not moved; ``pass_ext.set_debug(True)`` checks them there too.
+    Integer arguments may have any integer dtype; numbers outside int32 are out of range. No gradients, reverse or forward:
+    the op raises if a tensor requires one.
     """
     caches = list(caches)
     if torch.is_grad_enabled() and (_require_grad(caches) or (new is not None and _require_grad(new))):
@@ -73,7 +75,7 @@ def cache_commit_(
     call(_op, caches, prefix_lens, cu_nodes, path, num_accepted, [] if new is None else list(new), block_table)
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return
-    # As every in-place op of torch does: a backward that has saved a cache must notice.
+    # Without this a backward that has saved a cache would use its new content without an error.
     torch.autograd.graph.increment_version(caches)
 
 
@@ -90,7 +92,7 @@ def check_fits(
     new: Sequence[Tensor] | None,
     block_table: Tensor | None,
 ) -> None:
-    """Raises IndexError for bounds, nodes, lengths or pages that the CPU would refuse. Waits for the device."""
+    """Raises IndexError for bounds, nodes, lengths or pages that the CPU op refuses. Synchronises with the device."""
     bounds, prefixes, accepted, width = cu_nodes.tolist(), prefix_lens.tolist(), num_accepted.tolist(), path.shape[1]
     most = new[0].shape[0] if new else 2**31 - 1
     for b, (first, last) in enumerate(pairwise(bounds)):

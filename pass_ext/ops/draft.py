@@ -1,4 +1,4 @@
-"""``draft_sample``: candidate tokens from rows of logits, in one pass, without materialised probabilities.
+"""``draft_sample``: candidate tokens from rows of logits, in one pass, without materialising probabilities.
 
 prob(v) = softmax over the support of logits / T, after the allowed mask, top-k, top-p and min-p. Kernels: csrc/core/draft.h on
 csrc/cpu/rows.cpp and csrc/cuda/rows.cuh.
@@ -31,30 +31,30 @@ def draft_sample(
     nodes: Parameter = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draws ``k`` candidates from each row.
+    """Draws k candidate tokens from each row of logits ``[R, V]``, with their log probabilities.
 
     Args:
-        logits: ``[R, V]`` bfloat16, float16 or float32; rows may be strided, each row contiguous.
+        logits: ``[R, V]`` bfloat16, float16 or float32; rows may be strided, V contiguous.
         k: candidates per row, 1 to 1,024.
         mode: ``"without"``: k draws without replacement, in the order of drawing. ``"with"``: k independent draws. ``"top"``:
-            the k most probable. ``"coupled"``: the k best under the target's own noise for that seed and position; the first
-            is the very token that ``accept_tree(rule="coupled")`` emits there, so ``k=1`` is the plain sampler.
-        temperature, top_k, top_p, min_p: one number per row (``[R]``, or a list), one for all, or None for off. No
-            temperature means 1, but in mode "coupled" greedy, as in ``accept_tree``. Temperature 0 is the limit: tokens in the
-            order of their logits, and the first has all the probability. Ties at a filter's edge keep the lower id.
+            the k most probable. ``"coupled"``: the k best under the noise that the target uses for that seed and position; the
+            first is the token that ``accept_tree(rule="coupled")`` emits there, so ``k=1`` is the plain sampler.
+        temperature, top_k, top_p, min_p: one number per row (``[R]``, or a list), one for all, or None for off. A
+            temperature of None is 1; in mode "coupled" it is greedy, as in ``accept_tree``. Temperature 0 is the limit: tokens
+            in the order of their logits, and the first has all the probability. Ties at a filter's edge keep the lower id.
         allowed: ``[R, ceil(V / 32)]`` int32, bit ``v % 32`` of word ``v // 32`` set = token v may be drawn.
-        seeds, positions: ``[R]`` int64, what the draw depends on besides the row. Mode "coupled": ``positions`` is the text
-            position of the token drawn. Other modes: give the position of the step's first token and ``nodes``, then no draw
-            of a generation is ever repeated. Without seeds, fresh ones come from ``generator``; without positions, 0.
-        nodes: ``[R]`` int32 from 0 to 2^24 - 1 (the CPU refuses others), the tree node whose children are drawn; tells draws
-            with the same seed and position apart.
+        seeds, positions: ``[R]`` int64; a draw depends on them and on the row alone. Mode "coupled": ``positions`` is the text
+            position of the drawn token. Other modes: give the position of the step's first token and ``nodes``; then a
+            generation never repeats a draw. Seeds of None are drawn from ``generator``; positions of None are 0.
+        nodes: ``[R]`` int32 from 0 to 2^24 - 1 (the CPU refuses others), the tree node whose children are drawn: rows with
+            equal seed and position draw independently if their nodes differ.
 
     Returns:
         ``(tokens [R, k] int64, logprobs [R, k] float32)``: log probabilities under the processed distribution. Slots beyond the
-        support, and rows with NaN, +inf or nothing allowed: token -1, log probability -inf.
+        support, and rows with NaN or +inf or without an allowed token, get token -1 and log probability -inf.
 
-    Integers may be of any integer dtype. The CPU refuses numbers that do not fit the dtype named here; on CUDA they become its
-    lowest or highest number. No derivatives: a forward-mode one is refused.
+    Integer arguments may have any integer dtype. The CPU refuses numbers that do not fit the dtype named here; on CUDA they
+    are clamped to its lowest or highest number. The op has no derivative and refuses forward-mode ones.
     """
     if mode not in MODES:
         raise ValueError(f"pass_ext::draft_sample: mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -73,7 +73,7 @@ def draft_sample(
         parameter_tensor("draft_sample", "positions", positions, rows, torch.int64, device),
         parameter_tensor("draft_sample", "nodes", nodes, rows, torch.int32, device),
     )
-    tokens, logprobs = call(_op, *arguments)  # a draw has no gradient
+    tokens, logprobs = call(_op, *arguments)  # sampling has no gradient
     return tokens, logprobs
 
 

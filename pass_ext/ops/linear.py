@@ -13,23 +13,24 @@ _op = torch.ops.pass_ext.linear_rows.default
 
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` for up to some dozens of rows on the CPU: reads the weight once, whatever their number.
+    """``torch.nn.functional.linear`` on the CPU for the few rows of a decoding step, ``[..., in]`` to ``[..., out]``: reads the
+    weight once for all rows.
 
     Args:
         x: ``[..., in]`` bfloat16, float16 or float32.
-        weight: ``[out, in]`` in x's dtype; rows may be strided, each row contiguous.
+        weight: ``[out, in]`` in x's dtype; rows may be strided, ``in`` contiguous.
         bias: ``[out]`` in x's dtype.
 
     Returns:
         ``[..., out]`` in x's dtype; products and sums are fp32, rounded once.
 
     A row's result has the same bits whatever the other rows are, how many there are, and how many threads compute them
-    (on one instruction set). So a token decoded in a batch of drafts meets the same numbers as one decoded alone.
+    (on one instruction set). So a token decoded in a batch of drafts gets the same numbers as a token decoded alone.
 
-    For the CPU only: CUDA's own matrix product is right there. Many rows (more than 64) are right, but
-    ``torch.nn.functional.linear`` may be faster. No gradients, reverse or forward: it raises where one is wanted.
+    For the CPU only; on a GPU use ``torch.nn.functional.linear``. It may also be faster on the CPU for more than 64 rows.
+    No gradients, reverse or forward: the op raises if an input requires one.
     """
-    if torch.is_grad_enabled() and any(given is not None and given.requires_grad for given in (x, weight, bias)):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)):
         raise RuntimeError(
             "pass_ext::linear_rows: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
         )

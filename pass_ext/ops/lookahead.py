@@ -1,4 +1,4 @@
-"""``lookahead_embed``: input rows of a step that mixes real tokens and look-ahead slots, in one gather.
+"""``lookahead_embed``: the input rows of a step that mixes tokens and look-ahead slots, in one gather.
 
 out[n] = table[ids[n]] for ids[n] >= 0, lookahead[-1 - ids[n]] for ids[n] < 0. Kernels: csrc/cpu/lookahead.cpp,
 csrc/cuda/lookahead.cu.
@@ -20,33 +20,34 @@ _ID_DTYPES = (torch.int64, torch.int32)
 
 
 def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
-    """Embeds token ids and look-ahead slots together.
+    """Input embeddings ``[..., d]`` of ids that mix tokens, from ``table [V, d]``, and look-ahead slots, from
+    ``lookahead [L, d]``.
 
     Args:
-        ids: ``[...]`` integers of any dtype. ``id >= 0`` takes row ``id`` of ``table``; ``-1 - i`` takes look-ahead slot ``i``.
-        table: ``[V, d]`` bfloat16, float16, float32 or float64; rows may be strided, each row contiguous.
+        ids: ``[...]`` integers of any dtype. ``id >= 0`` is row ``id`` of ``table``; ``-1 - i`` is row ``i`` of ``lookahead``.
+        table: ``[V, d]`` bfloat16, float16, float32 or float64; rows may be strided, d contiguous.
         lookahead: ``[L, d]`` in the table's dtype, or float32 beside any table (master weights for training).
 
     Returns:
         ``[..., d]`` in the table's dtype. Differentiable in ``lookahead`` and ``table``, in reverse and forward mode and under
-        ``torch.func``'s grad, jvp, jacfwd, jacrev and vmap; gradients add up in fp32 (fp64 for float64) in a fixed order, so
-        they are the same bits in every run.
+        ``torch.func``'s grad, jvp, jacfwd, jacrev and vmap; gradients are summed in fp32 (fp64 for float64) in a fixed
+        order, so every run gives the same bits.
 
-    Ids outside ``[-L, V)`` are refused on the CPU before anything is written. On CUDA nobody waits for the GPU to look: such
-    a row is all zeros. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too, at the price of a
-    synchronisation per call.
+    The CPU refuses ids outside ``[-L, V)`` before anything is written. On CUDA ids are not checked, to avoid a
+    synchronisation: such a row is all zeros. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too, with
+    one synchronisation per call.
     """
     if ids.dtype not in _ID_DTYPES:
         ids = integers("lookahead_embed", "ids", ids, torch.int64)
     if _is_transformed():
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # it would trace the forward alone: tangents of 0
+            torch._dynamo.graph_break()  # a traced call would lose its tangents: they would be 0
         return _Transformed.apply(ids, table, lookahead)
     if torch.compiler.is_compiling():
         return _op(ids, table, lookahead)
     if _library.debug_enabled():
         check_ids(ids, table.shape[0], lookahead.shape[0])
-    if torch.is_inference_mode_enabled():  # autograd is out of the way already
+    if torch.is_inference_mode_enabled():  # it skips autograd already
         return _op(ids, table, lookahead)
     if torch.is_grad_enabled() and (lookahead.requires_grad or table.requires_grad):
         return _Recorded.apply(ids, table, lookahead)
@@ -54,18 +55,18 @@ def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
 
 
 def _is_transformed() -> bool:
-    """Whether a forward-mode level is open, or a transformation of torch.func at work."""
+    """True inside a forward-mode level or a transformation of torch.func."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def _embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
-    # Straight to the kernel: torch's Python autograd layer of a registered op costs several times the kernel of a small step.
+    # Below autograd: for a small step torch's Python autograd layer takes several times as long as the kernel.
     with torch._C._AutoDispatchBelowAutograd():
         return _op(ids, table, lookahead)
 
 
 def check_ids(ids: Tensor, vocabulary: int, slots: int) -> None:
-    """Raises IndexError for the first id outside ``[-slots, vocabulary)``. Waits for the device."""
+    """Raises IndexError for the first id outside ``[-slots, vocabulary)``. Synchronises with the device."""
     bad = (ids < -slots) | (ids >= vocabulary)
     if bool(bad.any()):
         index = int(bad.flatten().nonzero()[0])
@@ -102,7 +103,7 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
 def _gradient(grad: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, *, slots: bool) -> Tensor:
     if not torch.compiler.is_compiling() and _is_transformed():
         return _TransformedGradient.apply(grad, ids, rows, slots, dtype)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a second derivative may be wanted
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # with a graph for second derivatives
         return _backward_op(grad, ids, rows, slots, dtype)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_op(grad, ids, rows, slots, dtype)
@@ -118,7 +119,7 @@ def _save_for_second(ctx, inputs, output) -> None:  # type: ignore[no-untyped-de
 
 
 def _second(ctx, grad_of_gradient):  # type: ignore[no-untyped-def]
-    # The gradient is linear in grad: row n went to the row that its id picks, so that row's derivative comes back to n.
+    # The gradient adds row n of grad to the row that ids[n] picks. So row n's derivative is a gather from that row.
     (ids,) = ctx.saved_tensors
     picked = -1 - ids if ctx.slots else ids
     inside = ((picked >= 0) & (picked < ctx.rows)).unsqueeze(-1)
@@ -130,7 +131,7 @@ torch.library.register_autograd("pass_ext::lookahead_embed_backward", _second, s
 
 
 class _Recorded(torch.autograd.Function):
-    """The formula registered above, for eager calls: the same gradient with a fraction of the Python around it."""
+    """The gradient registered above, for eager calls: much less Python runs per call."""
 
     @staticmethod
     def forward(ctx, ids, table, lookahead):  # type: ignore[no-untyped-def]
@@ -140,11 +141,11 @@ class _Recorded(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-# ---- forward mode, and torch.func: autograd functions whose context is set up apart, which torch takes longer to call ----
+# ---- forward mode and torch.func: autograd functions with setup_context, which are slower to call ----
 
 
 class _Transformed(torch.autograd.Function):
-    """``lookahead_embed``, which is linear in both tables: its tangent is the same gather from their tangents."""
+    """``lookahead_embed`` is linear in both tables: its tangent is the same gather from their tangents."""
 
     @staticmethod
     def forward(ids, table, lookahead):  # type: ignore[no-untyped-def]
@@ -160,11 +161,11 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, _, to_table, to_lookahead):  # type: ignore[no-untyped-def]
         (ids,) = ctx.saved_tensors
-        given = to_table if to_table is not None else to_lookahead
+        tangent = to_table if to_table is not None else to_lookahead
         if to_table is None:
-            to_table = _zeros(given, *ctx.table_like)
+            to_table = _zeros(tangent, *ctx.table_like)
         if to_lookahead is None:
-            to_lookahead = _zeros(given, *ctx.lookahead_like)
+            to_lookahead = _zeros(tangent, *ctx.lookahead_like)
         return lookahead_embed(ids, to_table, to_lookahead)
 
     @staticmethod
@@ -174,7 +175,7 @@ class _Transformed(torch.autograd.Function):
             return lookahead_embed(ids.movedim(ids_dim, 0), table, lookahead), 0
         if ids_dim is not None:
             return _one_by_one(lookahead_embed, size, in_dims, (ids, table, lookahead))
-        # One gather of wide rows, each with that row of every table of the batch.
+        # One gather from wide rows: row r holds row r of every table in the batch.
         wide = lookahead_embed(
             ids, _side_by_side(table, table_dim, size), _side_by_side(lookahead, lookahead_dim, size)
         )
@@ -182,7 +183,7 @@ class _Transformed(torch.autograd.Function):
 
 
 class _TransformedGradient(torch.autograd.Function):
-    """``lookahead_embed_backward``, which is linear in grad."""
+    """``lookahead_embed_backward`` is linear in grad: its tangent is the same op on grad's tangent."""
 
     @staticmethod
     def forward(grad, ids, rows, slots, dtype):  # type: ignore[no-untyped-def]
@@ -220,7 +221,7 @@ def _zeros(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def _side_by_side(table: Tensor, batch_dim: int | None, size: int) -> Tensor:
-    """``[rows, size * d]`` of ``size`` tables ``[rows, d]``, or of one for all."""
+    """``[rows, size * d]``: ``size`` tables ``[rows, d]`` side by side, or copies of one table."""
     table = table.unsqueeze(1).expand(-1, size, -1) if batch_dim is None else table.movedim(batch_dim, 1)
     return table.flatten(1)
 

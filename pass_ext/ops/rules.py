@@ -1,6 +1,6 @@
-"""The accept rules, and what each asks of the drafts that it judges.
+"""The accept rules: whether each is exact, and which drafts it can judge.
 
-Formulas: csrc/core/accept.h. Which one when: docs/ops/accept.md.
+Formulas: csrc/core/accept.h. How to choose a rule: docs/ops/accept.md.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AcceptRule:
-    """What a caller must know of a rule."""
+    """One accept rule: whether it is exact, and which drafts it can judge."""
 
     exact: bool
-    """True: the text has the target's own distribution."""
+    """True: the text has the target's distribution."""
     drafts: str
-    """The mode of ``draft_sample`` that draws its candidates: "coupled", "without" or "with" replacement."""
+    """The mode of ``draft_sample`` that draws candidates for it: "coupled", "without" or "with" replacement."""
     needs_draft_logits: bool
-    """True: it divides by the distribution that the candidates were drawn from, so all of them must have one."""
+    """True: it divides by the distribution that the candidates were drawn from, so every candidate needs one."""
     chains_only: bool = False
+    """True: it judges chains only, no branching trees."""
 
     @property
     def exactness(self) -> str:
-        """As ``pass_ext.RULES`` says it."""
+        """The rule's entry in ``pass_ext.RULES``."""
         return "exact" if self.exact else "approximate"
 
 
@@ -35,7 +36,7 @@ ACCEPT_RULES = {
     "kseq": AcceptRule(exact=True, drafts="with", needs_draft_logits=True),
     "typical": AcceptRule(exact=False, drafts="coupled", needs_draft_logits=False),
 }
-"""By name, in the order of ``enum class Rule`` in csrc/core/accept.h."""
+"""The rules by name, in the order of ``enum class Rule`` in csrc/core/accept.h: ops pass a rule as its index."""
 
 RULES = {name: rule.exactness for name, rule in ACCEPT_RULES.items()}
-"""Every accept rule and its exactness: "exact" emits the target's own distribution, "approximate" does not."""
+"""Every accept rule and its exactness: "exact" emits the target's distribution, "approximate" does not."""

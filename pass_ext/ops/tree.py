@@ -1,5 +1,5 @@
-"""``tree_prepare``: which nodes of its request each node of a step sees, as bits, and how deep it is.
-``tree_mask``: those bits as the dense additive mask that most decoders take.
+"""``tree_prepare``: the nodes that each node of a step sees, as bits, and its depth.
+``tree_mask``: these bits as a dense additive mask, the form that most decoders take.
 
 The formulas: csrc/core/tree.h. Kernels: csrc/cpu/tree.cpp, csrc/cuda/tree.cuh.
 """
@@ -19,24 +19,25 @@ _mask_op = torch.ops.pass_ext.tree_mask.default
 
 
 def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
-    """Turns parents into the bits that ``attention_tree`` and ``tree_mask`` take.
+    """Computes for each node of B packed trees the nodes that it sees, itself and its ancestors, as bits
+    ``[N, ceil(max_nodes / 64)]``, and its depth ``[N]``.
 
     Args:
         parents: ``[N]`` int32, contiguous: each node's parent as an index in its request, -1 for a root. Parents come before
             children. A request may have several roots.
-        cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. N
-            may be larger than the last bound: the rows behind it belong to nobody.
+        cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request.
+            Rows behind the last bound belong to no request.
         max_nodes: no request has more nodes than this; at most 1,024.
 
     Returns:
         ``(visible [N, ceil(max_nodes / 64)] int64, depths [N] int32)``: bit j of row i is set where node j of i's request is i
-        itself or one of its ancestors; depths counts the edges from the root. Rows that belong to nobody: 0 and 0.
+        itself or one of its ancestors; depths counts the edges from the root. Rows that belong to no request get 0
+        and 0.
 
-    The CPU refuses a parent that is not in ``[-1, i)``, naming its flat index, bounds that do not divide the rows, and
-    requests larger than max_nodes. On CUDA nobody waits for the GPU to look: a node with such a parent is a root; nodes from
-    max_nodes on get 0 and depth 0; and so does every row where the bounds do not rise from 0 to at most N.
-    ``pass_ext.set_debug(True)`` checks all three there too. Parents and bounds may be of any integer dtype; numbers that int32
-    does not hold are refused or treated as these.
+    The CPU refuses a parent outside ``[-1, i)``, invalid bounds, and requests larger than max_nodes. On CUDA values are not
+    checked, to avoid a synchronisation: a node with such a parent becomes a root; nodes from max_nodes on get no bits and
+    depth 0; with bounds that do not rise from 0 to at most N, so do all rows. ``pass_ext.set_debug(True)`` checks all three
+    there too. Parents and bounds may have any integer dtype; numbers outside int32 are out of range.
     """
     parents = integers("tree_prepare", "parents", parents)
     cu_nodes = integers("tree_prepare", "cu_nodes", cu_nodes)
@@ -50,24 +51,26 @@ def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Ten
 def tree_mask(
     visible: Tensor, cu_nodes: Tensor, max_nodes: int, prefix_lens: Tensor, kv_len: int, dtype: torch.dtype
 ) -> Tensor:
-    """The additive attention mask of a step, for decoders that take a dense one: node j of request b is column
-    ``prefix_lens[b] + j``.
+    """The additive attention mask ``[B, 1, max_nodes, kv_len]`` of a step, for decoders that take a dense mask; node j of
+    request b is column ``prefix_lens[b] + j``.
 
     Args:
-        visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits.
+        visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits are
+            legal.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request.
         max_nodes: no request has more nodes than this; at most 1,024.
         prefix_lens: ``[B]`` int32, committed tokens of each request.
-        kv_len: columns; at least prefix_lens + nodes of every request.
-        dtype: of the mask: bfloat16, float16 or float32.
+        kv_len: columns of the mask; at least the prefix and nodes of every request.
+        dtype: the mask's dtype: bfloat16, float16 or float32.
 
     Returns:
         ``[B, 1, max_nodes, kv_len]``: 0 where row i sees the column, that is columns ``[0, prefix_len)`` and those of the nodes
-        in its bits; else ``torch.finfo(dtype).min``. Rows beyond a request's nodes see nothing; as the number is finite, they
-        are no NaN after softmax.
+        in its bits; else ``torch.finfo(dtype).min``. Rows beyond a request's nodes see nothing; the number is finite, so that
+        softmax gives no NaN there.
 
-    The CPU refuses lengths and bounds that do not fit. On CUDA they are cut to what there is; ``pass_ext.set_debug(True)``
-    checks them there too. Both may be of any integer dtype; numbers that int32 does not hold are such that do not fit.
+    The CPU refuses lengths and bounds that are out of range. On CUDA values are not checked, to avoid a synchronisation:
+    they are clamped; ``pass_ext.set_debug(True)`` checks them there too. Both may have any integer dtype; numbers outside
+    int32 are out of range.
     """
     cu_nodes = integers("tree_mask", "cu_nodes", cu_nodes)
     prefix_lens = integers("tree_mask", "prefix_lens", prefix_lens)
@@ -79,7 +82,8 @@ def tree_mask(
 
 
 def check_bounds(op: str, cu_nodes: Tensor, rows: int, max_nodes: int) -> None:
-    """Raises IndexError for bounds that do not divide the rows, or give a request too many. Waits for the device."""
+    """Raises IndexError for bounds that do not rise to at most ``rows``, or that give a request more than ``max_nodes``.
+    Synchronises with the device."""
     for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
         if not 0 <= first <= last <= rows or last - first > max_nodes:
             raise IndexError(f"pass_ext::{op}: cu_nodes must rise to at most {rows} in steps of at most {max_nodes}, got "
@@ -87,17 +91,19 @@ def check_bounds(op: str, cu_nodes: Tensor, rows: int, max_nodes: int) -> None:
 
 
 def check_parents(parents: Tensor, cu_nodes: Tensor) -> None:
-    """Raises IndexError for the first parent that is neither -1 nor an earlier node of its request. Waits for the device."""
-    everyone = parents.tolist()
+    """Raises IndexError for the first parent that is neither -1 nor an earlier node of its request. Synchronises with the
+    device."""
+    all_parents = parents.tolist()
     for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
-        for node, parent in enumerate(everyone[first:last]):
+        for node, parent in enumerate(all_parents[first:last]):
             if not -1 <= parent < node:
                 raise IndexError(f"pass_ext::tree_prepare: parents must be -1 or an earlier node of the same request, got "
                                  f"{parent} at flat index {first + node}, node {node} of request {b}")  # fmt: skip
 
 
 def check_columns(cu_nodes: Tensor, prefix_lens: Tensor, kv_len: int) -> None:
-    """Raises IndexError for a request whose prefix and nodes do not fit into the columns. Waits for the device."""
+    """Raises IndexError for a request whose prefix and nodes need more than ``kv_len`` columns. Synchronises with the
+    device."""
     for b, ((first, last), prefix) in enumerate(zip(pairwise(cu_nodes.tolist()), prefix_lens.tolist(), strict=True)):
         if last > first and (prefix < 0 or prefix + last - first > kv_len):
             raise IndexError(f"pass_ext::tree_mask: prefix_lens must be in [0, kv_len - nodes], got {prefix} at {b}, with "

@@ -1,4 +1,4 @@
-"""The executable specification: every op in plain PyTorch, readable before fast. Tests compare all devices with it."""
+"""The specification of every op in plain PyTorch, written to be read, not to be fast. Tests compare all devices with it."""
 
 from pass_ext.reference.accept import accept_chain, accept_tree
 from pass_ext.reference.attention import attention_merge, attention_tree

@@ -1,9 +1,9 @@
-"""The accept step: from logits to accepted tokens, in the textbook form of every rule.
+"""``accept_tree`` and ``accept_chain`` in plain PyTorch: every rule in its textbook form.
 
 p is the target's distribution at a node, q the distribution its children were drawn from, (x)+ = max(x, 0),
-norm(x) = x / sum(x), u a fresh uniform in [0, 1) for each child or leaf. K children:
+norm(x) = x / sum(x), u uniform in [0, 1) and fresh for each child or leaf, K the number of children:
 
-    coupled    the token at a node is argmax(p / E), E the noise of seed and position; go on at the first child that is it
+    coupled    the token at a node is argmax(p / E), E the noise of seed and position; go on at the first child with it
     rejection  child x: accept iff u < p(x) / q(x), else p <- norm((p - q)+), q <- norm(q without x); none: y ~ p
     rejection_with_replacement    the same, q stays
     kseq       beta(rho) = sum min(p / rho, q), p_acc = 1 - (1 - beta)^K; the smallest rho in [1, K] with p_acc <= rho beta;
@@ -14,14 +14,13 @@ norm(x) = x / sum(x), u a fresh uniform in [0, 1) for each child or leaf. K chil
     block      traversal on a chain, which is block verification
     typical    accept iff p(x) > min(threshold, alpha exp(-H(p))); the longest accepted path, then y ~ p
 
-At temperature 0 every rule is greedy verification: the token at a node is the arg-max. A child whose token q cannot give (any
-more) is a fixed proposal: q is one at it. So are all children of a node whose draft row is -1 (kseq ignores such a child where
-there is a draft row). Ignored are: a child whose token is not in the vocabulary, nodes deeper than max_depth, children that
-were drawn from a draft row that is no distribution, and all drafts where the parents make no tree. A target row that is no
-distribution ends the walk before it, with the token that led there.
+At temperature 0 every rule is greedy verification: the token at a node is the arg-max. A child whose token has q = 0, at first
+or after rejections, is a fixed proposal: q is 1 at its token. All children of a node with draft row -1 are fixed proposals too.
+(If there is a draft row, kseq ignores a child with q = 0.) The rules ignore a child whose token is not in the vocabulary, nodes
+deeper than max_depth, children from a draft row that is no distribution, and all drafts if the parents are no tree. If a node's
+target row is no distribution, the walk ends at its parent, and the node's token is the last one.
 
-The rules ask a `Chance` for coins and draws, so the same code runs on the random numbers of noise.py and under enumeration of
-everything that can happen.
+The rules take coins and draws from a `Chance`: the random numbers of noise.py, or a test that enumerates every outcome.
 """
 
 import math
@@ -35,7 +34,7 @@ from torch import Tensor
 from pass_ext.reference.distribution import BAD_TREE, Distribution, is_greedy, process
 from pass_ext.reference.noise import Purpose, coin, exponentials
 
-MAX_TREE_NODES = 1024  # of one request
+MAX_TREE_NODES = 1024  # in one request
 RULES = {
     "coupled": "exact",
     "rejection": "exact",
@@ -49,7 +48,7 @@ RULES = {
 
 class Accepted(NamedTuple):
     """emitted int64 and path int32 [B, max_depth + 1], -1 behind the end; num_accepted and status int32 [B];
-    margin fp64 [B]: the smallest relative change of a probability that could have changed the result, about."""
+    margin fp64 [B]: about the smallest relative change of a probability that could change the result."""
 
     emitted: Tensor
     path: Tensor
@@ -62,20 +61,20 @@ class Accepted(NamedTuple):
 
 
 class Chance(Protocol):
-    """Whatever decides. `size`: how much a relative error of probabilities is magnified in what is compared here."""
+    """Supplies coins and draws. `size` is how much a relative error of the probabilities grows in the compared numbers."""
 
     def coin(self, node: int, bound: float, size: float) -> bool:
-        """u < bound, u uniform in [0, 1) and the node's own."""
+        """u < bound, for the node's u, uniform in [0, 1)."""
 
     def draw(self, weights: Tensor, sizes: Tensor, purpose: Purpose, depth: int) -> int:
         """A token with probability weights / sum(weights)."""
 
     def near(self, margin: float) -> None:
-        """Some other decision was this near to going the other way."""
+        """Records the margin of a decision made elsewhere."""
 
 
 class PhiloxChance:
-    """The random numbers of noise.py for one request. Remembers the nearest decision as `margin`."""
+    """The random numbers of noise.py for one request. `margin` is the smallest margin of its decisions."""
 
     def __init__(self, seed: int, position: int) -> None:
         self.seed, self.position, self.margin = seed, position, math.inf
@@ -89,8 +88,8 @@ class PhiloxChance:
         noise = exponentials(self.seed, self.position + depth, purpose, len(weights))
         scores, changes = weights / noise, sizes / noise
         token = int(scores.argmax())
-        others = (torch.arange(len(weights)) != token) & (sizes > 0.0)
-        margins = (scores[token] - scores[others]) / (changes[token] + changes[others])
+        losers = (torch.arange(len(weights)) != token) & (sizes > 0.0)
+        margins = (scores[token] - scores[losers]) / (changes[token] + changes[losers])
         self.near(min([math.inf, *margins.tolist()]))
         return token
 
@@ -121,7 +120,7 @@ class BadDraftRow(Exception):
 
 
 def is_tree(parents: list[int], rule: str) -> bool:
-    """Whether the root comes first and parents before children; for block, whether it is a chain."""
+    """True if the root comes first and parents before children; for block, if the tree is also a chain."""
     if len(parents) > MAX_TREE_NODES or parents[0] != -1:
         return False
     chain_only = rule == "block"
@@ -129,7 +128,7 @@ def is_tree(parents: list[int], rule: str) -> bool:
 
 
 def residual(p: Tensor, q: Tensor, weight: float = 1.0) -> tuple[Tensor, float]:
-    """norm((w p - q)+), and the sum that it was divided by."""
+    """norm((w p - q)+), and the sum before normalising."""
     rest = (weight * p - q).clamp(min=0.0)
     total = float(rest.sum())
     return (rest / total if total > 0.0 else rest), total
@@ -142,20 +141,20 @@ def without(q: Tensor, token: int) -> Tensor:
     return rest / total if total > 0.0 else rest
 
 
-UNKNOWN = Distribution(torch.zeros(0), 0, math.inf)  # of a leaf that was not looked at yet
+UNKNOWN = Distribution(torch.zeros(0), 0, math.inf)  # a leaf's target before it is needed
 
 
 @dataclass
 class Judge:
     """p, q and w at a node while its children are judged.
 
-    `size`: p(v) in floats is off by some ulp of size(v), which exceeds p(v) where p is what is left of a difference.
+    `size`: in floats p(v) is off by some ulp of size(v). It exceeds p(v) if p is the remainder of a difference.
     """
 
     node: int
     depth: int
     target: Distribution
-    children: Iterator[int]  # still to be judged
+    children: Iterator[int]  # not judged yet
     q: Tensor | None = None
     weight: float = 1.0
     weight_size: float = 1.0
@@ -165,7 +164,7 @@ class Judge:
         self.p = self.size = self.target.probs
 
     def q_at(self, token: int) -> Tensor:
-        """q, or the distribution that a fixed proposal comes from: one at its token."""
+        """q; for a fixed proposal, 1 at its token and 0 elsewhere."""
         if self.q is not None and self.q[token] > 0.0:
             return self.q
         return torch.zeros_like(self.p).index_fill_(0, torch.tensor(token), 1.0)
@@ -176,14 +175,14 @@ class Judge:
         return p / q, (p + size) / q
 
     def inherit(self, parent: "Judge", token: int) -> None:
-        """w <- min(1, w p(x) / q(x)), of the parent, which this node's token x comes from"""
+        """w <- min(1, w p(x) / q(x)), with w, p and q of the parent and this node's token x"""
         ratio, size = parent.ratio(token)
         weight = parent.weight * ratio
         self.weight = min(1.0, weight)
         self.weight_size = (parent.weight * size + parent.weight_size * ratio) / max(1.0, weight)
 
     def reject(self, token: int, replaced: bool = False) -> None:
-        """p <- norm((w p - q)+), q <- norm(q without the token) if it is not replaced, w <- S / (S + 1 - w)"""
+        """p <- norm((w p - q)+), q <- norm(q without the token) unless `replaced`, w <- S / (S + 1 - w)"""
         if self.weight <= 0.0:
             return
         q, w = self.q_at(token), self.weight
@@ -202,7 +201,7 @@ class Judge:
 
 
 class Walk:
-    """A rule at work on one request. run() returns the node it stops at and the token behind it; `status` gathers bits."""
+    """Runs a rule on one request. run() returns the last accepted node and the token behind it; `status` collects bits."""
 
     def __init__(
         self,
@@ -229,7 +228,7 @@ class Walk:
     # -- what the rules share --
 
     def children(self, node: int, depth: int) -> Iterator[int]:
-        """The children of a node at `depth` that are judged, in order."""
+        """The children of a node at `depth` that the rules judge, in order."""
         if depth < self.request.max_depth:
             for i in range(node + 1, len(self.request.parents)):
                 if self.request.parents[i] == node and 0 <= self.request.token(i) < self.request.vocabulary:
@@ -260,14 +259,14 @@ class Walk:
         return judge
 
     def draw(self, judge: Judge, rejected: bool) -> int:
-        """y ~ p as it stands; the target's own where rounding left nothing."""
+        """y ~ p; if rounding left p zero, y ~ the target's distribution."""
         purpose = Purpose.residual if rejected else Purpose.bonus
         if not judge.p.any():
             return self.chance.draw(judge.target.probs, judge.target.probs, purpose, judge.depth)
         return self.chance.draw(judge.p, judge.size, purpose, judge.depth)
 
     def stop_before(self, node: int) -> tuple[int, int]:
-        """At a row that is no distribution: the token that led there is the last one."""
+        """The result if the row of `node` is no distribution: its parent, and its own token as the last one."""
         return (0, -1) if node == 0 else (self.request.parents[node], self.request.token(node))
 
     # -- the rules --
@@ -301,7 +300,7 @@ class Walk:
             node, depth = accepted, depth + 1
 
     def judge_in_turn(self, judge: Judge) -> tuple[int | None, bool]:
-        """The child that is accepted, and whether there was one to judge. If none is, p is what to draw from."""
+        """The accepted child, and whether any child was judged. If none is accepted, the next token is drawn from judge.p."""
         judged = False
         for child in judge.children:
             judged, token = True, self.request.token(child)
@@ -311,7 +310,7 @@ class Walk:
         return None, judged
 
     def judge_kseq(self, judge: Judge) -> tuple[int | None, bool]:
-        """The same for K-SEQ."""
+        """``judge_in_turn`` for K-SEQ."""
         children, p, q = list(judge.children), judge.p, judge.q
         assert q is not None
         drawn = [i for i in children if q[self.request.token(i)] > 0.0]
@@ -329,15 +328,15 @@ class Walk:
         return None, len(children) > 0
 
     def choose_rho(self, p: Tensor, q: Tensor, count: int) -> float:
-        """The smallest of the tried rho with p_acc <= rho beta. Any such rho is exact; the smallest accepts most. Three
-        passes narrow it to (K - 1) / 448: the first tries 7 of the 8 borders of 7 equal parts of [1, K], where K itself
-        always meets the condition, and the others the 7 inner borders of 8 parts of what is left."""
+        """The smallest candidate rho with p_acc <= rho beta. Any such rho is exact; the smallest accepts most. Three passes
+        narrow it to (K - 1) / 448: the first tries 7 of the 8 borders of 7 equal parts of [1, K] (K always meets the
+        condition), each other pass the 7 inner borders of 8 equal parts of the remaining interval."""
         if count == 1:
             return 1.0
         low, high = 1.0, float(count)
         for attempt in range(3):
-            tried = [low + (high - low) * (i / 7.0 if attempt == 0 else (i + 1) / 8.0) for i in range(7)]
-            for i, rho in enumerate(tried):
+            candidates = [low + (high - low) * (i / 7.0 if attempt == 0 else (i + 1) / 8.0) for i in range(7)]
+            for i, rho in enumerate(candidates):
                 beta = float(torch.minimum(p / rho, q).sum())
                 accepted = accepted_by_any(beta, count)
                 if beta > 0.0:
@@ -351,12 +350,12 @@ class Walk:
         return high
 
     def walk_traversal(self) -> tuple[int, int]:
-        trail = [self.open(0, 0)]  # the nodes from the root to where the walk is
+        trail = [self.open(0, 0)]  # the nodes from the root to the current one
         while True:
             judge = trail[-1]
             child = next(judge.children, None)
             if child is not None:
-                # A leaf's row matters only if its coin accepts it, and below weight 0 nothing is ever accepted.
+                # A leaf's row is needed only if its coin accepts it. Below a weight of 0 no node is ever accepted.
                 depth, weight = len(trail), judge.weight * judge.ratio(self.request.token(child))[0]
                 is_leaf = weight <= 0.0 or next(self.children(child, depth), None) is None
                 trail.append(Judge(child, depth, UNKNOWN, iter(())) if is_leaf else self.open(child, depth))
@@ -372,7 +371,7 @@ class Walk:
                 trail[-1].reject(self.request.token(judge.node))
 
     def walk_typical(self) -> tuple[int, int]:
-        depths = {0: 0}  # of accepted nodes; parents come before their children
+        depths = {0: 0}  # depths of accepted nodes; parents come before their children
         for node in range(len(self.request.parents)):
             if node not in depths or not (children := list(self.children(node, depths[node]))):
                 continue
@@ -465,8 +464,8 @@ def accept_tree(
     threshold: float = 0.09,
     alpha: float = 0.3,
 ) -> Accepted:
-    """target_logits [N, V]; tokens, parents [N]; cu_nodes [B + 1]; draft_logits [R, V]; draft_rows [N], else a node's own
-    index; parameters, seeds and positions [B], a draft's own or else the target's; allowed int32 words [N, ceil(V / 32)]
+    """target_logits [N, V]; tokens, parents [N]; cu_nodes [B + 1]; draft_logits [R, V]; draft_rows [N], None: row i for node
+    i; parameters, seeds and positions [B], draft parameters of None are the target's; allowed int32 words [N, ceil(V / 32)]
     for target rows, draft_allowed [R, ceil(V / 32)] for draft rows."""
     requests, (nodes, vocabulary) = len(cu_nodes) - 1, target_logits.shape
     emitted = torch.full((requests, max_depth + 1), -1)
@@ -485,22 +484,22 @@ def accept_tree(
             0.0 if least is None else float(least[b]),
         )
 
-    def own_or(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-        return other if own is None else own
+    def draft_or_target(draft: Tensor | None, target: Tensor | None) -> Tensor | None:
+        return target if draft is None else draft
 
     bounds = [0, *cu_nodes.tolist(), nodes]
-    if bounds != sorted(bounds):  # nobody knows whose row is whose
+    if bounds != sorted(bounds):  # rows cannot be assigned to requests
         return Accepted(emitted, path, num_accepted, status + BAD_TREE, margin)
     for b in range(requests):
         first, last = int(cu_nodes[b]), int(cu_nodes[b + 1])
         if first == last:
             continue
-        own_parents = [int(i) for i in parents[first:last]]
-        if not is_tree(own_parents, rule):
-            status[b], own_parents = BAD_TREE, [-1]
+        tree_parents = [int(i) for i in parents[first:last]]
+        if not is_tree(tree_parents, rule):
+            status[b], tree_parents = BAD_TREE, [-1]
         target_parameters = parameters_of(b, temperature, top_k, top_p, min_p)
         request = TensorRequest(
-            own_parents,
+            tree_parents,
             max_depth,
             vocabulary,
             tokens[first:last].tolist(),
@@ -512,10 +511,10 @@ def accept_tree(
             target_parameters,
             parameters_of(
                 b,
-                own_or(draft_temperature, temperature),
-                own_or(draft_top_k, top_k),
-                own_or(draft_top_p, top_p),
-                own_or(draft_min_p, min_p),
+                draft_or_target(draft_temperature, temperature),
+                draft_or_target(draft_top_k, top_k),
+                draft_or_target(draft_top_p, top_p),
+                draft_or_target(draft_min_p, min_p),
             ),
         )
         chance = PhiloxChance(int(seeds[b]), int(positions[b]))
@@ -525,7 +524,7 @@ def accept_tree(
         margin[b] = chance.margin
         accepted = [node]
         while accepted[0] != 0:
-            accepted.insert(0, own_parents[accepted[0]])
+            accepted.insert(0, tree_parents[accepted[0]])
         num_accepted[b] = len(accepted) - 1
         path[b, : len(accepted)] = torch.tensor(accepted)
         emitted[b, : len(accepted)] = torch.tensor([*(request.tokens[i] for i in accepted[1:]), token])
@@ -542,7 +541,7 @@ def accept_chain(
     **shared: Any,
 ) -> Accepted:
     """accept_tree of chains: target_logits [B, K + 1, V], draft_tokens [B, K], draft_logits [B, K, V]; allowed and
-    draft_allowed one row of words for each row of their logits; `shared`: what else accept_tree takes."""
+    draft_allowed have a row of words for each row of their logits; `shared`: the other arguments of accept_tree."""
     requests, count, vocabulary = target_logits.shape
     draft_rows = torch.full((requests, count), -1)
     if draft_logits is not None:

@@ -1,6 +1,6 @@
-"""What ``pass_ext.attention_tree`` and ``pass_ext.attention_merge`` compute, in fp64 and one row at a time.
+"""``attention_tree`` and ``attention_merge`` in plain PyTorch, in fp64 and one row at a time.
 
-Who sees whom is an explicit boolean mask; only keys that a row sees are gathered for it, so nothing else can reach it.
+A boolean mask says which keys each row sees. Only these are gathered, so that no other key can change the result.
 """
 
 from itertools import pairwise
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class AttentionTerms(NamedTuple):
-    """A result, and what bounds the error of a computation of it in less precision. p = e^(s - lse)."""
+    """A result, and two terms that bound the error of a kernel with less precision. s is a logit, p = e^(s - lse)."""
 
     out: Tensor
     """``[N, Hq, D]``: sum of p v over the keys that a row sees."""
@@ -24,7 +24,7 @@ class AttentionTerms(NamedTuple):
 
 
 def attention_mask(prefix: int, visible: Tensor, depths: Tensor | None = None, window: int = -1) -> Tensor:
-    """Which keys the nodes of one request see: bool ``[nodes, prefix + nodes]``. Bits for nodes that are not there: ignored."""
+    """The keys that the nodes of one request see: bool ``[nodes, prefix + nodes]``. Bits of missing nodes are ignored."""
     nodes = torch.arange(visible.shape[0], device=visible.device)
     tree = (visible[:, nodes // 64] >> (nodes % 64)) & 1 == 1
     mask = torch.cat([tree.new_ones(len(nodes), prefix), tree], dim=1)
@@ -59,15 +59,15 @@ def attention_terms(
     window: int = -1,
     precision: torch.dtype = torch.float64,
 ) -> AttentionTerms:
-    """``attention_tree`` with what bounds its error; in fp32 it is what plain PyTorch makes of the formula."""
+    """``attention_tree`` with the terms that bound its error. In fp32 the result is that of the formula in plain PyTorch."""
     rows, heads, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
     zeros = q.new_zeros(rows, heads, dim, dtype=precision)
     terms = AttentionTerms(zeros, zeros[..., 0] - torch.inf, zeros.clone(), zeros[..., 0].clone())
     for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
         prefix = int(prefix_lens[b])
-        own = slice(first, last)
-        mask = attention_mask(prefix, visible[own], None if depths is None else depths[own], window)
+        nodes = slice(first, last)
+        mask = attention_mask(prefix, visible[nodes], None if depths is None else depths[nodes], window)
         table = None if block_table is None else block_table[b]
         seen = mask.any(dim=0).nonzero().flatten()
         keys = _rows_of(k_cache, k_new, b, table, prefix, first, seen).to(precision)
@@ -82,7 +82,7 @@ def attention_terms(
 def _rows_of(
     cache: Tensor, new: Tensor | None, request: int, table: Tensor | None, prefix: int, first: int, keys: Tensor
 ) -> Tensor:
-    """Rows ``[len(keys), Hkv, D]`` of one request's K or V. ``keys`` counts along its text and rises."""
+    """Rows ``[len(keys), Hkv, D]`` of one request's K or V. ``keys`` are positions in its text, ascending."""
     in_cache = keys if new is None else keys[keys < prefix]
     if table is None:
         rows = cache[request, in_cache]
@@ -95,7 +95,7 @@ def _rows_of(
 def _attend(
     terms: AttentionTerms, row: int, q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float
 ) -> None:
-    """One row's attention to all of ``keys``: q ``[Hq, D]``, keys and values ``[n, Hkv, D]``."""
+    """Writes the terms of one row that sees all of ``keys``: q ``[Hq, D]``, keys and values ``[n, Hkv, D]``."""
     grouped = q.unflatten(0, (keys.shape[1], -1))
     scores = torch.einsum("hgd,nhd->hgn", grouped, keys) * scale
     if softcap > 0:
@@ -109,7 +109,7 @@ def _attend(
 
 
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """``(out [..., D], lse [...])``, both fp64. A side that saw nothing (lse -inf) does not count, whatever its out holds."""
+    """``(out [..., D], lse [...])``, both fp64. A side with lse -inf saw nothing: its out is ignored."""
     lse = torch.logaddexp(lse_a.double(), lse_b.double())
     out = torch.zeros_like(out_a, dtype=torch.float64)
     for side, side_lse in ((out_a, lse_a), (out_b, lse_b)):

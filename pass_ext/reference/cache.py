@@ -1,4 +1,4 @@
-"""What ``pass_ext.cache_commit_`` does, in plain PyTorch: per request and tensor, one gather and one scatter."""
+"""``cache_commit_`` in plain PyTorch: for each request and tensor one gather and one scatter."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def cache_commit_(
     new: Sequence[Tensor] | None = None,
     block_table: Tensor | None = None,
 ) -> None:
-    """Slot prefix + j = row path[b, j] of `new`, or slot prefix + path[b, j], for j = 0 .. num_accepted[b]; -1 is skipped."""
+    """Slot prefix + j = row path[b, j] of `new`, or slot prefix + path[b, j], for j = 0 .. num_accepted[b]. Skips -1."""
     bounds, prefixes = cu_nodes.tolist(), prefix_lens.tolist()
     for b, prefix in enumerate(prefixes):
         if bounds[b] == bounds[b + 1]:
@@ -30,7 +30,7 @@ def cache_commit_(
 
 
 def _places(cache: Tensor, request: int, slots: Tensor, block_table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The first two indices of a request's slots."""
+    """The indices of a request's slots in the first two dimensions of the cache."""
     if block_table is None:
         return torch.full_like(slots, request), slots
     page = cache.shape[1]

@@ -1,11 +1,12 @@
-"""Candidates from rows of logits; the distribution of a row as in distribution.py, E as in noise.py:
+"""``draft_sample`` in plain PyTorch: candidates from rows of logits. p: distribution.py, E: noise.py.
 
-    coupled  the k largest of ln p(v) - ln E_v, E the target's own noise of seed and position: the first is the token
-             that the target itself would draw
-    without  the same with noise of the draft's own: k draws without replacement, in the order of drawing
+    coupled  the k largest of ln p(v) - ln E_v, where E is the target's noise for the seed and position: the first is the
+             token that the target would draw
+    without  the same with the draft's own noise: k draws without replacement, in the order of drawing
     with     k independent draws
     top      the k most probable
-At temperature 0 all of them mean the limit: tokens in the order of their logits, the first has all the probability.
+
+Temperature 0 is the limit in every mode: tokens in the order of their logits, and the first has all the probability.
 """
 
 import math
@@ -19,8 +20,8 @@ from pass_ext.reference.noise import Purpose, exponentials
 
 
 class Drafts(NamedTuple):
-    """tokens int64 [R, k], -1 beyond the support or in a row that is no distribution; logprobs fp64 [R, k], -inf there.
-    margin fp64 [R]: the smallest gap between neighbouring scores that decided the order, or of a filter's decision."""
+    """tokens int64 [R, k], -1 beyond the support and in a row that is no distribution; logprobs fp64 [R, k], -inf there;
+    margin fp64 [R]: the smallest gap between two scores that decided the order, or a filter's margin if that is smaller."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -28,7 +29,7 @@ class Drafts(NamedTuple):
 
 
 def best(scores: Tensor, count: int) -> tuple[Tensor, float]:
-    """The ids of the `count` largest scores above -inf, and the smallest gap below one of them."""
+    """The ids of the `count` largest scores above -inf, and the smallest gap between one of them and the next score."""
     values, ids = scores.sort(descending=True, stable=True)
     values, ids = values[values > -math.inf], ids[values > -math.inf]
     return ids[:count], min([math.inf, *(values[:-1] - values[1:])[:count].tolist()])
@@ -49,7 +50,7 @@ def draft_sample(
     nodes: Tensor | None = None,
 ) -> Drafts:
     """logits [R, V]; parameters, seeds, positions and nodes [R]; allowed int32 [R, ceil(V / 32)].
-    No temperature means 0 for coupled and 1 for the others."""
+    A temperature of None is 0 in mode coupled and 1 in the others."""
     rows, vocabulary = logits.shape
     tokens = torch.full((rows, k), -1)
     logprobs = torch.full((rows, k), -math.inf, dtype=torch.float64)
@@ -59,7 +60,7 @@ def draft_sample(
         heat = (0.0 if coupled else 1.0) if temperature is None else float(temperature[row])
         greedy = is_greedy(heat)
         mask = None if allowed is None else allowed[row]
-        if greedy:  # the order of all logits, whatever the filters
+        if greedy:  # filters do not change the order of the logits
             distribution = log_process(logits[row], mask)
         else:
             distribution = log_process(
@@ -74,7 +75,7 @@ def draft_sample(
             continue
 
         log_probs = distribution.log_weights - distribution.log_weights.logsumexp(0)
-        if greedy or mode == "top":  # exact: logits are compared as they are
+        if greedy or mode == "top":  # compares the logits themselves: log_probs may round to ties
             ranked = [
                 best(logits[row].double().where(log_probs > -math.inf, -math.inf), k // len(draws))[0] for _ in draws
             ]

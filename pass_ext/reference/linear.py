@@ -1,4 +1,4 @@
-"""What ``pass_ext.linear_rows`` computes: one matrix product in fp32 (fp64 for float64), rounded once."""
+"""``linear_rows`` in plain PyTorch: one matrix product in fp32 (fp64 for float64), rounded once."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What ``pass_ext.lookahead_embed`` computes, in four lines of PyTorch; autograd gives its gradient."""
+"""``lookahead_embed`` in two lines of PyTorch; autograd gives its gradient."""
 
 import torch
 from torch import Tensor

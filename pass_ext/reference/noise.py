@@ -1,17 +1,17 @@
-"""The random numbers of drafting and accepting: Philox4x32-10, no state, and what a race makes of it.
+"""The random numbers of drafting and accepting: Philox4x32-10 without state, and exponential noise for races.
 
     word[0..3] = philox4x32(counter, key),  key = the request's seed
     counter    = (block | draw << 20,  purpose << 1 | level | node << 8,  position low, position high)
     E(word)    = -log1p(-v),  v = (word + 1/2) 2^-32        exponentially distributed
 
-A race draws token v with probability w_v / sum(w): argmax over v of w_v / E_v. In the group g of 64 tokens, from its block
-(level group, block g): first_g = E(word[0]) / 64, and the token number word[1] % 64 of the group is its leader:
+A race, the argmax over v of w_v / E_v, draws token v with probability w_v / sum(w). Tokens form groups of 64. The block of
+group g (level group, block g) gives first_g = E(word[0]) / 64 and the group's leader, its token number word[1] % 64:
 
     E_v = first_g                  for the leader
     E_v = first_g + E(word of v)   for the others: level token, block 16 g + v % 16, word (v % 64) // 16
 
-which makes 64 independent exponentials: their minimum is exponential / 64 and lies anywhere alike, and what the others have
-above it is exponential again. A coin is word[0] 2^-32, in [0, 1).
+These are 64 independent exponentials: the minimum is exponential / 64, equally likely at each token, and the distance of each
+other token above it is exponential again. A coin is word[0] 2^-32, in [0, 1).
 """
 
 from enum import IntEnum
@@ -25,7 +25,7 @@ WORD = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What a draw is for; draws of different purposes are independent."""
+    """The use of a draw; draws with different purposes are independent."""
 
     coupled = 0
     coin = 1
@@ -40,14 +40,14 @@ class Level(IntEnum):
 
 
 def philox4x32(counter: Tensor, key: int) -> Tensor:
-    """int64 [..., 4] of 32-bit words -> the same of random words. Ten rounds of
+    """Random words int64 [..., 4] from counters int64 [..., 4] of 32-bit words. Ten rounds of
 
     (c0, c1, c2, c3) <- (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)),  (k0, k1) += (W0, W1)
     """
     c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = key & WORD, key >> 32 & WORD
     for _ in range(10):
-        # int64 products wrap, so they hold all 64 bits of the unsigned ones.
+        # int64 products wrap, so they have all 64 bits of the unsigned products.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = (product1 >> 32 & WORD) ^ c1 ^ k0, product1 & WORD
         c2, c3 = (product0 >> 32 & WORD) ^ c3 ^ k1, product0 & WORD
@@ -58,7 +58,7 @@ def philox4x32(counter: Tensor, key: int) -> Tensor:
 def words(
     seed: int, position: int, purpose: Purpose, level: Tensor, block: Tensor, node: int = 0, draw: int = 0
 ) -> Tensor:
-    """The four words of each block, at the level of each: int64 [blocks, 4]."""
+    """The four words of each block: int64 [blocks, 4]. `level` and `block` have one entry per block."""
     counter = torch.empty(len(block), 4, dtype=torch.int64)
     counter[:, 0] = (block | draw << 20) & WORD
     counter[:, 1] = (purpose << 1 | level | node << 8) & WORD
@@ -78,15 +78,15 @@ def exponentials(seed: int, position: int, purpose: Purpose, vocabulary: int, no
     block = torch.cat([torch.arange(groups), torch.arange(groups * BLOCKS_PER_GROUP)])
     level = torch.full_like(block, Level.token)
     level[:groups] = Level.group
-    of_group, of_token = words(seed, position, purpose, level, block, node, draw).tensor_split([groups])
-    first, leader = exponential(of_group[:, 0]) / GROUP, of_group[:, 1] % GROUP
-    # Word w of block b of a group serves its token 16 w + b.
-    above = exponential(of_token.view(-1, BLOCKS_PER_GROUP, 4).transpose(1, 2).reshape(-1, GROUP))
+    group_words, token_words = words(seed, position, purpose, level, block, node, draw).tensor_split([groups])
+    first, leader = exponential(group_words[:, 0]) / GROUP, group_words[:, 1] % GROUP
+    # Word w of block b belongs to token 16 w + b of the group.
+    above = exponential(token_words.view(-1, BLOCKS_PER_GROUP, 4).transpose(1, 2).reshape(-1, GROUP))
     above[torch.arange(GROUP) == leader[:, None]] = 0.0
     return (first[:, None] + above).flatten()[:vocabulary]
 
 
 def coin(seed: int, position: int, node: int) -> float:
-    """The coin thrown for `node` in the step whose first token is at `position`: uniform in [0, 1)."""
+    """The coin of `node` in the step whose first token is at `position`: uniform in [0, 1)."""
     block = torch.zeros(1, dtype=torch.int64)
     return float(words(seed, position, Purpose.coin, block + Level.group, block, node)[0, 0]) * 2.0**-32

@@ -1,4 +1,4 @@
-"""What ``pass_ext.tree_prepare`` and ``pass_ext.tree_mask`` compute, node by node and request by request."""
+"""``tree_prepare`` and ``tree_mask`` in plain PyTorch, node by node and request by request."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
-    """A node sees what its parent sees, and itself; it is one deeper. What is no earlier node makes a root."""
+    """A node sees itself and all that its parent sees, and is one deeper. A node whose parent is no earlier node is a root."""
     visible = torch.zeros(parents.shape[0], -(-max_nodes // 64), dtype=torch.int64)
     depths = torch.zeros(parents.shape[0], dtype=torch.int32)
     for first, last in pairwise(cu_nodes.tolist()):
@@ -22,7 +22,7 @@ def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Ten
 def tree_mask(
     visible: Tensor, cu_nodes: Tensor, max_nodes: int, prefix_lens: Tensor, kv_len: int, dtype: torch.dtype
 ) -> Tensor:
-    """0 over the prefix and over what a node sees, the dtype's lowest finite number elsewhere."""
+    """0 over the prefix and the nodes that a row sees, the dtype's lowest finite number elsewhere."""
     seen = (visible.unsqueeze(-1) >> torch.arange(64, device=visible.device) & 1).bool().flatten(1)
     requests = cu_nodes.shape[0] - 1
     mask = torch.full((requests, 1, max_nodes, kv_len), torch.finfo(dtype).min, dtype=dtype, device=visible.device)

@@ -1,4 +1,4 @@
-"""``Tree``: the shape of one request's candidates, decided on the host; packed for the kernels, printed and drawn."""
+"""``Tree``: the shape of one request's candidates, computed on the host; packs it for the kernels, prints and draws it."""
 
 from pass_ext.tree.tree import MAX_TREE_NODES, PackedTrees, Tree, pack_trees
 

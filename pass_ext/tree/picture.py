@@ -1,5 +1,5 @@
-"""The picture that ``Tree.draw`` gives: the tree at the left, level by level, and its mask at the right, with the prefix as a
-hint: every row sees all of it. One unit is the side of a square of the mask.
+"""The picture of ``Tree.draw``: the tree on the left, level by level, and its mask on the right, with a few columns for the
+prefix, which every row sees. One unit is the side of a square of the mask.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 NODE, SLOT, PREFIX, HIDDEN, EDGE, INK = "#2f6fb3", "#e08a1e", "#bcd3ea", "#eef0f3", "#9aa5b1", "#3a424c"
 PREFIX_COLUMNS = 3
 GAP = 2.0  # between tree, prefix and mask
-MOST_LABELLED = 64  # rows; beyond, numbers would not be legible
+MOST_LABELLED = 64  # rows; in larger trees numbers would not be legible
 
 
 def draw_tree(parents: Sequence[int], slots: Sequence[int], ax: Axes | None = None) -> Axes:
-    """Draws a tree on the axes given, or on a new figure of a fitting size.
+    """Draws a tree on ``ax``, or on a new figure of suitable size.
 
     Args:
-        parents: of each row, -1 for the root; lower rows come first.
-        slots: of each row the look-ahead slot, -1 for a node.
+        parents: the parent of each row, -1 for the root; parents come before children.
+        slots: the look-ahead slot of each row, -1 for a node.
     """
     try:
         from matplotlib import pyplot
@@ -29,7 +29,7 @@ def draw_tree(parents: Sequence[int], slots: Sequence[int], ax: Axes | None = No
         raise ImportError("Tree.draw needs matplotlib: pip install 'pass_ext[bench]'") from error
     places = _places(parents)
     width = max(x for x, _ in places) + 0.5
-    start = width + GAP + 1.0  # of the prefix: behind the tree and the row numbers
+    start = width + GAP + 1.0  # the prefix begins behind the tree and the row numbers
     if ax is None:
         total = start + PREFIX_COLUMNS + 0.5 + len(parents)
         scale = min(0.32, 16 / total, 12 / (len(parents) + 2))
@@ -44,7 +44,7 @@ def draw_tree(parents: Sequence[int], slots: Sequence[int], ax: Axes | None = No
 
 
 def _places(parents: Sequence[int]) -> list[tuple[float, float]]:
-    """Where each row goes: leaves side by side, parents above the middle of their children, levels over the mask's height."""
+    """The position of each row: leaves side by side, parents above the middle of their children, levels as high as the mask."""
     below: list[list[int]] = [[] for _ in parents]
     depths = [0] * len(parents)
     for row, parent in enumerate(parents[1:], 1):
@@ -108,7 +108,7 @@ def _draw_mask(parents: Sequence[int], slots: Sequence[int], start: float, ax: A
 
 
 def _write(ax: Axes, x: float, y: float, text: str, **style: Any) -> None:
-    # The size follows the picture's: about half a unit high.
+    # The text is about half a unit high, whatever the size of the picture.
     (left, top), (right, bottom) = ax.transData.transform([(0, 0), (1, 1)])
     unit = min(abs(right - left), abs(bottom - top)) * 72 / ax.figure.dpi
     ax.text(x, y, text, ha="center", va="center", fontsize=max(4.0, min(10.0, 0.55 * unit)), **style)

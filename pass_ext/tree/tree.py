@@ -1,5 +1,5 @@
-"""``Tree``: the shape of one request's candidates, decided on the host: who hangs below whom, and where look-ahead slots go.
-``pack_trees``: the trees of a batch as the ops take them.
+"""``Tree``: the shape of one request's candidates on the host: the parent of each node, and its look-ahead slots.
+``pack_trees``: packs the trees of a batch into the tensors that the ops take.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pass_ext.ops.tree import tree_prepare
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_TREE_NODES = 1024  # of one request, in every op: kMaxTreeNodes of csrc/core/tree.h
+MAX_TREE_NODES = 1024  # in one request, for every op: kMaxTreeNodes of csrc/core/tree.h
 _MOST_SHOWN = 24  # parents in a repr
 
 
 class Tree:
-    """An immutable tree of candidates. Row 0 is the root, the last committed token; the others hang below it.
+    """An immutable tree of one request's candidate tokens. Row 0 is the root, the last committed token.
 
-    ``parents``, ``depths``, ``visible``, ``positions``, ``path`` and ``len`` speak of all rows: the nodes, and behind them the
-    look-ahead slots of ``with_lookahead``. ``children``, ``leaves``, ``max_depth`` and ``branching`` speak of nodes only.
+    ``parents``, ``depths``, ``visible``, ``positions``, ``path`` and ``len`` cover all rows: the nodes, and behind them the
+    look-ahead slots of ``with_lookahead``. ``children``, ``leaves``, ``max_depth`` and ``branching`` cover nodes only.
 
     Args:
         parents: the parent of each node, -1 for node 0 and an earlier node for the others; any sequence or tensor of ints.
@@ -47,18 +47,21 @@ class Tree:
 
     @classmethod
     def chain(cls, n: int) -> Tree:
-        """n drafted tokens one behind the other: the root and n nodes below it, n + 1 rows."""
+        """A chain of n drafted tokens: the root and n nodes below it, n + 1 rows."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ValueError(f"a chain has a number of nodes below its root, 0 or more, got {n!r}")
+            raise ValueError(f"Tree.chain: n must be the number of nodes below the root, 0 or more, got {n!r}")
         return cls(range(-1, n))
 
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> Tree:
-        """``(4, 2, 2)``: a root with 4 children, each with 2, each with 2, numbered level by level; 29 rows."""
+        """A tree whose nodes on each level have equally many children, numbered level by level.
+
+        ``(4, 2, 2)``: a root with 4 children, each with 2, each of these with 2; 29 rows.
+        """
         parents, level = [-1], range(1)
         for width in branching:
             if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-                raise ValueError(f"branching must be children per node for each level, 1 or more, got {branching!r}")
+                raise ValueError(f"branching must be the children per node of each level, 1 or more, got {branching!r}")
             if len(parents) + len(level) * width > MAX_TREE_NODES:
                 raise ValueError(f"a tree has at most {MAX_TREE_NODES} rows, branching {tuple(branching)} gives more")
             parents += [parent for parent in level for _ in range(width)]
@@ -69,7 +72,7 @@ class Tree:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """The parent of each row, -1 for the root. A look-ahead slot hangs below its node, or below the slot before."""
+        """The parent of each row, -1 for the root. A look-ahead slot's parent is its node, or the slot before it."""
         return self._parents
 
     @cached_property
@@ -85,17 +88,17 @@ class Tree:
 
     @cached_property
     def visible(self) -> Tensor:
-        """``[n, ceil(n / 64)]`` int64 on the CPU: bit j of row i is set where j is i or one of its ancestors. Do not write to
-        it: slices of this tree share it."""
+        """``[n, ceil(n / 64)]`` int64 on the CPU: bit j of row i is set if j is i or one of its ancestors. Do not write to
+        it: slices of this tree share its memory."""
         parents = torch.tensor(self._parents, dtype=torch.int32)
         return tree_prepare(parents, torch.tensor([0, len(self)], dtype=torch.int32), len(self))[0]
 
     def positions(self, prefix_len: int) -> Tensor:
-        """``[n]`` int64: each row's text position behind a prefix of so many tokens."""
+        """``[n]`` int64: each row's text position behind a prefix of ``prefix_len`` tokens."""
         return torch.tensor(self.depths) + prefix_len
 
     def path(self, row: int) -> tuple[int, ...]:
-        """The rows from the root to this one, both included."""
+        """The rows from the root to ``row``, both included."""
         path = [self._checked_row(row)]
         while path[-1] != 0:
             path.append(self._parents[path[-1]])
@@ -105,11 +108,11 @@ class Tree:
 
     @property
     def num_nodes(self) -> int:
-        """Rows that are no look-ahead slots: the root and the candidates."""
+        """The number of nodes: the root and the candidates, without look-ahead slots."""
         return self._num_nodes
 
     def children(self, node: int) -> tuple[int, ...]:
-        """The nodes right below this one."""
+        """The nodes right below ``node``."""
         return self._children[self._checked_row(node)]
 
     @cached_property
@@ -131,7 +134,7 @@ class Tree:
 
     @cached_property
     def branching(self) -> tuple[int, ...] | None:
-        """What ``from_branching`` makes these nodes from; None where there is no such thing."""
+        """The argument of ``from_branching`` that gives these nodes; None if there is none."""
         widths = [self.depths[: self._num_nodes].count(depth) for depth in range(self.max_depth + 1)]
         branching = tuple(below // above for above, below in pairwise(widths))
         if self._num_nodes != sum(accumulate((1, *branching), int.__mul__)):
@@ -141,10 +144,10 @@ class Tree:
     # ---- other trees ----
 
     def slice(self, levels: int) -> Tree:
-        """The tree of the first ``levels`` levels below the root; itself, where it has no more.
+        """The tree's first ``levels`` levels below the root; the tree itself if it has no more.
 
-        Its ``visible`` is the top left of this tree's, in the same storage: nothing is computed again. Nodes must be numbered
-        level by level (``breadth_first`` gives that). Slots come after: slice first, then ``with_lookahead``.
+        ``visible`` of the slice is the top left of this tree's, in the same memory. Nodes must be numbered level by level, as
+        ``breadth_first`` does. A tree with look-ahead slots cannot be sliced: slice it before ``with_lookahead``.
         """
         if isinstance(levels, bool) or not isinstance(levels, int) or levels < 0:
             raise ValueError(f"levels must be 0 or more, got {levels!r}")
@@ -158,13 +161,13 @@ class Tree:
             )
         if levels >= self.max_depth:
             return self
-        kept = sum(depth <= levels for depth in self.depths)
-        tree = Tree._of(self._parents[:kept])
-        tree.__dict__["visible"] = self.visible[:kept, : -(-kept // 64)]
+        rows = sum(depth <= levels for depth in self.depths)
+        tree = Tree._of(self._parents[:rows])
+        tree.__dict__["visible"] = self.visible[:rows, : -(-rows // 64)]
         return tree
 
     def breadth_first(self) -> tuple[Tree, tuple[int, ...]]:
-        """The same tree numbered level by level, siblings together, and the former number of each of its nodes."""
+        """The same tree numbered level by level, siblings together, and the old number of each new node."""
         if self.has_lookahead:
             raise ValueError("a tree with look-ahead slots cannot be renumbered: do that first, then with_lookahead")
         order = [0]
@@ -174,13 +177,14 @@ class Tree:
         return Tree._of((-1, *(place[self._parents[node]] for node in order[1:]))), tuple(order)
 
     def with_lookahead(self, groups: int | Mapping[int, int] | Sequence[int]) -> Tree:
-        """This tree with groups of look-ahead slots behind its nodes, for a step that verifies and drafts at once.
+        """This tree with groups of look-ahead slots behind its nodes, for a step that verifies and drafts in one call.
 
-        A group of L slots below node g is a chain: slot i sees the prefix, g's path and slots 0 to i of its own group, and
-        stands i + 1 positions behind g. Nodes see no slots. Groups follow each other in the order of their nodes.
+        A group of L slots below node g is a chain: slot i sees the prefix, g's path and slots 0 to i of its group, and has
+        position i + 1 behind g. Nodes see no slots. Groups come in the order of their nodes.
 
         Args:
-            groups: slots per group: a number for every node, or one for each node (a mapping may leave nodes out). 0: none.
+            groups: slots per node: one number for all nodes, a sequence with a number for each, or a mapping from nodes to
+                numbers, 0 for nodes without an entry.
         """
         if self.has_lookahead:
             raise ValueError("this tree has look-ahead slots already")
@@ -197,16 +201,16 @@ class Tree:
 
     @property
     def has_lookahead(self) -> bool:
-        """Whether any row is a look-ahead slot."""
+        """True if any row is a look-ahead slot."""
         return self._num_nodes < len(self)
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """For each row the look-ahead slot that it is; -1 for nodes."""
+        """The look-ahead slot of each row; -1 for nodes."""
         return self._slots
 
     def group_rows(self, node: int) -> range:
-        """The rows of a node's look-ahead slots, slot 0 first; empty where it has none."""
+        """The rows of a node's look-ahead slots, slot 0 first; empty if it has none."""
         if not 0 <= node < self._num_nodes:
             raise ValueError(f"node must be in [0, {self._num_nodes}), got {node}")
         return self._group_rows.get(node, range(0))
@@ -220,7 +224,7 @@ class Tree:
         }
 
     def ids(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """``[n]`` int64, what ``lookahead_embed`` takes: the nodes' tokens, the root's first, then -1 - i for each slot i."""
+        """The ids for ``lookahead_embed``, ``[n]`` int64: the nodes' tokens, the root's first, then -1 - i for each slot i."""
         tokens = torch.as_tensor(tokens)
         if tokens.shape != (self._num_nodes,) or tokens.is_floating_point() or tokens.dtype == torch.bool:
             raise ValueError(
@@ -238,7 +242,7 @@ class Tree:
             raise ValueError(f"row must be in [0, {len(self)}), got {row}")
         return row
 
-    # ---- as a value, and for people ----
+    # ---- comparing, printing, drawing ----
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tree):
@@ -265,9 +269,9 @@ class Tree:
         return f"{text}.with_lookahead({groups[0] if same else groups})"
 
     def __str__(self) -> str:
-        """The tree in characters: an only child beside its parent, siblings below each other, ``+3`` for a group of 3 slots."""
+        """The tree as text: an only child beside its parent, siblings below each other, ``+3`` for a group of 3 slots."""
         lines: list[str] = []
-        pending = [(0, "", "")]  # node, what stands before it, what stands before the lines below it
+        pending = [(0, "", "")]  # node, text before it, text before the lines below it
         while pending:
             node, line, indent = pending.pop()
             while True:
@@ -285,9 +289,9 @@ class Tree:
         return "\n".join(lines)
 
     def draw(self, ax: Axes | None = None) -> Axes:
-        """A picture: the tree, and beside it the mask, who (row) sees whom (column). Needs matplotlib.
+        """Draws the tree and, beside it, its mask: each row sees the coloured columns. Needs matplotlib.
 
-        Draws on ``ax``, or on a new figure of a fitting size; returns the axes (``tree.draw().figure.savefig(…)``).
+        Draws on ``ax``, or on a new figure of suitable size; returns the axes (``tree.draw().figure.savefig(…)``).
         """
         from pass_ext.tree.picture import draw_tree
 
@@ -295,31 +299,31 @@ class Tree:
 
 
 class PackedTrees(NamedTuple):
-    """A batch of trees, back to back, as ``attention_tree``, ``tree_mask`` and ``accept_tree`` take them."""
+    """B trees with N rows in all, back to back: the arguments of ``attention_tree``, ``tree_mask`` and ``accept_tree``."""
 
     parents: Tensor
-    """``[N]`` int32, indices in the request."""
+    """``[N]`` int32: each row's parent as an index in its request, -1 for roots."""
     cu_nodes: Tensor
     """``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``."""
     max_nodes: int
-    """Rows of the largest tree; at least 1."""
+    """The number of rows of the largest tree; at least 1."""
     visible: Tensor
-    """``[N, ceil(max_nodes / 64)]`` int64."""
+    """``[N, ceil(max_nodes / 64)]`` int64: bit j of row i is set if row i sees row j of its request."""
     depths: Tensor
-    """``[N]`` int32."""
+    """``[N]`` int32: edges from the root."""
 
 
 def pack_trees(trees: Sequence[Tree | Sequence[int] | None], device: torch.device | str | None = None) -> PackedTrees:
-    """One tree per request as one batch, computed on the host, in one copy to the device.
+    """Packs one tree per request into the tensors that the ops take; computes on the host and copies to the device once.
 
     Args:
-        trees: a Tree or its parents for each request; None, or no parents, is a padded request.
-        device: where the tensors go; None is the CPU.
+        trees: for each request a Tree or its parents; None or an empty sequence is a padded request.
+        device: the device of the tensors; None is the CPU.
     """
     rows = [tree.parents if isinstance(tree, Tree) else _parents_of_entry(tree) for tree in trees]
     bounds = list(accumulate(map(len, rows), initial=0))
     max_nodes = max([1, *map(len, rows)])
-    parents = torch.tensor([parent for own in rows for parent in own], dtype=torch.int32)
+    parents = torch.tensor([parent for tree_parents in rows for parent in tree_parents], dtype=torch.int32)
     cu_nodes = torch.tensor(bounds, dtype=torch.int32)
     visible, depths = tree_prepare(parents, cu_nodes, max_nodes)
     if device is None or torch.device(device).type == "cpu":
@@ -356,9 +360,9 @@ def _checked_parents(parents: Iterable[int] | Tensor) -> tuple[int, ...]:
 
 def _checked_groups(groups: int | Mapping[int, int] | Sequence[int], nodes: int) -> list[int]:
     if isinstance(groups, Mapping):
-        strange = [node for node in groups if node not in range(nodes)]
-        if strange:
-            raise ValueError(f"look-ahead groups belong to nodes 0 to {nodes - 1}, got node {strange[0]!r}")
+        missing = [node for node in groups if node not in range(nodes)]
+        if missing:
+            raise ValueError(f"look-ahead groups belong to nodes 0 to {nodes - 1}, got node {missing[0]!r}")
         counts = [groups.get(node, 0) for node in range(nodes)]
     elif isinstance(groups, Sequence):
         counts = list(groups)
@@ -368,5 +372,5 @@ def _checked_groups(groups: int | Mapping[int, int] | Sequence[int], nodes: int)
         counts = [groups] * nodes
     for node, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"a group has a number of look-ahead slots, 0 or more, got {count!r} for node {node}")
+            raise ValueError(f"a group's number of look-ahead slots must be 0 or more, got {count!r} for node {node}")
     return counts

@@ -72,7 +72,7 @@ def test_other_caches_are_refused():
         read_cache(((rows, rows),), 0)
     with pytest.raises(ValueError, match="is empty"):
         read_cache(make_cache("dynamic", model), 1)
-    with pytest.raises(ValueError, match="layer 2 is none of them"):
+    with pytest.raises(ValueError, match="2 layers so far, got layer 2"):
         read_cache(make_cache("dynamic", model), 2)
 
 

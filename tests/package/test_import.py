@@ -195,7 +195,7 @@ FOREIGN = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
 REBUILD = ". Build it again: pip install --no-build-isolation -e ."
 DAMAGED = {
     "empty": (lambda whole: b"", f"is empty{REBUILD}"),
-    "text": (lambda whole: b"This is not an ELF file. " * 20, f"is no shared library{REBUILD}"),
+    "text": (lambda whole: b"This is not an ELF file. " * 20, f"is not a shared library{REBUILD}"),
     "head": (lambda whole: whole[:40], f"is cut short: it has 40 bytes{REBUILD}"),
     "half": (lambda whole: whole[: len(whole) // 2], f"is cut short: it has HALF of WHOLE bytes{REBUILD}"),
     "end": (lambda whole: whole[:-1], f"is cut short: it has LESS of WHOLE bytes{REBUILD}"),
@@ -205,7 +205,7 @@ DAMAGED = {
     ),
     "other project": (
         lambda whole: FOREIGN.read_bytes(),
-        f"is a library of something else: it has no kernels of ours{REBUILD}",
+        f"is another library: it has no pass_ext kernels{REBUILD}",
     ),
     "refused by the loader": (
         lambda whole: patched(whole, 6, 9),

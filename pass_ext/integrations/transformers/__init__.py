@@ -1,8 +1,8 @@
-"""pass_ext inside Hugging Face transformers (4.57, 5.17, 5.23): attention over trees, and what a decoding loop needs.
+"""pass_ext inside Hugging Face transformers (4.57, 5.17, 5.23): attention over trees, and parts of a decoding loop.
 
-``register()`` makes ``attn_implementation="pass_ext"`` known; ``use(model)`` switches a model to it and checks that it did.
-``TreeStep`` makes one forward a tree step; ``read_cache`` and ``write_cache`` exchange keys and values with its caches;
-``custom_generate(method)`` is the decoding method for ``model.generate(custom_generate=...)``.
+``register()`` adds ``attn_implementation="pass_ext"``; ``use(model)`` switches a model to it and checks the switch.
+``TreeStep`` turns a forward pass into a tree step; ``read_cache`` and ``write_cache`` read and write keys and values of caches;
+``custom_generate(method)`` decodes in ``model.generate(custom_generate=...)``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["TreeStep", "cache_length", "custom_generate", "read_cache", "registe
 
 
 def register() -> None:
-    """Makes ``attn_implementation="pass_ext"`` available in this process. Calling it again changes nothing.
+    """Registers ``attn_implementation="pass_ext"`` with transformers in this process. Calling it again changes nothing.
 
-    What differs from "sdpa": it runs trees, and honours ``softcap``; it has no gradients. Refused by name: attention sinks,
-    dropout in training, ``output_attentions``, additive biases, bidirectional models, head dimensions above 256 (others than
-    64, 80, 96, 128 and 256 cost a padded copy of the keys in each layer), padding between a request's tokens.
+    Unlike "sdpa" it runs trees and applies ``softcap``, and it has no gradients. It raises for attention sinks, dropout in
+    training, ``output_attentions``, additive biases, bidirectional models, head dimensions above 256, and padding between a
+    request's tokens. Head dimensions other than 64, 80, 96, 128 and 256 need a padded copy of the keys in each layer.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -31,23 +31,23 @@ def register() -> None:
 
 
 def use(model: Any) -> Any:
-    """Registers, switches ``model`` to pass_ext's attention, and returns it; raises where its architecture does not take it.
+    """Switches a transformers model to pass_ext's attention and returns it; raises if its architecture cannot be switched.
 
-    ``set_attn_implementation`` writes to ``model.config``: every model built from the same config object switches too.
-    Models that have attention of their own (bloom, mpt, gptj) only warn and stay as they are, and some (stablelm, falcon)
-    do not pass a ``pass_ext_tree`` down to their layers: both raise here.
+    The switch writes to ``model.config``: every model built from the same config object switches too. Two kinds of models
+    raise ValueError: those with attention code of their own (bloom, mpt, gptj), for which transformers only warns, and those
+    that do not pass ``pass_ext_tree`` to their layers (stablelm, falcon).
     """
     register()
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    taken = model.config._attn_implementation
-    if taken == NAME and getattr(model, "_supports_attention_backend", False):
+    after = model.config._attn_implementation
+    if after == NAME and getattr(model, "_supports_attention_backend", False):
         return model
-    if taken == NAME:
+    if after == NAME:
         model.set_attn_implementation(before)
     architecture = f"{type(model).__name__} ({model.config.model_type})"
-    why = "has its own attention" if taken != NAME else "does not hand arguments down to its attention"
+    reason = "has its own attention" if after != NAME else "does not pass arguments to its attention"
     raise ValueError(
-        f"pass_ext attention: {architecture} {why}, in this version of transformers; it stays with {before!r}. Tree steps "
-        "still work there with a dense mask: pass_ext.tree_mask"
+        f"pass_ext attention: {architecture} {reason} in this version of transformers; it stays with {before!r}. Tree steps "
+        "still work with a dense mask: pass_ext.tree_mask"
     )

@@ -1,6 +1,6 @@
-"""transformers' attention function on ``attention_tree``: softmax(scaling q k^T) v over the columns that the mask lets through.
+"""transformers' attention function by ``attention_tree``: softmax(scaling q k^T) v over the columns that the mask shows.
 
-Queries are the last rows of the keys, which already hold the cache.
+The keys include the cache; the queries belong to the last rows of the keys.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
+from pass_ext.decoding.models.patching.mask_patterns import window_conflict
 from pass_ext.integrations.transformers.masks import Call, CausalRows, TreeStep, causal_calls, dense_calls
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 
 NAME = "pass_ext"
 _TREE = "pass_ext_tree"
 
-_dense_plans: Any = WeakIdKeyDictionary()  # 4-D mask -> (its version, calls): one plan for all layers
+_dense_plans: Any = WeakIdKeyDictionary()  # 4-D mask -> ((version, batch), calls): all layers share a plan
 
 
 def attention(
@@ -32,11 +33,11 @@ def attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    **other: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """``[B, Hq, Q, D]`` queries, ``[B, Hkv, S, D]`` keys and values -> ``[B, Q, Hq, D]``."""
-    step = other.pop(_TREE, None)
-    _refuse(module, (query, key, value), dropout, other)
+    """Attention of queries ``[B, Hq, Q, D]`` to keys and values ``[B, Hkv, S, D]``: ``[B, Q, Hq, D]``."""
+    step = options.pop(_TREE, None)
+    _refuse(module, (query, key, value), dropout, options)
     calls, window = _plan(module, query, key, attention_mask, sliding_window, step)
     dim = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -63,7 +64,7 @@ def attention(
         if len(calls) == 1 and covered == batch * queries:
             return out.contiguous(), None
         if rows_out is None:
-            rows_out = query.new_zeros(batch, queries, heads, dim)  # rows of padding stay zeros
+            rows_out = query.new_zeros(batch, queries, heads, dim)  # no call covers rows of padding: they stay 0
         rows_out[call.requests, call.rows] = out
     return query.new_zeros(batch, queries, heads, dim) if rows_out is None else rows_out, None
 
@@ -71,13 +72,13 @@ def attention(
 def _plan(
     module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, sliding_window: int | None, step: TreeStep | None
 ) -> tuple[tuple[Call, ...], int]:
-    """The calls of ``attention_tree`` that this layer is, and their window."""
+    """The calls of ``attention_tree`` that compute this layer, and their window."""
     batch, queries = query.shape[0], query.shape[2]
     if isinstance(mask, Tensor):
         if step is not None:
-            raise ValueError(f"{_TREE} and a 4-D attention_mask both say who sees whom; give one of them")
+            raise ValueError(f"pass_ext attention: give {_TREE} or a 4-D attention_mask, got both")
         return _dense_plan(mask, batch, queries), -1
-    if mask is None:  # the model made none: nothing is padding
+    if mask is None:  # the model makes no mask if nothing is padding
         column, window = key.shape[2] - queries, -1 if sliding_window is None else sliding_window
         mask = CausalRows(
             batch, queries, column, None, window, causal_calls(batch, queries, column, None, window, query.device)
@@ -87,11 +88,8 @@ def _plan(
             f"pass_ext attention: attention_mask must come from pass_ext's mask function or be a 4-D tensor, got "
             f"{type(mask).__name__}"
         )
-    elif sliding_window is not None and sliding_window != mask.window:
-        raise ValueError(
-            f"pass_ext attention: {type(module).__name__} says sliding_window={sliding_window}, its mask has "
-            f"{'none' if mask.window < 0 else mask.window}; use attn_implementation='sdpa' for this model"
-        )
+    elif (conflict := window_conflict(module, sliding_window, mask.window)) is not None:
+        raise ValueError(f"pass_ext attention: {conflict}; use attn_implementation='sdpa' for this model")
     if not isinstance(step, TreeStep | None):
         raise TypeError(f"{_TREE} must be a TreeStep, got {type(step).__name__}")
     return (mask.calls if step is None else step.calls(mask)), mask.window
@@ -99,21 +97,21 @@ def _plan(
 
 def _dense_plan(mask: Tensor, batch: int, queries: int) -> tuple[Call, ...]:
     version = None if mask.is_inference() else mask._version
-    kept = _dense_plans.get(mask)
-    if kept is None or version is None or kept[0] != (version, batch):
-        kept = (version, batch), dense_calls(mask, batch, queries)
-        _dense_plans[mask] = kept
-    plan: tuple[Call, ...] = kept[1]
-    return plan
+    entry = _dense_plans.get(mask)
+    if entry is None or version is None or entry[0] != (version, batch):
+        entry = (version, batch), dense_calls(mask, batch, queries)
+        _dense_plans[mask] = entry
+    calls: tuple[Call, ...] = entry[1]
+    return calls
 
 
 def _at_head_dim(*tensors: Tensor) -> Iterable[Tensor]:
-    """Zeros behind the last dimension up to one that the op has: they add nothing to a product, and are cut off the result."""
-    most = max(tensor.shape[-1] for tensor in tensors)
-    dim = next((dim for dim in HEAD_DIMS if dim >= most), None)
+    """The tensors padded with zeros to the next head dimension of the op. Zeros change no product; the caller cuts them off."""
+    widest = max(tensor.shape[-1] for tensor in tensors)
+    dim = next((dim for dim in HEAD_DIMS if dim >= widest), None)
     if dim is None:
         raise ValueError(
-            f"pass_ext attention: head dimensions go up to {HEAD_DIMS[-1]}, got {most}; use attn_implementation='sdpa'"
+            f"pass_ext attention: head dimensions go up to {HEAD_DIMS[-1]}, got {widest}; use attn_implementation='sdpa'"
         )
     return (
         tensor if tensor.shape[-1] == dim else torch.nn.functional.pad(tensor, (0, dim - tensor.shape[-1]))
@@ -121,15 +119,15 @@ def _at_head_dim(*tensors: Tensor) -> Iterable[Tensor]:
     )
 
 
-def _refuse(module: torch.nn.Module, floats: tuple[Tensor, ...], dropout: float, other: dict[str, Any]) -> None:
-    """Raises for what would change the result and is not implemented."""
+def _refuse(module: torch.nn.Module, floats: tuple[Tensor, ...], dropout: float, options: dict[str, Any]) -> None:
+    """Raises for gradients and for arguments that pass_ext does not implement."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floats):
         raise RuntimeError(
             "pass_ext attention has no gradients: run the model under torch.no_grad(), or train it with "
             "model.set_attn_implementation('sdpa')"
         )
-    reason = unsupported(module, floats[0].shape[2], dropout, other)
+    reason = unsupported(module, floats[0].shape[2], dropout, options)
     if reason is not None:
         raise ValueError(
-            f"pass_ext attention: {reason}; transformers' own attn_implementation, 'eager' or 'sdpa', may have it"
+            f"pass_ext attention: {reason}; transformers' attn_implementation 'eager' or 'sdpa' may support it"
         )

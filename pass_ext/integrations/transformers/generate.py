@@ -1,7 +1,7 @@
-"""``custom_generate``: pass_ext as the decoding method of transformers' ``model.generate``.
+"""``custom_generate``: runs ``pass_ext.generate`` inside transformers' ``model.generate``.
 
-transformers prepares everything as usual (prompts, lengths, processors, criteria, a cache) and calls us in the place of its own
-loop; this translates to ``pass_ext.generate`` and back.
+transformers prepares prompts, lengths, processors, criteria and a cache as usual, then calls a ``CustomGenerate`` in place of
+its own loop. It translates the arguments for ``pass_ext.generate`` and the result back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
 from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters
 
-# What transformers prepares for a decoding loop, and we make ourselves or do not need.
+# Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.
 _KNOWN = {
     "attention_mask",
     "position_ids",
@@ -37,23 +37,25 @@ _SLIDING_LAYERS = {"DynamicSlidingWindowLayer", "StaticSlidingWindowLayer"}
 
 
 class CustomGenerate:
-    """``model.generate(..., custom_generate=pass_ext.custom_generate(method))``: the usual arguments, the same result.
+    """A decoding method for transformers: ``model.generate(..., custom_generate=pass_ext.custom_generate(method))`` takes the
+    usual arguments and gives the same result.
 
-    ``stats`` is that of the latest call. Greedy results are those of transformers to the token, in float32. Sampled ones have
-    its distribution, but draw by ``seeds``: fresh ones without, which ``torch.manual_seed`` makes repeatable.
+    In float32, greedy results equal those of transformers token for token. Sampled results have the same distribution, but
+    depend on ``seeds``; without seeds, ``torch.manual_seed`` makes them repeatable. ``stats`` holds the statistics of the
+    latest call.
 
     Args:
-        method: as ``pass_ext.generate`` takes it.
-        rule: how drafts are judged, as there.
-        seeds: one for all prompts, where the k-th of ``num_return_sequences`` gets ``seeds + k``; or one for each row.
+        method: the decoding method, as in ``pass_ext.generate``.
+        rule: the accept rule, as in ``pass_ext.generate``.
+        seeds: one for all prompts (the k-th of ``num_return_sequences`` gets ``seeds + k``), or one for each row.
             ``model.generate(..., seeds=...)`` overrides it.
-        generator: where fresh seeds come from.
-        streamer: told of new tokens. transformers drops the ``streamer=`` of a ``generate`` with custom_generate, without a
-            word and after the prompt: give it here, or as ``model.generate(..., pass_ext_streamer=...)``.
+        generator: draws seeds if none are given.
+        streamer: gets the new tokens. transformers gives a ``streamer=`` the prompt, then drops it without an error:
+            pass the streamer here, or as ``model.generate(..., pass_ext_streamer=...)``.
 
-    transformers also drops ``tokenizer=``, so instead of ``stop_strings=`` give
-    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. Criteria are asked after each token, of one text at a time;
-    logits processors of every candidate, so they must keep no state between calls.
+    transformers also drops ``tokenizer=``: instead of ``stop_strings=`` give
+    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. Criteria run after each token on one text at a time; logits
+    processors run on every candidate, so they must not store state between calls.
     """
 
     def __init__(
@@ -80,23 +82,23 @@ class CustomGenerate:
         pass_ext_streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """What transformers calls. Names that its own loop does not have are taken from the arguments of ``generate``."""
+        """Decodes with the arguments that transformers prepared; ``seeds`` and ``pass_ext_streamer`` come from ``generate``."""
         from transformers import GenerationConfig
 
-        packed_model(model)  # refuses the model before its cache
+        packed_model(model)  # an unsupported model raises before its cache does
         _refuse(generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
         _check_prompt(input_ids, mask, model_kwargs.get("position_ids"), generation_config)
         cache = model_kwargs.get("past_key_values")
-        most, ends, criteria = _split_criteria(stopping_criteria, generation_config)
-        otherwise = _cached_otherwise(model)
-        wants_cache = cache is not None and _is_to_be_filled(cache, most - 1, generation_config, not otherwise)
+        max_length, end_tokens, criteria = _split_criteria(stopping_criteria, generation_config)
+        cache_format = _other_cache_format(model)
+        fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
         past = None if cache is None else _past(cache, mask)
-        if otherwise and (wants_cache or past is not None):
+        if cache_format and (fills_cache or past is not None):
             raise ValueError(
-                f"custom_generate: {model.config.model_type} caches {otherwise}, which cannot be exchanged: give no "
-                "past_key_values, and with return_dict_in_generate use_cache=False"
+                f"custom_generate: {model.config.model_type} caches {cache_format}, which pass_ext cannot read or write: give "
+                "no past_key_values, and with return_dict_in_generate use_cache=False"
             )
         parameters, processors = sampling_parameters(logits_processor, sample=bool(generation_config.do_sample))
         padding = _padding(input_ids, mask)
@@ -105,26 +107,26 @@ class CustomGenerate:
             model,
             input_ids,
             self.method,
-            max_new_tokens=most - input_ids.shape[1],
+            max_new_tokens=max_length - input_ids.shape[1],
             attention_mask=mask,
             **parameters,
             seeds=_seeds(
                 self._seeds if seeds is None else seeds, len(input_ids), generation_config.num_return_sequences
             ),
             rule=self._rule,
-            eos_token_id=sorted(ends),
+            eos_token_id=sorted(end_tokens),
             pad_token_id=None if pad is None else int(pad),
             streamer=self._streamer if pass_ext_streamer is None else pass_ext_streamer,
             stopping=NodeCriteria(criteria, padding) if criteria else None,
             logits_processor=NodeProcessor(processors, padding) if processors else None,
-            generation_config=GenerationConfig(),  # transformers has put what its own asks for among the processors
+            generation_config=GenerationConfig(),  # transformers has turned its own into processors
             generator=self._generator,
             past=past,
-            keep_cache=wants_cache,
+            keep_cache=fills_cache,
         )
         self.stats = result.stats
-        if wants_cache:
-            cache = _written(cache, result, mask)
+        if fills_cache:
+            cache = _filled(cache, result, mask)
         if not generation_config.return_dict_in_generate:
             return result.sequences
         from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -136,52 +138,56 @@ custom_generate = CustomGenerate
 
 
 def _refuse(config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises for what this decoder does not do."""
+    """Raises for settings and model inputs that are not supported."""
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
-        raise ValueError(f"custom_generate: greedy search and sampling are decoded, got the arguments of {mode}")
+        raise ValueError(f"custom_generate: the arguments must select greedy_search or sample, got {mode}")
     if (config.guidance_scale or 1) != 1:
         raise ValueError(f"custom_generate: guidance_scale is not implemented, got {config.guidance_scale}")
     for name in _OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name, False):
-            raise ValueError(f"custom_generate: {name} is not kept; leave it out")
-    for name, given in model_kwargs.items():
-        if name not in _KNOWN and isinstance(given, Tensor):
-            raise ValueError(f"custom_generate: {name} goes to no model call; decoding starts from input_ids alone")
+            raise ValueError(f"custom_generate: {name} is not implemented; leave it out")
+    for name, value in model_kwargs.items():
+        if name not in _KNOWN and isinstance(value, Tensor):
+            raise ValueError(
+                f"custom_generate: the model input {name} is not supported; decoding starts from input_ids alone"
+            )
 
 
 def _check_prompt(input_ids: Tensor, mask: Tensor, positions: Tensor | None, config: Any) -> None:
-    told = getattr(config, "_mask_length", None)  # transformers 5 drops masks of ones, and leaves their length
-    tokens = mask.shape[1] if told is None else max(told, mask.shape[1])
+    mask_length = getattr(
+        config, "_mask_length", None
+    )  # transformers 5 drops a mask of ones, but stores its length here
+    tokens = mask.shape[1] if mask_length is None else max(mask_length, mask.shape[1])
     if tokens != input_ids.shape[1]:
         raise ValueError(
-            f"custom_generate: input_ids must hold the whole text, that in the cache included: attention_mask is of {tokens} "
-            f"tokens, got {input_ids.shape[1]}"
+            f"custom_generate: input_ids must hold the whole text, cached tokens included: {tokens} tokens as in "
+            f"attention_mask, got {input_ids.shape[1]}"
         )
     if positions is not None and positions.shape == input_ids.shape:
         expected = mask.cumsum(1) - 1
         if bool(((positions != expected) & (mask != 0)).any()):
             raise ValueError(
-                "custom_generate: position_ids must count a text's tokens from 0; other ones are not implemented"
+                "custom_generate: position_ids must count a text's tokens from 0; other positions are not implemented"
             )
 
 
 def _split_criteria(criteria: Sequence[Any], config: Any) -> tuple[int, set[int], list[Any]]:
-    """The longest text with padding and prompt, the tokens that end a text, and the other criteria."""
-    most, ends, others = config.max_length, set(), []
+    """The maximum length with prompt and padding, the tokens that end a text, and the other criteria."""
+    max_length, end_tokens, rest = config.max_length, set(), []
     for criterion in criteria:
         kind = type(criterion).__name__
         if kind == "MaxLengthCriteria":
-            most = criterion.max_length
+            max_length = criterion.max_length
         elif kind == "EosTokenCriteria":
-            ends |= set(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
+            end_tokens |= set(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
         else:
-            others.append(criterion)
-    return most, ends, others
+            rest.append(criterion)
+    return max_length, end_tokens, rest
 
 
 def _seeds(seeds: Any, rows: int, copies: int | None) -> Any:
-    """Copies of a prompt must not all get the same text."""
+    """One seed per row. A single seed is counted up, because copies of a prompt would otherwise get the same text."""
     return [seeds + row % (copies or 1) for row in range(rows)] if isinstance(seeds, int) else seeds
 
 
@@ -193,8 +199,8 @@ def _starts(mask: Tensor) -> Tensor:
     return (mask.shape[1] - mask.sum(1)).long()
 
 
-def _cached_otherwise(model: Any) -> str:
-    """What the model's cache holds, where that is not the keys and values that its attention is given; else ""."""
+def _other_cache_format(model: Any) -> str:
+    """The content of the model's cache if it is not the keys and values of its attention; else ""."""
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         return "latent keys and values (kv_lora_rank)"
     if model.config.model_type == "jetmoe":
@@ -202,8 +208,8 @@ def _cached_otherwise(model: Any) -> str:
     return ""
 
 
-def _is_to_be_filled(cache: Any, columns: int, config: Any, exchanges: bool) -> bool:
-    """Whether somebody has the cache after the call. Refuses those that cannot take keys and values as they are."""
+def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) -> bool:
+    """True if the caller has the cache after the call. Raises for caches that cannot store keys and values unchanged."""
     if not hasattr(cache, "layers") or getattr(cache, "offloading", False):
         raise ValueError(
             f"custom_generate: past_key_values must be a DynamicCache or StaticCache without offloading, got "
@@ -216,26 +222,29 @@ def _is_to_be_filled(cache: Any, columns: int, config: Any, exchanges: bool) -> 
         room = getattr(layer, "max_cache_len", columns)
         if type(layer).__name__ == "StaticLayer" and room < columns:
             raise ValueError(f"custom_generate: the static cache must have room for {columns} tokens, got {room}")
-    given = getattr(cache, "_is_user_defined", None)
+    is_users = getattr(cache, "_is_user_defined", None)
     if kinds & _SLIDING_LAYERS:
-        if given or int(cache.get_seq_length()):
+        if is_users or int(cache.get_seq_length()):
             raise ValueError(
-                "custom_generate: a cache whose layers keep a sliding window only cannot be filled; give DynamicCache(), "
-                "without a config, which keeps all"
+                "custom_generate: past_key_values must hold all keys, got layers that hold a sliding window only; give "
+                "DynamicCache() without a config"
             )
         return bool(config.return_dict_in_generate)
-    # transformers that do not mark their users' caches may have got this one from the user.
-    return bool(config.return_dict_in_generate or given or (exchanges and given is None and not _marks_caches()))
+    # transformers 4 does not mark caches that the caller gave: this may be one.
+    return bool(
+        config.return_dict_in_generate or is_users or (is_writable and is_users is None and not _marks_caches())
+    )
 
 
 def _marks_caches() -> bool:
+    """True if this transformers marks caches that the caller gave."""
     from transformers import __version__
 
     return int(__version__.split(".")[0]) >= 5
 
 
 def _past(cache: Any, mask: Tensor) -> tuple[list[tuple[Tensor, Tensor]], int] | None:
-    """What ``generate`` starts from: as many tokens of every prompt as the cache has of all, ``[B, n, H, D]``."""
+    """The cached keys and values ``[B, n, H, D]`` of the first n tokens of every prompt, and n, the smallest number cached."""
     if not cache.layers or int(cache.get_seq_length()) == 0:
         return None
     starts = _starts(mask)
@@ -250,12 +259,12 @@ def _past(cache: Any, mask: Tensor) -> tuple[list[tuple[Tensor, Tensor]], int] |
     return layers, common
 
 
-def _written(cache: Any, result: Generation, mask: Tensor) -> Any:
-    """The cache with all of the texts but each one's last token, columns as in ``sequences``. A sliding one is replaced."""
+def _filled(cache: Any, result: Generation, mask: Tensor) -> Any:
+    """The cache with every text but its last token, in the columns of ``sequences``. A sliding cache is replaced."""
     assert result.session is not None
     columns = mask.shape[1] + max(result.lengths) - 1
     lengths = mask.sum(1) + torch.tensor(result.lengths, device=mask.device) - 1
-    # Padding repeats a token of the text: transformers 4.57 takes columns of zeros for the end of a static cache.
+    # Padding repeats a token of the text, because transformers 4.57 takes a column of zeros for the end of a static cache.
     rows = torch.arange(columns, device=mask.device) - _starts(mask)[:, None]
     rows = rows.clamp(min=0).minimum(lengths[:, None] - 1)
     if any(type(layer).__name__ in _SLIDING_LAYERS for layer in cache.layers):
@@ -263,11 +272,13 @@ def _written(cache: Any, result: Generation, mask: Tensor) -> Any:
 
         cache = DynamicCache()
     for layer, (tensors, dims) in enumerate(zip(result.session.caches, result.session.head_dims, strict=True)):
-        keys, values = (_gathered(own[..., :dim], rows).transpose(1, 2) for own, dim in zip(tensors, dims, strict=True))
+        keys, values = (
+            _gathered(tensor[..., :dim], rows).transpose(1, 2) for tensor, dim in zip(tensors, dims, strict=True)
+        )
         write_cache(cache, layer, keys, values)
     return cache
 
 
 def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
-    """``[B, n, H, D]`` -> ``[B, len, H, D]``, request b's rows ``rows[b]``."""
+    """Rows ``rows[b]`` of each request b: ``[B, n, H, D]`` to ``[B, len, H, D]``."""
     return tensor[torch.arange(len(rows), device=tensor.device)[:, None], rows.to(tensor.device)]

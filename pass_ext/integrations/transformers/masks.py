@@ -1,8 +1,8 @@
-"""Who sees whom in one forward pass of a transformers model, as calls of ``attention_tree``.
+"""Translates masks of a transformers model to calls of ``attention_tree``.
 
-A mask of transformers says which columns of the keys each query sees. Columns [start, column) before the queries become the
-prefix, what the queries see of each other becomes bits. ``causal_rows`` is the registered mask function, called once per
-forward and kind of layer; the plans for 4-D masks and tree steps are made from the attention function.
+A mask says which columns of the keys each query sees. Columns [start, column) before the queries become the prefix, and the
+columns of the queries themselves become bits. ``causal_rows`` is the registered mask function; transformers calls it once per
+forward pass and kind of layer. The attention function asks for the calls of 4-D masks and tree steps.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Call(NamedTuple):
 
 
 class CausalRows(NamedTuple):
-    """What the mask function hands to the attention function: ordinary causal attention, with left padding or none."""
+    """The result of the mask function: ordinary causal attention, with left padding or none."""
 
     batch: int
     queries: int
     column: int | Tensor
-    """Where among the keys the first query is."""
+    """The column of the first query among the keys."""
     starts: tuple[int, ...] | None
-    """The first column of each request that is no padding; None: 0 for all."""
+    """The first column of each request behind its padding; None: 0 for all."""
     window: int
-    """As ``attention_tree`` takes it: -1 is all."""
+    """The window of ``attention_tree``; -1 is off."""
     calls: tuple[Call, ...]
     model: str = "this model"
 
@@ -54,34 +54,34 @@ class CausalRows(NamedTuple):
             raise TypeError(self._no_tensor("slices"))
         return tuple.__getitem__(self, index)
 
-    def _no_tensor(self, asked: str) -> str:
+    def _no_tensor(self, operation: str) -> str:
         return (
-            f"pass_ext attention: {self.model} computes with its attention mask ({asked}), which is no tensor here; use "
+            f"pass_ext attention: {self.model} computes with its attention mask ({operation}), which is not a tensor here; use "
             "attn_implementation='sdpa'"
         )
 
     @property
     def ndim(self) -> int:
-        """transformers looks whether a mask has two dimensions, as padding masks have. This is none."""
+        """0: transformers takes a mask with two dimensions for a padding mask."""
         return 0
 
     def contiguous(self) -> CausalRows:
-        """What ``generate`` calls on masks that it makes before the forward."""
+        """Returns itself; ``generate`` calls this on masks that it makes before the forward pass."""
         return self
 
 
 class TreeStep:
-    """One step's trees, for models that run with ``attn_implementation="pass_ext"``: ``model(…, pass_ext_tree=step)``.
+    """The trees of one step for a model with ``attn_implementation="pass_ext"``: ``model(…, pass_ext_tree=step)``.
 
-    The model gets ``[B, Q]`` rows, request b's nodes first and anything behind them, ``position_ids`` of
-    ``prefix_len + depth``, and a cache. Its attention then follows ``visible``, and the nodes' keys and values come to stand
-    in the last Q columns of the cache, right behind the prefix: ``cache_commit_`` moves the accepted ones.
+    Give the model ``[B, Q]`` ids, in row b the nodes of request b and then any padding, ``position_ids`` of
+    ``prefix_len + depth``, and a cache. Its attention then follows ``visible``, and the keys and values of the nodes are
+    appended to the cache, in Q columns right behind the prefix; ``cache_commit_`` moves the accepted ones.
 
     Args:
-        visible: ``[N, ceil(max_nodes / 64)]`` int64, as ``pack_trees`` and ``tree_prepare`` give it.
+        visible: ``[N, ceil(max_nodes / 64)]`` int64, from ``pack_trees`` or ``tree_prepare``.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]`` of ``visible``.
-        prefix_lens: ``[B]`` committed tokens of each request, padding not counted: the columns right before its nodes.
-        max_nodes: no request has more nodes than this, and ``visible`` is that wide; at most 1,024.
+        prefix_lens: ``[B]`` committed tokens of each request without padding: the columns right before its nodes.
+        max_nodes: no request has more nodes than this; at most 1,024. It sets the width of ``visible``.
         depths: ``[N]`` int32, edges from the root; needed by models with sliding windows only.
     """
 
@@ -93,54 +93,54 @@ class TreeStep:
         self._plans: dict[int, tuple[CausalRows, tuple[Call, ...]]] = {}
 
     def calls(self, causal: CausalRows) -> tuple[Call, ...]:
-        """The calls for a forward whose ordinary mask is ``causal``; made once for all layers with that mask."""
-        kept = self._plans.get(id(causal))
-        if kept is None or kept[0] is not causal:
-            if len(self._plans) >= 4:  # of earlier forwards; a model has one mask per kind of layer
+        """The calls for a forward pass whose ordinary mask is ``causal``; all layers with that mask share them."""
+        entry = self._plans.get(id(causal))
+        if entry is None or entry[0] is not causal:
+            if len(self._plans) >= 4:  # more masks than kinds of layers: entries of earlier forward passes
                 self._plans.clear()
-            kept = self._plans[id(causal)] = causal, _tree_calls(self, causal)
-        return kept[1]
+            entry = self._plans[id(causal)] = causal, _tree_calls(self, causal)
+        return entry[1]
 
 
-def causal_rows(**given: Any) -> Any:
-    """The registered mask function: a ``CausalRows``, or transformers' own 4-D mask where the pattern is another one.
+def causal_rows(**arguments: Any) -> Any:
+    """The registered mask function: a ``CausalRows``, or transformers' 4-D mask if the pattern is not causal.
 
-    transformers 5 says ``q_length`` and ``q_offset``, 4.57 ``cache_position``; what else comes differs too.
+    transformers 5 passes ``q_length`` and ``q_offset``, 4.57 ``cache_position``; other arguments differ too.
     """
-    attention_mask = given["attention_mask"]
-    if isinstance(attention_mask, CausalRows):  # prepared before the forward, as generate does with static caches
+    attention_mask = arguments["attention_mask"]
+    if isinstance(attention_mask, CausalRows):  # generate makes masks of static caches before the forward pass
         return attention_mask
-    window = window_of(given["mask_function"])
+    window = window_of(arguments["mask_function"])
     if window is None:
         from transformers.masking_utils import sdpa_mask
 
-        return sdpa_mask(**{**given, "allow_is_causal_skip": False})
-    if "q_length" in given:
-        queries, offset = given["q_length"], given["q_offset"]
+        return sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+    if "q_length" in arguments:
+        queries, offset = arguments["q_length"], arguments["q_offset"]
     else:
-        queries, offset = given["cache_position"].shape[0], given["cache_position"][0]
-    device = given.get("device")
+        queries, offset = arguments["cache_position"].shape[0], arguments["cache_position"][0]
+    device = arguments.get("device")
     if device is None:
-        device = given["cache_position"].device
-    column = offset - given["kv_offset"]
+        device = arguments["cache_position"].device
+    column = offset - arguments["kv_offset"]
     starts = None
     if attention_mask is not None:
-        starts = _starts(attention_mask, offset, queries, given["kv_offset"])
-    batch = given["batch_size"]
+        starts = _starts(attention_mask, offset, queries, arguments["kv_offset"])
+    batch = arguments["batch_size"]
     calls = causal_calls(batch, queries, column, starts, window, device)
-    name = getattr(given.get("config"), "model_type", "this model")
+    name = getattr(arguments.get("config"), "model_type", "this model")
     return CausalRows(batch, queries, column, starts, window, calls, name)
 
 
 def causal_calls(
     batch: int, queries: int, column: int | Tensor, starts: Sequence[int] | None, window: int, device: torch.device
 ) -> tuple[Call, ...]:
-    """Ordinary causal attention: chains of at most 1,024 rows, each behind the prefix that ends where it begins."""
+    """The calls of ordinary causal attention: chains of at most 1,024 rows; the rows before a chain are its prefix."""
     calls = []
     if starts is not None:
         column = int(column)
     for requests, start in _runs(starts, batch):
-        first = 0 if start == 0 else max(0, start - int(column))  # rows before it are padding
+        first = 0 if start == 0 else max(0, start - int(column))  # the rows before are padding
         for begin in range(first, queries, MAX_TREE_NODES):
             rows = slice(begin, min(begin + MAX_TREE_NODES, queries))
             nodes, count = rows.stop - begin, requests.stop - requests.start
@@ -153,9 +153,9 @@ def causal_calls(
 
 
 def dense_calls(mask: Tensor, batch: int, queries: int) -> tuple[Call, ...]:
-    """A 4-D mask as calls: what all rows of a request see is its prefix, the last Q columns that any row sees become bits.
+    """The calls of a 4-D mask: the last Q columns that any row of a request sees become bits, the columns before its prefix.
 
-    Waits for the device. Refuses what has no such form: biases, masks per head, prefixes that differ between rows.
+    Synchronises with the device. Raises for masks without this form: biases, masks per head, prefixes that differ between rows.
     """
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[0] not in (1, batch) or mask.shape[2] != queries:
         raise ValueError(
@@ -163,7 +163,7 @@ def dense_calls(mask: Tensor, batch: int, queries: int) -> tuple[Call, ...]:
         )
     if queries > MAX_TREE_NODES:
         raise ValueError(
-            f"pass_ext attention: under a mask that is not causal, at most {MAX_TREE_NODES} rows go at once, got {queries}; "
+            f"pass_ext attention: a mask that is not causal may have at most {MAX_TREE_NODES} rows, got {queries}; "
             "run the model in parts, or with attn_implementation='sdpa'"
         )
     seen = _visible_columns(mask)[:, 0].expand(batch, -1, -1)
@@ -195,7 +195,7 @@ def dense_calls(mask: Tensor, batch: int, queries: int) -> tuple[Call, ...]:
 
 
 def pack_bits(seen: Tensor) -> Tensor:
-    """``[..., n]`` bools -> ``[..., ceil(n / 64)]`` int64: bit j of word w is element 64 w + j."""
+    """Packs bools ``[..., n]`` into int64 ``[..., ceil(n / 64)]``: bit j of word w is element 64 w + j."""
     words = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % 64)).unflatten(-1, (-1, 64))
     return (words.long() << torch.arange(64, device=seen.device)).sum(-1)
 
@@ -218,8 +218,8 @@ def _tree_calls(step: TreeStep, causal: CausalRows) -> tuple[Call, ...]:
     starts = [column - prefix for prefix in prefixes]
     if min(starts) < 0 or (causal.starts is not None and list(causal.starts) != starts):
         raise ValueError(
-            f"pass_ext_tree: the cache has {column} columns before this step's rows, of which the attention mask makes "
-            f"{list(causal.starts or [0] * batch)} padding; expected prefix_lens "
+            f"pass_ext_tree: the cache has {column} columns before this step's rows, and the attention mask hides "
+            f"{list(causal.starts or [0] * batch)} of them as padding; expected prefix_lens "
             f"{[column - start for start in causal.starts or [0] * batch]}, got {prefixes}"
         )
     visible, depths = _padded_rows(step, batch, queries)
@@ -228,17 +228,17 @@ def _tree_calls(step: TreeStep, causal: CausalRows) -> tuple[Call, ...]:
         rows = slice(requests.start * queries, requests.stop * queries)
         prefix_lens = step.prefix_lens[requests].to(torch.int32)
         cu_nodes = _bounds(queries, requests.stop - requests.start, visible.device)
-        own_depths = depths[rows] if causal.window >= 0 and depths is not None else None
+        run_depths = depths[rows] if causal.window >= 0 and depths is not None else None
         calls.append(
-            Call(requests, slice(0, queries), start, prefix_lens, cu_nodes, visible[rows], step.max_nodes, own_depths)
+            Call(requests, slice(0, queries), start, prefix_lens, cu_nodes, visible[rows], step.max_nodes, run_depths)
         )
     return tuple(calls)
 
 
 def _padded_rows(step: TreeStep, batch: int, queries: int) -> tuple[Tensor, Tensor | None]:
-    """The trees' bits and depths at Q rows for each request; rows that are no node see nothing."""
+    """Bits and depths of the trees, padded to Q rows per request; rows of padding see nothing."""
     total = step.visible.shape[0]
-    if total == batch * queries:  # no request can have more, so each has Q
+    if total == batch * queries:  # no request has more than Q, so each has Q
         return step.visible, step.depths
     rows = torch.arange(total, device=step.visible.device)
     bounds = step.cu_nodes.long()
@@ -250,7 +250,8 @@ def _padded_rows(step: TreeStep, batch: int, queries: int) -> tuple[Tensor, Tens
 
 
 def _starts(attention_mask: Tensor, offset: int | Tensor, queries: int, kv_offset: int) -> tuple[int, ...] | None:
-    """The first visible column of each request, from a 2-D padding mask; None where none is padding. Waits for the device."""
+    """The first visible column of each request in a 2-D padding mask; None if nothing is padding. Synchronises with the
+    device."""
     if attention_mask.dim() != 2:
         raise ValueError(
             f"pass_ext attention: attention_mask must be [B, tokens] or [B, 1, rows, keys], got {list(attention_mask.shape)}"
@@ -274,7 +275,7 @@ def _starts(attention_mask: Tensor, offset: int | Tensor, queries: int, kv_offse
 
 
 def _visible_columns(mask: Tensor) -> Tensor:
-    """A 4-D mask as bools: True stays, and so does 0 of an additive mask, beside numbers that hide."""
+    """A 4-D mask as bools: True, or 0 in an additive mask, is visible."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -289,7 +290,7 @@ def _visible_columns(mask: Tensor) -> Tensor:
 
 
 def _runs(starts: Sequence[int] | None, batch: int) -> list[tuple[slice, int]]:
-    """Neighbouring requests with equal starts."""
+    """Slices of neighbouring requests with equal starts, each with its start."""
     if starts is None:
         return [(slice(0, batch), 0)]
     runs, begin = [], 0
@@ -301,7 +302,7 @@ def _runs(starts: Sequence[int] | None, batch: int) -> list[tuple[slice, int]]:
 
 
 def _prefix_lens(column: int | Tensor, more: int, count: int, device: torch.device) -> Tensor:
-    if isinstance(column, Tensor):  # stays on the device: nobody waits
+    if isinstance(column, Tensor):  # avoids a synchronisation
         return (column.to(device) + more).to(torch.int32).reshape(1).repeat(count)
     return torch.full((count,), column + more, dtype=torch.int32, device=device)
 
@@ -312,8 +313,8 @@ def _bounds(nodes: int, count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _chains(nodes: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """``visible``, ``cu_nodes`` and ``depths`` of ``count`` chains of ``nodes`` rows."""
-    with torch.inference_mode(False):  # kept for later calls, which may be outside
+    """``visible``, ``cu_nodes`` and ``depths`` of ``count`` chains with ``nodes`` rows each."""
+    with torch.inference_mode(False):  # the cached tensors may be used outside inference mode
         order = torch.arange(nodes, device=device)
         visible = pack_bits(order <= order[:, None]).repeat(count, 1)
         return visible, _bounds(nodes, count, device), order.to(torch.int32).repeat(count)

@@ -1,1 +1,1 @@
-"""Parts of the wrappers that several op families use."""
+"""Parts of the wrappers that several op families share."""

@@ -1,7 +1,7 @@
-"""``register_fake``: an op's fake kernel, the shapes of its results, behind a check that all its tensors are on one device.
+"""``register_fake``: registers an op's fake kernel, which returns empty results of the right shapes.
 
-Without the check an op that got a CPU tensor beside one on ``meta`` would return memory that nobody wrote: torch calls the fake
-kernel then, and it makes its results on the device of one argument.
+Fake kernels first check that all tensors are on one device. Without the check an op that gets a CPU tensor and one on ``meta``
+would return uninitialised memory: torch then calls the fake kernel, which makes its results on the device of one argument.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def check_one_device(op: str, arguments: list[str], values: tuple[Any, ...]) -> None:
-    """Raises RuntimeError for the first tensor that is not on the device of the first one."""
+    """Raises RuntimeError for the first tensor that is not on the device of the first tensor."""
     tensors = tensors_in(arguments, values)
     first_name, first = next(tensors)
     for name, tensor in tensors:
@@ -40,7 +40,7 @@ def check_one_device(op: str, arguments: list[str], values: tuple[Any, ...]) -> 
 
 
 def tensors_in(arguments: list[str], values: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor among an op's arguments, those in lists too, with its name."""
+    """Every tensor among an op's arguments, with its name; tensors in lists too."""
     for name, value in zip(arguments, values, strict=False):
         if isinstance(value, Tensor):
             yield name, value

@@ -1,8 +1,8 @@
-"""Integer arguments of a step (bounds, parents, lengths, tokens, paths, pages) in the dtype that kernels read.
+"""Converts integer arguments (bounds, parents, lengths, tokens, paths, pages) to the dtype that kernels read.
 
-Every integer dtype is taken. On the CPU a number that does not fit the kernel's dtype is refused. On CUDA, where looking would
-wait for the GPU, and under torch.compile it becomes the dtype's lowest or highest number: it stays out of range, and the op
-treats it as any other number that is.
+Every integer dtype is accepted. On the CPU a number that does not fit the kernel's dtype is refused. On CUDA a check would need
+a synchronisation, and under torch.compile there is no value to check: the number is clamped to the dtype's lowest or highest.
+That is out of range for every op too.
 """
 
 from typing import overload
@@ -16,15 +16,15 @@ def integers(op: str, argument: str, tensor: Tensor, dtype: torch.dtype = torch.
 @overload
 def integers(op: str, argument: str, tensor: Tensor | None, dtype: torch.dtype = torch.int32) -> Tensor | None: ...
 def integers(op: str, argument: str, tensor: Tensor | None, dtype: torch.dtype = torch.int32) -> Tensor | None:
-    """The tensor in ``dtype``; itself where it has it already. Numbers that are no integers come back as they are: the op's
-    own check names their dtype."""
+    """The tensor in ``dtype``, or the tensor itself if it has that dtype. A tensor of floats or bools is returned unchanged:
+    the op refuses it and names its dtype."""
     if tensor is None or tensor.dtype is dtype:
         return tensor
     if tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex():
         return tensor
     limits = torch.iinfo(dtype)
     wide = tensor.to(torch.int64)
-    if tensor.dtype is torch.uint64:  # what int64 does not hold has become negative
+    if tensor.dtype is torch.uint64:  # in int64, numbers of 2^63 and more are negative
         too_low, too_high = torch.zeros_like(wide, dtype=torch.bool), (wide < 0) | (wide > limits.max)
     else:
         too_low, too_high = wide < limits.min, wide > limits.max
@@ -42,7 +42,7 @@ def integers(op: str, argument: str, tensor: Tensor | None, dtype: torch.dtype =
 
 
 def _can_be_read(tensor: Tensor) -> bool:
-    """Whether the numbers are here and now: not on a GPU, not of a traced, fake or vmapped tensor."""
+    """True if the values can be read without a synchronisation: a plain CPU tensor, not traced, fake or vmapped."""
     return (
         not torch.compiler.is_compiling()
         and type(tensor) in (Tensor, torch.nn.Parameter)

@@ -1,7 +1,7 @@
-"""``call``: an op that has no derivative, straight to its kernel.
+"""``call``: runs the kernel of an op that has no derivative.
 
-A kernel drops forward-mode derivatives (dual tensors, ``torch.func.jvp``, ``jacfwd``): they would be zero without a word. So
-they are refused, as ``requires_grad`` is by the ops whose results a gradient could flow through.
+A kernel drops forward-mode derivatives (dual tensors, ``torch.func.jvp``, ``jacfwd``): the result would have tangents of zero
+and no error. So ``call`` refuses them.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from pass_ext.ops.common.fakes import tensors_in
 
 
 def call(op: Any, *arguments: Any) -> Any:
-    """The op's result. Torch's autograd layer costs more than a small step's kernel, and has nothing to add here."""
+    """The op's result, computed below autograd: for a small step torch's autograd layer takes longer than the kernel."""
     if forward_ad._current_level >= 0:
         refuse_tangents(op, *arguments)
     if torch.compiler.is_compiling():
@@ -23,15 +23,15 @@ def call(op: Any, *arguments: Any) -> Any:
 
 
 def refuse_tangents(op: Any, *arguments: Any) -> None:
-    """Raises RuntimeError if an argument of the op carries a forward-mode derivative, at whatever level of torch.func."""
+    """Raises RuntimeError if an argument carries a forward-mode derivative at any level of torch.func."""
     name = op._schema.name.split("::")[1]
-    for argument, tensor in tensors_in([each.name for each in op._schema.arguments], arguments):
+    for argument, tensor in tensors_in([entry.name for entry in op._schema.arguments], arguments):
         if tensor.is_floating_point() or tensor.is_complex():
             _Refusal.apply(name, argument, tensor)
 
 
 class _Refusal(torch.autograd.Function):
-    """Raises where torch would ask it for a forward-mode derivative. Torch knows at which of its levels that is."""
+    """Raises in ``jvp``, which torch calls only if the tensor has a tangent, at any level of torch.func."""
 
     generate_vmap_rule = True
 

@@ -1,6 +1,6 @@
-"""One number per request or per row, as the sampling ops take them: a tensor, a list, one number for all, or None.
+"""Converts per-request and per-row parameters of the sampling ops: a tensor, a list, one number for all, or None.
 
-Integers are never cut: a float, and a number outside the dtype that the kernel reads, is refused.
+Integer parameters are never rounded or wrapped: a float and a number outside the kernel's dtype are refused.
 """
 
 import operator
@@ -18,13 +18,13 @@ Parameter = Tensor | Sequence[float] | float | int | None
 def parameter_tensor(
     op: str, argument: str, value: Parameter, rows: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """The parameter as the kernels read it; None stays None. What a tensor's shape must be, they check themselves."""
+    """The parameter as a contiguous tensor in ``dtype``; None stays None. The op itself checks a tensor's shape."""
     if value is None:
         return None
     if isinstance(value, Tensor):
         return _of_tensor(op, argument, value, rows, dtype, device)
     if isinstance(value, (list, tuple)):
-        return torch.tensor([_number(op, argument, each, dtype) for each in value], dtype=dtype, device=device)
+        return torch.tensor([_number(op, argument, number, dtype) for number in value], dtype=dtype, device=device)
     return torch.full((rows,), _number(op, argument, value, dtype), dtype=dtype, device=device)
 
 
@@ -33,7 +33,7 @@ def _of_tensor(op: str, argument: str, value: Tensor, rows: int, dtype: torch.dt
         value = integers(op, argument, value, dtype)
     elif value.dtype is not dtype and not value.is_complex() and value.dtype is not torch.bool:
         value = value.to(dtype)
-    if value.dim() == 0:  # one number for all, as torch's own ops take it: from the CPU too
+    if value.dim() == 0:  # one number for all; like torch's ops, accept it from the CPU too
         value = value.to(device).expand(rows)
     return value.contiguous()
 
@@ -60,9 +60,9 @@ def _number(op: str, argument: str, value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _refuse(op: str, argument: str, wanted: str, value: Any) -> None:
+def _refuse(op: str, argument: str, kind: str, value: Any) -> None:
     raise TypeError(
-        f"pass_ext::{op}: {argument} must be {wanted} (a tensor, a list, or one for all), got {value!r} of type "
+        f"pass_ext::{op}: {argument} must be {kind} (a tensor, a list, or one for all), got {value!r} of type "
         f"{type(value).__name__}"
     )
 
@@ -70,7 +70,7 @@ def _refuse(op: str, argument: str, wanted: str, value: Any) -> None:
 def seeds_for(
     op: str, seeds: Parameter, rows: int, device: torch.device, generator: torch.Generator | None
 ) -> Tensor | None:
-    """The caller's seeds, or fresh ones from a generator: torch's own for the device where none is given."""
+    """The seeds as a tensor; None: fresh seeds from ``generator``, or from torch's default generator of the device."""
     if seeds is None:
         return torch.randint(-(2**63), 2**63 - 1, (rows,), device=device, generator=generator)
     return parameter_tensor(op, "seeds", seeds, rows, torch.int64, device)

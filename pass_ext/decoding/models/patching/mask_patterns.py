@@ -1,4 +1,4 @@
-"""Finds the pattern behind a mask function of transformers: causal, or causal with a sliding window."""
+"""Finds the pattern behind a mask function of transformers (causal, or causal with a sliding window), and compares windows."""
 
 from __future__ import annotations
 
@@ -30,3 +30,16 @@ def _captured(function: Any, maker: Callable[..., Any], name: str) -> Any:
     if code is None or closure is None or code not in maker.__code__.co_consts or name not in code.co_freevars:
         return None
     return closure[code.co_freevars.index(name)].cell_contents
+
+
+def window_conflict(module: Any, sliding_window: int | None, window: int) -> str | None:
+    """The reason why a layer's ``sliding_window`` contradicts the window of its mask; None if both agree or
+    the layer passes no window. "eager" and "sdpa" obey the mask, so a layer that says otherwise is refused."""
+    if sliding_window is None or sliding_window == window:
+        return None
+    return f"{type(module).__name__} says sliding_window={sliding_window}, its mask has {window_text(window)}"
+
+
+def window_text(window: int) -> str:
+    """The window in words, for messages."""
+    return f"a window of {window}" if window >= 0 else "no window"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
-from pass_ext.decoding.models.patching.mask_patterns import window_of
+from pass_ext.decoding.models.patching.mask_patterns import window_conflict, window_of, window_text
 
 KEY = "pass_ext_rows"
 _formers: list[str] = []
@@ -177,11 +177,11 @@ def _window(module: nn.Module, mask: Any, rows: int, sliding_window: int | None,
         window = mask.window
     elif mask is not None and not _is_causal(mask, rows):
         return -1, f"{name} hands down an attention_mask of its own"
-    made = f"a window of {window}" if window >= 0 else "no window"
-    if said not in (-1, window):
-        return -1, f"{name} says sliding_window={said}, its mask has {made}"
+    conflict = window_conflict(module, None if said == -1 else said, window)
+    if conflict is not None:
+        return -1, conflict
     if kept >= 0 and not 0 <= window <= kept:  # also of a mask of the model's own, whose window a few rows do not show
-        return -1, f"{name}'s mask has {made}, but transformers' cache keeps the last {kept} keys"
+        return -1, f"{name}'s mask has {window_text(window)}, but transformers' cache keeps the last {kept} keys"
     return window, None
 
 
