@@ -88,6 +88,23 @@ def backend(request):
 
 
 @pytest.fixture
+def one_thread():
+    """One thread: the models of these tests are so small that more threads cost more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A small Llama with random weights."""
+    from support.small_models import small_model
+
+    return small_model("llama")
+
+
+@pytest.fixture
 def cuda():
     """The CUDA backend, for tests of streams and graphs that only a GPU can run."""
     backends = testing.cuda_backends()

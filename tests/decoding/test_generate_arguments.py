@@ -1,4 +1,4 @@
-"""The arguments of ``generate``: checked alike in greedy and in sampled generations."""
+"""The arguments of ``generate`` are checked alike in greedy and in sampled generations."""
 
 import pytest
 import torch

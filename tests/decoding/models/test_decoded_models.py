@@ -69,7 +69,7 @@ def test_layers_that_are_not_causal():
 
 
 def test_one_row_that_sees_all_is_no_bidirectional_model():
-    """GPT-2 of transformers 4.57 says is_causal=False then."""
+    """GPT-2 of transformers 4.57 passes is_causal=False for a single row."""
     module = model_of("llama", **_SHAPE).model.layers[0].self_attn
     assert unsupported(module, 1, 0.0, {"is_causal": False}) is None
     assert unsupported(module, 2, 0.0, {"is_causal": False}) == "LlamaAttention is not causal"
@@ -95,7 +95,7 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_frequencies_that_change_with_the_length(kind):
-    """Up to 20 tokens they stay: the prompt's 3, the deepest row's and what is left of new ones."""
+    """Frequencies stay the same up to 20 tokens: the prompt's 3, the new ones, and the deepest row."""
     architecture, rope = ROPES[kind]
     original = {"original_max_position_embeddings": 20} if kind == "longrope" else {"max_position_embeddings": 20}
     model = model_of(architecture, **{**_SHAPE, "pad_token_id": 0, **original, "rope_scaling": rope})
@@ -164,7 +164,7 @@ TABLES = {
 
 @pytest.mark.parametrize("architecture", TABLES)
 def test_texts_that_end_at_the_last_position(architecture):
-    """The last new token needs no position; drafts may lie behind the last one."""
+    """The last new token needs no position; drafts may lie behind the last position."""
     model = model_of(architecture, **TABLES[architecture])
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -220,7 +220,7 @@ def test_refusals_name_the_model(architecture, changes, message):
 
 
 def test_what_fails_in_the_model_is_a_sentence_at_the_first_call_only(monkeypatch):
-    """Later calls, and machines that run out of memory, say what they say."""
+    """Errors of later calls, and of machines without memory, are raised unchanged."""
     model = model_of("llama", **_SHAPE)
     forward = model.model.forward
     outcomes = []
@@ -243,7 +243,7 @@ def test_what_fails_in_the_model_is_a_sentence_at_the_first_call_only(monkeypatc
 
 
 def test_every_layer_must_attend():
-    """One that mixes rows otherwise would be wrong without a word."""
+    """A layer that mixes rows otherwise would give a wrong text without an error."""
     model = model_of("llama", **{**_SHAPE, "num_hidden_layers": 2})
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
     with pytest.raises(ValueError, match=r"^llama: 1 of 2 layers attended"):
