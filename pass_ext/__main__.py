@@ -1,4 +1,4 @@
-"""``python -m pass_ext info``: what is loaded, on what, and why the rest is not. For bug reports."""
+"""The commands of ``python -m pass_ext``: info (for bug reports), demo, and three that train."""
 
 import argparse
 import platform
@@ -14,7 +14,7 @@ from pass_ext.training.lookahead import command as lookahead_command
 
 
 def info() -> str:
-    """The versions and the state of both libraries, a line each."""
+    """Returns the versions and the state of both libraries, one per line."""
     status = pass_ext.status()
     cuda = "loaded" if status.cuda_loaded else f"not loaded: {status.cuda_reason}"
     built = f"nvcc {status.cuda_compiler}, {' '.join(status.cuda_architectures)}" if status.cuda_compiler else "no"
@@ -35,7 +35,7 @@ def info() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of ``python -m pass_ext`` and of the ``pass_ext`` command."""
+    """Runs ``python -m pass_ext`` and the ``pass_ext`` command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pass_ext", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, libraries, instruction set, GPUs")
@@ -47,15 +47,15 @@ def main(arguments: list[str] | None = None) -> int:
     train_decision = commands.add_parser("train-decision", help="when a draft should stop drafting (the same extras)")
     decision_command.add_arguments(train_decision)
     chosen = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
     if chosen.command == "info":
         print(info())
     elif chosen.command == "train":
-        lookahead_command.run(chosen, ["python", "-m", "pass_ext", *given])
+        lookahead_command.run(chosen, ["python", "-m", "pass_ext", *words])
     elif chosen.command == "train-draft":
-        draft_command.run(chosen, ["python", "-m", "pass_ext", *given])
+        draft_command.run(chosen, ["python", "-m", "pass_ext", *words])
     elif chosen.command == "train-decision":
-        decision_command.run(chosen, ["python", "-m", "pass_ext", *given])
+        decision_command.run(chosen, ["python", "-m", "pass_ext", *words])
     else:
         demo.run(chosen)
     return 0

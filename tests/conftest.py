@@ -1,4 +1,4 @@
-"""Which backends the tests run on (`--device`, default: all here), and torch memory that betrays what was never written."""
+"""The backends of the tests (`--device`, default: all here), and a poisoned torch.empty, so that unwritten output shows."""
 
 import os
 
@@ -9,7 +9,7 @@ from pass_ext import testing
 
 KINDS = ("cpu", "best-cpu", "emulated", "cuda")  # best-cpu: at the best instruction set only
 BEST = testing.cpu_backends()[-1].name
-# Files that take longest, longest first. They start first: two processes share the files, and the last to end is a short one.
+# The files that take longest, longest first. They start first: two processes share the files, and the last to end is short.
 LONG = (
     "test_accept.py",
     "test_attention.py",
@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Several processes share the cores."""
+    """Limits threads when several processes share the cores."""
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
@@ -41,15 +41,15 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """With --device, a test that takes no backend is not about a device and runs only with cpu. quick_on becomes slow."""
+    """With --device, tests that take no backend run only with cpu. quick_on becomes slow on the other backends."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
         quick_on = item.get_closest_marker("quick_on")
         backend = item.callspec.params["backend"] if "backend" in item.fixturenames else None
         if quick_on and backend and not is_quick(backend.name, quick_on.args):
             item.add_marker(pytest.mark.slow)
-    wanted = config.getoption("--device")
-    if wanted and not {"cpu", "best-cpu"} & set(wanted):
+    devices = config.getoption("--device")
+    if devices and not {"cpu", "best-cpu"} & set(devices):
         items[:] = [item for item in items if "backend" in item.fixturenames or "cuda" in item.fixturenames]
 
 
@@ -57,19 +57,19 @@ def is_quick(name, kinds):
     return name == "cuda" or name.split("-")[0] in kinds or (name == BEST and "best" in kinds)
 
 
-def find_backends(wanted):
+def find_backends(devices):
     backends = []
-    if not wanted or "cpu" in wanted:
+    if not devices or "cpu" in devices:
         backends += testing.cpu_backends()
-    elif "best-cpu" in wanted:
+    elif "best-cpu" in devices:
         backends += testing.cpu_backends()[-1:]
-    if not wanted or "emulated" in wanted:
+    if not devices or "emulated" in devices:
         from emulator.ops import KERNELS
 
         backends.append(testing.rerouted_backend("emulated", KERNELS))
-    if not wanted or "cuda" in wanted:
+    if not devices or "cuda" in devices:
         cuda = testing.cuda_backends()
-        if wanted and "cuda" in wanted and not cuda:
+        if devices and "cuda" in devices and not cuda:
             raise pytest.UsageError("--device cuda: no GPU, or pass_ext's CUDA kernels are not loaded")
         backends += cuda
     return backends
@@ -115,7 +115,7 @@ def cuda():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """torch.empty gives NaN / the largest integer, so an element that a kernel leaves unwritten shows."""
+    """torch.empty gives NaN or the largest integer, so that an element a kernel leaves unwritten shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -1,1 +1,1 @@
-"""Programs for whoever works on pass_ext: what docs/ shows, and what an op family still lacks."""
+"""Programs that write parts of docs/ and check them."""

@@ -25,12 +25,12 @@ LONGEST_LINE = 100
 
 
 def names_of(module: ModuleType) -> list[str]:
-    """What a module offers, functions and classes in the order of the alphabet."""
+    """The public names of a module in alphabetical order."""
     return sorted((name for name in module.__all__ if not name.startswith("__")), key=str.lower)
 
 
 def entry(module: ModuleType, name: str) -> str:
-    """One name: a heading, its signature or value, its first paragraph."""
+    """The entry of a name: a heading, its signature or value, its first paragraph."""
     value = getattr(module, name)
     if not callable(value):
         return f"### `{name}`\n\n```python\n{name} = {written(value)}\n```\n"
@@ -40,7 +40,7 @@ def entry(module: ModuleType, name: str) -> str:
 def written(value: Any) -> str:
     """A value as ruff would format it: strings in double quotes, a dictionary with a line for each entry."""
     if isinstance(value, dict):
-        return "{\n" + "".join(f"    {written(key)}: {written(one)},\n" for key, one in value.items()) + "}"
+        return "{\n" + "".join(f"    {written(key)}: {written(entry)},\n" for key, entry in value.items()) + "}"
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
@@ -59,11 +59,11 @@ def signature(name: str, value: Any) -> str:
     line = f"{name}({', '.join(shown)})"
     if len(line) <= LONGEST_LINE:
         return line
-    return f"{name}(\n" + "".join(f"    {one},\n" for one in shown) + ")"
+    return f"{name}(\n" + "".join(f"    {word},\n" for word in shown) + ")"
 
 
 def first_paragraph(value: Any) -> str:
-    """Of its docstring, on one line, in Markdown."""
+    """The first paragraph of a docstring, on one line, in Markdown."""
     text = inspect.getdoc(value) or ""
     return re.sub(r"``(.+?)``", r"`\1`", " ".join(text.split("\n\n")[0].split()))
 
@@ -77,7 +77,7 @@ def page() -> str:
 
 
 def check(root: Path) -> str | None:
-    """The page, if it is not what the names say."""
+    """The path of the page where it differs from the names; None where it does not."""
     return None if (root / PAGE).read_text() == page() else str(PAGE)
 
 

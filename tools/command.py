@@ -1,4 +1,4 @@
-"""The command line of the programs that write parts of docs/: `python -m tools.<name>`, and `--check`, which writes nothing."""
+"""The command line of a program that writes a part of docs/: it writes, or with `--check` compares and writes nothing."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(
     name: str, description: str | None, check: Callable[[Path], str | None], write: Callable[[Path], object]
 ) -> int:
-    """The exit status: 1 where `check` finds something out of date. Both get the repository's root."""
+    """Runs `write`, or `check` with --check; both get the repository's root. Exit status 1: `check` returned a sentence."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something is out of date")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")

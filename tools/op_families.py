@@ -35,7 +35,7 @@ PARTS = (
     Part("reference", ("pass_ext/reference/{family}.py",), r"\ndef {forward}\("),
     Part("reference's export", ("pass_ext/reference/__init__.py",), '"{forward}"'),
     Part("argument checks", ("csrc/host/{family}.h",)),
-    Part("CPU loops", ("csrc/cpu/{family}_kernels*.h",)),
+    Part("CPU loops", ("csrc/cpu/{family}_kernels-inl.h",)),
     Part("CPU op", ("csrc/cpu/{family}.cpp",), QUOTED),
     Part("CUDA kernels", ("csrc/cuda/{family}.cuh",), on_gpu=True),
     Part("CUDA op", ("csrc/cuda/{family}.cu",), QUOTED, on_gpu=True),
@@ -116,7 +116,9 @@ def main() -> int:
     options = parser.parse_args()
     known = sorted({family_of(op) for op in ops_of(options.root)})
     if unknown := sorted(set(options.families) - set(known)):
-        parser.error(f"FAMILY must be a first word of an op in csrc/schema.cpp ({', '.join(known)}), got {unknown[0]}")
+        parser.error(
+            f"FAMILY must be the first word of an op in csrc/schema.cpp ({', '.join(known)}), got {unknown[0]}"
+        )
     lines, complaints = report(options.root, options.families)
     print("\n".join(lines))
     if complaints:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness import marked
-from benchmarks.harness.markdown import table
+from benchmarks.harness.markdown import has_part, replace_part, table
 from benchmarks.kernel_code.page import RESULTS as KERNEL_CODE
 from benchmarks.pages.gpu_status import content_hash, is_verified, kernel_files, read_records
 from tools.command import run
@@ -229,7 +228,7 @@ def check(root: Path) -> str | None:
     """A sentence where the page does not show the results."""
     try:
         page = (root / PAGE).read_text()
-        return None if marked.shows(page, NAME, text(root)) else f"{PAGE} does not show the results"
+        return None if has_part(page, NAME, text(root)) else f"{PAGE} does not show the results"
     except Missing as error:
         return str(error)
 
@@ -237,7 +236,7 @@ def check(root: Path) -> str | None:
 def write(root: Path) -> None:
     """Writes the part into the page."""
     page = root / PAGE
-    page.write_text(marked.replace(page.read_text(), NAME, text(root)))
+    page.write_text(replace_part(page.read_text(), NAME, text(root)))
 
 
 if __name__ == "__main__":

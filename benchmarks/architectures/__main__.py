@@ -1,12 +1,12 @@
-"""Which causal language models of transformers pass_ext decodes: each as a tiny random one, on ragged prompts, by every method.
+"""The causal language models of transformers that pass_ext decodes: each tiny and random, on ragged prompts, by every method.
 
-    text         what transformers' own greedy `generate` writes for the same prompts, left-padded
-    same         the same tokens. Where transformers' two best logits are closer than TIE, either is right
-    refused      a sentence that names the model and why
+    reference    the text of transformers' own greedy `generate` for the same prompts, left-padded
+    same         the same tokens; where transformers' logits of both tokens are closer than TIE, both are right
+    refused      a sentence that names the model and the reason
 
-`python -m benchmarks.architectures [name …]` judges them, minutes in all, and writes
-benchmarks/results/architectures/architectures.json with its README.md; with names, only these lines change. `--render`
-writes the page from that file, `--check` compares it.
+`python -m benchmarks.architectures [name …]` judges them for some minutes and writes
+benchmarks/results/architectures/architectures.json and its README.md; with names, only these lines change. `--render` writes
+the page from that file, `--check` compares it.
 """
 
 import argparse
@@ -36,9 +36,9 @@ RESULT, PAGE = (
     Path("benchmarks/results/architectures/README.md"),
 )
 LENGTHS = (14, 2, 9, 5)  # of the prompts
-NEW, CACHED = 10, 6  # new tokens; those that custom_generate writes before transformers goes on
+NEW, CACHED = 10, 6  # new tokens; of these, tokens that custom_generate writes before transformers continues
 TIE = 1e-4
-LOGITS = 1e-3  # by how much of their spread ours may be others in float32
+LOGITS = 1e-3  # the most difference of logits in float32, over their spread
 SEEDS = [11, 12, 13, 14]
 WAYS = ("generate", "custom_generate", "attn_implementation")
 SAME = "same"
@@ -46,72 +46,72 @@ REFERENCES = (
     "batch",
     "alone",
     "without cache",
-)  # of texts; a later one counts where transformers itself leaves the earlier
-DRAWN = ("Plain", "PaSS", "MultiCandidate")  # the methods that also sample
+)  # a later one counts where transformers' own text differs from the earlier
+DRAWN = ("Plain", "PaSS", "MultiCandidate")  # the methods that are sampled too
 
 
 def prompts() -> tuple[Tensor, Tensor]:
-    """Ids and mask, padded on the left."""
+    """Prompt ids and attention mask, padded on the left."""
     ids = torch.randint(3, VOCABULARY - 10, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]).long()
     return ids * mask, mask
 
 
 class Texts:
-    """What transformers writes, and how another text compares with it.
+    """transformers' texts, and comparisons of other texts with them.
 
     Attributes:
-        wanted: ``[B, NEW]``, of the reference that the last comparison ended with.
-        references: those of ``REFERENCES`` that texts were found equal to.
-        ties: rows that left the wanted text where either token was right.
+        expected: ``[B, NEW]``, the reference of the last comparison.
+        references: those of ``REFERENCES`` that some text was equal to.
+        ties: rows that left the expected text where both tokens are right.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.ids, self.mask = prompts()
         self._known = {REFERENCES[0]: self._written(self.ids, self.mask)}
-        self.wanted = self.batch
+        self.expected = self.batch
         self.references: set[str] = set()
         self.ties = 0
 
     @property
     def batch(self) -> Tensor:
-        """What is written for all prompts at once, padded."""
+        """The text for all prompts at once, padded."""
         return self._known[REFERENCES[0]]
 
-    def _written(self, ids: Tensor, mask: Tensor, **given: Any) -> Tensor:
-        given.update(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-        return self._model.generate(input_ids=ids, attention_mask=mask, **given)[:, ids.shape[1] :]
+    def _written(self, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+        options.update(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return self._model.generate(input_ids=ids, attention_mask=mask, **options)[:, ids.shape[1] :]
 
     def _reference(self, name: str) -> Tensor:
         if name not in self._known:
-            given = {} if name == "alone" else {"use_cache": False}
+            options = {} if name == "alone" else {"use_cache": False}
             rows = [
-                (ids[own][None], mask[own][None])
-                for ids, mask, own in zip(self.ids, self.mask, self.mask.bool(), strict=True)
+                (ids[tokens][None], mask[tokens][None])
+                for ids, mask, tokens in zip(self.ids, self.mask, self.mask.bool(), strict=True)
             ]
-            self._known[name] = torch.cat([self._written(ids, mask, **given) for ids, mask in rows])
+            self._known[name] = torch.cat([self._written(ids, mask, **options) for ids, mask in rows])
         return self._known[name]
 
     def difference(self, got: Tensor) -> str | None:
-        """Between the new tokens ``[B, NEW]`` and those of the first reference that they are equal to; None: none but ties."""
+        """The first difference of new tokens ``[B, NEW]`` from the texts; None if a reference equals them but for ties."""
         wrong = []
         for name in REFERENCES:
-            self.wanted = self._reference(name)
+            self.expected = self._reference(name)
             wrong.append(self._difference(got))
             if wrong[-1] is None:
                 self.references.add(name)
                 return None
-        self.wanted = self.batch
+        self.expected = self.batch
         return wrong[0]
 
     def _difference(self, got: Tensor) -> str | None:
-        if got.shape != self.wanted.shape:
-            return f"{list(got.shape)} new tokens, transformers writes {list(self.wanted.shape)}"
+        if got.shape != self.expected.shape:
+            return f"{list(got.shape)} new tokens, transformers writes {list(self.expected.shape)}"
         ties = 0
-        for row in (got != self.wanted).any(1).nonzero().flatten().tolist():
-            place = int((got[row] != self.wanted[row]).nonzero()[0])
-            wrong, right = int(got[row, place]), int(self.wanted[row, place])
+        for row in (got != self.expected).any(1).nonzero().flatten().tolist():
+            place = int((got[row] != self.expected[row]).nonzero()[0])
+            wrong, right = int(got[row, place]), int(self.expected[row, place])
             logits = self.logits(row)[self.mask[row].sum() - 1 + place]
             margin = abs(float(logits[right] - logits[wrong]))
             if margin >= TIE:
@@ -121,21 +121,21 @@ class Texts:
         return None
 
     def text(self, row: int) -> Tensor:
-        """Prompt and wanted text, without padding."""
-        return torch.cat([self.ids[row][self.mask[row].bool()], self.wanted[row]])
+        """A row's prompt and expected text, without padding."""
+        return torch.cat([self.ids[row][self.mask[row].bool()], self.expected[row]])
 
     @torch.no_grad()
     def logits(self, row: int) -> Tensor:
-        """``[tokens, V]``: transformers' own behind every token of the text, in one call."""
+        """transformers' logits ``[tokens, V]`` behind every token of a row's text, in one call."""
         text = self.text(row)[None]
-        given = {"attention_mask": torch.ones_like(text), "use_cache": False}
+        options = {"attention_mask": torch.ones_like(text), "use_cache": False}
         if "position_ids" in inspect.signature(type(self._model).forward).parameters:
-            given["position_ids"] = torch.arange(text.shape[1])[None]
-        return self._model(text, **given).logits[0].float()
+            options["position_ids"] = torch.arange(text.shape[1])[None]
+        return self._model(text, **options).logits[0].float()
 
 
 class Logits:
-    """A logits processor that compares what it is asked about with transformers' logits behind the same text."""
+    """A logits processor that compares its logits with transformers' behind the same text."""
 
     def __init__(self, texts: Texts) -> None:
         self._known = {}
@@ -145,16 +145,16 @@ class Logits:
         self.compared, self.worst = 0, 0.0
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        for text, own in zip(ids.tolist(), logits.float(), strict=True):
+        for text, row in zip(ids.tolist(), logits.float(), strict=True):
             known = self._known.get(tuple(text))
             if known is not None:
                 self.compared += 1
-                self.worst = max(self.worst, float((own - known).abs().max() / known.std()))
+                self.worst = max(self.worst, float((row - known).abs().max() / known.std()))
         return logits
 
 
 def methods(model: Any, draft: Any) -> dict[str, Any]:
-    """Every method, and drafts that are right as well as such that are not."""
+    """Name -> method; some draft right tokens, some wrong ones."""
     torch.manual_seed(0)
     table = model.get_input_embeddings().weight
     slots = pass_ext.LookaheadEmbedding(3, table.shape[1], vocabulary=table.shape[0])
@@ -166,12 +166,12 @@ def methods(model: Any, draft: Any) -> dict[str, Any]:
         "PaSS": PaSS(slots, tree=bushy, rows=24),
         "PaSS, two passes": PaSS(slots, passes=2, tree=Tree.from_branching((2, 2)), rows=24),
         "Speculative": Speculative(draft, 3),
-        "MultiCandidate": MultiCandidate(model, (2, 2, 1)),  # whose drafts come true
+        "MultiCandidate": MultiCandidate(model, (2, 2, 1)),  # its drafts are all right
     }
 
 
 def judge(model_type: str) -> dict[str, Any]:
-    """One line of the table."""
+    """The line of one architecture."""
     line: dict[str, Any] = {"architecture": model_type, "class": model_types()[model_type]}
     try:
         model, draft = tiny_model(model_type), tiny_model(model_type, seed=1)
@@ -194,7 +194,7 @@ def judge(model_type: str) -> dict[str, Any]:
 
 
 def _outcome(model: Any, judged: Callable[[], str]) -> str:
-    """What ``judged`` says, or the refusal; a refusal is a sentence that names the model."""
+    """The result of ``judged``, or a refusal: an error whose sentence names the model."""
     try:
         return judged()
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
@@ -213,7 +213,7 @@ def _short(error: Exception, name: bool = True) -> str:
 
 
 def _compared(texts: Texts | None, got: Tensor, name: str = "") -> str | None:
-    """What is wrong."""
+    """A sentence about a difference; None if there is none."""
     if texts is None:
         return f"decodes what transformers does not{name}"
     wrong = texts.difference(got)
@@ -222,21 +222,23 @@ def _compared(texts: Texts | None, got: Tensor, name: str = "") -> str | None:
 
 def _by_generate(model: Any, draft: Any, texts: Texts | None) -> str:
     ids, mask = prompts()
-    given = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
     drawn = None
     for name, method in methods(model, draft).items():
-        got = pass_ext.generate(model, ids, method, **given).sequences[:, ids.shape[1] :]
+        got = pass_ext.generate(model, ids, method, **options).sequences[:, ids.shape[1] :]
         wrong = _compared(texts, got, f" by {name}")
         if wrong is not None:
             return wrong
         if name in ("Plain", "MultiCandidate"):
-            seen = Logits(texts)
-            pass_ext.generate(model, ids, method, logits_processor=seen, **given)
-            if not seen.worst < LOGITS or seen.compared < len(LENGTHS) * (NEW - 1):
-                return f"other logits by {name}: by {seen.worst:.2g} of their spread in one of {seen.compared}"
+            processor = Logits(texts)
+            pass_ext.generate(model, ids, method, logits_processor=processor, **options)
+            if not processor.worst < LOGITS or processor.compared < len(LENGTHS) * (NEW - 1):
+                return (
+                    f"other logits by {name}: by {processor.worst:.2g} of their spread in one of {processor.compared}"
+                )
         if name not in DRAWN:
             continue
-        sampled = pass_ext.generate(model, ids, method, temperature=0.8, seeds=SEEDS, **given).sequences
+        sampled = pass_ext.generate(model, ids, method, temperature=0.8, seeds=SEEDS, **options).sequences
         drawn = sampled if drawn is None else drawn
         if not torch.equal(sampled, drawn):
             return f"another text for a seed by {name}"
@@ -257,23 +259,23 @@ def _by_early_exit(model: Any, texts: Texts) -> str:
 
 def _by_custom_generate(model: Any, texts: Texts | None) -> str:
     ids, mask = prompts()
-    given = dict(input_ids=ids, attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = dict(input_ids=ids, attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0)
     ours = pass_ext.custom_generate(NGram(longest=2, shortest=1, tokens=4))
-    got = model.generate(max_new_tokens=NEW, custom_generate=ours, **given)
+    got = model.generate(max_new_tokens=NEW, custom_generate=ours, **options)
     wrong = _compared(texts, got[:, ids.shape[1] :])
     if wrong is not None:
         return wrong
     assert texts is not None
     try:
-        half = model.generate(max_new_tokens=CACHED, custom_generate=ours, return_dict_in_generate=True, **given)
+        half = model.generate(max_new_tokens=CACHED, custom_generate=ours, return_dict_in_generate=True, **options)
     except ValueError as error:
         if "cannot be exchanged" in str(error) and model.config.model_type in str(error):
             return f"{SAME}, without caches"
         raise
-    seen = torch.cat([mask, mask.new_ones(len(mask), CACHED)], 1)
-    given.update(input_ids=half.sequences, attention_mask=seen, past_key_values=half.past_key_values)
-    rest = model.generate(max_new_tokens=NEW - CACHED, **given)
-    if texts.wanted is not texts.batch:  # transformers goes on from padded prompts, and from a cache
+    longer = torch.cat([mask, mask.new_ones(len(mask), CACHED)], 1)
+    options.update(input_ids=half.sequences, attention_mask=longer, past_key_values=half.past_key_values)
+    rest = model.generate(max_new_tokens=NEW - CACHED, **options)
+    if texts.expected is not texts.batch:  # transformers' continuation has padding and a cache, so no reference fits
         return SAME
     return _compared(texts, rest[:, ids.shape[1] :], " where transformers goes on from our cache") or SAME
 
@@ -304,34 +306,34 @@ def _quiet() -> Iterator[None]:
 
 
 def judged(model_type: str) -> dict[str, Any]:
-    """``judge`` without transformers' warnings; that a model cannot be built is a line as well."""
+    """The line of one architecture, judged without transformers' warnings."""
     with _quiet():
         return judge(model_type)
 
 
 # ---- the page ----
 
-HEADER = """# Which models of transformers are decoded
+HEADER = """# The models of transformers that pass_ext decodes
 
 Written by `python -m benchmarks.architectures` from `benchmarks/results/architectures/architectures.json`; do not edit.
-transformers {transformers}, torch {torch}, {date}: every causal language model that it has, tiny (two layers, windows of
+transformers {transformers}, torch {torch}, {date}: every causal language model of transformers, tiny (two layers, windows of
 {window} tokens) and random, in float32; {requests} ragged prompts, left-padded, greedy, {new} new tokens each.
 
-*generate*: `pass_ext.generate` by Plain, NGram, PaSS with one and two passes, Speculative and MultiCandidate; the sampled
-text for a seed is the same by every method too. *custom_generate*: `model.generate(custom_generate=
-pass_ext.custom_generate(...))`, and transformers goes on from the cache that it hands back (*no caches*: those are not
-exchanged). *attention*: `attn_implementation="pass_ext"`. *early exit*: drafts by `EarlyExitDraft`.
+*generate*: `pass_ext.generate` by Plain, NGram, PaSS with one and two passes, Speculative and MultiCandidate; all of them also
+write the same sampled text for a seed. *custom_generate*: `model.generate(custom_generate=pass_ext.custom_generate(...))`, and
+transformers continues from the cache that it returns (*no caches*: caches cannot be exchanged). *attention*:
+`attn_implementation="pass_ext"`. *early exit*: drafts by `EarlyExitDraft`.
 
-**yes**: the tokens are those of transformers' own greedy `generate`, and generate's logits are its as well. **no**: refused in
-a sentence that names the model and the reason. **wrong**: neither; to be mended. Where padding changes what transformers
-itself writes, its text of each prompt counts (*alone*); where its cache does, that without one (*without cache*).
-Ties (transformers' logits of both tokens closer than {tie}): {ties}.
+**yes**: tokens and logits are those of transformers' own greedy `generate`. **no**: refused with a sentence that names the
+model and the reason. **wrong**: neither, a bug. Where padding changes transformers' own text, its text of each prompt alone
+counts (*alone*); where its cache changes it, its text without a cache (*without cache*). Ties, where transformers' logits of
+both tokens are closer than {tie}: {ties}.
 
 """
 
 
 def render(result: dict[str, Any]) -> str:
-    """The page."""
+    """The page of a result."""
     lines = result["rows"]
     decoded = [line for line in lines if line.get("generate") == SAME]
     unbuilt = [line for line in lines if "not built" in line]
@@ -378,22 +380,22 @@ def _note(line: dict[str, Any]) -> str:
 
 
 def _broken(line: dict[str, Any]) -> str:
-    return "; transformers' own generate fails on it" if "transformers" in line else ""
+    return "; transformers' own generate fails too" if "transformers" in line else ""
 
 
 def is_wrong(line: dict[str, Any], way: str) -> bool:
-    """Neither transformers' text nor a refusal, though transformers writes one."""
+    """True if the outcome is neither transformers' text nor a refusal, and transformers writes a text."""
     outcome = line.get(way, SAME)
     return not outcome.startswith((SAME, "refused")) and ("transformers" not in line or way == "generate")
 
 
 def committed_result(root: Path) -> dict[str, Any]:
-    """What the page is made of."""
+    """The result that the page shows."""
     return json.loads((root / RESULT).read_text())
 
 
 def versions() -> dict[str, str]:
-    """Of what the table depends on."""
+    """The versions of transformers and torch."""
     import transformers
 
     return {"transformers": transformers.__version__, "torch": torch.__version__}
@@ -403,7 +405,7 @@ def main() -> int:
     """Entry point of `python -m benchmarks.architectures`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures to judge; default: all")
-    parser.add_argument("--render", action="store_true", help="judge nothing; write the page")
+    parser.add_argument("--render", action="store_true", help="judge nothing; write the page from the result")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()
@@ -413,7 +415,7 @@ def main() -> int:
     file, page = options.root / RESULT, options.root / PAGE
     if options.check:
         if not page.exists() or page.read_text() != render(committed_result(options.root)):
-            print(f"{PAGE} is not what {RESULT} says: run python -m benchmarks.architectures --render", file=sys.stderr)
+            print(f"{PAGE} does not show {RESULT}: run python -m benchmarks.architectures --render", file=sys.stderr)
             return 1
         return 0
     if not options.render:

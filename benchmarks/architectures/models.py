@@ -1,7 +1,7 @@
-"""A tiny model with random weights of any causal language model that the installed transformers has.
+"""Tiny models with random weights, one for each causal language model of the installed transformers.
 
-Sizes are found by the names of a config's fields (``SIZES``), in every part of it; ``CHANGES`` holds what single architectures
-need besides. Windows are shorter than the texts, so that they tell.
+``SIZES`` gives a size by the name of a config's field, in every part of the config; ``CHANGES`` has further settings for single
+architectures. Windows are shorter than the texts, so that a wrong window changes them.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 VOCABULARY = 97
 WINDOW = 6  # shorter than the texts
-_SPREAD = 1.5  # of a product's results where the rows that go in have spread 1
+_SPREAD = 1.5  # of a product's results, for input rows of spread 1
 
 SIZES: dict[str, Any] = {
     # widths
@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_layer_interval"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "zero_expert_num"), 1),
     **dict.fromkeys(("decoder_sparse_step",), 1),
-    # what ends, begins and fills a text; what stands for pictures and sound
+    # tokens that end, begin and pad a text, and those that stand for pictures and sound
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -152,14 +152,14 @@ NOT_BUILT = {
 
 
 def model_types() -> dict[str, str]:
-    """The name of each architecture's config -> that of its class."""
+    """Name of an architecture's config -> name of its class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
 
 
 def tiny_config(model_type: str) -> Any:
-    """Of these sizes, as far as the architecture has them."""
+    """The architecture's config with these sizes, as far as it has such fields."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
@@ -167,26 +167,26 @@ def tiny_config(model_type: str) -> Any:
 
 
 def _sizes(kind: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """What to give to a class of configs."""
+    """The keywords for a class of configs."""
     from transformers import AutoConfig
 
     fields = getattr(kind, "__dataclass_fields__", {})
     known = {kind.attribute_map.get(name, name) for name in fields} | set(fields)
-    given = {name: size for name, size in SIZES.items() if name in known}
-    if "kv_lora_rank" in given:
-        given.pop("head_dim", None)
-        given["num_key_value_heads"] = given["num_attention_heads"]
+    sizes = {name: size for name, size in SIZES.items() if name in known}
+    if "kv_lora_rank" in sizes:
+        sizes.pop("head_dim", None)
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     for name, part in getattr(kind, "sub_configs", {}).items():
-        own = changes.get(name, {})
-        if part is AutoConfig:  # the default's kind
+        part_changes = changes.get(name, {})
+        if part is AutoConfig:  # then the class of the default
             part = type(getattr(kind(), name, None))
         if part is not type(None):
-            given[name] = {**_sizes(part, own), "model_type": part.model_type}
-    return {**given, **{name: value for name, value in changes.items() if name not in getattr(kind, "sub_configs", {})}}
+            sizes[name] = {**_sizes(part, part_changes), "model_type": part.model_type}
+    return {**sizes, **{name: value for name, value in changes.items() if name not in getattr(kind, "sub_configs", {})}}
 
 
 def tiny_model(model_type: str, seed: int = 0) -> Any:
-    """In fp32 and eval mode, without gradients."""
+    """A random model of the architecture in fp32 and eval mode, without gradients."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)

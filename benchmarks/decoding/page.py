@@ -26,8 +26,8 @@ NAME = "decoding"
 PAGE = f"{NAME}.md"
 HEADER = """# Decoding speed
 
-Written by `python -m benchmarks.pages` from `decoding*.json` beside this page; do not edit. How it is measured, and what is and
-is not counted: [benchmarks/README.md](../../README.md).
+Written by `python -m benchmarks.pages` from `decoding*.json` beside this page; do not edit. How it is measured, and which
+times count: [benchmarks/README.md](../../README.md).
 
 *speed-up*: Plain's time per token ÷ this contender's, on the same prompts, measured in turn; in brackets the 10th to 90th
 percentile over prompts drawn with replacement. *tokens per call*: new tokens ÷ calls of the model, with the call on the prompt.

@@ -186,7 +186,7 @@ def check_ours(case: Case) -> None:
     with torch.inference_mode():
         worst = excess(step, case.contenders[0](step), reference(step))
     require(
-        worst <= 1, f"{OURS} differs from the reference by {worst:.3g} × what rounding explains on {dict(case.labels)}"
+        worst <= 1, f"{OURS} differs from the reference by {worst:.3g} × the bound for rounding on {dict(case.labels)}"
     )
 
 
@@ -250,7 +250,7 @@ def why_not_timed(
                 contender.prepare(steps)
             worst = excess(steps[0], call(), expected)
         if worst > 1:
-            reason = f"differs from the reference by {worst:.3g} × what rounding explains"
+            reason = f"differs from the reference by {worst:.3g} × the bound for rounding"
         elif contender.name != OURS:
             began = time.perf_counter()
             call()

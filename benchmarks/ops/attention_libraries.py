@@ -51,7 +51,7 @@ def main() -> None:
         worst = excess(step, contender(step), reference(step))
     torch.cuda.synchronize()
     if worst > 1:
-        raise SystemExit(f"differs from the reference by {worst:.3g} × what rounding explains")
+        raise SystemExit(f"differs from the reference by {worst:.3g} × the bound for rounding")
 
 
 # ---- pages ----

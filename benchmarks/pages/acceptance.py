@@ -16,9 +16,8 @@ from typing import Any
 
 import pass_ext
 from benchmarks import ROOT
-from benchmarks.harness import machine, marked
+from benchmarks.harness import machine, markdown
 from benchmarks.harness.command import provenance
-from benchmarks.harness.markdown import table
 from benchmarks.harness.results import save
 from benchmarks.pages import acceptance_picture
 from benchmarks.pages.acceptance_means import (
@@ -65,7 +64,7 @@ def render(result: dict[str, Any]) -> str:
         "[benchmarks/pages/acceptance.py](../../benchmarks/pages/acceptance.py)."
     )
     wrapped = textwrap.wrap(words, 130, break_long_words=False, break_on_hyphens=False)
-    return "\n".join([*table(heads, cells, left=6), "", *wrapped])
+    return "\n".join([*markdown.table(heads, cells, left=6), "", *wrapped])
 
 
 def committed_result(root: Path) -> dict[str, Any] | None:
@@ -80,7 +79,7 @@ def check(root: Path) -> list[str]:
     if result is None:
         return ["there is no benchmarks/results/*/acceptance.json"]
     page, wrong = (root / PAGE).read_text(), []
-    if not marked.shows(page, NAME, render(result)):
+    if not markdown.has_part(page, NAME, render(result)):
         wrong.append(f"the table in {PAGE} does not show acceptance.json")
     if not acceptance_picture.check(result["story"], root / PICTURE):
         wrong.append(f"{PICTURE} does not show the tree of acceptance.json")
@@ -136,7 +135,7 @@ def main() -> int:
         if os.environ.get("OUT"):
             return 0
     page = options.root / PAGE
-    page.write_text(marked.replace(page.read_text(), NAME, render(result)))
+    page.write_text(markdown.replace_part(page.read_text(), NAME, render(result)))
     acceptance_picture.draw(result["story"], options.root / PICTURE)
     return 0
 

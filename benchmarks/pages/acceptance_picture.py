@@ -66,7 +66,7 @@ def draw(story: dict[str, Any], path: Path) -> None:
 
 
 def check(story: dict[str, Any], path: Path) -> bool:
-    """True if the file shows this story and, where the same matplotlib is installed, is what `draw` draws."""
+    """True if the file shows this story and, where the same matplotlib is installed, is the file that `draw` writes."""
     return picture.tells(path, story) and picture.is_redrawn(path, partial(draw, story))
 
 

@@ -21,8 +21,8 @@ from benchmarks.harness.results import (
 
 HEADER = """# The ops on this machine
 
-Written by `python -m benchmarks.pages` from `ops/*.json` beside this page; do not edit. How they are measured, and what is and
-is not counted: [benchmarks/README.md](../../README.md). Whole texts: [decoding.md](decoding.md), where they were measured.
+Written by `python -m benchmarks.pages` from `ops/*.json` beside this page; do not edit. How they are measured, and which
+times count: [benchmarks/README.md](../../README.md). Whole texts: [decoding.md](decoding.md), where they were measured.
 
 Microseconds per call, median (10th–90th percentile). *gain*: the fastest other way that does the same job ÷ ours. Ways
 in italics do another job and are shown for comparison. *GB/s* counts the fewest bytes that one call must move. *of copy*

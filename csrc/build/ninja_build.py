@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def quote(path: object) -> str:
-    """A path inside a command of build.ninja."""
+    """A path quoted for a command of build.ninja."""
     return shlex.quote(str(path)).replace("$", "$$")
 
 
 def escape(path: object) -> str:
-    """A path that build.ninja names as a file to make or to make it from."""
+    """A path escaped as an input or output file of build.ninja."""
     return re.sub(r"[$ :]", r"$\g<0>", str(path))
 
 
@@ -41,7 +41,7 @@ def find_ninja() -> str:
 
 @dataclass
 class Ninja:
-    """A ninja, and the folder that it builds one library in."""
+    """A ninja and the folder in which it builds one library."""
 
     program: str
     folder: Path
@@ -52,11 +52,11 @@ class Ninja:
         file = self.folder / "build.ninja"
         if not file.exists() or file.read_text() != text:
             return False
-        said = subprocess.run([self.program, "-C", self.folder, "-n"], capture_output=True, text=True).stdout
-        return "ninja: no work to do" in said
+        output = subprocess.run([self.program, "-C", self.folder, "-n"], capture_output=True, text=True).stdout
+        return "ninja: no work to do" in output
 
     def run(self, text: str, **environment: str) -> None:
-        """Writes build.ninja and does what it says."""
+        """Writes build.ninja and runs it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "build.ninja").write_text(text)
         command = [self.program, "-C", self.folder, f"-j{self.jobs}"]

@@ -1,7 +1,7 @@
 """The CUDA toolkit that setup.py compiles with: its nvcc, and the GPU architectures to compile for.
 
-PASS_EXT_CUDA   auto      nvcc, where there is one (the default)
-                1         nvcc; an error where there is none
+PASS_EXT_CUDA   auto      nvcc, if there is one (the default)
+                1         nvcc; an error if there is none
                 0         no CUDA
                 native    nvcc, for the GPUs of this machine alone; no CUDA if there is none, or if torch has no CUDA
 """
@@ -25,7 +25,7 @@ def cuda_wish() -> str:
 
 
 def find_nvcc() -> str | None:
-    """The path of nvcc; None where there is none, or PASS_EXT_CUDA=0."""
+    """The path of nvcc; None if there is none, or if PASS_EXT_CUDA=0."""
     wish = cuda_wish()
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     nvcc = next((p for home in homes if (p := shutil.which("nvcc", path=f"{home}/bin"))), None) or shutil.which("nvcc")
@@ -41,11 +41,11 @@ def find_nvcc() -> str | None:
 
 def version_of(nvcc: str) -> str:
     """The toolkit's version, such as "12.8"."""
-    said = subprocess.check_output([nvcc, "-V"], text=True)
-    found = re.search(r"release ([\d.]+)", said)
-    if found is None:
-        raise SystemExit(f"pass_ext: {nvcc} -V must name its release, got {said!r}")
-    return found[1]
+    output = subprocess.check_output([nvcc, "-V"], text=True)
+    match = re.search(r"release ([\d.]+)", output)
+    if match is None:
+        raise SystemExit(f"pass_ext: {nvcc} -V must name its release, got {output!r}")
+    return match[1]
 
 
 def choose_architectures(nvcc: str, torch: Path) -> list[str]:
@@ -86,7 +86,7 @@ def covers(built: list[str], wished: list[str]) -> bool:
 
 
 def gencode(arch: str) -> str:
-    """The nvcc option for one architecture: machine code, and PTX where that is wished."""
+    """The nvcc option for one architecture: machine code, and PTX if the name asks for it."""
     number = arch.removesuffix("+PTX").replace(".", "")
     codes = [f"sm_{number}"] + ([f"compute_{number}"] if arch.endswith("+PTX") else [])
     return " ".join(f"-gencode=arch=compute_{number},code={code}" for code in codes)

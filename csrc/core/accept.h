@@ -62,7 +62,7 @@ struct AcceptProblem {
   int32_t* status;
 };
 
-// How a rule goes through a tree. A kernel compiled for `any` reads the rule at run time.
+// The way of a rule through a tree. A kernel compiled for `any` reads the rule at run time.
 enum class Route { coupled, down, kseq, traversal, typical, any };
 
 PASS_EXT_HOST_DEVICE constexpr Route route_of(Rule rule) {

@@ -21,7 +21,7 @@ namespace pass_ext {
 constexpr int32_t kHeadDims[] = {64, 80, 96, 128, 256};
 constexpr int32_t kLargestHeadDim = kHeadDims[sizeof kHeadDims / sizeof *kHeadDims - 1];
 
-// Where the rows of K or of V lie, strides in elements. A cache: [outer, slot, head, head_dim]; outer is the request,
+// The layout of the rows of K or V, strides in elements. A cache: [outer, slot, head, head_dim]; outer is the request,
 // or the page if there is a block table. New rows: [node, head, head_dim], outer unused.
 struct KeyRows {
   const void* data;
@@ -89,7 +89,7 @@ PASS_EXT_HOST_DEVICE AttentionRequest request_of(const AttentionProblem& problem
   request.nodes = static_cast<int32_t>(rows.count < most ? rows.count : most);
   const int64_t room = problem.k_new.data ? problem.slots : problem.slots - request.nodes;
   request.prefix = static_cast<int32_t>(between(problem.prefix_lens[index], 0, room < 0 ? 0 : room));
-  // The root has depth 0, so its window begins first.
+  // The window of the root, at depth 0, begins first.
   if (problem.window >= 0)
     request.begin = static_cast<int32_t>(between(request.prefix - int64_t{problem.window} + 1, 0, request.prefix));
   return request;
@@ -125,7 +125,7 @@ PASS_EXT_HOST_DEVICE const T* key_row(const AttentionProblem& problem, const Att
 PASS_EXT_HOST_DEVICE bool all_see(const AttentionProblem& problem, const AttentionRequest& request, int32_t first,
                                   int32_t count) {
   if (first + count > request.prefix) return false;
-  // The deepest possible node, at depth nodes - 1, has the last window.
+  // The window of the deepest possible node, at depth nodes - 1, begins last.
   return problem.window < 0 || first > int64_t{request.prefix} + request.nodes - 1 - problem.window;
 }
 

@@ -21,7 +21,7 @@ enum class LogitType : int32_t { bfloat16, float16, float32 };
 struct LogitRow {
   const void* logits;
   const uint32_t* allowed;
-  int64_t slot;  // a number of its own for each row of a problem
+  int64_t slot;  // the unique number of the row in its problem
   LogitType type;
   int32_t vocabulary;
 };

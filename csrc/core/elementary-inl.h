@@ -94,7 +94,7 @@ PASS_EXT_HOST_DEVICE auto exponential_variate(W word) {
   const auto is_small = less(v, constant(like, 0.5f));
   const auto rest = select(is_small, constant(like, 1.0f) - v, complement);
   const auto lost =
-      select(is_small, (constant(like, 1.0f) - rest) - v, constant(like, 0.0f));  // what rounding 1 - v lost
+      select(is_small, (constant(like, 1.0f) - rest) - v, constant(like, 0.0f));  // the part that rounding 1 - v lost
   return constant(like, 0.0f) - (logarithm(rest) + lost);
 }
 

@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.cache_commit_ on the CPU: checks of the values, then a memcpy per tensor, request, head and row.
-// Which row goes where: core/cache.h.
+// Sources and targets of rows: core/cache.h.
 #include "host/cache.h"
 
 #include <torch/csrc/stable/library.h>

@@ -2,10 +2,11 @@
 // its own:
 //   #define PASS_EXT_KERNELS "cpu/lookahead_kernels-inl.h"
 //   #include "cpu/each_isa.h"
-// gives pass_ext::portable::…, pass_ext::avx2::…, pass_ext::avx512::… and pass_ext::avx512_bf16::… A kernels header
-// includes nothing but text for the same namespace (-inl.h). It calls no inline function of the standard library that
-// it could instantiate: the linker could pick code compiled here for AVX-512 for the whole library. Other headers that
-// it needs are included below, before the first level.
+// gives pass_ext::portable::…, pass_ext::avx2::…, pass_ext::avx512::… and pass_ext::avx512_bf16::…
+//
+// A kernels header includes nothing but text for the same namespace (-inl.h). It calls no inline function of the
+// standard library that it could instantiate: the linker could pick code compiled here for AVX-512 for the whole
+// library. Other headers that it needs are included below, before the first level.
 #include <cmath>
 #include <cstdint>
 #include <cstring>

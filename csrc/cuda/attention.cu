@@ -42,18 +42,6 @@ void check_alignment(const AttentionProblem& problem) {
   check_aligned_rows("v_new", problem.v_new, 1, problem.rows, problem.kv_heads);
 }
 
-// Refuses more tiles, over all requests, than the schedule counts in int32.
-void check_work(const AttentionProblem& problem) {
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
-  const int64_t tiles =
-      gpu::with_attention_shape(problem, [&](auto shape) { return gpu::most_steps<decltype(shape)>(problem); });
-  if (tiles > kMost)
-    refuse("attention_tree",
-           "requests, key heads, tiles of 64 rows and tiles of keys must multiply to less than 2^31 on CUDA, got ",
-           problem.requests, " requests, ", problem.kv_heads, " key heads, ", problem.max_nodes, " nodes of ",
-           problem.group, " heads each and ", problem.slots, " slots: ", tiles);
-}
-
 // The blocks of the problem's kernel that run at once on one multiprocessor; asked once per kernel and device.
 int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
   return gpu::with_attention_shape(problem, [&](auto shape) {
@@ -71,7 +59,6 @@ void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
   if (problem.type == FloatType::float32) {
     gpu::launch_plain_attention(problem, scope.stream());
   } else {
-    check_work(problem);
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
     const gpu::AttentionPlan plan = gpu::plan_attention(problem, between(resident, 1, kCountersOfSlot / 2));
     const Tensor parts = empty_of_shape("attention_tree", q, {plan.parts}, ScalarType::Float);

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "core/attention.h"
@@ -45,11 +47,26 @@ int64_t most_steps(const AttentionProblem& problem) {
   return problem.requests * problem.kv_heads * ((rows + Shape::kRows - 1) / Shape::kRows) * tiles;
 }
 
+// Refuses more tiles, over all requests, than the schedule counts in int32.
+template <typename Shape>
+void check_steps(const AttentionProblem& problem) {
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  const int64_t steps = most_steps<Shape>(problem);
+  if (steps > kMost)
+    throw std::runtime_error(
+        "pass_ext::attention_tree: requests, key heads, tiles of 64 rows and tiles of keys must multiply to less than "
+        "2^31 on CUDA, got " +
+        std::to_string(problem.requests) + " requests, " + std::to_string(problem.kv_heads) + " key heads, " +
+        std::to_string(problem.max_nodes) + " nodes of " + std::to_string(problem.group) + " heads each and " +
+        std::to_string(problem.slots) + " slots: " + std::to_string(steps));
+}
+
 // Plans a grid of at most `most_blocks`, the number that fits on the GPU at once, and no more than can have work by
 // shapes alone. Teams are small enough for one of each size to fit into the grid.
 inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t most_blocks) {
   return with_attention_shape(problem, [&](auto shape) -> AttentionPlan {
     using Shape = decltype(shape);
+    check_steps<Shape>(problem);
     const int64_t tiles_of_rows = (int64_t{problem.max_nodes} * problem.group + Shape::kRows - 1) / Shape::kRows;
     const int64_t blocks = between(most_steps<Shape>(problem) / kLeastTilesOfBlock, 1, most_blocks);
     int32_t most = 1;

@@ -71,8 +71,8 @@ PASS_EXT_DEVICE RequestSteps steps_of(const AttentionProblem& problem, int64_t r
 // A block's place: its share of the requests with as many tiles of rows as its team has blocks.
 struct Team {
   int32_t in_step;              // tiles of rows of its requests; 0: this block has no work
-  int32_t steps, teams;         // of all those requests together
-  int32_t quotient, remainder;  // of steps / teams
+  int32_t steps, teams;         // for all those requests together
+  int32_t quotient, remainder;  // steps / teams, steps % teams
   int32_t first_block;          // the first team's first block
   int32_t index, tile;          // this block's team among them, and this block's tile of rows
 

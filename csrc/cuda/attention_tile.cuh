@@ -24,12 +24,10 @@ struct AttentionShape {
   static constexpr int kKeys = dim <= 128 ? 64 : 32;  // keys of a tile
   static constexpr int kWarpKeys = kKeys / kKeyWarps;
   static constexpr int kStages = dim <= 64 ? 4 : dim <= 128 ? 3 : 2;
-  static constexpr int kChunks = dim / 8;  // chunks of 16 bytes in a row
-  static constexpr int kRowThreads = dim <= 64    ? 8
-                                     : dim <= 128 ? 16
-                                                  : 32;                // threads that copy a row: a chunk each, or none
-  static constexpr int kRowsAtOnce = kAttentionThreads / kRowThreads;  // rows that a block copies at once
-  static constexpr int kCopies = kKeys / kRowsAtOnce;                  // copies per thread for a tile of K or of V
+  static constexpr int kChunks = dim / 8;                                   // chunks of 16 bytes in a row
+  static constexpr int kRowThreads = dim <= 64 ? 8 : dim <= 128 ? 16 : 32;  // per row: each copies a chunk, or none
+  static constexpr int kRowsAtOnce = kAttentionThreads / kRowThreads;       // rows that a block copies at once
+  static constexpr int kCopies = kKeys / kRowsAtOnce;                       // copies per thread for a tile of K or of V
   static constexpr bool kIsSwizzled = dim % 64 == 0;
   static constexpr bool kMayBeWider = dim == 96;               // wider than head_dim, which may be 80
   static constexpr int kStride = kIsSwizzled ? dim : dim + 8;  // between rows; unswizzled: an odd number of chunks

@@ -53,8 +53,7 @@ class CounterSlots {  // one per device
 
   static CounterSlots& of_device(int device) {
     constexpr int kMostDevices = 64;
-    static CounterSlots* const all =
-        new CounterSlots[kMostDevices];  // never destroyed: graphs may outlive this library's statics
+    static CounterSlots* const all = new CounterSlots[kMostDevices];  // never destroyed: graphs may outlive statics
     return all[device % kMostDevices];
   }
 

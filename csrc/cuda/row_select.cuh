@@ -162,7 +162,8 @@ template <typename Measure, typename ForEach>
 PASS_EXT_DEVICE Selected select_key(SelectScratch& scratch, uint64_t* list, unsigned long long wanted, KeyRange range,
                                     bool crowded, const Measure& measure, const ForEach& for_each) {
   const int32_t count = list_few(scratch, list, kListed, crowded, wanted, range, measure, for_each);
-  const int32_t few = list_few(scratch, scratch.few, kFewListed, false, wanted, range, measure, [&](const auto& take) {
+  const bool many = count > kFewListed;
+  const int32_t few = list_few(scratch, scratch.few, kFewListed, many, wanted, range, measure, [&](const auto& take) {
     for (int32_t i = static_cast<int32_t>(thread_rank()); i < count; i += static_cast<int32_t>(block_size().x))
       take(list[i]);
   });

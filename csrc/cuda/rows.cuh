@@ -121,6 +121,7 @@ struct RowShared {
   };
   SelectScratch select;
   BlockScratch block;
+  uint32_t reached;  // ordered_bits of the best score that a warp has found in a race; 0: of none
 };
 
 PASS_EXT_DEVICE RowShared& row_shared() { return *dynamic_shared<RowShared>(); }
@@ -423,8 +424,8 @@ class BlockRows {
     }
   };
 
-  // What no token of a group can exceed in a race: see cpu/rows_kernels-inl.h. A warp has a scheduler to itself here, so
-  // the chains of arithmetic of several groups run side by side.
+  // What no token of a group can exceed in a race: see cpu/rows_kernels-inl.h. A warp has a scheduler to itself here,
+  // so the chains of arithmetic of several groups run side by side.
   PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Distribution& distribution,
                                          const Noise* noise, float offset) {
     constexpr int kAtOnce = 4;
@@ -498,46 +499,33 @@ class BlockRows {
     return best;
   }
 
-  // The best token of a race behind `last`, id -1 where there is none. Groups that were looked at get their exact
-  // bound.
+  // The best token of a race behind `last`, id -1 where there is none. Each warp looks at its groups in the order of
+  // their bounds, until none can beat the best token that any warp knows. A group that was looked at gets its exact
+  // bound, which a later `last` may bring far down: so one group's best is no measure for all others.
   template <typename Score>
   PASS_EXT_DEVICE_CALL Best next_best(const LogitRow& row, const Noise* noise, const Best& last, const Score& score) {
-    Best found{-kInfinity, -1};
-    for (;;) {  // a first score to reach, from the most promising group
+    uint32_t& reached = row_shared().reached;
+    if (is_leader()) reached = 0;
+    sync_block();
+    Best best{-kInfinity, -1};
+    for (;;) {
       Best bound{-kInfinity, INT32_MAX};
+#pragma unroll 4
       for (int32_t group = first_index(); group < workspace_.groups; group += stride()) {
         const Best candidate{bounds()[group], group};
         if (is_better(candidate, bound)) bound = candidate;
       }
-      bound = best_of_block(row_shared().block, bound);
-      if (bound.score == -kInfinity) return found;
-      if (warp_index() == 0) {
-        found = best_of_group(row, noise, bound.id, last, score);
-        if (lane_index() == 0) {
-          row_shared().block.best[0] = found;
-          bounds()[bound.id] = found.score;
-        }
-      }
-      sync_block();
-      found = row_shared().block.best[0];
-      sync_block();
-      if (found.id >= 0) break;
+      bound = best_of_warp(bound);
+      if (bound.score == -kInfinity || (best.id >= 0 && !is_better(bound, {best.score, best.id / kGroup}))) break;
+      uint32_t known = 0;
+      if (lane() == 0) known = atomic_max(&reached, best.id < 0 ? 0u : ordered_bits(best.score));
+      if (ordered_bits(bound.score) < shuffle(known, 0)) break;
+      const Best other = best_of_group(row, noise, bound.id, last, score);
+      sync_warp();  // all lanes have read the bound
+      if (lane() == 0) bounds()[bound.id] = other.score;
+      sync_warp();
+      if (other.id >= 0 && (best.id < 0 || is_better(other, best))) best = other;
     }
-    Best best = found;
-    const int32_t lane = static_cast<int32_t>(lane_index()), warp = static_cast<int32_t>(warp_index());
-    for (int32_t base = warp * 32; base < workspace_.groups; base += stride()) {
-      const float bound = base + lane < workspace_.groups ? bounds()[base + lane] : -kInfinity;
-      unsigned waiting = ballot(bound >= found.score && base + lane != found.id / kGroup);
-      sync_warp();  // the bounds read above are overwritten below
-      while (waiting != 0) {
-        const int32_t group = base + first_set_bit(waiting);
-        waiting &= waiting - 1;
-        const Best other = best_of_group(row, noise, group, last, score);
-        if (lane == 0) bounds()[group] = other.score;
-        if (other.id >= 0 && is_better(other, best)) best = other;
-      }
-    }
-    sync_block();
     return best_of_block(row_shared().block, best);
   }
 

@@ -46,7 +46,7 @@ void read_layout(const Tensor& tensor, int64_t& device, int64_t& dtype, int64_t 
   std::copy_n(tensor.strides().data(), dims, strides);
 }
 
-// Refuses a cache tensor, or its new rows, that rows cannot be committed to.
+// Refuses a cache tensor to which rows cannot be committed, and new rows that do not fit it.
 inline void check_commit_tensors(const CommitStep& step, int64_t index, const TensorLayout& layout, const Tensor& cache,
                                  const Tensor* fresh, const Tensor& first) {
   constexpr const char* op = "cache_commit_";

@@ -10,7 +10,7 @@
 
 namespace pass_ext {
 
-constexpr int64_t kMostVocabulary = 1 << 22;  // integer masses and counters overflow beyond it
+constexpr int64_t kMostVocabulary = 1 << 22;  // integer masses and counters are sized for it
 
 // The tensor and the count that a per-request or per-row argument must match.
 struct PerRow {
@@ -18,7 +18,7 @@ struct PerRow {
   const Tensor& logits;  // for the device
   const char* logits_name;
   int64_t count;
-  const char* meaning;  // what count counts, in words
+  const char* meaning;  // `count` in words
 };
 
 inline LogitType logit_type_of(const Tensor& logits) {

@@ -1,7 +1,7 @@
-"""Loads the two compiled libraries and knows what became of each.
+"""Loads the two compiled libraries and reports the state of each.
 
-``_C.so`` (schemas, CPU kernels) must load. ``_C_cuda.so`` is loaded where torch has CUDA; where it is not, ``status()`` keeps
-the reason, and an op that meets a CUDA tensor raises with that reason.
+``_C.so`` (schemas, CPU kernels) must load. ``_C_cuda.so`` is loaded if torch has CUDA. If it is not loaded, ``status()`` has
+the reason, and an op that gets a CUDA tensor raises with that reason.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _debug = os.environ.get("PASS_EXT_DEBUG", "0") == "1"
 
 @dataclass(frozen=True)
 class Status:
-    """What this process runs on."""
+    """The libraries that this process runs on."""
 
     cpu_isa: str
     """Instruction set of the CPU kernels: portable, avx2, avx512 or avx512_bf16."""
@@ -43,7 +43,7 @@ class Status:
 
 
 def set_debug(enabled: bool) -> bool:
-    """Checks that a GPU cannot make without being waited for (ids in range) on or off; returns the former setting.
+    """Turns checks that wait for the GPU (ids in range) on or off; returns the former setting.
 
     Off by default. On, ops on CUDA tensors read results back to the host before they launch, so they are slow and cannot be
     captured in a CUDA graph; and a kernel that failed earlier is reported as such, not as a failure of the op. The
@@ -62,7 +62,7 @@ def debug_enabled() -> bool:
 
 
 def status() -> Status:
-    """What is loaded, and why the rest is not."""
+    """Returns the state of both libraries: what is loaded, and why the rest is not."""
     info = _build_info()
     if not (_HERE / "_C_cuda.so").exists():  # deleted since: by a build that failed, or by hand
         info = info | {"architectures": (), "cuda": None}
@@ -77,9 +77,9 @@ def status() -> Status:
 
 
 def limit_cpu_isa(name: str) -> str:
-    """Use at most this instruction set from now on; returns the one in use. For tests and benchmarks.
+    """Limits the CPU kernels to this instruction set; returns the one in use. For tests and benchmarks.
 
-    ``""`` goes back to what the process started with: the best there is, or what ``PASS_EXT_CPU_ISA`` says.
+    ``""`` restores the one at the start of the process: the best of the processor, or ``PASS_EXT_CPU_ISA``.
     """
     if _native.pass_ext_limit_cpu_isa((name or os.environ.get("PASS_EXT_CPU_ISA", "")).encode()) != 0:
         raise ValueError(f"CPU instruction set must be portable, avx2, avx512, avx512_bf16 or '', got {name!r}")
@@ -130,7 +130,7 @@ def _load_cpu() -> ctypes.CDLL:
 
 
 def _load_cuda() -> str:
-    """Loads the CUDA library; the reason why not, or ''."""
+    """Loads the CUDA library; returns the reason if that fails, else ''."""
     path = _HERE / "_C_cuda.so"
     if not path.exists():
         return (
@@ -161,7 +161,7 @@ def _refusal(op: str, reason: str) -> Callable[..., NoReturn]:
 
 
 def _refuse_cuda_tensors(reason: str) -> torch.library.Library:
-    """Every op's kernel for CUDA where there are none loaded, and always that of ops for the CPU only."""
+    """Registers a CUDA kernel that raises: for every op if no CUDA kernels are loaded, else for those of the CPU only."""
     library = torch.library.Library(NAMESPACE, "IMPL")
     for op in op_names() if reason else CPU_ONLY:
         library.impl(op, _refusal(op, CPU_ONLY.get(op, reason)), "CUDA")

@@ -1,4 +1,4 @@
-"""What is wrong with a shared library, said before the loader meets it: a cut one ends the process (SIGBUS)."""
+"""Finds damage in a shared library before the loader opens it: loading a truncated one ends the process (SIGBUS)."""
 
 import platform
 import struct
@@ -8,7 +8,7 @@ _MACHINES = {3: "i686", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 
 
 def damage_of(path: Path) -> str:
-    """What the file is instead of a whole library for this machine; '' for a sound one."""
+    """Describes the damage, such as "is empty"; '' for a whole library for this machine."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(64)

@@ -2,6 +2,7 @@
 
 import argparse
 
+from pass_ext.cache_folder import cache_folder
 from pass_ext.demo.extras import end_without
 
 LOOKAHEAD_HELP = (
@@ -25,6 +26,10 @@ def run(options: argparse.Namespace) -> None:
     """Runs the demonstration; raises AssertionError if a text differs from plain decoding where it may not."""
     if options.new_tokens < 2:
         raise SystemExit(f"--new-tokens must be 2 or more, got {options.new_tokens}")
+    print(
+        f"Loading transformers and {options.model}; a GGUF file is converted once, then kept in {cache_folder()}.",
+        flush=True,
+    )
     try:
         import rich  # noqa: F401
         import transformers  # noqa: F401

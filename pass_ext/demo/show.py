@@ -34,7 +34,6 @@ EXACT_ROWS = 16  # of a PaSS step in fp32: a plan by time might have no drafts t
 def show(options: argparse.Namespace) -> None:
     """Runs all parts in order, with the options of ``python -m pass_ext demo``."""
     console, model_name, new_tokens = Console(highlight=False), Path(options.model).stem, options.new_tokens
-    console.print(f"loading {model_name}; a GGUF file is converted once and then kept in {cache_folder()}", style="dim")
     model, tokenizer = load_model(options.model)
     lookahead = load_lookahead(options.lookahead, options.model, model.get_input_embeddings().weight)
     texts = prompts(tokenizer, options.prompt)
@@ -84,7 +83,7 @@ def _show_plan(
     console: Console, model: Any, lookahead: pass_ext.LookaheadEmbedding, prompt: Prompt, verbose: bool
 ) -> None:
     """One line on the prompt and the planner's choice; the times and the tree behind it with ``verbose``."""
-    with console.status("measuring the model's calls"):
+    with console.status("measuring the model's calls: a few seconds, longer while other programs keep the CPU busy"):
         plan, times = pass_plan(joined(lookahead), packed_model(model), 1)
     choice = (
         "plain decoding: no drafts are expected to pay"

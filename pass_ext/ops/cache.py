@@ -114,7 +114,7 @@ def check_fits(
         for outers, size in {(cache.shape[0], cache.shape[1]) for cache in caches} if slots else ():
             room = size * (1 if block_table is None else block_table.shape[1])
             if max(slots) >= room:
-                raise IndexError(f"pass_ext::cache_commit_: a cache must have slot {max(slots)} for request {b} (prefix_lens "
+                raise IndexError(f"pass_ext::cache_commit_: caches must have slot {max(slots)} for request {b} (prefix_lens "
                                  f"{prefixes[b]}), got {room} slots")  # fmt: skip
             if block_table is not None:
                 pages = block_table[b, sorted({slot // size for slot in slots})].tolist()

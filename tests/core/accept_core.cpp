@@ -1,5 +1,5 @@
-// The Python module _accept_core: the walk of csrc/core/accept.h on one tree of drafts, over all ways that its coins
-// can fall (enumerated/core/noise.h), with rows that are summed in plain loops.
+// The Python module _accept_core: the walk of csrc/core/accept.h on one tree of drafts, for every way that its coins
+// can fall (enumerated/core/noise.h). Rows are summed in plain loops.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,7 +15,7 @@
 namespace pass_ext {
 namespace {
 
-// Nodes and cuts are kept as on the CPU.
+// Nodes and cuts are stored as on the CPU.
 class EnumeratedRows : public CpuRows {
  public:
   std::vector<double> last;  // the distribution of the last token
@@ -94,8 +94,8 @@ template <typename T>
 using Array = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::forcecast>;
 using Outcome = std::tuple<double, int32_t, std::vector<double>>;
 
-// (probability, the node it stops at, the distribution of the token behind it) of everything that coins can do at
-// temperature 1. Node i's children were drawn from row i of `draft`, or, where has_row[i] is 0, from no distribution.
+// (probability, last node, distribution of the token behind it) for everything that coins can do at temperature 1. Node
+// i's children were drawn from row i of `draft`, or from no distribution if has_row[i] is 0.
 std::vector<Outcome> outcomes(int rule, const std::vector<int32_t>& parents, const std::vector<int64_t>& tokens,
                               const Array<float>& target, const Array<float>& draft,
                               const std::vector<int32_t>& has_row, int max_depth) {

@@ -18,7 +18,7 @@ namespace {
 template <typename T>
 using Array = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::forcecast>;
 
-// Calls the function as compiled for the instruction set of that name.
+// Calls the function compiled for the instruction set of that name.
 #if defined(__x86_64__)
 #define AT_ISA(isa, call)                                  \
   do {                                                     \

@@ -1,6 +1,6 @@
-"""That the rules of csrc/core/accept.h are exact, by enumeration: the walk that CPU and CUDA kernels share, over every draft
-that can be drawn and every way that its coins can fall. The law of what is emitted must be the target's own to within the
-rounding of floats, and as many drafts must be accepted as the reference accepts.
+"""The rules of csrc/core/accept.h are exact: an enumeration of the walk that CPU and CUDA kernels share, over every draft that
+can be drawn and every way its coins can fall. The distribution of emitted tokens must equal the target's to within the rounding
+of floats, and the mean number of accepted drafts must equal the reference's.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ from support.enumeration import (
     FAULTY,
     FIXED,
     SHAPES,
-    emitted_law,
+    emitted_distribution,
     make,
     outcomes,
     worlds,
@@ -34,8 +34,10 @@ def core():
     return build_module("_accept_core", {folder / "accept_core.cpp": ""}, flags)
 
 
-def cores_law(drafts, rule):
-    """As ``emitted_law`` of the reference: the law of the emitted text, and the mean number of accepted drafts."""
+def distribution_of_core(drafts, rule):
+    """The distribution of the emitted text and the mean number of accepted drafts, as ``emitted_distribution`` for the
+    reference.
+    """
     masses, mean = {}, 0.0
     size, vocabulary = len(drafts.parents), drafts.vocabulary
 
@@ -48,12 +50,12 @@ def cores_law(drafts, rule):
         for node in range(size):
             text = tree.text(node)
             if all(0 <= token < vocabulary for token in text):
-                logits[:, node] = torch.stack([law.probs for law in drafts.world.at(text)]).log()
+                logits[:, node] = torch.stack([distribution.probs for distribution in drafts.world.at(text)]).log()
         has_row = [int(node not in drafts.no_row) for node in range(size)]
-        found = core().outcomes(
+        endings = core().outcomes(
             list(RULES).index(rule), drafts.parents, tokens, *logits.numpy(), has_row, drafts.max_depth
         )
-        for coins, stop, last in found:
+        for coins, stop, last in endings:
             text = tree.text(stop)
             mean += probability * coins * len(text)
             for token, p in enumerate(last):
@@ -62,10 +64,10 @@ def cores_law(drafts, rule):
 
 
 def assert_exact(drafts, rule):
-    law, mean = cores_law(drafts, rule)
+    distribution, mean = distribution_of_core(drafts, rule)
     truth = drafts.world.joint(drafts.max_depth + 1)
-    assert 0.5 * sum(abs(law[text] - truth[text]) for text in truth) < NEARLY
-    assert abs(mean - emitted_law(drafts, rule)[1]) < NEARLY
+    assert 0.5 * sum(abs(distribution[text] - truth[text]) for text in truth) < NEARLY
+    assert abs(mean - emitted_distribution(drafts, rule)[1]) < NEARLY
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.25])
@@ -103,13 +105,13 @@ def test_exact_when_the_tree_is_cut(rule, max_depth):
     assert_exact(make(world, rule, CHAINS["chain2"], max_depth=max_depth), rule)
 
 
-def test_other_drafts_than_the_core_was_told_show():
-    """So the enumeration can fail: drafts of one law, judged by another."""
+def test_drafts_of_another_distribution_show():
+    """The enumeration can fail: drafts of one distribution, judged by another."""
     (world,) = worlds([], 1, zeros=0.0)
     drafts = make(world, "rejection", [-1, 0, 0])
     others = make(world, "rejection", [-1, 0, 0], fixed={1: 0})
     truth = world.joint(2)
-    for one, is_exact in ((drafts, True), (others, False)):
-        law, _ = cores_law(one, "rejection")
-        distance = 0.5 * sum(abs(law[text] - truth[text]) for text in truth)
+    for drawn, is_exact in ((drafts, True), (others, False)):
+        distribution, _ = distribution_of_core(drawn, "rejection")
+        distance = 0.5 * sum(abs(distribution[text] - truth[text]) for text in truth)
         assert distance < NEARLY if is_exact else distance > FAULTY

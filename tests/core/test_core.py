@@ -53,7 +53,7 @@ def test_every_16_bit_float_widens_as_in_torch(isa, name):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", HALVES)
 def test_floats_narrow_as_in_torch(isa, name):
-    """All 16-bit values, what lies around them and halfway between, subnormals among them, and random bits."""
+    """All 16-bit values, the floats around and halfway between them, subnormals among them, and random bits."""
     exact = torch.arange(65536).to(torch.int16).view(HALVES[name]).float().view(torch.int32)
     half_step = 0x8000 if name == "bfloat16" else 0x1000
     offsets = (0, 1, -1, half_step, half_step + 1, half_step - 1)

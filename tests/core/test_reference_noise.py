@@ -22,8 +22,8 @@ ANSWERS = [
 @pytest.mark.parametrize(("counter", "key", "result"), ANSWERS)
 def test_known_answers(counter, key, result):
     assert tuple(philox4x32(torch.tensor(counter), key[1] << 32 | key[0]).tolist()) == result
-    both = philox4x32(torch.tensor([counter, counter]), key[1] << 32 | key[0])
-    assert both.tolist() == [list(result)] * 2
+    blocks = philox4x32(torch.tensor([counter, counter]), key[1] << 32 | key[0])
+    assert blocks.tolist() == [list(result)] * 2
 
 
 def kolmogorov(sample, cumulative):
@@ -34,7 +34,7 @@ def kolmogorov(sample, cumulative):
     return float(torch.maximum(truth - steps[:-1], steps[1:] - truth).max()) * math.sqrt(n)
 
 
-def exponential_law(x):
+def exponential_cdf(x):
     return 1.0 - torch.exp(-x)
 
 
@@ -46,32 +46,32 @@ SUSPICIOUS = 2.2
 def test_every_variate_is_exponential(purpose):
     noise = exponentials(seed=2**63 + 17, position=12345, purpose=purpose, vocabulary=200_000)
     assert noise.dtype == torch.float64 and noise.shape == (200_000,) and (noise > 0).all()
-    assert kolmogorov(noise, exponential_law) < SUSPICIOUS
+    assert kolmogorov(noise, exponential_cdf) < SUSPICIOUS
 
 
 def test_every_place_in_a_group_is_exponential():
     groups = exponentials(3, 4, Purpose.draft, 2000 * GROUP).view(-1, GROUP)
-    assert max(kolmogorov(groups[:, place], exponential_law) for place in range(GROUP)) < SUSPICIOUS
+    assert max(kolmogorov(groups[:, place], exponential_cdf) for place in range(GROUP)) < SUSPICIOUS
     least = groups.min(1)
-    assert kolmogorov(least.values * GROUP, exponential_law) < SUSPICIOUS
+    assert kolmogorov(least.values * GROUP, exponential_cdf) < SUSPICIOUS
     leaders = torch.bincount(least.indices, minlength=GROUP)
     assert float(((leaders - 2000 / GROUP) ** 2 / (2000 / GROUP)).sum()) < 63 + 5 * math.sqrt(2 * 63)
 
 
 def test_variates_of_a_group_are_independent():
-    """Sharing a first_g must not show: neither in values nor in ranks, for any pair of places."""
+    """A shared first_g does not show in values or ranks, for any pair of places."""
     groups = exponentials(5, 6, Purpose.coupled, 8000 * GROUP).view(-1, GROUP)
-    for values in (groups, exponential_law(groups), groups.log()):
+    for values in (groups, exponential_cdf(groups), groups.log()):
         correlation = torch.corrcoef(values.T) - torch.eye(GROUP)
         assert correlation.abs().max() < 5.5 / math.sqrt(8000)
         assert abs(float(correlation.mean())) < 5.0 / math.sqrt(8000 * GROUP * GROUP / 2)
-    pairs = exponential_law(groups[:, :2]) * 4  # the square of two variates, in 16 cells
+    pairs = exponential_cdf(groups[:, :2]) * 4  # the square of two variates, in 16 cells
     cells = torch.bincount(pairs[:, 0].long() * 4 + pairs[:, 1].long(), minlength=16)
     assert float(((cells - 500) ** 2 / 500).sum()) < 15 + 5 * math.sqrt(30)
 
 
 def test_small_variates_keep_their_digits():
-    """They win races: E(word) is v (1 + v / 2 + ...) to full relative precision, and never 0."""
+    """Small variates win races: E(word) is v (1 + v / 2 + ...) to full relative precision, and never 0."""
     words = torch.tensor([0, 1, 2, 1000])
     v = (words.double() + 0.5) * 2.0**-32
     assert torch.allclose(exponential(words), v * (1 + v / 2 + v * v / 3), rtol=1e-14, atol=0)

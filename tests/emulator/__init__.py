@@ -16,7 +16,7 @@ CHECKED = (
     "planted_faults.cpp",
     *sorted(f"launches/{path.name}" for path in HERE.glob("launches/*.cpp")),
 )
-PLAIN = ("engine.cpp", "memory.cpp", "hooks.cpp", "module.cpp")
+PLAIN = ("engine.cpp", "memory.cpp", "critical_path.cpp", "hooks.cpp", "module.cpp")
 
 
 @cache
@@ -25,7 +25,8 @@ def load() -> ModuleType:
     # Plain ones first: the linker takes the first copy of std::string and its like, and the engine must not check itself.
     # -O1 keeps accesses as the kernel wrote them; the instrumentation is the sanitizer's, the functions it calls are ours.
     sources = {HERE / name: "-O2" for name in PLAIN} | {
-        HERE / name: f"-O1 -fsanitize=thread -fno-threadsafe-statics -include {quote(HERE / 'checked_memory.h')}"
+        HERE / name: "-O1 -fsanitize=thread -fsanitize-coverage=trace-pc -fno-threadsafe-statics "
+        f"-include {quote(HERE / 'checked_memory.h')}"
         for name in CHECKED
     }
     return build_module(

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "critical_path.h"
 #include "memory.h"
 
 namespace emulator {
@@ -36,7 +37,8 @@ struct AsyncCopy {
   char before[16];  // what `from` held at the issue
   size_t bytes;
   bool valid;
-  int group;  // of this thread; kUncommitted before the commit
+  int group;       // of this thread; kUncommitted before the commit
+  double arrival;  // on its critical path
 };
 constexpr int kUncommitted = 1 << 30;
 
@@ -64,6 +66,9 @@ struct Engine {
   uint64_t accesses = 0;
   bool records_copies = false;
   std::vector<CopyRecord> copies;
+  PathRecorder paths;
+  Exp2Error exp2_error = Exp2Error::none;
+  bool is_inside_operation = false;  // whose accesses are no loads of their own
 
   // the launch
   const char* name = "";
@@ -207,6 +212,7 @@ void try_block_barrier() {
   }
   e.waiting_threads = 0;
   join_pasts(count);
+  if (e.paths.is_on) e.paths.join_block(count);
   for (unsigned i = 0; i < count; ++i)
     if (e.threads[i].state == State::at_block_barrier) {
       e.threads[i].votes = votes;
@@ -270,12 +276,14 @@ void run_block(unsigned rank) {
     thread.waits_for = "";
     make_ready(i);
   }
+  if (e.paths.is_on) e.paths.begin_block(count);
   while (e.error.empty() && !e.ready.empty()) {
     std::swap(e.ready[e.random() % e.ready.size()], e.ready.back());
     const unsigned next = e.ready.back();
     e.ready.pop_back();
     resume(next);
     if (e.threads[next].state == State::returned) {
+      if (e.paths.is_on) e.paths.end_thread(next);
       --e.running_threads;
       try_block_barrier();
     }
@@ -286,8 +294,9 @@ void run_block(unsigned rank) {
 
 using Complete = void (*)(unsigned warp_start, unsigned mask);
 
-// Waits until every lane of `mask` is at the same operation; the last to come computes all outputs.
-void warp_operation(const char* name, unsigned mask, Complete complete) {
+// Waits until every lane of `mask` is at the same operation; the last to come computes all outputs. `event`: what it
+// costs; Event::count: nothing.
+void warp_operation(const char* name, unsigned mask, Complete complete, Event event = Event::warp_operation) {
   Engine& e = engine();
   Thread& me = *e.current;
   const unsigned start = e.current_rank / 32 * 32, count = e.block.x * e.block.y * e.block.z;
@@ -304,6 +313,7 @@ void warp_operation(const char* name, unsigned mask, Complete complete) {
     return;
   }
   complete(start, mask);
+  if (e.paths.is_on) e.paths.join_warp(start, mask, event);
   for (unsigned lane = 0; lane < lanes; ++lane)
     if (mask >> lane & 1 && start + lane != e.current_rank) make_ready(start + lane);
 }
@@ -359,7 +369,13 @@ std::vector<CopyRecord> taken_copies() {
   return std::move(engine().copies);
 }
 
+void set_exp2_error(Exp2Error error) { engine().exp2_error = error; }
+
 uint64_t count_accesses() { return engine().accesses; }
+
+void record_paths(PathSettings settings) { engine().paths.start(std::move(settings)); }
+
+std::vector<LaunchPath> taken_paths() { return engine().paths.stop(); }
 
 void end_session() {
   engine().memory->forget_all();
@@ -384,17 +400,20 @@ void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared
   e.dynamic_bytes = dynamic_shared_bytes;
   e.thread_body = thread_body;
   e.call = call;
+  e.is_inside_operation = false;
   e.error.clear();
   char* const call_begin = static_cast<char*>(const_cast<void*>(call));
   e.memory->mark_temporary();
-  e.memory->add_buffer("the kernel's parameters", call_begin, call_bytes, Content::read_only);
+  e.memory->add_buffer(kParameters, call_begin, call_bytes, Content::read_only);
   std::vector<unsigned> order(blocks);
   for (unsigned i = 0; i < blocks; ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), e.random);
+  if (e.paths.is_on) e.paths.begin_launch(name, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads));
   for (unsigned rank : order) {
     run_block(rank);
     if (!e.error.empty()) break;
   }
+  if (e.paths.is_on) e.paths.end_launch();
   e.memory->forget_temporary();
   e.memory->forget_order();
   if (e.error.empty()) return;
@@ -439,22 +458,25 @@ int block_barrier(const char* name, bool vote) {
 void warp_barrier(unsigned mask) {
   Engine& e = engine();
   e.current->seen[e.current_rank % 32] += 1;
-  warp_operation("sync_warp", mask, [](unsigned start, unsigned lanes) {
-    uint32_t seen[32] = {}, fenced[32] = {};
-    std::shared_ptr<const Past> fenced_by_barrier;
-    for_each_lane(start, lanes, [&](unsigned, Thread& thread) {
-      for (int i = 0; i < 32; ++i) seen[i] = std::max(seen[i], thread.seen[i]);
-      if (!engine().has_fenced) return;
-      for (int i = 0; i < 32; ++i) fenced[i] = std::max(fenced[i], thread.fenced[i]);
-      if (thread.fenced_by_barrier) fenced_by_barrier = thread.fenced_by_barrier;
-    });
-    for_each_lane(start, lanes, [&](unsigned, Thread& thread) {
-      memcpy(thread.seen, seen, sizeof seen);
-      if (!engine().has_fenced) return;
-      memcpy(thread.fenced, fenced, sizeof fenced);
-      thread.fenced_by_barrier = fenced_by_barrier;
-    });
-  });
+  warp_operation(
+      "sync_warp", mask,
+      [](unsigned start, unsigned lanes) {
+        uint32_t seen[32] = {}, fenced[32] = {};
+        std::shared_ptr<const Past> fenced_by_barrier;
+        for_each_lane(start, lanes, [&](unsigned, Thread& thread) {
+          for (int i = 0; i < 32; ++i) seen[i] = std::max(seen[i], thread.seen[i]);
+          if (!engine().has_fenced) return;
+          for (int i = 0; i < 32; ++i) fenced[i] = std::max(fenced[i], thread.fenced[i]);
+          if (thread.fenced_by_barrier) fenced_by_barrier = thread.fenced_by_barrier;
+        });
+        for_each_lane(start, lanes, [&](unsigned, Thread& thread) {
+          memcpy(thread.seen, seen, sizeof seen);
+          if (!engine().has_fenced) return;
+          memcpy(thread.fenced, fenced, sizeof fenced);
+          thread.fenced_by_barrier = fenced_by_barrier;
+        });
+      },
+      Event::instruction);
 }
 
 uint64_t shuffle(const char* name, uint64_t value, int source_lane, unsigned mask) {
@@ -489,6 +511,7 @@ unsigned ballot(const char* name, bool vote, unsigned mask) {
 void fence() {
   Engine& e = engine();
   Thread& me = *e.current;
+  if (e.paths.is_on) e.paths.add(e.current_rank, Event::fence);
   ++me.seen[e.current_rank % 32];  // what I do from here on lies behind no fence
   memcpy(me.fenced, me.seen, sizeof me.fenced);
   me.fenced_by_barrier = e.by_barrier;
@@ -508,7 +531,40 @@ static Past fenced_past() {
   return past;
 }
 
+float exp2_approximate(float x) {
+  constexpr int32_t kUlps = 2;
+  const float rounded = static_cast<float>(std::exp2(static_cast<double>(x)));
+  if (rounded < 0x1p-126f) return 0.0f;
+  const Exp2Error error = engine().exp2_error;
+  if (error == Exp2Error::none || x == 0.0f || !std::isfinite(rounded)) return rounded;
+  int32_t bits;
+  memcpy(&bits, &rounded, sizeof bits);
+  uint32_t hash;
+  memcpy(&hash, &x, sizeof hash);
+  const bool is_up = error == Exp2Error::up || (error == Exp2Error::mixed && (hash * 0x9E3779B1u) >> 31);
+  bits += is_up ? kUlps : -kUlps;
+  float off;
+  memcpy(&off, &bits, sizeof off);
+  return off < 0x1p-126f ? 0.0f : off;
+}
+
 void copy_bytes(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+
+void enter_code(const void* address) {
+  Engine& e = engine();
+  if (e.paths.is_on && e.current) e.paths.run_code(e.current_rank, address);
+}
+
+// Parameters and constants are in the constant bank: they count as instructions.
+static void record_access(const void* address, size_t bytes, Access kind) {
+  Engine& e = engine();
+  const Place place = e.memory->place_of(address);
+  if (place == Place::shared && kind == Access::read) e.paths.load_shared(e.current_rank, bytes == 16);
+  if (place == Place::shared && kind == Access::atomic) e.paths.add(e.current_rank, Event::shared_atomic);
+  if (place != Place::read_only && place != Place::written) return;
+  if (kind == Access::read) e.paths.load_global(e.current_rank, address, place == Place::written, bytes == 16);
+  if (kind == Access::atomic) e.paths.update_global(e.current_rank, address);
+}
 
 void check_access(const void* address, size_t bytes, Access kind, bool aligned) {
   Engine& e = engine();
@@ -523,6 +579,7 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
     if (kind == Access::read && is_constant_data(address)) return;
     fail(error);
   }
+  if (e.paths.is_on && !e.is_inside_operation) record_access(address, bytes, kind);
   if (kind != Access::atomic) return;
   if (++e.current->atomics_in_a_row > kMostAtomicsInARow)
     fail("endless: " + std::to_string(kMostAtomicsInARow) +
@@ -543,11 +600,15 @@ void copy_async(void* shared, const void* global, size_t bytes, bool valid) {
   Thread& me = *engine().current;
   if (reinterpret_cast<uintptr_t>(shared) % bytes || (valid && reinterpret_cast<uintptr_t>(global) % bytes))
     fail("misaligned: copy_async of " + std::to_string(bytes) + " bytes");
-  if (valid) check_access(global, bytes, Access::read, true);
-  fail_if(engine().memory->begin_async_write(shared, bytes, observer()));
-  me.copies.push_back({shared, global, {}, bytes, valid, kUncommitted});
-  if (valid) memcpy(me.copies.back().before, global, bytes);
   Engine& e = engine();
+  e.is_inside_operation = true;
+  if (valid) check_access(global, bytes, Access::read, true);
+  e.is_inside_operation = false;
+  fail_if(e.memory->begin_async_write(shared, bytes, observer()));
+  me.copies.push_back({shared, global, {}, bytes, valid, kUncommitted, 0.0});
+  if (valid) memcpy(me.copies.back().before, global, bytes);
+  if (valid && e.paths.is_on)
+    me.copies.back().arrival = e.paths.begin_copy(e.current_rank, global, e.memory->place_of(global) == Place::written);
   if (valid && e.records_copies)
     e.copies.push_back({e.block_rank, static_cast<uint32_t>(me.groups), reinterpret_cast<uintptr_t>(global)});
 }
@@ -560,15 +621,20 @@ void copy_async_commit() {
 }
 
 void copy_async_wait(int pending) {
-  Thread& me = *engine().current;
+  Engine& e = engine();
+  Thread& me = *e.current;
   std::vector<AsyncCopy> left;
+  double arrival = 0.0;
   for (const AsyncCopy& copy : me.copies) {
     if (copy.group >= me.groups - pending) {
       left.push_back(copy);
       continue;
     }
+    arrival = std::max(arrival, copy.arrival);
     if (copy.valid) {  // it may read its source at any time until now
+      e.is_inside_operation = true;
       check_access(copy.from, copy.bytes, Access::read, true);
+      e.is_inside_operation = false;
       if (memcmp(copy.before, copy.from, copy.bytes) != 0)
         fail("asynchronous copy: its source was written before copy_async_wait");
     }
@@ -578,6 +644,7 @@ void copy_async_wait(int pending) {
       memset(copy.to, 0, copy.bytes);
     engine().memory->finish_async_write(copy.to, copy.bytes, observer());
   }
+  if (e.paths.is_on) e.paths.wait_for_copy(e.current_rank, arrival);
   me.copies = std::move(left);
 }
 
@@ -587,14 +654,19 @@ void load_matrices(uint32_t* fragment, const void* row, int count, bool transpos
   if (static_cast<int>(lane) < 8 * count && reinterpret_cast<uintptr_t>(row) % 16 != 0)
     fail("misaligned: load_matrices needs row addresses that are multiples of 16");
   me.input[0] = reinterpret_cast<uint64_t>(row);
-  warp_operation(count == 4   ? "load_matrices<4>"
-                 : count == 2 ? "load_matrices<2>"
-                              : "load_matrices<1>",
-                 0xffffffffu, [](unsigned start, unsigned) {
-                   for (unsigned l = 0; l < 32; ++l)  // every lane learns every row's address
-                     engine().threads[start + l].output[0] = start;
-                 });
+  warp_operation(
+      count == 4   ? "load_matrices<4>"
+      : count == 2 ? "load_matrices<2>"
+                   : "load_matrices<1>",
+      0xffffffffu,
+      [](unsigned start, unsigned) {
+        for (unsigned l = 0; l < 32; ++l)  // every lane learns every row's address
+          engine().threads[start + l].output[0] = start;
+      },
+      Event::count);
   const unsigned start = static_cast<unsigned>(me.output[0]);
+  Engine& e = engine();
+  e.is_inside_operation = true;
   for (int m = 0; m < count; ++m) {
     uint16_t pair[2];
     for (unsigned k = 0; k < 2; ++k) {
@@ -606,8 +678,9 @@ void load_matrices(uint32_t* fragment, const void* row, int count, bool transpos
     }
     memcpy(&fragment[m], pair, 4);
   }
+  e.is_inside_operation = false;
   // Nobody's addresses may change before everybody has read through them.
-  warp_operation("load_matrices (end)", 0xffffffffu, [](unsigned, unsigned) {});
+  warp_operation("load_matrices (end)", 0xffffffffu, [](unsigned, unsigned) {}, Event::shared_load);
 }
 
 void multiply(float* d, const uint32_t* a, const uint32_t* b, bool is_bfloat16) {
@@ -615,37 +688,38 @@ void multiply(float* d, const uint32_t* a, const uint32_t* b, bool is_bfloat16) 
   memcpy(me.input, a, 16);
   memcpy(me.input + 2, b, 8);
   me.input[4] = is_bfloat16;
-  warp_operation(is_bfloat16 ? "multiply_m16n8k16<bfloat16>" : "multiply_m16n8k16<float16>", 0xffffffffu,
-                 [](unsigned start, unsigned) {
-                   const bool bf16 = engine().threads[start].input[4] != 0;
-                   const auto value = [bf16](uint32_t pair, int k) {
-                     const uint16_t bits = static_cast<uint16_t>(pair >> (16 * k));
-                     return bf16 ? pass_ext::to_float(pass_ext::bfloat16{bits})
-                                 : pass_ext::to_float(pass_ext::float16{bits});
-                   };
-                   float A[16][16], B[16][8];
-                   for (unsigned l = 0; l < 32; ++l) {
-                     uint32_t ra[4], rb[2];
-                     memcpy(ra, engine().threads[start + l].input, 16);
-                     memcpy(rb, engine().threads[start + l].input + 2, 8);
-                     const unsigned g = l / 4, t = l % 4;
-                     for (int k = 0; k < 2; ++k) {
-                       A[g][2 * t + k] = value(ra[0], k);
-                       A[g + 8][2 * t + k] = value(ra[1], k);
-                       A[g][2 * t + 8 + k] = value(ra[2], k);
-                       A[g + 8][2 * t + 8 + k] = value(ra[3], k);
-                       B[2 * t + k][g] = value(rb[0], k);
-                       B[2 * t + 8 + k][g] = value(rb[1], k);
-                     }
-                   }
-                   for (unsigned l = 0; l < 32; ++l) {
-                     double sum[4] = {};  // products and their sum in fp64; the accumulator joins in fp64 too
-                     for (int i = 0; i < 4; ++i)
-                       for (int k = 0; k < 16; ++k)
-                         sum[i] += static_cast<double>(A[l / 4 + (i / 2) * 8][k]) * B[k][2 * (l % 4) + i % 2];
-                     memcpy(engine().threads[start + l].output, sum, sizeof sum);
-                   }
-                 });
+  warp_operation(
+      is_bfloat16 ? "multiply_m16n8k16<bfloat16>" : "multiply_m16n8k16<float16>", 0xffffffffu,
+      [](unsigned start, unsigned) {
+        const bool bf16 = engine().threads[start].input[4] != 0;
+        const auto value = [bf16](uint32_t pair, int k) {
+          const uint16_t bits = static_cast<uint16_t>(pair >> (16 * k));
+          return bf16 ? pass_ext::to_float(pass_ext::bfloat16{bits}) : pass_ext::to_float(pass_ext::float16{bits});
+        };
+        float A[16][16], B[16][8];
+        for (unsigned l = 0; l < 32; ++l) {
+          uint32_t ra[4], rb[2];
+          memcpy(ra, engine().threads[start + l].input, 16);
+          memcpy(rb, engine().threads[start + l].input + 2, 8);
+          const unsigned g = l / 4, t = l % 4;
+          for (int k = 0; k < 2; ++k) {
+            A[g][2 * t + k] = value(ra[0], k);
+            A[g + 8][2 * t + k] = value(ra[1], k);
+            A[g][2 * t + 8 + k] = value(ra[2], k);
+            A[g + 8][2 * t + 8 + k] = value(ra[3], k);
+            B[2 * t + k][g] = value(rb[0], k);
+            B[2 * t + 8 + k][g] = value(rb[1], k);
+          }
+        }
+        for (unsigned l = 0; l < 32; ++l) {
+          double sum[4] = {};  // products and their sum in fp64; the accumulator joins in fp64 too
+          for (int i = 0; i < 4; ++i)
+            for (int k = 0; k < 16; ++k)
+              sum[i] += static_cast<double>(A[l / 4 + (i / 2) * 8][k]) * B[k][2 * (l % 4) + i % 2];
+          memcpy(engine().threads[start + l].output, sum, sizeof sum);
+        }
+      },
+      Event::matrix_product);
   double sum[4];
   memcpy(sum, me.output, sizeof sum);
   for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(static_cast<double>(d[i]) + sum[i]);

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "critical_path.h"
+
 namespace emulator {
 
 struct Index3 {
@@ -29,7 +31,17 @@ struct CopyRecord {
 // From now on copies are recorded; what was recorded is returned, and forgotten, by taken_copies.
 void record_copies();
 std::vector<CopyRecord> taken_copies();
+// From now on the critical path of each launch is recorded; what was recorded is returned, and forgotten, by
+// taken_paths.
+void record_paths(PathSettings settings);
+std::vector<LaunchPath> taken_paths();
 uint64_t count_accesses();  // of kernels to buffers and shared memory in this session, each whatever its size
+
+// How far 2^x is off on this machine: not at all; or by 2 units in the last place, the most that the PTX ISA allows
+// ex2.approx.f32 ("2 ulp from correctly rounded result across the full range of inputs"), all in one direction or up
+// and down by a hash of x. 2^0 is 1, by the table there.
+enum class Exp2Error { none, up, down, mixed };
+void set_exp2_error(Exp2Error error);
 
 // ---- from launch() ----
 // Runs thread_body(call) once per thread; `call` (the kernel and its parameters) is memory that threads may read.
@@ -55,8 +67,10 @@ void fence();
 enum class Access { read, write, atomic };
 // Checks an access that the compiler does not report itself, or one that must be aligned to its size.
 void check_access(const void* address, size_t bytes, Access access, bool aligned);
+float exp2_approximate(float x);
 // Copies without a check; the caller has made its own.
 void copy_bytes(void* to, const void* from, size_t bytes);
+void enter_code(const void* address);                     // a basic block begins
 void check_streaming(const void* address, size_t bytes);  // global, and not written in this launch
 void check_global(const char* name, const void* address);
 

@@ -96,6 +96,14 @@ Memory::Region* Memory::find(const void* address) {
   return nullptr;
 }
 
+Place Memory::place_of(const void* address) {
+  if (is_shared(address)) return Place::shared;
+  const Region* const region = find(address);
+  if (!region) return Place::nowhere;
+  if (region->name == kParameters) return Place::parameters;
+  return region->content == Content::read_only ? Place::read_only : Place::written;
+}
+
 std::string Memory::nearest(const void* address) const {
   const char* a = static_cast<const char*>(address);
   std::ostringstream text;

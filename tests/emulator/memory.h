@@ -14,6 +14,7 @@
 namespace emulator {
 
 constexpr unsigned kMostThreads = 1024;
+constexpr const char* kParameters = "the kernel's parameters";  // name of that buffer
 
 // A moment in one thread's life: bit 63 set, block 22 bits, thread 10, the thread's clock 31.
 // The clock counts what may make the thread's past known to others: barriers, warp barriers, fences.
@@ -49,6 +50,9 @@ struct Observer {
   }
 };
 
+// Where an address lies: read_only and written are global memory, parameters the running kernel's.
+enum class Place { shared, read_only, written, parameters, nowhere };
+
 class Memory {
  public:
   Memory(char* shared, size_t shared_bytes);
@@ -63,6 +67,7 @@ class Memory {
 
   bool is_shared(const void* address) const { return address >= shared_ && address < shared_ + shared_bytes_; }
 
+  Place place_of(const void* address);
   // Checks and records one access; returns "" or what is wrong with it.
   std::string access(const void* address, size_t bytes, Access kind, const Observer& observer);
   std::string begin_async_write(void* address, size_t bytes, const Observer& observer);

@@ -1,10 +1,12 @@
-// The Python module _emulator: sessions, buffers, and every function that launches/*.cpp register.
+// The Python module _emulator: sessions, buffers, critical paths, and every function that launches/*.cpp register.
+#include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <map>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 #include "engine.h"
 #include "launches.h"
@@ -21,6 +23,46 @@ Functions& functions() {
 void add(const char* name, std::function<int64_t(const Arguments&)> function) {
   if (!functions().emplace(name, std::move(function)).second)
     throw std::logic_error(std::string("two launches are registered as ") + name);
+}
+
+using Counts = std::map<std::string, uint32_t>;
+
+Counts counts_of(const emulator::Path& path) {
+  Counts counts;
+  for (size_t i = 0; i < emulator::kEvents; ++i) counts[emulator::kEventNames[i]] = path.counts[i];
+  return counts;
+}
+
+void bind_paths(pybind11::module_& module) {
+  // cycles: of each event, by its name. weights: address in this library behind the hook of a basic block -> its
+  // instructions.
+  module.def("record_paths",
+             [](const std::map<std::string, double>& cycles, bool most, const std::map<uintptr_t, uint32_t>& weights) {
+               emulator::PathSettings settings;
+               for (size_t i = 0; i < emulator::kEvents; ++i) settings.cycles[i] = cycles.at(emulator::kEventNames[i]);
+               settings.most = most;
+               Dl_info library{};
+               dladdr(reinterpret_cast<const void*>(&emulator::taken_paths), &library);
+               for (const auto& [offset, weight] : weights)
+                 settings.weights[reinterpret_cast<uintptr_t>(library.dli_fbase) + offset] = weight;
+               emulator::record_paths(std::move(settings));
+             });
+  module.def("taken_paths", [] {
+    pybind11::list launches;
+    for (const auto& launch : emulator::taken_paths()) {
+      pybind11::dict found;
+      found["name"] = launch.name;
+      found["blocks"] = launch.blocks;
+      found["threads"] = launch.threads;
+      found["whole"] = counts_of(launch.whole);
+      found["to_product"] = counts_of(launch.to_product);
+      found["to_atomic"] = counts_of(launch.to_atomic);
+      found["code"] = launch.code;
+      found["bytes"] = 128 * launch.lines;
+      launches.append(found);
+    }
+    return launches;
+  });
 }
 
 }  // namespace
@@ -55,6 +97,14 @@ PYBIND11_MODULE(_emulator, module) {
     for (const auto& copy : emulator::taken_copies()) copies.emplace_back(copy.block, copy.group, copy.from);
     return copies;
   });
+  module.def("set_exp2_error", [](const std::string& name) {
+    static const std::map<std::string, emulator::Exp2Error> kErrors = {{"none", emulator::Exp2Error::none},
+                                                                       {"up", emulator::Exp2Error::up},
+                                                                       {"down", emulator::Exp2Error::down},
+                                                                       {"mixed", emulator::Exp2Error::mixed}};
+    emulator::set_exp2_error(kErrors.at(name));
+  });
+  emulator::bind_paths(module);
   module.def("run_primitive", &emulator::run_primitive);
   module.def("run_planted_fault", &emulator::run_planted_fault);
   for (const auto& [name, function] : emulator::registered())

@@ -201,4 +201,17 @@ inline PASS_EXT_KERNEL philox_kernel(const uint32_t* counters, const uint64_t* k
   for (int k = 0; k < 4; ++k) words[4 * i + k] = counter.word[k];
 }
 
+// For critical paths. Two warps: all threads load twice, `chased` says how often from where the first load sends them;
+// the second warp shuffles; all wait at a barrier, or two.
+inline PASS_EXT_KERNEL path_kernel(const int* in, int* out, int chased, int shuffles, int barriers) {
+  int place = in[0];
+  if (chased > 0) place = in[place + 32];
+  if (chased > 1) place = in[place + 64];
+  if (warp_index() == 1)
+    for (int i = 0; i < shuffles; ++i) place = shuffle_xor(place, 1);
+  sync_block();
+  if (barriers > 1) sync_block();
+  out[thread_rank()] = place;
+}
+
 }  // namespace pass_ext::gpu

@@ -53,6 +53,8 @@ void run_primitive(const std::string& name, Address in, Address out, Address out
     launch("bits", bits_kernel, {{1}, {unsigned(a)}}, {}, as<uint64_t>(in), as<int>(out));
   } else if (name == "philox") {
     launch("philox", philox_kernel, {{unsigned(a)}, {32}}, {}, as<uint32_t>(in), as<uint64_t>(out2), as<uint32_t>(out));
+  } else if (name == "path") {
+    launch("path", path_kernel, {{1}, {64}}, {}, as<int>(in), as<int>(out), a, b, c);
   } else {
     throw std::invalid_argument("no primitive kernel is called " + name);
   }

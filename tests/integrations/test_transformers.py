@@ -1,4 +1,4 @@
-"""attn_implementation="pass_ext": generations and single forwards against transformers' own sdpa, and what is refused."""
+"""attn_implementation="pass_ext": generations and single forwards against transformers' own sdpa, and refusals."""
 
 import functools
 
@@ -16,25 +16,25 @@ hooks.register()
 AT_LEAST_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
-# Scores so wide that every mask, window and softcap tells.
+# Scores so wide that every mask, window and softcap changes the result.
 sharp_model = functools.partial(small_model, sharpness=15.0)
 
 
-def generate(model, ids, mask, implementation, **given):
+def generate(model, ids, mask, implementation, **options):
     model.set_attn_implementation(implementation)
-    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, **given}
-    return model.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **given)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, **options}
+    return model.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **options)
 
 
 def sdpa_or_eager(model):
-    """Gemma 2 has a softcap, which sdpa refuses (5.x) or leaves out (4.57)."""
+    """sdpa, or eager for Gemma 2: it has a softcap, which sdpa refuses (5.x) or leaves out (4.57)."""
     return "eager" if model.config.model_type == "gemma2" else "sdpa"
 
 
 @torch.no_grad()
-def logits(model, implementation, *args, **given):
+def logits(model, implementation, *args, **options):
     model.set_attn_implementation(implementation)
-    return model(*args, **given).logits
+    return model(*args, **options).logits
 
 
 # ---- whole generations ----
@@ -55,11 +55,11 @@ def test_generate_gives_the_tokens_of_sdpa(name, changes, cache, padding):
 def test_beams_and_several_sequences(name):
     model = sharp_model(name)
     ids, mask = prompts(2, 7, padding=(3, 0))
-    for given in ({"num_beams": 3, "num_return_sequences": 2}, {"num_return_sequences": 3, "do_sample": True}):
+    for options in ({"num_beams": 3, "num_return_sequences": 2}, {"num_return_sequences": 3, "do_sample": True}):
         torch.manual_seed(1)
-        expected = generate(model, ids, mask, "sdpa", **given)
+        expected = generate(model, ids, mask, "sdpa", **options)
         torch.manual_seed(1)
-        assert torch.equal(generate(model, ids, mask, "pass_ext", **given), expected)
+        assert torch.equal(generate(model, ids, mask, "pass_ext", **options), expected)
 
 
 # ---- single forwards ----
@@ -74,7 +74,7 @@ def test_the_window_is_that_of_transformers_at_its_edge(window):
     seen = mask.bool()
     torch.testing.assert_close(ours[seen], expected[seen], atol=3e-5, rtol=1e-5)
     other = logits(sharp_model("mistral", sliding_window=window + 1), "sdpa", ids, attention_mask=mask)
-    assert (other - expected)[seen].abs().max() > 1e-2, "the test must see a window that is off by one"
+    assert (other - expected)[seen].abs().max() > 1e-2, "the test must notice a window that is off by one"
 
 
 def test_more_rows_than_a_call_takes():
@@ -95,7 +95,7 @@ def test_right_padding_of_one_forward():
 
 
 def test_packed_texts_do_not_see_each_other():
-    """transformers finds texts packed into one row by their position ids; the mask is then one of blocks."""
+    """transformers recognises texts packed into one row by their position ids; the mask is then one of blocks."""
     model = sharp_model("llama")
     ids, _ = prompts(1, 9)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
@@ -112,7 +112,7 @@ def test_a_dense_mask_of_the_user_is_followed(name, dtype):
     mask = torch.ones(2, 1, 5, 10, dtype=torch.bool)
     mask[:, 0, :, 5:] = (tree.visible >> torch.arange(5) & 1).bool()
     mask[1, :, :, :2] = False
-    given = mask if dtype == torch.bool else torch.where(mask, 0.0, torch.finfo(dtype).min)
+    mask_argument = mask if dtype == torch.bool else torch.where(mask, 0.0, torch.finfo(dtype).min)
     positions = tree.positions(5).expand(2, -1)
     results = []
     for implementation in ("sdpa", "pass_ext"):
@@ -120,7 +120,12 @@ def test_a_dense_mask_of_the_user_is_followed(name, dtype):
         logits(model, "sdpa", ids[:, :5], past_key_values=cache, use_cache=True)
         results.append(
             logits(
-                model, implementation, ids[:, 5:], attention_mask=given, position_ids=positions, past_key_values=cache
+                model,
+                implementation,
+                ids[:, 5:],
+                attention_mask=mask_argument,
+                position_ids=positions,
+                past_key_values=cache,
             )
         )
     torch.testing.assert_close(results[1], results[0], atol=3e-5, rtol=1e-5)
@@ -140,7 +145,7 @@ def test_a_mask_that_was_written_to_is_read_again():
 TREES = [Tree([-1, 0, 1, 0]), Tree([-1, 0, 0, 1, 1, 2, 5])]
 
 
-def tree_forward(model, implementation, static, trees, padding, **given):
+def tree_forward(model, implementation, static, trees, padding, **options):
     """Logits of one tree step behind 6 columns of prompt."""
     batch, nodes = len(trees), max(map(len, trees))
     ids, mask = prompts(batch, 6, padding=padding)
@@ -162,7 +167,7 @@ def tree_forward(model, implementation, static, trees, padding, **given):
            position_ids=(mask.cumsum(1) - 1).clamp(min=0))  # fmt: skip
     extra = {} if AT_LEAST_5 else {"cache_position": torch.arange(6, 6 + nodes)}
     return logits(
-        model, implementation, rows, position_ids=positions, past_key_values=cache, use_cache=True, **extra, **given
+        model, implementation, rows, position_ids=positions, past_key_values=cache, use_cache=True, **extra, **options
     ), prefix, cache  # fmt: skip
 
 
@@ -180,7 +185,7 @@ def dense_mask(trees, padding, columns):
 @pytest.mark.parametrize("padding", [(0, 0), (2, 2), (0, 4)])
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "opt"])
 def test_a_tree_step_equals_a_dense_mask(name, padding, static):
-    """On the cache of transformers, in place: ragged trees, ragged prefixes."""
+    """In place on transformers' cache: ragged trees, ragged prefixes."""
     if name == "opt" and not AT_LEAST_5:
         pytest.skip("OPT in transformers 4.57 builds masks itself")
     model = sharp_model(name)
@@ -207,15 +212,15 @@ def test_a_tree_step_through_windows():
     mask = dense_mask([tree], (0,), 6 + len(tree))
     position = torch.cat([torch.arange(6), tree.positions(6)])
     mask &= position > tree.positions(6)[:, None] - 4
-    # A sliding cache of transformers gives columns up; one made without the config keeps them.
+    # A sliding cache of transformers drops columns; a cache made without the config keeps them.
     ids, rows = prompts(1, 6)[0], prompts(1, len(tree), seed=5)[0]
     results = []
     step = hooks.TreeStep(packed.visible, packed.cu_nodes, torch.tensor([6]), packed.max_nodes, packed.depths)
-    for implementation, given in (("sdpa", {"attention_mask": mask}), ("pass_ext", {"pass_ext_tree": step})):
+    for implementation, options in (("sdpa", {"attention_mask": mask}), ("pass_ext", {"pass_ext_tree": step})):
         cache = transformers.DynamicCache()
         logits(model, "sdpa", ids, past_key_values=cache, use_cache=True)
         results.append(
-            logits(model, implementation, rows, position_ids=tree.positions(6)[None], past_key_values=cache, **given)
+            logits(model, implementation, rows, position_ids=tree.positions(6)[None], past_key_values=cache, **options)
         )
     torch.testing.assert_close(results[1], results[0], atol=3e-5, rtol=1e-5)
     flat = hooks.TreeStep(packed.visible, packed.cu_nodes, torch.tensor([6]), packed.max_nodes)
@@ -274,7 +279,7 @@ def test_registering_twice_changes_nothing():
         ("llama", {"pass_ext_tree": 3}, "TreeStep"),
     ],
 )
-def test_what_would_change_the_result_is_refused(name, given, message):
+def test_unimplemented_arguments_are_refused(name, given, message):
     model = sharp_model(name)
     with pytest.raises((ValueError, TypeError), match=message):
         logits(model, "pass_ext", prompts(1, 5)[0], **given)
@@ -344,7 +349,7 @@ def test_heads_that_are_too_wide_are_refused():
 
 @pytest.mark.slow
 def test_compiled_forward_with_a_static_cache():
-    """One graph: nothing on the way waits for numbers."""
+    """One graph: nothing in the forward needs a number on the host."""
     model = hooks.use(sharp_model("llama"))
     ids = prompts(1, 6)[0]
     cache = transformers.StaticCache(config=model.config, max_cache_len=16)

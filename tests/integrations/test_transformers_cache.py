@@ -1,4 +1,4 @@
-"""read_cache and write_cache: what one cache holds, put into another, continues the text alike; others are refused by name."""
+"""read_cache and write_cache: the contents of one cache, put into another, continue the text alike; refusals name the cache."""
 
 import pytest
 import torch
@@ -31,16 +31,16 @@ def test_another_cache_continues_alike(source, target):
     model = small_model("llama")
     ids = prompts(2, 9)[0]
     whole = forward(model, ids, make_cache("dynamic", model), 0)
-    given, taken = make_cache(source, model), make_cache(target, model)
-    assert cache_length(given) == 0
-    forward(model, ids[:, :6], given, 0)
+    source_cache, target_cache = make_cache(source, model), make_cache(target, model)
+    assert cache_length(source_cache) == 0
+    forward(model, ids[:, :6], source_cache, 0)
     for layer in range(2):
-        keys, values = read_cache(given, layer)
+        keys, values = read_cache(source_cache, layer)
         assert keys.shape == values.shape == (2, 2, 6, 16)
-        assert keys.data_ptr() == given.layers[layer].keys.data_ptr(), "a view"
-        write_cache(taken, layer, keys, values)
-        assert cache_length(taken, layer) == 6
-    torch.testing.assert_close(forward(model, ids[:, 6:], taken, 6), whole[:, 6:], atol=3e-5, rtol=1e-5)
+        assert keys.data_ptr() == source_cache.layers[layer].keys.data_ptr(), "a view"
+        write_cache(target_cache, layer, keys, values)
+        assert cache_length(target_cache, layer) == 6
+    torch.testing.assert_close(forward(model, ids[:, 6:], target_cache, 6), whole[:, 6:], atol=3e-5, rtol=1e-5)
 
 
 def test_a_static_layer_keeps_its_addresses_and_forgets_the_rest():
@@ -59,7 +59,7 @@ def test_a_static_layer_keeps_its_addresses_and_forgets_the_rest():
     assert [cache_length(cache, i) for i in range(2)] == [4, 9]
 
 
-def test_what_is_no_plain_cache_is_refused():
+def test_other_caches_are_refused():
     model = small_model("llama")
     rows = torch.zeros(1, 2, 3, 16)
     sliding = make_cache("dynamic", small_model("mistral"))
@@ -88,7 +88,7 @@ def test_content_that_does_not_fit_is_refused():
 
 
 SIZES = {
-    # Layers of one model differ in their heads.
+    # The layers of one model have different heads.
     "gemma4_text": dict(
         head_dim=16,
         global_head_dim=32,
@@ -116,7 +116,7 @@ SIZES = {
 
 @pytest.mark.parametrize("architecture", SIZES)
 def test_custom_generate_hands_back_heads_of_their_own_sizes(architecture):
-    """transformers goes on from our cache, and we from its."""
+    """transformers continues from a cache of pass_ext, and pass_ext from a cache of transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     if architecture not in CONFIG_MAPPING:
@@ -127,13 +127,13 @@ def test_custom_generate_hands_back_heads_of_their_own_sizes(architecture):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     ids, mask = prompts(2, 9, padding=(0, 3))
     options = dict(do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True)
-    want = model.generate(ids, attention_mask=mask, max_new_tokens=8, **options).sequences
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, **options).sequences
     half = model.generate(ids, attention_mask=mask, max_new_tokens=4, custom_generate=custom_generate(), **options)
-    assert torch.equal(half.sequences, want[:, :13])
+    assert torch.equal(half.sequences, expected[:, :13])
     filled, seen = transformers.DynamicCache(), pad(mask, (0, 3), value=1)
     positions = (seen.cumsum(1) - 1).clamp(min=0)
     model(half.sequences[:, :-1], attention_mask=seen, position_ids=positions, past_key_values=filled)
     options.update(attention_mask=pad(mask, (0, 4), value=1), max_new_tokens=4)
     theirs = model.generate(half.sequences, past_key_values=half.past_key_values, **options)
     ours = model.generate(half.sequences, past_key_values=filled, custom_generate=custom_generate(), **options)
-    assert torch.equal(theirs.sequences, want) and torch.equal(ours.sequences, want)
+    assert torch.equal(theirs.sequences, expected) and torch.equal(ours.sequences, expected)

@@ -31,12 +31,12 @@ def llama():
 
 @pytest.fixture(scope="module")
 def foreseen(llama):
-    """PaSS whose candidates come true often, once a Prophet is told the future."""
+    """PaSS whose candidates come true often, once a Prophet knows the future."""
     return PaSS(slots_for(llama), tree=BUSHY, rows=24)
 
 
 class EvenAfterOdd(LogitsProcessor):
-    """After an odd token an even one, by every second request: depends on text and request."""
+    """An even token after an odd one, for every second request: it depends on text and request."""
 
     def __call__(self, ids, scores):
         odd = (ids[:, -1] % 2 == 1) & (torch.arange(len(ids)) % 2 == 0)
@@ -85,16 +85,16 @@ def run(model, ids, mask, method=None, **options):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_greedy_is_that_of_transformers(llama, foreseen, name, monkeypatch):
     ids, mask = ragged_prompts(6, longest=12, seed=3)
-    want = run(llama, ids, mask, **OPTIONS[name])
+    expected = run(llama, ids, mask, **OPTIONS[name])
     ours = custom_generate(NGram(longest=2, shortest=1, branches=2))
-    assert torch.equal(run(llama, ids, mask, ours, **OPTIONS[name]), want)
-    Prophet(monkeypatch, unpadded(want, mask))
+    assert torch.equal(run(llama, ids, mask, ours, **OPTIONS[name]), expected)
+    Prophet(monkeypatch, unpadded(expected, mask))
     ours = custom_generate(foreseen)
-    assert torch.equal(run(llama, ids, mask, ours, **OPTIONS[name]), want)
+    assert torch.equal(run(llama, ids, mask, ours, **OPTIONS[name]), expected)
     assert ours.stats.mean_acceptance_length > 1.4, "candidates were accepted under these processors"
     if name not in ("plain", "no end", "renormalised"):
         plain = run(llama, ids, mask)
-        assert plain.shape != want.shape or not torch.equal(plain, want), "the option shows"
+        assert plain.shape != expected.shape or not torch.equal(plain, expected), "the option shows"
 
 
 def test_stop_strings(llama, foreseen, monkeypatch):
@@ -104,14 +104,14 @@ def test_stop_strings(llama, foreseen, monkeypatch):
     text = run(llama, ids, mask, eos_token_id=None)[0, ids.shape[1] :].tolist()
     stop = "".join(chr(97 + token) for token in text[8:10])
     criteria = {"stopping_criteria": [StopStringCriteria(Tokens(), [stop])], "eos_token_id": None}
-    want = run(llama, ids, mask, **criteria)
-    assert want.shape[1] < ids.shape[1] + NEW
+    expected = run(llama, ids, mask, **criteria)
+    assert expected.shape[1] < ids.shape[1] + NEW
     Prophet(monkeypatch, [torch.cat([ids[mask.bool()], torch.tensor(text)]).tolist()])
-    assert torch.equal(run(llama, ids, mask, custom_generate(foreseen), **criteria), want)
+    assert torch.equal(run(llama, ids, mask, custom_generate(foreseen), **criteria), expected)
 
 
 def test_an_assistant_is_never_called(llama, monkeypatch):
-    """transformers keeps ``assistant_model`` to itself, as docs/guide/pass.md says; the text is that of the model."""
+    """transformers does not pass ``assistant_model`` on, as docs/guide/pass.md says; the text is the model's own."""
     ids, mask = ragged_prompts(1, longest=12, seed=4)
     assistant = small_model("llama")
     monkeypatch.setattr(assistant, "forward", lambda *arguments, **options: pytest.fail("the assistant was called"))
@@ -131,8 +131,8 @@ def test_other_architectures_and_caches(architecture, cache):
     model = small_model(architecture)
     ids, mask = ragged_prompts(4, longest=12)
     options = {"cache_implementation": cache, "repetition_penalty": 1.3}
-    want = run(model, ids, mask, **options)
-    assert torch.equal(run(model, ids, mask, custom_generate(NGram(shortest=1)), **options), want)
+    expected = run(model, ids, mask, **options)
+    assert torch.equal(run(model, ids, mask, custom_generate(NGram(shortest=1)), **options), expected)
 
 
 # ---- caches: a chat that goes on ----
@@ -140,8 +140,8 @@ def test_other_architectures_and_caches(architecture, cache):
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["one text", "left-padded"])
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_a_cache_is_taken_and_handed_back(llama, kind, ragged):
-    """Three turns: transformers' cache to us, ours to transformers; every time the text of one without a cache."""
+def test_a_cache_goes_in_and_comes_back(llama, kind, ragged):
+    """Three turns: transformers' cache to pass_ext, pass_ext's to transformers; each text equals the text without a cache."""
     if ragged and kind is StaticCache and not AT_LEAST_5:
         pytest.skip("transformers 4.57 counts columns that are not zeros, and this padding's are")
     ids, mask = ragged_prompts(3, longest=9, seed=2)
@@ -151,10 +151,10 @@ def test_a_cache_is_taken_and_handed_back(llama, kind, ragged):
     texts, seen = ids, mask
     calls = []
     for method in (None, custom_generate(NGram(shortest=1)), custom_generate(), None):
-        want = run(llama, texts, seen, eos_token_id=None, max_new_tokens=6)
-        given = {"past_key_values": cache, "eos_token_id": None, "max_new_tokens": 6}
-        got = run(llama, texts, seen, method, **given)
-        assert torch.equal(got, want)
+        expected = run(llama, texts, seen, eos_token_id=None, max_new_tokens=6)
+        options = {"past_key_values": cache, "eos_token_id": None, "max_new_tokens": 6}
+        got = run(llama, texts, seen, method, **options)
+        assert torch.equal(got, expected)
         assert int(cache.get_seq_length()) == got.shape[1] - 1
         calls.append(getattr(method, "stats", None))
         new = torch.randint(3, VOCABULARY, (len(ids), 3))
@@ -173,16 +173,16 @@ def test_a_taken_cache_is_not_computed_again(llama, monkeypatch):
     )
     texts = torch.cat([first, ids[:, :4]], 1)
     run(llama, texts, torch.ones_like(texts), custom_generate(), past_key_values=cache, eos_token_id=None)
-    assert rows[0] == 5, "the last token of the first answer and the four new ones"
+    assert rows[0] == 5, "the last token of the first answer and the four new tokens"
 
 
 def test_a_dictionary_with_the_cache(llama):
     ids, mask = ragged_prompts(2, longest=8)
     for options in ({}, {"use_cache": False}):
-        want = run(llama, ids, mask, return_dict_in_generate=True, **options)
+        expected = run(llama, ids, mask, return_dict_in_generate=True, **options)
         got = run(llama, ids, mask, custom_generate(), return_dict_in_generate=True, **options)
-        assert type(got) is type(want) and torch.equal(got.sequences, want.sequences)
-        assert (got.past_key_values is None) == (want.past_key_values is None)
+        assert type(got) is type(expected) and torch.equal(got.sequences, expected.sequences)
+        assert (got.past_key_values is None) == (expected.past_key_values is None)
     full = run(llama, ids, mask, return_dict_in_generate=True, eos_token_id=None)
     ours = run(llama, ids, mask, custom_generate(), return_dict_in_generate=True, eos_token_id=None)
     seen = torch.nn.functional.pad(mask, (0, NEW - 1), value=1).bool()
@@ -203,7 +203,7 @@ def test_sampled_text_is_a_function_of_the_seed(llama, foreseen):
         for method in (None, foreseen, NGram(shortest=1))
     ]
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
-    assert len(set(map(tuple, texts[0].tolist()))) == 6, "copies of a prompt get texts of their own"
+    assert len(set(map(tuple, texts[0].tolist()))) == 6, "copies of a prompt get different texts"
     again = run(llama, ids, mask, custom_generate(), seeds=[11, 12, 13, 11, 12, 13], **options)
     assert torch.equal(again, texts[0]), "seeds may come with the call"
     direct = pass_ext.generate(
@@ -212,10 +212,10 @@ def test_sampled_text_is_a_function_of_the_seed(llama, foreseen):
     width = min(direct.sequences.shape[1], texts[0].shape[1])
     assert torch.equal(direct.sequences[:, :width], texts[0][::3, :width])
     torch.manual_seed(5)
-    one = run(llama, ids, mask, custom_generate(), **options)
+    first = run(llama, ids, mask, custom_generate(), **options)
     torch.manual_seed(5)
     two = run(llama, ids, mask, custom_generate(foreseen), **options)
-    assert torch.equal(one, two) and not torch.equal(one, texts[0])
+    assert torch.equal(first, two) and not torch.equal(first, texts[0])
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_sampled_text_is_a_function_of_the_seed(llama, foreseen):
     ],
     ids=str,
 )
-def test_the_law_of_sampled_tokens(options):
+def test_the_distribution_of_sampled_tokens(options):
     """Two tokens of a vocabulary of 8, counted over seeds, against transformers' own processors on the model's logits."""
     model = small_model("llama", sharpness=1.5, vocab_size=8)
     prompt, count = torch.tensor([[3, 5, 6]]), 1500
@@ -238,14 +238,14 @@ def test_the_law_of_sampled_tokens(options):
     method = custom_generate(PaSS(slots_for_vocabulary(model), tree=BUSHY, rows=24), seeds=0)
     got = run(model, prompt, ones, method, num_return_sequences=count, **options)[:, 3:]
     seen = torch.zeros(8, 8).index_put_((got[:, 0], got[:, 1]), torch.ones(count), accumulate=True) / count
-    law = torch.zeros(8, 8)
-    for token, p in enumerate(next_law(model, prompt, options)):
+    distribution = torch.zeros(8, 8)
+    for token, p in enumerate(next_distribution(model, prompt, options)):
         if p > 0:
-            law[token] = p * next_law(model, torch.cat([prompt, torch.tensor([[token]])], 1), options)
-    assert (seen[law == 0] == 0).all(), "what the processors forbid never comes"
-    assert (law == 0).any(), "they forbid something"
-    error = (law * (1 - law) / count).sqrt()
-    assert ((seen - law).abs() <= 4.5 * error + 1e-9).all()
+            distribution[token] = p * next_distribution(model, torch.cat([prompt, torch.tensor([[token]])], 1), options)
+    assert (seen[distribution == 0] == 0).all(), "forbidden tokens never come"
+    assert (distribution == 0).any(), "they forbid something"
+    error = (distribution * (1 - distribution) / count).sqrt()
+    assert ((seen - distribution).abs() <= 4.5 * error + 1e-9).all()
 
 
 def slots_for_vocabulary(model):
@@ -254,7 +254,7 @@ def slots_for_vocabulary(model):
 
 
 @torch.no_grad()
-def next_law(model, ids, options):
+def next_distribution(model, ids, options):
     config = transformers.GenerationConfig(**{key: value for key, value in options.items() if key != "max_new_tokens"})
     config._eos_token_tensor = None
     processors = model._get_logits_processor(
@@ -269,10 +269,10 @@ def test_warpers_become_parameters_only_where_the_order_allows():
     warm, few = transformers.TemperatureLogitsWarper(0.7), transformers.TopKLogitsWarper(5)
     nucleus, least = transformers.TopPLogitsWarper(0.9), transformers.MinPLogitsWarper(0.1)
     typical, ban = transformers.TypicalLogitsWarper(0.8), transformers.InfNanRemoveLogitsProcessor()
-    law = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    parameters = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
     usual = [ban, warm, few, nucleus, least]
-    assert sampling_parameters(usual, sample=True) == (law, [ban])
-    assert sampling_parameters([*usual, transformers.LogitNormalization()], sample=True) == (law, [ban])
+    assert sampling_parameters(usual, sample=True) == (parameters, [ban])
+    assert sampling_parameters([*usual, transformers.LogitNormalization()], sample=True) == (parameters, [ban])
     assert sampling_parameters([warm, few, typical], sample=True) == ({"temperature": 1.0}, [warm, few, typical])
     assert sampling_parameters([warm, few, warm, nucleus], sample=True) == (
         {"temperature": 0.7, "top_p": 0.9},
@@ -287,7 +287,7 @@ def test_warpers_become_parameters_only_where_the_order_allows():
 # ---- streaming, refusals ----
 
 
-class Heard:
+class Recorder:
     def __init__(self):
         self.tokens, self.ended = [], False
 
@@ -300,7 +300,7 @@ class Heard:
 
 def test_a_streamer_comes_under_another_name(llama):
     ids, mask = torch.randint(3, VOCABULARY, (1, 6)), torch.ones(1, 6, dtype=torch.long)
-    mine, late = Heard(), Heard()
+    mine, late = Recorder(), Recorder()
     text = run(llama, ids, mask, custom_generate(streamer=mine))
     run(llama, ids, mask, custom_generate(), pass_ext_streamer=late)
     assert mine.tokens == late.tokens == text[0].tolist() and mine.ended and late.ended
@@ -317,7 +317,7 @@ def test_a_streamer_comes_under_another_name(llama):
         ({"position_ids": torch.arange(4, 10)[None]}, "position_ids"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(llama, options, message):
+def test_unsupported_options_are_refused_by_name(llama, options, message):
     ids = torch.randint(3, VOCABULARY, (1, 6))
     with pytest.raises(ValueError, match=message):
         run(llama, ids, torch.ones_like(ids), custom_generate(), **options)
@@ -341,7 +341,7 @@ def test_inputs_and_caches_that_do_not_fit_are_refused(llama):
 
 @pytest.mark.slow
 def test_the_name_is_found_without_transformers():
-    """pass_ext.custom_generate is there, and nothing but the call of generate needs transformers."""
+    """pass_ext.custom_generate exists without transformers; only the call of generate needs it."""
     code = "import sys, pass_ext; pass_ext.custom_generate(pass_ext.NGram()); assert 'transformers' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'custom'"):

@@ -1,4 +1,4 @@
-"""custom_generate with models whose cache holds latent keys and values: text as transformers', exchange of caches refused."""
+"""custom_generate with models whose cache holds latent keys and values: transformers' own text, and caches refused."""
 
 import pytest
 import torch
@@ -49,10 +49,10 @@ def run(model, **options):
 
 
 def test_text_without_exchange(deepseek):
-    want = run(deepseek)
-    assert torch.equal(run(deepseek, custom_generate=pass_ext.custom_generate(pass_ext.NGram(shortest=1))), want)
+    expected = run(deepseek)
+    assert torch.equal(run(deepseek, custom_generate=pass_ext.custom_generate(pass_ext.NGram(shortest=1))), expected)
     got = run(deepseek, custom_generate=pass_ext.custom_generate(), return_dict_in_generate=True, use_cache=False)
-    assert torch.equal(got.sequences, want) and got.past_key_values is None
+    assert torch.equal(got.sequences, expected) and got.past_key_values is None
 
 
 @pytest.mark.parametrize("given", ["filled cache", "dictionary"])

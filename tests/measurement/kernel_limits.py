@@ -80,8 +80,8 @@ LIMITS = (
 
     # Instructions.
     Limit("accept_kernel<coupled, beforehand>", "sm_90", "local accesses", 0, "it calls nothing"),
-    Limit("accept_kernel*beforehand>", "sm_90", "local accesses", 318, "LDL and STL around calls, today"),
-    Limit("accept_kernel*", "sm_90", "local accesses", 1_044, "LDL and STL around calls, today"),
+    Limit("accept_kernel*beforehand>", "sm_90", "local accesses", 335, "LDL and STL around calls, today"),
+    Limit("accept_kernel*", "sm_90", "local accesses", 1_070, "LDL and STL around calls, today"),
     Limit("draft_kernel*", "sm_90", "local accesses", 462, "LDL and STL around calls, today"),
     Limit("scan_rows_kernel*", "sm_90", "local accesses", 570, "LDL and STL of finishing a row, today"),
     Limit("scan_rows_kernel*", "sm_90", LOADS, 8, "a lane asks for all of its 32 logits (of float32: 8 loads) before it waits"),

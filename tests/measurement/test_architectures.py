@@ -1,5 +1,5 @@
-"""Every causal language model of transformers, tiny and random: transformers' own text by every method, or a refusal that names
-model and reason. Ten families always, all of them with the slow tests. The page beside the committed result shows it.
+"""Every causal language model of transformers, tiny and random: each method writes transformers' own text, or refuses with a
+sentence that names model and reason. Ten families always, all with the slow tests. The committed page shows the result.
 """
 
 import shutil
@@ -28,7 +28,7 @@ def result():
 
 
 def kinds(line):
-    """Outcomes without the reasons."""
+    """The outcomes of a line without their reasons."""
     return {way: line[way].partition(":")[0] for way in (*WAYS, "early exit") if way in line}
 
 
@@ -40,22 +40,22 @@ def test_transformers_own_text_or_a_refusal(architecture, result):
     assert not wrong
     assert architecture not in FAMILIES or [line[way] for way in WAYS] == [SAME] * 3
     assert architecture not in FAMILIES or line["different rows"] == len(architectures.LENGTHS), (
-        "texts that tell nothing"
+        "equal texts for different prompts prove nothing"
     )
     if result["versions"]["transformers"] == architectures.versions()["transformers"]:
         shown = next(row for row in result["rows"] if row["architecture"] == architecture)
         assert kinds(line) == kinds(shown), "the page shows another outcome: judge it again"
 
 
-# ---- what the sweep finds ----
+# ---- faults that the sweep finds ----
 
 
-def test_a_window_that_is_left_out_is_found(monkeypatch):
+def test_a_missing_window_is_found(monkeypatch):
     from pass_ext.decoding.session import session
 
     attention_tree = session.attention_tree
     monkeypatch.setattr(
-        session, "attention_tree", lambda *given, **named: attention_tree(*given, **{**named, "window": -1})
+        session, "attention_tree", lambda *tensors, **options: attention_tree(*tensors, **{**options, "window": -1})
     )
     line = judged("mistral")
     assert line["generate"].startswith("another text by Plain: row 0"), line
@@ -63,13 +63,13 @@ def test_a_window_that_is_left_out_is_found(monkeypatch):
     assert all(architectures.is_wrong(line, way) for way in WAYS[:2]) and line["attn_implementation"] == SAME
 
 
-def test_logits_that_are_a_little_other_are_found(monkeypatch):
+def test_slightly_different_logits_are_found(monkeypatch):
     from pass_ext.decoding.session import session
 
     attention_tree = session.attention_tree
 
-    def scaled(*given, **named):
-        out, lse = attention_tree(*given, **named)
+    def scaled(*tensors, **options):
+        out, lse = attention_tree(*tensors, **options)
         return out * 1.002, lse
 
     monkeypatch.setattr(session, "attention_tree", scaled)
@@ -86,7 +86,7 @@ def test_logits_that_are_a_little_other_are_found(monkeypatch):
         (RuntimeError("llama: view size"), "fails: RuntimeError: llama: view size"),
     ],
 )
-def test_what_counts_as_a_refusal(error, outcome):
+def test_refusals_and_failures(error, outcome):
     def raises():
         raise error
 
@@ -94,13 +94,13 @@ def test_what_counts_as_a_refusal(error, outcome):
 
 
 def test_only_ties_are_forgiven(monkeypatch):
-    """A token that is as likely as the wanted one, and no other."""
+    """A token as likely as the expected one is accepted, no other."""
     texts = architectures.Texts(tiny_model("llama"))
-    assert texts.difference(texts.wanted) is None and texts.ties == 0
-    got = texts.wanted.clone()
+    assert texts.difference(texts.expected) is None and texts.ties == 0
+    got = texts.expected.clone()
     got[1, 3:] = 5
     logits = texts.logits(1)
-    assert int(logits[architectures.LENGTHS[1] + 2].argmax()) == int(texts.wanted[1, 3]), "the row that wrote it"
+    assert int(logits[architectures.LENGTHS[1] + 2].argmax()) == int(texts.expected[1, 3]), "the row that wrote it"
     assert texts.difference(got).startswith("row 1, token 3: 5, transformers writes")
     best = logits[architectures.LENGTHS[1] + 2]
     best[5] = best.max() - 1e-5

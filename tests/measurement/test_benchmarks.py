@@ -1,4 +1,4 @@
-"""The benchmarks run, write what they say they write, and refuse to time what is wrong. Speed itself is not tested."""
+"""The op benchmarks run, write full results, and refuse to time a wrong contender. Speed itself is not tested."""
 
 import importlib.metadata
 import importlib.util
@@ -38,13 +38,13 @@ def run_module(*arguments, **environment):
 
 
 @pytest.fixture
-def report(monkeypatch):
-    """python -m benchmarks.pages, in this process: what it returns."""
+def render_pages(monkeypatch):
+    """Runs python -m benchmarks.pages in this process; its exit status."""
     monkeypatch.syspath_prepend(ROOT)
     from benchmarks.pages import __main__ as command
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["pages", *map(str, arguments)])
         return command.main()
 
     return run
@@ -64,7 +64,9 @@ def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
     }.items():
         assert set(entries) <= set(result[group]), group
     if importlib.util.find_spec("transformers"):
-        assert result["versions"]["transformers"] == importlib.metadata.version("transformers"), "what others are"
+        assert result["versions"]["transformers"] == importlib.metadata.version("transformers"), (
+            "the versions of others"
+        )
     contenders = {(row["labels"]["pass"], row["contender"]) for row in result["rows"]}
     assert len(contenders) == 10
     for row in result["rows"]:
@@ -78,7 +80,7 @@ def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
     assert "pass_ext" in done.stdout and "gain" in done.stdout
 
 
-def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path, report, capsys):
+def test_quick_attention_bench_names_absent_contenders_and_reasons(tmp_path, render_pages, capsys):
     done = run_module("benchmarks.ops.attention", "--quick", OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "ops/attention.json").read_text())
@@ -89,7 +91,7 @@ def test_quick_attention_bench_says_who_is_absent_and_why(tmp_path, report, caps
         assert all(row[key] > 0 for key in ("gb_per_s", "gflop_per_s", "of_limit", "times_ours")), row
     absent = [row for row in result["rows"] if row["median_us"] is None]
     assert absent and all(row["reason"] for row in absent)
-    assert report(tmp_path / "ops/attention.json") == 0
+    assert render_pages(tmp_path / "ops/attention.json") == 0
     page = capsys.readouterr().out
     assert f"Not timed: {absent[0]['contender']}, on " in page and "of limit" in page
 
@@ -111,7 +113,7 @@ def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness, 
     assert steps.excess(step, torch.full_like(step.q, float("nan")), expected) > 1
 
 
-def test_who_is_wrong_slow_or_failing_is_absent_with_a_reason(harness, monkeypatch):
+def test_wrong_slow_and_failing_contenders_are_absent_with_a_reason(harness, monkeypatch):
     from benchmarks.ops import attention as bench
     from benchmarks.ops import attention_contenders as ways
     from benchmarks.ops.inputs import attention_steps as steps
@@ -119,7 +121,7 @@ def test_who_is_wrong_slow_or_failing_is_absent_with_a_reason(harness, monkeypat
     def fail(step):
         raise NotImplementedError("no such kernel")
 
-    given = [
+    contenders = [
         ways.AttentionContender(bench.OURS, ways.ours),
         ways.AttentionContender("wrong", lambda step: ways.ours(step)[0] * 1.2),
         ways.AttentionContender("fails", fail),
@@ -127,7 +129,7 @@ def test_who_is_wrong_slow_or_failing_is_absent_with_a_reason(harness, monkeypat
         ways.AttentionContender("not installed", ways.sdpa, package="no_such_package"),
         ways.AttentionContender("elsewhere", ways.sdpa, devices=ways.GPU),
     ]
-    monkeypatch.setattr(bench, "CONTENDERS", given)
+    monkeypatch.setattr(bench, "CONTENDERS", contenders)
     monkeypatch.setattr(bench, "LIBRARIES", [])
     spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=1, prefix=100, nodes=5)
     monkeypatch.setitem(bench.MOST_SECONDS, "cpu", 60.0)
@@ -150,7 +152,7 @@ def test_the_limit_is_the_longer_of_reading_and_computing(harness):
     assert rates.fewest_seconds(moved=10, flops=80) == 10
 
 
-def test_what_differs_is_not_timed(harness):
+def test_a_different_result_is_not_timed(harness):
     same = harness.Contender("same", lambda x: x + 1)
     other = harness.Contender("other", lambda x: x + 1.0001)
     inputs = [(torch.ones(3),)]
@@ -194,15 +196,15 @@ def test_the_page_shows_the_committed_results():
     assert run_module("benchmarks.pages", "--check").returncode == 0, "run: python -m benchmarks.pages"
 
 
-def test_the_page_changes_with_the_results(tmp_path, report):
-    assert report("--root", tmp_path, "--check") == 0, "nothing is measured, nothing is said"
+def test_the_page_changes_with_the_results(tmp_path, render_pages):
+    assert render_pages("--root", tmp_path, "--check") == 0, "no results, no pages"
     ops = next(ROOT.glob("benchmarks/results/*/ops"))
     shutil.copytree(ops, tmp_path / ops.relative_to(ROOT))
-    assert report("--root", tmp_path, "--check") == 1, "no page yet"
-    assert report("--root", tmp_path) == 0 == report("--root", tmp_path, "--check")
+    assert render_pages("--root", tmp_path, "--check") == 1, "no page yet"
+    assert render_pages("--root", tmp_path) == 0 == render_pages("--root", tmp_path, "--check")
     page = (tmp_path / ops.relative_to(ROOT)).parent / "README.md"
     page.write_text(page.read_text() + "| forward | 1 | 576 | warm | 0.1 |\n")
-    assert report("--root", tmp_path, "--check") == 1
+    assert render_pages("--root", tmp_path, "--check") == 1
 
 
 def test_the_gpu_sleeps_until_the_host_has_queued_a_graph(harness, monkeypatch):

@@ -1,5 +1,7 @@
-"""bench_decoding: loops are found, prompts are held out, the race is fair, sums are right, and page and picture say what the
-result says. On constructed cases and a tiny random model; speed itself is not tested."""
+"""benchmarks.decoding: loops are found, prompts are held out, the race is fair, sums are right, page and picture show them.
+
+The cases are constructed, the model is tiny and random. Speed itself is not tested.
+"""
 
 import copy
 import json
@@ -38,7 +40,7 @@ def test_loops_are_found():
         assert loops(text), text
 
 
-def test_what_merely_repeats_words_does_not_loop():
+def test_repeated_words_alone_are_no_loop():
     from benchmarks.decoding.texts import loops
 
     straight = noise(128)
@@ -72,7 +74,7 @@ def test_first_difference():
 
 
 class Words:
-    """A tokenizer: a token per word or line end, and a template."""
+    """A tokenizer with a token per word or line end, and a chat template."""
 
     def __call__(self, text, add_special_tokens=True):
         return SimpleNamespace(input_ids=[hash_of(word) for word in re.findall(r"\S+|\n", text)])
@@ -114,12 +116,12 @@ def test_chat_prompts_are_no_training_instructions_in_other_words():
 
     trained = [words(line) for line in (ROOT / "pass_ext/training/instructions.txt").read_text().splitlines() if line]
     for entry in read_lines("chat"):
-        own = words(entry["text"])
-        assert max(len(own & other) / len(own | other) for other in trained) < 0.5, entry
+        prompt = words(entry["text"])
+        assert max(len(prompt & other) / len(prompt | other) for other in trained) < 0.5, entry
 
 
 def test_code_prompts_are_cut_by_rule_from_held_out_files_only(tmp_path):
-    from benchmarks.decoding import prompts as prompts
+    from benchmarks.decoding import prompts
 
     line = "    a = b + c"  # five tokens, six with the end of the line
     body = "\n".join(["import os", "x = 1", "", "def f(a):", *[line] * 60])
@@ -127,15 +129,15 @@ def test_code_prompts_are_cut_by_rule_from_held_out_files_only(tmp_path):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(body if name != "package/module_0.py" else "x = 1\n")
-    found = list(prompts.code_prompts(Words(), tmp_path))
-    assert found == []  # the only definition is in the first third
+    code = list(prompts.code_prompts(Words(), tmp_path))
+    assert code == []  # the only definition is in the first third
     for name in names:
         (tmp_path / name).write_text("\n".join([*["x = 1"] * 30, "class A:", *[line] * 60]))
-    found = list(prompts.code_prompts(Words(), tmp_path))
+    code = list(prompts.code_prompts(Words(), tmp_path))
     held_out = {name for name in names if prompts.is_held_out(name)}
-    assert {prompt.name for prompt in found} == held_out - {"test/support.py"} and 0 < len(found) < 20
-    assert [prompt.name for prompt in found] == [prompt.name for prompt in prompts.code_prompts(Words(), tmp_path)]
-    for prompt in found:
+    assert {prompt.name for prompt in code} == held_out - {"test/support.py"} and 0 < len(code) < 20
+    assert [prompt.name for prompt in code] == [prompt.name for prompt in prompts.code_prompts(Words(), tmp_path)]
+    for prompt in code:
         assert prompt.ids[:2] == (hash_of("class"), hash_of("A:"))
         assert prompts.FEWEST <= len(prompt.ids) <= prompts.MOST < len(prompt.ids) + 6
         assert prompt.ids[-1] == hash_of("c"), "a whole line, without its end"
@@ -194,7 +196,7 @@ def test_rounds_are_complete_shuffled_and_alike_every_time():
     for first, *others in rounds:
         assert first[0] == "Plain" and sorted(call[0] for call in others) == ["A", "B", "C", "Plain"]
         assert len({call[1:] for call in (first, *others)}) == 1, "one prompt and one seed"
-    assert len({tuple(call[0] for call in one[1:]) for one in rounds}) > 1
+    assert len({tuple(call[0] for call in calls_of_round[1:]) for calls_of_round in rounds}) > 1
     assert run_race(lambda ids: noise(128, seed=ids[0]), straight=6)[2] == calls
 
 
@@ -207,41 +209,45 @@ def test_a_race_out_of_time_has_had_some_of_each_domain():
 # ---- sums ----
 
 
-def made_run(contender, prompt, seconds, tokens=100, domain="code", looping=False, setting="greedy", **others):
+def example_run(contender, prompt, seconds, tokens=100, domain="code", looping=False, setting="greedy", **others):
     fields = {"calls": tokens, "differs_at": None, "drafted": 0, "histogram": []}
-    given = dict(setting=setting, domain=domain, prompt=prompt, looping=looping, contender=contender)
-    return {**given, "tokens": tokens, "seconds": seconds, **fields, **others}
+    labels = dict(setting=setting, domain=domain, prompt=prompt, looping=looping, contender=contender)
+    return {**labels, "tokens": tokens, "seconds": seconds, **fields, **others}
 
 
-def made_runs(two=1.4, one=1.6, joined=2.0, hf=0.9):
-    """Plain takes 2 and 4 seconds; speed-ups as given."""
+def example_runs(two=1.4, one=1.6, joined=2.0, hf=0.9):
+    """Runs with these speed-ups; Plain takes 2 and 4 seconds."""
     speeds = {"PaSS, two passes": two, "PaSS, one pass": one, "PaSS, one pass + NGram": joined, "transformers": hf}
     runs = []
     for domain in ("code", "prose"):
         for prompt, seconds in (("a", 2.0), ("b", 4.0)):
-            runs.append(made_run("Plain", prompt, seconds, domain=domain))
-            runs += [made_run(name, prompt, seconds / speed, domain=domain) for name, speed in speeds.items()]
+            runs.append(example_run("Plain", prompt, seconds, domain=domain))
+            runs += [example_run(name, prompt, seconds / speed, domain=domain) for name, speed in speeds.items()]
     return runs
 
 
 def test_a_speed_up_is_time_per_token_on_the_same_prompts():
     from benchmarks.decoding.summary import summarise
 
-    runs = [made_run("Plain", "a", 2.0), made_run("Plain", "b", 6.0), made_run("X", "a", 1.0, tokens=50)]
-    runs.append(made_run("X", "b", 3.0, calls=25, drafted=80, histogram=[10, 5, 10], differs_at=7))
-    plain, own = summarise(runs)
+    runs = [example_run("Plain", "a", 2.0), example_run("Plain", "b", 6.0), example_run("X", "a", 1.0, tokens=50)]
+    runs.append(example_run("X", "b", 3.0, calls=25, drafted=80, histogram=[10, 5, 10], differs_at=7))
+    plain, other = summarise(runs)
     assert plain["speed_up"] == plain["speed_up_p10"] == 1
-    assert own["speed_up"] == pytest.approx((8 / 200) / (4 / 150)) and own["slowest_prompt"] == 1
-    assert own["tokens_per_call"] == 150 / 75 and own["mean_acceptance_length"] == 2
-    assert own["draft_acceptance_rate"] == 25 / 80 and plain["mean_acceptance_length"] is None
-    assert own["equal_texts"] == 1 and own["first_difference"] == 7
-    assert own["speed_up_p10"] == pytest.approx(1) and own["speed_up_p90"] == pytest.approx(2)
+    assert other["speed_up"] == pytest.approx((8 / 200) / (4 / 150)) and other["slowest_prompt"] == 1
+    assert other["tokens_per_call"] == 150 / 75 and other["mean_acceptance_length"] == 2
+    assert other["draft_acceptance_rate"] == 25 / 80 and plain["mean_acceptance_length"] is None
+    assert other["equal_texts"] == 1 and other["first_difference"] == 7
+    assert other["speed_up_p10"] == pytest.approx(1) and other["speed_up_p90"] == pytest.approx(2)
 
 
 def test_sets_are_kept_apart_and_pooled():
     from benchmarks.decoding.summary import summarise
 
-    runs = [*made_runs(), made_run("Plain", "loop", 1.0, looping=True), made_run("NGram", "loop", 0.1, looping=True)]
+    runs = [
+        *example_runs(),
+        example_run("Plain", "loop", 1.0, looping=True),
+        example_run("NGram", "loop", 0.1, looping=True),
+    ]
     rows = summarise(runs)
     sets = [(row["looping"], row["domain"]) for row in rows if row["contender"] == "Plain"]
     assert sets == [(False, "code"), (False, "prose"), (False, "all"), (True, "code")]
@@ -262,12 +268,12 @@ def test_aims(speeds, device, met):
     from benchmarks.decoding.summary import judge, summarise, summarise_agreement
 
     agreement = summarise_agreement([{"contender": "Plain", "tokens": 9, "differs_at": None}])
-    aims = judge(summarise(made_runs(**speeds)), agreement, device)
+    aims = judge(summarise(example_runs(**speeds)), agreement, device)
     assert [aim.met for aim in aims] == met
     assert "no text of chat" in aims[0].measured and "no text of code" not in aims[0].measured
 
 
-def test_one_different_text_or_none_at_all_is_not_equality():
+def test_a_different_text_or_no_text_is_not_equality():
     from benchmarks.decoding.summary import judge, summarise_agreement
 
     runs = [{"contender": "Plain", "tokens": 9, "differs_at": at} for at in (None, 3)]
@@ -283,13 +289,13 @@ def test_acceptance_rate_and_tokens_per_step():
     from benchmarks.decoding.drafts import acceptance_rate, tokens_per_step
 
     histogram = [4, 2, 0, 2]  # 8 steps, 8 accepted, 3 levels
-    runs = [made_run("A", "a", 1.0, tokens=17, calls=9, histogram=histogram)]
+    runs = [example_run("A", "a", 1.0, tokens=17, calls=9, histogram=histogram)]
     assert acceptance_rate(runs, False) == 8 / 24 and tokens_per_step(runs, False) == 2
     assert acceptance_rate(runs, True) == 16 / 24 and tokens_per_step(runs, True) == 17 / 8
-    assert acceptance_rate([made_run("A", "a", 1.0, histogram=[0, 0])], False) is None
+    assert acceptance_rate([example_run("A", "a", 1.0, histogram=[0, 0])], False) is None
 
 
-def made_auto(name, measured, spread=0.01, planned=2.0, levels=(2, 2)):
+def planned_row(name, measured, spread=0.01, planned=2.0, levels=(2, 2)):
     ends = {"tokens_per_step_p10": measured - spread, "tokens_per_step_p90": measured + spread}
     plan = {"planned_tokens_per_step": planned, "planned_levels": list(levels)}
     return {"setting": "greedy", "contender": name, "prompts": 3, "tokens_per_step": measured, **ends, **plan}
@@ -299,12 +305,12 @@ def test_planned_against_measured():
     from benchmarks.decoding.drafts import judge_drafts
 
     cases = [
-        ([made_auto("A", 1.85), made_auto("B", 2.15)], True),
-        ([made_auto("A", 1.85), made_auto("B", 2.25)], False),
-        ([made_auto("A", 1.75)], False),
-        ([made_auto("A", 1.75, spread=0.1)], True),
-        ([made_auto("A", 1.0, planned=1.0, levels=())], None),
-        ([made_auto("A", 9.0) | {"setting": "temperature 0.8, top-k 10"}], None),
+        ([planned_row("A", 1.85), planned_row("B", 2.15)], True),
+        ([planned_row("A", 1.85), planned_row("B", 2.25)], False),
+        ([planned_row("A", 1.75)], False),
+        ([planned_row("A", 1.75, spread=0.1)], True),
+        ([planned_row("A", 1.0, planned=1.0, levels=())], None),
+        ([planned_row("A", 9.0) | {"setting": "temperature 0.8, top-k 10"}], None),
         ([], None),
     ]
     for rows, met in cases:
@@ -313,40 +319,40 @@ def test_planned_against_measured():
     assert "A: 1.85 (1.84–1.86), planned 2.00" in judge_drafts(cases[0][0])[0].measured
 
 
-def made_draft_row(kind, rule="greedy", setting="greedy", rate=0.3, speed=1.5, **others):
+def draft_row(kind, rule="greedy", setting="greedy", rate=0.3, speed=1.5, **others):
     name = kind if rule == "greedy" else f"{kind} ({rule})"
     ends = {"speed_up": speed, "speed_up_p10": speed, "speed_up_p90": speed}
     counts = {"prompts": 2, "equal_texts": 2, "comparable_texts": True, "tokens_per_second": 40.0}
     per_step = {"tokens_per_step": 2.0, "draft_calls_per_step": 3.0, "mean_acceptance_length": 2.0}
-    law = {"exactness": "approximate" if rule == "longest_branch" else "exact", "acceptance_rate": rate}
-    return dict(setting=setting, contender=name, kind=kind, rule=rule, **ends, **counts, **per_step, **law) | others
+    rule_of = {"exactness": "approximate" if rule == "longest_branch" else "exact", "acceptance_rate": rate}
+    return dict(setting=setting, contender=name, kind=kind, rule=rule, **ends, **counts, **per_step, **rule_of) | others
 
 
-def test_beside_what_was_published():
+def test_published_gains():
     from benchmarks.decoding import page as decoding_page
 
     first = "MCSD + target-initialised"
     rows = [
-        made_draft_row("Plain", rate=None, speed=1.0, draft_calls_per_step=0.0, mean_acceptance_length=None),
-        made_draft_row("Speculative, chain of 4", speed=1.25),
-        made_draft_row("Speculative, auto", speed=9.0),
-        made_draft_row("MCSD", rate=0.4, speed=1.2),
-        made_draft_row("MCSD + slice", rate=0.3, speed=1.5),
-        made_draft_row("MCSD + PaSS", rate=0.9, speed=9.0),
-        made_draft_row(first, "longest_branch", rate=0.8, speed=1.1),
-        made_draft_row(f"{first} + slice", "longest_branch", rate=0.6, speed=1.8),
+        draft_row("Plain", rate=None, speed=1.0, draft_calls_per_step=0.0, mean_acceptance_length=None),
+        draft_row("Speculative, chain of 4", speed=1.25),
+        draft_row("Speculative, auto", speed=9.0),
+        draft_row("MCSD", rate=0.4, speed=1.2),
+        draft_row("MCSD + slice", rate=0.3, speed=1.5),
+        draft_row("MCSD + PaSS", rate=0.9, speed=9.0),
+        draft_row(first, "longest_branch", rate=0.8, speed=1.1),
+        draft_row(f"{first} + slice", "longest_branch", rate=0.6, speed=1.8),
     ]
     draft = {"names": {"draft model": "exit:small"}, "missing": {"decision model": "nowhere"}, "hit_rates": "its own"}
-    result = made_result() | {"drafts": rows, "draft": draft}
-    found = {section.title: section for section in decoding_page.sections(result)}
-    beside = {row[0]: row[1:] for row in found["Beside published gains"].rows}
+    result = example_result() | {"drafts": rows, "draft": draft}
+    shown = {section.title: section for section in decoding_page.sections(result)}
+    beside = {row[0]: row[1:] for row in shown["Beside published gains"].rows}
     assert beside["speculative sampling over Plain: speed"][1] == "1.25 × (Speculative, chain of 4)"
     assert beside["improved over plain MCSD: acceptance rate"][1] == f"+100 % ({first} (longest_branch))"
     assert beside["improved over plain MCSD: speed"][1] == f"+50 % ({first} + slice (longest_branch))"
     assert beside["the same steps with exact rules: acceptance rate"][1] == "-25 % (MCSD + slice)"
     assert beside["the same steps with exact rules: speed"][1] == "+25 % (MCSD + slice)"
-    assert "Without decision model: nowhere." in found["With a draft model: greedy"].words
-    older = made_result()
+    assert "Without decision model: nowhere." in shown["With a draft model: greedy"].words
+    older = example_result()
     assert not any("draft" in section.title for section in decoding_page.sections(older)), "results without the part"
 
 
@@ -368,7 +374,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def draft(model):
-    """Of some use: the model, disturbed."""
+    """The model with a little noise, so that many of its drafts are right."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)
     for parameter in other.parameters():
@@ -417,7 +423,7 @@ def test_the_whole_run_on_a_tiny_model(model, draft, quick_times, tmp_path):
     assisted = [row for row in measured["runs"] if row["setting"] == "greedy, half as long"]
     assert [row["tokens"] for row in assisted] == [8] * 3
     for row in greedy + assisted:
-        assert row["differs_at"] is None, "float32: everybody writes the same text"
+        assert row["differs_at"] is None, "float32: all contenders write the same text"
     for row in measured["runs"]:
         assert row["seconds"] > 0 and 1 <= row["calls"] <= row["tokens"] <= 16, row
         if row["contender"] in ("Plain", "transformers"):
@@ -432,7 +438,7 @@ def test_the_whole_run_on_a_tiny_model(model, draft, quick_times, tmp_path):
     check_drafts(drafted, measured["draft_runs"])
     aims = [*judge(measured["rows"], measured["agreement"], "cpu"), *judge_drafts(drafted)]
     assert aims[4].met is True and all(aim.met is not None for aim in aims)
-    result = made_result() | measured | {"aims": [vars(aim) for aim in aims]}
+    result = example_result() | measured | {"aims": [vars(aim) for aim in aims]}
     save(result, tmp_path / "result.json")
     again = json.loads((tmp_path / "result.json").read_text())
     assert again == json.loads(json.dumps(result))
@@ -443,7 +449,7 @@ def test_the_whole_run_on_a_tiny_model(model, draft, quick_times, tmp_path):
 
 
 def check_drafts(rows, runs):
-    """What must hold of every run with a draft model."""
+    """Checks what holds for every run with a draft model."""
     greedy, sampled = (
         {row["contender"]: row for row in rows if (row["setting"] == "greedy") is kind} for kind in (True, False)
     )
@@ -475,9 +481,9 @@ def test_without_drafts_the_rest_runs(model):
     from benchmarks.decoding.drafts import entrants
 
     lookahead = pass_ext.LookaheadEmbedding(4, 32, vocabulary=64)
-    names = [one.name for one in entrants(GREEDY, lookahead, None, None)]
+    names = [entrant.name for entrant in entrants(GREEDY, lookahead, None, None)]
     assert names == ["Plain", "PaSS", "PaSS + multi-candidate"]
-    with_draft = [one.name for one in entrants(SAMPLED, lookahead, model, None)]
+    with_draft = [entrant.name for entrant in entrants(SAMPLED, lookahead, model, None)]
     assert len(with_draft) == len(set(with_draft)) == 16 and not any("decision" in name for name in with_draft)
 
 
@@ -488,31 +494,38 @@ def test_drafts_by_name(model, tmp_path):
 
     DecisionModel("entropy", threshold=0.3).save(tmp_path / "a-decision-entropy.safetensors")
     exits = pytest.importorskip("pass_ext.decoding.models.early_exit_draft")
-    given = ["--dtype", "float32", "--draft", "exit:1", "--decision", str(tmp_path / "a-decision-entropy.safetensors")]
+    arguments = [
+        "--dtype",
+        "float32",
+        "--draft",
+        "exit:1",
+        "--decision",
+        str(tmp_path / "a-decision-entropy.safetensors"),
+    ]
 
-    def options(*arguments):
-        return command.parse("", arguments, command.add_options)
+    def options(*words):
+        return command.parse("", words, command.add_options)
 
-    found = load_drafts(options(*given), model, None)
-    drafting = found.of(model)
-    assert isinstance(drafting, exits.EarlyExitDraft) and drafting.layers == 1 and found.decision.threshold == 0.3
-    assert found.names == {"draft model": "exit:1", "decision model": "a-decision-entropy.safetensors"}
+    loaded = load_drafts(options(*arguments), model, None)
+    drafting = loaded.of(model)
+    assert isinstance(drafting, exits.EarlyExitDraft) and drafting.layers == 1 and loaded.decision.threshold == 0.3
+    assert loaded.names == {"draft model": "exit:1", "decision model": "a-decision-entropy.safetensors"}
     usual = load_drafts(options(), model, None)
-    assert usual.of is None and "draft model" in usual.missing, "what is shipped is for another model"
+    assert usual.of is None and "draft model" in usual.missing, "the shipped adapter is for another model"
     with pytest.raises(SystemExit, match="--draft exit:9"):
         load_drafts(options("--draft", "exit:9"), model, None)
 
 
-def test_sampled_texts_are_plains_own(model, quick_times):
+def test_sampled_texts_are_those_of_plain(model, quick_times):
     import pass_ext
     from benchmarks.decoding.contenders import SAMPLED, contenders
 
-    found = contenders(model, pass_ext.LookaheadEmbedding(2, 32, vocabulary=64))
-    ours = [one for one in found if not one.name.startswith("transformers")]
-    texts = [one((1, 2, 3), SAMPLED, 7, 12).tokens for one in ours]
+    everyone = contenders(model, pass_ext.LookaheadEmbedding(2, 32, vocabulary=64))
+    ours = [contender for contender in everyone if not contender.name.startswith("transformers")]
+    texts = [contender((1, 2, 3), SAMPLED, 7, 12).tokens for contender in ours]
     assert len(texts) == 5 and all(text == texts[0] for text in texts)
     assert ours[0]((1, 2, 3), SAMPLED, 8, 12).tokens != texts[0]
-    theirs = next(one for one in found if one.name == "transformers")
+    theirs = next(contender for contender in everyone if contender.name == "transformers")
     assert theirs((1, 2, 3), SAMPLED, 7, 12).tokens == theirs((1, 2, 3), SAMPLED, 7, 12).tokens
 
 
@@ -521,9 +534,9 @@ def test_a_session_kept_from_text_to_text_changes_nothing(model, quick_times):
     from benchmarks.decoding.contenders import GREEDY, SAMPLED, method_contender
 
     for method in (pass_ext.Plain(), pass_ext.PaSS(pass_ext.LookaheadEmbedding(2, 32, vocabulary=64))):
-        anew, kept = (method_contender("", model, method, keep=keep) for keep in (False, True))
+        fresh, session = (method_contender("", model, method, keep=keep) for keep in (False, True))
         for ids, setting in (((1, 2, 3), GREEDY), (tuple(range(40)), SAMPLED), ((1, 2, 3), GREEDY)):
-            assert kept(ids, setting, 5, 12).tokens == anew(ids, setting, 5, 12).tokens
+            assert session(ids, setting, 5, 12).tokens == fresh(ids, setting, 5, 12).tokens
 
 
 def test_transformers_with_its_static_cache_writes_the_same(model):
@@ -531,8 +544,8 @@ def test_transformers_with_its_static_cache_writes_the_same(model):
 
     static, dynamic = (transformers_contender("", model, static=static) for static in (True, False))
     for ids in ((1, 2, 3), tuple(range(40))):
-        one, other = (who(ids, GREEDY, 0, 12) for who in (static, dynamic))
-        assert one.tokens == other.tokens and one.calls == other.calls == len(one.tokens)
+        first, second = (contender(ids, GREEDY, 0, 12) for contender in (static, dynamic))
+        assert first.tokens == second.tokens and first.calls == second.calls == len(first.tokens)
 
 
 def test_the_first_layers_share_weights_and_nothing_else(model):
@@ -562,28 +575,28 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps(result))
 
 
 def test_another_process_beside_the_race(model, tmp_path, monkeypatch):
-    from benchmarks.decoding import vllm_process as decoding_process
+    from benchmarks.decoding import vllm_process
 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    monkeypatch.setattr(decoding_process, "SCRIPT", script)
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [min(own)])  # as OMP_PROC_BIND does to the main thread
+    monkeypatch.setattr(vllm_process, "SCRIPT", script)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(cores)])  # as OMP_PROC_BIND does to the main thread
     try:
-        row = decoding_process.run_vllm(sys.executable, model, "float32", [(1, 2), (3,)], [[2, 2], [9, 9]], 4)
+        row = vllm_process.run_vllm(sys.executable, model, "float32", [(1, 2), (3,)], [[2, 2], [9, 9]], 4)
     finally:
-        os.sched_setaffinity(0, own)
-    assert row["cores"] == len(own), "it must have as many cores as the race has"
+        os.sched_setaffinity(0, cores)
+    assert row["cores"] == len(cores), "it must have as many cores as the race has"
     assert row["ms_per_token"] == 250 and row["equal_texts"] == 1 and "reason" not in row
     script.write_text("raise SystemExit('no such thing')")
-    row = decoding_process.run_vllm(sys.executable, model, "float32", [(1, 2)], [[2, 2]], 4)
+    row = vllm_process.run_vllm(sys.executable, model, "float32", [(1, 2)], [[2, 2]], 4)
     assert "no such thing" in row["reason"] and "ms_per_token" not in row
 
 
 # ---- page and picture ----
 
 
-def made_result():
+def example_result():
     from benchmarks.decoding.summary import summarise
 
     cpu = {"model": "A Processor", "cores": 2, "torch_threads": 2}
@@ -599,7 +612,7 @@ def made_result():
         "model": {"name": "A model", "slots": 4},
         "settings": {"dtype": "bfloat16", "threads": 2, "tokens": 128, "looping": "so"},
         "left_out": [],
-        "rows": summarise(made_runs()),
+        "rows": summarise(example_runs()),
         **{key: [] for key in ("prompts", "sweep", "steps", "profile", "agreement", "runs", "aims")},
     }
 
@@ -610,7 +623,7 @@ def test_page_and_picture_change_with_the_result(tmp_path):
     from benchmarks.harness.results import save
 
     path = tmp_path / "benchmarks/results/cpu-a/decoding.json"
-    result = made_result()
+    result = example_result()
     save(result, path)
     decoding_page.write(tmp_path)
     assert decoding_page.check(tmp_path) == []

@@ -1,4 +1,4 @@
-"""A GPU run keeps its evidence, whatever ends it: shown with stand-ins for its stages, and by killing it."""
+"""A GPU run keeps its evidence however it ends: tried with stand-ins for its stages, and by killing it."""
 
 import json
 import os
@@ -10,8 +10,8 @@ import time
 import pytest
 from support.paths import ROOT
 
-# What a run meets: tests that pass and fail, one that hangs in C, one that aborts its process, a module that cannot be
-# imported, and a bench that dies half way. Each test writes its name into a file of its own when it ends: the witness.
+# Tests that pass and fail, one that hangs in C, one that aborts its process, a module that cannot be imported, and a benchmark
+# that dies half way. Each test writes its name into another file when it ends: the witness.
 MODULES = {
     "accept": """
         @pytest.mark.parametrize("backend", ["cuda"])
@@ -92,7 +92,7 @@ def benchmarks_gpu(monkeypatch):
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """Starts a run of the stand-ins, in a folder of its own."""
+    """Makes a folder with the stand-ins and starts runs there."""
     (tmp_path / "tests").mkdir()
     for name, text in MODULES.items():
         lines = [line.removeprefix("        ") for line in text.splitlines()]
@@ -101,7 +101,7 @@ def stand_in(tmp_path):
     (tmp_path / "bench.py").write_text(BENCH)
     (tmp_path / "run.py").write_text(RUN)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WITNESS": str(tmp_path / "witness")}
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take seconds to load
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins take seconds to load
 
     def start(label="1"):
         command = [sys.executable, "run.py", tmp_path, label, ROOT]
@@ -113,10 +113,10 @@ def stand_in(tmp_path):
 
 
 def outcomes_of(folder, evidence):
-    found = {}
+    outcomes = {}
     for path in sorted(folder.glob("evidence-*.jsonl")):
-        found |= evidence.outcomes(evidence.read(path), "tests")
-    return found
+        outcomes |= evidence.outcomes(evidence.read(path), "tests")
+    return outcomes
 
 
 def witnessed(folder):
@@ -124,7 +124,7 @@ def witnessed(folder):
     return [line.split() for line in text.splitlines()]
 
 
-def test_a_run_gets_past_what_hangs_aborts_and_cannot_be_imported(stand_in, tmp_path, benchmarks_gpu):
+def test_a_run_gets_past_hanging_aborting_and_broken_tests(stand_in, tmp_path, benchmarks_gpu):
     evidence, record = benchmarks_gpu
     assert stand_in().wait(timeout=90) == 1
     outcomes = outcomes_of(tmp_path, evidence)
@@ -134,15 +134,15 @@ def test_a_run_gets_past_what_hangs_aborts_and_cannot_be_imported(stand_in, tmp_
         **{f"tests/test_draft.py::test_middle_one_aborts[{n}-cuda]": "begun" if n == 1 else "passed" for n in range(3)},
         "tests/test_tree.py": "failed",
     }
-    (made,) = record.write(tmp_path)
-    assert {name: state.split(",")[0] for name, state in made["stages"].items()} == {
+    (merged,) = record.write(tmp_path)
+    assert {name: state.split(",")[0] for name, state in merged["stages"].items()} == {
         "tests": "accept: failed with status 10; tree: failed with status 10",
         "bench_accept": "accept: failed with status 3",
         "sleeps": "sleep: cut off",
         "elsewhere": "left out: no such tool",
         "prints": "passed",
     }
-    failed = {name: made["kernels"][f"{name}.cuh"]["tests_failed"] for name in MODULES}
+    failed = {name: merged["kernels"][f"{name}.cuh"]["tests_failed"] for name in MODULES}
     assert failed == {"accept": 1, "cache": 1, "draft": 1, "tree": 1}
     assert json.loads((tmp_path / "bench_accept.json").read_text())["rows"] == [0, 1, 2]
     texts = [fact["text"] for fact in evidence.read(tmp_path / "evidence-1.jsonl") if fact["kind"] == "text"]
@@ -151,29 +151,29 @@ def test_a_run_gets_past_what_hangs_aborts_and_cannot_be_imported(stand_in, tmp_
 
 
 @pytest.mark.parametrize("seconds", [0.6, *(pytest.param(late, marks=pytest.mark.slow) for late in (1.2, 1.8))])
-def test_a_killed_run_leaves_what_was_known(stand_in, tmp_path, benchmarks_gpu, seconds):
+def test_a_killed_run_leaves_its_outcomes(stand_in, tmp_path, benchmarks_gpu, seconds):
     evidence, record = benchmarks_gpu
     process = stand_in()
-    while not witnessed(tmp_path):  # pytest takes its time to start
+    while not witnessed(tmp_path):  # pytest starts slowly
         assert process.poll() is None
         time.sleep(0.02)
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
     process.wait()
     time.sleep(0.3)
-    seen = witnessed(tmp_path)
-    assert len(seen) > 3
+    finished = witnessed(tmp_path)
+    assert len(finished) > 3
     outcomes = outcomes_of(tmp_path, evidence)
     time.sleep(0.5)
-    assert witnessed(tmp_path) == seen, "the tests died with the run"
-    last = dict(seen)  # of each process: killed between its witness and its outcome
-    for module, number in seen:
+    assert witnessed(tmp_path) == finished, "the tests died with the run"
+    last = dict(finished)  # of each process: it may have been killed between witness and outcome
+    for module, number in finished:
         (outcome,) = [o for test, o in outcomes.items() if f"{module}.py" in test and f"[{number}-" in test]
         assert outcome == ("failed" if (module, number) == ("test_accept", "5") else "passed") or last[module] == number
-    (made,) = record.write(tmp_path)
-    assert made["kernels"]["accept.cuh"]["tests_passed"] > 0
+    (merged,) = record.write(tmp_path)
+    assert merged["kernels"]["accept.cuh"]["tests_passed"] > 0
 
-    # The page is made from it, and the next run of this commit goes on.
+    # The page shows the record, and the next run of this commit goes on.
     results = tmp_path / "root/benchmarks/results/some-gpu"
     results.mkdir(parents=True)
     (tmp_path / "root/csrc").symlink_to(ROOT / "csrc")
@@ -182,14 +182,14 @@ def test_a_killed_run_leaves_what_was_known(stand_in, tmp_path, benchmarks_gpu, 
     assert subprocess.run(page, cwd=ROOT).returncode == 0
     assert "accept.cuh" in (tmp_path / "root/benchmarks/results/gpu-status.md").read_text()
     stand_in("2").wait(timeout=90)
-    again = witnessed(tmp_path)[len(seen) :]
-    done = {tuple(line) for line in seen if line[1] != last[line[0]]} - {("test_accept", "5")}
-    assert not done & set(map(tuple, again)), "what had passed is not run again"
-    (made,) = record.write(tmp_path)
-    assert made["kernels"]["accept.cuh"]["tests_passed"] == 11
+    again = witnessed(tmp_path)[len(finished) :]
+    passed = {tuple(line) for line in finished if line[1] != last[line[0]]} - {("test_accept", "5")}
+    assert not passed & set(map(tuple, again)), "tests that passed are not run again"
+    (merged,) = record.write(tmp_path)
+    assert merged["kernels"]["accept.cuh"]["tests_passed"] == 11
 
 
-def test_half_a_line_costs_itself_alone(tmp_path, benchmarks_gpu):
+def test_half_a_line_damages_no_other(tmp_path, benchmarks_gpu):
     evidence, _ = benchmarks_gpu
     path = tmp_path / "evidence-1.jsonl"
     evidence.add(path, "test", id="a")
@@ -208,7 +208,7 @@ def test_a_tree_that_differs_from_its_commit_shares_nothing(tmp_path, benchmarks
     assert evidence.of_commit(tmp_path, "0123456789ab-dirty") == evidence.of_commit(tmp_path, "unknown") == []
 
 
-def test_the_stages_name_files_and_commands_that_are_there(benchmarks_gpu):
+def test_the_stages_name_existing_files_and_commands(benchmarks_gpu):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--list"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -1,7 +1,6 @@
-"""benchmarks/results/gpu-status.md says nothing about a GPU that no record holds; code that did not
-write it checks it.
+"""benchmarks/results/gpu-status.md claims nothing about a GPU without a record; other code than the page's own checks it.
 
-Each way to lie is tried on a copy of the tree, to show that these checks can fail.
+Each false claim is tried on a copy of the tree, to show that the checks can fail.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ def hash_of(file, root):
 
 
 def find_lies(root):
-    """What the page says and the files do not."""
+    """Claims of the page that files and records do not support."""
     page = (root / "benchmarks/results/gpu-status.md").read_text()
     records = [json.loads(path.read_text()) for path in root.glob("benchmarks/results/*/verified-*.json")]
     shown = dict(re.findall(r"^\| csrc/cuda/(\S+\.cuh) \| (.*) \|$", page, flags=re.MULTILINE))
@@ -73,7 +72,7 @@ def is_honest(root):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of what the page is about, without records, with a page of its own."""
+    """A copy of csrc/ without records, and its page."""
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     assert run_command(tmp_path) == 0
     return tmp_path
@@ -88,7 +87,7 @@ def record(monkeypatch):
 
 
 def write_record(root, record, cases, date="2031-02-03T04:05:06Z", gpu="Some GPU"):
-    """The record of a run whose tests these are: (module, test, outcome)."""
+    """Writes the record of a run with these tests: (module, test, outcome)."""
     run = dict(kind="run", date=date, commit="0123456789ab", machine={"gpu": {"name": gpu}}, versions={})
     facts = [{**run, "kernels": record.describe_kernels(root)}]
     for module, test, outcome in cases:
@@ -166,7 +165,7 @@ def test_a_kernel_left_out_is_found(tree):
         [("lookahead", "test_a[cuda]", "passed"), ("lookahead_gradient", "test_b[cuda]", "begun")],
     ],
 )
-def test_what_does_not_verify_a_kernel(tree, record, cases):
+def test_outcomes_that_do_not_verify_a_kernel(tree, record, cases):
     write_record(tree, record, cases)
     assert state_of("lookahead.cuh", tree) == "not verified on a GPU"
 

@@ -44,7 +44,7 @@ def _files_of_families() -> dict[str, tuple[list[str], list[str]]]:
     for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
         family, tests = source.stem, f"tests/ops/test_{source.stem}.py"
         if (ROOT / tests).exists():
-            patterns = (f"core/{family}.h", f"cpu/{family}.*", f"cpu/{family}_kernels*.h")
+            patterns = (f"core/{family}.h", f"cpu/{family}.*", f"cpu/{family}_kernels-inl.h")
             files = [file for pattern in patterns for file in sorted((ROOT / "csrc").glob(pattern))]
             found |= {str(file.relative_to(ROOT / "csrc")): ([family], [tests]) for file in files}
     return found

@@ -1,6 +1,6 @@
 """draft_sample on every backend: the reference's candidates, and each line of its contract.
 
-That each mode draws from the law it says: test_accept_distribution.py. That it is the plain sampler: test_seed_stability.py.
+The distribution of each mode: test_accept_distribution.py. Mode coupled as the plain sampler: test_seed_stability.py.
 """
 
 import math
@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 from support.pairwise import pairwise
-from support.steps import random_law, strided, to
+from support.steps import random_sampling, strided, to
 
 import pass_ext
 from pass_ext import reference
@@ -53,18 +53,18 @@ def assert_same_candidates(got, expected):
 
 @cache
 def random_draws(mode, dtype, few):
-    """(logits, k, the other arguments, the reference's candidates): once for all backends."""
-    found = []
+    """(logits, k, the other arguments, the reference's candidates), computed once for all backends."""
+    draws = []
     most = (6, 4) if mode == "with" else (20, 4) if few else (70, 12)
     for vocabulary, k in [(2, 3), (65, 4), (130, most[0]), (1025, most[1])]:
         rows = 6 if few else 24
         logits, random, keys = random_rows(rows, vocabulary, vocabulary, dtype)
         if mode == "top":  # bfloat16 has many ties: lower ids first
             logits = logits.round()
-        for law in (random_law(rows, random), random_law(rows, random, filters=False), {}):
-            arguments = dict(mode=mode, **law, **keys)
-            found.append((logits, k, arguments, reference.draft_sample(logits, k, **arguments)))
-    return found
+        for sampling in (random_sampling(rows, random), random_sampling(rows, random, filters=False), {}):
+            arguments = dict(mode=mode, **sampling, **keys)
+            draws.append((logits, k, arguments, reference.draft_sample(logits, k, **arguments)))
+    return draws
 
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -83,26 +83,26 @@ def test_large_vocabularies(backend, mode):
     k = 2 if mode == "with" else 6
     for filters in ({}, {"top_k": 50}, {"top_k": 5000}, {"top_p": 0.9}, {"top_k": 300, "top_p": 0.8}, {"min_p": 0.01}):
         logits, _, keys = random_rows(1, vocabulary, 1, torch.bfloat16)
-        law = {"temperature": 0.9, **filters}
-        columns = {name: torch.full((1,), value) for name, value in law.items()}
+        sampling = {"temperature": 0.9, **filters}
+        columns = {name: torch.full((1,), value) for name, value in sampling.items()}
         expected = reference.draft_sample(logits, k, mode=mode, **columns, **keys)
-        assert_same_candidates(draw(backend, logits, k, mode=mode, **law, **keys), expected)
+        assert_same_candidates(draw(backend, logits, k, mode=mode, **sampling, **keys), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_may_begin_at_any_element(backend, dtype):
-    """Wide loads start at multiples of 16 bytes, rows do not: what is drawn is the same to the bit."""
+    """Wide loads start at multiples of 16 bytes, rows do not: the draws are equal to the bit."""
     vocabulary = 3 * 1024 + 77
     logits, _, keys = random_rows(8, vocabulary, 4, dtype)
     rows = torch.empty(8 * (vocabulary + 9) + 8, dtype=dtype)
     for shift in (0, 1, 5):
         moved = rows[shift : shift + 8 * (vocabulary + 9)].view(8, -1)[:, :vocabulary]  # and each row at another place
-        rows.fill_(100.0)  # what lies around a row must not be taken for a part of it
+        rows.fill_(100.0)  # memory around a row must not be taken for a part of it
         moved.copy_(logits)
-        for law in ({}, {"top_k": 40, "top_p": 0.9}):
+        for sampling in ({}, {"top_k": 40, "top_p": 0.9}):
             for got, expected in zip(
-                draw(backend, moved, 3, **law, **keys),
-                draw(backend, logits.contiguous(), 3, **law, **keys),
+                draw(backend, moved, 3, **sampling, **keys),
+                draw(backend, logits.contiguous(), 3, **sampling, **keys),
                 strict=True,
             ):
                 assert torch.equal(got, expected)
@@ -114,12 +114,12 @@ def test_flat_rows_are_narrowed_down(backend, mode):
     logits = torch.zeros(2, 6000)
     logits[1, ::3] = torch.linspace(0, 1e-3, 2000)
     keys = dict(seeds=torch.tensor([3, 4]), positions=torch.tensor([5, 6]))
-    for law in ({"top_k": 4500}, {"top_p": 0.7}, {"top_k": 5000, "top_p": 0.6, "min_p": 0.5}):
-        law = {"temperature": 1.0, **law}
-        columns = {name: torch.full((2,), value) for name, value in law.items()}
+    for sampling in ({"top_k": 4500}, {"top_p": 0.7}, {"top_k": 5000, "top_p": 0.6, "min_p": 0.5}):
+        sampling = {"temperature": 1.0, **sampling}
+        columns = {name: torch.full((2,), value) for name, value in sampling.items()}
         k = 40
         expected = reference.draft_sample(logits, k, mode=mode, **columns, **keys)
-        assert_same_candidates(draw(backend, logits, k, mode=mode, **law, **keys), expected)
+        assert_same_candidates(draw(backend, logits, k, mode=mode, **sampling, **keys), expected)
 
 
 def test_masks(backend):
@@ -155,11 +155,11 @@ def test_top_k_keeps_exactly_k(backend, keep):
 
 def test_top_p_keeps_the_shortest_prefix_that_reaches_it(backend):
     probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]])
-    for top_p, kept in ((0.0, 1), (0.4999, 1), (0.5001, 2), (0.7501, 3), (0.9376, 5), (0.9999, 5), (1.0, 5)):
+    for top_p, count in ((0.0, 1), (0.4999, 1), (0.5001, 2), (0.7501, 3), (0.9376, 5), (0.9999, 5), (1.0, 5)):
         tokens, logprobs = draw(backend, probabilities.log(), 5, mode="top", top_p=top_p)
-        assert tokens[0].tolist() == [*range(kept), *[-1] * (5 - kept)]
-        expected = (probabilities[0, :kept] / probabilities[0, :kept].sum()).log()
-        assert torch.allclose(logprobs[0, :kept], expected, atol=1e-6)
+        assert tokens[0].tolist() == [*range(count), *[-1] * (5 - count)]
+        expected = (probabilities[0, :count] / probabilities[0, :count].sum()).log()
+        assert torch.allclose(logprobs[0, :count], expected, atol=1e-6)
 
 
 def test_top_p_of_flat_rows_cuts_in_the_middle_of_ties(backend):
@@ -170,17 +170,17 @@ def test_top_p_of_flat_rows_cuts_in_the_middle_of_ties(backend):
 
 @pytest.mark.parametrize("vocabulary", [4, 128, 1024])
 def test_top_p_that_is_reached_exactly_is_enough(backend, vocabulary):
-    """Equal logits weigh 1 each, so half of them have half of the mass to the bit; below them lies what weighs nothing."""
+    """Equal logits weigh 1 each, so half of them have half of the mass to the bit; tokens below them weigh nothing."""
     logits = torch.zeros(1, vocabulary)
     tokens, _ = draw(backend, logits, vocabulary, mode="top", top_p=0.5)
     assert tokens[0].tolist() == [*range(vocabulary // 2), *[-1] * (vocabulary // 2)]
     tokens, _ = draw(backend, logits, vocabulary, mode="top", top_p=0.25, top_k=vocabulary // 2)
-    kept = vocabulary // 8 or 1
-    assert tokens[0].tolist() == [*range(kept), *[-1] * (vocabulary - kept)], "of what top-k left"
+    count = vocabulary // 8 or 1
+    assert tokens[0].tolist() == [*range(count), *[-1] * (vocabulary - count)], "of the tokens that top-k left"
 
 
 def test_filters_apply_in_order(backend):
-    """top-p is taken of what top-k left: .4 / .7 reaches .55, so one token is kept; of the whole row it would be two."""
+    """top-p applies after top-k: .4 / .7 reaches .55, so one token is kept; in the whole row it would be two."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     tokens, logprobs = draw(backend, logits, 4, mode="top", top_k=2, top_p=0.55)
     assert tokens.tolist() == [[0, -1, -1, -1]] and logprobs[0, 0].abs() < 1e-6
@@ -211,7 +211,9 @@ def test_temperature_zero_is_the_limit(backend):
         assert torch.equal(tokens, expected)
         assert (logprobs[:, 0] == 0).all()
         assert (logprobs[:, 1:] == (0 if mode == "with" else -math.inf)).all()
-    tokens, _ = draw(backend, logits, 1, mode="coupled", **keys)  # there, none is greedy, as in accept_tree
+    tokens, _ = draw(
+        backend, logits, 1, mode="coupled", **keys
+    )  # without temperatures no row is greedy, as in accept_tree
     assert torch.equal(tokens, order[:, :1])
 
 
@@ -224,8 +226,8 @@ def test_bad_rows_give_nothing_and_touch_no_other(backend, value):
         bad[2, slice(None) if value == -math.inf else 99] = value
         after = draw(backend, bad, 3, mode=mode, temperature=1.0, **keys)
         assert (after[0][2] == -1).all() and (after[1][2] == -math.inf).all()
-        for one, other in zip(before, after, strict=True):
-            assert torch.equal(one[[0, 1, 3, 4]], other[[0, 1, 3, 4]])
+        for left, right in zip(before, after, strict=True):
+            assert torch.equal(left[[0, 1, 3, 4]], right[[0, 1, 3, 4]])
 
 
 def test_a_draw_depends_on_its_own_row_only(backend):
@@ -264,10 +266,10 @@ def test_draws_with_replacement_differ(backend):
 
 def test_one_number_serves_all_rows(backend):
     logits, _, _ = random_rows(4, 60, 7)
-    one = draw(backend, logits, 3, temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seeds=4, positions=2)
+    first = draw(backend, logits, 3, temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seeds=4, positions=2)
     columns = dict(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seeds=4, positions=2)
     many = draw(backend, logits, 3, **{name: torch.full((4,), value) for name, value in columns.items()})
-    assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
+    assert torch.equal(first[0], many[0]) and torch.equal(first[1], many[1])
 
 
 def test_fresh_seeds_come_from_the_generator(backend):

@@ -1,5 +1,6 @@
-"""Arguments that no one should pass, at every op that is found: dual tensors, tensors on meta, fake or without storage, negated
-and conjugated views, sizes beyond int32, integers that do not fit. Each is right, or a sentence that names op and argument."""
+"""Arguments that no user should pass, at every op: dual tensors, tensors on meta, fake or without storage, negated and
+conjugated views, sizes beyond int32, integers that do not fit. The result is right, or the message names op and argument.
+"""
 
 import math
 
@@ -30,7 +31,7 @@ def samples_of(op):
 
 
 def places_of(sample):
-    """(where, tensor) of every tensor in an argument tuple; where is an index, or two for a tensor in a list."""
+    """(place, tensor) of every tensor in an argument tuple; a place is an index, or two for a tensor in a list."""
     for i, value in enumerate(sample):
         if isinstance(value, torch.Tensor):
             yield (i,), value
@@ -53,7 +54,7 @@ def named(op, where):
 
 
 def keywords_of(op, sample):
-    """A sample in the words of the public function."""
+    """A sample as keyword arguments of the public function."""
     keywords = dict(zip(arguments_of(op), sample, strict=True))
     if "mode" in keywords:
         keywords["mode"] = MODES[keywords["mode"]]
@@ -90,7 +91,7 @@ def forward_mode_cases(op):
 
 
 def is_right_or_refused(op, sample, where, tensor, run):
-    """`run(function, tensor)` is the derivative of function at tensor in direction tensor + 1."""
+    """`run(function, tensor)` is the derivative of function at tensor in direction tensor + 1, or a refusal."""
 
     def function(kernel):
         return lambda value: kernel(op, replaced(sample, where, value))
@@ -147,7 +148,7 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, run):
 
 
 def test_no_tangent_is_no_derivative():
-    """Inside a level, what carries no tangent is computed as ever."""
+    """Inside a level, tensors without a tangent are computed as usual."""
     x, weight = torch.randn(2, 8), torch.randn(3, 8)
     with forward_ad.dual_level():
         inside = pass_ext.linear_rows(x, weight)
@@ -157,7 +158,7 @@ def test_no_tangent_is_no_derivative():
 
 @pytest.fixture
 def no_vmap_fallback():
-    """Without it torch loops over the batch where an op has no rule, and says so on stderr."""
+    """Torch's fallback loops over the batch if an op has no rule, and warns on stderr."""
     torch._C._functorch._set_vmap_fallback_enabled(False)
     yield
     torch._C._functorch._set_vmap_fallback_enabled(True)
@@ -171,7 +172,7 @@ def embedding_case(dtype=torch.float64):
 
 
 def bent(embed):
-    """A function of both tables that is not linear, so that second derivatives say something."""
+    """A function of both tables that is not linear, so that second derivatives are not zero."""
     ids = embedding_case()[0]
     return lambda table, lookahead: (embed(ids, table, lookahead) ** 3).sum()
 
@@ -276,10 +277,10 @@ def test_a_strided_tensor_without_storage_is_not_copied():
 
 def a_commit(**changed):
     step = [torch.tensor(v, dtype=torch.int32) for v in ([2], [0, 3], [[0, 2]], [1])]
-    given = dict(zip(("prefix_lens", "cu_nodes", "path", "num_accepted"), step, strict=True))
-    given |= dict(caches=[torch.zeros(1, 9, 2, 8)], new=[torch.arange(48.0).reshape(3, 2, 8)]) | changed
-    pass_ext.cache_commit_(**given)
-    return given["caches"][0]
+    arguments = dict(zip(("prefix_lens", "cu_nodes", "path", "num_accepted"), step, strict=True))
+    arguments |= dict(caches=[torch.zeros(1, 9, 2, 8)], new=[torch.arange(48.0).reshape(3, 2, 8)]) | changed
+    pass_ext.cache_commit_(**arguments)
+    return arguments["caches"][0]
 
 
 def test_fake_new_rows_reach_the_fake_kernel():
@@ -288,7 +289,7 @@ def test_fake_new_rows_reach_the_fake_kernel():
         caches, new = [torch.zeros(1, 9, 2, 8)], [torch.zeros(3, 2, 8)]
         step = [torch.zeros(size, dtype=torch.int32) for size in ((1,), (2,), (1, 2), (1,))]
         assert pass_ext.cache_commit_(caches, *step, new=new) is None
-    with pytest.raises(Exception, match=r"[Ff]ake"):  # one beside real tensors: torch's own sentence
+    with pytest.raises(Exception, match=r"[Ff]ake"):  # a fake tensor beside real ones: torch's own message
         a_commit(new=new)
 
 
@@ -311,7 +312,7 @@ def test_a_negated_or_conjugated_cache_is_refused():
 
 
 def test_zero_tensors_are_zeros_or_refused():
-    """Of torch's own making, in derivatives: they have no memory."""
+    """Torch makes them in derivatives; they have no memory."""
     zero = torch._efficientzerotensor((3, 2, 8))
     with pytest.raises(RuntimeError, match=r"new\[0\] must be contiguous in its last dimension"):
         a_commit(new=[zero])
@@ -324,11 +325,11 @@ def test_zero_tensors_are_zeros_or_refused():
 
 
 def an_attention(**changed):
-    given = dict(
+    arguments = dict(
         q=torch.randn(2, 2, 64), k_cache=torch.randn(1, 8, 2, 64), v_cache=torch.randn(1, 8, 2, 64),
         prefix_lens=torch.tensor([3]), cu_nodes=torch.tensor([0, 2]), visible=torch.tensor([[1], [3]]), max_nodes=2,
     )  # fmt: skip
-    return pass_ext.attention_tree(**(given | changed))
+    return pass_ext.attention_tree(**(arguments | changed))
 
 
 HUGE = 2**32
@@ -428,7 +429,7 @@ def test_out_of_memory_says_op_shape_and_bytes(call, message):
 
 # ---- integers ----
 
-# Which integer arguments an op takes in any integer dtype: all but words of bits.
+# Integer arguments that an op takes in any integer dtype: all except words of bits.
 WORDS = {"visible", "allowed", "draft_allowed"}
 
 
@@ -463,8 +464,8 @@ def test_any_integer_dtype_gives_the_same_result(op):
                 if (dtype in dtypes[4:] and (tensor < 0).any()) or tensor.abs().max() > torch.iinfo(dtype).max:
                     continue
                 actual = results_of(op, replaced(sample, where, tensor.to(dtype)))
-                for one, other in zip(actual, expected, strict=True):
-                    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+                for left, right in zip(actual, expected, strict=True):
+                    torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", WITH_INTEGERS)
@@ -474,7 +475,7 @@ def test_integers_that_do_not_fit_are_refused_and_named(op):
         sample = detached(sample)
         for where, tensor in integer_places(op, sample):
             wrapped = tensor.to(torch.int64) + 2**32
-            if tensor.dtype == torch.int64:  # what the kernel reads
+            if tensor.dtype == torch.int64:  # the dtype that the kernel reads
                 wrapped = torch.full_like(tensor, -1).to(torch.uint64)
             name = arguments_of(op)[where[0]]
             with pytest.raises(
@@ -483,18 +484,18 @@ def test_integers_that_do_not_fit_are_refused_and_named(op):
                 call(op, replaced(sample, where, wrapped))
 
 
-def test_integers_that_do_not_fit_stay_out_of_range_where_nobody_looks():
-    """Under vmap and compile, as on CUDA: the nearest number that int32 has."""
-    from pass_ext.ops.common.integers import integers
+def test_integers_that_do_not_fit_stay_out_of_range_unchecked():
+    """Under vmap and compile, as on CUDA, values are not checked: they become the nearest number that int32 has."""
+    from pass_ext.ops.integers import integers
 
-    given = torch.tensor([2**32, -(2**40), 7, 2**31 - 1])
+    values = torch.tensor([2**32, -(2**40), 7, 2**31 - 1])
     expected = torch.tensor([2**31 - 1, -(2**31), 7, 2**31 - 1], dtype=torch.int32)
-    assert torch.equal(torch.func.vmap(lambda row: integers("op", "argument", row))(given[None])[0], expected)
+    assert torch.equal(torch.func.vmap(lambda row: integers("op", "argument", row))(values[None])[0], expected)
     compiled = torch.compile(lambda row: integers("op", "argument", row), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(given), expected)
+    assert torch.equal(compiled(values), expected)
     unsigned = torch.tensor([2**63 + 5, 3], dtype=torch.uint64)
-    kept = torch.func.vmap(lambda row: integers("op", "argument", row, torch.int64))(unsigned[None])[0]
-    assert kept.tolist() == [2**63 - 1, 3]
+    clamped = torch.func.vmap(lambda row: integers("op", "argument", row, torch.int64))(unsigned[None])[0]
+    assert clamped.tolist() == [2**63 - 1, 3]
 
 
 LAW = ("temperature", "top_k", "top_p", "min_p")
@@ -506,15 +507,15 @@ INTEGERS = {"top_k", "draft_top_k", "seeds", "positions", "nodes"}
 
 def with_columns(op, **columns):
     torch.manual_seed(3)
-    given = dict(temperature=0.7, seeds=5) | columns
+    arguments = dict(temperature=0.7, seeds=5) | columns
     logits = torch.randn(2, 4, 9)
     if op == "draft_sample":
-        result = pass_ext.draft_sample(logits[0][:2], 3, **given)
+        result = pass_ext.draft_sample(logits[0][:2], 3, **arguments)
     elif op == "accept_chain":
-        result = pass_ext.accept_chain(logits, torch.zeros(2, 3, dtype=torch.int64), rule="coupled", **given)
+        result = pass_ext.accept_chain(logits, torch.zeros(2, 3, dtype=torch.int64), rule="coupled", **arguments)
     else:
         tree = torch.zeros(8, dtype=torch.int64), torch.tensor([-1, 0, 0, 1, -1, 0, 1, 1]), torch.tensor([0, 4, 8]), 2
-        result = pass_ext.accept_tree(logits.flatten(0, 1), *tree, **given)
+        result = pass_ext.accept_tree(logits.flatten(0, 1), *tree, **arguments)
     return [each.tolist() for each in result]
 
 

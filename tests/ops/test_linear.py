@@ -1,5 +1,6 @@
-"""linear_rows on the CPU at every instruction set: values against float64, the promise that a row's bits are its own, and
-what must not be read. And `few_rows_linear`, which gives it to a model's layers."""
+"""linear_rows on the CPU at every instruction set: values against float64, bits of a row that do not depend on other rows, and
+memory that must not be read. Also `few_rows_linear`, which gives the op to a model's layers.
+"""
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def assert_right(x, weight, bias=None):
 @pytest.mark.parametrize("width", [1, 7, 63, 65, 768, 1000])
 @pytest.mark.parametrize("outputs", [1, 3, 17, 193])
 def test_odd_sizes(cpu, dtype, width, outputs):
-    x, weight, bias = make_case(130, width, outputs, dtype)  # so many that one unlucky sum decides nothing
+    x, weight, bias = make_case(130, width, outputs, dtype)  # so many that a single unlucky sum decides nothing
     for given in (bias, None):
         got = assert_right(x, weight, given)
         for rows in (1, 5, 13):
@@ -156,12 +157,12 @@ def test_an_output_has_the_same_bits_among_any_others(cpu):
         assert_same_bits(part, whole[:, first:end].contiguous())
 
 
-# ---- what is not finite stays where it belongs ----
+# ---- values that are not finite stay in their places ----
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_spoils_its_row_or_output_only(cpu, dtype, bad):
+def test_a_value_that_is_not_finite_spoils_its_row_or_output_only(cpu, dtype, bad):
     for width in (64, 71, 900):
         x, weight, bias = make_case(11, width, 19, dtype)
         clean = pass_ext.linear_rows(x, weight, bias)
@@ -221,7 +222,7 @@ def test_a_cuda_tensor_is_refused(cuda):
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_what_requires_a_gradient_is_refused(which):
+def test_tensors_that_require_a_gradient_are_refused(which):
     case = make_case(2, 8, 3, torch.float32)
     case[which].requires_grad_()
     with pytest.raises(RuntimeError, match="linear_rows: no gradient is implemented"):
@@ -244,7 +245,7 @@ def test_compiles_whole():
 
 
 class Twice(nn.Linear):
-    """Not plain: a type of its own."""
+    """Not plain: a subclass."""
 
     def forward(self, input):
         return super().forward(input) * 2
@@ -259,7 +260,7 @@ def make_model():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many rows each call of the op had."""
+    """The number of rows of each call of the op."""
     from pass_ext.decoding.models.patching import few_rows
 
     seen, op = [], few_rows._op

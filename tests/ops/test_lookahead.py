@@ -1,4 +1,4 @@
-"""lookahead_embed on every backend: against the reference, against exact gradients, and against every misuse we know."""
+"""lookahead_embed on every backend: against the reference, against exact gradients, and every known misuse."""
 
 import pytest
 import torch
@@ -234,7 +234,7 @@ def test_gradcheck(backend):
 
 
 def test_the_op_itself_gives_the_wrappers_gradient(backend):
-    """Eager calls of the wrapper and calls of torch.ops.pass_ext reach the formula by different ways."""
+    """Eager calls of the wrapper and calls of torch.ops.pass_ext reach the formula on different paths."""
     ids, table, lookahead = make_case(backend, (20,), 12, dtype=torch.float32)
     grad = torch.randn(20, 12, device=backend.device)
     expected = gradients(pass_ext.lookahead_embed, ids, table, lookahead, grad)[1]
@@ -340,7 +340,7 @@ def test_runs_on_the_current_stream(cuda):
     late_table, stream = torch.zeros_like(table), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # whatever runs on another stream would read the zeros
+        torch.cuda._sleep(100_000_000)  # work on another stream would read the zeros
         late_table.copy_(table)
         got = pass_ext.lookahead_embed(ids, late_table, lookahead)
     stream.synchronize()

@@ -1,4 +1,4 @@
-"""Every op in the namespace, found by asking torch, so that none is forgotten: opcheck, and a kernel for each device."""
+"""Every op that torch lists in the namespace, so that none is forgotten: opcheck, and a kernel for each device."""
 
 import pytest
 import torch
@@ -32,6 +32,6 @@ def test_every_op_has_a_kernel_or_a_refusal_on_each_device(op):
 
 
 def test_no_op_is_registered_under_a_name_that_the_package_does_not_mention():
-    """Forward ops are what `import pass_ext` offers; the others are their gradients."""
+    """`import pass_ext` offers the forward ops; the others are their gradients."""
     for op in _library.op_names():
         assert op in pass_ext.__all__ or op.endswith("_backward")

@@ -1,4 +1,4 @@
-"""Every op once per type and rule, on small inputs, against the CPU's own: the first thing to run on a new machine."""
+"""Every op once per type and rule, on small inputs, against the CPU: the first test to run on a new machine."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CASES = [(op, dtype) for op in SAMPLES for dtype in (LOGITS if FAMILIES[op] in (
 
 
 def label(case):
-    """of_accept-accept_chain-float16: pytest -k of_accept picks a family."""
+    """The id of a case, of_accept-accept_chain-float16: pytest -k of_accept picks a family."""
     op, dtype = case
     return "-".join(filter(None, (f"of_{FAMILIES[op]}", op, str(dtype or "").removeprefix("torch."))))
 
@@ -37,7 +37,7 @@ def test_same_as_on_the_cpu(backend, case):
         with _disable_current_modes():
             expected = overload(*there)
         actual = overload(*here)
-        # Also the arguments: some are written to.
+        # Arguments too: some are written to.
         for value, want in zip(tree_leaves((actual, here)), tree_leaves((expected, there)), strict=True):
             if isinstance(want, torch.Tensor):
                 eps = torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0

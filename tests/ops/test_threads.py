@@ -1,4 +1,6 @@
-"""Ordinary calls of a model while pass_ext decodes with it: from other threads, in the middle of our calls, or in between."""
+"""Ordinary calls of a model while pass_ext decodes with it: from other threads, in the middle of pass_ext's calls, or between
+them.
+"""
 
 import threading
 from functools import partial
@@ -20,7 +22,7 @@ TEXTS = dict(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=
 
 
 def deep_method(model, layers=2):
-    """Slots that add to the input of every layer, so that a shift that leaks is seen."""
+    """Slots that add to the input of every layer, so that a leaked shift shows."""
     lookahead = slots_for(model, deep_layers=layers)
     with torch.no_grad():
         lookahead.deep.mul_(6)
@@ -28,7 +30,7 @@ def deep_method(model, layers=2):
 
 
 def in_another_thread(call):
-    """What it returns there; what it raises there is raised here."""
+    """Returns the call's result in another thread; raises its error here."""
     result = {}
 
     def run():
@@ -52,7 +54,7 @@ def flattened(results):
 
 
 def ordinary_calls(model, probabilities=False):
-    """Logits without a mask and with padding, texts with both kinds of cache, probabilities, gradients: as one list."""
+    """Logits without a mask and with padding, texts with both kinds of cache, probabilities, gradients, in one list."""
     ids, mask = prompts(2, 12, padding=(0, 5))
     results = [model(ids).logits, model(ids, attention_mask=mask).logits]
     for more in ({}, {"cache_implementation": "static"}):
@@ -73,7 +75,7 @@ def assert_same(got, want):
 
 
 class InTheMiddle:
-    """Runs ``call`` once in the middle of a call of ours: behind the first layer of the second forward pass."""
+    """Runs ``call`` once in the middle of a call of pass_ext: behind the first layer of the second forward."""
 
     def __init__(self, model, call):
         self._thread, self._call, self._passes, self.results = threading.get_ident(), call, 0, []
@@ -111,7 +113,7 @@ def test_another_thread_calls_the_model(architecture, attention):
 
 
 def test_a_streamer_calls_the_model():
-    """In the same thread, between our calls."""
+    """In the same thread, between pass_ext's calls."""
     model = small_model("llama")
     want, results = ordinary_calls(model), []
 
@@ -164,8 +166,8 @@ def test_generations_and_ordinary_calls_at_once():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_attention_that_looks_its_own_name_up(monkeypatch):
-    """As transformers' flash attention does; and an attention without a mask function gets no mask."""
+def test_attention_that_reads_its_name_in_the_config(monkeypatch):
+    """transformers' flash attention does so. An attention without a mask function gets no mask."""
     names, masks = [], []
 
     def flash(module, query, key, value, attention_mask, **options):
@@ -175,7 +177,9 @@ def test_attention_that_looks_its_own_name_up(monkeypatch):
 
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_of_a_test", flash)
     model = small_model("llama")
-    model.config._attn_implementation = "flash_of_a_test"  # not by set_attn_implementation, which looks for a package
+    model.config._attn_implementation = (
+        "flash_of_a_test"  # not by set_attn_implementation, which searches for a package
+    )
     want = model(IDS).logits
     with InTheMiddle(model, lambda: model(IDS).logits) as results:
         generate(model, IDS, **OPTIONS)
@@ -184,7 +188,7 @@ def test_attention_that_looks_its_own_name_up(monkeypatch):
 
 
 def test_parts_that_name_another_attention_keep_it():
-    """A config inside of the model's, with an attention of its own, is restored to that."""
+    """A config inside the model's config, with another attention, is restored to that."""
     config = transformers.AutoConfig.for_model(
         "gemma3",
         text_config=dict(
@@ -212,7 +216,7 @@ def test_parts_that_name_another_attention_keep_it():
 
 
 def test_models_that_share_a_config():
-    """The first to end leaves the other's attention as it needs it."""
+    """The generation that ends first leaves the other's attention in place."""
     first = small_model("llama")
     second = type(first)(first.config).eval().requires_grad_(False)
     second.load_state_dict(first.state_dict())

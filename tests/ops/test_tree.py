@@ -1,4 +1,4 @@
-"""tree_prepare and tree_mask on every backend: every bit against the reference, and what each does with malformed input."""
+"""tree_prepare and tree_mask on every backend: every bit against the reference, and their results for malformed input."""
 
 from functools import lru_cache
 
@@ -49,7 +49,7 @@ SHAPES = {
 
 
 def pack(trees, device="cpu", rows_behind=0, behind=-7):
-    """parents and cu_nodes of a batch, with rows behind the last bound that no one may look at."""
+    """parents and cu_nodes of a batch, with rows behind the last bound that must not be read."""
     parents = [parent for tree in trees for parent in tree] + [behind] * rows_behind
     bounds = torch.tensor([0, *map(len, trees)]).cumsum(0)
     return torch.tensor(parents, dtype=torch.int32, device=device), bounds.int().to(device)
@@ -61,7 +61,7 @@ def integers(values, backend):
 
 @lru_cache(maxsize=512)
 def prepared(parents, cu_nodes, max_nodes):
-    """The reference's answer, once for all backends."""
+    """The reference's result, computed once for all backends."""
     return reference.tree_prepare(
         *(torch.tensor(values, dtype=torch.int32) for values in (parents, cu_nodes)), max_nodes
     )
@@ -110,14 +110,14 @@ def test_ragged_and_padded_batches(backend, max_nodes):
     assert_prepares(*pack(trees, backend.device, rows_behind=77), max_nodes)
 
 
-def test_rows_before_the_first_request_belong_to_nobody_too(backend):
+def test_rows_before_the_first_request_belong_to_no_request_too(backend):
     parents, cu_nodes = pack([[9, 9, 9], [-1, 0], [-1]], backend.device, rows_behind=2)
     visible, depths = pass_ext.tree_prepare(parents, cu_nodes[1:], 2)
     assert visible.flatten().tolist() == [0, 0, 0, 1, 3, 1, 0, 0] and depths.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("bounds", [[0], [0, 0], [2, 2, 2], [4, 4]], ids=str)
-def test_batches_in_which_nobody_has_a_node(backend, bounds):
+def test_batches_without_any_node(backend, bounds):
     visible, depths = pass_ext.tree_prepare(integers([7, 7, 7, 7], backend), integers(bounds, backend), 65)
     assert visible.tolist() == [[0, 0]] * 4 and depths.tolist() == [0] * 4
 
@@ -129,7 +129,7 @@ def test_no_rows_at_all(backend):
 
 
 def test_many_requests(backend):
-    """More than one task on the CPU, more rows behind than one block clears on a GPU."""
+    """More than one task on the CPU, and more rows behind the last bound than one block clears on a GPU."""
     random = torch.Generator().manual_seed(1)
     count, most = 60 if backend.name == "emulated" else 700, 90
     trees = [random_tree(1 + int(torch.randint(0, most, (), generator=random)), random) for _ in range(count)]
@@ -137,7 +137,7 @@ def test_many_requests(backend):
 
 
 def test_rows_behind_the_last_bound_are_cleared_however_many(backend):
-    behind = 20_000  # blocks that clear take several rows per thread
+    behind = 20_000  # a block that clears takes several rows per thread
     parents, cu_nodes = pack([[-1, 0]], backend.device, rows_behind=behind)
     visible, depths = pass_ext.tree_prepare(parents, cu_nodes, 2)
     assert visible[:2].flatten().tolist() == [1, 3] and depths[:2].tolist() == [0, 1]
@@ -175,7 +175,7 @@ def test_a_malformed_parent(backend, bad):
         with pytest.raises(RuntimeError, match=message + "request 1"):
             pass_ext.tree_prepare(parents, cu_nodes, 6)
         return
-    assert_prepares(parents, cu_nodes, 6)  # of the reference, as the GPU, such a node is a root
+    assert_prepares(parents, cu_nodes, 6)  # in the reference, as on the GPU, such a node is a root
     assert pass_ext.tree_prepare(parents, cu_nodes, 6)[1].tolist() == [0, 1, 1, 0, 1, 2, 0, 1, 2, 0, 1]
 
 
@@ -343,8 +343,8 @@ def test_columns_that_do_not_fit(backend, prefix, kv_len):
 
 
 @pytest.mark.parametrize("bounds", BROKEN, ids=str)
-def test_masks_with_bounds_that_divide_nothing(backend, bounds):
-    """The CPU refuses; elsewhere whatever comes out, nothing is read or written that is not there."""
+def test_masks_with_invalid_bounds(backend, bounds):
+    """The CPU refuses; elsewhere the result is undefined, but nothing out of bounds is read or written."""
     random = torch.Generator().manual_seed(0)
     bits, prefixes = random_bits(8, 9, random, backend.device), integers([3] * (len(bounds) - 1), backend)
     if backend.name.startswith("cpu"):
@@ -490,7 +490,7 @@ def test_runs_on_the_current_stream(cuda):
     late, stream = torch.full_like(parents, -1), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # whatever runs on another stream would read roots only
+        torch.cuda._sleep(100_000_000)  # work on another stream would read roots only
         late.copy_(parents)
         got = pass_ext.tree_prepare(late, cu_nodes, 256)
         got_mask = pass_ext.tree_mask(got[0], cu_nodes, 256, prefixes, 1000, torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Every way to build and install pass_ext, each in a fresh copy and a fresh environment, each followed by a call.
+"""The ways to build and install pass_ext, each in a fresh copy and a fresh environment, each followed by a call.
 
-And the promise of the stable ABI: one wheel, built from the sdist, runs on other Pythons and older torch. The first run
-downloads those (gigabytes) into build/matrix/, later runs find them there. Only `make test-all` runs this file.
+Also the stable ABI: one wheel, built from the sdist, runs on other Pythons and older torch. The first run downloads those
+(gigabytes) into build/matrix/, later runs find them there. Only `make test-all` runs this file.
 """
 
 import json
@@ -19,7 +19,7 @@ import pytest
 from support.paths import ROOT
 
 CACHE = ROOT / "build" / "matrix"
-OLDER = [("2.10.0", "3.10"), ("2.11.0", "3.12")]  # torch, and the Python that we would like below it
+OLDER = [("2.10.0", "3.10"), ("2.11.0", "3.12")]  # torch, and the preferred Python for it
 OURS = ("PASS_EXT_", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", "MAX_JOBS", "DEBUG", "PYTHONPATH")
 SOURCES = ("csrc", "pass_ext", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
@@ -84,7 +84,7 @@ print(json.dumps({
 
 
 def run(*command, fails=False, cwd=None, path=None, **environment):
-    """Runs a command without the builder's own settings; returns all it said, which is shown where a test fails."""
+    """Runs a command without the builder's own settings. Returns its whole output, which is shown if a test fails."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     inherited["PATH"] = path or f"{Path(sys.executable).parent}{os.pathsep}{inherited['PATH']}"
     done = subprocess.run(
@@ -97,7 +97,7 @@ def run(*command, fails=False, cwd=None, path=None, **environment):
 
 
 def smoke(python, folder, *options):
-    """Calls the op, forward and backward, against its specification; returns what that process saw."""
+    """Calls the op, forward and backward, against its specification; returns that process's report."""
     said = json.loads(run(python, "-W", "ignore", "-c", SMOKE, *options, cwd=folder).splitlines()[-1])
     assert said["without_kernel"] == []
     assert not (folder / "pass_ext").exists() or folder in Path(said["file"]).parents
@@ -106,7 +106,7 @@ def smoke(python, folder, *options):
 
 
 def copy_sources(target):
-    """The sources as they are here, with nothing that git ignores: never built in."""
+    """The sources without anything that git ignores: never built in place."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "_build_info.py")
     target.mkdir()
     for name in SOURCES:
@@ -126,7 +126,7 @@ def checkout(tmp_path):
 
 
 def path_without(*names, folder):
-    """A PATH on which everything is found but these."""
+    """A PATH on which these names are missing and everything else is found."""
     folder.mkdir()
     for directory in [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]:
         for program in Path(directory).glob("*"):
@@ -232,7 +232,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_nvcc_knows(checkout,
 def test_without_an_architecture_list_every_default_that_nvcc_knows_is_built(checkout):
     said = build(
         checkout, fails=True, CXX="false", MAX_JOBS="1"
-    )  # stops at the first file: what it says first is enough
+    )  # stops at the first file: its first message is enough
     architectures = re.search(r"architectures (.*)\)", said)[1].split()
     known = run("nvcc", "--list-gpu-arch")
     wanted = [
@@ -260,7 +260,7 @@ def test_a_debug_build_passes_the_smoke_call(checkout):
 
 def test_the_ninja_beside_this_python_is_used_when_path_has_none(checkout, tmp_path):
     if shutil.which("ninja", path=Path(sys.executable).parent) is None:
-        pytest.skip("this environment has no ninja of its own")
+        pytest.skip("this environment has no ninja")
     build(checkout, PASS_EXT_CUDA="0", path=path_without("ninja", folder=tmp_path / "path"))
     assert libraries(checkout) == ["_C.so"]
 
@@ -270,7 +270,7 @@ def test_the_ninja_beside_this_python_is_used_when_path_has_none(checkout, tmp_p
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
-    """Links to all packages of this environment except pass_ext: torch without installing it once more."""
+    """Links to all packages of this environment except pass_ext, so that torch is not installed once more."""
     folder = tmp_path_factory.mktemp("packages")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if "pass_ext" not in entry.name and entry.suffix != ".pth":
@@ -280,7 +280,7 @@ def packages(tmp_path_factory):
 
 @pytest.fixture
 def environment(tmp_path, packages):
-    """A fresh environment of this Python that sees those packages; gives its python."""
+    """A fresh environment of this Python that sees those packages; gives the path of its python."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "environment")
     python = tmp_path / "environment" / "bin" / "python"
     purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
@@ -321,7 +321,7 @@ def test_a_build_without_torch_says_what_is_missing(checkout, packages, tmp_path
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel built from the sdist, unpacked where no checkout is near."""
+    """The wheel built from the sdist, unpacked far from any checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     checkout = copy_sources(folder / "checkout")
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, checkout)
@@ -365,7 +365,7 @@ def test_the_wheel_runs_on_this_torch(wheel, environment, tmp_path):
 
 
 def find_python(wished):
-    """The wished Python, or another one that old torch knows; from PATH or pyenv."""
+    """The preferred Python, or another one that old torch supports; from PATH or pyenv."""
     for version in dict.fromkeys([wished, "3.10", "3.11", "3.12", "3.13"]):
         of_pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
         if found := of_pyenv or [path for path in [shutil.which(f"python{version}")] if path]:
@@ -374,7 +374,7 @@ def find_python(wished):
 
 
 def older_environment(torch_version, wished_python):
-    """The python of an environment with that torch from the package index, kept in build/matrix for the next run."""
+    """The python of an environment with that torch from the package index, stored in build/matrix for the next run."""
     version, base = find_python(wished_python)
     folder = CACHE / f"torch-{torch_version}-python-{version}"
     python, complete = folder / "bin" / "python", folder / "complete"

@@ -1,4 +1,4 @@
-"""Loading models: a GGUF file is converted once and kept, what is kept is the same model, and nothing is left half written."""
+"""Loading models: a GGUF file is converted once and stored, the stored model is the same, and no half-written file stays."""
 
 import os
 import resource
@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def file(gguf_file, tmp_path):
-    """One of the test's own."""
+    """A copy of the GGUF file for one test."""
     return Path(shutil.copy(gguf_file, tmp_path))
 
 
@@ -121,7 +121,7 @@ def test_large_models_are_not_kept(file, cache, monkeypatch):
 
 @contextmanager
 def disk_of(size):
-    """No file can grow beyond ``size`` bytes: writers meet what they would meet on a full disk."""
+    """No file can grow beyond ``size`` bytes: writers fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -130,15 +130,15 @@ def disk_of(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_raises_what_is_no_oserror(tmp_path):
-    """The reason why a failure to keep a model is told by no type of exception."""
+def test_a_full_disk_raises_no_oserror(tmp_path):
+    """No exception type identifies the failure to store a model."""
     with disk_of(10_000), pytest.raises(SafetensorError, match="I/O error"):
         save_file({"a": torch.zeros(10_000)}, tmp_path / "a.safetensors")
 
 
 @pytest.fixture(scope="module")
 def converted(gguf_file, tmp_path_factory):
-    """What a GGUF file becomes: model, tokenizer, and the folder that they are kept in."""
+    """A converted GGUF file: model, tokenizer, and the folder in which they are stored."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PASS_EXT_CACHE", str(tmp_path_factory.mktemp("converted")))
         model, tokenizer = load_checkpoint(gguf_file, torch.float32)
@@ -238,14 +238,14 @@ def test_a_damaged_kept_model_is_converted_again(file, converted, cache, damage,
 
 
 def test_a_users_own_damaged_weights_are_a_value_error(converted, tmp_path):
-    """What the commands turn into a sentence; safetensors' error is neither that nor an OSError."""
+    """Commands turn a ValueError into a message; safetensors' error is neither that nor an OSError."""
     folder = Path(shutil.copytree(converted[2], tmp_path / "mine"))
     cut("model.safetensors")(folder)
     with pytest.raises(ValueError, match=f"the weights of {folder} are damaged, or were cut off"):
         load_checkpoint(folder, torch.float32)
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such model file: .*no\.gguf"):
         load_checkpoint(tmp_path / "no.gguf", torch.float32)
     with pytest.raises(OSError):

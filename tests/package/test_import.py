@@ -1,7 +1,7 @@
-"""What `import pass_ext` does in a fresh interpreter, and what it says when something is missing or broken.
+"""The effects of `import pass_ext` in a fresh interpreter, and its messages when something is missing or broken.
 
-It must be quick, pull in nothing optional, leave the GPU alone, and name the reason when a library does not load.
-Damaged installations are copies of the package in a temporary folder.
+The import must be quick, import nothing optional, leave the GPU alone, and name the reason if a library does not load. Damaged
+installations are copies of the package in a temporary folder.
 """
 
 import compileall
@@ -56,7 +56,7 @@ print(json.dumps({"loaded": status.cuda_loaded, "reason": status.cuda_reason, "s
 
 
 def run(*arguments, folder=PACKAGE.parent, **environment):
-    """This Python on `arguments`, in the folder whose pass_ext is to be imported."""
+    """Runs this Python on `arguments`, in the folder from which it imports pass_ext."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PASS_EXT_")}
     return subprocess.run(
         [sys.executable, *arguments],
@@ -75,7 +75,7 @@ def output_of(*arguments, **options):
 
 
 def copy_package(folder, *, without):
-    """A copy of the installed package, with its libraries linked rather than copied, but for those in `without`."""
+    """A copy of the installed package without the libraries in `without`; the others are linked rather than copied."""
     copy = folder / "pass_ext"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for library in PACKAGE.glob("*.so"):
@@ -89,8 +89,10 @@ MOST_SECONDS = 0.050
 
 @functools.cache
 def imports():
-    """What imports tell: the first, and on a busy machine up to two more, until one of them is quick."""
-    compileall.compile_dir(PACKAGE, quiet=2)  # as pip does when it installs: reading source would be half of the time
+    """Reports of imports: the first, and on a busy machine up to two more, until one is quick."""
+    compileall.compile_dir(
+        PACKAGE, quiet=2
+    )  # as pip does when it installs: compiling sources would take half of the time
     told = []
     while len(told) < 3 and (not told or told[-1]["seconds"] >= MOST_SECONDS):
         told.append(json.loads(output_of("-c", IMPORT_AND_TELL)))
@@ -151,7 +153,7 @@ def test_a_wrong_cpu_isa_is_refused_with_the_names_that_exist():
 
 
 def test_debug_reaches_the_cuda_library(monkeypatch):
-    """It then says what failed before an op, rather than that the op did."""
+    """It then reports a failure before an op as such, not as the op's failure."""
     calls = []
     library = types.SimpleNamespace(pass_ext_check_earlier_cuda_errors=calls.append)
     monkeypatch.setattr(_library, "_cuda_native", library)
@@ -187,7 +189,7 @@ def patched(whole, offset, value):
     return whole[:offset] + bytes([value]) + whole[offset + 1 :]
 
 
-# What may lie where a library should: its bytes, from those of the sound one, and our words for it.
+# The contents of a damaged library, made from the bytes of the sound one, and the message about it.
 OTHER_MACHINE = {"x86_64": (183, "aarch64"), "aarch64": (62, "x86_64")}.get(platform.machine(), (243, "riscv64"))
 FOREIGN = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
 REBUILD = ". Build it again: pip install --no-build-isolation -e ."
@@ -213,7 +215,7 @@ DAMAGED = {
 
 
 def damage(library, kind, whole):
-    """Writes such a file; returns the sentence about it."""
+    """Writes such a file; returns the message about it."""
     change, words = DAMAGED[kind]
     library.write_bytes(change(whole))
     numbers = {"HALF": len(whole) // 2, "LESS": len(whole) - 1, "WHOLE": len(whole), "LIBRARY": library}
@@ -231,7 +233,7 @@ def test_a_damaged_cpu_library_is_an_import_error_that_says_what_it_is(kind, tmp
     assert str(told.value) == sentence
 
 
-# In a process of its own, for a signal would end it; the others are looked at above, by the functions that load.
+# In a separate process, because a signal would end it. The functions that load libraries are tested above on the others.
 @pytest.mark.parametrize("kind", ["half", pytest.param("other project", marks=pytest.mark.slow)])
 def test_info_says_in_a_sentence_what_a_damaged_cpu_library_is(kind, tmp_path):
     copy = copy_package(tmp_path, without=["_C.so"])
@@ -240,7 +242,7 @@ def test_info_says_in_a_sentence_what_a_damaged_cpu_library_is(kind, tmp_path):
     assert done.returncode == 1, "a signal ended it"
     assert done.stderr.splitlines()[-1] == f"ImportError: {sentence}"
     told = done.stderr.split("Traceback")
-    assert len(told) == 2 and "ctypes" not in told[1] and "torch/" not in told[1], "what our own sentence says better"
+    assert len(told) == 2 and "ctypes" not in told[1] and "torch/" not in told[1], "our own message replaces these"
 
 
 def check_refusal(told, reason):
@@ -273,7 +275,7 @@ def test_a_damaged_cuda_library_is_named(kind, tmp_path, monkeypatch):
     assert _library._load_cuda() == sentence
 
 
-# In a process of its own, for a signal would end it; the others are looked at above, by the functions that load.
+# In a separate process, because a signal would end it. The functions that load libraries are tested above on the others.
 @pytest.mark.parametrize("kind", ["half", pytest.param("other project", marks=pytest.mark.slow)])
 def test_a_damaged_cuda_library_is_ignored_and_status_says_what_it_is(kind, tmp_path):
     copy = copy_package(tmp_path, without=["_C_cuda.so"])

@@ -1,5 +1,5 @@
-"""The import rules, checked on every file: the tables here are the only place where they are written. And other rules that
-grep can see.
+"""The import rules, checked on every file: the tables here are the only place where they are written. Also other rules that
+grep can check.
 """
 
 import ast
@@ -11,8 +11,8 @@ from support.paths import ROOT
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "pass_ext"
 
-# Where a file lies -> what its quoted includes may start with.
-CPP_LAW = {
+# Place of a file -> beginnings allowed for its quoted includes.
+CPP_INCLUDES = {
     "core": ("core/",),
     "host": ("core/", "host/"),
     "cpu": ("core/", "host/", "cpu/"),
@@ -24,8 +24,8 @@ CPP_LAW = {
     "cuda/*.h": ("host/", "cuda/primitives.cuh"),
     "schema.cpp": (),
 }
-# ... and of torch, by angle brackets.
-TORCH_LAW = {
+# The same for torch's headers, in angle brackets.
+TORCH_INCLUDES = {
     "core": (),
     "host": ("torch/csrc/stable/", "torch/headeronly/"),
     "cpu": ("torch/csrc/stable/",),
@@ -37,8 +37,8 @@ TORCH_LAW = {
 CUDA_HEADERS = dict.fromkeys(("cuda/primitives.cuh", "cuda/runtime.h", "cuda/counters.h"), ("cuda_runtime.h",))
 BANNED = re.compile(r"ATen/|c10/|torch/extension\.h|torch/torch\.h|pybind11|Python\.h")
 
-# Room of pass_ext -> rooms that it may import besides its own, from the ground up: each names rooms of lines above it. Imports
-# inside of functions and for types count too.
+# Room of pass_ext -> rooms that it may import besides its own, from the ground up: each line names rooms of lines above it.
+# Imports inside functions and for types count too.
 MAY_IMPORT = {
     "cache_folder": (),
     "reference": (),
@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "demo": ("cache_folder", "checkpoint", "decoding", "pass_ext"),
     "__main__": ("_library", "training", "pass_ext", "demo"),
 }
-# The same of pass_ext/decoding/, where a room may import all rooms of lines above its own.
+# The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (
     ("sampling", "stats", "profiling"),
     ("models", "rules"),
@@ -65,11 +65,11 @@ DECODING_FLOORS = (
     ("loop",),
     ("generation",),
 )
-# The same of benchmarks/.
+# The same for benchmarks/.
 BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
-    ("pages",),
+    ("pages", "kernel_time"),
     ("gpu",),
 )
 MOST_SIDE_BY_SIDE = 12
@@ -83,26 +83,28 @@ def place_of(path):
 
 
 def violations(path, text):
-    """What in a C++ file's includes breaks the law."""
+    """The includes of a C++ file that break the rules."""
     name, place = str(path.relative_to(CSRC)), place_of(path)
-    found = []
+    breaking = []
     for include in re.findall(r'^\s*#include\s+"([^"]+)"', text, re.M):
-        own = include == name.replace(".cu", ".cuh") and name.endswith(".cu")
-        if not (own or include.startswith(CPP_LAW[place] or ("nothing",))):
-            found.append(include)
+        header_of_its_source = include == name.replace(".cu", ".cuh") and name.endswith(".cu")
+        if not (header_of_its_source or include.startswith(CPP_INCLUDES[place] or ("nothing",))):
+            breaking.append(include)
     for include in re.findall(r"^\s*#include\s+<([^>]+)>", text, re.M):
-        if BANNED.search(include) or ("torch/" in include and not include.startswith(TORCH_LAW[place] or ("nothing",))):
-            found.append(include)
+        if BANNED.search(include) or (
+            "torch/" in include and not include.startswith(TORCH_INCLUDES[place] or ("nothing",))
+        ):
+            breaking.append(include)
         if "cuda" in include and "torch" not in include and include not in CUDA_HEADERS.get(name, ()):
-            found.append(include)
-    return found
+            breaking.append(include)
+    return breaking
 
 
 CPP_FILES = sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
 
 
 @pytest.mark.parametrize("path", CPP_FILES, ids=lambda p: str(p.relative_to(CSRC)))
-def test_includes_keep_the_law(path):
+def test_includes_follow_the_rules(path):
     assert violations(path, path.read_text()) == []
 
 
@@ -126,7 +128,7 @@ def test_kernels_touch_the_machine_only_through_primitives():
 
 
 def test_addresses_are_taken_in_one_file():
-    """There a tensor without memory is refused, and no kernel reads null."""
+    """host/tensor.h refuses a tensor without memory, so no kernel reads null."""
     for path in CPP_FILES:
         taken = re.findall(r"data_ptr\w*\(|get_data_ptr", path.read_text())
         assert bool(taken) == (path == CSRC / "host/tensor.h"), path
@@ -254,7 +256,7 @@ def test_planted_imports_are_found():
     planted = {"benchmarks.harness.cases": {"benchmarks.pages.ops"}}
     assert breaches(planted, MAY_IMPORT_OF_BENCHMARKS, "benchmarks") != []
     planted = {"pass_ext.decoding.loop": {"pass_ext.reference.accept"}}
-    assert breaches(planted, MAY_IMPORT) != [], "nothing computes by the specification"
+    assert breaches(planted, MAY_IMPORT) != [], "no other code may compute with the specification"
 
 
 def test_drafting_and_planning_never_ask_for_a_methods_class():
@@ -267,7 +269,7 @@ def test_drafting_and_planning_never_ask_for_a_methods_class():
 
 
 def rooms_of(folder):
-    """Modules and folders side by side; what every package has, or what is written there, is none."""
+    """Modules and folders side by side; files that every package has and generated ones do not count."""
     return [
         path
         for path in folder.iterdir()

@@ -59,11 +59,13 @@ def test_a_file_without_the_op_is_named(copy, part):
 
 def test_an_op_that_is_new_in_the_schema_has_nothing(copy):
     schema = copy / "csrc/schema.cpp"
-    schema.write_text(schema.read_text().replace("  // linear\n", '  library.def("scale_rows(Tensor x) -> Tensor");\n'))
-    complaints = report(copy, ["scale"])[1]
+    schema.write_text(
+        schema.read_text().replace("  // linear\n", '  library.def("planted_rows(Tensor x) -> Tensor");\n')
+    )
+    complaints = report(copy, ["planted"])[1]
     assert len(complaints) == len(PARTS) - 1 and len(report(copy, [])[1]) == len(complaints)
-    assert "scale_rows: CUDA kernels: csrc/cuda/scale.cuh is missing" in complaints
-    assert "scale_rows: samples: tests/support/samples.py lacks it" in complaints
+    assert "planted_rows: CUDA kernels: csrc/cuda/planted.cuh is missing" in complaints
+    assert "planted_rows: samples: tests/support/samples.py lacks it" in complaints
 
 
 def test_only_a_stated_reason_excuses(copy, monkeypatch):
@@ -79,7 +81,7 @@ def test_a_familys_name_must_be_one(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["op_families", "trees"])
     with pytest.raises(SystemExit):
         op_families.main()
-    assert "FAMILY must be a first word of an op in csrc/schema.cpp (accept, " in capsys.readouterr().err
+    assert "FAMILY must be the first word of an op in csrc/schema.cpp (accept, " in capsys.readouterr().err
 
 
 def test_families_are_where_the_gpu_run_and_the_smoke_tests_look():

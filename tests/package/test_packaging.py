@@ -1,7 +1,7 @@
-"""What the two built libraries promise to strangers: torch's stable ABI from 2.10 on, no Python, no CUDA runtime beside
-them, any x86-64 processor, the GPU architectures they were built for, and no trace of the folder they were built in.
+"""The requirements of the two built libraries: torch's stable ABI from 2.10 on, no Python, no CUDA runtime beside them, any
+x86-64 processor, the GPU architectures they were built for, and no trace of the folder they were built in.
 
-Also that the sdist holds all that git tracks, and that setup.py stays small. Needs binutils.
+Also: the sdist holds all that git tracks, and setup.py stays small. Needs binutils.
 """
 
 import importlib
@@ -82,7 +82,7 @@ def test_only_libraries_that_torch_or_every_linux_brings_are_needed(library):
 
 @either_library
 def test_the_glibc_and_libstdcxx_floor_is_that_of_manylinux_2_34(library):
-    """Where this fails, the Linux here is too new to build wheels for others on; for this machine nothing is wrong."""
+    """If this fails, the Linux here is too new to build wheels for others; on this machine they work."""
     versions = re.findall(r"\b(GLIBC|GLIBCXX)_(\d+(?:\.\d+)+)", read("readelf", "-V", library))
     highest = {
         name: max(tuple(map(int, v.split("."))) for n, v in versions if n == name) for name in ("GLIBC", "GLIBCXX")
@@ -98,7 +98,7 @@ def test_no_trace_of_the_build_folder(library):
     content = library.read_bytes()
     traces = (str(ROOT), str(Path(torch.__file__).parent), "site-packages")
     assert [trace for trace in traces if trace.encode() in content] == []
-    assert b"csrc/" in content, "what __FILE__ leaves behind is relative"
+    assert b"csrc/" in content, "__FILE__ leaves relative paths behind"
 
 
 # ---- processors ----
@@ -107,7 +107,7 @@ def test_no_trace_of_the_build_folder(library):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are those of x86-64")
 @either_library
 def test_only_functions_of_the_avx_namespaces_use_avx(library):
-    """A standard-library template compiled for AVX-512 by accident could be what the linker picks for everybody."""
+    """The linker could pick a standard-library template compiled for AVX-512 by accident for the whole library."""
     ours = re.compile(r"_ZZ?NK?8pass_ext(4avx2|6avx512|11avx512_bf16)")
     users, function = {}, ""
     for line in read("objdump", "-d", "--no-show-raw-insn", library).splitlines():
@@ -190,7 +190,7 @@ def test_setup_py_stays_small():
 
 
 def tracked_files(*folders):
-    """What git tracks, and what it will track once committed."""
+    """The files that git tracks, and those that it will track once committed."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders],
         capture_output=True, text=True, check=True, cwd=ROOT,

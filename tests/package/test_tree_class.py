@@ -1,14 +1,14 @@
-"""Tree and pack_trees: every property against its definition, what is refused, what is shared, and the picture."""
+"""Tree and pack_trees: every property against its definition, refusals, sharing, and the picture."""
 
 import re
 import sys
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.paths import ROOT
 from support.steps import depths_of, random_tree
 
 import pass_ext
@@ -29,7 +29,7 @@ def bits_of(visible):
     return [set(row.nonzero().flatten().tolist()) for row in seen]
 
 
-# ---- making one ----
+# ---- making a tree ----
 
 
 KINDS = {"list": list, "tuple": tuple, "iter": iter, "int64": torch.tensor, "int32": lambda p: torch.tensor(p).int()}
@@ -48,7 +48,7 @@ def test_a_chain_counts_the_nodes_below_its_root():
 
 
 def test_the_limit_of_nodes_is_the_kernels_and_the_specifications():
-    header = Path(pass_ext.__file__).parent.parent / "csrc" / "core" / "tree.h"
+    header = ROOT / "csrc" / "core" / "tree.h"
     (limit,) = re.findall(r"constexpr int32_t kMaxTreeNodes = (\d+);", header.read_text())
     assert MAX_TREE_NODES == int(limit) == reference.accept.MAX_TREE_NODES == len(Tree.chain(MAX_TREE_NODES - 1))
 
@@ -96,7 +96,7 @@ def test_it_is_a_value():
     tree = Tree([-1, 0, 0])
     assert tree == Tree((-1, 0, 0)) and hash(tree) == hash(Tree((-1, 0, 0))) and tree != Tree([-1, 0, 1])
     assert tree != tree.with_lookahead(1) and tree != (-1, 0, 0)
-    assert tree.with_lookahead(1) != Tree(tree.with_lookahead(1).parents)  # the rows of one are slots
+    assert tree.with_lookahead(1) != Tree(tree.with_lookahead(1).parents)  # the rows of the first tree are slots
     assert len({tree, Tree([-1, 0, 0]), tree.with_lookahead(1)}) == 2
     for name in ("parents", "slots", "num_nodes"):
         with pytest.raises(AttributeError):
@@ -164,7 +164,7 @@ def test_a_slice_is_the_top_left_of_the_same_storage(branching):
     assert tree.slice(len(branching)) is tree and tree.slice(99) is tree
 
 
-def test_what_cannot_be_sliced_is_refused_in_words():
+def test_other_orders_and_trees_with_slots_cannot_be_sliced():
     with pytest.raises(ValueError, match=r"numbered level by level can be sliced: breadth_first\(\) gives that"):
         Tree([-1, 0, 1, 0]).slice(1)
     with pytest.raises(ValueError, match="levels must be 0 or more, got -1"):
@@ -290,7 +290,7 @@ def test_packed_entries_may_be_parents_or_nothing():
 
 @pytest.mark.parametrize("batch", [[], [None], [Tree.from_branching((9, 9)), None, Tree.chain(4)]], ids=len)
 def test_one_copy_brings_the_same_to_another_device(batch):
-    """The meta device takes the same way as a GPU: values are checked where there is one."""
+    """The meta device takes the same path as a GPU: values are checked where there are any."""
     here, there = pack_trees(batch), pack_trees(batch, device="meta")
     for one, other in zip(here, there, strict=True):
         if isinstance(one, torch.Tensor):
@@ -308,7 +308,7 @@ def test_a_batch_on_the_gpu(cuda):
             assert one == other
 
 
-# ---- for people ----
+# ---- repr, str and pictures ----
 
 
 def test_repr_is_short_and_says_it_all():
@@ -353,7 +353,7 @@ def pyplot(monkeypatch):
 
 
 def colours_at(figure, ax, places):
-    """What the rendered picture shows at data coordinates, as hex."""
+    """The colours of the rendered picture at data coordinates, as hex."""
     from matplotlib.colors import to_hex
 
     figure.canvas.draw()

@@ -1,5 +1,6 @@
-"""docs/ops/accept.md: its table and picture are what the committed result says, the result is what the kernels do, and its
-example runs and emits the target's law."""
+"""docs/ops/accept.md: its table and picture show the committed result, the kernels reproduce the result, and its example runs
+and emits the target's distribution.
+"""
 
 import json
 import re
@@ -85,7 +86,7 @@ def test_every_rule_is_there(means):
 
 
 def test_orderings(means):
-    """What theory says, and what the page says in words."""
+    """The orderings of theory, which the page states in words."""
     rejection = {shape: means[shape, "rejection", "without"] for shape in ("chain", "tree")}
     assert means["chain", "block", "without"] >= rejection["chain"]
     assert means["tree", "traversal", "without"] >= rejection["tree"]
@@ -101,7 +102,7 @@ def test_orderings(means):
 
 
 def test_the_result_is_what_the_kernels_do(acceptance, result):
-    """The first of its requests again: their means are as near as so few can be."""
+    """The first of its requests again: their means are as near as so few allow."""
     some = 500
     for row, again in zip(result["rows"], acceptance.measure(some), strict=True):
         scale = (result["settings"]["requests"] / some) ** 0.5
@@ -124,7 +125,7 @@ VOCABULARY, HORIZON = 3, 3
 
 
 def example(*replacements):
-    """`generate` of the page, changed as told."""
+    """`generate` of the page, with these replacements."""
     code = re.findall(r"```python\n(.*?)```", (ROOT / PAGE).read_text(), flags=re.DOTALL)
     assert len(code) == 1
     for before, after in replacements:
@@ -149,27 +150,29 @@ TARGET, DRAFT, PROMPT = toy_model(1), toy_model(2), torch.tensor([[0, 1]])
 
 
 def tail(generate, texts=1500, temperature=0.8):
-    """P(a chi-square as large) of the next HORIZON tokens against the target's law."""
-    law = {}
+    """P(a chi-square as large) of the next HORIZON tokens against the target's distribution."""
+    distribution = {}
     for text in product(range(VOCABULARY), repeat=HORIZON):
         ids = torch.cat([PROMPT, torch.tensor([text])], 1)
         probs = (TARGET(ids)[0, 1:-1].double() / temperature).softmax(-1)
-        law[text] = float(probs[range(HORIZON), text].prod())
-    assert sum(law.values()) == pytest.approx(1.0)
-    counts = dict.fromkeys(law, 0)
+        distribution[text] = float(probs[range(HORIZON), text].prod())
+    assert sum(distribution.values()) == pytest.approx(1.0)
+    counts = dict.fromkeys(distribution, 0)
     for seed in range(texts):
         out = generate(TARGET, DRAFT, PROMPT, HORIZON, K=2, temperature=temperature, seed=seed)
         assert out.shape == (1, 2 + HORIZON) and torch.equal(out[:, :2], PROMPT)
         counts[tuple(out[0, 2:].tolist())] += 1
-    statistic = sum((counts[text] - texts * law[text]) ** 2 / (texts * law[text]) for text in law)
-    return float(torch.special.gammaincc(torch.tensor((len(law) - 1) / 2), torch.tensor(statistic / 2)))
+    statistic = sum(
+        (counts[text] - texts * distribution[text]) ** 2 / (texts * distribution[text]) for text in distribution
+    )
+    return float(torch.special.gammaincc(torch.tensor((len(distribution) - 1) / 2), torch.tensor(statistic / 2)))
 
 
-def test_the_example_emits_the_targets_law():
+def test_the_example_emits_the_targets_distribution():
     assert tail(example()) > 1e-3
 
 
-def test_a_wrong_draft_law_in_the_example_shows():
+def test_a_wrong_draft_distribution_in_the_example_shows():
     assert tail(example(("torch.stack(rows, 1)", "0 * torch.stack(rows, 1)"))) < 1e-9
 
 

@@ -1,4 +1,4 @@
-"""docs/api.md: it says what the public names are, and every one of them says what it is."""
+"""docs/api.md: it lists the public names, and each has a first sentence."""
 
 import sys
 
@@ -41,4 +41,4 @@ def test_signatures_are_calls():
     assert api.signature("short", short) == "short(a, *, b=1)"
     lines = api.signature("long", long).splitlines()
     assert lines[0] == "long(" and lines[-1] == ")" and "    *rest," in lines and "    **others," in lines
-    assert "    *," not in lines, "behind *rest every argument goes by its name"
+    assert "    *," not in lines, "behind *rest every argument is passed by name"

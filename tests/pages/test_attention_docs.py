@@ -1,5 +1,4 @@
-"""docs/ops/attention.md: its blocks run, its table and pictures are what the ops say, and its decoding step
-decodes."""
+"""docs/ops/attention.md: its blocks run, its table and pictures agree with the ops, and its decoding step decodes."""
 
 import importlib.util
 import re
@@ -84,7 +83,7 @@ def test_the_limits_on_the_page_are_those_of_the_op():
 
 
 def test_the_step_of_the_page_decodes(page):
-    """Drafts of which one path is what the model says: it is accepted, and the next step finds its keys in the cache."""
+    """Drafts with one path of the model's tokens: it is accepted, and the next step finds its keys in the cache."""
     decoder = load("tree_decoding", ROOT / "examples" / "tree_decoding.py")
     torch.manual_seed(1)
     model, prompts, temperature = decoder.Model().requires_grad_(False), [[3, 1, 4, 1, 5], [], [9, 2, 6]], 0.7
@@ -100,7 +99,7 @@ def test_the_step_of_the_page_decodes(page):
     cu_nodes = torch.tensor([0, 5, 5, 10], dtype=torch.int32)
     for _ in range(2):
         first, _, last = [text[length:][:4] for text, length in zip(texts, (prefix_lens).tolist(), strict=True)]
-        # The true tokens hang at nodes 2, 3, 4 of the first tree; the other's go wrong after one.
+        # The true tokens hang at nodes 2, 3, 4 of the first tree; the second tree goes wrong after one token.
         wrong = (last[2] + 1) % decoder.VOCABULARY
         tokens = torch.tensor(
             [first[0], 63 - first[1], *first[1:4], last[0], last[1], (last[1] + 1) % 64, wrong, wrong - 2]

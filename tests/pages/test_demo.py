@@ -1,4 +1,4 @@
-"""The demo: the whole command with a tiny model, what it raises, what it prints without colour, and its parts."""
+"""The demo: the whole command with a tiny model, its errors, its output without colour, and its parts."""
 
 import io
 import json
@@ -122,7 +122,7 @@ def test_without_matplotlib_there_is_no_picture(folder, tmp_path, capsys, monkey
         (["FOLDER", "--new-tokens", "1"], "--new-tokens must be 2 or more, got 1"),
     ],
 )
-def test_bad_arguments_are_told(folder, arguments, message):
+def test_bad_arguments_are_named(folder, arguments, message):
     with pytest.raises(SystemExit, match=message):
         main(["demo", *(str(folder) if argument == "FOLDER" else argument for argument in arguments)])
 
@@ -197,7 +197,7 @@ def test_text_comes_in_whole_characters(tokenizer, pieces):
     assert len([piece for piece in shown if piece]) > 5
 
 
-def test_what_is_incomplete_comes_at_the_end(tokenizer):
+def test_an_incomplete_character_comes_at_the_end(tokenizer):
     decoding = Incremental(tokenizer)
     first, second, *_ = tokenizer("é").input_ids
     assert decoding.text_of([first]) == "" and decoding.rest() == "\ufffd"

@@ -10,21 +10,21 @@ FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
 def pages():
-    """Every page of the repository, but what builds and environments hold."""
+    """Every page of the repository, except in builds and environments."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)
     names = listed.stdout.split() if listed.returncode == 0 else []
     return [ROOT / name for name in names] or [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
 
 def anchors_of(text):
-    """The names that GitHub gives to a page's headings."""
+    """The anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
     plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
 def dead_links(page):
-    """What a page points to that is not there."""
+    """The link targets of a page that do not exist."""
     dead = []
     for target in re.findall(r"\]\(([^()\s]+)\)", FENCED.sub("", page.read_text())):
         if re.match(r"\w+:", target):

@@ -1,4 +1,4 @@
-"""examples/: each script does what it says when it is run, and what it insists on is able to fail."""
+"""examples/: each script runs and does what it says, and its assertions are able to fail."""
 
 import ast
 import importlib
@@ -36,7 +36,7 @@ def one_thread():
 
 def run(script, device):
     command = [sys.executable, "-m", f"examples.{script.stem}", "--device", device, "--new-tokens", "40"]
-    # One thread: more only get in each other's way with a model so small.
+    # One thread: with a model so small, more threads slow each other down.
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -49,7 +49,7 @@ def test_tree_decoding_gives_the_texts_of_plain_decoding():
     done = run(SCRIPT, "cpu")
     assert done.returncode == 0, done.stderr
     greedy, sampled = tokens_per_call(done.stdout)
-    assert greedy > 1.5 and sampled > 1.2, "trees are accepted, and more than one token comes of a call"
+    assert greedy > 1.5 and sampled > 1.2, "trees are accepted, and a call gives more than one token"
 
 
 @needs_examples
@@ -69,11 +69,11 @@ def decode(module, temperature):
     return texts, plain, per_call
 
 
-FAULTS = {  # op, which of its arguments, what becomes of it
+FAULTS = {  # op, position of the argument, change
     "the cache keeps other nodes than were accepted": (
         "cache_commit_", 3, lambda path: torch.where(path > 0, path - 1, path),
     ),
-    "nodes see nobody in the cache": ("attention_tree", 3, torch.zeros_like),
+    "nodes see no key of the cache": ("attention_tree", 3, torch.zeros_like),
     "nodes see other branches": ("attention_tree", 5, lambda visible: torch.full_like(visible, -1)),
 }  # fmt: skip
 
@@ -81,7 +81,7 @@ FAULTS = {  # op, which of its arguments, what becomes of it
 @needs_examples
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.replace(" ", "-"))
 def test_a_fault_in_a_step_shows_in_the_texts(tree_decoding, one_thread, monkeypatch, fault):
-    """What the comparison is worth: without the fault the texts are equal, with it they are not."""
+    """The comparison detects a fault: without it the texts are equal, with it they differ."""
     texts, plain, per_call = decode(tree_decoding, 0.0)
     assert texts == plain and per_call > 1.0
     op, place, spoil = FAULTS[fault]
@@ -146,7 +146,7 @@ def test_each_use_of_a_draft_model_is_twenty_lines(name):
 @needs_examples
 @pytest.mark.parametrize("name", DRAFTING)
 def test_an_example_insists_on_the_text_of_plain_decoding(name, one_thread, monkeypatch):
-    """generate is made to write one other token wherever a draft model is used."""
+    """generate writes one wrong token wherever a draft model is used."""
     monkeypatch.syspath_prepend(ROOT)
     module, original = importlib.import_module(f"examples.{name}"), pass_ext.generate
     module.with_a_decoder_of_your_own("cpu", 12)

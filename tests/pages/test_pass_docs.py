@@ -1,4 +1,4 @@
-"""docs/guide/pass.md and the first block of README.md: they run, on a small model, and give the text of the model alone."""
+"""docs/guide/pass.md and the first block of README.md: they run, on a small model, and give the model's own text."""
 
 import re
 import subprocess

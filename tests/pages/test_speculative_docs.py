@@ -1,5 +1,6 @@
-"""docs/guide/speculative.md and its block in README.md: they run, on a small pair of models, and give the text of the target
-alone; the page's table is that of its script, its picture shows its tree, and it names every setting."""
+"""docs/guide/speculative.md and its block in README.md: they run, on a small pair of models, and give the target's own text;
+the page's table is that of its script, its picture shows its tree, and it names every setting.
+"""
 
 import inspect
 import re
@@ -41,7 +42,7 @@ def names(monkeypatch, tmp_path):
 
 
 def test_the_blocks_of_the_page_run(names, capsys, monkeypatch):
-    """Every text that a block calls `result` is the target's own, but that of the approximate rule."""
+    """Every text that a block calls `result` is the target's own, except under the approximate rule."""
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
     assert len(blocks) == 8
     want = names["model"].generate(names["input_ids"], max_new_tokens=200, do_sample=False)
@@ -100,14 +101,14 @@ def test_the_page_names_every_rule_and_field():
 
 def test_the_page_names_every_part_of_a_drafter():
     page = PAGE.read_text()
-    table = page[page.index("| of a `Drafter` |") :].split("\n\n")[0]
+    table = page[page.index("| member of a `Drafter` |") :].split("\n\n")[0]
     parts = {name for name in vars(pass_ext.Drafter) if not name.startswith("_")} | {"max_depth"}
     assert {"propose", "rules", "pauses"} < parts
     for part in parts:
         assert re.search(rf"^\|[^|]*`{part}(\([a-z]*\))?`", table, re.M), part
 
 
-ROWS = [  # of the table of rules: how Speculative and MultiCandidate answer
+ROWS = [  # rows of the table of rules: the answers of Speculative and MultiCandidate
     ("coupled", True, True, False), ("rejection", True, True, False), ("block", True, False, False),
     ("traversal", True, True, False), ("rejection_with_replacement", False, False, True), ("kseq", False, False, True),
     ("typical", True, True, False), ("longest_branch", False, True, False),
@@ -168,13 +169,13 @@ def test_another_picture_or_table_is_found(tmp_path, monkeypatch):
 
 
 def test_the_published_example(monkeypatch):
-    """p = (.6, .3, .1), two roots, kept with .3, .6, .9: the law that a reader can work out by hand."""
+    """p = (.6, .3, .1), two roots, kept with .3, .6, .9: a reader can work out the distribution by hand."""
     monkeypatch.syspath_prepend(ROOT)
-    from tools import longest_branch as law
+    from tools import longest_branch as page
 
-    draft = law.DRAFTS["good behind rare tokens"]
-    assert [float(law.acceptance(law.TARGET[token], draft[token])) for token in range(3)] == [0.3, 0.6, 0.9]
-    first = law.first_token(law.law_of_texts(law.TARGET, draft, 2, 1, 2))
+    draft = page.DRAFTS["good behind rare tokens"]
+    assert [float(page.acceptance(page.TARGET[token], draft[token])) for token in range(3)] == [0.3, 0.6, 0.9]
+    first = page.first_token(page.distribution_of_texts(page.TARGET, draft, 2, 1, 2))
     p, kept, want = (0.6, 0.3, 0.1), (0.3, 0.6, 0.9), [0.0] * 3
     for one in range(3):
         for other in {0, 1, 2} - {one}:

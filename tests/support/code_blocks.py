@@ -1,4 +1,4 @@
-"""The fenced code blocks of a page, and running them: a page's examples do what it says."""
+"""The fenced code blocks of a page, and running them: the examples must give the printed output."""
 
 import doctest
 import re
@@ -14,7 +14,7 @@ def blocks_of(path):
 
 
 def run_blocks(path, blocks, names):
-    """Python as it stands; what looks like a prompt must print what the page prints."""
+    """Runs Python blocks as they are; a block with prompts must print what the page prints."""
     for language, code, line in blocks:
         if language == "python":
             exec(compile("\n" * line + code, path.name, "exec"), names)

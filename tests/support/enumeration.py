@@ -15,13 +15,13 @@ FAULTY = 1e-3
 
 
 class Replay:
-    """A Chance that makes the choices of a script, and behind its end always the first, which it appends."""
+    """A Chance that makes the choices of a script. Behind its end it makes the first choice and appends it."""
 
     def __init__(self, script):
         self.script, self.taken, self.probability, self.law = script, 0, 1.0, None
 
     def choose(self, probabilities):
-        """The index of an option; what is impossible is none."""
+        """The index of the chosen option; impossible options do not count."""
         options = [(i, p) for i, p in enumerate(probabilities) if p > 0.0]
         if self.taken == len(self.script):
             self.script.append((0, len(options)))
@@ -35,10 +35,10 @@ class Replay:
         return self.choose([bound, 1.0 - bound]) == 0
 
     def draw(self, weights, sizes, purpose, depth):
-        law = (weights / weights.sum()).tolist()
+        distribution = (weights / weights.sum()).tolist()
         if purpose == Purpose.coupled:
-            return self.choose(law)
-        self.law = law  # the last token of a walk: its whole law at once
+            return self.choose(distribution)
+        self.law = distribution  # the whole distribution of a walk's last token
         return 0
 
     def near(self, margin):
@@ -46,7 +46,7 @@ class Replay:
 
 
 def outcomes(play, chance=Replay):
-    """(probability, what play(chance) returned, chance) of everything that can happen."""
+    """(probability, result of play(chance), chance) for everything that can happen."""
     script = []
     while True:
         replay = chance(script)
@@ -60,7 +60,9 @@ def outcomes(play, chance=Replay):
 
 
 class World:
-    """Random laws: the target's and the draft's after each text, some probabilities zero, some drafts the target itself."""
+    """Random distributions of target and draft after each text, with some zero probabilities and some drafts equal to the
+    target.
+    """
 
     def __init__(self, seed, vocabulary, zeros=0.25, spread=1.5, filters=None, draft_filters=None):
         self.generator = torch.Generator().manual_seed(seed)
@@ -81,11 +83,11 @@ class World:
         return self.laws[text]
 
     def joint(self, horizon):
-        """The target's law of the next `horizon` tokens."""
+        """The target's distribution of the next `horizon` tokens."""
         return self.completed({(): 1.0}, horizon)
 
     def completed(self, masses, horizon):
-        """The law of `horizon` tokens, from the masses of shorter texts continued by the target."""
+        """The distribution of `horizon` tokens, from the masses of shorter texts continued by the target."""
         done = dict.fromkeys(itertools.product(range(self.vocabulary), repeat=horizon), 0.0)
         for length in range(horizon + 1):
             for text, mass in [(t, m) for t, m in masses.items() if len(t) == length]:
@@ -99,21 +101,21 @@ class World:
 
 @dataclass
 class Texts:
-    """A world of the texts that are named."""
+    """A world of named texts."""
 
     vocabulary: int
-    laws: dict
+    distributions: dict
 
     def at(self, text):
-        return self.laws[text]
+        return self.distributions[text]
 
 
 @dataclass
 class Drafts:
-    """A tree whose tokens are drawn when they are looked at.
+    """A tree whose tokens are drawn when they are read.
 
-    replaced: children are drawn with replacement. fixed: node -> token, whatever the draft's law; "outside": a token that
-    the draft cannot give; "again": the token of the first sibling. no_row: nodes whose draft row is -1, so that all their
+    replaced: children are drawn with replacement. fixed: node -> token, whatever the draft's distribution; "outside": a token
+    that the draft cannot give; "again": the token of the first sibling. no_row: nodes whose draft row is -1, so that all their
     children are fixed proposals.
     """
 
@@ -163,8 +165,8 @@ class Drafts:
         return None if node in self.no_row else self.world.at(self.text(node))[1]
 
 
-def emitted_law(drafts, rule, chance=Replay):
-    """The law of the emitted text, continued to max_depth + 1 tokens; and the mean number of accepted drafts."""
+def emitted_distribution(drafts, rule, chance=Replay):
+    """The distribution of the emitted text, continued to max_depth + 1 tokens, and the mean number of accepted drafts."""
     masses, mean = {}, 0.0
 
     def play(replay):
@@ -174,18 +176,18 @@ def emitted_law(drafts, rule, chance=Replay):
 
     for probability, (text, token), replay in outcomes(play, chance):
         mean += probability * len(text)
-        law = {token: 1.0} if replay.law is None else dict(enumerate(replay.law))
-        for last, p in law.items():
+        distribution = {token: 1.0} if replay.law is None else dict(enumerate(replay.law))
+        for last, p in distribution.items():
             masses[(*text, last)] = masses.get((*text, last), 0.0) + probability * p
     return drafts.world.completed(masses, drafts.max_depth + 1), mean
 
 
 def variation(drafts, rule, chance=Replay):
-    """Total variation between the emitted law and the target's."""
-    law, _ = emitted_law(drafts, rule, chance)
+    """Total variation between the emitted distribution and the target's."""
+    distribution, _ = emitted_distribution(drafts, rule, chance)
     truth = drafts.world.joint(drafts.max_depth + 1)
-    assert abs(sum(law.values()) - 1.0) < EXACT or chance is not Replay
-    return 0.5 * sum(abs(law[text] - truth[text]) for text in truth)
+    assert abs(sum(distribution.values()) - 1.0) < EXACT or chance is not Replay
+    return 0.5 * sum(abs(distribution[text] - truth[text]) for text in truth)
 
 
 CHAINS = {"chain1": [-1, 0], "chain2": [-1, 0, 1], "chain3": [-1, 0, 1, 2]}
@@ -212,7 +214,7 @@ SHAPES = {
 }
 
 
-# Children with the same token, by where the tokens come from: parents, how many worlds, what `make` is told. What is "again"
+# Children with the same token, by the origin of their tokens: parents, number of worlds, arguments of `make`. An "again" token
 # was drawn once and is proposed once more, when the draft cannot give it any more.
 TWINS = [-1, 0, 0, 0, 1, 2]
 DUPLICATES = {
@@ -245,7 +247,7 @@ def make(world, rule, parents, **options):
 
 
 def worlds(parents, count, **options):
-    """Three and four tokens by turns; three for the largest trees."""
+    """Worlds of three and four tokens in turn; of three for the largest trees."""
     return [World(seed, 3 if len(parents) > 7 else 3 + seed % 2, **options) for seed in range(count)]
 
 
@@ -264,7 +266,7 @@ CASES = [(rule, name) for rule, shapes in SHAPES.items() for name in shapes]
 
 
 def takes_duplicates(rule, origin):
-    """Whether the rule promises anything for them: what is proposed again, q can still give where it stays whole."""
+    """True if the rule is exact for such duplicates: a token that is proposed again needs a q that cannot give it any more."""
     return rule != "block" and not (rule in WANT_REPLACEMENT and DUPLICATES[origin][2].get("replaced") is False)
 
 

@@ -52,8 +52,9 @@ def greedy_of_transformers(model, ids, mask, new_tokens, **options):
 
 
 class Prophet:
-    """Candidates that come true often: drafts the continuations it was told, and spoils some, so that trees are accepted to
-    every depth and last accepted nodes are of every kind."""
+    """Candidates that come true often: it drafts the continuations in `futures` and spoils some, so that trees are accepted to
+    every depth and last accepted nodes are of every kind.
+    """
 
     def __init__(self, monkeypatch, futures, seed=0):
         self.futures, self.random = futures, random.Random(seed)  # prompt + continuation, by request
@@ -98,18 +99,18 @@ class Decoder:
 
 
 class Monotone:
-    """A model whose every row, of look-ahead slots too, says the same, whatever it reads."""
+    """A model whose rows all give the same logits, whatever they read; so do look-ahead slots."""
 
     embedding = torch.randn(50, 16, generator=torch.Generator().manual_seed(2))
-    law = torch.randn(50, generator=torch.Generator().manual_seed(3))
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(3))
 
     def __call__(self, rows, positions, attend, wanted):
         attend(0, *[rows[:, None]] * 3)
-        return self.law.repeat(len(rows) if wanted is None else len(wanted), 1)
+        return self.logits.repeat(len(rows) if wanted is None else len(wanted), 1)
 
 
 def adapter_for(model, layers=1, rank=5, vocabulary=None):
-    """One that changes the hidden states."""
+    """An adapter that changes the hidden states."""
     torch.manual_seed(3)
     table = model.get_input_embeddings().weight
     adapter = ExitAdapter(layers, table.shape[1], rank, vocabulary=vocabulary, base_vocabulary=len(table))
@@ -131,18 +132,18 @@ def counted(texts, vocabulary):
     return torch.bincount((texts * places).sum(1), minlength=vocabulary ** texts.shape[1]).double()
 
 
-def fit(counts, law):
+def fit(counts, distribution):
     """Chi square and its degrees of freedom; rare texts are one class."""
     total = counts.sum()
-    often = law * total >= 5
-    expected, seen = law[often] * total, counts[often]
+    often = distribution * total >= 5
+    expected, seen = distribution[often] * total, counts[often]
     if not often.all():
-        expected = torch.cat([expected, law[~often].sum()[None] * total])
+        expected = torch.cat([expected, distribution[~often].sum()[None] * total])
         seen = torch.cat([seen, counts[~often].sum()[None]])
     return float(((seen - expected) ** 2 / expected).sum()), len(expected) - 1
 
 
-def law_of_texts(model, prompt, vocabulary, new_tokens, temperature):
+def distribution_of_texts(model, prompt, vocabulary, new_tokens, temperature):
     """Every text, and its probability by the model itself."""
     texts = torch.cartesian_prod(*[torch.arange(vocabulary)] * new_tokens)
     whole = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], 1)

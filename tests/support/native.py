@@ -34,7 +34,7 @@ def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
         lines.append(f"build {objects[-1]}: compile {escape(source)}\n  extra = {extra}")
     lines.append(f"build {escape(library)}: link {' '.join(objects)}\n")
     ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    with (folder / "lock").open("w") as lock:  # several test processes may want it at once
+    with (folder / "lock").open("w") as lock:  # several test processes may build it at once
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_if_changed(folder / "build.ninja", "\n".join(lines))
         result = subprocess.run([ninja or "ninja", "-C", str(folder)], capture_output=True, text=True)
@@ -48,16 +48,16 @@ def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
 
 
 def quote(path: object) -> str:
-    """A path inside a command of build.ninja, in flags too."""
+    """A path quoted for a command of build.ninja, also inside flags."""
     return shlex.quote(str(path)).replace("$", "$$")
 
 
 def escape(path: object) -> str:
-    """A path that build.ninja names as a file to make or to make it from."""
+    """A path escaped as an input or output file of build.ninja."""
     return re.sub(r"[$ :]", r"$\g<0>", str(path))
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Leaves a file alone that says this already."""
+    """Writes a file unless it holds this text already."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

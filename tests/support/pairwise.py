@@ -1,5 +1,6 @@
-"""Pairs of two parameters that are quick everywhere for every value of either, and elsewhere slow: where each decides about
-other lines of the code, the full product finds no more faults."""
+"""Pairs of two parameters. Every value of either is in a quick pair; the other pairs are slow. If each parameter decides about
+other lines of the code, the full product finds no more faults.
+"""
 
 import itertools
 

@@ -1,5 +1,4 @@
-"""Small transformers models with random weights, one of each architecture, and prompts for them: for tests of decoding and of
-the hooks."""
+"""Small transformers models with random weights, one of each architecture, and prompts for them."""
 
 import torch
 
@@ -18,10 +17,10 @@ _SHAPE = dict(
 )
 _GROUPED = dict(_SHAPE, num_key_value_heads=2)
 _OPT = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
-# Its softcap is low and its scores are wide, so that the cap tells.
+# Its softcap is low and its scores are wide, so that the cap changes results.
 _GEMMA2 = dict(_GROUPED, head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=2.0, tie_word_embeddings=False)
 
-# Two have sliding windows, gemma2 in every other layer.
+# Two have sliding windows; gemma2 has them in every other layer.
 ARCHITECTURES = {
     "llama": _GROUPED,
     "qwen2": _GROUPED,
@@ -34,11 +33,11 @@ ARCHITECTURES = {
     "gpt_neox": _SHAPE,
     "opt": dict(_OPT, ffn_dim=96, word_embed_proj_dim=32),
 }
-# test_architectures.py has judged them by every method: what else is tried on all architectures is slow for these.
+# test_architectures.py has judged these by every method, so other tests over all architectures are slow for them.
 JUDGED = ("qwen2", "qwen3", "mistral", "phi3")
 _MOE = dict(num_experts_per_tok=2, sliding_window=7)
 _QWEN_MOE = dict(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32, use_sliding_window=True)
-# They say their window to the mask alone, not to the attention call; qwen2_moe has it in every other layer.
+# Their window is known to the mask alone, not to the attention call; qwen2_moe has it in every other layer.
 MASKS_KNOW_WINDOWS = {
     "phimoe": dict(_GROUPED, **_MOE, num_local_experts=4),
     "qwen2_moe": dict(_GROUPED, **_MOE, **_QWEN_MOE),
@@ -59,7 +58,9 @@ _ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | REFUSED
 
 
 def small_model(architecture, seed=0, sharpness=3.0, **changes):
-    """In fp32 and eval mode, without gradients; ``sharpness`` makes its laws less flat, so that no two tokens tie."""
+    """A model in fp32 and eval mode, without gradients; ``sharpness`` makes its distributions less flat, so that no two tokens
+    tie.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -81,7 +82,7 @@ def prompts(rows, columns, seed=0, padding=()):
 
 
 def ragged_prompts(count, longest=24, seed=0, vocabulary=VOCABULARY):
-    """The same, with random padding."""
+    """The same with random padding."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     ids = torch.randint(3, vocabulary, (count, longest), generator=generator)
@@ -90,7 +91,7 @@ def ragged_prompts(count, longest=24, seed=0, vocabulary=VOCABULARY):
 
 
 class Tokens:
-    """A tokenizer as far as stop strings need one: token i is the letter chr(97 + i)."""
+    """A tokenizer with the parts that stop strings need: token i is the letter chr(97 + i)."""
 
     all_special_ids = ()
 

@@ -1,4 +1,4 @@
-"""Random steps to verify: trees, logits, drafts really drawn from the draft's law, one number per request for each filter.
+"""Random steps to verify: trees, logits, drafts drawn from the draft's distribution, one number per request for each filter.
 
 A step is a dict of the keyword arguments of accept_tree.
 """
@@ -27,7 +27,7 @@ def depths_of(parents: list[int]) -> list[int]:
     return depths
 
 
-def random_law(rows: int, random: torch.Generator, filters: bool = True, greedy: bool = True) -> dict[str, Tensor]:
+def random_sampling(rows: int, random: torch.Generator, filters: bool = True, greedy: bool = True) -> dict[str, Tensor]:
     """Temperatures, some of them 0, and filters, about half of them off."""
     pick = lambda: torch.rand(rows, generator=random)  # noqa: E731
     temperature = 0.3 + 1.5 * pick()
@@ -62,23 +62,24 @@ def random_step(
     filters: bool = True,
     closeness: float = 0.7,
 ) -> dict[str, object]:
-    """One step of requests with `sizes` nodes each (0: padded). Drafts are drawn from the draft's law, as the rule wants it;
-    some nodes have fixed proposals, some children are -1, and a node's children share one row of draft_logits."""
+    """One step of requests with `sizes` nodes each (0: padded). Drafts are drawn from the draft's distribution, in the way the
+    rule needs. Some nodes have fixed proposals, some children are -1, and a node's children share one row of draft_logits.
+    """
     parents = [random_tree(n, random, rule == "block") if n else [] for n in sizes]
     cu_nodes = torch.tensor([0, *sizes]).cumsum(0).int()
     total = int(cu_nodes[-1])
     target = torch.randn(total, vocabulary, generator=random) * 2.5
     draft = target + torch.randn(total, vocabulary, generator=random) * closeness
     owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    law = random_law(len(sizes), random, filters)
+    sampling = random_sampling(len(sizes), random, filters)
     seeds = torch.randint(-(2**62), 2**62, (len(sizes),), generator=random)
     positions = torch.randint(0, 2**40, (len(sizes),), generator=random)
     target, draft = strided(target, dtype), strided(draft, draft_dtype or dtype, 5)
     most = max([1, *(parents[b].count(i) for b in range(len(sizes)) for i in range(sizes[b]))])
-    with _disable_current_modes():  # the emulator's mode among them: it would take longer for this than for the step
+    with _disable_current_modes():  # also the emulator's mode, which would take longer for this than for the step
         drawn, _ = pass_ext.draft_sample(
             draft, most, mode=DRAFT_MODE.get(rule, "without"), seeds=seeds[owner], positions=positions[owner],
-            nodes=torch.arange(total), **{name: values[owner] for name, values in law.items()},
+            nodes=torch.arange(total), **{name: values[owner] for name, values in sampling.items()},
         )  # fmt: skip
     tokens, draft_rows = torch.full((total,), -7), torch.randperm(total, generator=random).int()
     shuffled = torch.empty_like(draft.contiguous())
@@ -103,7 +104,7 @@ def random_step(
         draft_rows=draft_rows,
         seeds=seeds,
         positions=positions,
-        **law,
+        **sampling,
     )
 
 

@@ -35,7 +35,7 @@ def tiny_llama(*, tied=True, vocabulary=100, seed=0):
 
 
 def counting(count, length, *, kind="chat", name="sample"):
-    """Texts that count: token t + 1 follows t, modulo 90, from some start."""
+    """Texts that count: token t + 1 follows t, modulo 90, from a random start."""
     return [
         Sample(f"{name} {number}", kind, 0.0, 4, [(7 * number + place) % 90 for place in range(length)])
         for number in range(count)

@@ -1,4 +1,4 @@
-"""The module LookaheadEmbedding: initialisation, injection and learning, save and load, and what it refuses."""
+"""The module LookaheadEmbedding: initialisation, injection and learning, save and load, and refusals."""
 
 import pytest
 import torch

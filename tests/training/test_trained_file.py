@@ -1,4 +1,4 @@
-"""Files of trained modules: whatever is missing or wrong in one of the three kinds, the message names the file and the part."""
+"""Files of trained modules: the message names the file and the part that is missing or wrong, in each of the three kinds."""
 
 import json
 import struct
@@ -72,7 +72,7 @@ def spoilt(tensor, value):
     return tensor
 
 
-DAMAGE = [  # kind, name of the part, what is done to tensors and metadata
+DAMAGE = [  # kind, name of the part, change of tensors and metadata
     *((kind, key, lambda t, m, key=key: m.pop(key)) for kind in KINDS for key in KEYS[kind]),
     *((kind, name, lambda t, m, name=name: t.pop(name)) for kind in KINDS for name in TENSORS[kind]),
     *(
@@ -175,14 +175,14 @@ def test_damage_is_named_with_its_file(kind, part, tmp_path):
 
 
 def same(tensors, others):
-    """Whether both hold the same values in the same shapes and types."""
+    """True if both hold the same values in the same shapes and types."""
     return tensors.keys() == others.keys() and all(
         tensor.dtype == others[name].dtype and torch.equal(tensor, others[name]) for name, tensor in tensors.items()
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_whole_loads(kind, tmp_path):
+def test_whole_files_load(kind, tmp_path):
     tensors, _ = whole(kind, tmp_path / "whole")
     module = CLASSES[kind].load(tmp_path / "whole")
     assert module.training_record == {"command": "train"} and repr(module) == repr(KINDS[kind]())
@@ -205,7 +205,7 @@ def test_what_is_whole_loads(kind, tmp_path):
     ],
     ids=["empty", "five bytes", "a quarter", "all but a byte", "HTML", "zeros", "garbled header"],
 )
-def test_what_is_no_safetensors_file_gets_a_sentence(kind, content, tmp_path):
+def test_other_files_are_refused_in_a_sentence(kind, content, tmp_path):
     whole(kind, tmp_path / "whole")
     path = tmp_path / "torn.safetensors"
     path.write_bytes(content((tmp_path / "whole").read_bytes()))
@@ -244,7 +244,7 @@ HUGE = str(1 << 30)
     ],
 )
 def test_nothing_is_allocated_by_metadata(kind, change, tmp_path, monkeypatch):
-    """5 kB that claim a width of 2^20 took 2 GB and seconds before the shapes were looked at."""
+    """5 kB that claim a width of 2^20 took 2 GB and seconds before shapes were checked first."""
     tensors, metadata = whole(kind, tmp_path / "whole")
     path = tmp_path / "claims.safetensors"
     save_file(tensors, path, metadata=metadata | change)

@@ -61,7 +61,7 @@ def windows_of(samples, *, lookahead=3, documents=(), seed=0):
 
 
 def sequential_logits(model, embedding, text, anchor):
-    """What an ordinary causal forward over [text up to the anchor, the slots] says at the slots; differentiable."""
+    """The logits of an ordinary causal forward over [text up to the anchor, the slots] at the slots; differentiable."""
     table = model.get_input_embeddings().weight
     rows = torch.cat([table[text[: anchor + 1]], embedding.weight])[None]
     hooks = []
@@ -79,7 +79,7 @@ def sequential_logits(model, embedding, text, anchor):
 
 
 def dense_loss(model, embedding, window, decay, kind):
-    """The training loss from one ordinary forward a group."""
+    """The training loss from one ordinary forward per group."""
     total, slots = 0.0, embedding.num_lookahead
     weights = decay ** torch.arange(slots)
     for text, anchors in zip(window.ids, window.anchors, strict=True):
@@ -164,7 +164,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
 
 
 def test_it_learns_a_pattern_that_the_model_knows():
-    """A model that has learnt to count: its slots learn to count two, three and four ahead, by their hit rates too."""
+    """The slots of a model that can count learn to count two, three and four ahead; their hit rates show it too."""
     model = tiny_llama()
     model.requires_grad_(True)
     texts = torch.tensor([one.ids for one in counting(30, 24)])
@@ -299,7 +299,7 @@ def test_documents_of_equal_names_are_all_kept(tmp_path):
     assert names_of(*folders) == names_of(*reversed(folders)) == wanted
     for one in documents.read_documents(folders):
         assert one.text.split()[1].endswith(one.name)
-    # what is given twice is one document, named from the outermost folder
+    # a file given twice is one document, named from the outermost folder
     assert names_of(tmp_path / "one", tmp_path / "one/pkg", tmp_path / "one/pkg/../a.md") == ["a.md", "pkg/b.md"]
     assert names_of(tmp_path / "one/pkg", tmp_path / "one/a.md", tmp_path / "one") == ["a.md", "pkg/b.md"]
 
@@ -315,7 +315,7 @@ def test_a_file_of_the_standard_library_has_one_name_however_it_is_given(tmp_pat
         assert names_of(given) == ["json/decoder.py"]
     for given in (library / "json", ".", tmp_path / "link/json"):
         assert names_of(given) == sorted(f"json/{file.name}" for file in (library / "json").glob("*.py"))
-    # another file of that name leaves it alone
+    # another file of the same name does not replace it
     both = names_of(tmp_path, decoder)
     assert both == sorted(["json/decoder.py", f"{tmp_path.name}/json/decoder.py"])
 
@@ -421,7 +421,7 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path, lines):
     whole = text.splitlines(keepends=True)
     path.write_text("".join(whole[:lines]) + whole[lines][: len(whole[lines]) // 2])
     assert collected(path) == first and path.read_text() == text
-    path.write_text(text[:-1])  # nothing but the end of the line is missing
+    path.write_text(text[:-1])  # only the end of the line is missing
     assert collected(path) == first and path.read_text() == text
 
 
@@ -496,11 +496,11 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
 
 
 class Killed(BaseException):
-    """No handler of errors may see it, as none sees a SIGKILL."""
+    """No handler of errors may catch it, as none catches a SIGKILL."""
 
 
 def killed_in(call, *, half=False, behind=False, at=1):
-    """``call``, which at its ``at``-th call ends the program: before it, in its midst, or behind it."""
+    """Wraps ``call`` so that its ``at``-th call ends the program: before it, in its midst (half), or behind it."""
     calls = []
 
     def ending(*arguments, **named):
@@ -520,7 +520,7 @@ def test_a_run_that_is_killed_at_any_write_ends_with_the_same_parameters(tmp_pat
     pytest.importorskip("matplotlib")
     console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
     whole, out = trained(tmp_path / "whole", console), tmp_path / "parts"
-    kills = [  # in the order of a run, so that each finds what the one before it left behind
+    kills = [  # in the order of a run, so that each starts from the files of the one before
         (Path, "write_text", dict()),  # the samples' header
         (own_texts.Path, "write_text", dict(behind=True)),
         (own_texts, "asdict", dict(at=20)),
@@ -543,7 +543,7 @@ def test_a_run_that_is_killed_at_any_write_ends_with_the_same_parameters(tmp_pat
         assert torch.equal(mine, theirs)
     assert again.hit_rates == whole.hit_rates and again.training_record["steps"] == 6
     assert {file.name for file in out.iterdir()} == {file.name for file in (tmp_path / "whole").iterdir()}
-    # What an earlier version left, and a checkpoint that lost the time: nothing but the time is lost.
+    # Files of an earlier version, and a checkpoint without the time: only the time is lost.
     (out / "seconds.txt").write_text("")
     state = torch.load(out / "checkpoint.pt", weights_only=True)
     assert state.pop("seconds") > 0
@@ -671,7 +671,7 @@ def test_the_smallest_options_are_taken(tmp_path):
 
 
 def test_the_shipped_instructions_are_the_packages_own(tmp_path, monkeypatch):
-    """They reach the run from any folder."""
+    """The shipped instructions reach the run from any folder."""
     for package in shared.PACKAGES:
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
@@ -692,7 +692,7 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypa
     shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
     lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
     assert len(lines) == 1
-    monkeypatch.chdir(root)  # the shipped command was given there
+    monkeypatch.chdir(root)  # the shipped command ran there
     for line, instructions in (lines[0], "shipped"), (shipped, "pass_ext/training/instructions.txt"):
         options = parser.parse_args(shlex.split(line)[4:])
         assert options.lookahead == 4 and options.self_distill == instructions

@@ -1,1 +1,1 @@
-"""The pictures of docs/, each drawn by a program that can check it."""
+"""Programs that draw the pictures of docs/ and check them."""

@@ -1,8 +1,7 @@
-"""The pictures of docs/ops/attention.md: trees and their masks, as `Tree.draw` makes them.
+"""The pictures of docs/ops/attention.md: trees and their masks, drawn by `Tree.draw`.
 
 `python -m tools.pictures.attention` writes docs/ops/attention-<name>.svg, which needs matplotlib. `--check` writes nothing and
-fails where a picture does not show its tree. Where the matplotlib that drew it is here, it is drawn
-again and must be the same to the byte.
+fails where a picture does not show its tree. With the matplotlib that drew it, a picture must be the same to the byte.
 """
 
 import sys
@@ -23,24 +22,24 @@ PICTURES = {
 
 
 def path_of(name: str) -> Path:
-    """Where a picture is, from the repository's root."""
+    """The path of a picture from the repository's root."""
     return Path("docs/ops") / f"attention-{name}.svg"
 
 
 def story_of(name: str) -> dict[str, Any]:
-    """What a picture shows."""
+    """The data that a picture shows."""
     title, tree = PICTURES[name]
     return {"title": title, "parents": list(tree.parents), "slots": list(tree.slots)}
 
 
 def draw(name: str, path: Path) -> None:
-    """`path` may end in .svg or .png."""
+    """Draws the picture; `path` ends in .svg or .png."""
     title, tree = PICTURES[name]
     picture.save(path, lambda: tree.draw().figure, title=title, story=story_of(name))
 
 
 def check(root: Path) -> list[str]:
-    """What is out of date."""
+    """A sentence for each picture that is out of date."""
     wrong = []
     for name in PICTURES:
         path = path_of(name)
@@ -54,7 +53,7 @@ def check(root: Path) -> list[str]:
 
 
 def write(root: Path) -> None:
-    """All of them."""
+    """Draws all pictures."""
     for name in PICTURES:
         draw(name, root / path_of(name))
 

@@ -1,7 +1,7 @@
-"""The picture of docs/guide/pass.md: what goes into the model and comes out of it, in both cycles of PaSS.
+"""The picture of docs/guide/pass.md: inputs and outputs of the model in both cycles of PaSS.
 
 `python -m tools.pictures.cycles` writes docs/guide/pass-cycles.svg, which needs matplotlib. `--check` writes nothing and fails
-where the picture is not this one.
+where the picture differs.
 """
 
 import sys
@@ -14,7 +14,7 @@ from tools.command import run
 PATH = Path("docs/guide/pass-cycles.svg")
 TOKEN, SLOT, KEPT, DROPPED, INK, LINE = "#2f6fb3", "#e08a1e", "#3c8f4f", "#b9c0c8", "#3a424c", "#9aa5b1"
 
-# Rows of a call: (input, output, what becomes of the output); a slot's input is its number.
+# Rows of a call: (input, output, fate of the output); the input of a slot is its number.
 TWO_PASSES = [
     ("look ahead", [("fox", "jumps", "kept"), (1, "over", "draft"), (2, "the", "draft"), (3, "big", "draft")]),
     (
@@ -37,12 +37,12 @@ COLOURS = {"kept": KEPT, "draft": SLOT, "dropped": DROPPED}
 
 
 def tokens_of(calls: list[Any]) -> int:
-    """Tokens that the calls of a cycle give."""
+    """The number of tokens that the calls of a cycle produce."""
     return sum(fate == "kept" for _, rows in calls for _, _, fate in rows)
 
 
 def draw(path: Path) -> None:
-    """`path` may end in .svg or .png."""
+    """Draws the picture; `path` ends in .svg or .png."""
     picture.save(path, _figure, title="PaSS", story={"cycles": CYCLES})
 
 
@@ -68,20 +68,20 @@ def _draw_cycle(ax: Any, title: str, calls: list[Any]) -> None:
         width = len(rows)
         ax.add_patch(_box(start - 0.1, 0.72, width, 1.06, "#eef0f3", LINE))
         ax.text(start + width / 2 - 0.1, 1.25, f"one call: {name}", fontsize=9, color=INK, ha="center", va="center")
-        for place, (given, made, fate) in enumerate(rows):
+        for place, (source, output, fate) in enumerate(rows):
             x = start + place
-            is_slot = isinstance(given, int)
+            is_slot = isinstance(source, int)
             for low, high in ((0.36, 0.7), (1.8, 2.14)):
                 ax.annotate(
                     "", (x + 0.4, high), (x + 0.4, low), arrowprops={"arrowstyle": "->", "color": LINE, "lw": 1.1}
                 )
             ax.add_patch(_box(x, -0.34, 0.8, 0.68, SLOT if is_slot else TOKEN, "none"))
             ax.text(
-                x + 0.4, 0.0, f"LA{given}" if is_slot else given, fontsize=9, color="white", ha="center", va="center"
+                x + 0.4, 0.0, f"LA{source}" if is_slot else source, fontsize=9, color="white", ha="center", va="center"
             )
             ax.add_patch(_box(x, 2.16, 0.8, 0.68, "white", COLOURS[fate]))
             colour = INK if fate != "dropped" else DROPPED
-            ax.text(x + 0.4, 2.5, made, fontsize=9, color=colour, ha="center", va="center")
+            ax.text(x + 0.4, 2.5, output, fontsize=9, color=colour, ha="center", va="center")
         start += width + 0.6
 
 
@@ -104,7 +104,7 @@ def _box(x: float, y: float, width: float, height: float, face: str, edge: str) 
 
 
 def check(root: Path) -> str | None:
-    """What is out of date."""
+    """A sentence for a picture that is out of date; None if it is not."""
     if not picture.tells(root / PATH, {"cycles": CYCLES}):
         return f"{PATH} does not show these cycles"
     if not picture.is_redrawn(root / PATH, draw):

@@ -1,7 +1,7 @@
 """The picture of docs/guide/speculative.md: a tree of candidates drafted level by level, and the slices of its mask.
 
 `python -m tools.pictures.levels` writes docs/guide/speculative-levels.svg, which needs matplotlib. `--check` writes nothing and
-fails where the picture is not this one.
+fails where the picture differs.
 """
 
 import sys
@@ -20,18 +20,18 @@ INK, LINE, HIDDEN = "#3a424c", "#9aa5b1", "#f2f4f6"
 
 
 def calls() -> list[tuple[str, int]]:
-    """The calls of a step, and how many rows of the tree each reads."""
+    """The calls of a step, each with the number of rows that it reads."""
     drafts = [(f"draft call {depth + 1}", len(TREE.slice(depth))) for depth in range(TREE.max_depth)]
     return [*drafts, ("target", len(TREE))]
 
 
 def story() -> dict[str, Any]:
-    """What the picture shows."""
+    """The data that the picture shows."""
     return {"parents": list(TREE.parents), "words": WORDS, "calls": calls()}
 
 
 def draw(path: Path) -> None:
-    """`path` may end in .svg or .png."""
+    """Draws the picture; `path` ends in .svg or .png."""
     picture.save(path, _figure, title="Drafting level by level", story=story())
 
 
@@ -47,7 +47,7 @@ def _figure() -> Any:
 
 
 def _places() -> list[tuple[float, float]]:
-    """Where nodes are: leaves side by side, parents above the middle of their children."""
+    """The places of nodes: leaves side by side, parents above the middle of their children."""
     across = {leaf: float(i) for i, leaf in enumerate(leaf for leaf in TREE.leaves)}
     for node in reversed(range(len(TREE))):
         below = TREE.children(node)
@@ -92,9 +92,9 @@ def _draw_mask(ax: Any) -> None:
     ax.set_xlim(-0.9, size + 3.9)
     ax.set_ylim(size + 0.6, -2.0)
     for row in range(size):
-        seen = TREE.path(row)
+        visible = TREE.path(row)
         for column in range(size):
-            colour = LEVELS[TREE.depths[column]] if column in seen else HIDDEN
+            colour = LEVELS[TREE.depths[column]] if column in visible else HIDDEN
             ax.add_patch(Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, facecolor=colour, edgecolor="none"))
         ax.text(-0.25, row + 0.5, str(row), fontsize=8, color=INK, ha="right", va="center")
         ax.text(row + 0.5, -0.3, str(row), fontsize=8, color=INK, ha="center", va="center")
@@ -108,7 +108,7 @@ def _draw_mask(ax: Any) -> None:
 
 
 def check(root: Path) -> str | None:
-    """What is out of date."""
+    """A sentence for a picture that is out of date; None if it is not."""
     if not picture.tells(root / PATH, story()):
         return f"{PATH} does not show this tree"
     if not picture.is_redrawn(root / PATH, draw):

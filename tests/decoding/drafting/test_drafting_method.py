@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import counted, fit, law_of_texts
+from support.generation import Monotone, counted, distribution_of_texts, fit
 from support.small_models import ragged_prompts, small_model
 
 import pass_ext
@@ -153,7 +153,7 @@ def distance(rule, width, spoil=lambda logits: logits):
         seeds=range(requests), rule=rule, eos_token_id=[],
     )  # fmt: skip
     assert requests / 10 < got.stats.num_accepted_tokens < got.stats.num_draft_tokens, "drafts take part"
-    distribution = law_of_texts(model, prompt, vocabulary, new_tokens, 0.9)
+    distribution = distribution_of_texts(model, prompt, vocabulary, new_tokens, 0.9)
     chi_square, freedom = fit(counted(got.sequences[:, -new_tokens:], vocabulary), distribution)
     return (chi_square - freedom) / (2 * freedom) ** 0.5
 
@@ -162,6 +162,15 @@ def distance(rule, width, spoil=lambda logits: logits):
 def test_sampled_text_has_the_models_distribution(rule, width):
     """Candidates with draft logits, drawn in the rule's mode; and fixed candidates (no width), which have none."""
     assert distance(rule, width) < 5
+
+
+@pytest.mark.parametrize("rule,width", [("coupled", 1), ("coupled", 2), ("rejection", 1), ("block", 1)])
+def test_a_drafter_that_knows_the_models_distribution_is_always_right(rule, width):
+    """Its draws are where and how the rule expects them: under the target's noise, or from the logits that it names."""
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    method = Bigrams(Monotone.logits.repeat(50, 1), width)
+    got = generate(Monotone(), ids, method, max_new_tokens=13, temperature=1.0, seeds=[1, 2], rule=rule)
+    assert got.stats.model_calls == 7, "the prompts' own token, and six steps of one candidate and one more"
 
 
 def test_draft_logits_that_nothing_was_drawn_from_are_found():

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import BUSHY, Monotone, counted, disturbed, fit, law_of_texts
+from support.generation import BUSHY, Monotone, counted, distribution_of_texts, disturbed, fit
 from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model
 
 import pass_ext
@@ -129,7 +129,7 @@ def test_sampled_text_has_the_models_law(rule, name):
     model, with two tokens of padding that the target does not have."""
     vocabulary, prompt, requests, new_tokens = 5, [3, 1, 4, 1], 2000, 4
     model, draft = small_pair(vocabulary)
-    distribution = law_of_texts(model, prompt, vocabulary, new_tokens, 0.9)
+    distribution = distribution_of_texts(model, prompt, vocabulary, new_tokens, 0.9)
     stops = lambda level: level.tokens[:, 0] % 2 == 0  # noqa: E731 - depends on what was drawn, as decisions do
     method = {
         "chain": Speculative(draft, 3),
@@ -168,7 +168,7 @@ def test_the_longest_branch_is_another_law(temperature):
     if temperature == 0:
         assert len(got.sequences.unique(dim=0)) == 1
         return
-    distribution = law_of_texts(model, prompt, vocabulary, new_tokens, 1.0)
+    distribution = distribution_of_texts(model, prompt, vocabulary, new_tokens, 1.0)
     counts = counted(got.sequences[:, -new_tokens:], vocabulary)
     chi_square, freedom = fit(counts, distribution)
     distance = (counts / requests - distribution).abs().sum() / 2
@@ -186,7 +186,7 @@ def test_one_root_alone_is_exact():
         eos_token_id=[],
     )  # fmt: skip
     chi_square, freedom = fit(
-        counted(got.sequences[:, -3:], vocabulary), law_of_texts(model, prompt, vocabulary, 3, 1.0)
+        counted(got.sequences[:, -3:], vocabulary), distribution_of_texts(model, prompt, vocabulary, 3, 1.0)
     )
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
 

@@ -383,8 +383,8 @@ def test_generate_writes_by_the_pages_law(page_law, roots):
     texts = list(itertools.product(range(VOCABULARY), repeat=new_tokens))
     fits = []
     for distribution in (
-        page_law.law_of_texts(target, draft, roots, 1, new_tokens),
-        page_law.true_law(target, new_tokens),
+        page_law.distribution_of_texts(target, draft, roots, 1, new_tokens),
+        page_law.target_distribution(target, new_tokens),
     ):
         chi_square, freedom = fit(counts, torch.tensor([float(distribution.get(text, 0)) for text in texts]).double())
         fits.append((chi_square - freedom) / (2 * freedom) ** 0.5)

@@ -1,5 +1,7 @@
 """Hit rates of a draft model, against counts from following every path step by step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.small_models import VOCABULARY, small_model
@@ -9,6 +11,8 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.planning import calibration
 from pass_ext.decoding.planning.calibration import calibrate
 from pass_ext.decoding.planning.draft_tree import plan_drafts
+from pass_ext.decoding.session.session import Session
+from pass_ext.tree import pack_trees
 
 pytest.importorskip("transformers")
 
@@ -96,12 +100,24 @@ def test_a_path_ends_where_the_text_is_not_the_targets(target, texts):
     assert same(calibrate(target, draft, mixed, levels=3), counted_by_following(target, draft, mixed, 8, 3))
 
 
+class InSession:
+    """A model's logits of a whole text, from the layers that ``calibrate`` calls. Eager layers round differently in bfloat16,
+    which swaps near ties; how many depends on the processor."""
+
+    def __init__(self, model):
+        self._model = packed_model(model)
+
+    def __call__(self, ids):
+        with torch.no_grad(), self._model.attached():
+            session = Session(self._model, 1, ids.shape[1])
+            return SimpleNamespace(logits=session.call(pack_trees([Tree.chain(ids.shape[1] - 1)]), ids[0])[None])
+
+
 def test_a_draft_in_bfloat16(target, texts):
     draft = with_noise(target, 0.25, torch.bfloat16)
-    found = calibrate(target, draft, texts, ranks=4, levels=3)
-    # attention and linear layers round differently from eager ones, which may swap a few near ties
-    assert same(found, counted_by_following(target, draft, texts, 4, 3), 0.04)
-    assert sum(found[0]) > 0.3
+    rates = calibrate(target, draft, texts, ranks=4, levels=3)
+    assert same(rates, counted_by_following(target, InSession(draft), texts, 4, 3))
+    assert sum(rates[0]) > 0.3
 
 
 class Padded:

@@ -165,10 +165,7 @@ void copy_async_wait() {
 // ---- arithmetic ----
 
 inline float larger(float a, float b) { return std::fmax(a, b); }
-inline float exp2_approximate(float x) {
-  const float y = std::exp2(x);
-  return y < 0x1p-126f ? 0.0f : y;
-}
+using emulator::exp2_approximate;
 
 // ---- pairs of 16-bit floats ----
 

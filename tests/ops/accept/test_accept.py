@@ -1,6 +1,7 @@
 """accept_tree and accept_chain on every backend: the reference's decisions, and each line of their contract.
 
-That the emitted law is the target's own: test_accept_exactness.py (reference), test_accept_distribution.py (kernels).
+test_accept_exactness.py (reference) and test_accept_distribution.py (kernels) show that emitted tokens have the target's
+distribution.
 """
 
 import math
@@ -21,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def size_for(backend, most):
-    """Fewer requests where they are slow."""
+    """Fewer requests on backends that are slow."""
     return most if backend.name in (BEST_CPU, "cuda") else most // 20 if backend.name == "emulated" else most // 4
 
 
@@ -31,11 +32,11 @@ def accept(backend, step):
 
 
 def assert_same_decisions(result, expected, allowed_near_ties=0.02):
-    """Every request as in the reference, but for near ties, which are few."""
+    """Every request as in the reference, except near ties, which are few."""
     differs = torch.zeros(len(expected.status), dtype=torch.bool)
-    for got, wanted in zip(result, expected, strict=False):
-        assert got.shape == wanted.shape and got.dtype == wanted.dtype
-        differs |= (got != wanted).reshape(len(differs), -1).any(1)
+    for got, reference_value in zip(result, expected, strict=False):
+        assert got.shape == reference_value.shape and got.dtype == reference_value.dtype
+        differs |= (got != reference_value).reshape(len(differs), -1).any(1)
     assert (expected.margin[differs] < NEAR).all(), (
         f"requests {differs.nonzero().flatten().tolist()} differ, their margins {expected.margin[differs].tolist()}"
     )
@@ -44,19 +45,19 @@ def assert_same_decisions(result, expected, allowed_near_ties=0.02):
 
 @cache
 def random_steps(rule, requests):
-    """Steps of so many requests, and the reference's decisions about them: once for all backends."""
+    """Random steps of so many requests and the reference's decisions about them, computed once for all backends."""
     random = torch.Generator().manual_seed(1)
-    found = []
+    steps = []
     for vocabulary, dtype in [(5, torch.float32), (70, torch.bfloat16), (193, torch.float16)]:
         sizes = [int(n) for n in torch.randint(1, 14, (requests,), generator=random)]
         sizes[3], sizes[7] = 0, 1  # padded, and a lone root
         step = random_step(rule, sizes, vocabulary, random, dtype=dtype, draft_dtype=torch.float32)
-        found.append((step, reference.accept_tree(**step)))
-    return found
+        steps.append((step, reference.accept_tree(**step)))
+    return steps
 
 
 def greedy_step(backend, logits, tokens, parents, **more):
-    """One request at temperature 0, or whatever `more` says."""
+    """One request at temperature 0, or with the options in `more`."""
     max_depth = max(more.pop("depth", 0), len(tokens) - 1 if parents == list(range(-1, len(parents) - 1)) else 3)
     step = dict(
         target_logits=torch.as_tensor(logits, dtype=torch.float32),
@@ -79,8 +80,9 @@ def one_hot(vocabulary, *ids, high=9.0):
 
 
 def test_a_gpu_decides_as_the_cpu_does():
-    """Only a coin or an edge within 1e-6 may fall otherwise, because sums over a row are added otherwise. Rule coupled without
-    top-p has no sum: the same tokens always."""
+    """A decision may differ only where a coin or an edge is within 5e-7, because devices add sums over a row in another order;
+    test_accept_near_ties.py plants such ties. Rule coupled without top-p has no sum: always the same tokens.
+    """
     others = testing.cuda_backends()
     if not others:
         from emulator.ops import KERNELS
@@ -91,13 +93,13 @@ def test_a_gpu_decides_as_the_cpu_does():
         sizes = [int(n) for n in torch.randint(1, 9, (requests,), generator=random)]
         step = random_step(rule, sizes, 150, random, dtype=torch.bfloat16, filters=filters)
         with cpu_backends()[-1].active():
-            wanted = accept(cpu_backends()[-1], step)
+            cpu_result = accept(cpu_backends()[-1], step)
         margin = torch.zeros(requests) if rule == "coupled" else reference.accept_tree(**step).margin
-        for backend in 2 * others:  # the emulator scans rows beforehand and on the way, in turn
+        for backend in 2 * others:  # the emulator scans rows beforehand and during the walk, in turn
             with backend.active():
                 got = accept(backend, step)
-            differs = (got.emitted != wanted.emitted).any(1) | (got.status != wanted.status)
-            assert not (differs & (margin > 1e-6 if rule != "coupled" else True)).any(), (
+            differs = (got.emitted != cpu_result.emitted).any(1) | (got.status != cpu_result.status)
+            assert not (differs & (margin > 5e-7 if rule != "coupled" else True)).any(), (
                 backend,
                 rule,
                 margin[differs],
@@ -164,7 +166,7 @@ def test_a_chain_is_a_tree(backend, rule):
     draft = target[:, :drafts] + 0.5 * torch.randn(batch, drafts, vocabulary, generator=random)
     words = -(-vocabulary // 32)
     allowed = torch.randint(-(2**31), 2**31, (batch, drafts + 1, words), generator=random).int()
-    law = dict(temperature=0.8, top_p=0.95, seeds=torch.arange(batch), positions=torch.arange(batch) * 7)
+    sampling = dict(temperature=0.8, top_p=0.95, seeds=torch.arange(batch), positions=torch.arange(batch) * 7)
     tokens, _ = pass_ext.draft_sample(
         draft.flatten(0, 1), 1, temperature=0.8, top_p=0.95, seeds=1, positions=torch.arange(batch * drafts)
     )
@@ -181,31 +183,32 @@ def test_a_chain_is_a_tree(backend, rule):
                 [torch.arange(batch * drafts).view(batch, -1), torch.full((batch, 1), -1)], 1
             ).flatten(),
             allowed=allowed.flatten(0, 1),
-            **law,
+            **sampling,
         ),
         backend.device,
     )
     chain = to(
-        dict(draft_logits=draft.transpose(0, 1).contiguous().transpose(0, 1), allowed=allowed, **law), backend.device
+        dict(draft_logits=draft.transpose(0, 1).contiguous().transpose(0, 1), allowed=allowed, **sampling),
+        backend.device,
     )
     wide = torch.zeros(batch, drafts + 3, vocabulary + 1)
     wide[:, 1 : drafts + 2, 1:] = target
     strided_target = wide.to(backend.device)[:, 1 : drafts + 2, 1:]
     as_chain = pass_ext.accept_chain(strided_target, tokens.to(backend.device), rule=rule, **chain)
     as_tree = pass_ext.accept_tree(max_depth=drafts, rule=rule, **tree)
-    for one, other in zip(as_chain, as_tree, strict=True):
-        assert torch.equal(one, other)
+    for left, right in zip(as_chain, as_tree, strict=True):
+        assert torch.equal(left, right)
     for b in (
         (0, 2, batch - 1) if backend.name == "emulated" else range(batch)
-    ):  # alone: kernels tell its rows apart by numbers that depend on how many there are
-        own = slice(b, b + 1)
-        alone = {name: value[own] if isinstance(value, torch.Tensor) else value for name, value in chain.items()}
-        of_one = pass_ext.accept_chain(strided_target[own], tokens[own].to(backend.device), rule=rule, **alone)
-        for one, other in zip(of_one, as_chain, strict=True):
-            assert torch.equal(one, other[own])
+    ):  # alone: the numbers by which kernels tell rows apart depend on how many rows there are
+        request = slice(b, b + 1)
+        alone = {name: value[request] if isinstance(value, torch.Tensor) else value for name, value in chain.items()}
+        of_one = pass_ext.accept_chain(strided_target[request], tokens[request].to(backend.device), rule=rule, **alone)
+        for left, right in zip(of_one, as_chain, strict=True):
+            assert torch.equal(left, right[request])
     expected = reference.accept_chain(
-        target, tokens, rule=rule, draft_logits=draft, allowed=allowed, seeds=law["seeds"], positions=law["positions"],
-        temperature=torch.full((batch,), 0.8), top_p=torch.full((batch,), 0.95),
+        target, tokens, rule=rule, draft_logits=draft, allowed=allowed, seeds=sampling["seeds"],
+        positions=sampling["positions"], temperature=torch.full((batch,), 0.8), top_p=torch.full((batch,), 0.95),
     )  # fmt: skip
     assert_same_decisions(pass_ext.AcceptResult(*(tensor.cpu() for tensor in as_chain)), expected)
 
@@ -251,7 +254,7 @@ def test_no_temperature_is_greedy_and_the_lowest_id_wins_ties(backend):
 
 
 def test_the_coin_is_strict_and_a_token_without_probability_is_never_accepted(backend):
-    """p(x) = 0 by -inf, mask, top-k or top-p: rejected by every rule for thousands of coins, zero among them or not."""
+    """p(x) = 0 by -inf, mask, top-k or top-p: every rule rejects it for thousands of coins, zero among them or not."""
     requests = 8 if backend.name == "emulated" else size_for(backend, 2000)
     target = torch.zeros(2 * requests, 4)
     target[:, 3] = -math.inf
@@ -302,7 +305,7 @@ def test_a_certain_token_is_always_accepted(backend):
 
 
 def test_an_empty_residual_draws_from_the_target(backend):
-    """Both laws are one-hot at 1, but the child is another token: nothing is left of (p - q)+, so the target's token comes."""
+    """Both distributions are one-hot at 1, the child is another token: nothing is left of (p - q)+, so the target's comes."""
     for rule in ("rejection", "rejection_with_replacement", "traversal", "block", "kseq"):
         result = greedy_step(
             backend, one_hot(6, 1, 1, high=200.0), [0, 4], [-1, 0], rule=rule, temperature=1.0, seeds=1,
@@ -313,7 +316,7 @@ def test_an_empty_residual_draws_from_the_target(backend):
 
 
 def test_draws_never_leave_the_support(backend):
-    """Odd vocabularies whose last tokens have no probability: the race never falls off the end."""
+    """Odd vocabularies whose last tokens have no probability: the race never passes the end."""
     requests = size_for(backend, 400)
     for vocabulary in (3, 65, 130):
         target = torch.randn(requests, vocabulary, generator=torch.Generator().manual_seed(0))
@@ -348,7 +351,7 @@ def test_a_bad_row_ends_its_request_and_touches_no_other(backend, rule, value, b
     assert after.emitted[1].tolist() == [-1] * after.emitted.shape[1]
     assert (after.path[1, 0], after.num_accepted[1], after.status[1]) == (0, 0, bit)
     for b in (0, 2):
-        assert all(torch.equal(one[b], other[b]) for one, other in zip(before, after, strict=True))
+        assert all(torch.equal(left[b], right[b]) for left, right in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize(("value", "bit"), BAD_ROWS, ids=str)
@@ -365,7 +368,7 @@ def test_a_bad_row_below_the_root_lets_the_token_that_led_there_be_the_last(back
         assert (result.num_accepted.item(), result.status.item()) == (1, bit)
 
 
-def test_rows_off_the_path_are_never_looked_at(backend):
+def test_rows_off_the_path_are_never_read(backend):
     """NaN in the rows of rejected children, and in draft rows of leaves, changes nothing."""
     for rule in ("coupled", "rejection", "rejection_with_replacement", "kseq"):
         logits = one_hot(9, 4, 5, 6, high=40.0)
@@ -390,7 +393,7 @@ def test_a_bad_draft_row_sets_its_bit_and_the_target_draws(backend):
             assert (result.num_accepted.item(), result.status.item()) == (0, bit)
 
 
-def test_masked_nan_is_not_looked_at(backend):
+def test_masked_nan_is_not_read(backend):
     logits = one_hot(40, 4, 5)
     logits[:, 35] = math.nan
     allowed = torch.full((2, 2), -1, dtype=torch.int32)
@@ -425,7 +428,7 @@ def test_tokens_outside_the_vocabulary_are_never_accepted(backend, token):
 
 
 def test_ties_at_the_edge_of_a_filter_keep_the_lower_ids(backend):
-    """Equal logits in several groups: top-k and top-p keep the lowest ids, whatever the device."""
+    """Equal logits in several groups: top-k and top-p keep the lowest ids on every device."""
     vocabulary, keep = 150, 70
     for change in ({"top_k": keep}, {"top_p": (keep - 0.5) / vocabulary}):
         seen = set()
@@ -446,7 +449,7 @@ def test_ties_at_the_edge_of_a_filter_keep_the_lower_ids(backend):
 
 
 def test_top_k_of_exactly_as_many_tokens_as_reach_the_floor(backend):
-    """k tokens stand out, each alone at the top of its group; and a single one, as at temperature 0."""
+    """k tokens stand out, each alone at the top of its group; also a single token, as at temperature 0."""
     rows = 60 if backend.name == "emulated" else 200
     logits = torch.zeros(rows, 640)
     logits[:, ::64] = 1.0
@@ -462,7 +465,7 @@ def test_top_k_of_exactly_as_many_tokens_as_reach_the_floor(backend):
 
 @pytest.mark.parametrize("largest", [0.0, -0.0, math.log(10), math.log(4), math.log(2), 3.0, 1e-20, -5.0])
 def test_min_p_where_its_edge_is_near_zero(backend, largest):
-    """The floats around 0 are many: the edge must be found all the same."""
+    """Floats near 0 are many; the search must still find the edge."""
     lone = dict(tokens=torch.zeros(1).long(), parents=torch.full((1,), -1), cu_nodes=torch.arange(2), max_depth=0)
     for min_p in (0.1, 0.25, 0.5, math.exp(-3), 1.0, 5.0):
         step = dict(
@@ -512,7 +515,7 @@ def test_malformed_trees_give_the_targets_token_and_their_bit(backend):
     [[0, 3, 50, 10], [0, 3, -4, 10], [0, 3, 2**31 - 1, 10], [0, 8, 4, 10], [0, 8, 4, 4], [-(2**31), 2**31 - 1, 10, 10]],
 )
 def test_bounds_that_divide_nothing_refuse_every_request(backend, bounds):
-    """Nobody knows whose row is whose, so nothing is emitted."""
+    """The owners of rows are unknown, so no request emits anything."""
     random = torch.Generator().manual_seed(11)
     for rule in ("coupled", "rejection", "typical"):
         step = random_step(rule, [3, 4, 3], 20, random)
@@ -523,7 +526,7 @@ def test_bounds_that_divide_nothing_refuse_every_request(backend, bounds):
 
 
 def test_bounds_of_many_requests(backend):
-    """More than look at cu_nodes each for themselves."""
+    """More requests than blocks check by themselves: an extra kernel checks cu_nodes."""
     requests = 1100
     step = dict(
         target_logits=one_hot(4, *[i % 4 for i in range(requests)]),
@@ -546,12 +549,12 @@ def test_rows_behind_the_last_request_are_padding(backend):
             step[name] = torch.cat([step[name], torch.full((6, 20), math.nan)])
         for name in ("tokens", "parents", "draft_rows"):
             step[name] = torch.cat([step[name], torch.full((6,), -9, dtype=step[name].dtype)])
-        for one, other in zip(accept(backend, step), expected, strict=True):
-            assert torch.equal(one, other)
+        for left, right in zip(accept(backend, step), expected, strict=True):
+            assert torch.equal(left, right)
 
 
 def test_empty_tensors_are_not_missing_ones(backend):
-    """No node at all is no chain, and draft_logits without a row is not none."""
+    """A step without nodes is not a chain, and draft_logits without a row is not None."""
     nothing = dict(
         target_logits=torch.zeros(0, 9), tokens=torch.zeros(0).long(), parents=torch.zeros(0).int(), max_depth=1
     )
@@ -569,8 +572,8 @@ def test_empty_tensors_are_not_missing_ones(backend):
     assert chain.emitted.tolist() == [[4], [5]]
 
 
-def test_traversal_looks_at_no_row_that_no_decision_needs(backend):
-    """A leaf that its coin refuses, and what hangs below a token without probability."""
+def test_traversal_reads_no_row_that_no_decision_needs(backend):
+    """Neither the row of a leaf that its coin refuses nor rows below a token without probability."""
     logits = torch.zeros(4, 32)
     logits[:, 0] = 20.0
     logits[1] = logits[3] = math.nan
@@ -623,8 +626,8 @@ def test_a_lone_root_is_plain_sampling(backend):
     assert torch.equal(result.emitted, plain)
 
 
-def test_a_row_that_is_described_twice_is_the_same_law(backend):
-    """Typical takes the entropy of a law and draws from it later: top-p keeps two tokens both times."""
+def test_a_row_that_is_described_twice_is_the_same_distribution(backend):
+    """Typical takes the entropy of a distribution and draws from it later: top-p keeps two tokens both times."""
     requests = 48
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(2 * requests, 1)
     step = dict(
@@ -639,7 +642,7 @@ def test_a_row_that_is_described_twice_is_the_same_law(backend):
         seeds=torch.arange(requests),
         positions=torch.zeros(requests, dtype=torch.long),
     )
-    for _ in range(2):  # with rows scanned beforehand, and not
+    for _ in range(2):  # with rows scanned beforehand, and without
         result = accept(backend, step)
         assert (result.num_accepted == 0).all() and set(result.emitted[:, 0].tolist()) == {0, 1}
         assert 10 < (result.emitted[:, 0] == 1).sum() < 32  # three in seven
@@ -649,7 +652,7 @@ def test_extreme_parameters(backend):
     """Temperatures from nearly nothing to infinite, filters at and beyond their ends: legal tokens, no status."""
     random = torch.Generator().manual_seed(13)
     for temperature in (1e-38, 1e-6, 1e6, 1e38, math.inf):
-        for law in (
+        for filters in (
             {},
             {"top_k": 2**31 - 1},
             {"top_k": -5},
@@ -659,11 +662,11 @@ def test_extreme_parameters(backend):
             {"min_p": -1.0},
         ):
             step = random_step("rejection", [4, 3], 80, random, filters=False)
-            step |= {"temperature": temperature, **law}
+            step |= {"temperature": temperature, **filters}
             result = accept(backend, step)
-            assert (result.status == 0).all(), (temperature, law)
+            assert (result.status == 0).all(), (temperature, filters)
             assert (result.emitted[:, 0] >= 0).all() and (result.emitted < 80).all()
-            if temperature == 1e-38 or law in ({"top_p": 0.0}, {"min_p": 7.0}):
+            if temperature == 1e-38 or filters in ({"top_p": 0.0}, {"min_p": 7.0}):
                 assert result.emitted[0, 0] == step["target_logits"][0].argmax()
     huge = torch.tensor([[3e38, -3e38, 3.3e38, 0.0]])
     assert greedy_step(backend, huge, [0], [-1], temperature=1.0, seeds=1).emitted.tolist() == [[2]]
@@ -674,10 +677,10 @@ def test_fresh_seeds_come_from_the_generator(backend):
     step = to(random_step("rejection", [4] * 8, 80, random), backend.device)
     del step["seeds"], step["positions"]
     generator = torch.Generator(backend.device)
-    one = pass_ext.accept_tree(**step, generator=generator.manual_seed(1))
+    first = pass_ext.accept_tree(**step, generator=generator.manual_seed(1))
     again = pass_ext.accept_tree(**step, generator=generator.manual_seed(1))
     other = pass_ext.accept_tree(**step, generator=generator.manual_seed(2))
-    assert torch.equal(one.emitted, again.emitted) and not torch.equal(one.emitted, other.emitted)
+    assert torch.equal(first.emitted, again.emitted) and not torch.equal(first.emitted, other.emitted)
 
 
 def test_results_are_the_same_bits_with_any_thread_count():
@@ -691,7 +694,7 @@ def test_results_are_the_same_bits_with_any_thread_count():
     finally:
         torch.set_num_threads(threads)
     for result in results[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
+        assert all(torch.equal(left, right) for left, right in zip(result, results[0], strict=True))
 
 
 def test_debug_mode_raises_where_a_status_is_set():
@@ -763,7 +766,7 @@ def test_bad_input_is_refused_in_words(backend, change, message):
     if backend.name == "emulated":
         pytest.skip("the emulator runs the kernels, not the argument checks in front of them")
     if backend.name == "cuda" and "hangs below" in message:
-        pytest.skip("a GPU is not asked what is in its tensors: the request gets its status bit")
+        pytest.skip("values are not checked on a GPU: the request gets its status bit")
     arguments = to(GOOD | change, backend.device)
     with pytest.raises(RuntimeError, match="pass_ext::accept_tree: .*" + message):
         pass_ext.accept_tree(**arguments)
@@ -798,5 +801,5 @@ def test_replays_in_a_cuda_graph(cuda):
     for seed in range(3):
         step["seeds"].fill_(seed)
         graph.replay()
-        for one, other in zip(result, pass_ext.accept_tree(**step), strict=True):
-            assert torch.equal(one, other)
+        for left, right in zip(result, pass_ext.accept_tree(**step), strict=True):
+            assert torch.equal(left, right)

@@ -1,8 +1,8 @@
-"""What drafting and accepting emit is distributed as the target model's own tokens, on the kernels' own noise.
+"""Drafting and accepting emit tokens with the target model's own distribution, on the kernels' own noise.
 
-A world gives target and draft laws after every text, so that a row taken for another shows. Very many requests with seeds of
-their own draft, accept, and let the target complete what is short; the counts of the texts are held against the exact law by
-a chi-square test. Seeds are fixed, so a failure is a fault and not bad luck. The last part plants faults, which must fail.
+A world has distributions of target and draft after every text, so that a wrong row shows. Very many requests with their own
+seeds draft and accept, and the target completes short texts. A chi-square test compares the counts of texts with the exact
+distribution. Seeds are fixed, so a failure is a fault and not bad luck. The last part plants faults, which must fail.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from pass_ext.testing import cpu_backends
 
 BEST_CPU = cpu_backends()[-1].name
 EXACT = [rule for rule, kind in pass_ext.RULES.items() if kind == "exact"]
-DRAWN = {  # how each rule wants its drafts drawn
+DRAWN = {  # the drawing mode that each rule needs
     "coupled": "coupled",
     "rejection": "without",
     "rejection_with_replacement": "with",
@@ -37,17 +37,17 @@ TREES = {
     "deep": [-1, 0, 1, 0, 1, 2, 2, 4],
 }
 SUSPICIOUS, CERTAIN = 1e-4, 1e-9
-CHUNK = 1024  # requests of one call
+CHUNK = 1024  # requests per call
 
-# test_accept.py compares single decisions of every backend with the reference's, and test_accept_core.py enumerates the law of
-# every rule. What is left to samples is the noise as a whole, which one backend shows as well as all.
+# test_accept.py compares single decisions of every backend with the reference's, and test_accept_core.py enumerates the
+# distribution of every rule. Samples have to show only the noise as a whole, and one backend shows that as well as all.
 pytestmark = pytest.mark.quick_on("best")
-SLOW = pytest.mark.quick_on()  # but for CUDA
+SLOW = pytest.mark.quick_on()  # except on CUDA
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Chunks are small: on a busy machine threads that wait for each other cost more than they bring."""
+    """Chunks are small: on a busy machine threads that wait for each other cost more than they save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -55,7 +55,7 @@ def one_thread():
 
 
 def how_many(backend, full, others=None, emulated=0):
-    """Requests: full where they are cheap; the emulator takes milliseconds for each."""
+    """The number of requests: full on fast backends; the emulator takes milliseconds for each."""
     if backend.name in ("cuda", BEST_CPU):
         return full
     if backend.name == "emulated":
@@ -66,20 +66,20 @@ def how_many(backend, full, others=None, emulated=0):
 # ---- chi-square ----
 
 
-def chi_square(counts, law, least=5.0):
-    """P(a statistic as large). Cells in which fewer than `least` are expected are put together."""
-    counts, law = counts.double().flatten().cpu(), law.double().flatten().cpu()
-    assert abs(float(law.sum()) - 1.0) < 1e-9 and len(counts) == len(law)
-    if (counts[law == 0.0] > 0).any():
+def chi_square(counts, distribution, least=5.0):
+    """P(a statistic as large). Cells in which fewer than `least` are expected become one cell."""
+    counts, distribution = counts.double().flatten().cpu(), distribution.double().flatten().cpu()
+    assert abs(float(distribution.sum()) - 1.0) < 1e-9 and len(counts) == len(distribution)
+    if (counts[distribution == 0.0] > 0).any():
         return 0.0
-    expected, order = (law * counts.sum()).sort(descending=True)
+    expected, order = (distribution * counts.sum()).sort(descending=True)
     counts = counts[order]
-    kept = max(int((expected >= least).sum()), 1)
-    if kept < len(expected):
-        rest = float(expected[kept:].sum())
-        kept -= kept > 1 and rest < least  # then one more cell joins the rest
-        counts = torch.cat([counts[:kept], counts[kept:].sum(0, keepdim=True)])
-        expected = torch.cat([expected[:kept], expected[kept:].sum(0, keepdim=True)])
+    cells = max(int((expected >= least).sum()), 1)
+    if cells < len(expected):
+        rest = float(expected[cells:].sum())
+        cells -= cells > 1 and rest < least  # then one more cell joins the last
+        counts = torch.cat([counts[:cells], counts[cells:].sum(0, keepdim=True)])
+        expected = torch.cat([expected[:cells], expected[cells:].sum(0, keepdim=True)])
     counts, expected = counts[expected > 0.0], expected[expected > 0.0]
     assert len(counts) > 1, "one cell says nothing"
     statistic = ((counts - expected) ** 2 / expected).sum()
@@ -89,14 +89,14 @@ def chi_square(counts, law, least=5.0):
 
 
 def test_the_chi_square_tail_is_right():
-    """Against the closed form for two degrees of freedom, and against its own law: tails are uniform."""
-    counts, law = torch.tensor([30, 50, 20]), torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
-    assert chi_square(counts, law) == pytest.approx(math.exp(-(1.0 + 0.0 + 1.0) / 2))
-    generator, law = torch.Generator().manual_seed(0), torch.rand(60).double().softmax(0)
+    """The tail against the closed form for two degrees of freedom, and against its own distribution: tails are uniform."""
+    counts, distribution = torch.tensor([30, 50, 20]), torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
+    assert chi_square(counts, distribution) == pytest.approx(math.exp(-(1.0 + 0.0 + 1.0) / 2))
+    generator, distribution = torch.Generator().manual_seed(0), torch.rand(60).double().softmax(0)
     tails = []
     for _ in range(400):
-        sample = torch.multinomial(law, 3000, replacement=True, generator=generator)
-        tails.append(chi_square(torch.bincount(sample, minlength=60), law))
+        sample = torch.multinomial(distribution, 3000, replacement=True, generator=generator)
+        tails.append(chi_square(torch.bincount(sample, minlength=60), distribution))
     tenths = torch.bincount((torch.tensor(tails) * 10).long().clamp(max=9), minlength=10)
     assert ((tenths - 40) ** 2 / 40).sum() < 30
 
@@ -113,15 +113,17 @@ def words_of(allowed):
 
 
 class World:
-    """Logits of target and draft after every text of up to `depth` tokens. Row 0 is the empty text; the last row is NaN,
-    for texts that no token ends: nobody may look at it."""
+    """Logits of target and draft after every text of up to `depth` tokens. Row 0 is the empty text. The last row is NaN and
+    stands for texts that no token ends: no decision may need it.
+    """
 
     def __init__(
-        self, seed, vocabulary, depth, *, law=None, draft_law=None, masked=(), dtype=torch.float32, near=0.6, spread=1.2
-    ):
+        self, seed, vocabulary, depth, *, sampling=None, draft_sampling=None, masked=(), dtype=torch.float32, near=0.6,
+        spread=1.2,
+    ):  # fmt: skip
         self.vocabulary, self.depth = vocabulary, depth
-        self.law = {"temperature": 1.0} | (law or {})
-        self.draft_law = self.law if draft_law is None else {"temperature": 1.0} | draft_law
+        self.sampling = {"temperature": 1.0} | (sampling or {})
+        self.draft_sampling = self.sampling if draft_sampling is None else {"temperature": 1.0} | draft_sampling
         generator = torch.Generator().manual_seed(seed)
         rows = self.rows()
         target = torch.randn(rows, vocabulary, generator=generator) * spread
@@ -134,8 +136,8 @@ class World:
             else None
             for name in ("target", "draft")
         )
-        self.p = self.probabilities(self.target, self.allowed, self.law)
-        self.q = self.probabilities(self.draft, self.draft_allowed, self.draft_law)
+        self.p = self.probabilities(self.target, self.allowed, self.sampling)
+        self.q = self.probabilities(self.draft, self.draft_allowed, self.draft_sampling)
 
     def rows(self):
         return sum(self.vocabulary**d for d in range(self.depth + 1))
@@ -144,10 +146,10 @@ class World:
         behind = state * self.vocabulary + 1 + token
         return torch.where((token < 0) | (token >= self.vocabulary) | (behind >= self.rows()), self.rows(), behind)
 
-    def probabilities(self, logits, allowed, law):
-        as_kernels_see_it = {name: float(torch.tensor(value).float()) for name, value in law.items()}
-        if "top_k" in law:
-            as_kernels_see_it["top_k"] = law["top_k"]
+    def probabilities(self, logits, allowed, sampling):
+        as_kernels_see_it = {name: float(torch.tensor(value).float()) for name, value in sampling.items()}
+        if "top_k" in sampling:
+            as_kernels_see_it["top_k"] = sampling["top_k"]
         rows = []
         for i in range(self.rows()):
             row = process(logits[i], None if allowed is None else allowed[i], **as_kernels_see_it)
@@ -156,12 +158,12 @@ class World:
         return torch.stack([*rows, torch.full_like(rows[0], math.nan)])
 
     def joint(self, horizon):
-        """The target's law of the first `horizon` tokens, [vocabulary ** horizon]."""
-        law, states = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+        """The target's distribution of the first `horizon` tokens, [vocabulary ** horizon]."""
+        distribution, states = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
         for _ in range(horizon):
-            law = (law[:, None] * self.p[states]).flatten()
+            distribution = (distribution[:, None] * self.p[states]).flatten()
             states = self.after(states[:, None], torch.arange(self.vocabulary)).flatten()
-        return law
+        return distribution
 
     def to(self, device):
         names = ("target", "draft", "allowed", "draft_allowed")
@@ -172,7 +174,7 @@ class World:
 
 
 class TwoLast(World):
-    """The next token depends on the last two, so that texts can be as long as one likes."""
+    """The next token depends on the last two, so texts can have any length."""
 
     def rows(self):
         return self.vocabulary**2
@@ -187,10 +189,21 @@ def row_of(words, rows):
 
 
 def step(
-    world, parents, rule, seeds, positions, *, start=None, mode=None, fixed=(), chain=False, same_node=False, told=None
+    world,
+    parents,
+    rule,
+    seeds,
+    positions,
+    *,
+    start=None,
+    mode=None,
+    fixed=(),
+    chain=False,
+    same_node=False,
+    change=None,
 ):
-    """Draws the drafts level by level and judges them. `fixed`: nodes whose children are proposed at random, not drawn.
-    The rest is for faults: same_node draws at every node with the same noise, told(arguments) changes what accept is told.
+    """Draws the drafts level by level and judges them. `fixed`: nodes whose children are proposed at random, not drawn. The
+    rest is for faults: same_node draws at every node with the same noise, change(arguments) changes the arguments of accept.
     """
     requests, size, device = len(seeds), len(parents), seeds.device
     depths = depths_of(parents)
@@ -213,12 +226,12 @@ def step(
                     seeds=seeds,
                     positions=positions + (depths[node] if mode == "coupled" else 0),
                     nodes=0 if same_node else node,
-                    **world.draft_law,
+                    **world.draft_sampling,
                 )
             tokens[:, children] = drawn
             states[:, children] = world.after(states[:, node : node + 1], drawn)
     drafted = [node for node in range(size) if node in parents and node not in fixed]
-    arguments = world.law | {f"draft_{name}": value for name, value in world.draft_law.items()}
+    arguments = world.sampling | {f"draft_{name}": value for name, value in world.draft_sampling.items()}
     arguments |= {"rule": rule, "seeds": seeds, "positions": positions}
     if chain:
         arguments |= {
@@ -228,11 +241,11 @@ def step(
             "allowed": row_of(world.allowed, states),
             "draft_allowed": row_of(world.draft_allowed, states[:, :-1]),
         }
-        result = pass_ext.accept_chain(**(told(arguments) if told else arguments))
+        result = pass_ext.accept_chain(**(change(arguments) if change else arguments))
     else:
         draft_rows = torch.full_like(states, -1)
         draft_rows[:, drafted] = states[:, drafted]
-        draft_rows[:, [node for node in range(size) if node not in parents]] = 2**30  # leaves: nobody reads it
+        draft_rows[:, [node for node in range(size) if node not in parents]] = 2**30  # leaves: never read
         arguments |= {
             "target_logits": world.target[states.flatten()],
             "tokens": tokens.flatten(),
@@ -244,7 +257,7 @@ def step(
             "allowed": row_of(world.allowed, states.flatten()),
             "draft_allowed": world.draft_allowed,
         }
-        result = pass_ext.accept_tree(**(told(arguments) if told else arguments))
+        result = pass_ext.accept_tree(**(change(arguments) if change else arguments))
     return SimpleNamespace(result=result, tokens=tokens, states=states, seeds=seeds, positions=positions)
 
 
@@ -256,21 +269,21 @@ def depths_of(parents):
 
 
 def complete(world, emitted, seeds, positions):
-    """The number of each text, whose missing tokens the target draws by itself."""
+    """The index of each text; the target draws missing tokens by itself."""
     number, state = torch.zeros_like(seeds), torch.zeros_like(seeds)
     for level in range(emitted.shape[1]):
         token, short = emitted[:, level], (emitted[:, level] < 0).nonzero().flatten()
         if len(short):
-            own, _ = pass_ext.draft_sample(
+            drawn, _ = pass_ext.draft_sample(
                 world.target[state[short]],
                 1,
                 mode="coupled",
                 allowed=row_of(world.allowed, state[short]),
                 seeds=seeds[short],
                 positions=positions[short] + level,
-                **world.law,
+                **world.sampling,
             )
-            token = token.index_copy(0, short, own[:, 0])
+            token = token.index_copy(0, short, drawn[:, 0])
         number, state = number * world.vocabulary + token, world.after(state, token)
     return number
 
@@ -286,14 +299,14 @@ def requests_of(backend_device, requests, seed):
 
 
 def emitted_counts(backend, world, parents, rule, requests, seed=1, **options):
-    """How often each text of depth + 1 tokens was emitted; and the mean of the accepted drafts with its standard error."""
+    """Counts of the emitted texts of depth + 1 tokens, and the mean of accepted drafts with its standard error."""
     horizon, on_device = max(depths_of(parents)) + 1, world.to(backend.device)
     counts, accepted = torch.zeros(world.vocabulary**horizon, dtype=torch.int64), []
     for seeds, positions in requests_of(backend.device, requests, seed):
-        one = step(on_device, parents, rule, seeds, positions, **options)
-        assert not one.result.status.any(), "a row that no decision needs was looked at"
-        accepted.append(one.result.num_accepted.double().cpu())
-        texts = complete(on_device, one.result.emitted, seeds, positions)
+        chunk = step(on_device, parents, rule, seeds, positions, **options)
+        assert not chunk.result.status.any(), "a row that no decision needs was read"
+        accepted.append(chunk.result.num_accepted.double().cpu())
+        texts = complete(on_device, chunk.result.emitted, seeds, positions)
         counts += torch.bincount(texts, minlength=len(counts)).cpu()
     accepted = torch.cat(accepted)
     return counts, float(accepted.mean()), float(accepted.std()) / math.sqrt(len(accepted))
@@ -303,7 +316,7 @@ def shape_for(rule, name):
     return TREES["chain"] if rule == "block" else TREES[name]
 
 
-# ---- the law of what is emitted ----
+# ---- the distribution of emitted tokens ----
 
 
 @SLOW
@@ -319,7 +332,7 @@ def test_a_million_texts(backend, rule):
 
 @pytest.mark.parametrize("rule", EXACT)
 def test_deeper_trees(backend, rule):
-    """Whose nodes are in no order but parents first."""
+    """Trees whose nodes are in no order except parents first."""
     parents, requests = shape_for(rule, "deep"), how_many(backend, 50_000, 2_000)
     world = World(10, 4, max(depths_of(parents)))
     counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
@@ -337,26 +350,27 @@ def test_chains_in_both_forms(backend, rule, chain):
 
 FILTERS = {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.02}
 VARIANTS = {
-    "cold": {"law": {"temperature": 0.6}},
-    "hot": {"law": {"temperature": 1.7}},
-    "top_k": {"law": {"top_k": 3}},
-    "top_p": {"law": {"top_p": 0.8}},
-    "min_p": {"law": {"min_p": 0.12}},
-    "all filters": {"law": FILTERS},
-    "draft filtered otherwise": {"law": FILTERS, "draft_law": {"temperature": 1.2, "top_k": 6}},
+    "cold": {"sampling": {"temperature": 0.6}},
+    "hot": {"sampling": {"temperature": 1.7}},
+    "top_k": {"sampling": {"top_k": 3}},
+    "top_p": {"sampling": {"top_p": 0.8}},
+    "min_p": {"sampling": {"min_p": 0.12}},
+    "all filters": {"sampling": FILTERS},
+    "draft filtered otherwise": {"sampling": FILTERS, "draft_sampling": {"temperature": 1.2, "top_k": 6}},
     "both masked": {"masked": ("target", "draft")},
     "target masked": {"masked": ("target",)},
     "bfloat16": {"dtype": torch.bfloat16, "spread": 2.0},
     "float16": {"dtype": torch.float16},
     "draft is the target": {"near": 1.0},
     "draft knows nothing": {"near": 0.0},
-    "everything": {"law": FILTERS, "masked": ("target", "draft"), "dtype": torch.bfloat16},
+    "everything": {"sampling": FILTERS, "masked": ("target", "draft"), "dtype": torch.bfloat16},
 }
 
 
 def rules_and_variants():
-    """What makes a row a law is the same code for all rules: two rules that look at both laws are quick for each variant, and
-    all of them for everything at once."""
+    """The code that makes a row a distribution is the same for all rules. So two rules that read both distributions are quick
+    for each variant, and all rules for everything at once.
+    """
     both_laws = [rule for rule in EXACT if rule != "coupled"]
     for i, variant in enumerate(VARIANTS):
         quick = {both_laws[i % 5], both_laws[(i + 2) % 5]} if variant != "everything" else EXACT
@@ -365,7 +379,7 @@ def rules_and_variants():
 
 
 @pytest.mark.parametrize(("rule", "variant"), list(rules_and_variants()))
-def test_variants_of_the_law(backend, rule, variant):
+def test_variants_of_the_distribution(backend, rule, variant):
     requests = how_many(backend, 10_000, 500, 10 if variant == "everything" else 0)
     parents = shape_for(rule, "tree")
     world = World(13, 7, 2, **VARIANTS[variant])
@@ -378,7 +392,7 @@ def test_variants_of_the_law(backend, rule, variant):
 )
 @pytest.mark.parametrize("rule", EXACT)
 def test_fixed_proposals(backend, rule, fixed):
-    """Random ones: among them the same token twice, and -1."""
+    """Random proposals, among them the same token twice, and -1."""
     requests = how_many(backend, 30_000, 1_000)
     world = World(14, 4, 2)
     counts, _, _ = emitted_counts(backend, world, shape_for(rule, "tree"), rule, requests, fixed=fixed)
@@ -387,7 +401,7 @@ def test_fixed_proposals(backend, rule, fixed):
 
 @pytest.mark.parametrize("rule", EXACT)
 def test_more_children_than_the_draft_can_give(backend, rule):
-    world = World(15, 4, 1, draft_law={"top_k": 2})
+    world = World(15, 4, 1, draft_sampling={"top_k": 2})
     requests = how_many(backend, 30_000, 1_000)
     parents = TREES["chain"][:2] if rule == "block" else TREES["star"]
     counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
@@ -402,14 +416,15 @@ def test_coupled_with_any_drafter(backend, mode):
     assert chi_square(counts, world.joint(3)) > SUSPICIOUS
 
 
-JUDGED = {"drawn with": {"mode": "with"}, "as proposals": {"told": lambda a: a | {"draft_logits": None}}}
+JUDGED = {"drawn with": {"mode": "with"}, "as proposals": {"change": lambda a: a | {"draft_logits": None}}}
 
 
 @pytest.mark.parametrize("how", JUDGED)
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_what_also_is_exact(backend, rule, how):
-    """Drafts drawn with replacement where the rule expects none: the second of two equal ones has no p left, and the others
-    are drawn without. Drawn drafts judged as fixed proposals: nobody asked where proposals come from."""
+def test_other_exact_drafts(backend, rule, how):
+    """Drafts drawn with replacement for rules that expect none: the second of two equal drafts has no p left, and the others
+    are drawn without. Drawn drafts judged as fixed proposals: the origin of a proposal does not matter.
+    """
     world = World(19, 4, 2, near=0.3)
     requests = how_many(backend, 30_000, 1_000)
     counts, _, _ = emitted_counts(backend, world, TREES["tree"], rule, requests, **JUDGED[how])
@@ -419,7 +434,7 @@ def test_what_also_is_exact(backend, rule, how):
 @pytest.mark.parametrize("vocabulary", [pytest.param(66, marks=SLOW), 130])
 @pytest.mark.parametrize("rule", EXACT)
 def test_several_groups_of_tokens(backend, rule, vocabulary):
-    """The noise is made for 64 tokens at a time."""
+    """Noise is made for 64 tokens at a time."""
     world = World(17, vocabulary, 1, spread=1.5)
     parents = TREES["chain"][:2] if rule == "block" else TREES["star"]
     counts, _, _ = emitted_counts(backend, world, parents, rule, how_many(backend, 30_000, 1_000))
@@ -430,7 +445,7 @@ def test_several_groups_of_tokens(backend, rule, vocabulary):
 
 
 def generate(backend, world, parents, rule, requests, length, **faults):
-    """Step after step to `length` tokens; how often each text came."""
+    """Step after step to `length` tokens; counts how often each text came."""
     on_device, counts = world.to(backend.device), torch.zeros(world.vocabulary**length, dtype=torch.int64)
     stands = faults.pop("stands", False)
     for seeds, positions in requests_of(backend.device, requests, 2):
@@ -470,25 +485,25 @@ def test_a_million_texts_of_other_worlds(backend, rule, name, seed):
 
 
 class Texts:
-    """A world as the enumeration of test_accept_exactness reads it."""
+    """A world in the form that the enumeration reads (test_accept_exactness.py)."""
 
     def __init__(self, world):
-        self.world, self.vocabulary, self.laws = world, world.vocabulary, {}
+        self.world, self.vocabulary, self.distributions = world, world.vocabulary, {}
 
     def at(self, text):
-        if text not in self.laws:
+        if text not in self.distributions:
             state = torch.tensor(0)
             for token in text:
                 state = self.world.after(state, torch.tensor(token))
-            self.laws[text] = tuple(
+            self.distributions[text] = tuple(
                 SimpleNamespace(probs=probs[state], status=0, margin=math.inf) for probs in (self.world.p, self.world.q)
             )
-        return self.laws[text]
+        return self.distributions[text]
 
 
 def everything(world, parents, rule):
-    """{(all drafted tokens, the node it stops at, the last token): probability} and the mean of accepted drafts."""
-    depths, law = depths_of(parents), {}
+    """{(all drafted tokens, the last node, the last token): probability} and the mean of accepted drafts."""
+    depths, distribution = depths_of(parents), {}
     drafts = Drafts(Texts(world), parents, max(depths), replaced=DRAWN[rule] == "with")
 
     def play(replay):
@@ -499,8 +514,8 @@ def everything(world, parents, rule):
     for probability, (drawn, stop, token), replay in outcomes(play, Replay):
         last = {token: 1.0} if replay.law is None else dict(enumerate(replay.law))
         for y, p in last.items():
-            law[drawn, stop, y] = law.get((drawn, stop, y), 0.0) + probability * p
-    return law, sum(p * depths[stop] for (_, stop, _), p in law.items())
+            distribution[drawn, stop, y] = distribution.get((drawn, stop, y), 0.0) + probability * p
+    return distribution, sum(p * depths[stop] for (_, stop, _), p in distribution.items())
 
 
 def place(drawn, stop, last, vocabulary):
@@ -519,23 +534,23 @@ def place(drawn, stop, last, vocabulary):
     ],
 )
 def test_drafts_decisions_and_the_last_token_together(backend, rule, name):
-    """Their joint law is the one in which drafts, coins and the last draw are independent; so the means agree too."""
+    """Their joint distribution is that of independent drafts, coins and last draw; so the means agree too."""
     parents = {"pair": [-1, 0, 0], "chain": [-1, 0, 1], "uneven": [-1, 0, 0, 1]}[name]
     world = World(21, 3, 2, near=0.3)
     requests, on_device = how_many(backend, 50_000, 2_000), world.to(backend.device)
-    law, mean = everything(world, parents, rule)
+    distribution, mean = everything(world, parents, rule)
     exact = torch.zeros(len(parents) * world.vocabulary ** len(parents), dtype=torch.float64)
-    for (drawn, stop, last), probability in law.items():
+    for (drawn, stop, last), probability in distribution.items():
         exact[place(drawn, stop, last, world.vocabulary)] += probability
     counts, accepted = torch.zeros(len(exact), dtype=torch.int64), []
     mode = "without" if rule == "coupled" else None
     for seeds, positions in requests_of(backend.device, requests, 3):
-        one = step(on_device, parents, rule, seeds, positions, mode=mode)
-        depth = one.result.num_accepted.long()[:, None]
-        stop, last = (x.long().gather(1, depth)[:, 0] for x in (one.result.path, one.result.emitted))
-        cells = place(one.tokens[:, 1:].unbind(1), stop, last, world.vocabulary)
+        chunk = step(on_device, parents, rule, seeds, positions, mode=mode)
+        depth = chunk.result.num_accepted.long()[:, None]
+        stop, last = (x.long().gather(1, depth)[:, 0] for x in (chunk.result.path, chunk.result.emitted))
+        cells = place(chunk.tokens[:, 1:].unbind(1), stop, last, world.vocabulary)
         counts += torch.bincount(cells, minlength=len(counts)).cpu()
-        accepted.append(one.result.num_accepted.double().cpu())
+        accepted.append(chunk.result.num_accepted.double().cpu())
     assert chi_square(counts, exact) > SUSPICIOUS
     accepted = torch.cat(accepted)
     assert abs(float(accepted.mean()) - mean) < 4.5 * float(accepted.std()) / math.sqrt(requests)
@@ -545,8 +560,9 @@ def test_drafts_decisions_and_the_last_token_together(backend, rule, name):
 
 
 def chain_expectation(world, length, blockwise):
-    """Rejection: each draft passes with min(1, p / q) by itself. Block: draft i passes, or a later one, with probability
-    w_i = min(1, w_(i-1) p / q), which is what the whole block can give at most."""
+    """Rejection: each draft passes by itself with probability min(1, p / q). Block: draft i or a later one passes with
+    probability w_i = min(1, w_(i-1) p / q), the most that the whole block can give.
+    """
     total, weight, reach, states = 0.0, torch.ones(1), torch.ones(1), torch.zeros(1, dtype=torch.int64)
     for _ in range(length):
         p, q = world.p[states], world.q[states]
@@ -570,7 +586,7 @@ def test_chains_accept_as_many_as_theory_says(backend, rule, seed):
     assert chain_expectation(world, 3, True) > chain_expectation(world, 3, False) + 0.02
 
 
-@SLOW  # the mean of each is known: above, and as the reference's in test_accept_core.py
+@SLOW  # the mean of each rule is shown above, and in test_accept_core.py against the reference
 @pytest.mark.parametrize(
     ("better", "worse", "name"),
     [
@@ -598,12 +614,12 @@ def test_which_rule_accepts_more(backend, better, worse, name):
     assert gain > (4.0 if worlds > 4 else -3.0) * error
 
 
-# ---- the draft's own law ----
+# ---- the draft's own distribution ----
 
 
-def ordered_law(probs, count, replaced):
-    """The law of `count` draws in order, [V, V, ...]. Without replacement, slots beyond the support are not handled."""
-    law = torch.zeros((len(probs),) * count, dtype=torch.float64)
+def ordered_distribution(probs, count, replaced):
+    """The distribution of `count` draws in order, [V, V, ...]. Without replacement: only draws within the support."""
+    distribution = torch.zeros((len(probs),) * count, dtype=torch.float64)
     for ids in itertools.product(range(len(probs)), repeat=count):
         left, mass = 1.0, 1.0
         for place, token in enumerate(ids):
@@ -612,17 +628,17 @@ def ordered_law(probs, count, replaced):
                 break
             mass *= float(probs[token]) / left
             left -= 0.0 if replaced else float(probs[token])
-        law[ids] = mass
-    return law
+        distribution[ids] = mass
+    return distribution
 
 
 DRAFT_VARIANTS = {
     "plain": {},
     "a million": {},
-    "temperature": {"law": {"temperature": 0.7}},
-    "top_k": {"law": {"temperature": 1.3, "top_k": 4}},
-    "top_p": {"law": {"top_p": 0.9}, "seed": 51},
-    "min_p": {"law": {"min_p": 0.05}},
+    "temperature": {"sampling": {"temperature": 0.7}},
+    "top_k": {"sampling": {"temperature": 1.3, "top_k": 4}},
+    "top_p": {"sampling": {"top_p": 0.9}, "seed": 51},
+    "min_p": {"sampling": {"min_p": 0.05}},
     "masked": {"masked": ("draft",)},
     "bfloat16": {"dtype": torch.bfloat16, "spread": 2.0},
 }
@@ -650,11 +666,11 @@ def test_three_drafts_in_order(backend, mode, variant):
             seeds=seeds,
             positions=positions,
             nodes=5,
-            **world.draft_law,
+            **world.draft_sampling,
         )
         assert torch.allclose(logprobs.double().exp().cpu(), world.q[0][tokens.cpu()], rtol=1e-5, atol=0)
         counts += torch.bincount((tokens @ torch.tensor([36, 6, 1], device=tokens.device)).cpu(), minlength=len(counts))
-    assert chi_square(counts, ordered_law(world.q[0], 3, mode == "with")) > SUSPICIOUS
+    assert chi_square(counts, ordered_distribution(world.q[0], 3, mode == "with")) > SUSPICIOUS
 
 
 @pytest.mark.parametrize("mode", ["without", "with"])
@@ -662,33 +678,40 @@ def test_drafts_of_two_nodes_are_independent(backend, mode):
     world = World(52, 4, 0).to(backend.device)
     counts = torch.zeros(4**4, dtype=torch.int64)
     for seeds, positions in requests_of(backend.device, how_many(backend, 100_000, 4_000), 5):
-        both = [
+        chunks = [
             pass_ext.draft_sample(
                 world.draft[:1].expand(len(seeds), -1), 2, mode=mode, seeds=seeds, positions=positions, nodes=node
             )[0]
             for node in (0, 1)
         ]
-        cells = torch.cat(both, 1) @ torch.tensor([64, 16, 4, 1], device=backend.device)
+        cells = torch.cat(chunks, 1) @ torch.tensor([64, 16, 4, 1], device=backend.device)
         counts += torch.bincount(cells.cpu(), minlength=len(counts))
-    law = ordered_law(world.q[0], 2, mode == "with").flatten()
-    assert chi_square(counts, law[:, None] * law) > SUSPICIOUS
+    distribution = ordered_distribution(world.q[0], 2, mode == "with").flatten()
+    assert chi_square(counts, distribution[:, None] * distribution) > SUSPICIOUS
 
 
-@pytest.mark.parametrize("law", [{}, {"top_k": 300, "temperature": 0.8}, {"top_p": 0.9}], ids=["all", "top_k", "top_p"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_k": 300, "temperature": 0.8}, {"top_p": 0.9}], ids=["all", "top_k", "top_p"]
+)
 @pytest.mark.parametrize(("vocabulary", "full"), [(1000, 12_000), (70_000, 600)])
-def test_large_vocabularies(backend, vocabulary, full, law):
-    """The first and the second draw: by token where it is likely, by place in its group, by group."""
+def test_large_vocabularies(backend, vocabulary, full, sampling):
+    """The first and the second draw: by token if it is likely, by place in its group, by group."""
     requests = how_many(backend, full, full // 20)
     generator = torch.Generator().manual_seed(vocabulary)
     row = torch.randn(vocabulary, generator=generator) * 2.0
-    law = {"temperature": 1.0} | law
-    p = process(row, **{name: float(torch.tensor(value).float()) for name, value in law.items()} | law).probs
+    sampling = {"temperature": 1.0} | sampling
+    p = process(row, **{name: float(torch.tensor(value).float()) for name, value in sampling.items()} | sampling).probs
     second = p * ((p / (1.0 - p)).sum() - p / (1.0 - p))
     for mode in ("coupled", "without", "with"):
         tokens = torch.cat(
             [
                 pass_ext.draft_sample(
-                    row.to(backend.device).expand(len(seeds), -1), 2, mode=mode, seeds=seeds, positions=positions, **law
+                    row.to(backend.device).expand(len(seeds), -1),
+                    2,
+                    mode=mode,
+                    seeds=seeds,
+                    positions=positions,
+                    **sampling,
                 )[0].cpu()
                 for seeds, positions in requests_of(backend.device, requests, 6)
             ]
@@ -707,11 +730,11 @@ def test_large_vocabularies(backend, vocabulary, full, law):
 
 
 def streams(device, seeds, positions):
-    """{what is drawn: (a value for each request, its law)}, all with the same seeds and positions."""
+    """{name of a draw: (a value for each request, its distribution)}, all with the same seeds and positions."""
     row = torch.tensor([0.3, -0.5, 1.0, 0.0, -math.inf], device=device)
     half = torch.tensor([math.log(4.0), 0.0, 0.0, 0.0, 0.0], device=device)
     sure = torch.tensor([0.0, -math.inf, -math.inf, -math.inf, -math.inf], device=device)
-    law, requests = row.double().softmax(0).cpu(), len(seeds)
+    distribution, requests = row.double().softmax(0).cpu(), len(seeds)
 
     def drafted(mode, k=1, seeds=seeds, positions=positions, **options):
         options |= {"seeds": seeds, "positions": positions, "temperature": 1.0}
@@ -731,24 +754,24 @@ def streams(device, seeds, positions):
             positions=positions,
         )
 
-    coin_law = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    coin_distribution = torch.tensor([0.5, 0.5], dtype=torch.float64)
     pair = drafted("with", 2)
     return {
-        "coupled": (drafted("coupled")[:, 0], law),
-        "coupled, next position": (drafted("coupled", positions=positions + 1)[:, 0], law),
-        "coupled, position + 2^32": (drafted("coupled", positions=positions + 2**32)[:, 0], law),
-        "coupled, next seed": (drafted("coupled", seeds=seeds + 1)[:, 0], law),
-        "coupled, seed + 2^32": (drafted("coupled", seeds=seeds + 2**32)[:, 0], law),
-        "draft": (pair[:, 0], law),
-        "draft, second": (pair[:, 1], law),
-        "draft at node 1": (drafted("without", nodes=1)[:, 0], law),
-        "draft at node 1023": (drafted("without", nodes=1023)[:, 0], law),
-        "draft, next position": (drafted("without", positions=positions + 1)[:, 0], law),
-        "bonus": (accepted("rejection", [row], []).emitted[:, 0], law),
-        "residual": (accepted("rejection", [row, row], [4]).emitted[:, 0], law),
-        "bonus, next position": (accepted("rejection", [sure, row], [0]).emitted[:, 1], law),
-        "coin of node 1": (accepted("rejection", [half, row], [0]).num_accepted.long(), coin_law),
-        "coin of node 2": (accepted("rejection", [half, row, row], [5, 0]).num_accepted.long(), coin_law),
+        "coupled": (drafted("coupled")[:, 0], distribution),
+        "coupled, next position": (drafted("coupled", positions=positions + 1)[:, 0], distribution),
+        "coupled, position + 2^32": (drafted("coupled", positions=positions + 2**32)[:, 0], distribution),
+        "coupled, next seed": (drafted("coupled", seeds=seeds + 1)[:, 0], distribution),
+        "coupled, seed + 2^32": (drafted("coupled", seeds=seeds + 2**32)[:, 0], distribution),
+        "draft": (pair[:, 0], distribution),
+        "draft, second": (pair[:, 1], distribution),
+        "draft at node 1": (drafted("without", nodes=1)[:, 0], distribution),
+        "draft at node 1023": (drafted("without", nodes=1023)[:, 0], distribution),
+        "draft, next position": (drafted("without", positions=positions + 1)[:, 0], distribution),
+        "bonus": (accepted("rejection", [row], []).emitted[:, 0], distribution),
+        "residual": (accepted("rejection", [row, row], [4]).emitted[:, 0], distribution),
+        "bonus, next position": (accepted("rejection", [sure, row], [0]).emitted[:, 1], distribution),
+        "coin of node 1": (accepted("rejection", [half, row], [0]).num_accepted.long(), coin_distribution),
+        "coin of node 2": (accepted("rejection", [half, row, row], [5, 0]).num_accepted.long(), coin_distribution),
     }
 
 
@@ -756,12 +779,12 @@ def test_draws_for_different_purposes_are_independent(backend):
     requests = how_many(backend, 40_000, 4_000, 30)
     parts = [streams(backend.device, *chunk) for chunk in requests_of(backend.device, requests, 7)]
     values = {name: torch.cat([part[name][0].cpu() for part in parts]) for name in parts[0]}
-    laws = {name: law for name, (_, law) in parts[0].items()}
+    distributions = {name: distribution for name, (_, distribution) in parts[0].items()}
     tails = {}
-    for one, other in itertools.combinations(values, 2):
-        size = len(laws[other])
-        counts = torch.bincount(values[one] * size + values[other], minlength=len(laws[one]) * size)
-        tails[one, other] = chi_square(counts, laws[one][:, None] * laws[other])
+    for first, second in itertools.combinations(values, 2):
+        size = len(distributions[second])
+        counts = torch.bincount(values[first] * size + values[second], minlength=len(distributions[first]) * size)
+        tails[first, second] = chi_square(counts, distributions[first][:, None] * distributions[second])
     assert min(tails.values()) > SUSPICIOUS / len(tails), min(tails, key=tails.get)
 
 
@@ -793,18 +816,18 @@ def rolled(name):
 MISTAKES = {
     "proposals judged as drawn": ("rejection", {"mode": "top"}),
     "proposals judged as drawn, kseq": ("kseq", {"mode": "top"}),
-    "drawn without, judged as drawn with": ("rejection", {"told": judged_as("rejection_with_replacement")}),
-    "drawn without, judged by kseq": ("rejection", {"told": judged_as("kseq")}),
-    "an approximate rule": ("rejection", {"told": judged_as("typical")}),
+    "drawn without, judged as drawn with": ("rejection", {"change": judged_as("rejection_with_replacement")}),
+    "drawn without, judged by kseq": ("rejection", {"change": judged_as("kseq")}),
+    "an approximate rule": ("rejection", {"change": judged_as("typical")}),
     "the same noise at every node": ("rejection", {"same_node": True}),
     "the same noise at every node, traversal": ("traversal", {"same_node": True}),
-    "another draft temperature": ("rejection", {"told": lambda a: a | {"draft_temperature": 1.3}}),
-    "another draft temperature, kseq": ("kseq", {"told": lambda a: a | {"draft_temperature": 1.3}}),
-    "another target temperature": ("coupled", {"told": lambda a: a | {"temperature": 1.2}}),
-    "a mask that accept is not told": ("traversal", {"told": lambda a: a | {"draft_allowed": None}}),
-    "draft rows of the other child": ("rejection", {"told": rolled("draft_rows")}),
-    "target rows of the other child": ("coupled", {"told": rolled("target_logits")}),
-    "target rows of the other child, traversal": ("traversal", {"told": rolled("target_logits")}),
+    "another draft temperature": ("rejection", {"change": lambda a: a | {"draft_temperature": 1.3}}),
+    "another draft temperature, kseq": ("kseq", {"change": lambda a: a | {"draft_temperature": 1.3}}),
+    "another target temperature": ("coupled", {"change": lambda a: a | {"temperature": 1.2}}),
+    "a mask that accept does not get": ("traversal", {"change": lambda a: a | {"draft_allowed": None}}),
+    "draft rows of the other child": ("rejection", {"change": rolled("draft_rows")}),
+    "target rows of the other child": ("coupled", {"change": rolled("target_logits")}),
+    "target rows of the other child, traversal": ("traversal", {"change": rolled("target_logits")}),
 }
 
 
@@ -841,7 +864,7 @@ FAULTS = (
 
 
 def sampled(world, requests, fault):
-    """The rule "rejection" for two children in plain PyTorch, with a fault: how often each text of two tokens came."""
+    """The rule "rejection" for two children in plain PyTorch, with a fault: counts how often each text of two tokens came."""
     generator = torch.Generator().manual_seed(8)
     p0, q0, fresh = world.p[0], world.q[0], lambda: torch.rand(requests, generator=generator, dtype=torch.float64)
     seeds = torch.arange(requests)

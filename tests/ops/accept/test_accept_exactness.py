@@ -1,6 +1,6 @@
-"""That the rules of pass_ext.reference are exact, by enumeration: every draft that can be drawn and every way that coins can
-fall, with its probability, for small vocabularies and trees. The law of what is emitted, continued by the target to the depth
-of the tree plus one, must be the target's own to within rounding. No kernels here: they are compared with the reference.
+"""The rules of pass_ext.reference are exact: an enumeration, for small vocabularies and trees, of every draft that can be drawn
+and every way coins can fall, with its probability. The distribution of emitted tokens, continued by the target to the depth of
+the tree plus one, must be the target's own to within rounding. Kernels are not used here: they are compared with the reference.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from support.enumeration import (
     Replay,
     Texts,
     World,
-    emitted_law,
+    emitted_distribution,
     make,
     outcomes,
     variation,
@@ -60,7 +60,7 @@ COUNT = pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.s
 @pytest.mark.parametrize("zeros", [0.0, 0.25])
 @pytest.mark.parametrize(("rule", "shape"), CASES)
 def test_exact(rule, shape, zeros, count):
-    """With zeros there are more children than the support, and drafts that are the target's own law."""
+    """With zeros there are more children than the support, and drafts that equal the target."""
     parents = SHAPES[rule][shape]
     count = count if len(parents) < 6 else count // 2 if len(parents) < 8 else 1
     for world in worlds(parents, count, zeros=zeros):
@@ -70,7 +70,7 @@ def test_exact(rule, shape, zeros, count):
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("rule", SHAPES)
 def test_exact_with_filters(rule, filters):
-    """The target is the filtered law; the draft's filters are the same, others, or none."""
+    """The target is the filtered distribution; the draft's filters are the same, others, or none."""
     parents = SHAPES[rule].get("2,1", CHAINS["chain2"])
     for draft_filters in (filters, FILTERS[1], {"temperature": 1.0}):
         world = World(5, 4, zeros=0.0, filters=filters, draft_filters=draft_filters)
@@ -104,7 +104,7 @@ def test_exact_when_the_tree_is_cut(rule):
 
 @pytest.mark.parametrize("extra", [0.1, 0.5])
 def test_any_rho_is_exact_that_meets_the_condition(extra, monkeypatch):
-    """So a near tie in the search of rho does no harm."""
+    """A near tie in the search of rho does no harm."""
     smallest = Walk.choose_rho
     monkeypatch.setattr(Walk, "choose_rho", lambda *args: smallest(*args) + extra)
     for world in worlds(STARS["star3"], 10):
@@ -129,13 +129,14 @@ def chi_square_tail(counts, probabilities):
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0), statistic / 2))
 
 
-# For kernels test_accept_distribution.py shows it, and they decide as the reference does: one rule is enough to be quick.
+# test_accept_distribution.py shows this for kernels, and they decide as the reference does: one quick rule is enough.
 @pytest.mark.parametrize(
     "rule", [pytest.param(rule, marks=() if rule == "rejection" else pytest.mark.slow) for rule in SHAPES]
 )
 def test_drafted_and_judged_with_philox_noise(rule):
-    """draft_sample and accept_tree together, one request per seed: two tokens have the target's law. So the draws of one
-    request (drafts, coins, last token) are independent of each other as the rules need it."""
+    """draft_sample and accept_tree together, one request per seed: two tokens have the target's distribution. So the draws of a
+    request (drafts, coins, last token) are as independent of each other as the rules need.
+    """
     vocabulary, requests, position = 3, 500, 40
     parents = torch.tensor([-1, 0, 1] if rule == "block" else [-1, 0, 0, 1, 1, 2, 2])
     size, k = len(parents), 1 if rule == "block" else 2
@@ -148,7 +149,7 @@ def test_drafted_and_judged_with_philox_noise(rule):
     warm = torch.ones(requests)
 
     tokens = torch.zeros(requests, size, dtype=torch.int64)
-    rows = torch.zeros(requests, size, dtype=torch.int64)  # of logits: which text a node has
+    rows = torch.zeros(requests, size, dtype=torch.int64)  # the row of logits of each node's text
     for node in range(size):
         children = [i for i in range(size) if parents[i] == node]
         if node > 0:
@@ -171,12 +172,12 @@ def test_drafted_and_judged_with_philox_noise(rule):
     assert not result.status.any()
     p = logits[0].double().softmax(-1)
     first, second = result.emitted[:, 0], result.emitted[:, 1]
-    own = torch.multinomial(p[1 + first], 1, generator=generator).flatten()  # where the step stopped at one token
-    second = torch.where(second < 0, own, second)
+    after_one = torch.multinomial(p[1 + first], 1, generator=generator).flatten()  # if the step stopped after one
+    second = torch.where(second < 0, after_one, second)
     counts = torch.bincount(first * vocabulary + second, minlength=vocabulary**2).double()
     assert chi_square_tail(counts, (p[0][:, None] * p[1:]).flatten()) > 1e-4
     assert 0.2 < result.num_accepted.double().mean() < 1.9  # both drafts and refusals were tried
-    if rule == "coupled":  # the very tokens that the target draws for itself
+    if rule == "coupled":  # exactly the tokens that the target draws for itself
         alone = draft_sample(
             logits[0][:1].expand(requests, -1), 1, mode="coupled", temperature=warm, seeds=seeds, positions=spots
         )
@@ -201,7 +202,9 @@ class BiasedCoin(Replay):
 
 
 class ReusedCoin(Replay):
-    """The residual draw inverts its cumulative law at the u of the last refused child, which is not below its bound."""
+    """The residual draw inverts its cumulative distribution at the u of the last refused child, which is at least that child's
+    bound.
+    """
 
     bound = 0.0
 
@@ -242,7 +245,7 @@ def test_a_residual_that_is_not_normalised_shows(rule, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_a_draft_law_that_is_not_normalised_shows(rule, monkeypatch):
+def test_a_draft_distribution_that_is_not_normalised_shows(rule, monkeypatch):
     monkeypatch.setattr(accept_module, "without", removed_only)
     assert worst(rule, "star2") > FAULTY
 
@@ -273,19 +276,19 @@ def test_a_rho_that_is_too_small_shows(monkeypatch):
 
 @pytest.mark.parametrize("rule", ["rejection", "rejection_with_replacement", "traversal"])
 def test_a_fixed_proposal_that_the_draft_could_give_is_no_fixed_proposal(rule):
-    """It must have the draft row -1, or lie outside the support: else it is judged as drawn, and was not."""
+    """A fixed proposal must have the draft row -1 or lie outside the support; otherwise it is judged as if it were drawn."""
     assert worst(rule, "star2", fixed={1: 0}) > FAULTY
 
 
 class Flat(World):
-    """The draft's law knows only how long the text is."""
+    """The draft's distribution depends on the length of the text alone."""
 
     def at(self, text):
         return super().at(text)[0], super().at((0,) * len(text))[1]
 
 
 def test_branches_drawn_with_the_same_noise_show():
-    """Traversal looks at the drafts of several branches, so they must be independent; going down looks at one."""
+    """Traversal reads the drafts of several branches, so they must be independent; going down reads one branch."""
 
     class Copied(Drafts):
         def with_chance(self, chance):
@@ -302,8 +305,9 @@ def test_branches_drawn_with_the_same_noise_show():
 @pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
 def test_noise_of_a_draft_used_again_in_the_next_step_shows(rule, reused):
-    """A step that drafts two tokens and emits one; the next step drafts the second of them again. Block and traversal have
-    looked at it, so it must be drawn afresh: by the text position alone it would not be."""
+    """A step drafts two tokens and emits one; the next step drafts the second of them again. Block and traversal have read it
+    already, so it must be drawn afresh: noise by text position alone would draw the same.
+    """
 
     def variation_of(world):
         masses = {}
@@ -323,8 +327,8 @@ def test_noise_of_a_draft_used_again_in_the_next_step_shows(rule, reused):
 
         for probability, text, _ in outcomes(play):
             masses[text] = masses.get(text, 0.0) + probability
-        law, truth = world.completed(masses, 3), world.joint(3)
-        return 0.5 * sum(abs(law[text] - truth[text]) for text in truth)
+        distribution, truth = world.completed(masses, 3), world.joint(3)
+        return 0.5 * sum(abs(distribution[text] - truth[text]) for text in truth)
 
     worst = max(variation_of(Flat(seed, 3, zeros=0.0)) for seed in range(4))
     assert worst > FAULTY if reused and rule != "rejection" else worst < EXACT
@@ -334,7 +338,7 @@ def test_noise_of_a_draft_used_again_in_the_next_step_shows(rule, reused):
 
 
 def accepted(rule, parents, world):
-    return emitted_law(make(world, rule, parents), rule)[1]
+    return emitted_distribution(make(world, rule, parents), rule)[1]
 
 
 @COUNT
@@ -360,8 +364,8 @@ def test_traversal_accepts_no_less_than_rejection(shape, count):
     assert sum(gains) / len(gains) > 0.01
 
 
-def test_what_two_candidates_are_worth():
-    """One candidate < two with replacement < K-SEQ < two without replacement, on the average over random laws."""
+def test_the_gain_of_two_candidates():
+    """One candidate < two with replacement < K-SEQ < two without replacement, on the average over random distributions."""
 
     def mean(rule, parents):
         return sum(accepted(rule, parents, World(seed, 3, zeros=0.0)) for seed in range(60)) / 60

@@ -1,4 +1,4 @@
-"""How much memory accept and draft take on a GPU of 132 multiprocessors, and so which rows they scan beforehand."""
+"""The memory of accept and draft on a GPU of 132 multiprocessors, and the rows that this lets them scan beforehand."""
 
 import sys
 
@@ -47,18 +47,18 @@ def test_many_requests_take_no_more_than_what_runs_at_once(requests):
     assert expected <= accept_bytes(requests) <= expected + ROUNDING
 
 
-def test_rules_that_do_not_look_at_drafts_have_half_the_rows():
+def test_rules_that_read_no_draft_logits_have_half_the_rows():
     expected = 64 * 5 * (SUMMARY + LAW + WINNER + JUDGE)
     assert expected <= accept_bytes(64, rule="coupled") <= expected + ROUNDING
 
 
-def test_trees_are_walked_where_most_rows_are_never_looked_at():
+def test_trees_are_walked_where_most_rows_are_never_read():
     expected = 2 * 32 * SUMMARY + 64 * 32 * JUDGE
     assert expected <= accept_bytes(32, nodes=64) <= expected + ROUNDING
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(1, 1), (256, 256), (1056, 1056), (1057, 2 * 264), (100_000, 2 * 264)])
-def test_drafts_are_all_looked_at(rows, kept):
+def test_drafts_are_all_read(rows, kept):
     each = SUMMARY + (LAW + WINNER if kept == rows else 0)
     assert kept * each <= draft_bytes(rows) <= kept * each + ROUNDING
 
@@ -88,15 +88,15 @@ def test_a_warp_scans_several_chunks_where_there_are_more_blocks_than_a_gpu_hold
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_few_blocks_scan_in_turns(dtype, monkeypatch):
-    """On one multiprocessor a warp takes up to four chunks, some of which are none: what comes out is the CPU's."""
+    """On one multiprocessor a warp takes up to four chunks, some of them missing: the result equals the CPU's."""
     monkeypatch.setattr(launching, "multiprocessors", lambda: 1)
     vocabulary, rows = 24_700, 8
     assert scan_blocks(rows, vocabulary, 1) == 4, "of seven without turns"
     random = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocabulary, generator=random) * 3).to(dtype)
-    law = dict(temperature=torch.full((rows,), 0.7), top_k=torch.tensor([0, 5] * 4), seeds=torch.arange(rows))
-    expected = pass_ext.draft_sample(logits, 3, mode="coupled", **law)
+    arguments = dict(temperature=torch.full((rows,), 0.7), top_k=torch.tensor([0, 5] * 4), seeds=torch.arange(rows))
+    expected = pass_ext.draft_sample(logits, 3, mode="coupled", **arguments)
     empty = dict.fromkeys(("top_p", "min_p", "allowed", "positions", "nodes"))
-    ours = draft.draft_sample(logits, 3, 0, **law | {"top_k": law["top_k"].int()} | empty)
+    ours = draft.draft_sample(logits, 3, 0, **arguments | {"top_k": arguments["top_k"].int()} | empty)
     assert torch.equal(expected[0], ours[0])
     torch.testing.assert_close(expected[1], ours[1])

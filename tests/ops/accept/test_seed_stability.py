@@ -1,8 +1,8 @@
-"""A seed fixes the text: under rule "coupled" any tree, any drafter and any batch emit the tokens that plain decoding emits,
-one by one, with ``draft_sample(mode="coupled", k=1)``. And no rule's result depends on the batch a request is in.
+"""A seed fixes the text: under rule "coupled" any tree, any drafter and any batch emit the tokens that plain decoding emits one
+by one with ``draft_sample(mode="coupled", k=1)``. And no rule's result depends on the batch around a request.
 
 The model is a table: the state after a text is a hash of the former state and the token, and picks a row of logits. Rows that
-no decision needs hold NaN, so a wrong row shows too. Everything is generated for all requests at once.
+no decision needs hold NaN, so a wrong row shows too. All requests generate at once.
 """
 
 import math
@@ -21,7 +21,7 @@ DRAWN = {"coupled": "coupled", "rejection_with_replacement": "with", "kseq": "wi
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Chunks are small: on a busy machine threads that wait for each other cost more than they bring."""
+    """Chunks are small: on a busy machine threads that wait for each other cost more than they save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,22 +61,22 @@ class Model:
 
 
 def parameters(requests, generator, device, none=()):
-    """Of every request its own: a third greedy, filters on and off; those in `none` are not given at all."""
+    """Different numbers for every request: a third greedy, filters on and off. Those named in `none` are None."""
 
     def some(values):
         return torch.tensor(values)[torch.randint(len(values), (requests,), generator=generator)].to(device)
 
-    given = {
+    arguments = {
         "temperature": some([0.0, 0.3, 0.7, 1.0, 1.4, 3.0]),
         "top_k": some([0, 0, 1, 2, 5, 20, 1000]),
         "top_p": some([1.0, 1.0, 0.9, 0.5, 0.05]),
         "min_p": some([0.0, 0.0, 0.02, 0.2]),
     }
-    return {name: None if name in none else value for name, value in given.items()}
+    return {name: None if name in none else value for name, value in arguments.items()}
 
 
-def of(law, rows):
-    return {name: None if value is None else value[rows] for name, value in law.items()}
+def of(sampling, rows):
+    return {name: None if value is None else value[rows] for name, value in sampling.items()}
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Case:
     """Requests, and the tokens that plain decoding gives them."""
 
     model: Model
-    law: dict
+    sampling: dict
     seeds: torch.Tensor
     positions: torch.Tensor
     start: torch.Tensor
@@ -96,7 +96,7 @@ class Case:
 def make_case(backend, seed, requests, length, *, vocabulary=37, dtype=torch.float32, none=(), masked=False):
     generator, device = torch.Generator().manual_seed(seed), backend.device
     model = Model(seed, vocabulary, dtype, device)
-    law = parameters(requests, generator, device, none)
+    sampling = parameters(requests, generator, device, none)
     seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator).to(device)
     positions = torch.randint(0, 2**34, (requests,), generator=generator).to(device)
     start = torch.randint(model.states, (requests,), generator=generator).to(device)
@@ -113,13 +113,13 @@ def make_case(backend, seed, requests, length, *, vocabulary=37, dtype=torch.flo
             seeds=seeds,
             positions=positions + i,
             allowed=None if allowed is None else allowed[states[-1]],
-            **law,
+            **sampling,
         )
         tokens.append(token[:, 0])
         states.append(model.after(states[-1], tokens[-1]))
     plain = torch.stack(tokens, 1)
     assert (plain >= 0).all() and (plain < vocabulary).all()
-    return Case(model, law, seeds, positions, start, allowed, plain, torch.stack(states, 1))
+    return Case(model, sampling, seeds, positions, start, allowed, plain, torch.stack(states, 1))
 
 
 # ---- drafts ----
@@ -145,8 +145,9 @@ def depths_of(parents):
 
 
 def draft(case, who, parents, known, generator, drafter):
-    """Tokens and states [requests, most]: what plain decoding emits next, or what the drafter's model gives, or anything:
-    other tokens, siblings that say the same, -1 and other ids outside the vocabulary."""
+    """Tokens and states [requests, most]: plain decoding's next tokens, or tokens of the drafter's model, or anything: other
+    tokens, equal siblings, -1 and other ids outside the vocabulary.
+    """
     model, depths = case.model, depths_of(parents)
     requests, most = parents.shape
     tokens, states = torch.full((requests, most), -1), torch.zeros(requests, most, dtype=torch.int64)
@@ -171,13 +172,13 @@ def draft(case, who, parents, known, generator, drafter):
 
 
 def on_plain_path(case, who, tokens, parents, known):
-    """Whether a node's text is what plain decoding emits; only the rows of these may be looked at."""
+    """True for nodes whose text is plain decoding's: only their rows may be read."""
     depths, plain = depths_of(parents), case.plain[who].cpu()
     good = torch.ones_like(parents, dtype=torch.bool)
     for i in range(1, parents.shape[1]):
         place = (known.cpu() + depths[:, i] - 1).clamp(max=plain.shape[1] - 1)
         same = plain.gather(1, place[:, None])[:, 0] == tokens[:, i]
-        beyond = known.cpu() + depths[:, i] > plain.shape[1]  # nobody knows
+        beyond = known.cpu() + depths[:, i] > plain.shape[1]  # beyond the plain text
         good[:, i] = good.gather(1, parents[:, i : i + 1])[:, 0] & (same | beyond)
     return good
 
@@ -191,7 +192,7 @@ def strided(rows, generator):
 
 
 def check_step(case, who, known, result):
-    """Emitted tokens are the next plain ones; how many there are is returned."""
+    """Emitted tokens are the next tokens of plain decoding; returns how many there are."""
     emitted, count = result.emitted, result.num_accepted.long() + 1
     assert not result.status.any()
     width = emitted.shape[1]
@@ -203,10 +204,10 @@ def check_step(case, who, known, result):
     if wrong.any():
         i = int(wrong.nonzero()[0, 0])
         request = int(who[i])
-        law = {name: None if value is None else value[request].item() for name, value in case.law.items()}
+        sampling = {name: None if value is None else value[request].item() for name, value in case.sampling.items()}
         raise AssertionError(
             f"{int(wrong.sum())} of {len(wrong)} requests; request {request}, {int(known[i])} tokens known: emitted "
-            f"{emitted[i].tolist()}, plain decoding {expected[i].tolist()}, {law}, seed {int(case.seeds[request])}, "
+            f"{emitted[i].tolist()}, plain decoding {expected[i].tolist()}, {sampling}, seed {int(case.seeds[request])}, "
             f"position {int(case.positions[request] + known[i])}"
         )
     assert (emitted[~valid] == -1).all() and (result.path[~valid] == -1).all()
@@ -214,8 +215,9 @@ def check_step(case, who, known, result):
 
 
 def generate_with_trees(case, seed, most, drafter="text", poison=True):
-    """Generations of all requests, each step a random batch in random order with padded requests between; the number of
-    steps and of accepted drafts."""
+    """Generates for all requests, each step a random batch in random order with padded requests between. Returns the number of
+    steps and of accepted drafts.
+    """
     generator, device = torch.Generator().manual_seed(seed), case.plain.device
     requests, length = case.plain.shape
     known, accepted, steps = torch.zeros(requests, dtype=torch.int64, device=device), 0, 0
@@ -234,14 +236,14 @@ def generate_with_trees(case, seed, most, drafter="text", poison=True):
         rows = case.model.target[states[inside].to(device)]
         if poison:
             rows[~needed[inside].to(device)] = math.nan
-        # Padded requests: some own nothing.
+        # Padded requests: some have no nodes.
         padded = torch.rand(len(chosen), generator=generator) < 0.2
-        own = torch.stack([torch.zeros_like(sizes), sizes], 1).flatten()
-        own = own[torch.stack([padded, torch.ones_like(padded)], 1).flatten()]
-        is_padded = own == 0
-        cu_nodes = torch.cat([torch.zeros(1, dtype=torch.int64), own.cumsum(0)])
+        owned = torch.stack([torch.zeros_like(sizes), sizes], 1).flatten()
+        owned = owned[torch.stack([padded, torch.ones_like(padded)], 1).flatten()]
+        is_padded = owned == 0
+        cu_nodes = torch.cat([torch.zeros(1, dtype=torch.int64), owned.cumsum(0)])
         where = (~is_padded).nonzero().flatten().to(device)
-        batch = len(own)
+        batch = len(owned)
 
         def spread(values, where=where, batch=batch):
             whole = values.new_zeros(batch)
@@ -259,7 +261,7 @@ def generate_with_trees(case, seed, most, drafter="text", poison=True):
             seeds=spread(case.seeds[who]),
             positions=spread(case.positions[who] + known[who]),
             allowed=allowed,
-            **{name: None if value is None else spread(value[who]) for name, value in case.law.items()},
+            **{name: None if value is None else spread(value[who]) for name, value in case.sampling.items()},
         )
         empty = is_padded.to(device)
         assert (result.emitted[empty] == -1).all() and (result.path[empty] == -1).all()
@@ -292,7 +294,7 @@ def generate_with_chains(case, seed, most, drafter="text"):
             seeds=case.seeds[who],
             positions=case.positions[who] + known[who],
             allowed=None if case.allowed is None else case.allowed[states.to(device)],
-            **of(case.law, who),
+            **of(case.sampling, who),
         )
         emitted = check_step(case, who, known[who], result)
         accepted, steps = accepted + int(emitted.sum()) - len(emitted), steps + len(who)
@@ -313,7 +315,7 @@ SHAPES = {
 
 
 def shapes(*on_emulator):
-    """All of them on the CPU; on the emulator those that take another branch of the kernels."""
+    """All shapes on the CPU; on the emulator those that take another branch of the kernels."""
     beside = pytest.mark.quick_on("cpu")
     return [pytest.param(shape, marks=() if shape in on_emulator else beside) for shape in SHAPES]
 
@@ -351,7 +353,7 @@ def test_large_vocabularies_emit_what_plain_decoding_emits(backend, vocabulary):
 
 
 def test_drafts_under_the_targets_own_noise(backend):
-    """Drafts of the coupled mode and the target itself as the drafter: every draft of a chain is accepted."""
+    """Drafts of the coupled mode with the target itself as the drafter: every draft of a chain is accepted."""
     requests, depth = how_many(backend, 1000, 200, 10), 4
     case = make_case(backend, 8, requests, depth + 1, vocabulary=90)
     parents = torch.arange(-1, depth, device=backend.device).int()
@@ -364,7 +366,7 @@ def test_drafts_under_the_targets_own_noise(backend):
         depth,
         seeds=case.seeds,
         positions=case.positions,
-        **case.law,
+        **case.sampling,
     )
     assert_same_bits(result.emitted, case.plain)
     assert (result.num_accepted == depth).all()
@@ -374,15 +376,20 @@ def test_the_first_of_several_coupled_drafts_is_the_plain_token(backend):
     case = make_case(backend, 9, how_many(backend, 2000, 500, 20), 1, vocabulary=150)
     for k in (2, 5):
         tokens, _ = pass_ext.draft_sample(
-            case.model.target[case.start], k, mode="coupled", seeds=case.seeds, positions=case.positions, **case.law
+            case.model.target[case.start],
+            k,
+            mode="coupled",
+            seeds=case.seeds,
+            positions=case.positions,
+            **case.sampling,
         )
         assert_same_bits(tokens[:, 0].contiguous(), case.plain[:, 0].contiguous())
 
 
 def test_another_seed_or_position_is_another_text(backend):
-    """So that equality above means something."""
+    """The equality above means something."""
     case = make_case(backend, 10, how_many(backend, 500, 500, 40), 3, none=("top_k", "top_p", "min_p"))
-    hot = torch.full_like(case.law["temperature"], 3.0)
+    hot = torch.full_like(case.sampling["temperature"], 3.0)
     texts = []
     for shift in (0, 1):
         for seeds, positions in ((case.seeds + shift, case.positions), (case.seeds, case.positions + shift)):
@@ -409,36 +416,36 @@ def test_many_more_generations(backend, seed):
 
 @dataclass
 class Batch:
-    """Trees of drafts with their laws; the nodes of request b are rows starts[b] : starts[b] + sizes[b]."""
+    """Trees of drafts with their sampling parameters; the nodes of request b are rows starts[b] : starts[b] + sizes[b]."""
 
     arrays: dict  # per node
-    law: dict  # per request
+    sampling: dict  # per request
     sizes: torch.Tensor
     max_depth: int
     rule: str
 
     def run(self, order, generator=None, padding=False):
-        """The results of the requests in `order`, in a batch of just these; with padded requests between if asked for."""
+        """The results of the requests in `order`, in a batch of just these; `padding` puts padded requests between them."""
         starts = self.sizes.cumsum(0) - self.sizes
         nodes = torch.cat([torch.arange(starts[b], starts[b] + self.sizes[b]) for b in order])
-        own, slots = [], []
+        counts, slots = [], []
         for b in order:
             if padding and torch.rand((), generator=generator) < 0.4:
-                own.append(0)
-            slots.append(len(own))
-            own.append(int(self.sizes[b]))
+                counts.append(0)
+            slots.append(len(counts))
+            counts.append(int(self.sizes[b]))
         device = self.arrays["tokens"].device
         where = torch.tensor(slots, device=device)
         arrays = {name: None if value is None else value[nodes.to(device)] for name, value in self.arrays.items()}
         if padding:
             arrays["target_logits"] = strided(arrays["target_logits"], generator)
             arrays["draft_logits"] = strided(arrays["draft_logits"], generator)
-        law = {}
-        for name, value in self.law.items():
-            law[name] = value.new_zeros(len(own))
-            law[name][where] = value[torch.tensor(order, device=device)]
-        cu_nodes = torch.tensor([0, *own]).cumsum(0).int().to(device)
-        result = pass_ext.accept_tree(**arrays, cu_nodes=cu_nodes, max_depth=self.max_depth, rule=self.rule, **law)
+        sampling = {}
+        for name, value in self.sampling.items():
+            sampling[name] = value.new_zeros(len(counts))
+            sampling[name][where] = value[torch.tensor(order, device=device)]
+        cu_nodes = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+        result = pass_ext.accept_tree(**arrays, cu_nodes=cu_nodes, max_depth=self.max_depth, rule=self.rule, **sampling)
         return [value[where] for value in result]
 
 
@@ -449,15 +456,15 @@ def make_batch(backend, rule, requests, seed, most=8, vocabulary=75, dtype=torch
     if chains or rule == "block":
         parents = torch.arange(-1, most - 1).repeat(requests, 1)
         sizes = torch.full_like(sizes, most) if chains else sizes
-    law = parameters(requests, generator, device)
-    law["temperature"] = law["temperature"].clamp(min=0.3) * (torch.rand(requests, generator=generator) > 0.1).to(
-        device
-    )
-    law["seeds"] = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator).to(device)
-    law["positions"] = torch.randint(0, 2**34, (requests,), generator=generator).to(device)
+    sampling = parameters(requests, generator, device)
+    sampling["temperature"] = sampling["temperature"].clamp(min=0.3) * (
+        torch.rand(requests, generator=generator) > 0.1
+    ).to(device)
+    sampling["seeds"] = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator).to(device)
+    sampling["positions"] = torch.randint(0, 2**34, (requests,), generator=generator).to(device)
     tokens = torch.full((requests, most), -1, device=device)
     states = torch.randint(model.states, (requests, most), generator=generator).to(device)
-    noise = {name: value.repeat_interleave(most) for name, value in law.items()}
+    noise = {name: value.repeat_interleave(most) for name, value in sampling.items()}
     if rule == "coupled":
         noise["positions"] = noise["positions"] + depths_of(parents).flatten().to(device)
     drafted, _ = pass_ext.draft_sample(
@@ -484,15 +491,15 @@ def make_batch(backend, rule, requests, seed, most=8, vocabulary=75, dtype=torch
         .to(device)
         | 1,
     }
-    return Batch(arrays, law, sizes, most - 1, rule)
+    return Batch(arrays, sampling, sizes, most - 1, rule)
 
 
 def same(results, others):
-    for one, other in zip(results, others, strict=True):
-        assert_same_bits(one.contiguous(), other.contiguous())
+    for left, right in zip(results, others, strict=True):
+        assert_same_bits(left.contiguous(), right.contiguous())
 
 
-# On the emulator those that walk otherwise: block is traversal, and replacement leaves out a step of rejection.
+# On the emulator only rules with another walk: block is traversal, and replacement leaves out a step of rejection.
 WALKS = [
     pytest.param(rule, marks=pytest.mark.quick_on("cpu") if rule in ("block", "rejection_with_replacement") else ())
     for rule in pass_ext.RULES
@@ -528,7 +535,7 @@ def test_a_chain_is_a_tree(backend, rule):
         rule=rule,
         draft_logits=strided(arrays["draft_logits"][:, :-1], generator),
         allowed=arrays["allowed"].contiguous(),
-        **batch.law,
+        **batch.sampling,
     )
     assert 0 < int((chain.num_accepted > 0).sum()) < requests
     same(tree, chain)
@@ -539,7 +546,7 @@ def test_a_chain_is_a_tree(backend, rule):
         rule=rule,
         draft_logits=arrays["draft_logits"].transpose(0, 1).contiguous().transpose(0, 1)[:, :-1],
         allowed=arrays["allowed"].contiguous(),
-        **batch.law,
+        **batch.sampling,
     )
     same(tree, swapped)
 
@@ -554,7 +561,13 @@ def test_drafts_do_not_depend_on_the_batch(backend, mode):
     def drawn(which, logits):
         noise = {} if mode == "top" else {"seeds": case.seeds[which]}
         return pass_ext.draft_sample(
-            logits, 4, mode=mode, positions=case.positions[which], nodes=nodes[which], **of(case.law, which), **noise
+            logits,
+            4,
+            mode=mode,
+            positions=case.positions[which],
+            nodes=nodes[which],
+            **of(case.sampling, which),
+            **noise,
         )
 
     whole = drawn(torch.arange(requests, device=backend.device), rows)

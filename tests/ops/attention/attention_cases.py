@@ -1,4 +1,5 @@
-"""Random problems for attention_tree: trees and arbitrary bits, caches in every layout, poison wherever nobody may look.
+"""Random problems for attention_tree: trees and arbitrary bits, caches in every layout, poison in all memory that must not be
+read.
 
 A case is a dict of the keyword arguments of attention_tree, on the CPU.
 """
@@ -16,8 +17,8 @@ FULL, CAUSAL, BITS = "full", "causal", "bits"
 TREES = (CHAIN, STAR, CATERPILLAR, BUSHY, UNIFORM)
 MASKS = (*TREES, FULL, CAUSAL, BITS)
 
-# Of the dense caches, and of the pages of a paged one: [B, S, Hkv, D] as it is, [B, Hkv, S, D] transposed, rows with poison
-# between them, and such rows at addresses that are a multiple of nothing, which CUDA refuses.
+# Layouts of dense caches and of the pages of a paged cache: [B, S, Hkv, D] contiguous, [B, Hkv, S, D] transposed, rows with
+# poison between them, and such rows at unaligned addresses, which CUDA refuses.
 UNALIGNED = "unaligned"
 DENSE = ("rows", "heads", "gaps", UNALIGNED)
 PAGED = ("paged 1", "paged 3", "paged 16", "paged 128")
@@ -58,7 +59,7 @@ def who_sees_whom(kind: str, nodes: int, random: torch.Generator) -> tuple[Tenso
 
 
 def packed(bits: Tensor, words: int, random: torch.Generator | None) -> Tensor:
-    """Bits [rows, nodes] as int64 [rows, words]; those of nodes that are not there at random, or 0."""
+    """Bits [rows, nodes] as int64 [rows, words]; bits of missing nodes are random, or 0."""
     rows, nodes = bits.shape
     wide = torch.zeros(rows, words * 64, dtype=torch.bool)
     if random is not None:
@@ -73,7 +74,7 @@ def poison(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def poisoned_rows(layout: str, outer: int, slots: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """A cache [outer, slots, heads, dim] laid out so, all poison."""
+    """A cache [outer, slots, heads, dim] in this layout, all poison."""
     if layout == "heads":
         return poison(outer, heads, slots, dim, dtype=dtype).transpose(1, 2)
     if layout == "rows":
@@ -95,14 +96,14 @@ def contents(inputs: str, nodes: int, keys: int, heads: tuple[int, int], dim: in
         q *= 6.0
     elif inputs == FLAT:
         q *= 0.01
-    elif inputs == SINK:  # key 0 weighs as much as all others together, which are alike
+    elif inputs == SINK:  # key 0 weighs as much as all others together, which are equal
         direction = torch.randn(dim, generator=random)
         direction /= direction.norm()
         q = direction * dim**0.5 + 0.1 * q
         k = torch.zeros_like(k)
         k[:1] = direction * math.log(max(keys, 2))
         v[1:] = 0.7
-    elif inputs == ONE_HOT:  # out[i, head of key head h, d] = whether i sees key h D + d, over how many keys i sees
+    elif inputs == ONE_HOT:  # out[i, head of key head h, d] = (i sees key h D + d) / number of keys that i sees
         q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         j = torch.arange(keys)
         v[j, j // dim, j % dim] = 1.0
@@ -126,8 +127,9 @@ def attention_case(
     scale: float | None = None,
     spare: int = 0,
 ) -> dict[str, object]:
-    """A step of requests with so many nodes each (0: padded) behind such prefixes. heads: key heads, query heads of each.
-    new: the nodes' keys and values are k_new, v_new. spare: rows that belong to nobody, and how far max_nodes is too large."""
+    """A step of requests with `sizes` nodes (0: padded) behind `prefixes` tokens. heads: key heads, query heads of each. new:
+    the nodes' keys and values are k_new, v_new. spare: rows without a request, and the excess of max_nodes.
+    """
     random = torch.Generator().manual_seed(seed)
     kv_heads, group = heads
     bounds = [0, *accumulate(sizes)]
@@ -152,13 +154,13 @@ def attention_case(
 
     for b, (prefix, nodes) in enumerate(zip(prefixes, sizes, strict=True)):
         if nodes == 0:
-            continue  # all that it has stays poison
-        own = slice(bounds[b], bounds[b + 1])
-        bits, depths[own] = who_sees_whom(mask, nodes, random)
-        visible[own] = packed(bits, words, random)
+            continue  # all its memory stays poison
+        request_rows = slice(bounds[b], bounds[b + 1])
+        bits, depths[request_rows] = who_sees_whom(mask, nodes, random)
+        visible[request_rows] = packed(bits, words, random)
         queries, k, v = contents(inputs, nodes, prefix + nodes, heads, dim, random)
-        q[own] = queries.to(dtype)
-        seen = attention_mask(prefix, visible[own], depths[own], window).any(dim=0)
+        q[request_rows] = queries.to(dtype)
+        seen = attention_mask(prefix, visible[request_rows], depths[request_rows], window).any(dim=0)
         keys = seen.nonzero().flatten()
         nodes_seen, in_cache = keys[keys >= prefix], keys[keys < prefix] if new else keys
         slots = (b, in_cache) if table is None else (table[b, in_cache // page].long(), in_cache % page)
@@ -174,7 +176,7 @@ def attention_case(
 
 
 def block_table(needed: list[int], page: int, random: torch.Generator) -> tuple[Tensor, int]:
-    """Shuffled pages out of a pool with some to spare, and entries behind the last used one that name no page."""
+    """Shuffled pages from a pool with some to spare; entries behind the last used one name no page."""
     counts = [-(-slots // page) for slots in needed]
     pages = sum(counts) + 3
     free = torch.randperm(pages, generator=random).int()

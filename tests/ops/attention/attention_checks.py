@@ -1,4 +1,4 @@
-"""Runs a case of attention_tree on a backend, and says how far from exact a result may be.
+"""Runs a case of attention_tree on a backend and bounds the error of its result.
 
 Sizes follow the backend: the emulator and stand-ins in Python take about 1,000 times as long.
 """
@@ -30,7 +30,7 @@ def sized(backend: Backend, small, large):
 
 
 def is_thorough(backend: Backend) -> bool:
-    """Whether what does not depend on the CPU's instruction set is tested in full here."""
+    """True on the one backend that tests everything that does not depend on the CPU's instruction set."""
     return backend.name in (BEST_CPU, "cuda")
 
 
@@ -41,7 +41,7 @@ def allowed(backend: Backend, layout: str) -> str:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """How many torch uses. The many tiny operations of a check are best left to one."""
+    """Sets the number of torch's threads. The many tiny operations of a check are fastest with one."""
     former = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -55,7 +55,7 @@ def _hashable(value):
 
 
 def solved(prefixes: list[int], sizes: list[int], **options) -> tuple[dict[str, object], AttentionTerms]:
-    """A case and its exact result, made once for all backends: not to be written to."""
+    """A case and its exact result, computed once for all backends: not to be written to."""
     return _solved(tuple(prefixes), tuple(sizes), tuple(sorted(options.items())))
 
 
@@ -74,18 +74,19 @@ def run(backend: Backend, case: dict[str, object]) -> tuple[Tensor, Tensor]:
 
 
 def runs(backend: Backend, case: dict[str, object]) -> list[Tensor]:
-    """Results to be compared bit by bit with other runs: the emulator's launches go around four sizes of GPU."""
+    """Results for bitwise comparison with other runs: the emulator's launches alternate between four sizes of GPU."""
     return [tensor for _ in range(sized(backend, 4, 1)) for tensor in run(backend, case)]
 
 
 def assert_same_runs(ours: list[Tensor], theirs: list[Tensor], rows: object = ...) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert_same_bits(one[rows], other[rows])
+    for left, right in zip(ours, theirs, strict=True):
+        assert_same_bits(left[rows], right[rows])
 
 
 def error_bound(case: dict[str, object], exact: AttentionTerms) -> Tensor:
-    """Of each element of out, hard: the rounding of out, that of p above and below the fraction, and the logits' errors:
-    u |o| + u (A + |o|) + (2 delta + 2^-20) A with delta that of D products added in fp32, and of tanh."""
+    """A hard bound for each element of out: the rounding of out, that of p above and below the fraction, and the logits'
+    errors: u |o| + u (A + |o|) + (2 delta + 2^-20) A with delta that of D products added in fp32, and of tanh.
+    """
     unit, dim = UNIT[case["q"].dtype], case["q"].shape[-1]
     scale = dim**-0.5 if case["scale"] is None else case["scale"]
     delta = dim * 2.0**-24 * abs(scale) * exact.reach + case["softcap"] * 2.0**-21
@@ -98,7 +99,7 @@ def lse_bound(case: dict[str, object], lse: Tensor) -> Tensor:
 
 
 def assert_within(what: str, actual: Tensor, exact: Tensor, bound: Tensor) -> None:
-    """Element by element; infinities must agree. The message names the worst element."""
+    """Compares element by element; infinities must agree. The message names the worst element."""
     same_infinity = (actual.double() == exact) & exact.isinf()
     excess = torch.where(same_infinity, 0.0, (actual.double() - exact).abs() / bound)
     assert not excess.isnan().any(), f"{what} is NaN at {excess.isnan().nonzero()[0].tolist()}"

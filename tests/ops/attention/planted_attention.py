@@ -1,4 +1,4 @@
-"""attention_tree as a kernel would compute it, in fp32, tile by tile, p rounded, and with one fault that a test must see."""
+"""attention_tree as a kernel would compute it, in fp32, tile by tile, p rounded, with one fault that a test must detect."""
 
 from itertools import pairwise
 
@@ -12,12 +12,12 @@ FAULTS = (
     "a bit flipped", "bits of missing nodes count", "window off by one", "window by slot, not depth", "last prefix key lost",
     "first key of a tile lost", "sums in 16 bits", "sums in fp16", "no rescale when the maximum rises", "lse in base 2",
     "hidden times zero", "softcap forgotten", "heads grouped the wrong way", "rows that see nothing get a mean",
-    "rows of nobody unwritten", "pages in order", "nodes from the cache",
+    "rows without a request unwritten", "pages in order", "nodes from the cache",
 )  # fmt: skip
 
 
 def planted(fault: str = ""):
-    """The op with this fault; without any, right."""
+    """The op with this fault; right without one."""
 
     def attention_tree(
         q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
@@ -27,18 +27,18 @@ def planted(fault: str = ""):
             torch.zeros_like(q, memory_format=torch.contiguous_format),
             q.new_full(q.shape[:2], -torch.inf).float(),
         )
-        if fault == "rows of nobody unwritten":
+        if fault == "rows without a request unwritten":
             out, lse = out + torch.nan, lse + torch.nan
         for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
-            prefix, own = int(prefix_lens[b]), slice(first, last)
+            prefix, rows = int(prefix_lens[b]), slice(first, last)
             place = torch.arange(last - first) if fault == "window by slot, not depth" else None
-            place = place if place is not None else None if depths is None else depths[own]
+            place = place if place is not None else None if depths is None else depths[rows]
             wider = window + (window >= 0 and fault == "window off by one")
-            mask = attention_mask(prefix, visible[own], place, wider)
+            mask = attention_mask(prefix, visible[rows], place, wider)
             if first < last and fault == "a bit flipped":
                 mask[-1, -1] ^= True
             if fault == "bits of missing nodes count" and 0 < last - first < max_nodes:
-                mask[:, -1] |= visible[own, (last - first) // 64] >> (last - first) % 64 & 1 == 1
+                mask[:, -1] |= visible[rows, (last - first) // 64] >> (last - first) % 64 & 1 == 1
             if prefix and fault == "last prefix key lost":
                 mask[:, prefix - 1] = False
             if fault == "first key of a tile lost":

@@ -1,8 +1,9 @@
-"""attention_tree on every backend: against fp64 with a bound on each element, and what must not change a bit.
+"""attention_tree on every backend: against fp64 with a bound on each element, and changes that must not change a bit.
 
-Who sees whom: test_attention_masks.py. That these tests can fail: test_attention_faults.py.
+Visibility: test_attention_masks.py. Planted faults: test_attention_faults.py.
 """
 
+import emulator
 import pytest
 import torch
 from attention_cases import BITS, CHAIN, FLAT, FULL, INPUTS, LAYOUTS, MASKS, PEAKY, RANDOM, SINK, UNUSED_PAGES
@@ -71,14 +72,14 @@ def test_a_very_long_prefix(backend, dtype, inputs):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("inputs", INPUTS)
-def test_every_shape_of_law(backend, dtype, inputs):
-    """Random, peaky, flat, and half of it on one key: rounded weights add up differently in each."""
+def test_every_shape_of_weights(backend, dtype, inputs):
+    """Random, peaky and flat weights, and half of the weight on one key: rounded weights add up differently in each."""
     for prefix, nodes in sized(backend, [(300, 4)], [(1000, 10), (70, 33)]):
         check(backend, [prefix], [nodes], heads=(1, 4), dim=128, dtype=dtype, inputs=inputs)
 
 
-def test_a_law_with_many_small_weights(backend):
-    """Together as heavy as the one large weight; rounded down to nothing they would be missed."""
+def test_a_row_with_many_small_weights(backend):
+    """Together they are as heavy as the one large weight; rounded down to 0 they would be missed."""
     for dtype in FLOATS:
         check(backend, [sized(backend, 190, 6000)], [1], heads=(1, 1), dtype=dtype, inputs=SINK)
 
@@ -190,7 +191,9 @@ def test_anything(backend):
 
 @pytest.mark.parametrize("window", [1, 63, 64, 65, 130, 200])
 def test_a_window_far_behind_the_start(backend, window):
-    """Tiles of keys that nobody reaches, which are poison, and tiles that the root sees in full but its descendants do not."""
+    """Tiles of keys out of every row's reach, which are poison, and tiles that the root sees in full but its descendants do
+    not.
+    """
     for prefix, nodes in sized(backend, [(190, 40)], [(1000, 30), (5003, 3), (64, 70), (190, 40)]):
         options = dict(window=window, heads=(1, 3), layout="paged 16", mask=CHAIN, new=window > 64)
         for dtype in sized(backend, [torch.bfloat16], FLOATS):
@@ -209,7 +212,7 @@ def test_no_rows_and_no_requests(backend):
             assert (out == 0).all() and (lse == -torch.inf).all()
 
 
-def test_rows_of_nobody(backend):
+def test_rows_without_a_request(backend):
     """Their queries are NaN, their bits and depths garbage."""
     for new in (False, True):
         case, exact = solved([9, 30, 4], [3, 0, 5], spare=9, window=4, new=new)
@@ -218,7 +221,7 @@ def test_rows_of_nobody(backend):
         assert (out[8:] == 0).all() and (lse[8:] == -torch.inf).all()
 
 
-def test_rows_before_the_first_bound_belong_to_nobody(backend):
+def test_rows_before_the_first_bound_belong_to_no_request(backend):
     case, _ = solved([9, 30], [3, 2], new=True)
     case = case | {"cu_nodes": torch.tensor([2, 3, 5], dtype=torch.int32)}
     exact = attention_terms(**case)
@@ -282,7 +285,7 @@ def test_the_same_bits_in_every_run(backend):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_on_the_cpu_the_same_bits_for_any_number_of_threads_and_any_batch(backend, dtype):
     if not backend.name.startswith("cpu"):
-        pytest.skip("a GPU shares out the work by what there is of it")
+        pytest.skip("a GPU divides the work by its amount")
     prefixes, sizes = [700, 9, 64, 2000], [30, 0, 12, 3]
     case, _ = solved(prefixes, sizes, dtype=dtype, heads=(2, 3))
     results = []
@@ -293,13 +296,13 @@ def test_on_the_cpu_the_same_bits_for_any_number_of_threads_and_any_batch(backen
         assert_same_runs(other, results[0])
     for b in range(4):
         first, last = case["cu_nodes"][b : b + 2].tolist()
-        own = slice(first, last)
+        rows = slice(first, last)
         alone = case | {
-            "q": case["q"][own], "visible": case["visible"][own], "prefix_lens": case["prefix_lens"][b : b + 1],
+            "q": case["q"][rows], "visible": case["visible"][rows], "prefix_lens": case["prefix_lens"][b : b + 1],
             "k_cache": case["k_cache"][b : b + 1], "v_cache": case["v_cache"][b : b + 1],
             "cu_nodes": torch.tensor([0, sizes[b]], dtype=torch.int32),
         }  # fmt: skip
-        assert_same_runs(run(backend, alone), [tensor[own] for tensor in results[0]])
+        assert_same_runs(run(backend, alone), [tensor[rows] for tensor in results[0]])
 
 
 def test_layouts_do_not_change_a_bit(backend):
@@ -311,12 +314,12 @@ def test_layouts_do_not_change_a_bit(backend):
             contents = list(_contents_of(case))
             if expected is None:
                 expected, first = contents, runs(backend, case)
-            assert all(torch.equal(one, other) for one, other in zip(contents, expected, strict=True))
+            assert all(torch.equal(left, right) for left, right in zip(contents, expected, strict=True))
             assert_same_runs(runs(backend, case), first)
 
 
 def _contents_of(case):
-    """All keys in use, request by request: what a comparison of layouts must have in common."""
+    """All keys in use, request by request: equal in all layouts that are compared."""
     from pass_ext.reference.attention import _rows_of
 
     bounds = case["cu_nodes"].tolist()
@@ -327,8 +330,8 @@ def _contents_of(case):
         yield _rows_of(case["v_cache"], case["v_new"], b, table, prefix, bounds[b], keys)
 
 
-def test_numbers_that_do_not_fit_are_cut_on_a_gpu(backend):
-    """Nothing is read out of bounds and no neighbour touched, though the first request's numbers are nonsense."""
+def test_numbers_that_do_not_fit_are_clamped_on_a_gpu(backend):
+    """Nothing is read out of bounds and no neighbour changes, though the first request's numbers are nonsense."""
     if backend.name.startswith("cpu"):
         pytest.skip("refused there: test_attention_refusals.py")
     for layout in ("rows", "paged 16"):
@@ -348,13 +351,13 @@ def test_numbers_that_do_not_fit_are_cut_on_a_gpu(backend):
             changes.append({"block_table": table})
         for change in changes:
             assert_same_runs(runs(backend, case | change), expected, slice(3, 7))
-        out, lse = run(backend, case | {"max_nodes": 3})  # one row too many: it belongs to nobody
+        out, lse = run(backend, case | {"max_nodes": 3})  # one row too many: it belongs to no request
         assert out.isfinite().all() and (out[6] == 0).all() and (lse[6] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("layout", ["rows", "paged 1"])
 def test_a_cache_with_no_room_for_the_nodes_on_a_gpu(backend, layout):
-    """Nothing is read out of bounds; what comes out does not matter."""
+    """Nothing is read out of bounds; the result does not matter."""
     if backend.name.startswith("cpu"):
         pytest.skip("refused there: test_attention_refusals.py")
     case, _ = solved([1, 2], [6, 5], layout=layout)
@@ -381,23 +384,23 @@ def test_compiles_whole(backend):
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     for sizes in ([3, 4], [5, 1]):
         case = to(solved([20, 9], sizes, window=6, layout="paged 16", new=True)[0], backend.device)
-        for one, other in zip(compiled(case), function(case), strict=True):
-            assert_same_bits(one, other)
+        for left, right in zip(compiled(case), function(case), strict=True):
+            assert_same_bits(left, right)
 
 
 def test_a_wanted_gradient_is_refused(backend):
     case = to(solved([20, 9], [3, 4])[0], backend.device)
     for name in ("q", "k_cache", "v_cache"):
-        wanted = case | {name: case[name].detach().requires_grad_()}
+        arguments = case | {name: case[name].detach().requires_grad_()}
         with pytest.raises(RuntimeError, match="pass_ext::attention_tree: no gradient is implemented"):
-            pass_ext.attention_tree(**wanted)
+            pass_ext.attention_tree(**arguments)
         with torch.no_grad():
-            pass_ext.attention_tree(**wanted)
+            pass_ext.attention_tree(**arguments)
     for name in ("k_new", "v_new"):
         fresh = to(solved([20, 9], [3, 4], new=True)[0], backend.device)
         with pytest.raises(RuntimeError, match="pass_ext::attention_tree: no gradient is implemented"):
             pass_ext.attention_tree(**fresh | {name: fresh[name].detach().requires_grad_()})
-    if is_thorough(backend):  # Dynamo says in words of its own that the function raises
+    if is_thorough(backend):  # Dynamo reports in other words that the function raises
         compiled = torch.compile(pass_ext.attention_tree, fullgraph=True, backend="eager")
         with pytest.raises(Exception, match="no gradient is implemented"):
             compiled(**case | {"q": case["q"].detach().requires_grad_()})
@@ -412,7 +415,7 @@ def test_runs_on_the_current_stream(cuda):
     late, stream = case | {"q": torch.zeros_like(case["q"])}, torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # whatever runs on another stream would read the zeros
+        torch.cuda._sleep(100_000_000)  # work on another stream would read the zeros
         late["q"].copy_(case["q"])
         got = pass_ext.attention_tree(**late)
     stream.synchronize()
@@ -465,6 +468,26 @@ def test_more_work_than_a_schedule_can_count_is_refused(cuda):
         RuntimeError, match=r"must multiply to less than 2\^31 on CUDA, got 131072 requests, 8 key heads"
     ):
         pass_ext.attention_tree(q, cache, cache, bounds[:-1] * 0, bounds, visible, 1)
+
+
+def test_the_plan_counts_in_64_bits_what_a_schedule_counts_in_32():
+    """The same without memory: 2^31 - 2^14 tiles are planned, a slot more in each request are too many."""
+    fits = dict(
+        requests=2**14,
+        kv_heads=1,
+        heads=1,
+        head_dim=64,
+        max_nodes=1,
+        slots=64 * (2**17 - 1) - 1,
+        type=1,
+        most_blocks=264,
+    )
+    with emulator.session({}) as machine:
+        assert machine.attention_workspace(fits) == 2 * 264
+        with pytest.raises(
+            RuntimeError, match=r"must multiply to less than 2\^31 on CUDA, got 16384 requests.*: 2147483648"
+        ):
+            machine.attention_workspace(fits | {"slots": fits["slots"] + 1})
 
 
 def test_debug_mode_checks_on_the_gpu_what_the_cpu_always_checks(cuda):

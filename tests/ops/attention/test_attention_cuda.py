@@ -1,4 +1,4 @@
-"""What only the CUDA kernels of attention have: shares of a grid, parts and their merging, pages by asynchronous copies.
+"""Parts that only the CUDA kernels of attention have: shares of a grid, parts and their merging, pages by asynchronous copies.
 
 Against fp64 softmax attention with a boolean mask, written here from the definition. On the emulator, so small.
 """
@@ -14,7 +14,7 @@ NONE = float("-inf")
 
 
 class Case:
-    """A ragged batch in pages or dense, with everything that no row may see full of NaN."""
+    """A ragged batch in pages or dense; everything that no row may see is NaN."""
 
     def __init__(
         self, prefixes, nodes, dim=64, heads=1, kv_heads=1, dtype=torch.bfloat16, page=0, separate=False, window=-1,
@@ -67,7 +67,7 @@ class Case:
                 self.depths[self.bounds[b] + i] = int(self.depths[self.bounds[b] + (i * 7) % i]) + 1 if i > 1 else 1
 
     def mask(self, b):
-        """[nodes, keys] of one request: who sees whom."""
+        """[nodes, keys] of one request: True for visible keys."""
         prefix, count, first = self.prefixes[b], self.nodes[b], self.bounds[b]
         depths = self.depths[first : first + count]
         positions = torch.cat([torch.arange(prefix), prefix + depths])
@@ -145,7 +145,7 @@ def test_fp32(dim):
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 @pytest.mark.parametrize("blocks", [1, 3, 7, 16])
 def test_ragged_batches_on_any_grid(group, blocks):
-    """Padded requests, an empty prefix, more nodes than a word has bits, and rows that nobody owns."""
+    """Padded requests, an empty prefix, more nodes than a word has bits, and rows without a request."""
     case = Case([0, 33, 130, 64], [1, 0, 70, 6], heads=2 * group, kv_heads=2, behind=2, seed=group)
     case.check(*case.run(blocks=blocks))
 
@@ -158,7 +158,7 @@ def test_pages(page, separate):
 
 
 def test_strided_caches():
-    """K as [B, Hkv, S, D] turned round, V in rows of a wider buffer."""
+    """K as a transposed [B, Hkv, S, D], V in rows of a wider buffer."""
     case = Case([70, 9], [3, 4], heads=4, kv_heads=2)
     case.k_cache = case.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
     wide = torch.full((*case.v_cache.shape[:3], 96), torch.nan, dtype=case.v_cache.dtype)
@@ -205,7 +205,9 @@ def test_a_batch_of_all_sizes_longer_than_a_block_has_threads():
     [(9, 3, 1), (16, 3, 1), (17, 3, 1), (20, 3, 1), (70, 3, 1), (8, 16, 4), (9, 5, 5), (12, 15, 4)],
 )
 def test_a_unit_that_many_blocks_share(members, nodes, group):
-    """Up to 16 members of 16 rows, or 8 of 64, are merged at once; of more some in groups, one of them perhaps alone."""
+    """Up to 16 members of 16 rows, or 8 of 64, are merged at once; more are merged in groups, one of them perhaps a single
+    member.
+    """
     case = Case([128 * members - nodes], [nodes], heads=group, seed=members)
     out, lse = case.run(blocks=members, seed=1)
     case.check(out, lse)
@@ -214,14 +216,15 @@ def test_a_unit_that_many_blocks_share(members, nodes, group):
         assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
-def bytes_from_memory(copies, kept=1):
-    """(read from memory, copied at all, distinct): memory is read if nobody has copied the same in the last ``kept`` steps.
+def bytes_from_memory(copies, steps=1):
+    """(read from memory, copied at all, distinct). A read comes from memory if no block has copied the same in the last
+    ``steps`` steps.
 
     A step is one tile of a block: a model of blocks that run side by side at one pace, with a cache that holds little.
     """
     last_use, read = {}, 0
     for step, address in sorted((group, address) for _, group, address in copies):
-        read += 16 * (step - last_use.get(address, -kept - 1) > kept)
+        read += 16 * (step - last_use.get(address, -steps - 1) > steps)
         last_use[address] = step
     return read, 16 * len(copies), 16 * len(last_use)
 
@@ -232,7 +235,7 @@ def bytes_from_memory(copies, kept=1):
     ids=["4 tiles", "blocks left over", "7 tiles", "ragged"],
 )
 def test_tiles_of_rows_read_the_keys_of_their_head_in_step(nodes, group, kv_heads, blocks):
-    """More than 64 rows to a key head: all of them see a key when it comes from memory, once."""
+    """More than 64 rows to a key head: all of them read a key in the step in which it comes from memory, once."""
     case = Case([64 * 5] * len(nodes), nodes, heads=group * kv_heads, kv_heads=kv_heads)
     record = {}
     case.check(*case.run(blocks=blocks, record=record))
@@ -244,8 +247,8 @@ def test_tiles_of_rows_read_the_keys_of_their_head_in_step(nodes, group, kv_head
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("separate", [False, True], ids=["in the cache", "beside the cache"])
-def test_what_is_hidden_may_be_anything_and_what_is_seen_shows(value, dim, separate):
-    """Node 2 holds `value` in K, node 3 in V; only rows 1 and 4 see the one, rows 0 and 4 the other."""
+def test_hidden_values_may_be_anything_and_visible_values_show(value, dim, separate):
+    """Node 2 holds `value` in K, node 3 in V; only rows 1 and 4 see node 2, rows 0 and 4 node 3."""
     case = Case([60], [6], dim, heads=4, kv_heads=2, separate=separate, seed=3)
     bits = [0b001011, 0b000111, 0b000011, 0b010011, 0b111111, 0b110011]
     case.visible[:, 0] = torch.tensor(bits)
@@ -272,7 +275,7 @@ def test_what_is_hidden_may_be_anything_and_what_is_seen_shows(value, dim, separ
 
 
 def test_a_value_that_is_not_finite_costs_no_more_than_reading_its_tile_again():
-    """Not rows times keys: 64 rows, of which all see it."""
+    """The cost is not rows times keys: 64 rows, and all see it."""
     case = Case([80], [16], heads=4, seed=4)
     clean, dirty = {}, {}
     case.run(blocks=1, seed=0, record=clean)
@@ -298,7 +301,7 @@ def test_lengths_and_bounds_are_cut_to_what_there_is():
     assert not out[3:].isnan().any()
     case.prefixes = [20, 20]
     case.bounds = [0, 3, 7]
-    case.max_nodes = 2  # rows 2, 5 and 6 are nobody's
+    case.max_nodes = 2  # rows 2, 5 and 6 belong to no request
     out, lse = case.run(blocks=2)
     assert not out[[2, 5, 6]].any() and (lse[[2, 5, 6]] == NONE).all() and lse[[0, 1, 3, 4]].isfinite().all()
 
@@ -332,7 +335,7 @@ def test_merge(dtype, dim):
     assert not out[0, 1].any() and torch.equal(out[0, 2], out_b[0, 2]) and torch.equal(out[0, 3], out_a[0, 3])
 
 
-# ---- what the emulator cannot show: real grids, streams, graphs ----
+# ---- real grids, streams, graphs: beyond the emulator ----
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])

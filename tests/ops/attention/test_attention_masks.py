@@ -1,6 +1,7 @@
-"""Who sees whom in attention_tree, bit by bit, and that what a row does not see cannot reach it.
+"""Visible keys in attention_tree, bit by bit; hidden keys cannot reach a row.
 
-Queries and keys of 0 and one-hot values make out the indicator of what a row sees, over how much it sees: every bit counts.
+Queries and keys of 0 and one-hot values make `out` the indicator of a row's visible keys, divided by their number: every bit
+counts.
 """
 
 import math
@@ -22,14 +23,14 @@ def check_every_bit(backend, prefixes, sizes, *, group=2, dim=64, **options):
     out, lse = run(backend, case)
     bounds, depths, window = case["cu_nodes"].tolist(), case["depths"], case["window"]
     for b, prefix in enumerate(prefixes):
-        own = slice(bounds[b], bounds[b + 1])
+        rows = slice(bounds[b], bounds[b + 1])
         if sizes[b] == 0:
             continue
-        mask = attention_mask(prefix, case["visible"][own], None if depths is None else depths[own], window)
+        mask = attention_mask(prefix, case["visible"][rows], None if depths is None else depths[rows], window)
         seen = torch.zeros(sizes[b], kv_heads * dim, dtype=torch.bool)
         seen[:, : mask.shape[1]] = mask
         for g in range(group):
-            wrong = (out[own].view(sizes[b], kv_heads, group, dim)[:, :, g].flatten(1) > 0) != seen
+            wrong = (out[rows].view(sizes[b], kv_heads, group, dim)[:, :, g].flatten(1) > 0) != seen
             assert not wrong.any(), (
                 f"request {b}, prefix {prefix}: {int(wrong.sum())} bits wrong, first (node, key) {wrong.nonzero()[0].tolist()}"
             )
@@ -37,8 +38,8 @@ def check_every_bit(backend, prefixes, sizes, *, group=2, dim=64, **options):
         weight = torch.where(count > 0, 1 / count, 0.0)[:, :, None]
         exact = weight * seen.view(-1, kv_heads, 1, dim).expand(-1, -1, group, -1).flatten(1, 2)
         step = 2 * torch.finfo(out.dtype).eps
-        assert torch.allclose(out[own].double(), exact, rtol=step, atol=0.0)
-        assert torch.allclose(lse[own].double(), count.log().expand(-1, kv_heads * group), rtol=2**-21, atol=2e-6)
+        assert torch.allclose(out[rows].double(), exact, rtol=step, atol=0.0)
+        assert torch.allclose(lse[rows].double(), count.log().expand(-1, kv_heads * group), rtol=2**-21, atol=2e-6)
 
 
 def test_the_reference_mask_by_hand():
@@ -98,7 +99,7 @@ def test_every_bit_across_pages(backend, layout, new):
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 64, 2**31 - 1])
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_bit_in_a_window(backend, window, mask):
-    """Positions are depths: siblings stand at the same place, and a leaf's slot says nothing."""
+    """Positions are depths: siblings have the same position, and a leaf's cache slot means nothing."""
     if not is_thorough(backend) and (window in (3, 64) or mask not in (CHAIN, UNIFORM, BITS)):
         pytest.skip("their neighbours run")
     prefixes, sizes = sized(backend, ([3, 65], [14, 5]), ([0, 3, 63, 65, 130], [9, 40, 64, 3, 70]))
@@ -107,11 +108,11 @@ def test_every_bit_in_a_window(backend, window, mask):
 
 
 def test_rows_that_see_nothing(backend):
-    """No prefix and no bits, and everything out of the window's reach: out 0 and lse -inf, neighbours as ever."""
+    """No prefix and no bits, and everything out of the window's reach: out 0 and lse -inf, neighbours unchanged."""
     for prefix, window, layout in ((0, -1, "rows"), (40, 1, "paged 16")):
         case, _ = solved([prefix, 20], [6, 3], mask=FULL, window=window, layout=layout, spare=1)
         visible = case["visible"].clone()
-        visible[[0, 3, 4]] = ~torch.tensor(63)  # bits of nodes that are not there
+        visible[[0, 3, 4]] = ~torch.tensor(63)  # bits of missing nodes
         out, lse = run(backend, case | {"visible": visible})
         assert (out[[0, 3, 4]] == 0).all() and (lse[[0, 3, 4]] == -torch.inf).all()
         assert out[[1, 2, 5, 6, 7, 8]].isfinite().all() and (lse[[1, 2, 5, 6, 7, 8]] > -torch.inf).all()
@@ -125,7 +126,7 @@ def test_rows_that_see_nothing(backend):
 @pytest.mark.parametrize("place", ["k", "v"])
 @pytest.mark.parametrize("new", [False, True], ids=["nodes in the cache", "nodes beside it"])
 def test_a_broken_node_breaks_only_rows_that_see_it(backend, place, value, new):
-    """To the bit: a row that does not see it has what it had when the node was fine."""
+    """To the bit: a row that does not see the node has the same result as with a sound node."""
     for dtype in sized(backend, [torch.bfloat16], FLOATS):
         for mask, node in ((UNIFORM, 3), (STAR, 5), (BITS, 2)):
             prefixes, sizes = sized(backend, ([5], [9]), ([62, 5], [9, 4]))
@@ -137,7 +138,7 @@ def test_a_broken_node_breaks_only_rows_that_see_it(backend, place, value, new):
             slot = prefixes[0] + node
             where = (node,) if new else (int(case["block_table"][0, slot // 3]), slot % 3)
             fine[where] = 0.0
-            broken[(*where, 0)] = value  # all of one key head, and one number of the other
+            broken[(*where, 0)] = value  # one key head entirely, and one number of the other
             fine[(*where, 1)] = broken[(*where, 1)] = 0.25
             broken[(*where, 1, 7)] = value
             before, after = runs(backend, case | {name: fine}), runs(backend, case | {name: broken})
@@ -167,7 +168,7 @@ def test_a_row_that_sees_only_infinity_gets_infinity(backend, node):
 def test_a_broken_prefix_key_breaks_only_rows_that_reach_it(backend):
     case, _ = solved([40], [8], mask=CHAIN, window=6, heads=(1, 2))
     fine = case["v_cache"].clone()
-    for key in (35, 37, 39):  # node i stands at 40 + i and sees what is at 35 + i or behind
+    for key in (35, 37, 39):  # node i stands at 40 + i and sees positions from 35 + i on
         broken = fine.clone()
         broken[0, key] = math.nan
         before, after = runs(backend, case), runs(backend, case | {"v_cache": broken})
@@ -192,7 +193,7 @@ def test_a_broken_query_breaks_only_its_own_row(backend):
 
 
 def test_nothing_unread_leaks(backend):
-    """Cases are poisoned wherever nobody looks; this one has much of it: unused slots, pages, nodes and rows."""
+    """Cases are poisoned wherever nothing may be read. This case has much of that: unused slots, pages, nodes and rows."""
     for layout in ("rows", "paged 16"):
         for new in (False, True):
             case, _ = solved([17, 3], [4, 2], layout=layout, new=new, mask=CAUSAL, window=3, spare=30, inputs=SINK)
@@ -203,7 +204,7 @@ def test_nothing_unread_leaks(backend):
 
 
 def test_zero_values_stay_zero(backend):
-    """Not so where a hidden value comes in with however small a weight."""
+    """Not true if a hidden value comes in with however small a weight."""
     case, _ = solved([0], [6], mask=UNIFORM, heads=(1, 2), new=True)
     v_new = torch.full_like(case["v_new"], 1e30)
     sees = case["visible"][:6, 0]

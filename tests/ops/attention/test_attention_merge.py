@@ -51,8 +51,8 @@ def test_sides_need_not_be_contiguous(backend):
     transposed = lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1)  # noqa: E731
     expected = merge(backend, out_a, lse_a, out_b, lse_b)
     got = merge(backend, transposed(out_a), transposed(lse_a), out_b, transposed(lse_b))
-    for one, other in zip(got, expected, strict=True):
-        assert_same_bits(one, other)
+    for left, right in zip(got, expected, strict=True):
+        assert_same_bits(left, right)
 
 
 def test_the_order_of_sides_hardly_matters(backend):
@@ -68,7 +68,7 @@ def test_the_order_of_sides_hardly_matters(backend):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1.0])
 def test_a_side_that_saw_nothing_does_not_count(backend, dtype, value):
-    """To the bit, whatever its out holds; where both saw nothing, nothing."""
+    """To the bit, whatever its out holds; if neither side saw anything, out 0 and lse -inf."""
     out_a, lse_a, out_b, lse_b = random_sides((6, 64), dtype)
     out_a[:3], lse_a[:3] = value, -math.inf
     out_b[2:5], lse_b[2:5] = value, -math.inf
@@ -136,10 +136,10 @@ def prefix_by(kernel, case, device):
     bounds, prefixes = case["cu_nodes"].tolist(), case["prefix_lens"].tolist()
     results = []
     for b, prefix in enumerate(prefixes):
-        own = slice(bounds[b], bounds[b + 1])
-        rows = (case["q"][own], case["k_cache"][b, :prefix], case["v_cache"][b, :prefix])
+        request_rows = slice(bounds[b], bounds[b + 1])
+        rows = (case["q"][request_rows], case["k_cache"][b, :prefix], case["v_cache"][b, :prefix])
         results.append(kernel(*(tensor.contiguous().to(device) for tensor in rows)))
-    return tuple(torch.cat([one[i].cpu() for one in results]).contiguous() for i in range(2))
+    return tuple(torch.cat([result[i].cpu() for result in results]).contiguous() for i in range(2))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -166,12 +166,12 @@ def test_a_prefix_by_flash_attn(cuda):
 def test_a_wanted_gradient_is_refused(backend):
     sides = [side.to(backend.device) for side in random_sides((4, 64), torch.float32)]
     for i in range(4):
-        wanted = list(sides)
-        wanted[i] = sides[i].clone().requires_grad_()
+        arguments = list(sides)
+        arguments[i] = sides[i].clone().requires_grad_()
         with pytest.raises(RuntimeError, match="pass_ext::attention_merge: no gradient is implemented"):
-            pass_ext.attention_merge(*wanted)
+            pass_ext.attention_merge(*arguments)
         with torch.no_grad():
-            pass_ext.attention_merge(*wanted)
+            pass_ext.attention_merge(*arguments)
 
 
 REFUSALS = [
@@ -205,5 +205,5 @@ def test_replays_in_a_cuda_graph(cuda):
         for held, side in zip(sides, random_sides((40, 8, 128), torch.bfloat16, seed), strict=True):
             held.copy_(side)
         graph.replay()
-        for one, other in zip(result, pass_ext.attention_merge(*sides), strict=True):
-            assert_same_bits(one, other)
+        for left, right in zip(result, pass_ext.attention_merge(*sides), strict=True):
+            assert_same_bits(left, right)

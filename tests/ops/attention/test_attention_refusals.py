@@ -1,13 +1,13 @@
-"""What attention_tree refuses, in words: each check of its arguments, and on the CPU of the numbers in them."""
+"""The error messages of attention_tree: each check of its arguments, and on the CPU of the numbers in them."""
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import UNALIGNED
 from attention_checks import solved
+from support.paths import ROOT
 from support.steps import to
 
 import pass_ext
@@ -30,7 +30,7 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 
 def test_the_head_sizes_are_those_of_the_kernels():
-    header = Path(pass_ext.__file__).parent.parent / "csrc" / "core" / "attention.h"
+    header = ROOT / "csrc" / "core" / "attention.h"
     (sizes,) = re.findall(r"constexpr int32_t kHeadDims\[\] = \{([\d, ]+)\};", header.read_text())
     assert tuple(map(int, sizes.split(", "))) == HEAD_DIMS
 
@@ -148,7 +148,7 @@ SHAPES = [
     (DENSE, {"scale": 1e300}, "scale must be finite, got inf"),
 ]
 
-# What only the CPU can look at without waiting for a GPU.
+# Values are checked on the CPU alone: on a GPU that would need a synchronisation.
 ROOM = r"k_cache must have room for the prefix and the nodes of every request, got 13 slots, but request "
 PAGES = r"block_table must have room for the prefix of every request, got "
 BOUNDS = r"cu_nodes must rise from 0 to at most 7 \(the packed nodes\), got "
@@ -191,7 +191,7 @@ VALUES = [
 
 def assert_refused(device, options, change, message):
     case = case_of(options)
-    pass_ext.attention_tree(**to(case, device))  # nothing else is wrong with it
+    pass_ext.attention_tree(**to(case, device))  # the case is right without the change
     with pytest.raises(RuntimeError, match="pass_ext::attention_tree: .*" + message):
         pass_ext.attention_tree(**to(case | change, device))
 
@@ -208,12 +208,12 @@ def test_bad_input_is_refused_in_words(backend, options, change, message):
 )
 def test_numbers_that_do_not_fit_are_refused_on_the_cpu(backend, options, change, message):
     if not backend.name.startswith("cpu"):
-        pytest.skip("a GPU cuts them to what there is; set_debug(True) makes it look")
+        pytest.skip("a GPU clamps them; with set_debug(True) it checks them")
     assert_refused(backend.device, options, change, message)
 
 
-def test_unused_numbers_are_not_looked_at(backend):
-    """Of padded requests and of rows that nobody owns, and table entries behind the last slot in use."""
+def test_unused_numbers_are_not_checked(backend):
+    """Numbers of padded requests and of rows without a request, and table entries behind the last slot in use."""
     case, _ = solved([5, 9, 7], [3, 4, 0], layout="paged 16", window=50, spare=2)
     pass_ext.attention_tree(**to(case, backend.device))
 

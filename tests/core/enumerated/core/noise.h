@@ -1,5 +1,5 @@
-// In place of csrc/core/noise.h where core/accept.h is enumerated: a coin is not thrown but compared with its bound,
-// and a script says how that ends. Both ways are tried in turn, with the probability of each.
+// Replaces csrc/core/noise.h to enumerate core/accept.h: a coin is not thrown but compared with its bound, and a script
+// decides the outcome. Both outcomes are tried in turn, with the probability of each.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,13 @@ struct Noise {
   uint32_t node, draw;
 };
 
-// Choices made so far, as {taken, how many there were}; behind them the first option is taken and noted.
+// Choices so far, as {taken, number of options}. Behind the end of the script the first option is taken and noted.
 struct Script {
   std::vector<std::pair<size_t, size_t>> choices;
   size_t made = 0;
   double probability = 1.0;
 
-  // One of the options by its place; what is impossible is no option.
+  // The place of the chosen option; impossible options are not counted.
   size_t choose(const std::vector<double>& probabilities) {
     std::vector<size_t> options;
     for (size_t i = 0; i < probabilities.size(); ++i)
@@ -36,7 +36,7 @@ struct Script {
     return option;
   }
 
-  // To the next script; false behind the last.
+  // Moves to the next script; false behind the last.
   bool next() {
     made = 0;
     probability = 1.0;

@@ -1,0 +1,87 @@
+"""From a launch's critical path to microseconds.
+
+    time = launch + sum over events (count * cycles) / clock
+
+once with every constant low and once with every constant high. A row of logits or a cache is read at the memory's bandwidth,
+too: the low time is the longer of path and bytes, the high one their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK
+
+
+class Range(NamedTuple):
+    """A number between two."""
+
+    low: float
+    high: float
+
+    def __add__(self, other: Range) -> Range:  # type: ignore[override]
+        return Range(self.low + other.low, self.high + other.high)
+
+
+class Cost(NamedTuple):
+    """Cycles of one event, and where they come from."""
+
+    low: float
+    high: float
+    source: str
+
+
+COSTS = {
+    "instruction": Cost(2, 4, "one warp alone; half of its instructions wait for the one before, or all: 4 cycles "
+                        "(Jia et al., Dissecting the NVIDIA Volta GPU Architecture, arXiv:1804.06826)"),
+    "memory_load": Cost(690, 1_584, "GH200, measured (github.com/markdewing/AI_kernels, latency); 0.8 µs under load, assumed"),
+    "l2_load": Cost(281, 594, "GH200, measured there; 0.3 µs is assumed for the far half under load"),
+    "l1_load": Cost(40, 40, "GH200, measured there"),
+    "shared_load": Cost(24, 33, "assumed, around the 29 cycles of Hopper (Luo et al., arXiv:2402.13499)"),
+    "shared_atomic": Cost(33, 100, "assumed: a load and a store; four lanes on one word"),
+    "warp_operation": Cost(22, 30, "assumed, around a shuffle on Volta (arXiv:1804.06826)"),
+    "block_barrier": Cost(20, 60, "assumed"),
+    "fence": Cost(281, 1_188, "assumed: one way to L2 and back, or two of the slow ones"),
+    "atomic": Cost(281, 594, "assumed: as a load from L2"),
+    "matrix_product": Cost(16, 33, "33 cycles alone (arXiv:2402.13499), two side by side"),
+}  # fmt: skip
+"""Event of tests/emulator/critical_path.h -> its cost. Those assumed are for a GPU to correct."""
+LAUNCH = Range(1.0, 2.0)
+"""Microseconds from the end of one kernel of a CUDA graph to the first instruction of the next, and its end. Assumed."""
+COLD = Range(0.0, 100.0)
+"""Cycles of each 128 bytes of code that run for the first time, apart from all else: none where an instruction cache has
+them; else a third of a way to L2, as if the next lines came along. Assumed."""
+INSTRUCTIONS_OF_LINE = 8
+
+
+def middle(event: str) -> float:
+    """The cycles by which the emulator finds the longest path."""
+    return (COSTS[event].low * COSTS[event].high) ** 0.5
+
+
+def time_of(least: Mapping[str, float], most: Mapping[str, float], per_host: Range) -> Range:
+    """Microseconds of a path. ``per_host``: how many of the GPU's instructions one of the emulator's stands for."""
+
+    def sum_of(counts: Mapping[str, float], side: int) -> float:
+        cycles = sum(count * COSTS[event][side] for event, count in counts.items() if event != "instruction")
+        return 1e6 / CLOCK * (cycles + counts["instruction"] * per_host[side] * COSTS["instruction"][side])
+
+    return Range(sum_of(least, 0), sum_of(most, 1))
+
+
+def difference(whole: Mapping[str, int], begin: Mapping[str, int]) -> dict[str, int]:
+    """What a path has behind its beginning."""
+    return {event: max(count - begin.get(event, 0), 0) for event, count in whole.items()}
+
+
+def with_bytes(path: Range, count: float) -> Range:
+    """The time of a path beside which so many bytes come from memory."""
+    of_bytes = 1e6 * count / BANDWIDTH
+    return Range(max(path.low, of_bytes), path.high + of_bytes)
+
+
+def cold_code(launches: list[dict[str, Any]], per_host: Range) -> float:
+    """Microseconds that code takes at most that no cache holds."""
+    instructions = sum(launch["code"] for launch in launches) * per_host.high
+    return 1e6 / CLOCK * COLD.high * instructions / INSTRUCTIONS_OF_LINE

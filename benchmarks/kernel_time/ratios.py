@@ -1,0 +1,70 @@
+"""How many of the GPU's instructions one instruction of the emulator stands for, where both are known.
+
+scan    SASS of a warp's way through one chunk of 1,024 logits / the emulator's, up to the hand-over to the last block
+bounds  SASS of one turn of the loop that bounds the groups of a race, four groups a lane / the emulator's, from the
+        difference between two vocabularies of which one has four turns more
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pass_ext
+from benchmarks.kernel_code.bounds import SCAN
+from benchmarks.kernel_code.control_flow import ControlFlow
+from benchmarks.kernel_code.disassembler import disassemble, list_kernels
+from benchmarks.kernel_code.instructions import count_classes
+from benchmarks.kernel_code.measure import DETAILED
+from benchmarks.kernel_time.steps import Machine, Step, draft_sample
+
+DRAFT_SCAN = "scan_rows_kernel<DraftSource>"
+GROUP, THREADS, AT_ONCE = 64, 128, 4
+TURNS = 4
+"""By which the two vocabularies differ."""
+
+
+def measure_ratios(library: Path, kernel_code: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """ "scan" and "bounds": how many instructions each has on the GPU and on the emulator."""
+    scan = kernel_code["kernels"][SCAN]["scan"]
+    machine = Machine()
+    small = _draft_of_one_sure_token(machine, TURNS * THREADS * AT_ONCE * GROUP)
+    large = _draft_of_one_sure_token(machine, 2 * TURNS * THREADS * AT_ONCE * GROUP)
+    per_turn = (large["whole"]["instruction"] - small["whole"]["instruction"]) / TURNS
+    return {
+        "scan": {"gpu": scan["way_in"] + scan["work"], "emulator": small["to_atomic"]["instruction"]},
+        "bounds": {"gpu": len(_loop_of_bounds(library)), "emulator": per_turn},
+    }
+
+
+def _draft_of_one_sure_token(machine: Machine, vocabulary: int) -> dict[str, Any]:
+    logits = torch.zeros(1, vocabulary, dtype=torch.bfloat16)
+    logits[0, 5] = 200.0
+    rest = dict.fromkeys(("top_k", "top_p", "min_p", "allowed", "nodes"))
+    law = {
+        "temperature": torch.ones(1),
+        "seeds": torch.zeros(1, dtype=torch.int64),
+        "positions": torch.zeros(1, dtype=torch.int64),
+    }
+    mode = pass_ext.ops.draft.MODES.index("coupled")
+    step = Step(
+        "draft_sample", "one sure token",
+        lambda: draft_sample(logits, 1, mode, **rest, **law), lambda result: result[0].item() == 5,
+    )  # fmt: skip
+    return machine.record(step, most=False)[0]
+
+
+def _loop_of_bounds(library: Path) -> list[Any]:
+    """The work path of the loop with most integer arithmetic (of random numbers) among those without barriers, shuffles or
+    wide loads."""
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = [k for k in list_kernels(library, Path(folder)) if (k.name, k.architecture) == (DRAFT_SCAN, DETAILED)]
+        (code,) = disassemble(kernels).values()
+    flow = ControlFlow(code.instructions)
+    paths = [flow.work_path(loop) for loop in flow.loops()]
+    plain = [path for path in paths if not ({"barrier", "warp", "shared"} & count_classes(path).keys()
+                                            or any(i.is_wide_load for i in path))]  # fmt: skip
+    return max(plain, key=lambda path: count_classes(path).get("integer", 0))

@@ -1,0 +1,205 @@
+"""Steps of one request, run by the real kernels on the emulator, which records the critical path of each launch.
+
+Logits: bfloat16, 128,256 of them, peaked (distributions.py), temperature 0.8. A given number of drafts is accepted: those of
+`coupled` are the target's own tokens up to there, and others behind. A draft of `rejection` is certain to be accepted where
+both distributions are equal, and certain to be refused where its probability is one at a token that the target does not draw.
+Attention: 32 heads and 8 key heads of 128 columns in bfloat16, of which the emulator runs one key head on an eighth of the
+GPU: key heads are equal and share nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import pass_ext
+from benchmarks import ROOT
+from benchmarks.kernel_code.bounds import MULTIPROCESSORS, VOCABULARY
+from benchmarks.kernel_time.costs import COSTS, middle
+from benchmarks.kernel_time.host_code import weights_of
+from benchmarks.ops.inputs.distributions import FILTERS, TEMPERATURE, make_logits
+
+sys.path.append(str(ROOT / "tests"))  # at the end: an installed pass_ext stays
+
+import emulator
+from emulator.ops import accept, attention, launching
+from emulator.ops.draft import draft_sample
+from emulator.ops.logits import SAMPLING
+
+SEED, POSITION = 7, 41
+RESIDENT_BLOCKS = 2
+"""Blocks of the attention kernel on a multiprocessor: kResidentBlocks of cuda/attention_tile.cuh."""
+KEY_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+ATTENTION = {
+    "1,024 keys, 4 rows": (1_024, 4, -1),
+    "8,192 keys, 16 rows": (8_192, 16, -1),
+    "32,768 keys, 16 rows": (32_768, 16, -1),
+    "window 2,048 of 8,192 keys, 8 rows": (8_192, 8, 2_048),
+}
+FILTERED = "top-k 50, top-p 0.9"
+LEVELS = (3, 4, 4)
+"""Branching of the tree of 63 drafts."""
+
+
+class Step(NamedTuple):
+    """A name, what to run, and what its result must say."""
+
+    kind: str
+    name: str
+    run: Callable[[], Any]
+    is_right: Callable[[Any], bool]
+
+
+class Machine:
+    """The emulator as a recorder."""
+
+    def __init__(self) -> None:
+        self.module = emulator.load()
+        self.weights = weights_of(Path(self.module.__file__))
+        self.cycles = {event: middle(event) for event in COSTS}
+
+    def record(self, step: Step, most: bool) -> list[dict[str, Any]]:
+        self.module.record_paths(self.cycles, most, self.weights)
+        try:
+            result = step.run()
+        finally:
+            launches = self.module.taken_paths()
+        if not step.is_right(result):
+            raise AssertionError(f"{step.kind}, {step.name}: the step did not come out as it was made to")
+        return list(launches)
+
+
+def record_all(only: str = "") -> list[dict[str, Any]]:
+    """Every step whose name has ``only`` in it, with loads in as few rounds as can be and in as many."""
+    machine = Machine()
+    launching.multiprocessors = lambda: MULTIPROCESSORS
+    found = []
+    for step in (*draft_steps(), *accept_steps(), *attention_steps()):
+        if only in f"{step.kind}, {step.name}":
+            print(f"{step.kind}, {step.name}", flush=True)
+            paths = {side: machine.record(step, side == "most") for side in ("least", "most")}
+            found.append({"kind": step.kind, "name": step.name, **paths})
+    return found
+
+
+def _sampling(rows: int, filters: str, prefix: str = "") -> dict[str, Tensor]:
+    kinds = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+    values = {"temperature": TEMPERATURE, **FILTERS[filters]}
+    return {prefix + name: torch.full((rows,), value, dtype=kinds[name]) for name, value in values.items()}
+
+
+def _numbers(rows: int) -> dict[str, Tensor]:
+    return {"seeds": torch.full((rows,), SEED), "positions": torch.arange(rows) + POSITION}
+
+
+def draft_steps(vocabulary: int = VOCABULARY) -> Iterator[Step]:
+    """draft_sample of one row."""
+    logits = make_logits("peaked", 1, vocabulary, torch.Generator().manual_seed(SEED)).bfloat16()
+    for name, mode, count, filters in (
+        ("1 row, coupled", "coupled", 1, "off"),
+        (f"1 row, coupled, {FILTERED}", "coupled", 1, FILTERED),
+        ("1 row, 4 without replacement", "without", 4, "off"),
+    ):
+        arguments = {**_sampling(1, filters), **_numbers(1)}
+        expected, _ = pass_ext.draft_sample(logits, count, mode=mode, **arguments)
+        rest = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "allowed", "seeds", "positions", "nodes"))
+        index = pass_ext.ops.draft.MODES.index(mode)
+
+        def run(count: int = count, index: int = index, given: dict[str, Any] = {**rest, **arguments}) -> Any:  # noqa: B006
+            return draft_sample(logits, count, index, **given)
+
+        yield Step("draft_sample", name, run, lambda result, expected=expected: torch.equal(result[0], expected))
+
+
+def accept_steps(vocabulary: int = VOCABULARY) -> Iterator[Step]:
+    """accept_chain of four drafts, none to all of them accepted; accept_tree of 63."""
+    random = torch.Generator().manual_seed(SEED)
+    target = make_logits("peaked", 5, vocabulary, random).bfloat16()
+    for filters in ("off", FILTERED):
+        own, _ = pass_ext.draft_sample(target, 1, mode="coupled", **_sampling(5, filters), **_numbers(5))
+        for rule in ("coupled", "rejection"):
+            for accepted in range(5):
+                tokens = own[:4, 0].clone()
+                tokens[accepted:] = (tokens[accepted:] + 1) % vocabulary
+                draft = target[:4].clone()
+                draft[torch.arange(accepted, 4), tokens[accepted:]] = 200.0
+                name = f"chain of 4, {rule}, {accepted} accepted" + ("" if filters == "off" else f", {filters}")
+                yield _chain_step(name, rule, target, tokens, draft, filters, accepted)
+    tree = pass_ext.Tree.from_branching(LEVELS)
+    target = make_logits("peaked", len(tree.parents), vocabulary, random).bfloat16()
+    for rule in ("coupled", "rejection"):
+        yield _tree_step(rule, target, tree)
+
+
+def _chain_step(
+    name: str, rule: str, target: Tensor, tokens: Tensor, draft: Tensor, filters: str, accepted: int
+) -> Step:
+    values = {
+        **dict.fromkeys(SAMPLING + accept.DRAFT_SAMPLING),
+        **_sampling(1, filters),
+        **_sampling(1, filters, "draft_"),
+    }
+    numbers = (torch.tensor([SEED]), torch.tensor([POSITION]))
+    used = None if rule == "coupled" else draft[None]
+
+    def run() -> Any:
+        rest = (*values.values(), None, None, *numbers, 0.09, 0.3)
+        return accept.accept_chain(target[None], tokens[None], list(pass_ext.RULES).index(rule), used, *rest)
+
+    return Step("accept", name, run, lambda result: result[2].tolist() == [accepted])
+
+
+def _tree_step(rule: str, target: Tensor, tree: pass_ext.Tree) -> Step:
+    parents = torch.tensor(tree.parents, dtype=torch.int32)
+    depths = torch.tensor(tree.depths)
+    own, _ = pass_ext.draft_sample(
+        target, max(LEVELS), mode="coupled", **_sampling(len(parents), "off"),
+        seeds=torch.full_like(depths, SEED), positions=depths + POSITION,
+    )  # fmt: skip
+    tokens, seen = torch.zeros(len(parents), dtype=torch.int64), [0] * len(parents)
+    for node, parent in enumerate(tree.parents):
+        if parent >= 0:  # the last child of a node is the token that it draws, the others come behind it
+            tokens[node] = own[parent, LEVELS[int(depths[parent])] - 1 - seen[parent]]
+            seen[parent] += 1
+    values = {**dict.fromkeys(SAMPLING + accept.DRAFT_SAMPLING), **_sampling(1, "off"), **_sampling(1, "off", "draft_")}
+    numbers = (torch.tensor([SEED]), torch.tensor([POSITION]))
+    bounds = torch.tensor([0, len(parents)], dtype=torch.int32)
+    used = None if rule == "coupled" else target
+
+    def run() -> Any:
+        rest = (*values.values(), None, None, *numbers, 0.09, 0.3)
+        index = list(pass_ext.RULES).index(rule)
+        return accept.accept_tree(target, tokens, parents, bounds, len(LEVELS), index, used, None, *rest)
+
+    return Step("accept", f"tree of 63, {rule}", run, lambda result: result[2].tolist() == [len(LEVELS)])
+
+
+def attention_steps() -> Iterator[Step]:
+    """attention_tree of a chain of rows behind a prefix, one key head."""
+    for name, (keys, rows, window) in ATTENTION.items():
+        random = torch.Generator().manual_seed(SEED)
+        q = torch.randn(rows, GROUP, HEAD_DIM, generator=random).bfloat16()
+        caches = [torch.randn(1, keys + rows, 1, HEAD_DIM, generator=random).bfloat16() for _ in range(2)]
+        bounds, prefix = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
+        parents = torch.arange(-1, rows - 1, dtype=torch.int32)
+        visible, depths = pass_ext.tree_prepare(parents, bounds, rows)
+        plain = pass_ext.attention_tree(
+            q, *caches, prefix, bounds, visible, rows, depths=depths if window >= 0 else None, window=window
+        )[0]  # fmt: skip
+        blocks = RESIDENT_BLOCKS * MULTIPROCESSORS // KEY_HEADS
+        arguments = (q, *caches, prefix, bounds, visible, rows, None, None, None, depths, None, 0.0, window)
+
+        def run(arguments: Any = arguments, blocks: int = blocks) -> Any:
+            return attention.attention_tree(*arguments, blocks=blocks)
+
+        yield Step(
+            "attention",
+            name,
+            run,
+            lambda result, plain=plain: bool((result[0].float() - plain.float()).abs().max() < 0.05),
+        )

@@ -1,0 +1,179 @@
+// Events, joins and rounds of loads; see critical_path.h.
+#include "critical_path.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace emulator {
+
+const char* const kEventNames[kEvents] = {"instruction", "memory_load",   "l2_load",        "l1_load",
+                                          "shared_load", "shared_atomic", "warp_operation", "block_barrier",
+                                          "fence",       "atomic",        "matrix_product"};
+
+namespace {
+
+constexpr int kTurnsOfRound = 4, kTurnsOfWideRound = 8;
+constexpr uintptr_t kLine = 128;
+constexpr size_t kAtomic = static_cast<size_t>(Event::atomic);
+
+uintptr_t line_of(const void* address) { return reinterpret_cast<uintptr_t>(address) / kLine; }
+
+const Path& longer(const Path& a, const Path& b) { return b.cycles > a.cycles ? b : a; }
+
+}  // namespace
+
+void PathRecorder::start(PathSettings settings) {
+  settings_ = std::move(settings);
+  is_on = true;
+}
+
+std::vector<LaunchPath> PathRecorder::stop() {
+  is_on = false;
+  earlier_lines_.clear();
+  return std::move(launches_);
+}
+
+void PathRecorder::begin_launch(const char* name, uint32_t blocks, uint32_t threads) {
+  launches_.emplace_back();
+  launches_.back().name = name;
+  launches_.back().blocks = blocks;
+  launches_.back().threads = threads;
+  published_.clear();
+  code_.clear();
+}
+
+void PathRecorder::begin_block(uint32_t threads) {
+  threads_.assign(threads, Thread());
+  block_lines_.clear();
+}
+
+void PathRecorder::end_thread(unsigned rank) {
+  Path& whole = launches_.back().whole;
+  whole = longer(whole, threads_[rank].path);
+}
+
+void PathRecorder::end_launch() {
+  launches_.back().lines = launch_lines_.size();
+  for (const uintptr_t place : code_) {
+    const auto weight = settings_.weights.find(place);
+    if (weight != settings_.weights.end()) launches_.back().code += weight->second;
+  }
+  earlier_lines_.merge(launch_lines_);
+  launch_lines_.clear();
+}
+
+void PathRecorder::run_code(unsigned rank, const void* address) {
+  Thread& thread = threads_[rank];
+  thread.place = reinterpret_cast<uintptr_t>(address);
+  ++thread.turn;
+  code_.insert(thread.place);
+  const auto weight = settings_.weights.find(thread.place);
+  if (weight != settings_.weights.end()) count(thread.path, Event::instruction, weight->second);
+}
+
+void PathRecorder::count(Path& path, Event event, uint32_t times) {
+  path.counts[static_cast<size_t>(event)] += times;
+  path.cycles += times * settings_.cycles[static_cast<size_t>(event)];
+}
+
+void PathRecorder::mark(bool& done, Path& mark, const Path& path) {
+  if (!done) mark = longer(mark, path);
+  done = true;
+}
+
+void PathRecorder::add(unsigned rank, Event event) {
+  Thread& thread = threads_[rank];
+  count(thread.path, event);
+  if (event == Event::fence) thread.global = thread.shared = Round();
+}
+
+void PathRecorder::join_warp(unsigned first, unsigned mask, Event event) {
+  const Path* longest = nullptr;
+  for (unsigned lane = 0; lane < 32; ++lane)
+    if (mask >> lane & 1)
+      if (const Path& path = threads_[first + lane].path; !longest || path.cycles > longest->cycles) longest = &path;
+  Path path = *longest;
+  if (event == Event::matrix_product)
+    for (unsigned lane = 0; lane < 32; ++lane)
+      if (mask >> lane & 1) mark(threads_[first + lane].has_product, launches_.back().to_product, path);
+  if (event != Event::count) count(path, event);
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    threads_[first + lane].path = path;
+    threads_[first + lane].global = threads_[first + lane].shared = Round();
+  }
+}
+
+void PathRecorder::join_block(unsigned threads) {
+  Path path;
+  for (unsigned i = 0; i < threads; ++i) path = longer(path, threads_[i].path);
+  count(path, Event::block_barrier);
+  for (unsigned i = 0; i < threads; ++i) {
+    threads_[i].path = path;
+    threads_[i].global = threads_[i].shared = Round();
+  }
+}
+
+void PathRecorder::load(Thread& thread, Round& round, Event event, bool is_wide) {
+  const bool same_place = round.place == thread.place, same_turn = round.turn == thread.turn;
+  const bool goes_on = round.turns < (is_wide ? kTurnsOfWideRound : kTurnsOfRound);
+  const bool joins = round.event >= 0 && (!settings_.most || (same_place && (same_turn || goes_on)));
+  if (!joins) {
+    count(thread.path, event);
+    round = {static_cast<int>(event), thread.place, thread.turn, 1};
+    return;
+  }
+  if (round.turn != thread.turn) ++round.turns;
+  round.place = thread.place;
+  round.turn = thread.turn;
+  const auto open = static_cast<size_t>(round.event);
+  if (settings_.cycles[static_cast<size_t>(event)] <= settings_.cycles[open]) return;
+  --thread.path.counts[open];  // the round takes as long as the farthest of its loads
+  thread.path.cycles -= settings_.cycles[open];
+  count(thread.path, event);
+  round.event = static_cast<int>(event);
+}
+
+void PathRecorder::load_shared(unsigned rank, bool is_wide) {
+  load(threads_[rank], threads_[rank].shared, Event::shared_load, is_wide);
+}
+
+// Blocks run one after the other here: what others have read is there for certain only behind their hand-over.
+Event PathRecorder::level_of(const Thread& thread, const void* address, bool is_written) {
+  const uintptr_t line = line_of(address);
+  const bool was_read = !launch_lines_.insert(line).second;
+  if (!block_lines_.insert(line).second) return Event::l1_load;
+  const bool is_in_l2 = is_written || earlier_lines_.count(line) || (was_read && thread.path.counts[kAtomic] > 0);
+  return is_in_l2 ? Event::l2_load : Event::memory_load;
+}
+
+void PathRecorder::load_global(unsigned rank, const void* address, bool is_written, bool is_wide) {
+  Thread& thread = threads_[rank];
+  load(thread, thread.global, level_of(thread, address, is_written), is_wide);
+}
+
+// The blocks that have updated the address have handed over what they did until then.
+void PathRecorder::update_global(unsigned rank, const void* address) {
+  Thread& thread = threads_[rank];
+  mark(thread.has_atomic, launches_.back().to_atomic, thread.path);
+  const Path before = thread.path;
+  Path& published = published_[address];
+  thread.path = longer(before, published);
+  published = longer(published, before);
+  count(thread.path, Event::atomic);
+  thread.global = thread.shared = Round();
+}
+
+double PathRecorder::begin_copy(unsigned rank, const void* address, bool is_written) {
+  const Event event = level_of(threads_[rank], address, is_written);
+  return threads_[rank].path.cycles + settings_.cycles[static_cast<size_t>(event)];
+}
+
+// A wait of less than half the way to memory counts as hidden behind what was done meanwhile.
+void PathRecorder::wait_for_copy(unsigned rank, double arrival) {
+  const double left = arrival - threads_[rank].path.cycles;
+  if (left > settings_.cycles[static_cast<size_t>(Event::memory_load)] / 2)
+    count(threads_[rank].path, Event::memory_load);
+}
+
+}  // namespace emulator
