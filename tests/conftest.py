@@ -104,6 +104,16 @@ def llama():
     return small_model("llama")
 
 
+@pytest.fixture(scope="module")
+def foreseen(llama):
+    """PaSS whose candidates come true often, once a Prophet knows the future."""
+    from support.generation import BUSHY, slots_for
+
+    from pass_ext import PaSS
+
+    return PaSS(slots_for(llama), tree=BUSHY, rows=24)
+
+
 @pytest.fixture
 def cuda():
     """The CUDA backend, for tests of streams and graphs that only a GPU can run."""

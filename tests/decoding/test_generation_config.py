@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import BUSHY, Prophet, slots_for, unpadded
+from support.generation import Prophet, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 from transformers import GenerationConfig, WatermarkingConfig
 
-from pass_ext import MultiCandidate, NGram, PaSS, Plain, Speculative, custom_generate, generate
+from pass_ext import MultiCandidate, NGram, Plain, Speculative, custom_generate, generate
 
 COLUMNS, NEW = 9, 12
 ENDS = {"eos_token_id": [5, 6], "pad_token_id": 0}
@@ -31,11 +31,6 @@ ASKED = {
     "sequence_bias": {"sequence_bias": [[[17], 4.0], [[40], -3.0], [[17, 18], 5.0]]},
     "several": {"repetition_penalty": 1.5, "suppress_tokens": list(range(7, 30)), "min_new_tokens": 5},
 }
-
-
-@pytest.fixture(scope="module")
-def foreseen(llama):
-    return PaSS(slots_for(llama), tree=BUSHY, rows=24)
 
 
 @pytest.fixture

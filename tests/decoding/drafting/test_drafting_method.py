@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import Monotone, counted, distribution_of_texts, fit
+from support.chi_square import counted, fit
+from support.generation import Monotone, distribution_of_texts
 from support.small_models import ragged_prompts, small_model
 
 import pass_ext

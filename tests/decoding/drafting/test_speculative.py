@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import BUSHY, Monotone, counted, distribution_of_texts, disturbed, fit
+from support.chi_square import counted, fit
+from support.generation import BUSHY, Monotone, distribution_of_texts, disturbed
 from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model
 
 import pass_ext

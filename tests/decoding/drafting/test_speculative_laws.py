@@ -10,8 +10,8 @@ import math
 
 import pytest
 import torch
+from support.chi_square import counted, fit
 from support.enumeration import EXACT, FAULTY, Replay, World, outcomes
-from support.generation import counted, fit
 from support.paths import ROOT
 
 import pass_ext.decoding.drafting.from_draft_model as model_drafter

@@ -5,18 +5,13 @@ import torch
 
 pytest.importorskip("transformers")
 
+from support.small_models import SIZES
+
 import pass_ext
 from pass_ext import generate
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
 
-_SHAPE = dict(
-    vocab_size=97,
-    hidden_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    intermediate_size=96,
-    max_position_embeddings=64,
-)
+_SHAPE = dict(SIZES, num_hidden_layers=1, max_position_embeddings=64)
 _DECODER = dict(
     vocab_size=97,
     d_model=64,
