@@ -32,7 +32,7 @@ def unwrapped(model: Any) -> Any:
 def exit_parts(model: Any) -> ExitParts:
     """Finds ``decoder.layers``, ``decoder.norm`` and the linear head that gives the logits; refuses models without them."""
     name = type(model).__name__
-    known = "early exit knows models with decoder.layers, decoder.norm and a linear head (Llama's form, and what follows it)"
+    known = "early exit takes models with decoder.layers, decoder.norm and a linear head (Llama's form)"
     if not all(hasattr(model, name) for name in ("get_decoder", "get_output_embeddings", "config")):
         raise TypeError(f"model must be a transformers model for causal language modelling, got {name}; {known}")
     decoder, head = model.get_decoder(), model.get_output_embeddings()
@@ -53,7 +53,7 @@ def exit_parts(model: Any) -> ExitParts:
     if patched:
         raise ValueError(
             f"{type(patched[0]).__name__}.forward of this {name} was replaced (by device_map or a patching library), and early "
-            "exit cannot run a part of what replaced it"
+            "exit cannot run a part of the replacement"
         )
     config = model.config.get_text_config(decoder=True)
     for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
@@ -86,7 +86,7 @@ class EarlyExitDraft:
             adapter = ExitAdapter.from_pretrained(adapter)
         if layers is None and adapter is None:
             raise ValueError(
-                "give layers, how many of the model's layers the draft runs, or an adapter, which knows it"
+                "EarlyExitDraft: give layers, how many of the model's layers the draft runs, or an adapter, got neither"
             )
         if adapter is not None:
             adapter.check_fits(model.get_input_embeddings().weight, len(parts.layers))

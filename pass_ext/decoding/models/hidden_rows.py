@@ -37,8 +37,8 @@ class KeptHidden:
 
     def before_model(self, _module: nn.Module, _arguments: Any, options: dict[str, Any]) -> None:
         """The hook before a transformers model."""
-        wanted = options.get("logits_to_keep")
-        self._rows, self._wanted = None, wanted if isinstance(wanted, Tensor) else None
+        rows = options.get("logits_to_keep")
+        self._rows, self._wanted = None, rows if isinstance(rows, Tensor) else None
         self._called = True
 
     def after_model(self, *_: Any) -> None:

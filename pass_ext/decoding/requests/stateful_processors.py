@@ -49,7 +49,7 @@ def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
             continue
         way = "" if counts else "; give it method Plain() and one prompt, where it meets no candidates"
         raise ValueError(
-            "generate: logits_processor must compute its result from ids and logits alone, because it is asked about every "
+            "generate: logits_processor must compute its result from ids and logits alone, because it is called for every "
             f"candidate of every text, got {processor_name(processor)}, which keeps state between calls or runs the "
             f"model{way}"
         )

@@ -29,7 +29,7 @@ def check_positions(model: Adapted, longest_text: int, deepest_row: int) -> None
     positions = model.known_positions
     if positions is not None and longest_text > positions + 1:  # + 1: the model never reads the last new token
         raise ValueError(
-            f"{model.name} has a table of {positions} positions and knows none behind them: prompt and "
+            f"{model.name} has a table of {positions} positions and none behind them: prompt and "
             f"max_new_tokens must stay within {positions + 1} tokens, got {longest_text}"
         )
 

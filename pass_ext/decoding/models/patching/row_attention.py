@@ -72,8 +72,8 @@ class RowMask:
 
     def _refusal(self) -> ValueError:
         return ValueError(
-            f"pass_ext attention: {self.model} computes with its attention_mask, which is not a tensor in trees, so pass_ext "
-            "cannot decode this model"
+            f"pass_ext attention: {self.model} computes with its attention_mask, and in trees there is none to compute with, "
+            "so pass_ext cannot decode this model"
         )
 
 
