@@ -173,7 +173,7 @@ def test_an_end_inside_an_accepted_block(llama, monkeypatch):
             assert got.sequences[b, 24:].tolist() == row[:length] + [0] * (max(got.lengths) - length)
 
 
-def test_ngrams_are_no_longer_than_what_is_left_to_write():
+def test_ngrams_are_no_longer_than_the_rest_of_the_text():
     """A model that repeats itself: every n-gram is right, and the last step's n-gram ends one token before the text."""
     rows = []
 
@@ -236,7 +236,7 @@ def test_stopping_criteria_are_asked_after_every_token(llama, monkeypatch):
     assert torch.equal(got.sequences, endless[:, : 24 + 7]) and asked == list(range(25, 24 + 8))
 
 
-def test_streamers_hear_every_token_once(llama, monkeypatch):
+def test_streamers_get_every_token_once(llama, monkeypatch):
     ids, _ = ragged_prompts(1)
     endless = generate(llama, ids, max_new_tokens=16, eos_token_id=[]).sequences
     Prophet(monkeypatch, endless.tolist())

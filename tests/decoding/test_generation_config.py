@@ -171,7 +171,7 @@ def test_a_seed_gives_one_text_for_each_method(llama, foreseen, asking, monkeypa
     ],
     ids=["guidance", "watermark"],
 )
-def test_what_is_not_done_is_refused(llama, asking, asked, message):
+def test_unimplemented_options_are_refused(llama, asking, asked, message):
     asking(**asked)
     with pytest.raises(ValueError, match=f"generation_config: {message}"):
         generate(llama, torch.tensor([[5, 6]]), max_new_tokens=2)

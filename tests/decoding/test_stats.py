@@ -50,7 +50,7 @@ def test_one_number_drafted_for_all_and_all_active():
     assert counters.snapshot() == AcceptanceStats((1, 0, 1, 1), 15)
 
 
-def test_what_must_not_be_counted_may_hold_anything():
+def test_uncounted_requests_may_hold_anything():
     counters = AcceptanceCounters(2)
     counters.update(torch.tensor([1, -5, 99], dtype=torch.int32), 4, torch.tensor([True, False, False]))
     counters.update(torch.tensor([99], dtype=torch.int32), 4)
@@ -103,7 +103,7 @@ def plain_decoder():
     ],
     ids=["limit", "end", "stop"],
 )
-def test_what_lies_behind_the_end_of_a_text_is_not_counted(end, counts):
+def test_tokens_behind_the_end_of_a_text_are_not_counted(end, counts):
     """The first call adds a token of the target's own; the next accepts at most as many drafts as the text has room for."""
     options = {"max_new_tokens": 5, "eos_token_id": [], **end}
     stats = generate(plain_decoder(), torch.tensor([[3, 0, 0, 0, 0, 0, 0, 0]]), NGram(tokens=8), **options).stats

@@ -98,7 +98,7 @@ def test_rows_that_say_nothing_stop():
     assert (scores > 0).tolist() == [True, False, False, True] and scores.isfinite().all()
 
 
-def test_what_a_hidden_model_cannot_read_is_refused():
+def test_wrong_hidden_rows_and_kinds_are_refused():
     decision = DecisionModel("hidden", 8, draft_model="small")
     with pytest.raises(ValueError, match=r"came without \(hidden=None\)"):
         decision(level_of(torch.zeros(2, 30)))
@@ -129,7 +129,7 @@ def test_forward_reads_nothing_back():
 
 
 @pytest.mark.parametrize("kind", ["hidden", "entropy"])
-def test_a_file_gives_back_what_was_saved(kind, tmp_path, monkeypatch):
+def test_a_file_round_trip(kind, tmp_path, monkeypatch):
     dim = 8 if kind == "hidden" else 0
     decision = spread(DecisionModel(kind, dim, threshold=0.37, base_model="big", draft_model="small"))
     decision.training_record = {"command": "train", "evaluation": {"auc": 0.75}}
@@ -187,7 +187,7 @@ def head_inputs(model, ids):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "gpt_neox"])
-def test_kept_hidden_is_what_the_head_gets(architecture):
+def test_kept_hidden_is_the_heads_input(architecture):
     pytest.importorskip("transformers")
     from support.small_models import small_model
 
@@ -228,7 +228,7 @@ def test_kept_hidden_leaves_other_models_of_the_same_head_alone():
         assert torch.equal(hidden.rows, rows)
 
 
-def test_kept_hidden_of_a_model_that_ignores_what_is_wanted():
+def test_kept_hidden_of_a_model_that_computes_all_rows():
     class AllRows(nn.Module):
         def __init__(self):
             super().__init__()
@@ -248,7 +248,7 @@ def test_kept_hidden_of_a_model_that_ignores_what_is_wanted():
         assert torch.equal(hidden.rows, rows[[3, 0]])
 
 
-def test_models_without_an_output_layer_are_told_so():
+def test_models_without_an_output_layer_are_refused():
     from pass_ext.decoding.models.hidden_rows import kept_hidden
 
     class Plain(nn.Module):
@@ -328,7 +328,7 @@ def test_separable_places_are_learnt_and_the_seed_decides_everything():
     assert not torch.equal(decision.layers[0].weight, other.layers[0].weight)
 
 
-def test_balance_shows_in_the_scores_of_places_that_cannot_be_told_apart():
+def test_balance_shows_in_the_scores_of_identical_places():
     labels = (torch.arange(800) % 8 == 0).float()
     means = {}
     for balanced in (True, False):
@@ -487,7 +487,7 @@ def test_the_package_has_the_command(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_left_open_is_settled(tmp_path):
+def test_options_that_were_left_out_get_values(tmp_path):
     settled = {}
     for kind in ("hidden", "entropy"):
         options = options_for(tmp_path, kind=kind)

@@ -191,7 +191,7 @@ def test_statistics_count_its_candidates():
     assert stats.model_calls == 12 and stats.acceptance_histogram == (10, 0, 0, 0)
 
 
-def test_a_drafter_learns_what_each_step_gave():
+def test_a_drafter_learns_the_tokens_of_each_step():
     ids = torch.tensor([[0, 1, 2, 0, 1, 2], [2, 0, 1, 2, 0, 1]])
     method = Dictionary(RIGHT)
     got = generate(Repeating(), ids, method, max_new_tokens=12)

@@ -17,12 +17,12 @@ def steps(pace, count, seconds, tokens):
     return resting
 
 
-def test_what_pays_never_rests():
+def test_drafting_that_pays_never_rests():
     assert steps(Pace(1.0), 1000, seconds=1.4, tokens=2) == 0
     assert steps(Pace(2.0), 1000, seconds=2.8, tokens=2) == 0, "seconds are against those of a plain step"
 
 
-def test_what_does_not_pay_rests_longer_each_time_and_is_tried_again():
+def test_drafting_that_does_not_pay_rests_longer_each_time_and_is_tried_again():
     pace = Pace(1.0)
     resting = steps(pace, 1000, seconds=1.4, tokens=1)
     assert 850 < resting < 990

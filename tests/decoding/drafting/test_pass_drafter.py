@@ -36,7 +36,7 @@ def test_more_children_than_a_shortlist_or_a_vocabulary_has(vocabulary, rank, te
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_candidates_hear_the_noise_of_their_own_positions(rank):
+def test_candidates_use_the_noise_of_their_own_positions(rank):
     """If a slot's logits are the target's, the first candidate is the token that the target will draw there."""
     torch.manual_seed(1)
     vocabulary, depth, positions = 50, 3, [5, 40]
@@ -52,7 +52,7 @@ def test_candidates_hear_the_noise_of_their_own_positions(rank):
         assert [tokens[0], tokens[2], tokens[6]] == drawn[:, 0].tolist()
 
 
-def test_slots_that_know_the_law_are_always_right():
+def test_slots_with_the_models_logits_are_always_right():
     """Coupled candidates are then exactly the tokens that the model draws."""
     method = PaSS(LookaheadEmbedding.from_table(3, Monotone.embedding), tree=Tree.chain(3), rows=16)
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -65,7 +65,7 @@ def test_slots_that_know_the_law_are_always_right():
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_rules_that_divide_by_a_law_are_told_it(rank):
+def test_rules_that_divide_by_the_drafts_distribution_get_its_logits(rank):
     """Each candidate's parent names the row that it was drawn from: its slot's logits plus the parent token's transitions."""
     torch.manual_seed(4)
     table, slots = torch.randn(50, 16), torch.randn(2, 2, 50)

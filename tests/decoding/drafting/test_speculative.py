@@ -157,7 +157,7 @@ def test_sampled_text_has_the_models_law(rule, name):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_longest_branch_is_another_law(temperature):
+def test_the_longest_branch_has_another_distribution(temperature):
     """The published selection differs from the model's distribution, but not by much: so the test above can fail."""
     vocabulary, prompt, requests, new_tokens = 5, [3, 1, 4, 1], 3000, 2
     model, draft = small_pair(vocabulary)
@@ -202,7 +202,7 @@ def test_one_root_alone_is_exact():
         *(("rejection", name) for name in ("chain", "tree")),  # the rule refuses candidates of several origins
     ],
 )
-def test_what_is_drafted_depends_on_the_text_alone(llama, near, monkeypatch, name, rule):
+def test_drafts_depend_on_the_text_alone(llama, near, monkeypatch, name, rule):
     """Every step's candidates are those of a drafter that reads the whole text again: the caches follow the text."""
     method = methods_for(llama, near)[name]
     true, compared, lags = ModelDrafter.draft, [], []
@@ -301,7 +301,7 @@ def test_a_draft_that_knows_the_law_is_always_right(make):
 # ---- decisions ----
 
 
-def test_a_decision_says_who_goes_on(llama, near):
+def test_a_decision_says_which_requests_go_on(llama, near):
     """Request 1 stops after the first level, request 2 after the second, the others go on to the end."""
     ids, mask = ragged_prompts(4, longest=8)
     asked = []
@@ -362,7 +362,7 @@ def test_hidden_rows_are_given_to_those_that_need_them(llama, near):
     assert torch.equal(got.sequences, generate(llama, ids, Plain(), attention_mask=mask, **LIMITS).sequences)
 
 
-def test_a_decision_of_the_wrong_shape_is_told(llama, near):
+def test_a_decision_of_the_wrong_shape_is_refused(llama, near):
     ids, _ = ragged_prompts(1)
     with pytest.raises(ValueError, match=r"one score for each of the 1 rows, got \[5\]"):
         generate(llama, ids, MultiCandidate(near, decision=lambda level: torch.zeros(5)), **LIMITS)
@@ -370,7 +370,7 @@ def test_a_decision_of_the_wrong_shape_is_told(llama, near):
         generate(llama, ids, MultiCandidate(near, decision=lambda level: [1.0]), **LIMITS)
 
 
-def test_who_stops_is_not_read_again(llama, near):
+def test_stopped_requests_are_not_read_again(llama, near):
     """After the prompts, a level's call has only the rows of requests that draft on, and no text is read twice."""
     ids, mask = ragged_prompts(3, longest=20)
     rows = []

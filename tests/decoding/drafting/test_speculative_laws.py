@@ -209,7 +209,7 @@ def test_exact_in_larger_trees(rule, shape):
 
 
 @pytest.mark.parametrize("rule,shape,decision", list(one_of(DECISIONS)))
-def test_exact_when_drafting_stops_by_what_was_drafted(rule, shape, decision):
+def test_exact_when_drafting_stops_by_the_drafts(rule, shape, decision):
     """A decision may depend on everything that was drawn so far, because it decides only about later draws."""
     distance, _, depths = measured(Recalling(4), TREES[shape], rule, WORLDS[0], decision=DECISIONS[decision])
     assert distance < EXACT
@@ -275,7 +275,7 @@ def test_coupled_is_the_targets_own_text(shape, decision):
 # ---- planted faults ----
 
 
-def test_a_law_of_other_rows_is_found():
+def test_logits_of_other_rows_are_found():
     def spoil(drafted, draft_logits):
         rows = [row if row < 1 else 1 + row % 2 for row in drafted.draft_rows]
         return dataclasses.replace(drafted, draft_rows=rows), draft_logits
@@ -322,7 +322,7 @@ def longest_branch_texts(draft, tree, world):
 
 
 @pytest.mark.parametrize("tree", [Tree.from_branching((2, 1)), Tree.from_branching((2, 2))], ids=["chains", "trees"])
-def test_the_longest_branch_is_another_law(tree):
+def test_the_longest_branch_has_another_distribution(tree):
     masses = {}
     for text, mass in longest_branch_texts(Recalling(1), tree, WORLDS[0]):
         masses[text] = masses.get(text, 0.0) + mass
@@ -345,7 +345,7 @@ class Table:
 
 
 @pytest.fixture
-def page_law(monkeypatch):
+def page_tool(monkeypatch):
     if not (ROOT / "tools").exists():
         pytest.skip("an sdist has no tools")
     monkeypatch.syspath_prepend(ROOT)
@@ -354,10 +354,10 @@ def page_law(monkeypatch):
     return longest_branch
 
 
-def test_the_pages_law_is_that_of_reference_rules_and_the_drafter(page_law):
+def test_the_pages_distribution_is_that_of_reference_rules_and_the_drafter(page_tool):
     """Chains of two drafts below two roots, by fractions and by replaying the parts of pass_ext."""
-    target, draft = page_law.TARGET, page_law.DRAFTS["good behind rare tokens"]
-    steps = page_law.step(target, draft, PROMPT[-1], 2, 2)
+    target, draft = page_tool.TARGET, page_tool.DRAFTS["good behind rare tokens"]
+    steps = page_tool.step(target, draft, PROMPT[-1], 2, 2)
     world = World(0, VOCABULARY)
     for text in itertools.chain.from_iterable(itertools.product(range(VOCABULARY), repeat=n) for n in range(4)):
         distribution = torch.tensor([float(p) for p in target[text[-1] if text else 0]], dtype=torch.float64)
@@ -370,21 +370,21 @@ def test_the_pages_law_is_that_of_reference_rules_and_the_drafter(page_law):
 
 
 @pytest.mark.parametrize("roots", [1, 2])
-def test_generate_writes_by_the_pages_law(page_law, roots):
+def test_generate_follows_the_pages_distribution(page_tool, roots):
     """3,000 texts of three tokens fit the enumerated distribution, and not the target's own."""
     requests, new_tokens = 3000, 3
-    target, draft = page_law.TARGET, page_law.DRAFTS["good behind rare tokens"]
+    target, draft = page_tool.TARGET, page_tool.DRAFTS["good behind rare tokens"]
     method = MultiCandidate(Table(draft), (roots, 1))
     got = generate(
-        Table(target), torch.tensor([[page_law.PROMPT]]).expand(requests, -1), method, max_new_tokens=new_tokens,
+        Table(target), torch.tensor([[page_tool.PROMPT]]).expand(requests, -1), method, max_new_tokens=new_tokens,
         temperature=1.0, seeds=range(requests), rule="longest_branch", eos_token_id=[],
     )  # fmt: skip
     counts = counted(got.sequences[:, -new_tokens:], VOCABULARY)
     texts = list(itertools.product(range(VOCABULARY), repeat=new_tokens))
     fits = []
     for distribution in (
-        page_law.distribution_of_texts(target, draft, roots, 1, new_tokens),
-        page_law.target_distribution(target, new_tokens),
+        page_tool.distribution_of_texts(target, draft, roots, 1, new_tokens),
+        page_tool.target_distribution(target, new_tokens),
     ):
         chi_square, freedom = fit(counts, torch.tensor([float(distribution.get(text, 0)) for text in texts]).double())
         fits.append((chi_square - freedom) / (2 * freedom) ** 0.5)

@@ -215,7 +215,7 @@ def test_weights_of_other_kinds_are_left_alone(kinds):
     assert torch.equal(of_transformers(model, custom_generate=custom_generate(NGram(shortest=1))), want)
 
 
-def test_what_needs_the_numbers_says_so():
+def test_methods_that_need_the_tables_numbers_are_refused():
     from support.generation import Decoder, adapter_for
 
     model = replace_weights(small_model("llama"), (nn.Linear, nn.Embedding))

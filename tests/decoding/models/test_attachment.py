@@ -54,7 +54,7 @@ def test_deep_slots_shift_layers_with_a_used_session_too(llama, deep, monkeypatc
     assert again.stats.acceptance_histogram == first.stats.acceptance_histogram
 
 
-def test_layers_get_what_deep_slots_add(llama, deep):
+def test_layers_get_the_vectors_of_deep_slots(llama, deep):
     inputs_seen = []
     taps = [
         llama.model.register_forward_pre_hook(

@@ -47,7 +47,7 @@ def test_models_that_take_no_positions(architecture):
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, r"attention sinks \(s_aux\)"),
     ],
 )
-def test_what_attention_is_handed_down(architecture, changes, message):
+def test_unimplemented_attention_arguments_are_refused(architecture, changes, message):
     model = model_of(architecture, **_SHAPE, **changes)
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=message):
@@ -214,7 +214,7 @@ def test_refusals_name_the_model(architecture, changes, message):
             run()
 
 
-def test_what_fails_in_the_model_is_a_sentence_at_the_first_call_only(monkeypatch):
+def test_errors_of_the_model_are_explained_at_the_first_call_only(monkeypatch):
     """Errors of later calls, and of machines without memory, are raised unchanged."""
     model = model_of("llama", **_SHAPE)
     forward = model.model.forward

@@ -143,7 +143,7 @@ def test_other_forms_are_refused(family):
         EarlyExitDraft(small_model(family), 1)
 
 
-def test_what_does_not_fit_is_refused():
+def test_misfits_are_refused():
     model = small_model("llama")
     with pytest.raises(ValueError, match="changes its logits behind its head"):
         EarlyExitDraft(small_model("gemma2"), 1)
@@ -286,7 +286,7 @@ def test_every_row_is_read_before_any_comes_again():
     assert frequent_tokens(torch.tensor([5, 5]), 3, 12).tolist() == [0, 1, 5]
 
 
-def test_ranks_count_what_is_better_and_tokens_outside_are_never_hit():
+def test_ranks_count_better_tokens_and_tokens_outside_are_never_hit():
     from pass_ext.training.common.rates import hit_rates
     from pass_ext.training.draft.data import collect_hidden
     from pass_ext.training.draft.evaluation import evaluate_draft, ranks_of_tokens, weights_read
@@ -377,7 +377,7 @@ def test_hidden_states_that_were_cut_off_are_computed_again_and_said(tmp_path, k
         assert torch.equal(mine, theirs)
 
 
-def test_the_command_says_what_cannot_be_done(tmp_path):
+def test_the_command_refuses_impossible_options(tmp_path):
     from pass_ext.training.draft import command
 
     with pytest.raises(SystemExit, match="--rank must be at least 1, got 0"):

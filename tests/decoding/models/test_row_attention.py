@@ -44,7 +44,7 @@ def test_windows_that_the_mask_alone_knows(architecture, attention):
 
 
 @pytest.mark.parametrize("architecture", ODD_HEADS)
-def test_models_that_take_views_of_what_attention_gives(architecture):
+def test_models_that_take_views_of_attentions_result(architecture):
     """Heads of 24 are padded to 64; the result is cut back to 24 and contiguous."""
     assert_text_of_transformers(small_model(architecture), ["plain", "ngram"])
 

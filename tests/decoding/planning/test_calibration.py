@@ -67,7 +67,7 @@ def same(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(("ranks", "levels"), [(3, 4), (1, 2), (8, 6), (VOCABULARY + 5, 50)])
-def test_rates_are_what_following_every_path_counts(target, texts, ranks, levels, monkeypatch):
+def test_rates_equal_counts_along_every_path(target, texts, ranks, levels, monkeypatch):
     monkeypatch.setattr(calibration, "_ROWS", 16)  # texts in several calls
     draft = with_noise(target, 0.25)
     found = calibrate(target, draft, texts, ranks=ranks, levels=levels)

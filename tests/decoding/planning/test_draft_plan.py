@@ -134,7 +134,7 @@ seeds = st.integers(0, 10_000).map(random.Random)
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(1, 3), st.floats(0.01, 0.5), st.floats(0, 0.1), st.integers(1, 8))
-def test_what_holds_of_every_plan(rng, ranks, first, slope, requests):
+def test_properties_of_every_plan(rng, ranks, first, slope, requests):
     rates = random_rates(rng, rng.choice([1, 4, 8]), 3)
     asked = []
 
@@ -191,7 +191,7 @@ def test_rates_that_rise_by_chance_still_make_a_plan():
     assert plan.tree.children(0) == (1, 2, 3) and plan.reach[3] == pytest.approx(0.12)
 
 
-def test_a_given_tree_promises_what_it_does_by_hand():
+def test_expectations_of_a_given_tree_by_hand():
     plan = DraftPlan.from_tree(Tree([-1, 0, 1, 0]), [[0.5, 0.25], [0.4]], lambda r: 10 + r, lambda r: r, requests=2)
     assert plan.tree == Tree([-1, 0, 0, 1]) and plan.reach == pytest.approx((1, 0.5, 0.25, 0.2))
     assert plan.last == pytest.approx((0.25, 0.3, 0.25, 0.2)) and plan.draft_rows == (1, 3)

@@ -62,7 +62,7 @@ def test_the_approximate_rule_has_candidates_always(models):
     assert planned(target, method, "rejection") is None
 
 
-def test_the_face_plans_what_generate_would_follow(models):
+def test_the_face_returns_the_plan_that_generate_follows(models):
     target, draft = models
     method = MultiCandidate(draft, "auto", hit_rates=[[0.9, 0.05], [0.8, 0.1]])
     made = pass_ext.plan(target, method)
@@ -70,7 +70,7 @@ def test_the_face_plans_what_generate_would_follow(models):
     assert len(pass_ext.plan(target, method, requests=16).tree) < 7, "64 rows for 16 requests"
 
 
-def test_what_has_no_plan_is_said(models):
+def test_methods_without_a_plan_are_refused(models):
     target, draft = models
     with pytest.raises(
         TypeError, match=r"method must be PaSS\(...\), Speculative\(...\) or MultiCandidate\(...\), got NGram"

@@ -111,7 +111,7 @@ def simulated(tree, groups, rates, calls=60_000, seed=1):
     ],
     ids=["8 rows", "16 rows", "two-pass", "own tree"],
 )
-def test_what_is_promised_comes_true(made):
+def test_expectations_come_true_in_a_simulation(made):
     seen = simulated(made.tree, made.groups, RATES)
     assert made.tokens_per_call == pytest.approx(seen, rel=0.01)
     assert made.speedup is None

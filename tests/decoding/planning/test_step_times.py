@@ -69,7 +69,7 @@ def counted():
     return calls, lambda rows: calls.append(rows)
 
 
-def test_between_beyond_and_below_what_was_measured():
+def test_between_beyond_and_below_measured_rows():
     times = StepTimes((2, 4, 8), (1.0, 2.0, 3.0))
     assert [times.at(rows) for rows in (1, 2, 3, 4, 6, 8, 12)] == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
 
@@ -96,7 +96,7 @@ def test_no_time_is_refused(bad):
         StepTimes((1, 2), (bad, 1.0))
 
 
-def test_measures_what_runs():
+def test_measures_the_calls():
     times = measure(lambda rows: time.sleep(rows * 2e-3), (1, 4, 8), budget=0.2)
     assert times.at(1) < times.at(4) < times.at(8)
     assert times.at(8) >= 0.016
@@ -188,7 +188,7 @@ def test_rounds_that_disagree_are_not_kept(cache, machine, caplog):
     assert times.seconds == pytest.approx((0.05, 0.05))
 
 
-def test_what_is_kept_says_when_and_how_it_was_measured(cache, machine):
+def test_files_say_when_and_how_times_were_measured(cache, machine):
     machine.measure()
     _, entry = entry_of(cache)
     assert (entry["others"], entry["waited"], entry["load"], entry["measured"], entry["confirmed"]) == (
@@ -314,7 +314,7 @@ ZERO = stat((0, (100, 100, 5, 5, 5)), (1, (100, 100, 5, 5, 5)), (2, (0, 0, 0, 0,
     ],
     ids=["alone", "another", "disk", "steal", "guests", "other cores"],
 )
-def test_what_others_computed_is_what_this_process_did_not(proc, after, others):
+def test_other_programs_have_the_time_that_this_process_has_not(proc, after, others):
     use = watched(proc, ZERO, after)
     assert use.others == pytest.approx(others, abs=1e-9) and use.waited == 0
     assert bool(use.disturbance(torch.device("cpu"))) == (others > 0.1)
