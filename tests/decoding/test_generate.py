@@ -331,7 +331,7 @@ def test_refusals(llama):
         (dict(method="fast"), "method must be Plain"),
         (dict(method=PaSS(lookahead, ngram=NGram()), rule="rejection", temperature=1.0), "n-gram and look-ahead"),
         (dict(method=PaSS(lookahead, tree=Tree.from_branching((2,))), rule="block", temperature=1.0), "got 2 branches"),
-        (dict(method=PaSS(pass_ext.LookaheadEmbedding(2, 32))), "belong to another model"),
+        (dict(method=PaSS(pass_ext.LookaheadEmbedding(2, 32))), "belongs to another model"),
         (dict(streamer=object()), "a streamer takes one request"),
     ]  # fmt: skip
     for changes, message in wrong:
