@@ -88,6 +88,33 @@ def backend(request):
 
 
 @pytest.fixture
+def one_thread():
+    """One thread: the models of these tests are so small that more threads cost more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A small Llama with random weights."""
+    from support.small_models import small_model
+
+    return small_model("llama")
+
+
+@pytest.fixture(scope="module")
+def foreseen(llama):
+    """PaSS whose candidates come true often, once a Prophet knows the future."""
+    from support.generation import BUSHY, slots_for
+
+    from pass_ext import PaSS
+
+    return PaSS(slots_for(llama), tree=BUSHY, rows=24)
+
+
+@pytest.fixture
 def cuda():
     """The CUDA backend, for tests of streams and graphs that only a GPU can run."""
     backends = testing.cuda_backends()

@@ -1,1 +1,1 @@
-"""Decoding loops on the ops: ``generate``, its methods, and what they are made of."""
+"""Decoding loops on the ops: ``generate``, its methods, and their parts."""

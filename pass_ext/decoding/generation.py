@@ -28,7 +28,7 @@ from pass_ext.decoding.stats import GenerationStats
 
 @dataclass(frozen=True)
 class Generation:
-    """What ``generate`` returns."""
+    """The result of ``generate``."""
 
     sequences: Tensor
     """``[B, T + new]`` int64: the input unchanged, then the new tokens, then padding."""
@@ -36,7 +36,7 @@ class Generation:
     """New tokens of each request, its end-of-text token included."""
     stats: GenerationStats
     session: Session | None = None
-    """With ``keep_cache``: keys and values of the texts, but of their last tokens: ``session.prefix_lens`` of them."""
+    """With ``keep_cache``: the keys and values of all tokens but each text's last one, ``session.prefix_lens`` of them."""
 
 
 def generate(
@@ -73,27 +73,29 @@ def generate(
         method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)``, ``MultiCandidate(...)``, or any
             ``pass_ext.DraftingMethod``.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right.
-        temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one for all, or one per request.
+        temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one value for all, or one per request.
         seeds: with rule "coupled" the text is a function of prompt, seed and these parameters, whatever the method and the
-            batch. None: fresh ones, from ``generator`` or torch's own.
+            batch. None: fresh seeds, from ``generator`` or torch's own.
         rule: how drafts are judged, one of ``pass_ext.RULES``, or "longest_branch" (approximate).
         eos_token_id: tokens that end a text; None: the generation_config's, else the model's own; ``[]``: none.
-        pad_token_id: fills sequences that ended early; None: as ``eos_token_id``, else the first end of text, else 0.
-        streamer: told of new tokens as transformers' streamers are (``put``, ``end``); one with ``put_step(tokens, accepted)``
-            gets each step's tokens, the first ``accepted`` of which were drafted. One request only.
+        pad_token_id: fills sequences that ended early; None: the generation_config's, else the model's own, else the smallest
+            end token, else 0.
+        streamer: gets new tokens as transformers' streamers do (``put``, ``end``); a streamer with
+            ``put_step(tokens, accepted)`` gets each step's tokens, the first ``accepted`` of which were drafted. One request
+            only.
         stopping: as transformers' stopping criteria, called with ``(ids [1, n], None)`` after every token.
-        logits_processor: one or a list, as transformers' processors, called with ``(ids [rows, n], logits [rows, V])`` for
-            every node, behind those of the generation_config. They must keep no state between calls.
+        logits_processor: a processor or a list, as transformers' processors, called with ``(ids [rows, n], logits [rows, V])``
+            for every node, after those of the generation_config. They must keep no state between calls.
         generation_config: transformers' ``GenerationConfig``; None: the model's own; ``GenerationConfig()``: no processors. All
-            processors that it asks for and that act on greedy texts too are applied: penalties, bans, biases, minimal lengths,
+            processors that it asks for and that change greedy texts too are applied: penalties, bans, biases, minimal lengths,
             forced tokens. ``guidance_scale`` and ``watermarking_config`` are refused. Sampling (``do_sample``, ``temperature``,
-            ``top_k`` …), beams, lengths and stopping criteria belong to the arguments here, and are not read from it.
-        past: keys and values, ``[B, n, heads, D]`` per layer, of the first n tokens of every prompt; and n.
+            ``top_k`` …), beams, lengths and stopping criteria are not read from it: they are arguments here.
+        past: the keys and values of the first n tokens of every prompt, ``[B, n, heads, D]`` per layer; and n.
         keep_cache: the result has ``session``, with the caches.
-        session: of an earlier generation with ``keep_cache``, as many requests, as many slots and room enough; its caches and
-            CUDA graphs are used again, and its texts are overwritten.
-        cuda_graphs: on CUDA, steps whose shape comes again are replayed; pays with a ``session`` that is used again.
-        sampling: ``SamplingParams(temperature=..., ...)`` in place of the loose numbers above.
+        session: the session of an earlier generation with ``keep_cache``, with as many requests, as many slots and enough room.
+            Its caches and CUDA graphs are used again, and its texts are overwritten.
+        cuda_graphs: on CUDA, steps of a repeated shape are replayed; pays with a ``session`` that is used again.
+        sampling: ``SamplingParams(temperature=..., ...)`` instead of the sampling arguments above.
 
     Returns:
         Generation: ``sequences``, ``lengths``, ``stats``.
@@ -117,20 +119,20 @@ def generate(
         pad_token_id = _first_given("pad_token_id", configs)
     pad = pad_token_id if pad_token_id is not None else min(ends, default=0)
     loose = SamplingParams(temperature, top_k, top_p, min_p, seeds)
-    chosen = loose if sampling is None else _alone(sampling, loose)
-    batch = chosen.for_batch(len(prompts.texts), adapted.table.device, generator)
+    parameters = loose if sampling is None else _checked_sampling(sampling, loose)
+    batch = parameters.for_batch(len(prompts.texts), adapted.table.device, generator)
     config = model_config if generation_config is None else generation_config
     from_config = None if config is None else config_processor(adapted, config, prompts, max_new_tokens, ends)
     processors: list[Any] = [*([from_config] if from_config else []), *flat_processors(logits_processor)]
     if rule == LONGEST_BRANCH and processors:
         names = [processor_name(inner) for outer in processors for inner in getattr(outer, "processors", [outer])]
         raise ValueError(
-            "generate: rule 'longest_branch' takes no logits_processor, because its first level is drawn before that is asked; "
+            "generate: rule 'longest_branch' takes no logits_processor, because it draws a first level before processors run; "
             f"{'the generation_config' if from_config else 'logits_processor'} asks for {', '.join(names)}"
         )
     check_stateless(processors, one_text=isinstance(method, Plain) and len(prompts.texts) == 1)
     listener = Listener(streamer, stopping)
-    # Ordinary tensors also in a caller's inference mode: a session may be used outside of it.
+    # Inference tensors would break a session that is used again outside the caller's inference mode.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as stack:
         context = DraftContext(adapted, [list(text) for text in prompts.texts], batch, rule, cuda_graphs)
         drafting = Drafting(method, context)
@@ -150,8 +152,8 @@ def generate(
     return Generation(prompts.extended(new, pad), tuple(map(len, new)), stats, run.session if keep_cache else None)
 
 
-def _alone(sampling: SamplingParams, loose: SamplingParams) -> SamplingParams:
-    """``sampling``, refused where loose numbers are given too: it would not be clear which count."""
+def _checked_sampling(sampling: SamplingParams, loose: SamplingParams) -> SamplingParams:
+    """Returns ``sampling``; refuses loose numbers beside it, which would be ignored."""
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"generate: sampling must be SamplingParams(...), got {type(sampling).__name__}")
     usual = SamplingParams()

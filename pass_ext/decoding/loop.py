@@ -2,7 +2,7 @@
 
     draft     candidates for each request's tree
     verify    one call of the model on all rows
-    accept    how far each tree is right, and the token that the target adds
+    accept    finds the longest right path of each tree, and the token that the target adds
     commit    keys and values of the accepted rows go into the caches
 
 The host reads the accepted tokens once per step: it extends the texts, ends some, and shapes the next trees by them.
@@ -40,11 +40,11 @@ class Run:
 
     Args:
         context: model, texts, sampling and rule.
-        drafting: what drafts.
-        max_new_tokens: of each text.
+        drafting: proposes the candidates.
+        max_new_tokens: the most new tokens of each text.
         ends: tokens that end a text.
         listener: streamer and stopping criteria.
-        processors: of logits.
+        processors: logits processors.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Run:
         self._packs = TreePacks(context.device)
 
     def open(self, session: Session | None, past: Past | None) -> None:
-        """Finds room for the texts, and takes in what is known of them."""
+        """Opens a session with room for the texts, and fills it with the keys and values of ``past``."""
         context, longest = self._context, max(self._limits)
         check_positions(context.target, longest, self._drafting.deepest_row)
         room = longest + self._drafting.max_depth
@@ -75,7 +75,7 @@ class Run:
         self._known = fill(self.session, past, self.texts)
 
     def all(self) -> None:
-        """Every step."""
+        """Runs steps until every text has ended."""
         batch = self._read_prompts()
         while any(batch.remaining):
             with profiled("draft"):
@@ -88,12 +88,14 @@ class Run:
             batch = self._extend(steps, logits, result)
 
     def _read_prompts(self) -> Batch:
-        """The prompts' calls, and the token that the target adds behind each prompt."""
+        """Calls the model on the prompts, and adds the target's first token to each."""
         steps = [self._drafting.first(text) for text in self.texts]
         logits, self.calls = read_prompts(self.session, self.texts, self._known, self._drafting.prompt_slots)
         if self._target_adds:
             return self._extend(steps, logits, self._accept(steps, logits))
-        self.session.prefix_lens.sub_(1)  # a prompt's last token is a row once more: the first level hangs below it
+        self.session.prefix_lens.sub_(
+            1
+        )  # the next step reads a prompt's last token again: it is the root of the first level
         remaining = [limit - len(text) for limit, text in zip(self._limits, self.texts, strict=True)]
         return self._batch(steps, logits, [0] * len(steps), remaining)
 
@@ -121,7 +123,7 @@ class Run:
         trees = _trees(steps)
         tokens = [token for step in steps if step for token in step.accept_tokens]
         draft_rows = [row for step in steps if step for row in step.accept_draft_rows]
-        # A rule that divides by the drafts' distribution would judge look-ahead rows, which have none.
+        # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
         if self._context.needs_draft_logits:
             nodes = [row for row, is_node in enumerate(_are_nodes(steps)) if is_node]
             trees = [step.candidates.tree if step else None for step in steps]
@@ -143,9 +145,9 @@ class Run:
         )
 
     def _rule_for(self, draft_logits: Tensor | None) -> str:
-        if self._sampling.is_greedy:  # every rule is greedy then, and this one takes any tree
+        if self._sampling.is_greedy:  # all rules agree on greedy texts, and this rule takes any tree
             return "coupled"
-        # Rules for independent draws need some: a step without any has fixed proposals at most, which "rejection" judges.
+        # Rules for independent draws need draft logits. A step without them has only fixed proposals: "rejection" judges those.
         return "rejection" if draft_logits is None and DECODING_RULES[self._rule].drafts == "with" else self._rule
 
     def _longest_branch(self, steps: Steps, logits: Tensor) -> AcceptResult:
@@ -160,7 +162,7 @@ class Run:
         )
 
     def _extend(self, steps: Steps, logits: Tensor, result: AcceptResult) -> Batch:
-        """Reads the result, extends the texts, and ends those that end."""
+        """Reads the result on the host, extends the texts, and ends those that are finished."""
         emitted, path, status = result.emitted.tolist(), result.path.tolist(), result.status.tolist()
         accepted = result.num_accepted.tolist()
         remaining, gained, counted, drafted = ([0] * len(steps) for _ in range(4))
@@ -174,7 +176,7 @@ class Run:
             new = new[: self._limits[b] - len(self.texts[b])]
             end = next((i for i, token in enumerate(new) if token in self._ends), None)
             new = new if end is None else new[: end + 1]
-            count, stopped = self._listener.heard(b, self.texts[b], new, accepted[b])
+            count, stopped = self._listener.feed(b, self.texts[b], new, accepted[b])
             self.texts[b] += new[:count]
             gained[b] = count
             tokens = step.candidates.tokens

@@ -1,8 +1,8 @@
-"""The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``. They are settings, without
-state of a generation; drafting/of_method.py says what drafts for each.
+"""The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``. They hold settings only;
+drafting/of_method.py makes the drafters of each.
 
-Every method gives the same text (rule "coupled" and greedy: to the token; other exact rules: in distribution); they differ in
-how many tokens a call of the model yields. docs/guide/pass.md and docs/guide/speculative.md explain them.
+Every method gives the same text (rule "coupled" and greedy: token for token; other exact rules: in distribution). They differ
+in the tokens per call of the model. docs/guide/pass.md and docs/guide/speculative.md explain them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pass_ext.modules.decision import DraftLevel
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree
 
-MAX_PLANNED_ROWS = 256  # rows of one request in one step; "auto" plans no more
+MAX_PLANNED_ROWS = 256  # rows of one request in one step, also for rows="auto"
 MAX_DRAFT_LEVELS = 32  # calls of a draft model per step
 
 
 @dataclass(frozen=True)
 class Plain:
-    """One token per call: the baseline, on the machinery of the others."""
+    """One token per call: the baseline, with the same loop and kernels as the other methods."""
 
 
 @dataclass(frozen=True)
 class NGram:
-    """Candidates are what followed earlier occurrences of the last tokens, in prompt and text; no training.
+    """Candidates are the tokens that followed earlier occurrences of the last tokens, in prompt and text; no training.
 
     Args:
-        longest, shortest: tokens of the text's end that are looked up, longest first.
-        tokens: of each candidate.
+        longest, shortest: how many of the text's last tokens are looked up, longest first.
+        tokens: tokens per candidate.
         branches: different candidates per step, latest first.
     """
 
@@ -61,14 +61,14 @@ class PaSS:
 
     Args:
         lookahead: the trained embeddings, ``LookaheadEmbedding.from_pretrained(...)`` or ``load(...)``.
-        passes: 1: a call verifies this step's candidates and looks ahead for the next. 2: as published, a call that looks
-            ahead, then one that verifies.
-        rows: the most rows of one call per request; "auto": the number that is fastest for this model on this machine, by
-            measuring its calls once (kept on disk), and fewer while the text is hard to foresee.
-        tree: instead of planning: a tree of candidates, child k of a node being the candidate of rank k; with look-ahead
-            groups of its own, or without, to have them planned.
+        passes: 1: one call verifies this step's candidates and computes the next ones. 2: as published, one call for the
+            candidates, then one that verifies them.
+        rows: the most rows of one call per request. "auto": the fastest number for this model on this machine; its calls are
+            measured once and the times kept on disk. Drafting pauses while it does not pay.
+        tree: instead of planning: a tree of candidates, in which child k of a node is the candidate of rank k. Look-ahead
+            groups are planned unless the tree has some.
         ngram: n-gram candidates join the tree.
-        slots: use the first so many look-ahead slots only.
+        slots: how many look-ahead slots are used, the first ones; None: all.
     """
 
     lookahead: LookaheadEmbedding
@@ -105,11 +105,11 @@ class Speculative:
     """A draft model writes a chain of tokens, which the model judges in one call.
 
     Args:
-        draft_model: what ``generate`` takes as a model, or an ``EarlyExitDraft``; of any dtype, on any device.
-        length: tokens of the chain; "auto": by the draft's hit rates and the measured times of both models' calls.
+        draft_model: a model as ``generate`` takes it, or an ``EarlyExitDraft``; of any dtype, on any device.
+        length: tokens of the chain; "auto": planned from the draft's hit rates and the measured times of both models' calls.
         hit_rates: for "auto": ``pass_ext.calibrate(...)``; default: the early-exit adapter's own, else a guess.
         ngram: n-gram candidates join the chain.
-        tokenizers: of target and draft, to be compared.
+        tokenizers: the target's and the draft's; refused if they disagree.
     """
 
     draft_model: Any
@@ -119,7 +119,7 @@ class Speculative:
     tokenizers: tuple[Any, Any] | None = None
 
     max_branches: ClassVar[int | None] = 1
-    """Candidates below one node of a planned tree; None: any number."""
+    """The most candidates below one node of a planned tree; None: any number."""
 
     def __post_init__(self) -> None:
         if self.length != "auto" and (
@@ -143,16 +143,16 @@ class MultiCandidate:
 
     Args:
         draft_model: as for ``Speculative``.
-        branching: children of each node, level by level; or a ``Tree`` numbered level by level, child k of a node being its
-            candidate of rank k; or "auto": by the draft's hit rates and the measured times of both models' calls.
-        replacement: candidates of one parent are drawn independently (rules "rejection_with_replacement" and "kseq"), not
-            without replacement (all others).
-        decision: asked after each level which requests go on: a ``DecisionModel``, or any callable that takes a
+        branching: children of each node, level by level; or a ``Tree`` numbered level by level, in which child k of a node is
+            its candidate of rank k; or "auto": planned from the draft's hit rates and the measured times of both models' calls.
+        replacement: True: candidates of one parent are drawn independently (rules "rejection_with_replacement" and "kseq").
+            False: without replacement (all other rules).
+        decision: selects after each level the requests that draft further: a ``DecisionModel``, or any callable that takes a
             ``DraftLevel``. None: all levels.
-        hit_rates: for "auto", as for ``Speculative``, of several ranks.
+        hit_rates: for "auto", as for ``Speculative``, with several ranks.
         lookahead: candidates of this ``PaSS`` join the tree, at every level that has them.
         ngram: n-gram candidates join the tree.
-        tokenizers: of target and draft, to be compared.
+        tokenizers: the target's and the draft's; refused if they disagree.
     """
 
     draft_model: Any
@@ -165,7 +165,7 @@ class MultiCandidate:
     tokenizers: tuple[Any, Any] | None = None
 
     max_branches: ClassVar[int | None] = None
-    """Candidates below one node of a planned tree; None: any number."""
+    """The most candidates below one node of a planned tree; None: any number."""
 
     def __post_init__(self) -> None:
         if isinstance(self.branching, str) and self.branching != "auto":
@@ -178,7 +178,7 @@ class MultiCandidate:
                 raise ValueError(f"MultiCandidate: 1 to {MAX_DRAFT_LEVELS} levels, got {tree.max_depth}")
             if len(tree) > MAX_PLANNED_ROWS:
                 raise ValueError(f"MultiCandidate: the tree must have at most {MAX_PLANNED_ROWS} rows, got {len(tree)}")
-            tree.slice(tree.max_depth - 1)  # refuses look-ahead slots, and nodes that are not numbered level by level
+            tree.slice(tree.max_depth - 1)  # raises for look-ahead slots and for nodes not numbered level by level
         if self.decision is not None and not callable(self.decision):
             raise TypeError(f"MultiCandidate: decision must be callable, got {type(self.decision).__name__}")
         if self.lookahead is not None and not isinstance(self.lookahead, PaSS):

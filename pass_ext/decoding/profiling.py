@@ -15,8 +15,8 @@ _NOTHING = nullcontext()
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """The range ``pass_ext::<name>``; nothing unless a torch profiler is active, or ``PASS_EXT_NVTX=1``, which adds an NVTX
-    range on CUDA."""
+    """The range ``pass_ext::<name>`` while a torch profiler is active or ``PASS_EXT_NVTX=1``, which adds an NVTX range on CUDA;
+    otherwise nothing."""
     nvtx = os.environ.get("PASS_EXT_NVTX") == "1"
     if not nvtx and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _NOTHING

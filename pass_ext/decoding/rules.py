@@ -1,4 +1,4 @@
-"""The accept rules that ``generate`` takes: those of the ops, and one that only a decoding loop can follow."""
+"""The accept rules that ``generate`` takes: those of the ops, and "longest_branch", which only a decoding loop can follow."""
 
 from pass_ext.ops.rules import ACCEPT_RULES, AcceptRule
 

@@ -19,13 +19,13 @@ Numbers = float | Sequence[float] | Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled, for ``generate(..., sampling=...)``. Each is one number for all requests, or one for each.
+    """How tokens are sampled, for ``generate(..., sampling=...)``. Each field is one number for all requests, or one for each.
 
     Args:
         temperature: 0 is greedy.
         top_k: 0 or None is off.
         top_p, min_p: None is off.
-        seeds: integers; None: fresh ones.
+        seeds: integers; None: fresh seeds.
     """
 
     temperature: Numbers = 0.0
@@ -82,7 +82,7 @@ class BatchSampling:
         return BatchSampling(**{name: None if v is None else v[requests] for name, v in self.keywords().items()})
 
     def repeated(self, times: int) -> BatchSampling:
-        """Each request's parameters so many times in a row."""
+        """Each request's parameters ``times`` times in a row."""
         return BatchSampling(
             **{
                 name: None if v is None else v.repeat_interleave(times, output_size=times * len(v))

@@ -23,21 +23,21 @@ class AcceptanceStats:
     acceptance_histogram: tuple[int, ...] = (0,)
     """Drafts by their number of accepted tokens: 0, 1, 2, ..."""
     num_draft_tokens: int = 0
-    """Drafted tokens that were verified: the nodes of the trees, roots and look-ahead slots not counted."""
+    """Drafted tokens that were verified: the nodes of the trees without roots and look-ahead slots."""
 
     @property
     def num_drafts(self) -> int:
-        """Steps, one for each request in it, that verified at least one drafted token."""
+        """Steps that verified at least one drafted token, counted once per request."""
         return sum(self.acceptance_histogram)
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Drafted tokens that were accepted; the token that the target adds is not one."""
+        """Drafted tokens that were accepted, without the token that the target adds."""
         return sum(count * steps for count, steps in enumerate(self.acceptance_histogram))
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per draft, the one that the target adds included."""
+        """Tokens per draft, including the token that the target adds."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     @property
@@ -52,7 +52,7 @@ class AcceptanceStats:
 
     @property
     def acceptance_rate_per_position(self) -> tuple[float, ...]:
-        """The same, out of all drafts."""
+        """``accepted_per_position`` divided by the number of drafts."""
         return tuple(count / max(1, self.num_drafts) for count in self.accepted_per_position)
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class AcceptanceStats:
 
 @dataclass(frozen=True)
 class GenerationStats(AcceptanceStats):
-    """One generation, or the sum of several: counts and seconds add up, rates are those of the sums."""
+    """Statistics of one generation, or of several added up: rates are computed from the sums."""
 
     model_calls: int = 0
     """Calls of the model, the prompt's included; a call serves all requests of a batch."""
@@ -81,7 +81,7 @@ class GenerationStats(AcceptanceStats):
 
     @classmethod
     def of(cls, acceptance: AcceptanceStats, *, model_calls: int, tokens: int, seconds: float) -> GenerationStats:
-        """Acceptance counts, with calls, tokens and seconds."""
+        """Acceptance counts together with calls, tokens and seconds."""
         return cls(acceptance.acceptance_histogram, acceptance.num_draft_tokens, model_calls, tokens, seconds)
 
     @property
@@ -130,7 +130,7 @@ class AcceptanceCounters:
 
     Args:
         max_accepted: the most tokens that one step can accept.
-        device: of the tensors that ``update`` takes.
+        device: the device of the tensors that ``update`` takes.
     """
 
     def __init__(self, max_accepted: int, device: torch.device | str | None = None) -> None:
@@ -144,9 +144,9 @@ class AcceptanceCounters:
         """Counts one step.
 
         Args:
-            num_accepted: ``[B]`` int32, as ``AcceptResult.num_accepted``; above ``max_accepted`` counts as that many.
+            num_accepted: ``[B]`` int32, as ``AcceptResult.num_accepted``; clamped to ``max_accepted``.
             num_drafted: ``[B]``, or one number for all: drafted tokens that the step verified. 0: not a draft.
-            active: ``[B]`` bool; None: all requests. The others, such as padded and finished ones, are not counted.
+            active: ``[B]`` bool, False for requests that do not count, such as padded and finished ones; None: all count.
         """
         if isinstance(num_drafted, int):
             num_drafted = torch.full_like(num_accepted, num_drafted)
@@ -157,12 +157,12 @@ class AcceptanceCounters:
         self._drafted.add_(num_drafted.sum())
 
     def reset(self) -> None:
-        """Back to zero, in place."""
+        """Sets all counts to zero, in place."""
         self._steps.zero_()
         self._drafted.zero_()
 
     def snapshot(self) -> AcceptanceStats:
-        """Reads the counts: the only call that waits for the device."""
+        """Reads the counts. Only this call synchronises with the device."""
         *steps, drafted = torch.cat([self._steps, self._drafted.unsqueeze(0)]).tolist()
         return AcceptanceStats(tuple(steps), drafted)
 

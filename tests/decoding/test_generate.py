@@ -1,4 +1,4 @@
-"""generate: every method writes what the model alone would write, whatever the batch, the padding and the drafts."""
+"""generate: every method writes the text of the model alone, whatever the batch, the padding and the drafts."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from pass_ext import NGram, PaSS, Plain, Tree, generate
     "architecture", [pytest.param(name, marks=pytest.mark.slow if name in JUDGED else ()) for name in ARCHITECTURES]
 )
 def test_greedy_is_that_of_transformers(architecture, monkeypatch):
-    """Of each architecture 40 ragged prompts by every method; three per cent of ends by a token."""
+    """40 ragged prompts by every method, for each architecture; about three in a hundred tokens end a text."""
     model = small_model(architecture)
     ids, mask = ragged_prompts(40)
     want = greedy_of_transformers(model, ids, mask, 24, eos_token_id=[5, 6, 7])
@@ -34,27 +34,28 @@ def test_greedy_is_that_of_transformers(architecture, monkeypatch):
         assert sum(got.stats.acceptance_histogram[2:]) > 0, name
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return small_model("llama")
-
-
 def test_a_seed_gives_one_text_whatever_the_method_and_the_batch(llama, monkeypatch):
     ids, mask = ragged_prompts(12)
-    law = dict(temperature=torch.linspace(0, 1.1, 12), top_k=[0, 20] * 6, top_p=0.95)
+    sampling = dict(temperature=torch.linspace(0, 1.1, 12), top_k=[0, 20] * 6, top_p=0.95)
     seeds = torch.arange(100, 112)
-    want = generate(llama, ids, Plain(), max_new_tokens=20, attention_mask=mask, seeds=seeds, eos_token_id=[], **law)
+    want = generate(
+        llama, ids, Plain(), max_new_tokens=20, attention_mask=mask, seeds=seeds, eos_token_id=[], **sampling
+    )
     assert len(set(map(tuple, want.sequences[:, -20:].tolist()))) == 12
     for name, method in methods_for(llama).items():
-        got = generate(llama, ids, method, max_new_tokens=20, attention_mask=mask, seeds=seeds, eos_token_id=[], **law)
+        got = generate(
+            llama, ids, method, max_new_tokens=20, attention_mask=mask, seeds=seeds, eos_token_id=[], **sampling
+        )
         assert torch.equal(got.sequences, want.sequences), name
     Prophet(monkeypatch, unpadded(want.sequences, mask))
     for name in ("one pass", "two passes"):
         method = methods_for(llama)[name]
-        got = generate(llama, ids, method, max_new_tokens=20, attention_mask=mask, seeds=seeds, eos_token_id=[], **law)
+        got = generate(
+            llama, ids, method, max_new_tokens=20, attention_mask=mask, seeds=seeds, eos_token_id=[], **sampling
+        )
         assert torch.equal(got.sequences, want.sequences) and got.stats.mean_acceptance_length > 1.8, name
     monkeypatch.undo()
-    alone = dict(temperature=law["temperature"][7:8], top_k=[20], top_p=0.95, seeds=[107], eos_token_id=[])
+    alone = dict(temperature=sampling["temperature"][7:8], top_k=[20], top_p=0.95, seeds=[107], eos_token_id=[])
     got = generate(
         llama, ids[7:8], methods_for(llama)["one pass"], max_new_tokens=20, attention_mask=mask[7:8], **alone
     )
@@ -73,24 +74,26 @@ def test_fresh_seeds_come_from_the_generator(llama):
     assert torch.equal(text(1), text(1)) and not torch.equal(text(1), text(2))
 
 
-LAWS = [
+SAMPLED = [
     ("coupled", "transition"), ("rejection", "two passes"), ("rejection", "ngram"), ("rejection", "transition"),
     ("traversal", "one pass"), ("kseq", "one pass"), ("rejection_with_replacement", "two passes"), ("block", "chain"),
 ]  # fmt: skip
-# That "coupled" writes the very text is shown above.
-MORE_LAWS = [("coupled", "one pass"), ("coupled", "two passes"), ("coupled", "ngram"), ("rejection", "one pass")]
+# Rule "coupled" writes exactly the text of plain decoding: the tests above.
+MORE_SAMPLED = [("coupled", "one pass"), ("coupled", "two passes"), ("coupled", "ngram"), ("rejection", "one pass")]
 
 
-@pytest.mark.parametrize("rule,name", [*LAWS, *(pytest.param(*law, marks=pytest.mark.slow) for law in MORE_LAWS)])
+@pytest.mark.parametrize(
+    "rule,name", [*SAMPLED, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_SAMPLED)]
+)
 def test_sampled_text_has_the_models_law(rule, name):
-    """All texts of three tokens over six, their probabilities from the model itself, and 3,000 texts: chi square."""
+    """Chi square of 3,000 texts of three tokens over six, against their probabilities by the model itself."""
     vocabulary, prompt, requests, new_tokens = 6, [3, 1, 4, 1], 3000, 3
     model = small_model("llama", vocab_size=vocabulary, sharpness=4.0)
     texts = torch.cartesian_prod(*[torch.arange(vocabulary)] * new_tokens)
     whole = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], 1)
     logits = model(whole[:, :-1]).logits[:, len(prompt) - 1 :].double() / 0.9
-    law = logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp()
-    assert abs(law.sum() - 1) < 1e-6 and (law * requests > 5).sum() > 25
+    distribution = logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp()
+    assert abs(distribution.sum() - 1) < 1e-6 and (distribution * requests > 5).sum() > 25
     rich = name == "transition"
     lookahead = pass_ext.LookaheadEmbedding(2, 64, rank=4 * rich, deep_layers=2 * rich, vocabulary=vocabulary)
     if rich:
@@ -109,10 +112,10 @@ def test_sampled_text_has_the_models_law(rule, name):
         model, ids, method, max_new_tokens=new_tokens, temperature=0.9, seeds=seeds, rule=rule, eos_token_id=[]
     )
     places = torch.tensor([vocabulary**2, vocabulary, 1])
-    counts = torch.bincount((got.sequences[:, -new_tokens:] * places).sum(1), minlength=len(law)).double()
+    counts = torch.bincount((got.sequences[:, -new_tokens:] * places).sum(1), minlength=len(distribution)).double()
     assert got.stats.num_accepted_tokens > requests / 10, "drafts take part"
-    often = law * requests >= 5
-    expected = torch.cat([law[often], law[~often].sum()[None]]) * requests
+    often = distribution * requests >= 5
+    expected = torch.cat([distribution[often], distribution[~often].sum()[None]]) * requests
     counts = torch.cat([counts[often], counts[~often].sum()[None]])
     chi_square, freedom = ((counts - expected) ** 2 / expected).sum(), len(expected) - 1
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (float(chi_square), freedom)
@@ -133,7 +136,7 @@ def test_padding_on_any_side(llama, side):
             assert torch.equal(row, generate(llama, only[None], max_new_tokens=7, eos_token_id=[]).sequences[0])
         return
     before = {"left": 9 - lengths, "right": 0 * lengths, "both": (9 - lengths) // 2}[side]
-    moved = torch.full_like(ids, VOCABULARY - 1)  # what stands in the padding does not matter
+    moved = torch.full_like(ids, VOCABULARY - 1)  # the ids in the padding do not matter
     seen = torch.zeros_like(mask)
     for b, (start, length) in enumerate(zip(before.tolist(), lengths.tolist(), strict=True)):
         moved[b, start : start + length] = ids[b, 9 - length :]
@@ -144,7 +147,7 @@ def test_padding_on_any_side(llama, side):
 
 
 def test_prompts_longer_than_a_call(llama):
-    """1,024 rows a call at most: 2,000, 1,024, 1,000 and 3 tokens in two calls."""
+    """A call has at most 1,024 rows: prompts of 2,000, 1,024, 1,000 and 3 tokens take two calls."""
     longest = 1500
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCABULARY, (4, longest), generator=generator)
@@ -170,8 +173,8 @@ def test_an_end_inside_an_accepted_block(llama, monkeypatch):
             assert got.sequences[b, 24:].tolist() == row[:length] + [0] * (max(got.lengths) - length)
 
 
-def test_ngrams_are_no_longer_than_what_is_left_to_write():
-    """A model that repeats itself: every n-gram is right, and the last step's ends one token before the text does."""
+def test_ngrams_are_no_longer_than_the_rest_of_the_text():
+    """A model that repeats itself: every n-gram is right, and the last step's n-gram ends one token before the text."""
     rows = []
 
     class Repeating:
@@ -204,7 +207,7 @@ def test_logits_processors_see_each_nodes_own_path(llama, monkeypatch):
     ids, mask = ragged_prompts(5, longest=6)
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2)])
     want = []
-    for row, own in zip(ids, mask, strict=True):  # one by one: penalties see padding too
+    for row, own in zip(ids, mask, strict=True):  # one by one: penalties read padding too
         prompt = row[own.bool()][None]
         options = dict(repetition_penalty=1.3, no_repeat_ngram_size=2, eos_token_id=None)
         want.append(
@@ -233,7 +236,7 @@ def test_stopping_criteria_are_asked_after_every_token(llama, monkeypatch):
     assert torch.equal(got.sequences, endless[:, : 24 + 7]) and asked == list(range(25, 24 + 8))
 
 
-def test_streamers_hear_every_token_once(llama, monkeypatch):
+def test_streamers_get_every_token_once(llama, monkeypatch):
     ids, _ = ragged_prompts(1)
     endless = generate(llama, ids, max_new_tokens=16, eos_token_id=[]).sequences
     Prophet(monkeypatch, endless.tolist())
@@ -275,7 +278,7 @@ def test_the_model_is_as_it_was(llama, monkeypatch, tmp_path):
 
     parts = own_parts()
     llama.train()
-    monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))  # rows "auto": its measurement attaches inside of a generation
+    monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))  # rows "auto": measuring attaches inside a generation
     for method in (Plain(), PaSS(slots_for(llama, deep_layers=2))):
         generate(llama, ids, method, max_new_tokens=2, attention_mask=mask)
         assert llama.config._attn_implementation == before and llama.training
@@ -328,7 +331,7 @@ def test_refusals(llama):
         (dict(method="fast"), "method must be Plain"),
         (dict(method=PaSS(lookahead, ngram=NGram()), rule="rejection", temperature=1.0), "n-gram and look-ahead"),
         (dict(method=PaSS(lookahead, tree=Tree.from_branching((2,))), rule="block", temperature=1.0), "got 2 branches"),
-        (dict(method=PaSS(pass_ext.LookaheadEmbedding(2, 32))), "belong to another model"),
+        (dict(method=PaSS(pass_ext.LookaheadEmbedding(2, 32))), "belongs to another model"),
         (dict(streamer=object()), "a streamer takes one request"),
     ]  # fmt: skip
     for changes, message in wrong:
@@ -359,7 +362,7 @@ def test_refusals(llama):
 
 
 def test_slots_that_shift_layers_must_fit():
-    opt = small_model("opt")  # embeds tokens in half of its width
+    opt = small_model("opt")  # its embeddings are half as wide as its layers
     method = PaSS(slots_for(opt, deep_layers=2), rows=12)
     with pytest.raises(ValueError, match="the slots' vectors per layer must be 64 wide in opt, got 32"):
         generate(opt, torch.tensor([[5, 6]]), method, max_new_tokens=2)

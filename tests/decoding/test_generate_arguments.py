@@ -1,4 +1,4 @@
-"""The arguments of ``generate``: checked alike in greedy and in sampled generations."""
+"""The arguments of ``generate`` are checked alike in greedy and in sampled generations."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ IDS = torch.tensor([[5, 6, 7]])
     ],
     ids=str,
 )
-def test_what_is_refused(temperature, argument, message):
+def test_invalid_arguments_are_refused(temperature, argument, message):
     with pytest.raises((ValueError, TypeError), match=message):
         generate(Decoder(), IDS, max_new_tokens=1, temperature=temperature, **argument)
 

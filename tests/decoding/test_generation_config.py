@@ -1,21 +1,21 @@
-"""generate and a model's generation_config: every processor that acts on a greedy text of transformers acts on ours."""
+"""generate and a model's generation_config: every processor that changes greedy texts in transformers does so here."""
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import BUSHY, Prophet, slots_for, unpadded
+from support.generation import Prophet, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 from transformers import GenerationConfig, WatermarkingConfig
 
-from pass_ext import MultiCandidate, NGram, PaSS, Plain, Speculative, custom_generate, generate
+from pass_ext import MultiCandidate, NGram, Plain, Speculative, custom_generate, generate
 
 COLUMNS, NEW = 9, 12
 ENDS = {"eos_token_id": [5, 6], "pad_token_id": 0}
 MANY_ENDS = list(range(5, 45))
 
-# What the config asks for -> a processor of transformers each, or several in its order.
+# Options of the config; each makes one processor of transformers, the last one several in transformers' order.
 ASKED = {
     "repetition_penalty": {"repetition_penalty": 1.7},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.6},
@@ -31,16 +31,6 @@ ASKED = {
     "sequence_bias": {"sequence_bias": [[[17], 4.0], [[40], -3.0], [[17, 18], 5.0]]},
     "several": {"repetition_penalty": 1.5, "suppress_tokens": list(range(7, 30)), "min_new_tokens": 5},
 }
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return small_model("llama")
-
-
-@pytest.fixture(scope="module")
-def foreseen(llama):
-    return PaSS(slots_for(llama), tree=BUSHY, rows=24)
 
 
 @pytest.fixture
@@ -61,7 +51,7 @@ def of_transformers(model, ids, mask):
 
 @pytest.mark.parametrize("name", ASKED)
 def test_greedy_is_that_of_transformers(llama, foreseen, asking, name, monkeypatch):
-    """A ragged batch: transformers' processors see its padding too."""
+    """A ragged batch: transformers' processors read its padding too."""
     ids, mask = ragged_prompts(5, longest=COLUMNS, seed=3)
     asking(**{key: value for key, value in ASKED[name].items() if key == "eos_token_id"})
     without = of_transformers(llama, ids, mask)
@@ -142,7 +132,7 @@ def test_another_generation_config_takes_the_place_of_the_models(llama, asking):
 
 
 def test_sampling_belongs_to_the_arguments(llama, asking):
-    """Greedy is the default, whatever the config says of sampling; so are beams, and lengths."""
+    """The config's sampling, beams and lengths are not read: greedy is the default."""
     ids, mask = ragged_prompts(3, longest=COLUMNS)
     asking()
     want = of_transformers(llama, ids, mask)
@@ -151,7 +141,7 @@ def test_sampling_belongs_to_the_arguments(llama, asking):
 
 
 def test_a_seed_gives_one_text_for_each_method(llama, foreseen, asking, monkeypatch):
-    """Penalties before the law of the sampled token, whatever drafts."""
+    """Penalties act before sampling, whatever drafts."""
     asking(repetition_penalty=1.7, suppress_tokens=list(range(7, 30)))
     ids, mask = ragged_prompts(4, longest=COLUMNS)
     options = dict(max_new_tokens=NEW, attention_mask=mask, temperature=0.9, top_k=20, seeds=7)
@@ -181,7 +171,7 @@ def test_a_seed_gives_one_text_for_each_method(llama, foreseen, asking, monkeypa
     ],
     ids=["guidance", "watermark"],
 )
-def test_what_is_not_done_is_refused(llama, asking, asked, message):
+def test_unimplemented_options_are_refused(llama, asking, asked, message):
     asking(**asked)
     with pytest.raises(ValueError, match=f"generation_config: {message}"):
         generate(llama, torch.tensor([[5, 6]]), max_new_tokens=2)

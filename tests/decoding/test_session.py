@@ -1,4 +1,4 @@
-"""Sessions between generations: what a text leaves behind, and what a generation may start from."""
+"""Sessions between generations: the caches that a generation leaves behind, and those that one may start from."""
 
 import pytest
 import torch
@@ -14,17 +14,12 @@ IDS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 5]])
 
 
 @pytest.fixture(scope="module")
-def llama():
-    return small_model("llama")
-
-
-@pytest.fixture(scope="module")
 def whole(llama):
     return generate(llama, IDS, max_new_tokens=12, eos_token_id=[]).sequences
 
 
 def test_a_session_holds_all_but_the_last_token(llama, whole, monkeypatch):
-    """Texts that end inside of an accepted block too: they end by a criterion, at 11 and at 9 tokens."""
+    """Texts that end inside an accepted block: a criterion ends them at 11 and at 9 tokens."""
     from pass_ext.decoding.drafting.from_ngrams import NGramIndex
 
     texts = iter(whole.tolist() * 99)
@@ -70,16 +65,16 @@ def test_a_past_that_does_not_fit(llama, past, message):
 
 
 def test_a_past_goes_into_the_caches_that_are_there(llama, whole):
-    """Recorded calls read those."""
+    """Recorded calls read the caches where they are."""
     options = dict(max_new_tokens=12, eos_token_id=[])
     session = generate(llama, IDS, keep_cache=True, **options).session
-    addresses = [cache.data_ptr() for both in session.caches for cache in both]
-    past = [tuple(x[:, :3].clone() for x in both) for both in session.caches]
+    addresses = [cache.data_ptr() for layer in session.caches for cache in layer]
+    past = [tuple(x[:, :3].clone() for x in layer) for layer in session.caches]
     for keys, values in session.caches:
         keys.zero_(), values.zero_()
     got = generate(llama, IDS, session=session, past=(past, 3), keep_cache=True, **options)
     assert torch.equal(got.sequences, whole)
-    assert [cache.data_ptr() for both in got.session.caches for cache in both] == addresses
+    assert [cache.data_ptr() for layer in got.session.caches for cache in layer] == addresses
     with pytest.raises(ValueError, match="past must be of each layer, 2, got 3"):
         generate(llama, IDS, session=session, past=(keys_and_values(layers=3), 3), **options)
     with pytest.raises(ValueError, match=r"layer 0: .* \[2, 64\] .* given now torch.float32 \[1, 64\]"):
@@ -97,7 +92,7 @@ def test_a_session_does_not_write_into_the_embeddings_it_began_with(llama):
 
 
 def test_inference_mode_and_sessions(whole):
-    """A model, slots and a session that were made in inference mode, used in it and outside."""
+    """A model, slots and a session made in inference mode are used in it and outside."""
     options = dict(max_new_tokens=12, eos_token_id=[])
     with torch.inference_mode():
         model = small_model("llama")
@@ -106,7 +101,7 @@ def test_inference_mode_and_sessions(whole):
     outside = generate(model, IDS, method, session=inside.session, keep_cache=True, **options)
     with torch.inference_mode():
         again = generate(model, IDS, method, session=outside.session, **options)
-        past = [tuple(x[:, :3].clone() for x in both) for both in inside.session.caches]
+        past = [tuple(x[:, :3].clone() for x in layer) for layer in inside.session.caches]
     after = generate(model, IDS, method, session=inside.session, past=(past, 3), **options)
     for got in (inside, outside, again, after):
         assert torch.equal(got.sequences, whole)

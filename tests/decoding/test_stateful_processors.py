@@ -1,25 +1,25 @@
-"""Logits processors that follow one text, call by call: refused by name where candidates would disturb them; their errors are
-explained where nobody knew them."""
+"""Logits processors that follow one text, call by call: known ones are refused by name where candidates would disturb them, and
+errors of unknown ones are explained."""
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from support.small_models import VOCABULARY, small_model
+from support.small_models import VOCABULARY
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkLogitsProcessor
 
 from pass_ext import NGram, Plain, custom_generate, generate
 
-# Every token has been followed by another of its own parity, which n-grams draft and the grammar below forbids.
+# Every token has been followed by a token of its own parity: n-grams draft such tokens, and the grammar below forbids them.
 IDS = torch.cat([torch.arange(3, VOCABULARY, 2), torch.arange(4, VOCABULARY, 2)])[None]
 NEW = 8
 DRAFTS = NGram(shortest=1)
 
 
 class Follower(LogitsProcessor):
-    """As xgrammar.contrib.hf.LogitsProcessor: a matcher per row, which takes the last token of each call. Its grammar: tokens
-    alternate between odd and even."""
+    """A processor like xgrammar.contrib.hf.LogitsProcessor: a matcher per row takes the last token of each call. In its grammar
+    odd and even tokens alternate."""
 
     def __init__(self):
         self.rows, self.written = None, []
@@ -29,7 +29,7 @@ class Follower(LogitsProcessor):
             self.rows = len(ids)
         else:
             if len(ids) != self.rows or (self.written and int(ids[0, -1]) % 2 == self.written[-1] % 2):
-                raise AssertionError  # without a word
+                raise AssertionError  # an error without a message
             self.written.append(int(ids[0, -1]))
         even = len(self.written) % 2 == 0
         return scores.masked_fill(torch.arange(scores.shape[1]) % 2 == even, -torch.inf)
@@ -37,11 +37,6 @@ class Follower(LogitsProcessor):
 
 Grammar = type("LogitsProcessor", (Follower,), {"__module__": "xgrammar.contrib.hf"})
 Own = type("Own", (Grammar,), {"__module__": "somewhere"})
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return small_model("llama")
 
 
 @pytest.fixture

@@ -46,11 +46,11 @@ def test_counts_as_a_loop_does(seed):
 def test_one_number_drafted_for_all_and_all_active():
     counters = AcceptanceCounters(3)
     counters.update(torch.tensor([0, 2, 3], dtype=torch.int32), 5)
-    counters.update(torch.tensor([0, 0, 0], dtype=torch.int32), 0)  # plain steps are no drafts
+    counters.update(torch.tensor([0, 0, 0], dtype=torch.int32), 0)  # plain steps do not count as drafts
     assert counters.snapshot() == AcceptanceStats((1, 0, 1, 1), 15)
 
 
-def test_what_must_not_be_counted_may_hold_anything():
+def test_uncounted_requests_may_hold_anything():
     counters = AcceptanceCounters(2)
     counters.update(torch.tensor([1, -5, 99], dtype=torch.int32), 4, torch.tensor([True, False, False]))
     counters.update(torch.tensor([99], dtype=torch.int32), 4)
@@ -82,7 +82,7 @@ def test_in_a_cuda_graph(cuda):
 
 
 def plain_decoder():
-    """Its logits are all equal, so that its text is zeros for ever."""
+    """A model whose logits are all equal: its text is all zeros."""
 
     class Decoder:
         embedding = torch.zeros(9, 64)
@@ -103,8 +103,8 @@ def plain_decoder():
     ],
     ids=["limit", "end", "stop"],
 )
-def test_what_lies_behind_the_end_of_a_text_is_not_counted(end, counts):
-    """The first call adds a token of the target's own; the next accepts what it is given, no more than can be of use."""
+def test_tokens_behind_the_end_of_a_text_are_not_counted(end, counts):
+    """The first call adds a token of the target's own; the next accepts at most as many drafts as the text has room for."""
     options = {"max_new_tokens": 5, "eos_token_id": [], **end}
     stats = generate(plain_decoder(), torch.tensor([[3, 0, 0, 0, 0, 0, 0, 0]]), NGram(tokens=8), **options).stats
     assert (stats.tokens, stats.num_accepted_tokens, stats.num_draft_tokens) == counts

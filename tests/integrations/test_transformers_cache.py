@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 transformers = pytest.importorskip("transformers")
 
-from support.small_models import prompts, small_model  # noqa: E402
+from support.small_models import SIZES, prompts, small_model  # noqa: E402
 
 from pass_ext.integrations.transformers import cache_length, custom_generate, read_cache, write_cache  # noqa: E402
 
@@ -87,7 +87,7 @@ def test_content_that_does_not_fit_is_refused():
         write_cache(cache, 0, torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 4, 16))
 
 
-SIZES = {
+HEADS = {
     # The layers of one model have different heads.
     "gemma4_text": dict(
         head_dim=16,
@@ -114,7 +114,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize("architecture", HEADS)
 def test_custom_generate_hands_back_heads_of_their_own_sizes(architecture):
     """transformers continues from a cache of pass_ext, and pass_ext from a cache of transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -122,8 +122,7 @@ def test_custom_generate_hands_back_heads_of_their_own_sizes(architecture):
     if architecture not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {architecture}")
     torch.manual_seed(0)
-    shape = dict(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
-    config = AutoConfig.for_model(architecture, **shape, **SIZES[architecture])
+    config = AutoConfig.for_model(architecture, **SIZES, **HEADS[architecture])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     ids, mask = prompts(2, 9, padding=(0, 3))
     options = dict(do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True)

@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from support.generation import BUSHY, Prophet, slots_for, unpadded  # noqa: E402
+from support.generation import BUSHY, Prophet, unpadded  # noqa: E402
 from support.small_models import VOCABULARY, Tokens, ragged_prompts, small_model  # noqa: E402
 from transformers import (  # noqa: E402
     DynamicCache,
@@ -22,17 +22,6 @@ from pass_ext import NGram, PaSS, custom_generate  # noqa: E402
 
 AT_LEAST_5 = int(transformers.__version__.split(".")[0]) >= 5
 NEW = 20
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return small_model("llama")
-
-
-@pytest.fixture(scope="module")
-def foreseen(llama):
-    """PaSS whose candidates come true often, once a Prophet knows the future."""
-    return PaSS(slots_for(llama), tree=BUSHY, rows=24)
 
 
 class EvenAfterOdd(LogitsProcessor):

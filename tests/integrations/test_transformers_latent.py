@@ -5,9 +5,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from support.small_models import SIZES, prompts  # noqa: E402
+
 import pass_ext  # noqa: E402
 
-IDS = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(0))
+IDS = prompts(2, 8)[0]
 
 
 @pytest.fixture(scope="module")
@@ -15,12 +17,8 @@ def deepseek():
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         "deepseek_v3",
-        vocab_size=97,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SIZES,
         num_key_value_heads=4,
-        intermediate_size=96,
         moe_intermediate_size=32,
         first_k_dense_replace=1,
         n_routed_experts=4,

@@ -59,13 +59,9 @@ def folder(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(autouse=True)
-def small_and_alone(tmp_path, monkeypatch):
+def small_and_alone(tmp_path, monkeypatch, one_thread):
     monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "150")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is tiny
-    yield
-    torch.set_num_threads(threads)
 
 
 def demo(folder, *options):

@@ -26,14 +26,6 @@ def tree_decoding():
     return module
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(script, device):
     command = [sys.executable, "-m", f"examples.{script.stem}", "--device", device, "--new-tokens", "40"]
     # One thread: with a model so small, more threads slow each other down.

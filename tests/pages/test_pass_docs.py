@@ -12,8 +12,9 @@ import pass_ext
 
 pytest.importorskip("transformers")
 
+from support.generation import replace_shipped_slots
 from support.paths import ROOT
-from support.small_models import VOCABULARY, Tokens, small_model
+from support.small_models import Tokens, prompts, small_model
 
 PAGE, README = ROOT / "docs/guide/pass.md", ROOT / "README.md"
 
@@ -23,20 +24,14 @@ pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs"
 @pytest.fixture
 def names(monkeypatch, tmp_path):
     """A model, a prompt, and slots that fit it in place of the shipped ones."""
-    model = small_model("llama")
-    asked = []
-
-    def from_pretrained(name):
-        asked.append(name)
-        return pass_ext.LookaheadEmbedding.from_table(3, model.get_input_embeddings().weight)
-
-    monkeypatch.setattr(pass_ext.LookaheadEmbedding, "from_pretrained", from_pretrained)
     monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))
-    input_ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    model = small_model("llama")
+    asked = replace_shipped_slots(monkeypatch, model)
+    input_ids, mask = prompts(1, 9)
     yield dict(
         model=model,
         input_ids=input_ids,
-        inputs=dict(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)),
+        inputs=dict(input_ids=input_ids, attention_mask=mask),
         tokenizer=Tokens(),
     )
     assert asked == ["smollm2-135m-instruct"]

@@ -15,9 +15,9 @@ import pass_ext
 
 pytest.importorskip("transformers")
 
-from support.generation import disturbed
+from support.generation import disturbed, replace_shipped_slots
 from support.paths import ROOT
-from support.small_models import VOCABULARY, small_model
+from support.small_models import prompts, small_model
 
 PAGE, README = ROOT / "docs/guide/speculative.md", ROOT / "README.md"
 
@@ -25,20 +25,12 @@ pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs"
 
 
 @pytest.fixture
-def names(monkeypatch, tmp_path):
+def names(monkeypatch, tmp_path, one_thread):
     """A target, a draft, a prompt, and slots that fit in place of the shipped ones."""
     monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))
     model = small_model("llama")
-    monkeypatch.setattr(
-        pass_ext.LookaheadEmbedding,
-        "from_pretrained",
-        lambda name: pass_ext.LookaheadEmbedding.from_table(3, model.get_input_embeddings().weight),
-    )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    input_ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
-    yield dict(model=model, draft_model=disturbed(model, 0.06), input_ids=input_ids)
-    torch.set_num_threads(threads)
+    replace_shipped_slots(monkeypatch, model)
+    return dict(model=model, draft_model=disturbed(model, 0.06), input_ids=prompts(1, 9)[0])
 
 
 def test_the_blocks_of_the_page_run(names, capsys, monkeypatch):

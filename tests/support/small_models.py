@@ -4,17 +4,14 @@ import torch
 
 VOCABULARY = 97
 
-_SHAPE = dict(
+SIZES = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
     num_hidden_layers=2,
     num_attention_heads=4,
     intermediate_size=96,
-    max_position_embeddings=2048,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
 )
+_SHAPE = dict(SIZES, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 _GROUPED = dict(_SHAPE, num_key_value_heads=2)
 _OPT = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
 # Its softcap is low and its scores are wide, so that the cap changes results.

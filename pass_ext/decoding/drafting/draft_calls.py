@@ -1,10 +1,10 @@
-"""``DraftCalls``: the calls of a draft model, and its caches, which follow the texts.
+"""``DraftCalls``: calls a draft model, and keeps its caches in step with the texts.
 
     a level's call     the first levels of each request's tree, behind the text that the draft has read
-    after a step       the rows that have become text are committed to the draft's caches
+    after a step       commits the rows that have become text to the draft's caches
 
-Tokens that the draft has not read yet (another drafter's, the target's) are read by its next call, as a chain above the root;
-long pieces, such as a prompt, have calls of their own. An early-exit draft reads the target's caches and keeps nothing.
+The next call reads tokens that are new to the draft (another drafter's, the target's) as a chain above the root. Long pieces,
+such as a prompt, have their own calls. An early-exit draft reads the target's caches and has none.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.uploads import uploaded
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
-_MAX_LAG = 8  # tokens of a text that every level's call reads above the root; more are read once, in calls of their own
-_MAX_PIECE = 256  # tokens of a text in each of those
+_MAX_LAG = (
+    8  # the most unread tokens that every level's call reads above the root; more are read once, in separate calls
+)
+_MAX_PIECE = 256  # tokens of a text in each separate call
 
 
 @dataclass
 class _LastCall:
     trees: list[Tree | None]
-    """Without the chains above their roots."""
+    """The trees without the chains above their roots."""
     lags: list[int]
     packed: PackedTrees
     lengths: list[int]
-    """Of the texts at that time."""
+    """The texts' lengths at the time of the call."""
     tokens: list[list[int]]
 
 
@@ -47,10 +49,10 @@ class DraftCalls:
     Args:
         draft: the draft model.
         session: the target's.
-        max_depth: of the trees.
-        vocabulary: tokens of the target.
+        max_depth: the most levels of the trees.
+        vocabulary: the number of the target's tokens.
         texts: the requests' tokens, which grow with every step.
-        graphs: calls whose shape comes again are CUDA graphs.
+        graphs: calls of a repeated shape are CUDA graphs.
         keep_hidden: ``level`` also returns the rows that go into the draft's output layer.
     """
 
@@ -69,7 +71,7 @@ class DraftCalls:
         self._vocabulary, self._device = vocabulary, session.device
         self._keep_hidden = keep_hidden
         self._shares = draft.shared_model is unwrapped(session.model.model)
-        self._graphs = graphs and not self._shares  # an early exit's calls read caches that are another session's
+        self._graphs = graphs and not self._shares  # an early exit's calls read another session's caches
         if self._shares:
             self._session = session.first_layers(draft, draft.shares_layers)
         else:
@@ -85,7 +87,7 @@ class DraftCalls:
 
         Args:
             tree: the levels drafted so far.
-            requests: their numbers; those that were in the last call and are not here draft no further.
+            requests: the numbers of those that draft on; the others in the last call are finished.
             tokens: ``[B, n]``, each node's token.
             parents: the nodes of the deepest level that have children.
 
@@ -117,14 +119,14 @@ class DraftCalls:
         self._last = _LastCall(trees, lags, packed, list(map(len, self._texts)), [])
         with ExitStack() as stack:
             hidden_rows = stack.enter_context(kept_hidden(self._draft)) if self._keep_hidden else None
-            # Recorded calls give all rows, until the next one.
+            # Recorded calls compute the logits of all rows; the next call overwrites them.
             call = self._session.call
             logits = call(packed, ids)[rows] if self._graphs else call(packed, ids, rows)
         hidden = None if hidden_rows is None else hidden_rows.rows.to(self._device)
         return in_vocabulary(logits, self._vocabulary, self._device), hidden
 
     def set_tokens(self, tokens: list[list[int]]) -> None:
-        """The tokens of the last call's nodes, the root's first, once the host has read them."""
+        """Stores the tokens of the last call's nodes, the root's first, once the host has read them."""
         if self._last is not None:
             self._last.tokens = tokens
 
@@ -147,7 +149,7 @@ class DraftCalls:
         self._commit(last.packed, paths)
 
     def read_text(self, requests: Sequence[int]) -> None:
-        """Reads long pieces of text that the draft has not seen, all but their ends."""
+        """Reads long pieces of unread text, all but the last tokens of each."""
         while not self._shares:
             missing = {b: len(self._texts[b]) - 1 - self._held[b] for b in requests}
             pieces = {b: min(count, _MAX_PIECE) for b, count in missing.items() if count > _MAX_LAG}
@@ -156,12 +158,12 @@ class DraftCalls:
             trees = [Tree.chain(pieces[b] - 1) if b in pieces else None for b in range(len(self._texts))]
             ids = [token for b in sorted(pieces) for token in self._texts[b][self._held[b] : self._held[b] + pieces[b]]]
             packed = pack_trees(trees, self._session.device)
-            first = torch.zeros(1, dtype=torch.int64, device=self._session.device)  # some row: no logits are needed
+            first = torch.zeros(1, dtype=torch.int64, device=self._session.device)  # any row: the logits are not used
             self._session.call(packed, self._known_to_draft(uploaded(ids, self._session.device)), first)
             self._commit(packed, [list(range(pieces.get(b, 0))) for b in range(len(self._texts))])
 
     def _release(self, going_on: Sequence[int]) -> None:
-        """Requests that draft no further are left out from here on: the text that they have read is committed first."""
+        """Commits the text that finished requests have read, because later calls leave them out."""
         last = self._last
         stopped = (
             set() if last is None else {b for b, tree in enumerate(last.trees) if tree is not None} - set(going_on)
@@ -174,16 +176,16 @@ class DraftCalls:
         self._commit(last.packed, paths)
 
     def _known_to_draft(self, ids: Tensor) -> Tensor:
-        """Replaces ids that the draft's table does not have: -1 of nodes without a token, and tokens of the target alone.
-        Nothing is drawn behind such nodes that could be accepted."""
+        """Replaces ids outside the draft's table: -1 (no token), and tokens that only the target has. No candidate below such a
+        node can be accepted."""
         return ids.clamp(0, self._draft.table.shape[0] - 1)
 
     def _length_held(self, b: int) -> int:
-        """Tokens of the text in the draft's cache."""
+        """The number of the text's tokens in the draft's cache."""
         return len(self._texts[b]) - 1 if self._shares else self._held[b]
 
     def _commit(self, packed: PackedTrees, paths: Sequence[Sequence[int]]) -> None:
-        """Commits these rows of the last call; an empty path: none of that request."""
+        """Commits these rows of the last call; an empty path commits no row of that request."""
         longest = max(map(len, paths))
         padded = [[*path, *[-1] * (longest - len(path))] for path in paths]
         counts = [max(len(path) - 1, 0) for path in paths]
@@ -195,5 +197,5 @@ class DraftCalls:
 
 @lru_cache(maxsize=1024)
 def _behind(tree: Tree, lag: int) -> Tree:
-    """The tree below the end of a chain of so many tokens that are not in the cache yet."""
+    """Hangs the tree below a chain of ``lag`` tokens that are not in the cache yet."""
     return Tree([*range(-1, lag), *(parent + lag for parent in tree.parents[1:])]) if lag else tree

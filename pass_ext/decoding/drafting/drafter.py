@@ -1,11 +1,11 @@
-"""The interface of what drafts: ``Drafter`` proposes candidates, ``DraftContext`` is the generation that it is made for, and a
+"""The interface of drafting: a ``Drafter`` proposes candidates, its ``DraftContext`` is the generation that it works for, and a
 ``DraftingMethod`` makes drafters.
 
     begin(session)   before the prompts are read
     propose(batch)   before each step: the candidates
     learn(gained)    after each step: how many tokens it gave
 
-A method from outside the package is an object with ``drafters(context)``; docs/guide/speculative.md has one.
+A method from outside the package is an object with ``drafters(context)``; docs/guide/speculative.md has an example.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Drafter(Protocol):
     step_times: StepTimes | None = None
     """Seconds of the target's calls by their rows. With them, a request pauses while drafting gains less than it costs."""
     pauses: bool = True
-    """False: it costs next to nothing, and goes on while the others pause."""
+    """False: it costs almost nothing, and still drafts while the others pause."""
     prompt_slots: int = 0
     """Look-ahead slots behind the last token of a prompt."""
     deepest_row: int = 0
     """The deepest row below a root, look-ahead slots included, if that is deeper than ``max_depth``."""
 
     def attached(self) -> AbstractContextManager[None]:
-        """What must hold while candidates are proposed."""
+        """The context in which ``propose`` is called."""
         return nullcontext()
 
     def begin(self, session: Session) -> None:
@@ -67,13 +67,13 @@ class Drafter(Protocol):
         ...
 
     def learn(self, gained: Sequence[int]) -> None:
-        """Takes in how many tokens the step gave each request; the texts hold them already."""
+        """Receives how many tokens the step gave each request; the texts hold them already."""
         return
 
 
 @dataclass(frozen=True)
 class DraftContext:
-    """The generation that a drafter is made for."""
+    """The generation that a drafter works for."""
 
     target: Adapted
     texts: Sequence[list[int]]
@@ -82,7 +82,7 @@ class DraftContext:
     rule: str
     """How candidates are judged."""
     graphs: bool = False
-    """True: calls of the target are CUDA graphs where their shape comes again."""
+    """True: calls of the target with a repeated shape are CUDA graphs."""
 
     @property
     def device(self) -> torch.device:
@@ -107,14 +107,14 @@ class DraftContext:
     def draw(
         self, logits: Tensor, width: int, requests: Sequence[int], depth: int = 1, parents: Sequence[int] = (0,)
     ) -> tuple[Tensor, Tensor]:
-        """Draws children as the rule wants them drawn, with the sampling parameters of their requests.
+        """Draws children in the mode of the rule, with the sampling parameters of their requests.
 
         Args:
             logits: ``[n * P, V]``, of the P parents of n requests, request by request; on the target's device.
             width: children of each parent.
             requests: the n requests' numbers.
-            depth: of the children.
-            parents: their parents' node numbers.
+            depth: the children's depth.
+            parents: the parents' node numbers.
 
         Returns:
             ``(tokens, logprobs)``, ``[n * P, width]``; -1 where a distribution has fewer tokens.

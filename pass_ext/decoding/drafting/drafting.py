@@ -34,14 +34,14 @@ class Drafting:
         self.deepest_row = max(self.deepest_row, self.max_depth)
         self.prompt_slots = max((drafter.prompt_slots for drafter in self.drafters), default=0)
         times = next((drafter.step_times for drafter in self.drafters if drafter.step_times is not None), None)
-        # Without candidates rule "longest_branch" could not go on.
+        # Rule "longest_branch" cannot emit a token without candidates, so it never pauses.
         self._times = None if context.rule == LONGEST_BRANCH else times
         requests = len(context.texts)
         self._paces = [] if self._times is None else [Pace(self._times.at(requests)) for _ in range(requests)]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """What must hold while drafters are asked."""
+        """The context in which drafters propose."""
         with ExitStack() as stack:
             for drafter in self.drafters:
                 stack.enter_context(drafter.attached())
@@ -73,7 +73,7 @@ class Drafting:
         ]
 
     def learn(self, steps: Sequence[Step | None], gained: Sequence[int]) -> None:
-        """Takes in how many tokens each request's step gave."""
+        """Tells the drafters and the pauses how many tokens each request's step gave."""
         for drafter in self.drafters:
             drafter.learn(gained)
         if self._times is None:
@@ -84,8 +84,8 @@ class Drafting:
 
 
 def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
-    """One tree of all candidates of a request. The first that has any keeps its node numbers, and with them its look-ahead
-    slots and draft rows; the chains of the others join it."""
+    """Merges all candidates of a request into one tree. The first part with tokens keeps its node numbers, and so its groups
+    and draft rows; the chains of the other parts join it."""
     present = [part for part in parts if part is not None]
     first = next((part for part in present if part.tokens), Candidates(_ROOT))
     chains = [chain for part in present if part is not first for chain in part.chains if chain]
@@ -98,7 +98,7 @@ def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
 
 
 def _check(drafter: Drafter, proposal: Any, requests: int) -> None:
-    """Refuses a proposal that does not fit the batch, or would be written past the end of the caches."""
+    """Refuses a proposal that does not fit the batch, or is so deep that its rows would be written past the caches' end."""
     if not isinstance(proposal, Proposal):
         raise TypeError(
             f"{type(drafter).__name__}.propose: result must be a pass_ext.Proposal, got {type(proposal).__name__}"

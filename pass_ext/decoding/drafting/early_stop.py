@@ -1,9 +1,9 @@
-"""``EarlyFlag``: says which requests still draft. It is computed and stored on the device.
+"""``EarlyFlag``: flags on the device for requests that still draft.
 
     alive[b, 0] = 1,  alive[b, d] = alive[b, d - 1] and any row of b scored above the threshold for depth d
 
-On a GPU the host reads a flag only if it has arrived already. It never waits, and may therefore draft a level too many. The
-levels that count are read once, with the tokens, so timing changes nothing but time.
+On a GPU the host reads a flag only if its copy has arrived. It never synchronises for it, and so may draft a level too many.
+The levels that count are read once, with the tokens, so the timing of copies never changes the text.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ class EarlyFlag:
 
     Args:
         requests: B.
-        levels: of the largest tree.
+        levels: the levels of the largest tree.
     """
 
     def __init__(self, requests: int, levels: int, device: torch.device) -> None:
         self._alive = torch.ones(requests, levels, dtype=torch.int64, device=device)
         self._arriving: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
-        self._dead: dict[int, int] = {}  # request -> the first depth that it does not go on from
+        self._dead: dict[int, int] = {}  # request -> the first depth at which its flag is 0
 
     def update(self, above: Tensor, requests: Tensor, depth: int) -> None:
-        """Says which requests go on to this depth.
+        """Computes which requests draft on at this depth.
 
         Args:
-            above: ``[R]`` bool, True for a row whose children stand at this depth and score above the threshold.
-            requests: ``[R]``, the request of each row. A request without rows does not go on.
+            above: ``[R]`` bool, True for a row whose children at this depth score above the threshold.
+            requests: ``[R]``, the request of each row. A request without rows stops.
         """
         any_above = torch.zeros_like(self._alive[:, 0])
         any_above.scatter_reduce_(0, requests, above.long(), "amax")

@@ -1,7 +1,7 @@
-"""Candidates from a draft model, level by level: one call of it per level, for all requests together.
+"""Candidates from a draft model, level by level: one draft call per level, for all requests together.
 
-    level s: the draft reads the first s levels of each tree behind its text (``Tree.slice``: masks are cut from the largest
-    tree's, nothing is built again); the children of level s are drawn from its logits; the decision says who goes on
+    level s: the draft reads the first s levels of each tree behind its text (``Tree.slice`` cuts them from the largest tree);
+    the children of level s are drawn from its logits; the decision selects the requests that draft on
 
 Tokens stay on the device until the last level.
 """
@@ -47,7 +47,7 @@ class ModelDrafter(Drafter):
         tree: the largest tree, numbered level by level.
         context: the generation.
         decision: see ``pass_ext.modules.decision``; None: all levels.
-        step_times, draft_times: of the target's calls and of the draft's, where the tree was planned by them.
+        step_times, draft_times: seconds of the target's and the draft's calls, if the tree was planned from them.
     """
 
     name = DRAFT_MODEL
@@ -80,7 +80,7 @@ class ModelDrafter(Drafter):
         self._threshold = float(getattr(decision, "threshold", 0.5))
 
     def attached(self) -> AbstractContextManager[None]:
-        """See ``Drafter``."""
+        """As ``Drafter``."""
         return self._draft.attached()
 
     def begin(self, session: Session) -> None:
@@ -96,7 +96,7 @@ class ModelDrafter(Drafter):
         )
 
     def propose(self, batch: Batch) -> Proposal:
-        """See ``Drafter``. Rule "longest_branch" draws the first level from the target's own logits."""
+        """As ``Drafter``. Rule "longest_branch" draws the first level from the target's own logits."""
         if self._context.rule != LONGEST_BRANCH:
             return self.draft(batch.levels)
         width = len(self.tree.children(0))
@@ -104,9 +104,9 @@ class ModelDrafter(Drafter):
         return self.draft(batch.levels, first_level(batch.last_logits(), width, self._sampling, positions))
 
     def draft(self, levels: Sequence[int], first: Tensor | None = None) -> Proposal:
-        """Candidates of each request, ``levels[b]`` levels of them at most; None where that is 0.
+        """Drafts candidates of at most ``levels[b]`` levels for request b; None where that is 0.
 
-        first: ``[B, K]``, the first level's tokens where they are known already.
+        first: ``[B, K]``, the first level's tokens if they are drawn already.
         """
         self._calls.keep_text()
         depths = [
@@ -154,7 +154,7 @@ class ModelDrafter(Drafter):
         return Proposal(candidates, torch.cat(drawn_from) if drawn_from else None)
 
     def _candidates(self, levels: int, tokens: list[int], draft_rows: list[int] | None) -> Candidates | None:
-        """The first levels of the tree. tokens: the root's first."""
+        """The candidates in the first ``levels`` levels of the tree. tokens: of the nodes, the root's first."""
         if levels == 0:
             return None
         tree = self._slices[levels]
@@ -164,7 +164,7 @@ class ModelDrafter(Drafter):
         return Candidates(tree, tokens[1 : tree.num_nodes], draft_rows, seconds=self.seconds(levels))
 
     def seconds(self, levels: int) -> float:
-        """What drafting so many levels takes, as measured beforehand; 0 where nothing was measured."""
+        """Seconds that drafting so many levels takes, by the measured times; 0 without them."""
         if self._draft_times is None:
             return 0.0
         return sum(self._draft_times.at(len(self._texts) * len(tree)) for tree in self._slices[:levels])
@@ -192,8 +192,8 @@ def speculative_drafters(method: Speculative, context: DraftContext) -> list[Dra
 
 
 def multi_candidate_drafters(method: MultiCandidate, context: DraftContext) -> list[Drafter]:
-    """The drafters of ``MultiCandidate``: look-ahead, the draft model, n-grams. Of the first two those that are expected to
-    gain anything; a draft model's times alone say when to pause."""
+    """The drafters of ``MultiCandidate``: look-ahead and the draft model, each if it is expected to gain anything, and n-grams.
+    With a draft model only its times decide when to pause."""
     origins = {N_GRAM: method.ngram, LOOK_AHEAD: method.lookahead}
     context.check_origins(*(name for name, part in origins.items() if part is not None), DRAFT_MODEL)
     replaced = context.rule in _WITH_REPLACEMENT
@@ -214,7 +214,7 @@ def multi_candidate_drafters(method: MultiCandidate, context: DraftContext) -> l
 def model_drafter(
     method: Speculative | MultiCandidate, context: DraftContext, decision: Decision | None = None
 ) -> ModelDrafter | None:
-    """The drafter of the method's tree, or of the plan; None where no plan is expected to gain anything."""
+    """The drafter of the method's tree, or of a planned one; None if no plan is expected to gain anything."""
     target, name = context.target, type(method).__name__
     try:
         draft = packed_model(method.draft_model)
@@ -238,7 +238,7 @@ def model_drafter(
 
 
 def _on(decision: Decision | None, device: torch.device) -> Decision | None:
-    """The decision with its parameters on this device. A module is copied, so that the caller's stays where it is."""
+    """The decision with its parameters on this device. A module is copied, so the caller's own stays where it is."""
     if isinstance(decision, nn.Module) and any(weight.device != device for weight in decision.parameters()):
         return copy.deepcopy(decision).to(device)
     return decision

@@ -38,9 +38,9 @@ class Filled(NamedTuple):
     """The tokens of some requests' trees."""
 
     tokens: list[list[int]]
-    """For each request the tokens of nodes 1, 2, …; -1: none."""
+    """For each request the tokens of nodes 1, 2, …; -1: no token."""
     draft_logits: Tensor | None
-    """``[R, V]``, the logits that they were drawn from, for rules that need them."""
+    """``[R, V]``, the logits that tokens were drawn from, for rules that need them."""
     draft_rows: list[list[int]] | None
     """For each request and node the row of ``draft_logits`` that its children were drawn from, or -1."""
 
@@ -50,7 +50,7 @@ class LookaheadDrafter(Drafter):
 
     Args:
         lookahead: the embeddings.
-        plan: of a step.
+        plan: the plan of a step.
         context: the generation.
     """
 
@@ -74,7 +74,7 @@ class LookaheadDrafter(Drafter):
         session.set_slots(lookahead.weight[:slots].detach(), deep)
 
     def propose(self, batch: Batch) -> Proposal:
-        """See ``Drafter``."""
+        """As ``Drafter``."""
         candidates = [self._probe if levels else None for levels in batch.levels]
         requests: list[int] = []
         rows: list[int] = []
@@ -103,7 +103,7 @@ def lookahead_drafters(method: PaSS, context: DraftContext) -> list[Drafter]:
 
 
 def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> LookaheadDrafter | None:
-    """The drafter of the plan; None where no plan is expected to gain anything. pauses: by the step times of that plan."""
+    """The drafter of the plan; None if no plan is expected to gain anything. pauses: True: pauses by the plan's step times."""
     target = context.target
     method.lookahead.check_fits(target.table)
     if method.lookahead.rank and not target.has_table:
@@ -145,14 +145,18 @@ class TreeFiller:
         self._transition = _transition_tables(lookahead, table) if lookahead.rank else None
 
     def fill(self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], positions: Sequence[int]) -> Filled:
-        """Tokens for the requests with these numbers, whose next roots stand at these text positions.
+        """Fills the trees of these requests.
 
-        slots ``[len(requests), L, V]``: logits of their look-ahead groups, slot 0 first.
+        Args:
+            slots: ``[len(requests), L, V]``, logits of their look-ahead groups, slot 0 first.
+            requests: their numbers.
+            roots: the tokens of their next roots.
+            positions: the text positions of these roots.
         """
         device = slots.device
         sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
         places = torch.tensor(positions, device=device)
-        # Entry `num_nodes` takes candidates beyond the children of parents that have fewer.
+        # The extra entry `num_nodes` takes the surplus candidates of parents with fewer children.
         tokens = torch.full((len(requests), self.tree.num_nodes + 1), -1, device=device)
         tokens[:, 0] = torch.tensor(roots, device=device)
         if self._mode != "coupled":
@@ -164,7 +168,7 @@ class TreeFiller:
         return Filled(tokens[:, 1 : self.tree.num_nodes].tolist(), None, None)
 
     def _ranked(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> None:
-        """The slots' own order: the same candidates below every parent of a level."""
+        """Ranks candidates by the slots' logits alone: every parent of a level has the same candidates."""
         depth, most = len(self._levels), max(level.children.shape[1] for level in self._levels)
         rows = slots[:, :depth].flatten(0, 1)
         positions = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
@@ -175,7 +179,7 @@ class TreeFiller:
             tokens[:, level.children] = offered.expand(-1, len(level.parents), -1)
 
     def _reordered(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> None:
-        """The best of each slot, reordered below each parent by transition scores."""
+        """Reorders the best candidates of each slot below each parent by transition scores."""
         assert self._transition is not None
         left, right = self._transition
         depth, vocabulary = len(self._levels), slots.shape[-1]
@@ -198,7 +202,7 @@ class TreeFiller:
             tokens[:, level.children] = best.view(-1, len(level.parents), width)
 
     def _drawn(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> Filled:
-        """Draws for every parent separately, and keeps the logits that were drawn from."""
+        """Draws separately below every parent, and keeps the logits of the draws."""
         drawn_from: list[Tensor] = []
         rows = torch.full((len(slots), self.tree.num_nodes), -1, device=slots.device)
         first = 0
@@ -218,10 +222,10 @@ class TreeFiller:
 
 
 def _transition_tables(lookahead: LookaheadEmbedding, table: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables, cached until a tensor that they are computed from changes: they cost more than a step."""
+    """The transition tables. Computing them costs more than a step, so they are cached until one of their inputs changes."""
     left, right = lookahead.transition_left, lookahead.transition_right
     parts = [x for x in (table, left, right) if x is not None]
-    if any(x.is_inference() for x in parts):  # changes of these are not counted
+    if any(x.is_inference() for x in parts):  # inference tensors have no version to notice a change by
         return lookahead.transition_tables(table)
     versions = tuple((x.data_ptr(), x._version, x.dtype) for x in parts)
     cached = _tables.get(lookahead)

@@ -2,7 +2,7 @@
 
     the text ends in an n-gram that also ended at e: propose text[e + 1], text[e + 2], ..., and past its end the same again
 
-All of it is on the host. Nothing is drawn, so any rule may judge the proposals.
+Everything runs on the host. Nothing is drawn, so any rule may judge the proposals.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import NGram
 
 _MOST_PLACES = 32
-"""Places of one n-gram that are searched, the latest first: a frequent one may have thousands that continue alike."""
+"""How many places of one n-gram are searched, the latest first: a frequent n-gram may have thousands that continue alike."""
 
 
 class NGramIndex:
     """The places of every n-gram of one growing text.
 
-    An n-gram's number is looked up by the number of its first n - 1 tokens and its last token, so that a token costs one
-    look-up for each n.
+    An n-gram's number is looked up by the number of its first n - 1 tokens and its last token, so each new token costs one
+    look-up per n.
 
     Args:
         longest, shortest: lengths of the n-grams, longest first.
@@ -34,7 +34,7 @@ class NGramIndex:
         self.shortest = shortest
         self._text: list[int] = []
         self._numbers: dict[tuple[int, int], int] = {}
-        self._places: list[list[int]] = [[]]  # of each number; 0 is the empty n-gram
+        self._places: list[list[int]] = [[]]  # by number; number 0 is the empty n-gram
         self._ending: list[int] = [0]  # the numbers of the 0-gram, 1-gram, ... that the text ends in
 
     def __len__(self) -> int:
@@ -55,8 +55,8 @@ class NGramIndex:
             self._ending = ending
 
     def proposals(self, tokens: int, branches: int) -> list[list[int]]:
-        """Up to ``branches`` distinct continuations of ``tokens`` tokens each: those after longer n-grams first, the latest
-        first. A place near the end is continued by what it leads to itself, so a repetition goes on."""
+        """Up to ``branches`` distinct continuations of ``tokens`` tokens each: those after longer n-grams first, and the latest
+        first. Past the text's end a continuation repeats itself, so a repetition goes on."""
         if tokens < 1:
             return []
         chains: dict[tuple[int, ...], None] = {}
@@ -69,7 +69,7 @@ class NGramIndex:
     def _earlier_places(self) -> Iterator[int]:
         for n in range(len(self._ending) - 1, self.shortest - 1, -1):
             places = self._places[self._ending[n]]
-            yield from places[-2 : -2 - _MOST_PLACES : -1]  # the last one is the end of the text itself
+            yield from places[-2 : -2 - _MOST_PLACES : -1]  # the last place is the end of the text itself
 
     def _continuation(self, end: int, tokens: int) -> tuple[int, ...]:
         begin, period = end + 1, len(self._text) - 1 - end
@@ -82,8 +82,8 @@ class NGramDrafter(Drafter):
     """Proposes continuations from each request's own text.
 
     Args:
-        method: its settings.
-        requests: how many.
+        method: the settings.
+        requests: the number of requests.
     """
 
     name = N_GRAM
@@ -95,7 +95,7 @@ class NGramDrafter(Drafter):
         self._indices = [NGramIndex(method.longest, method.shortest) for _ in range(requests)]
 
     def propose(self, batch: Batch) -> Proposal:
-        """See ``Drafter``."""
+        """As ``Drafter``."""
         return Proposal(list(map(self._candidates, self._indices, batch.texts, batch.levels)))
 
     def _candidates(self, index: NGramIndex, text: Sequence[int], levels: int) -> Candidates | None:
@@ -107,5 +107,5 @@ class NGramDrafter(Drafter):
 
 
 def ngram_drafters(method: NGram | None, context: DraftContext) -> list[Drafter]:
-    """The drafter of ``NGram``; none without it."""
+    """The drafter of ``NGram``; an empty list for None."""
     return [] if method is None else [NGramDrafter(method, len(context.texts))]

@@ -26,7 +26,7 @@ class Level(NamedTuple):
     parents: Tensor
     """``[P]`` node numbers."""
     children: Tensor
-    """``[P, K]`` node numbers, by rank; where a parent has fewer: the number of nodes, an entry that is cut off later."""
+    """``[P, K]`` node numbers, by rank. Missing children are the number of nodes, an entry that is cut off later."""
     numbers: tuple[int, ...]
     """The parents, on the host."""
 
@@ -51,13 +51,13 @@ def drawing_mode(sampling: BatchSampling, rule: str) -> str:
 def draw_children(
     logits: Tensor, width: int, mode: str, sampling: BatchSampling, places: Tensor, depth: int, parents: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``width`` children below every parent.
+    """Draws ``width`` children below every parent.
 
     Args:
         logits: ``[n * P, V]``, request by request.
-        sampling: of the n requests.
+        sampling: the parameters of the n requests.
         places: ``[n]``, the text positions of their roots.
-        depth: of the children.
+        depth: the children's depth.
         parents: ``[P]``, the parents' node numbers.
 
     Returns:

@@ -1,10 +1,10 @@
 """Rule "longest_branch": the published selection of target-initialised multi-candidate decoding. Approximate.
 
-    the first level has w tokens of the target's distribution at the last accepted node, drawn without replacement (greedy: its
-    best); below each of them the draft's tokens are judged by rule "rejection"; the branch with the longest accepted chain is
-    kept, the first of equal ones, and nothing is added to it: the next step's first level goes on from its last node
+    first level    w tokens of the target's distribution at the last accepted node, drawn without replacement (greedy: its best)
+    below it       the draft's tokens, judged by rule "rejection", branch by branch
+    result         the longest accepted chain, the first of equal ones. The target adds no token: the next first level does
 
-Favouring the branch that drafts do well on changes the distribution of the text; docs/guide/speculative.md says by how much.
+Choosing the branch whose drafts do best changes the distribution of the text; docs/guide/speculative.md says by how much.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ def longest_branch(
     sampling: BatchSampling,
     positions: Sequence[int],
 ) -> AcceptResult:
-    """Returns an ``AcceptResult`` without the target's own token: ``emitted`` holds accepted nodes only, and ``path`` has one
-    node more than ``num_accepted`` says: the last one, which is the next root.
+    """Returns an ``AcceptResult`` without the target's own token: ``emitted`` holds accepted nodes only, and ``path`` has
+    ``num_accepted + 1`` nodes below the root, the last of which is the next root.
 
     Args:
         logits: ``[N, V]``, the target's, of the packed nodes.
-        trees: of candidates, for each request; None: not in this step.
-        tokens: of every tree's nodes, the root's first; -1: none.
-        draft_logits: as ``accept_tree`` takes them.
-        draft_rows: the same, for every tree's nodes.
-        positions: of each request's next token.
+        trees: each request's candidates; None: not in this step.
+        tokens: the tokens of every tree's nodes, the root's first; -1: no token.
+        draft_logits, draft_rows: as ``accept_tree`` takes them, the rows tree by tree.
+        positions: the text position of each request's next token.
     """
     branches: list[tuple[int, list[int]]] = []  # request, its nodes in the tree
     places: list[int] = []  # among the request's branches

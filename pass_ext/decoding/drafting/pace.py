@@ -2,7 +2,7 @@
 
     gain = sum of tokens / sum of (t / t of a plain step), over the recent steps
 
-After a gain below 1 the next steps are plain, each time for longer; then drafting is tried again.
+After a gain below 1 the next steps are plain, for longer each time; then drafting is tried again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pace:
         return self._rest > 0
 
     def add(self, seconds: float, tokens: int) -> None:
-        """Counts a step. seconds: of such a step, as measured beforehand. tokens: that it gave."""
+        """Counts a step. seconds: the step's expected time, by the measured times. tokens: how many it gave."""
         if self._rest > 0:
             self._rest -= 1
             return

@@ -1,8 +1,8 @@
 """The values of one step.
 
 Batch        all requests between two steps
-Candidates   what is drafted for one of them        Proposal   for all of them
-Step         what one request asks of the model's call: its root, candidates, and look-ahead slots
+Candidates   the drafts of one request        Proposal   the drafts of all requests
+Step         the rows of one request in the model's call: its root, candidates, and look-ahead slots
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Candidates:
 
     Args:
         tree: its root is the text's last token.
-        tokens: of nodes 1, 2, …; -1: none.
+        tokens: the tokens of nodes 1, 2, …; -1: no token.
         draft_rows: for each node the row of the proposal's ``draft_logits`` that its children were drawn from, or -1. None:
             nothing was drawn, candidates are fixed proposals.
         groups: nodes with look-ahead slots behind them, and how many slots.
-        seconds: what drafting them takes, as measured beforehand.
+        seconds: the time that drafting them takes, by earlier measurements.
     """
 
     tree: Tree
@@ -49,13 +49,13 @@ class Candidates:
 
     @classmethod
     def from_chains(cls, chains: Iterable[Sequence[int]]) -> Candidates:
-        """Continuations of the text, most wanted first. Equal beginnings are shared."""
+        """Makes a tree from continuations of the text, the best first. Equal beginnings are shared."""
         parents, tokens = join([-1], [-1], chains)
         return cls(Tree(parents), tokens[1:])
 
     @property
     def chains(self) -> list[list[int]]:
-        """The tokens from below the root to each leaf, as far as there are any."""
+        """The tokens on the path to each leaf, up to the first node without a token."""
         chains = []
         for leaf in self.tree.leaves:
             chain = [self.tokens[node - 1] for node in self.tree.path(leaf)[1:]]
@@ -65,11 +65,11 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The candidates of a batch, for requests that want some.
+    """The candidates of a batch.
 
     Args:
-        candidates: for each request, or None.
-        draft_logits: ``[R, V]``, the very logits that candidates were drawn from; None: nothing was drawn.
+        candidates: one for each request; None: no candidates.
+        draft_logits: ``[R, V]``, exactly the logits that candidates were drawn from; None: nothing was drawn.
     """
 
     candidates: Sequence[Candidates | None]
@@ -78,25 +78,25 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Step:
-    """What one request asks of one call."""
+    """One request's rows in one call."""
 
     root: int
     candidates: Candidates
 
     @property
     def tree(self) -> Tree:
-        """The candidates, and look-ahead slots behind them."""
+        """The candidates with their look-ahead slots."""
         return _with_groups(self.candidates.tree, self.candidates.groups)
 
     @property
     def ids(self) -> list[int]:
-        """As ``lookahead_embed`` takes them."""
+        """The ids of all rows, as ``lookahead_embed`` takes them."""
         slots = self.tree.slots[self.candidates.tree.num_nodes :]
         return [self.root, *(max(token, 0) for token in self.candidates.tokens), *(-1 - slot for slot in slots)]
 
     @property
     def accept_tokens(self) -> list[int]:
-        """As ``accept_tree`` takes them: no look-ahead row is ever accepted."""
+        """The tokens of all rows, as ``accept_tree`` takes them; look-ahead rows have -1 and are never accepted."""
         return [self.root, *self.candidates.tokens, *[-1] * (len(self.tree) - self.candidates.tree.num_nodes)]
 
     @property
@@ -113,24 +113,24 @@ class Batch:
     texts: Sequence[Sequence[int]]
     """The tokens of each request, its prompt included."""
     steps: Sequence[Step | None]
-    """What each request asked of the call; None: it was not in it."""
+    """Each request's step in the call; None: it was not in the call."""
     logits: Tensor
-    """``[N, V]``, of the rows of ``steps``, request by request. They hold until the next call."""
+    """``[N, V]``, of the rows of ``steps``, request by request. Valid until the next call."""
     last_nodes: Sequence[int]
     """The last accepted node of each step."""
     remaining: Sequence[int]
     """Tokens that each request still has to write; 0: it has ended."""
     levels: Sequence[int]
-    """How deep the candidates of each request may be; 0: it wants none, because it ends, or pauses."""
+    """How deep the candidates of each request may be; 0: none, because the request ends or pauses."""
 
     @property
     def first_rows(self) -> list[int]:
-        """Where each step's rows begin in ``logits``."""
+        """The row of ``logits`` at which each step's rows begin."""
         sizes = [0 if step is None else len(step.tree) for step in self.steps]
         return list(accumulate(sizes, initial=0))[:-1]
 
     def last_logits(self) -> Tensor:
-        """``[B, V]``, the logits of each last accepted node; of a request that was not in the call, some row."""
+        """``[B, V]``, the logits of each last accepted node; an arbitrary row for requests that were not in the call."""
         rows = [
             0 if step is None else first + node
             for step, first, node in zip(self.steps, self.first_rows, self.last_nodes, strict=True)
@@ -145,7 +145,7 @@ def join(parents: Sequence[int], tokens: Sequence[int], chains: Iterable[Sequenc
 
     Args:
         parents, tokens: of each node; -1 for the root's parent. ``[-1], [root]`` is a tree without candidates.
-        chains: most wanted first.
+        chains: the best first.
 
     Returns:
         The parents and tokens of the joined tree.

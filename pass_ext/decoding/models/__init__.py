@@ -1,1 +1,1 @@
-"""The models that decoding calls: a transformers model, its first layers, or any callable on packed rows."""
+"""Models as decoding calls them: a transformers model, its first layers, or any callable on packed rows."""

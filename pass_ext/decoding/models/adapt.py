@@ -1,4 +1,4 @@
-"""``packed_model``: what the caller gave, as the packed model that decoding calls."""
+"""``packed_model``: adapts the caller's model to the interface that decoding calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pass_ext.decoding.models.packed import Adapted
 
 
 def packed_model(model: Any) -> Adapted:
-    """The model that the caller gave, as decoding calls it."""
+    """Adapts a transformers model, an ``EarlyExitDraft`` or a ``PackedModel``."""
     if isinstance(model, Adapted):
         return model
     if isinstance(model, EarlyExitDraft):

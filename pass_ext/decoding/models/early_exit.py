@@ -1,7 +1,7 @@
 """``EarlyExitModel``: the first k layers of a transformers model as a packed model, ``head(norm(adapter(h)))`` behind them.
 
-Layers, embeddings, norm and head are the target's own objects. Its rows of keys and values are therefore the target's, layer by
-layer (``shares_layers``).
+Layers, embeddings, norm and head are the target's own objects, so its keys and values equal the target's, layer by layer
+(``shares_layers``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pass_ext.decoding.models.transformers import TransformersModel
 
 
 class EarlyExitModel(TransformersModel):
-    """See the module.
+    """The first k layers of a model as a draft model.
 
     Attributes:
-        shares_layers: k; ``attend`` is called for layers 0 to k - 1, whose keys and values of a text are those of the
+        shares_layers: k; ``attend`` is called for layers 0 to k - 1. Their keys and values of a text equal those of the
             ``shared_model``.
         vocabulary: ``[S]`` int64, the tokens that the head is computed for; all others have logits of -inf. None: all.
     """
@@ -55,16 +55,16 @@ class EarlyExitModel(TransformersModel):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The layers ask the target's config which attention is theirs, so the target is attached too."""
-        with ExitStack() as both:
-            both.enter_context(self._target.attached())
-            both.enter_context(super().attached())
+        """Patches the target too: the layers read the name of their attention from the target's config."""
+        with ExitStack() as stack:
+            stack.enter_context(self._target.attached())
+            stack.enter_context(super().attached())
             yield
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
     ) -> Tensor:
-        """As ``Adapted``; the logits are as wide as the target's."""
+        """Calls the layers as ``Adapted`` does; the logits are as wide as the target's."""
         logits = super().__call__(rows, positions, attend, wanted, offsets)
         if self.vocabulary is None:
             return logits
@@ -72,7 +72,7 @@ class EarlyExitModel(TransformersModel):
 
 
 def rows_of_head(head: nn.Linear, vocabulary: Tensor) -> nn.Linear:
-    """A head for these tokens alone, in their order; its weights are a copy."""
+    """A head for these tokens only, in their order; its weights are a copy."""
     fewer = nn.Linear(head.in_features, len(vocabulary), bias=head.bias is not None, device="meta")
     fewer.weight = nn.Parameter(head.weight.detach()[vocabulary], requires_grad=False)
     if head.bias is not None:
@@ -93,7 +93,7 @@ def first_layers(model: Any, count: int) -> Any:
 
 
 def _shallow(module: nn.Module) -> Any:
-    """The same parameters and children; children and hooks may be changed without touching the other."""
+    """A copy with the same parameters and children; changes of its children and hooks leave the module alone."""
     other = copy.copy(module)
     other.__dict__["_modules"] = dict(module._modules)
     for hooks in (

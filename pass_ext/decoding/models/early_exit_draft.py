@@ -1,6 +1,6 @@
 """``EarlyExitDraft``: a model's own first k layers as its draft model.
 
-What stands behind them, and the adapter between: pass_ext/modules/exit_adapter.py.
+pass_ext/modules/exit_adapter.py has the formula of its output and the trained adapter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pass_ext.modules.files import HitRates
 
 
 class ExitParts(NamedTuple):
-    """Where a transformers model can be left early."""
+    """The parts of a transformers model that an early exit uses."""
 
     decoder: Any
     layers: nn.ModuleList
@@ -24,28 +24,28 @@ class ExitParts(NamedTuple):
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside of torch.compile's wrapper, or peft's; its layers keep their adapters."""
+    """The transformers model inside torch.compile's or peft's wrapper; its layers keep their adapters."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def exit_parts(model: Any) -> ExitParts:
-    """The parts of a model of the known form: ``decoder.layers``, ``decoder.norm``, a linear head that gives the logits."""
+    """Finds ``decoder.layers``, ``decoder.norm`` and the linear head that gives the logits; refuses models without them."""
     name = type(model).__name__
-    known = "early exit knows models with decoder.layers, decoder.norm and a linear head (Llama's form, and what follows it)"
-    if not all(hasattr(model, wanted) for wanted in ("get_decoder", "get_output_embeddings", "config")):
+    known = "early exit takes models with decoder.layers, decoder.norm and a linear head (Llama's form)"
+    if not all(hasattr(model, name) for name in ("get_decoder", "get_output_embeddings", "config")):
         raise TypeError(f"model must be a transformers model for causal language modelling, got {name}; {known}")
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     missing = [
-        what
-        for what, there in {
+        part
+        for part, is_there in {
             "decoder.layers": isinstance(layers, nn.ModuleList),
             "decoder.norm": isinstance(norm, nn.Module),
             "a linear head": type(head) is nn.Linear,
             "its decoder as a direct part": getattr(model, model.base_model_prefix, None) is decoder,
         }.items()
-        if not there
+        if not is_there
     ]
     if missing:
         raise ValueError(f"{name} has not: {', '.join(missing)}; {known}")
@@ -53,7 +53,7 @@ def exit_parts(model: Any) -> ExitParts:
     if patched:
         raise ValueError(
             f"{type(patched[0]).__name__}.forward of this {name} was replaced (by device_map or a patching library), and early "
-            "exit cannot run a part of what replaced it"
+            "exit cannot run a part of the replacement"
         )
     config = model.config.get_text_config(decoder=True)
     for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
@@ -65,16 +65,16 @@ def exit_parts(model: Any) -> ExitParts:
 
 
 class EarlyExitDraft:
-    """The target's own first layers as a draft model: no second model, and the text's keys and values are there already.
+    """The target's own first layers as a draft model: no second model, and no keys and values of its own.
 
     Args:
         model: the target, a transformers model of Llama's form (Llama, Qwen 2 and 3, Mistral, Gemma, Phi 3), or peft's or
-            torch.compile's wrapper of one. LoRA layers of the target are the draft's too.
+            torch.compile's wrapper around such a model. The target's LoRA layers act in the draft too.
         layers: k, how many of its layers the draft runs; default: the adapter's.
-        adapter: an ``ExitAdapter``, the path of its file, or a shipped name; None: none.
+        adapter: an ``ExitAdapter``, the path of its file, or a shipped name; None: no adapter.
 
     Attributes:
-        model, layers, adapter: as given, but for wrappers, and the adapter loaded.
+        model, layers, adapter: the arguments, with the model unwrapped and the adapter loaded.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EarlyExitDraft:
             adapter = ExitAdapter.from_pretrained(adapter)
         if layers is None and adapter is None:
             raise ValueError(
-                "give layers, how many of the model's layers the draft runs, or an adapter, which knows it"
+                "EarlyExitDraft: give layers, how many of the model's layers the draft runs, or an adapter, got neither"
             )
         if adapter is not None:
             adapter.check_fits(model.get_input_embeddings().weight, len(parts.layers))
@@ -101,9 +101,9 @@ class EarlyExitDraft:
 
     @property
     def hit_rates(self) -> HitRates | None:
-        """The adapter's calibration; None without one."""
+        """The adapter's hit rates; None without an adapter."""
         return None if self.adapter is None else self.adapter.hit_rates
 
     def __repr__(self) -> str:
-        helped = "" if self.adapter is None else f", adapter=ExitAdapter({self.adapter.extra_repr()})"
-        return f"EarlyExitDraft({type(self.model).__name__}, layers={self.layers}{helped})"
+        adapter = "" if self.adapter is None else f", adapter=ExitAdapter({self.adapter.extra_repr()})"
+        return f"EarlyExitDraft({type(self.model).__name__}, layers={self.layers}{adapter})"

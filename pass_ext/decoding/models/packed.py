@@ -1,7 +1,7 @@
-"""``PackedModel``: all that decoding asks of a model, and ``packed_model``, which finds it in what the caller has.
+"""``PackedModel``: the interface that decoding needs from a model. ``Adapted``: a PackedModel with its properties.
 
-A step's rows of all requests come back to back, without padding; the model does what it does row by row, and calls ``attend``
-once per layer where rows meet each other.
+The rows of all requests in a step are packed back to back, without padding. The model computes row by row, and calls ``attend``
+once per layer, where rows mix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pass_ext.ops.lookahead import lookahead_embed
 
 
 class Attend(Protocol):
-    """Attention of a step's rows to their request's text and to the rows that their tree lets them see."""
+    """Attention of a step's rows to their request's text and to their ancestors in the tree."""
 
     def __call__(
         self,
@@ -34,34 +34,43 @@ class Attend(Protocol):
 
 
 class PackedModel(Protocol):
-    """A decoder-only model as ``generate`` takes it, if it is no transformers model. ``examples/plain_decoder.py`` has one."""
+    """A decoder-only model for ``generate`` that is not a transformers model. ``examples/plain_decoder.py`` has an example."""
 
     embedding: Tensor | nn.Embedding
     """``[V, d]``, the table of input embeddings."""
 
     def __call__(self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None) -> Tensor:
-        """rows ``[N, d]``: input embeddings; positions ``[N]`` int64: places in the text; wanted: which rows' logits are
-        needed, int64, None for all -> logits ``[N or len(wanted), V]``."""
+        """Computes logits.
+
+        Args:
+            rows: ``[N, d]``, input embeddings.
+            positions: ``[N]`` int64, positions in the text.
+            attend: attention, to be called once per layer.
+            wanted: int64, the rows whose logits are needed; None: all.
+
+        Returns:
+            Logits ``[N or len(wanted), V]``.
+        """
 
 
 class Adapted:
-    """A PackedModel with what decoding needs besides; ``transformers_model`` has another of its kind."""
+    """A PackedModel with the properties that decoding reads; ``TransformersModel`` is a subclass."""
 
     name = ""
     generation_config: Any = None
     has_table: bool = True
-    """False: ``table`` tells shape, dtype and device only, as the model's own is quantised, or elsewhere between calls."""
+    """False: ``table`` has shape, dtype and device but no values, because the model's table is quantised or offloaded."""
     shared_model: Any = None
-    """The model whose first ``shares_layers`` layers these are, so that keys and values of a text are the same."""
+    """The model whose first ``shares_layers`` layers this model runs, so that their keys and values are equal."""
     shares_layers: int = 0
     layers: int | None = None
-    """That attend; None: unknown."""
+    """The number of layers that attend; None: unknown."""
     most_positions: int = sys.maxsize
-    """Of a text, that the model knows."""
+    """The longest text that the model is made for."""
     rope_limit: int | None = None
-    """The longest text that rotary frequencies stay the same for; None: any."""
+    """The longest text with unchanged rotary frequencies; None: any length."""
     known_positions: int | None = None
-    """Rows of its table of positions, behind which it knows none; None: it has no such table."""
+    """Rows of the model's table of positions, the most that it can embed; None: it has no such table."""
 
     def __init__(self, model: PackedModel) -> None:
         self.model: Any = model
@@ -78,17 +87,18 @@ class Adapted:
             )
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
-        """The rows of ids ``[N]``, -1 - i for look-ahead slot i."""
+        """The embedding rows of ids ``[N]``; -1 - i is look-ahead slot i."""
         return lookahead_embed(ids, self.table, slots)
 
     def attached(self) -> AbstractContextManager[Any]:
-        """What must hold while the model is called."""
+        """The context in which the model is called; patches nothing here."""
         return nullcontext()
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
     ) -> Tensor:
-        """As ``PackedModel``. offsets ``[layers, N, d]``: what look-ahead rows add to the input of every layer."""
+        """Calls the model as a ``PackedModel``. offsets: ``[layers, N, d]``, vectors that look-ahead rows add to every layer's
+        input."""
         if offsets is not None:
             raise TypeError(
                 "these look-ahead embeddings shift the input of every layer, which decoding can do in transformers models "

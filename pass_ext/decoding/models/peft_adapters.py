@@ -1,7 +1,7 @@
 """Finds peft adapters that a packed call would leave out.
 
-LoRA and its like change layers, and work as they are. Prompt, prefix and p-tuning change what every call is given, and aLoRA
-reads token ids; a call on packed embeddings has neither, so the text would be that of another model.
+LoRA and similar adapters change layers and work unchanged. Prompt, prefix and p-tuning change the inputs of every call, and
+aLoRA reads token ids. A call on packed embeddings has neither, so the text would be another model's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def lost_adapter(model: Any) -> str | None:
-    """What would be lost, to follow the model's name; None: nothing."""
+    """Describes the adapter that would be left out, to follow the model's name in a message; None: there is none."""
     model = getattr(model, "_orig_mod", model)
-    # While its own `generate` runs, a PeftModel puts its method into the model that custom_generate is given.
+    # While PeftModel.generate runs, custom_generate gets the inner model; this replaced method leads back to the PeftModel.
     owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     for wrapper in (model, owner):
         config: Any = getattr(wrapper, "active_peft_config", None)

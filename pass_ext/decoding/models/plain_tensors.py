@@ -1,12 +1,12 @@
-"""``is_plain``: whether a tensor's memory holds the numbers that its shape and dtype promise, so that a kernel may read it."""
+"""``is_plain``: True if a kernel may read a tensor's memory as numbers of its shape and dtype."""
 
 import torch
 from torch import Tensor, nn
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """False for subclasses (torchao's quantised tensors, DTensor, fake ones: what they compute is their own), for sparse and
-    quantised tensors, and where no memory is: on the meta device, or with its storage freed."""
+    """False for subclasses (torchao's quantised tensors, DTensor, fake tensors, which define their own operations), for sparse
+    and quantised tensors, and for tensors without memory: on the meta device, or with a freed storage."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided

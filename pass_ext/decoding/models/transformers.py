@@ -1,7 +1,7 @@
-"""``TransformersModel``: a transformers decoder-only model, as it is, as a packed model.
+"""``TransformersModel``: an unmodified transformers decoder-only model as a packed model.
 
-Its forward runs on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit ``position_ids`` and no cache; a
-registered attention function (``row_attention``) hands queries, keys and values to the session.
+Its forward runs on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit ``position_ids`` and no cache. A
+registered attention function (``row_attention``) passes queries, keys and values to the session.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops.lookahead import lookahead_embed
 
-# What fails for want of memory or in the device says nothing of the model.
+# Errors of the machine, which say nothing about the model: they are raised unchanged.
 _MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 _FULL = {"full_attention", "sliding_attention", "attention"}
 
 
 class TransformersModel(Adapted):
-    """See the module. ``attached`` is what a generation does to the model meanwhile."""
+    """A transformers model as a packed model. ``attached`` patches it while a generation runs."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -82,7 +82,7 @@ class TransformersModel(Adapted):
             raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {self.table.dtype}")
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
-        """Through the model's own embedding module where that does more than look up."""
+        """The embedding rows of ids ``[N]``, by the model's own module if that does more than look up."""
         if self.has_table and _only_looks_up(self._embedding):
             return lookahead_embed(ids, self.table, slots)
         rows = self._embedding(ids.clamp(min=0))
@@ -91,14 +91,14 @@ class TransformersModel(Adapted):
         return torch.where((ids < 0)[:, None], slots[(-1 - ids).clamp(min=0)].to(rows.dtype), rows)
 
     def attached(self) -> AbstractContextManager[None]:
-        """Attention and few-row linear layers go through us meanwhile."""
+        """Replaces the model's attention and few-row linear layers by pass_ext's inside the context."""
         return attached(unwrapped(self.model))
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
     ) -> Tensor:
-        """As ``Adapted``."""
-        shifted = None if offsets is None else self._fitting(offsets)
+        """Calls the model on packed rows, as ``Adapted``."""
+        shifted = None if offsets is None else self._layer_offsets(offsets)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
@@ -130,7 +130,7 @@ class TransformersModel(Adapted):
         return logits
 
     def _refusal(self, error: Exception) -> Exception:
-        """What the first call fails with, as a sentence that begins with the model's name."""
+        """The error of a failed first call, with a message that begins with the model's name."""
         if isinstance(error, NotImplementedError):
             return NotImplementedError(f"{self.name}: {error}")
         if isinstance(error, ValueError):
@@ -140,8 +140,8 @@ class TransformersModel(Adapted):
             f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
         )
 
-    def _fitting(self, offsets: Tensor) -> LayerOffsets:
-        """What adds them, if they are of this model's layers."""
+    def _layer_offsets(self, offsets: Tensor) -> LayerOffsets:
+        """The hooks that add the offsets; refuses offsets that do not fit the model's layers."""
         text = self.model.config.get_text_config(decoder=True)
         if len(offsets) != text.num_hidden_layers:
             raise ValueError(
@@ -155,17 +155,17 @@ class TransformersModel(Adapted):
 
 
 def _only_looks_up(embedding: nn.Module) -> bool:
-    """True for a plain ``nn.Embedding``: no hooks, and no ``forward`` that somebody put there."""
+    """True for a plain ``nn.Embedding``: without hooks and without a replaced ``forward``."""
     hooks = embedding._forward_hooks or embedding._forward_pre_hooks
     return type(embedding) is nn.Embedding and "forward" not in vars(embedding) and not hooks
 
 
 def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:
-    """A tensor of the weight's shape and dtype, without values, on the device where its rows come out."""
+    """A tensor of the weight's shape and dtype, without values, on the device of the embedding's output."""
     weight: Tensor = embedding.weight  # type: ignore[assignment]
     device: Any = weight.device
     if weight.is_meta:
-        hook = getattr(embedding, "_hf_hook", None)  # accelerate's, which brings the weights for each call
+        hook = getattr(embedding, "_hf_hook", None)  # accelerate's hook loads the weights for each call
         device = getattr(hook, "execution_device", None)
         if device is None:
             raise ValueError(f"{name}: the embedding table is on the meta device: load the model's weights first")
@@ -174,7 +174,7 @@ def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:
 
 
 def _kept_by_cache(text: Any) -> tuple[int, ...]:
-    """How many keys of a text the cache that transformers' ``generate`` makes keeps in each layer; -1: all."""
+    """How many keys of a text each layer of transformers' own cache keeps; -1: all."""
     from transformers import DynamicCache
 
     if getattr(text, "num_hidden_layers", None) is None:
@@ -183,10 +183,10 @@ def _kept_by_cache(text: Any) -> tuple[int, ...]:
 
 
 def _rope_limit(text: Any) -> int | None:
-    """The longest text for which no rope of the model has other frequencies than for a shorter one; None: any."""
-    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    """The longest text for which the model's rotary frequencies are those of a short text; None: any length."""
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     limits = []
-    for rope in given.values() if all(isinstance(value, dict) for value in given.values()) else (given,):
+    for rope in parameters.values() if all(isinstance(v, dict) for v in parameters.values()) else (parameters,):
         kind, limit = rope.get("rope_type", rope.get("type")), text.max_position_embeddings
         if kind == "longrope":
             original = rope.get("original_max_position_embeddings")
@@ -197,7 +197,7 @@ def _rope_limit(text: Any) -> int | None:
 
 
 def _known_positions(model: Any, most: int) -> int | None:
-    """``most``, if the model looks positions up in a table that ends there, learned or a buffer; None: it computes them."""
+    """``most`` if the model looks positions up in a table of that many rows, learned or a buffer; None if it computes them."""
     tokens = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in tokens]
     rows = {table.num_embeddings - getattr(table, "offset", 0) for table in tables}

@@ -1,4 +1,4 @@
-"""What a draft model must have in common with its target, and its logits in the target's vocabulary."""
+"""Compares the vocabularies of target and draft, and fits the draft's logits to the target's."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch.nn import functional as F
 from pass_ext.decoding.models.packed import Adapted
 
 MOST_PADDING = 1024
-"""Rows by which tables of one tokenizer may differ: they are padded to round numbers."""
+"""The most rows by which two tables of one tokenizer may differ: tables are padded to round numbers."""
 
 
 def check_pair(target: Adapted, draft: Adapted) -> None:
-    """Refuses vocabularies that cannot be the same."""
-    own, other = target.table.shape[0], draft.table.shape[0]
-    if abs(own - other) > MOST_PADDING:
+    """Refuses vocabularies whose sizes differ by more than padding."""
+    target_size, draft_size = target.table.shape[0], draft.table.shape[0]
+    if abs(target_size - draft_size) > MOST_PADDING:
         raise ValueError(
-            f"the draft model's vocabulary has {other} tokens, the target's {own}: more than padding, so they do not share a "
-            "tokenizer, and what one drafts means nothing to the other"
+            f"the draft model's vocabulary has {draft_size} tokens, the target's {target_size}: more than padding, so they do "
+            "not share a tokenizer, and the draft's tokens mean nothing to the target"
         )
 
 
 def check_tokenizers(target: Any, draft: Any) -> None:
-    """Refuses tokenizers that disagree about any number or any token; one may have more of them at its end."""
-    own, other = ({number: token for token, number in one.get_vocab().items()} for one in (target, draft))
-    wrong = sorted(number for number in own.keys() & other.keys() if own[number] != other[number])
+    """Refuses tokenizers that disagree about the token of any number; either may have more tokens at its end."""
+    of_target, of_draft = ({number: token for token, number in t.get_vocab().items()} for t in (target, draft))
+    wrong = sorted(number for number in of_target.keys() & of_draft.keys() if of_target[number] != of_draft[number])
     if wrong:
         number = wrong[0]
         raise ValueError(
-            f"the draft model's tokenizer is another one: {number} is token {own[number]!r} for the target and "
-            f"{other[number]!r} for the draft ({len(wrong)} of {len(own)} tokens differ)"
+            f"the draft model's tokenizer is another one: {number} is token {of_target[number]!r} for the target and "
+            f"{of_draft[number]!r} for the draft ({len(wrong)} of {len(of_target)} tokens differ)"
         )
-    missing = sorted(own.keys() - other.keys())
+    missing = sorted(of_target.keys() - of_draft.keys())
     if len(missing) > MOST_PADDING:
         raise ValueError(
-            f"the draft model's tokenizer is another one: it has no token {missing[0]} ({own[missing[0]]!r} for the target; "
-            f"{len(missing)} are missing)"
+            f"the draft model's tokenizer is another one: it has no token {missing[0]} ({of_target[missing[0]]!r} for the "
+            f"target; {len(missing)} are missing)"
         )
 
 
 def in_vocabulary(logits: Tensor, vocabulary: int, device: torch.device) -> Tensor:
-    """``[R, V of the target]`` on its device: padding is cut off, or becomes what cannot be drawn."""
+    """Cuts padding off the logits, or pads them with -inf -> ``[R, V of the target]`` on ``device``."""
     if logits.shape[1] > vocabulary:
         logits = logits[:, :vocabulary]
     elif logits.shape[1] < vocabulary:

@@ -1,1 +1,1 @@
-"""Plans: the tree of a step that gives the most tokens per second, from hit rates and measured step times."""
+"""Plans the tree of a step that gives the most tokens per second, from hit rates and measured step times."""

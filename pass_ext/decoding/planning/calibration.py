@@ -1,8 +1,8 @@
-"""Hit rates of a draft model, for ``plan_drafts``: how often it is right on texts that the target wrote.
+"""Measures the hit rates of a draft model for ``plan_drafts``: how often it is right on texts that the target wrote.
 
     rates[i][r] = P(the target's greedy token is the draft's rank r | the i tokens before were within the ranks)
 
-Every place of a text is a step's root once. Both models read the text unchanged, because a greedy step accepts the text.
+Every position of a text is the root of a step once. Both models read the text itself, because a greedy step accepts the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pass_ext.modules.files import HitRates
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree, pack_trees
 
-_ROWS = 256  # of one call: with a large vocabulary the logits of a row are some 200 KB
+_ROWS = 256  # per call: with a large vocabulary the logits of one row take about 200 KB
 
 
 def calibrate(
@@ -33,34 +33,37 @@ def calibrate(
     levels: int = 6,
     prompt_lengths: Sequence[int] | None = None,
 ) -> HitRates:
-    """Hit rates of a draft model, ``[levels][ranks]``; zeros where no text leads.
+    """Measures the hit rates of a draft model, ``[levels][ranks]``; zeros for levels that no path of the texts reaches.
 
     Args:
         model: the target, as ``generate`` takes it.
         draft_model: as ``model``. The vocabularies may differ by padding: tokens that the target lacks are no candidates.
         texts: tokens that the target wrote itself (greedy), with their prompts. A path ends behind a token that the target
             would not have written.
-        ranks: how many of the draft's candidates are looked at, the most probable first.
+        ranks: how many of the draft's candidates count, the most probable first.
         levels: how many tokens ahead.
-        prompt_lengths: how many tokens of each text are its prompt: steps begin at its last one. None: 1 for every text.
+        prompt_lengths: how many tokens of each text are its prompt: steps begin at the prompt's last token. None: 1 for every
+            text.
     """
     checked_count("ranks", ranks)
     checked_count("levels", levels)
     target, draft = packed_model(model), packed_model(draft_model)
     prompts = _checked(texts, prompt_lengths, min(target.table.shape[0], draft.table.shape[0]))
-    right = _seen(target, texts, lambda logits, text, rows: logits.argmax(-1).cpu())
+    right = _map_rows(target, texts, lambda logits, text, rows: logits.argmax(-1).cpu())
     width = target.table.shape[0]
-    found_ranks = _seen(draft, texts, lambda logits, text, rows: _ranks(logits[:, :width], right[text][rows], ranks))
+    hits = _map_rows(draft, texts, lambda logits, text, rows: _ranks(logits[:, :width], right[text][rows], ranks))
     counts = torch.zeros(levels, ranks + 1, dtype=torch.int64)
-    for tokens, prompt, known, seen in zip(texts, prompts, right, found_ranks, strict=True):
-        counts += _counts(seen, known[:-1] == torch.tensor(tokens[1:]), prompt, levels, ranks)
+    for tokens, prompt, greedy, hit_ranks in zip(texts, prompts, right, hits, strict=True):
+        counts += _counts(hit_ranks, greedy[:-1] == torch.tensor(tokens[1:]), prompt, levels, ranks)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
     return tuple(tuple(round(rate, 5) for rate in row[:ranks]) for row in shares.tolist())
 
 
-def _seen(model: Adapted, texts: Sequence[Sequence[int]], look: Callable[[Tensor, int, slice], Tensor]) -> list[Tensor]:
-    """For each text what ``look(logits of some rows, number of the text, the rows)`` returns, row by row."""
-    seen = []
+def _map_rows(
+    model: Adapted, texts: Sequence[Sequence[int]], function: Callable[[Tensor, int, slice], Tensor]
+) -> list[Tensor]:
+    """Applies ``function(logits of some rows, number of the text, the rows)`` to all rows -> one tensor per text."""
+    results = []
     with torch.no_grad(), model.attached():
         session = Session(model, 1, max(map(len, texts)))
         for text, tokens in enumerate(texts):
@@ -69,28 +72,28 @@ def _seen(model: Adapted, texts: Sequence[Sequence[int]], look: Callable[[Tensor
             for first in range(0, len(tokens), _ROWS):
                 ids = torch.tensor(tokens[first : first + _ROWS], device=session.device)
                 trees = pack_trees([Tree.chain(len(ids) - 1)], session.device)
-                parts.append(look(session.call(trees, ids), text, slice(first, first + len(ids))))
+                parts.append(function(session.call(trees, ids), text, slice(first, first + len(ids))))
                 path = torch.arange(len(ids), dtype=torch.int32, device=session.device)[None]
                 session.commit(trees, path, torch.full_like(path[:, 0], len(ids) - 1))
-            seen.append(torch.cat(parts))
-    return seen
+            results.append(torch.cat(parts))
+    return results
 
 
 def _ranks(logits: Tensor, right: Tensor, ranks: int) -> Tensor:
-    """``[R]`` on the CPU: the rank at which the draft has the right token; ``ranks`` where it does not have it."""
+    """``[R]`` on the CPU: the rank of the right token among the draft's candidates; ``ranks`` where it is none of them."""
     hits = draft_sample(logits, ranks, mode="top")[0].cpu() == right[:, None]
     return torch.where(hits.any(1), hits.int().argmax(1), ranks)
 
 
-def _counts(found_ranks: Tensor, is_greedy: Tensor, prompt: int, levels: int, ranks: int) -> Tensor:
-    """``[levels, ranks + 1]``: how often each rank came up at each level. is_greedy ``[n - 1]``: True where the text goes on as
-    the target would."""
+def _counts(hit_ranks: Tensor, is_greedy: Tensor, prompt: int, levels: int, ranks: int) -> Tensor:
+    """``[levels, ranks + 1]``: how often the right token had each rank, per level. is_greedy ``[n - 1]``: True where the text's
+    next token is the target's greedy one."""
     counts = torch.zeros(levels, ranks + 1, dtype=torch.int64)
-    goes_on = (found_ranks[:-1] < ranks) & is_greedy
-    alive = torch.arange(prompt - 1, len(found_ranks))  # rows that count, one for each root whose path led here
+    goes_on = (hit_ranks[:-1] < ranks) & is_greedy
+    alive = torch.arange(prompt - 1, len(hit_ranks))  # the rows at this level, one for each root whose path reaches it
     for level in range(levels):
-        counts[level] = torch.bincount(found_ranks[alive], minlength=ranks + 1)
-        alive = alive[alive < len(found_ranks) - 1]
+        counts[level] = torch.bincount(hit_ranks[alive], minlength=ranks + 1)
+        alive = alive[alive < len(hit_ranks) - 1]
         alive = alive[goes_on[alive]] + 1
     return counts
 

@@ -1,10 +1,10 @@
-"""``CpuWatch``: how much other programs computed while this one measured itself.
+"""``CpuWatch``: measures how much other programs compute while this process times itself.
 
-    others = (CPU time that the cores of this process spent - CPU time of this process) / (wall time · cores)
+    others = (CPU time spent on this process's cores - CPU time of this process) / (wall time · cores)
     waited = share of the wall time in which the calling thread was on no core
 
-The load average cannot tell: it lags by a minute, so a program that has just begun does not show, and one that has just ended,
-this one's own earlier work among them, does. It is looked at only where /proc/stat is not to be had.
+The load average lags by a minute: it misses a program that has just begun, and still counts one that has just ended, this
+process's own earlier work included. It is read only where /proc/stat is missing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import NamedTuple
 import torch
 
 _SHORTEST = 0.1  # seconds: /proc/stat counts hundredths
-_MOST_WAITED = 0.25  # a thread that shares its core with another waits half of the time
+_MOST_WAITED = 0.25  # a thread that shares its core with another waits half the time
 _MOST_OTHERS, _MOST_OTHERS_BESIDE_A_GPU = 0.1, 0.75
-_MOST_LOAD = 0.75  # of the cores
+_MOST_LOAD = 0.75  # load average divided by cores
 
 
 class CpuUse(NamedTuple):
-    """Of one stretch of time."""
+    """Use of the CPU during one stretch of time."""
 
     others: float | None
-    """Other programs' share of the cores; None: not known."""
+    """Other programs' share of the cores; None: unknown."""
     waited: float
     load: float
-    """Of the last minute, divided by the cores."""
+    """Load average of the last minute, divided by the cores."""
 
     def disturbance(self, device: torch.device) -> str:
-        """What disturbed a measurement on ``device``, in words; empty: nothing."""
+        """Says in words what disturbed a measurement on ``device``; empty: nothing."""
         on_cpu = device.type == "cpu"
         most = _MOST_OTHERS if on_cpu else _MOST_OTHERS_BESIDE_A_GPU
         if self.others is not None and self.others > most:
@@ -45,14 +45,14 @@ class CpuUse(NamedTuple):
 
 
 class CpuWatch:
-    """Watches from when it is made."""
+    """Measures the use of the CPU from construction to ``stop``."""
 
     def __init__(self) -> None:
         self._cores = _own_cores()
         self._begin = self._read()
 
     def stop(self) -> CpuUse:
-        """What was used since then; a stretch that is too short for /proc/stat is made longer by sleeping."""
+        """The use since construction. Sleeps if the time is too short for /proc/stat."""
         wall, waiting = (after - before for before, after in zip(self._begin[:2], self._read()[:2], strict=True))
         if self._begin[3] is not None and wall < _SHORTEST:
             time.sleep(_SHORTEST - wall)
@@ -66,7 +66,7 @@ class CpuWatch:
         return CpuUse(others, waited, os.getloadavg()[0] / (os.cpu_count() or 1))
 
     def _read(self) -> tuple[float, float, float, float | None]:
-        """Seconds: of the wall clock, of this thread, of this process, and of everybody on its cores."""
+        """Seconds of the wall clock, of this thread, of this process, and of all programs on its cores."""
         return time.perf_counter(), time.thread_time(), time.process_time(), _spent(_proc_stat(), self._cores)
 
 
@@ -84,13 +84,13 @@ def _proc_stat() -> str:
 
 
 def _spent(stat: str, cores: frozenset[int]) -> float | None:
-    """Seconds that these cores were not idle, by the text of /proc/stat; None if it does not list them all."""
-    found = {}
+    """Seconds that these cores were busy, from the text of /proc/stat; None if it does not list them all."""
+    busy = {}
     for name, *columns in map(str.split, stat.splitlines()):
         if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
             # user nice system idle iowait irq softirq steal; the guests behind them are part of user and nice
             ticks = [int(column) for column in columns[:8]]
-            found[name] = sum(ticks) - sum(ticks[3:5])
-    if len(found) < len(cores) or not any(found.values()):
+            busy[name] = sum(ticks) - sum(ticks[3:5])
+    if len(busy) < len(cores) or not any(busy.values()):
         return None
-    return sum(found.values()) / os.sysconf("SC_CLK_TCK")
+    return sum(busy.values()) / os.sysconf("SC_CLK_TCK")

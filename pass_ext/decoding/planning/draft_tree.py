@@ -1,10 +1,10 @@
-"""Plans a step with a draft model: the candidates that it drafts, level by level, for the target to verify.
+"""Plans a step with a draft model: the tree of candidates that it drafts level by level and the target verifies.
 
     reach(v) = product of the hit rates on v's path
     plan = arg max  (sum of reach) / (target(rows of the tree) + sum over levels s of draft(rows of its first s levels))
 
-Level s + 1 is drafted by one call on the s levels above it. For given sizes of the levels the best tree has in each level the
-likeliest children of the level above, so the search is over sizes.
+Level s + 1 is drafted by one call on the s levels above it. For given sizes of the levels, the best tree takes in each level
+the likeliest children of the level above. So only sizes are searched.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pass_ext.decoding.planning.hit_rates import (
 from pass_ext.tree import MAX_TREE_NODES, Tree
 
 _MOST_FOLLOWED = 16
-"""Sizes of levels that are followed further, of those with equally many levels and rows."""
+"""How many trees with equally many levels and rows the search extends."""
 _GAIN = 1 + 1e-9  # smaller differences count as equal
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """The candidates of a step and what they promise. Child k of a node is the candidate of rank k."""
+    """The candidates of a step, with the expected tokens and speed. Child k of a node is the candidate of rank k."""
 
     tree: Tree
-    """Numbered level by level."""
+    """The candidates, numbered level by level."""
     reach: tuple[float, ...] = field(repr=False)
     """For each node, P(it is accepted)."""
     tokens_per_call: float
     """Expected tokens for each call of the target."""
     speedup: float | None
-    """Expected, against plain decoding by the step times; None without them."""
+    """Expected speed relative to plain decoding, by the step times; None without them."""
 
     @classmethod
     def plain(cls) -> DraftPlan:
@@ -91,11 +91,11 @@ class DraftPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there are no candidates: nothing beats plain decoding."""
+        """True without candidates: nothing beats plain decoding."""
         return len(self.tree) == 1
 
     def describe(self) -> str:
-        """The plan for people: what a step costs and promises, then the tree with the rank and probabilities of each node."""
+        """The plan as text: costs and expectations of a step, then the tree with the rank and probabilities of each node."""
         if self.is_plain:
             return "plain decoding: no plan is expected to be faster"
         gain = "" if self.speedup is None else f", {self.speedup:.2f}x plain decoding"
@@ -120,18 +120,18 @@ def plan_drafts(
     most_levels: int | None = None,
     ranks: int | None = None,
 ) -> DraftPlan:
-    """The candidates that are expected to give the most tokens per second.
+    """Returns the candidates that are expected to give the most tokens per second.
 
-    Where rates fall with the rank and few rows are allowed it is the best of all trees, for all sizes of levels are tried; with
-    more, of those with equally many levels and rows only the most promising are followed.
+    With few rows, and rates that fall with the rank, all sizes of levels are tried and the plan is the best of all trees. With
+    more rows, only the most promising of the trees with equally many levels and rows are extended.
 
     Args:
         hit_rates: ``rates[i][r]`` for depth i + 1 and rank r, as ``calibrate`` gives them.
         target_time, draft_time: seconds of one call of the model at a number of rows.
-        most_rows: of the target's call, per request; times should have been measured up to ``requests`` times as many.
-        requests: decoded together; times are asked for with this many times the rows.
-        most_levels: of the tree; None: as many as there are rates for.
-        ranks: candidates below one node at most; 1: chains. None: as many as there are rates for.
+        most_rows: the most rows of the target's call, per request; times should be measured up to ``requests`` times as many.
+        requests: how many are decoded together; times are read at this many times the rows.
+        most_levels: the most levels of the tree; None: as many as ``hit_rates`` has.
+        ranks: the most candidates below one node; 1: chains. None: as many as ``hit_rates`` has.
 
     Returns:
         DraftPlan; ``DraftPlan.plain`` where nothing is expected to be faster.
@@ -168,7 +168,7 @@ class _Levels(NamedTuple):
 
     sizes: tuple[int, ...]
     likeliest: list[float]
-    """Falling; the first ``width`` are the reach of the last level."""
+    """Products of rates, falling; the first ``width`` are the reach of the last level."""
     width: int
     rows: int
     tokens: float
@@ -181,7 +181,7 @@ def _best_sizes(rates: list[list[float]], most: int, costs: _Costs) -> tuple[int
     """Nodes of each level below the root in the best tree; empty where plain decoding is as fast."""
     bound = _Bound(rates, most, costs)
     best = 1 / costs.target(1)
-    chosen: tuple[int, ...] = ()
+    best_sizes: tuple[int, ...] = ()
     followed = [_Levels((), [1.0], 1, 1, 1.0, 0.0)]
     for level, level_rates in enumerate(rates):
         grown: dict[int, list[_Levels]] = defaultdict(list)
@@ -198,24 +198,25 @@ def _best_sizes(rates: list[list[float]], most: int, costs: _Costs) -> tuple[int
                 tree = _Levels((*above.sizes, width), likeliest, width, rows, tokens, drafting)
                 grown[rows].append(tree)
                 if tokens / (costs.target(rows) + drafting) > best * _GAIN:
-                    best, chosen = tokens / (costs.target(rows) + drafting), tree.sizes
+                    best, best_sizes = tokens / (costs.target(rows) + drafting), tree.sizes
         followed = [
             tree
             for same in grown.values()
             for tree in nlargest(_MOST_FOLLOWED, same, key=lambda tree: tree.tokens - best * tree.drafting)
         ]
-    return chosen
+    return best_sizes
 
 
 class _Bound:
-    """Says whether more levels can pay: each has at most its rates' sum times the reach above, and at least one row."""
+    """An upper bound on the gain of more levels: each has at most its rates' sum times the reach above, and at least one
+    row."""
 
     def __init__(self, rates: list[list[float]], most: int, costs: _Costs) -> None:
         self._sums = list(map(sum, rates))
         self._most = most
         self._least_target, self._least_draft = (
             list(accumulate(map(at, range(most, 0, -1)), min))[::-1] for at in (costs.target, costs.draft)
-        )  # [n - 1]: of n rows or more
+        )  # [n - 1]: the least seconds of any call with n rows or more
 
     def may_beat(self, best: float, level: int, above: _Levels) -> bool:
         reach, tokens, drafting = sum(above.likeliest[: above.width]), above.tokens, above.drafting

@@ -1,4 +1,4 @@
-"""The plan of a draft model: the tree that is expected to be fastest, by its hit rates and the measured times of both models'
+"""Plans the tree of a draft model that is expected to be fastest, from its hit rates and the measured times of both models'
 calls."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pass_ext.decoding.planning.measured import measured_times
 from pass_ext.decoding.planning.step_times import StepTimes
 
 _GUESSED_LEVELS, _GUESSED_RANKS = 8, 8
-_MAX_ROWS = 64  # of a planned tree
+_MAX_ROWS = 64  # the most rows of a planned tree
 
 
 def call_times(target: Adapted, draft: Adapted, *, graphs: bool = False) -> tuple[StepTimes, StepTimes]:
-    """Step times of the target and of the draft, measured once. An early exit's calls are never CUDA graphs."""
+    """Step times of the target and of the draft, measured once. Calls of an early-exit draft are never CUDA graphs."""
     has_caches = draft.shared_model is not unwrapped(target.model)
     return measured_times(target, graphs=graphs), measured_times(draft, graphs=graphs and has_caches)
 
@@ -30,7 +30,7 @@ def draft_plan(
     graphs: bool = False,
     chain: bool = False,
 ) -> DraftPlan:
-    """The tree that is expected to be fastest for these models on this machine. chain: it must be one."""
+    """Plans the tree that is expected to be fastest for these models on this machine. chain: only chains are allowed."""
     rates = method.hit_rates or getattr(method.draft_model, "hit_rates", None)
     times, draft_times = call_times(target, draft, graphs=graphs)
     return plan_drafts(

@@ -1,4 +1,4 @@
-"""The plan of PaSS for one model on one machine, from the embeddings' hit rates and measured step times."""
+"""Plans PaSS for one model on one machine, from the embeddings' hit rates and measured step times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ASSUMED_RANKS = 16
 
 
 def pass_plan(method: PaSS, model: Adapted, requests: int, *, graphs: bool = False) -> tuple[Plan, StepTimes | None]:
-    """The plan, and the step times that chose it where ``rows`` is "auto". graphs: calls will be CUDA graphs."""
+    """Returns the plan, and the step times behind it if ``rows`` is "auto". graphs: True if calls will be CUDA graphs."""
     slots = method.num_slots
     calibrated = method.lookahead.hit_rates
     rates = calibrated[:slots] if calibrated else assumed_hit_rates(slots, _ASSUMED_RANKS)
@@ -35,11 +35,11 @@ def _planned(
     passes: int,
     requests: int,
 ) -> Plan:
-    how: Any = dict(passes=passes, requests=requests)
+    options: Any = dict(passes=passes, requests=requests)
     if tree is not None:
         most = rows if isinstance(rows, int) else None
-        return Plan.from_tree(tree, slots, rates, rows=most, step_time=None if times is None else times.at, **how)
+        return Plan.from_tree(tree, slots, rates, rows=most, step_time=None if times is None else times.at, **options)
     if times is not None:
-        return plan_auto(rates, times, **how)
+        return plan_auto(rates, times, **options)
     assert isinstance(rows, int)
-    return plan(rates, rows=rows, **how)
+    return plan(rates, rows=rows, **options)

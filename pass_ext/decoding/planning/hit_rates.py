@@ -1,4 +1,4 @@
-"""Hit rates and call times, as both planners need them: how likely each node of a tree is to be accepted.
+"""Hit rates and call times for both planners: how likely each node of a tree is to be accepted.
 
     reach(v) = product of the hit rates on v's path        last(v) = reach(v) - sum of reach over v's children
 
@@ -19,7 +19,7 @@ StepTime = Callable[[int], float]
 
 
 class CallTimes:
-    """Seconds of one call for all requests, by the rows of each; every number of rows is asked for once."""
+    """Seconds of one call for all requests, by the rows of each. Calls ``step_time`` once for every number of rows."""
 
     def __init__(self, name: str, step_time: StepTime, requests: int) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class CallTimes:
         self._known: dict[int, float] = {}
 
     def at(self, rows: int) -> float:
-        """rows: of one request."""
+        """Seconds of the call in which each request has so many rows."""
         if rows not in self._known:
             seconds = self._step_time(self._requests * rows)
             if not 0 < seconds < math.inf:
@@ -61,7 +61,7 @@ def last_of(parents: Sequence[int], reach: Sequence[float]) -> list[float]:
 def node_table(
     tree: Tree, reach: Sequence[float], last: Sequence[float], slots: Mapping[int, int] | None = None
 ) -> list[str]:
-    """The tree in lines, a node each: its rank and probabilities, and how many look-ahead slots it has."""
+    """The lines of a table with one node each: its place in the tree, rank, probabilities and number of look-ahead slots."""
     names = list(_branches(tree))
     width = max(len("node"), *(len(name) for name, _ in names))
     ranks = {node: rank for above in range(tree.num_nodes) for rank, node in enumerate(tree.children(above))}
@@ -75,7 +75,7 @@ def node_table(
 
 
 def _branches(tree: Tree) -> Iterator[tuple[str, int]]:
-    pending = [(0, "", "")]  # node, what stands before it, what stands before the lines below it
+    pending = [(0, "", "")]  # node, the branch drawn before it, the indentation of the lines below it
     while pending:
         node, line, indent = pending.pop()
         yield f"{line}{node}", node
@@ -86,7 +86,7 @@ def _branches(tree: Tree) -> Iterator[tuple[str, int]]:
 
 
 def checked_rates(hit_rates: HitRates) -> list[list[float]]:
-    """The rates as lists of floats; refused unless each row holds probabilities of exclusive events."""
+    """The rates as lists of floats; refuses rows that are not probabilities of exclusive events."""
     rates = [[float(rate) for rate in level] for level in hit_rates]
     for depth, level in enumerate(rates, 1):
         if not all(0 <= rate <= 1 for rate in level) or sum(level) > 1 + 1e-4:
@@ -97,7 +97,7 @@ def checked_rates(hit_rates: HitRates) -> list[list[float]]:
 
 
 def checked_count(name: str, value: int) -> int:
-    """The value, refused unless it is a whole number above 0."""
+    """Returns the value; refuses anything but a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
     return value

@@ -1,10 +1,10 @@
-"""``KeptTimes``: measured step times on disk, with when they were measured and what else the machine did then.
+"""``KeptTimes``: measured step times on disk, with the time of measuring and the use of the CPU then.
 
     fresh       for a day after they were measured or confirmed
     to confirm  for 30 days after they were measured
-    too old     then: drivers, firmware and the kernel change, and nothing in the key shows it
+    too old     afterwards: drivers, firmware and the kernel change, and the key does not show it
 
-An entry that does not say all of it, and one of a busy machine, counts as damaged.
+Incomplete entries, and those from a busy machine, count as damaged.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ _log = logging.getLogger("pass_ext")
 
 @dataclass(frozen=True)
 class KeptTimes:
-    """Seconds at each number of rows of the key, and how they came about."""
+    """Seconds at each number of rows of the key, and how they were measured."""
 
     key: dict[str, object]
     seconds: tuple[float, ...]
     use: CpuUse
     spread: float
-    """By how much the median of a number's rounds exceeds the fastest, in parts of the fastest, the mean of all numbers."""
+    """(median - fastest) / fastest of the rounds, the mean over all numbers of rows."""
     measured: float
-    """Seconds since 1970."""
+    """When they were measured, in seconds since 1970."""
     confirmed: float
-    """When they last were as long as here."""
+    """When a call last took as long as here, in seconds since 1970."""
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """The path of their file."""
         return _path(self.key)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing need be timed."""
+        """True if they were confirmed within a day: nothing has to be timed."""
         return 0 <= time.time() - self.confirmed <= _FRESH
 
     def confirm(self) -> None:
-        """Notes that a call took as long as it does here, today."""
+        """Writes that a call takes as long today as it does here."""
         replace(self, confirmed=time.time()).write()
 
     @classmethod
     def read(cls, key: dict[str, object], device: torch.device, most_spread: float) -> KeptTimes | None:
-        """Those of this key; None, with a line in the log, if they are too old, damaged, or of a busy machine."""
+        """Reads the times of this key; None if there are none, and, with a line in the log, if they are too old, damaged, or
+        from a busy machine."""
         path = _path(key)
         try:
             entry = json.loads(path.read_text())
@@ -70,7 +71,7 @@ class KeptTimes:
                 float(entry["waited"]),
                 float(entry["load"]),
             )
-            kept = cls(
+            times = cls(
                 key,
                 tuple(map(float, entry["seconds"])),
                 use,
@@ -80,20 +81,20 @@ class KeptTimes:
             )
             if disturbance := use.disturbance(device):
                 raise ValueError(disturbance)
-            if not kept.spread <= most_spread:
-                raise ValueError(f"its rounds differ by {kept.spread:.0%}")
+            if not times.spread <= most_spread:
+                raise ValueError(f"its rounds differ by {times.spread:.0%}")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             _log.warning("step times in %s cannot be used, measuring again: %s: %s", path, type(error).__name__, error)
             return None
-        if not -_DAY <= time.time() - kept.measured <= _OLDEST:
+        if not -_DAY <= time.time() - times.measured <= _OLDEST:
             _log.info("step times in %s are more than 30 days old, or of the future: measuring again", path)
             return None
-        return kept
+        return times
 
     def write(self) -> None:
-        """Keeps them; a folder that cannot be written is no error."""
+        """Writes them to disk; if the folder cannot be written, only logs that."""
         path = self.path
         entry = {"key": self.key, "seconds": self.seconds, "spread": self.spread, **self.use._asdict()}
         entry |= {"measured": self.measured, "confirmed": self.confirmed}

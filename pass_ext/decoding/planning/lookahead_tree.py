@@ -1,10 +1,10 @@
-"""Plans a PaSS step: the candidates to verify, and those of them that carry a group of look-ahead slots.
+"""Plans a PaSS step: the tree of candidates to verify, and the nodes that carry a group of look-ahead slots.
 
     reach(v) = product of the hit rates on v's path        last(v) = reach(v) - sum of reach over v's children
     miss = sum of last(v) over nodes v without a group     (the next call is then a probe: the root and one group)
     plan = arg max  (1 + sum of reach + miss) / (t(n + groups * slots) + miss * t(1 + slots))
 
-t(rows) is the time of a call, n the nodes.
+t(rows) is the time of a call, n the number of nodes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from pass_ext.tree import MAX_TREE_NODES, Tree
 
 @dataclass(frozen=True)
 class Plan:
-    """The shape of a PaSS step and what it promises. Child k of a node is the candidate of rank k."""
+    """The shape of a PaSS step, with the expected tokens and speed. Child k of a node is the candidate of rank k."""
 
     tree: Tree
     """The nodes, and behind them their groups of look-ahead slots."""
     slots: int
-    """Slots of one group, in full and in probe steps; 0: plain decoding."""
+    """Slots of one group, in full steps and in probes; 0: plain decoding."""
     reach: tuple[float, ...] = field(repr=False)
     """For each node, P(it is accepted)."""
     tokens_per_call: float
-    """Expected, probe calls included."""
+    """Expected tokens per call, probe calls included."""
     speedup: float | None
-    """Expected, against plain decoding by the step times; None without them."""
+    """Expected speed relative to plain decoding, by the step times; None without them."""
 
     @classmethod
     def plain(cls, speedup: float | None = None) -> Plan:
@@ -63,13 +63,13 @@ class Plan:
     ) -> Plan:
         """The plan of a given tree.
 
-        Groups stay where ``tree.with_lookahead`` put them, all of one size; a tree without any gets those that pay, within
-        ``rows``, on the nodes most likely to be the last accepted one; with ``passes=2`` none.
+        Groups that ``tree.with_lookahead`` added stay; they must be of one size. A tree without groups gets as many as pay
+        within ``rows``, on the nodes most likely to be the last accepted one; none with ``passes=2``.
 
         Args:
-            tree: its depth is at most ``slots``.
-            slots: look-ahead slots that are trained.
-            hit_rates: without, ``assumed_hit_rates``.
+            tree: the candidates, at most ``slots`` levels deep.
+            slots: the number of trained look-ahead slots.
+            hit_rates: as for ``plan``; None: ``assumed_hit_rates``.
             rows, step_time, passes, requests: as for ``plan``; rows None: 1,024.
         """
         if not 1 <= tree.max_depth <= slots:
@@ -106,12 +106,12 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of a full step, the most of any step."""
+        """Rows of a full step, which has the most rows."""
         return len(self.tree)
 
     @property
     def groups(self) -> dict[int, int]:
-        """The nodes with a group, and its slots."""
+        """The nodes that carry a group, with its number of slots."""
         sizes = {node: len(self.tree.group_rows(node)) for node in range(self.tree.num_nodes)}
         return {node: size for node, size in sizes.items() if size}
 
@@ -132,11 +132,11 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there are no candidates: nothing beats plain decoding."""
+        """True without candidates: nothing beats plain decoding."""
         return self.slots == 0
 
     def describe(self) -> str:
-        """The plan for people: what a step costs and promises, then the tree with the rank and probabilities of each node."""
+        """The plan as text: costs and expectations of a step, then the tree with the rank and probabilities of each node."""
         if self.is_plain:
             return "plain decoding: no plan is expected to be faster"
         nodes, groups = self.tree.num_nodes, len(self.groups)
@@ -161,17 +161,18 @@ def plan(
     passes: int = 1,
     requests: int = 1,
 ) -> Plan:
-    """The step that is expected to give the most tokens per second.
+    """Returns the step that is expected to give the most tokens per second.
 
-    For each depth and number of nodes the tree grows best first: its nodes are those with the largest reach, which maximises
-    the accepted drafts where rates fall with the rank. Groups go to the nodes most likely to be the last accepted one.
+    For each depth and number of nodes the tree grows best first: it takes the nodes with the largest reach, which maximises
+    the accepted drafts if rates fall with the rank. Groups go to the nodes most likely to be the last accepted one.
 
     Args:
-        hit_rates: ``rates[i][r]`` for slot i and rank r; their number is the look-ahead slots that are trained.
-        rows: most rows of one step, per request.
-        step_time: seconds of a call at a number of rows. Without, every call costs the same: most tokens per call.
-        passes: 1: groups behind candidates where they pay. 2: none, probes and full steps alternate.
-        requests: decoded together; ``step_time`` is asked with this many times the rows.
+        hit_rates: ``rates[i][r]`` for slot i and rank r, one row for each trained look-ahead slot.
+        rows: the most rows of one step, per request.
+        step_time: seconds of a call at a number of rows. None: every call costs the same, so the plan has the most tokens per
+            call.
+        passes: 1: groups behind candidates where they pay. 2: no groups; probes and full steps alternate.
+        requests: how many are decoded together; ``step_time`` is called with this many times the rows.
 
     Returns:
         Plan; ``Plan.plain`` where nothing is expected to be faster.
@@ -186,11 +187,11 @@ def plan_auto(
     passes: int = 1,
     requests: int = 1,
 ) -> Plan:
-    """``plan`` with as many rows as pay on this machine, up to the most that were measured.
+    """``plan`` with as many rows as pay on this machine, up to the largest measured number.
 
     Args:
         hit_rates, passes, requests: as for ``plan``.
-        step_times: measured.
+        step_times: measured times of the model's calls.
     """
     most = min(MAX_TREE_NODES, max(1, step_times.rows[-1] // checked_count("requests", requests)))
     best = plan(hit_rates, rows=most, step_time=step_times.at, passes=passes, requests=requests)
@@ -198,8 +199,7 @@ def plan_auto(
 
 
 def assumed_hit_rates(slots: int, ranks: int) -> list[list[float]]:
-    """A guess for embeddings that were never calibrated: 0.35 for the best candidate of each slot, half as much for each
-    further rank."""
+    """Assumed hit rates of uncalibrated embeddings: 0.35 for each slot's best candidate, half as much for each further rank."""
     return [[0.35 * 0.5**rank for rank in range(ranks)] for _ in range(slots)]
 
 
@@ -218,7 +218,7 @@ class _Costs:
 def _search(rates: list[list[float]], rows: int, costs: _Costs, passes: int) -> Plan:
     _check_passes(passes)
     rows = min(checked_count("rows", rows), MAX_TREE_NODES)
-    best, chosen = 1 / costs.at(1), None  # depth limit, nodes, groups
+    best, shape = 1 / costs.at(1), None  # depth limit, nodes, groups
     for depth in range(1, min(len(rates), rows - 1) + 1):
         parents, reach, depths = _best_first(rates, depth, rows)
         last, rising, accepted, deepest = [1.0], [-1.0], 0.0, 0
@@ -230,14 +230,14 @@ def _search(rates: list[list[float]], rows: int, costs: _Costs, passes: int) -> 
             insort(rising, -last[parent])
             insort(rising, -value)
             accepted, deepest = accepted + value, max(deepest, depths[nodes - 1])
-            if deepest < depth:  # found already, with a smaller limit
+            if deepest < depth:  # scored already, under a smaller depth limit
                 continue
             for score, groups in _scores(costs, nodes, depth, accepted, (-x for x in rising), rows, passes):
                 if score > best * (1 + 1e-9):
-                    best, chosen = score, (depth, nodes, groups)
-    if chosen is None:
+                    best, shape = score, (depth, nodes, groups)
+    if shape is None:
         return Plan.plain(1.0 if costs.are_measured else None)
-    depth, nodes, groups = chosen
+    depth, nodes, groups = shape
     parents, reach, _ = _best_first(rates, depth, nodes)
     last = last_of(parents, reach)
     order = sorted(range(nodes), key=lambda node: (-last[node], node))
@@ -246,7 +246,7 @@ def _search(rates: list[list[float]], rows: int, costs: _Costs, passes: int) -> 
 
 
 def _best_first(rates: list[list[float]], depth: int, most: int) -> tuple[list[int], list[float], list[int]]:
-    """Parents, reach and depths of the up to ``most`` nodes of largest reach, in that order, no deeper than ``depth``."""
+    """Parents, reach and depths of the at most ``most`` nodes of largest reach, no deeper than ``depth``, likeliest first."""
     parents, reach, depths = [-1], [1.0], [0]
     open_nodes: list[tuple[float, int, int, int]] = []  # -reach, depth, parent, rank
 
@@ -269,7 +269,7 @@ def _best_first(rates: list[list[float]], depth: int, most: int) -> tuple[list[i
 def _scores(
     costs: _Costs, nodes: int, slots: int, accepted: float, falling: Iterable[float], rows: int, passes: int
 ) -> Iterator[tuple[float, int]]:
-    """Tokens per second with 0, 1, 2, ... groups, on the nodes by falling probability of being the last."""
+    """Tokens per second, and the number of groups, for 0, 1, 2, ... groups. falling: the nodes' ``last``, largest first."""
     miss = 1.0
     yield costs.rate(nodes, slots, accepted, miss), 0
     if passes == 2:

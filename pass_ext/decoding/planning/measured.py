@@ -17,7 +17,7 @@ from pass_ext.decoding.session.session import Session
 from pass_ext.tree import Tree, pack_trees
 
 _times: dict[tuple[Any, ...], StepTimes] = {}
-"""By model, device, threads, and whether calls are CUDA graphs."""
+"""Times by model, device, threads, and whether calls are CUDA graphs."""
 
 _PREFIX = 256  # tokens of text before the measured rows
 
@@ -25,7 +25,7 @@ _PREFIX = 256  # tokens of text before the measured rows
 def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
     """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk.
 
-    A callable without a config cannot be recognised in another process: it is measured once per object.
+    A callable without a config cannot be recognised in another process, so it is measured once per object.
     """
     device, fingerprint = model.table.device, _fingerprint(model)
     known = fingerprint or id(model.model)
@@ -45,7 +45,7 @@ def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
 
 
 class _Calls:
-    """Calls with any number of rows behind one prefix, which the first call reads."""
+    """Calls with any number of rows behind one prefix. The first call reads the prefix."""
 
     def __init__(self, model: Adapted, graphs: bool) -> None:
         self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, graphs=graphs)
@@ -64,7 +64,7 @@ class _Calls:
 
 
 def _fingerprint(model: Adapted) -> str | None:
-    """A hash of all that a call's time depends on; None for callables without a config, where it cannot be seen."""
+    """A hash of everything that a call's time depends on; None for callables without a config."""
     module: Any = model.model
     config: Any = getattr(module, "config", None)
     if not isinstance(module, torch.nn.Module) or not hasattr(config, "to_dict"):

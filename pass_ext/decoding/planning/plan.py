@@ -1,4 +1,4 @@
-"""``plan``: the tree that a method would use for a model on this machine, with what it promises."""
+"""``plan``: the tree that a method would use for a model on this machine, with its expected speed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pass_ext.decoding.planning.lookahead_tree import Plan
 def plan(model: Any, method: PaSS | Speculative | MultiCandidate, requests: int = 1) -> Plan | DraftPlan:
     """Returns the plan that the method would follow. ``print`` shows it as a table.
 
-    Measures the model's calls where no times are kept: a few seconds, once per model and machine.
+    Measures the model's calls if no times are on disk: a few seconds, once per model and machine.
 
     Args:
         model: a model as ``generate`` takes it.
-        method: ``PaSS``, or ``Speculative`` or ``MultiCandidate`` with a tree that is to be planned.
-        requests: decoded together.
+        method: ``PaSS``, or ``Speculative`` or ``MultiCandidate`` without a tree of its own.
+        requests: how many are decoded together.
     """
     if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
         raise ValueError(f"plan: requests must be a whole number, 1 or more, got {requests!r}")

@@ -1,8 +1,8 @@
-"""How long one model call takes at each number of rows, measured on this machine and kept on disk.
+"""Measures how long a model call takes at each number of rows on this machine, and keeps the times on disk.
 
     t(rows): piecewise linear through the medians, never falling, the last slope continued
 
-Times of a busy machine, or whose rounds disagree, are measured again, and never kept; kept ones are confirmed once a day.
+Times from a busy machine, or with rounds that disagree, are measured again and never kept. Kept times are confirmed once a day.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pass_ext.decoding.planning.kept_step_times import FORMAT, KeptTimes
 _log = logging.getLogger("pass_ext")
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 15
 _ATTEMPTS = 3
-_MOST_SPREAD = 0.25  # of a median beyond the fastest round, the mean over all numbers of rows
-_SPREAD_OF_THE_CLOCK = 1e-4  # seconds by which rounds of any machine differ
-_MOST_CHANGE = 0.25  # of a kept time and the same call today
+_MOST_SPREAD = 0.25  # (median - fastest round) / fastest round, the mean over all numbers of rows
+_SPREAD_OF_THE_CLOCK = 1e-4  # seconds by which rounds differ on any machine
+_MOST_CHANGE = 0.25  # relative difference between a kept time and the same call today
 _CONFIRMING_CALLS = 3
 
 
@@ -35,11 +35,11 @@ _CONFIRMING_CALLS = 3
 class StepTimes:
     """Seconds of one call at some numbers of rows.
 
-    A number of rows that took longer than a larger one is given the larger one's time: what disturbs a measurement adds to it.
+    A number of rows that took longer than a larger number gets the larger number's time, because disturbances only add time.
 
     Args:
         rows: ascending, two or more.
-        seconds: one for each.
+        seconds: one for each number of rows.
     """
 
     rows: tuple[int, ...]
@@ -59,7 +59,7 @@ class StepTimes:
         object.__setattr__(self, "seconds", tuple(seconds))
 
     def at(self, rows: int) -> float:
-        """Seconds of one call at this number of rows; below the fewest measured, what those took."""
+        """Seconds of one call at this number of rows; below the smallest measured number, that number's seconds."""
         if rows <= self.rows[0]:
             return self.seconds[0]
         above = min(bisect_left(self.rows, rows), len(self.rows) - 1)
@@ -84,23 +84,23 @@ def measure(
     Args:
         run: makes one call with so many rows, on ``device``.
         rows: ascending, two or more.
-        fingerprint: what ``run`` runs: model, sizes, dtype, attention, graphs. With it the result is kept on disk and found
-            there again, for this device, number of threads and versions of torch and pass_ext. None: never kept.
-        device: waited for before and after each call where it is CUDA.
-        budget: seconds to spend, warm-up included; 3 rounds are made in any case. On a busy machine up to three times as much.
+        fingerprint: identifies the calls: model, sizes, dtype, attention, graphs. With it the result is kept on disk and read
+            again, for this device, number of threads and versions of torch and pass_ext. None: never kept.
+        device: synchronised before and after each call if it is CUDA.
+        budget: seconds to spend, warm-up included, but at least 3 rounds. On a busy machine up to three times as much.
     """
     device, rows = torch.device(device), tuple(rows)
     if fingerprint is None:
         return StepTimes(rows, _medians(_rounds(run, rows, device, budget)))
     key = _key(fingerprint, rows, device)
-    if (kept := _kept(key, run, rows, device)) is not None:
-        return kept
+    if (known_times := _kept(key, run, rows, device)) is not None:
+        return known_times
     began, attempts = time.perf_counter(), list[tuple[float, ...]]()
     while len(attempts) < _ATTEMPTS:
         watch = CpuWatch()
-        seen = _rounds(run, rows, device, budget)
-        use, spread = watch.stop(), _spread(seen)
-        attempts.append(_medians(seen))
+        rounds = _rounds(run, rows, device, budget)
+        use, spread = watch.stop(), _spread(rounds)
+        attempts.append(_medians(rounds))
         disturbance = use.disturbance(device) or (f"rounds differ by {spread:.0%}" if spread > _MOST_SPREAD else "")
         if not disturbance:
             times = StepTimes(rows, attempts[-1])
@@ -109,30 +109,30 @@ def measure(
         if time.perf_counter() - began > 2 * budget:
             break
     _log.info("step times are used by this process only, not kept: %s (measured %s x)", disturbance, len(attempts))
-    # What disturbs a measurement adds to it, so the shortest of the attempts is nearest to the truth.
+    # Disturbances only add time, so the shortest attempt is nearest to the truth.
     return StepTimes(rows, tuple(map(min, zip(*attempts, strict=True))))
 
 
 def _kept(
     key: dict[str, object], run: Callable[[int], object], rows: tuple[int, ...], device: torch.device
 ) -> StepTimes | None:
-    """Those on disk; of a day that has passed since, only if a call takes as long today."""
-    kept = KeptTimes.read(key, device, _MOST_SPREAD)
-    if kept is None:
+    """The times on disk. After a day they are used only if a call still takes as long, or the machine is too busy to tell."""
+    entry = KeptTimes.read(key, device, _MOST_SPREAD)
+    if entry is None:
         return None
     try:
-        times = StepTimes(rows, kept.seconds)
+        times = StepTimes(rows, entry.seconds)
     except ValueError as error:
-        _log.warning("step times in %s cannot be used, measuring again: %s", kept.path, error)
+        _log.warning("step times in %s cannot be used, measuring again: %s", entry.path, error)
         return None
-    if kept.is_fresh:
+    if entry.is_fresh:
         return times
     watch = CpuWatch()
     _timed(run, rows[0], device)
     today = sorted(_timed(run, rows[0], device) for _ in range(_CONFIRMING_CALLS))[_CONFIRMING_CALLS // 2]
     change = today / times.seconds[0] - 1
     if abs(change) <= _MOST_CHANGE:
-        kept.confirm()
+        entry.confirm()
         return times
     if change > 0 and (disturbance := watch.stop().disturbance(device)):
         _log.info("kept step times are used, though a call takes %+.0f %% today: %s", 100 * change, disturbance)
@@ -148,44 +148,44 @@ def _rounds(
     begin = time.perf_counter()
     for count in rows:  # first calls allocate, compile and warm caches
         _timed(run, count, device)
-    seen: dict[int, list[float]] = {count: [] for count in rows}
+    rounds: dict[int, list[float]] = {count: [] for count in rows}
     for done in range(_MOST_ROUNDS):
         spent = time.perf_counter() - begin
         if done >= _FEWEST_ROUNDS and spent * (done + 2) / (done + 1) > budget:
             break
         for count in rows if done % 2 == 0 else reversed(rows):
-            seen[count].append(_timed(run, count, device))
-    return seen
+            rounds[count].append(_timed(run, count, device))
+    return rounds
 
 
 def _timed(run: Callable[[int], object], rows: int, device: torch.device) -> float:
-    _wait(device)
+    _synchronize(device)
     begin = time.perf_counter()
     run(rows)
-    _wait(device)
+    _synchronize(device)
     return time.perf_counter() - begin
 
 
-def _medians(seen: dict[int, list[float]]) -> tuple[float, ...]:
-    return tuple(sorted(rounds)[len(rounds) // 2] for rounds in seen.values())
+def _medians(rounds: dict[int, list[float]]) -> tuple[float, ...]:
+    return tuple(sorted(seconds)[len(seconds) // 2] for seconds in rounds.values())
 
 
-def _spread(seen: dict[int, list[float]]) -> float:
-    """By how much medians exceed the fastest rounds, in parts of the fastest; the mean over all numbers of rows."""
-    pairs = zip(_medians(seen), map(min, seen.values()), strict=True)
-    return sum(max(0.0, median - fastest - _SPREAD_OF_THE_CLOCK) / fastest for median, fastest in pairs) / len(seen)
+def _spread(rounds: dict[int, list[float]]) -> float:
+    """(median - fastest) / fastest of the rounds, less the spread of the clock; the mean over all numbers of rows."""
+    pairs = zip(_medians(rounds), map(min, rounds.values()), strict=True)
+    return sum(max(0.0, median - fastest - _SPREAD_OF_THE_CLOCK) / fastest for median, fastest in pairs) / len(rounds)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _key(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[str, object]:
     try:
-        own = version("pass_ext")
+        package_version = version("pass_ext")
     except PackageNotFoundError:
-        own = "0+unknown"
+        package_version = "0+unknown"
     return {
         "format": FORMAT,
         "fingerprint": fingerprint,
@@ -193,7 +193,7 @@ def _key(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[st
         "device": _device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "pass_ext": own,
+        "pass_ext": package_version,
     }
 
 

@@ -1,1 +1,1 @@
-"""What the caller gave with a batch: prompts, logits processors, streamers and stopping criteria."""
+"""The caller's side of a batch: prompts, logits processors, streamers and stopping criteria."""

@@ -1,8 +1,8 @@
 """``config_processor``: the logits processors that a generation_config asks for, as transformers' greedy search runs them.
 
-transformers itself builds them (``_get_logits_processor``), so penalties, bans, minimal lengths and forced tokens are its own.
-They see each text with its padding on the left. Temperature, top-k and the like are no processors here: ``generate`` has
-arguments for them.
+transformers builds them itself (``_get_logits_processor``), so penalties, bans, minimal lengths and forced tokens are its own
+code. They get each text with its padding on the left. Temperature, top-k and the like are left out: ``generate`` has arguments
+for them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.requests.node_processor import NodeProcessor
 from pass_ext.decoding.requests.prompts import Prompts
 
-# Other values change the text in ways that do not work candidate by candidate.
+# Other values of these options change the text in ways that cannot be computed candidate by candidate.
 _NEUTRAL = {"guidance_scale": (None, 1), "watermarking_config": (None,)}
 
 
 def config_processor(
     adapted: Adapted, config: Any, prompts: Prompts, max_new_tokens: int, ends: Collection[int]
 ) -> NodeProcessor | None:
-    """None where the config asks for nothing.
+    """Builds the processors that the config asks for; None if it asks for none.
 
     Args:
         adapted: a model of transformers that can generate.
-        config: a ``GenerationConfig``; left as it is.
+        config: a ``GenerationConfig``; not changed.
         ends: tokens that end a text.
     """
     for name, neutral in _NEUTRAL.items():
@@ -41,17 +41,17 @@ def config_processor(
     ids = [[*padding, *text] for padding, text in zip(prompts.padding, prompts.texts, strict=True)]
     mask = [[0] * len(padding) + [1] * len(text) for padding, text in zip(prompts.padding, prompts.texts, strict=True)]
     columns = len(ids[0])
-    wanted = copy.deepcopy(config)
-    wanted.do_sample = False
-    wanted.renormalize_logits = None  # neither arg-max nor softmax notices
-    wanted.max_length = columns + max_new_tokens
-    if wanted.min_new_tokens is not None:
-        wanted.min_length = columns + wanted.min_new_tokens
-    wanted._eos_token_tensor = torch.tensor(sorted(ends), device=device) if ends else None
+    greedy = copy.deepcopy(config)
+    greedy.do_sample = False
+    greedy.renormalize_logits = None  # changes neither the arg-max nor the softmax
+    greedy.max_length = columns + max_new_tokens
+    if greedy.min_new_tokens is not None:
+        greedy.min_length = columns + greedy.min_new_tokens
+    greedy._eos_token_tensor = torch.tensor(sorted(ends), device=device) if ends else None
     if not ends:
-        wanted.exponential_decay_length_penalty = None  # it raises the logits of the ends
+        greedy.exponential_decay_length_penalty = None  # it raises the logits of the end tokens: there are none
     processors = adapted.model._get_logits_processor(
-        generation_config=wanted,
+        generation_config=greedy,
         input_ids_seq_length=columns,
         encoder_input_ids=torch.tensor(ids, device=device),
         logits_processor=[],

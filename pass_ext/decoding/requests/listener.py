@@ -1,4 +1,4 @@
-"""``Listener``: who hears of new tokens, a streamer, and who may end a text after any of them, stopping criteria."""
+"""``Listener``: feeds new tokens to the streamer and asks the stopping criteria."""
 
 from __future__ import annotations
 
@@ -10,33 +10,38 @@ from torch import Tensor
 
 
 class Listener:
-    """Both in transformers' form. A streamer with ``put_step(tokens, accepted)`` is told of whole steps instead."""
+    """A streamer and stopping criteria in transformers' form. A streamer with ``put_step(tokens, accepted)`` gets whole
+    steps instead of single tokens."""
 
     def __init__(self, streamer: Any, stopping: Callable[[Tensor, Any], Any] | None) -> None:
         self._streamer, self._stopping = streamer, stopping
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
-        """The prompts."""
+        """Gives the prompt to the streamer."""
         if self._streamer is None:
             return
         if len(texts) != 1:
             raise ValueError(f"a streamer takes one request, got {len(texts)}")
         self._streamer.put(torch.tensor(texts))
 
-    def heard(self, request: int, text: list[int], new: list[int], accepted: int) -> tuple[int, bool]:
-        """``new`` follows ``text``, its first ``accepted`` tokens were drafted -> how many of them to keep, whether to stop."""
-        kept, stopped = (len(new), False) if self._stopping is None else self._until_stop(request, text, new)
+    def feed(self, request: int, text: list[int], new: list[int], accepted: int) -> tuple[int, bool]:
+        """Takes the tokens ``new`` behind ``text``, the first ``accepted`` of which were drafted.
+
+        Returns:
+            How many of them stay in the text; and whether the text ends there.
+        """
+        count, stopped = (len(new), False) if self._stopping is None else self._until_stop(request, text, new)
         if self._streamer is not None:
             if hasattr(self._streamer, "put_step"):
-                self._streamer.put_step(new[:kept], min(accepted, kept))
+                self._streamer.put_step(new[:count], min(accepted, count))
             else:
-                for token in new[:kept]:
+                for token in new[:count]:
                     self._streamer.put(torch.tensor([token]))
-        return kept, stopped
+        return count, stopped
 
     def _until_stop(self, request: int, text: list[int], new: list[int]) -> tuple[int, bool]:
         assert self._stopping is not None
-        stops = getattr(self._stopping, "stops", None)  # of criteria that want to know whose text it is
+        stops = getattr(self._stopping, "stops", None)  # criteria that depend on the request have this method
         for count in range(1, len(new) + 1):
             so_far = text + new[:count]
             stop = stops(request, so_far) if stops else self._stopping(torch.tensor([so_far]), None)
@@ -45,6 +50,6 @@ class Listener:
         return len(new), False
 
     def end(self) -> None:
-        """No more tokens come."""
+        """Ends the stream."""
         if self._streamer is not None:
             self._streamer.end()

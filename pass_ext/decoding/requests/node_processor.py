@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pass_ext.decoding.requests.stateful_processors import explained
 
-# These look at each row alone, so rows of all nodes with texts of one length go through them at once.
+# These compute each row alone, so the rows of all nodes with equally long texts go through them in one call.
 _ROW_BY_ROW = {
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
@@ -38,16 +38,16 @@ _ROW_BY_ROW = {
 
 
 class NodeProcessor:
-    """Runs processors on nodes as transformers would on whole batches: texts with their padding, ``[B, n]`` and one row per
-    request where a processor may depend on which request a row is of.
+    """Runs processors on nodes as transformers would on whole batches: texts include their padding, and a processor that may
+    depend on the request gets ``[B, n]``, one row per request.
 
     Args:
         processors: transformers' ``LogitsProcessor``s, or any callables of that kind.
-        padding: each request's ids left of its prompt.
+        padding: the ids left of each request's prompt.
     """
 
     def __init__(self, processors: Sequence[Any], padding: Sequence[Sequence[int]]) -> None:
-        self.processors, self._padding = list(processors), [list(own) for own in padding]
+        self.processors, self._padding = list(processors), [list(ids) for ids in padding]
         self._rows_alone = all(
             type(processor).__name__ in _ROW_BY_ROW
             and not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
@@ -55,7 +55,7 @@ class NodeProcessor:
         )
 
     def process_nodes(self, requests: Sequence[int], texts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-        """Each row's logits after its text."""
+        """Processes each row's logits for its text."""
         result = logits.clone()
         lengths = [len(self._padding[request]) + len(text) for request, text in zip(requests, texts, strict=True)]
         for rows in self._batches(requests, lengths):
@@ -65,26 +65,29 @@ class NodeProcessor:
             for processor in self.processors:
                 with explained(processor, ids):
                     scores = processor(ids, scores)
-            own = [i for i, row in enumerate(rows) if self._rows_alone or requests[row] == i]
-            result[index[own]] = scores[own].to(result.dtype)
+            filled = [i for i, row in enumerate(rows) if self._rows_alone or requests[row] == i]
+            result[index[filled]] = scores[filled].to(result.dtype)
         return result
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Not used: ``process_nodes`` is."""
+        """Not implemented: ``process_nodes`` takes its place."""
         raise NotImplementedError
 
     def _batches(self, requests: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Rows that go through the processors together. Where B rows are due, a request without one lends another's."""
+        """Rows that go through the processors in one call. A batch of B rows repeats another row for a request without one."""
         by_length: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             by_length[length][request].append(row)
         if self._rows_alone:
-            return [[row for rows in own.values() for row in rows] for own in by_length.values()]
+            return [[row for rows in by_request.values() for row in rows] for by_request in by_length.values()]
         batches = []
-        for own in by_length.values():
-            for turn in range(max(map(len, own.values()))):
-                some = next(rows[turn] for rows in own.values() if turn < len(rows))
+        for by_request in by_length.values():
+            for turn in range(max(map(len, by_request.values()))):
+                filler = next(rows[turn] for rows in by_request.values() if turn < len(rows))
                 batches.append(
-                    [own[b][turn] if turn < len(own.get(b, ())) else some for b in range(len(self._padding))]
+                    [
+                        by_request[b][turn] if turn < len(by_request.get(b, ())) else filler
+                        for b in range(len(self._padding))
+                    ]
                 )
         return batches

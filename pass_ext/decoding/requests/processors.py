@@ -1,6 +1,6 @@
-"""Logits processors per node: each node's logits are processed as if its path had been written already.
+"""Logits processors per node: each node's logits are processed as if its path were text already.
 
-Processors are penalties, bans, constraints: those of the model's generation_config and the caller's.
+Processors (penalties, bans, constraints) come from the model's generation_config and from the caller.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ def processed(
     trees: Sequence[Tree | None],
     tokens: Sequence[Sequence[int]],
 ) -> Tensor:
-    """logits ``[N, V]`` of packed trees -> float32, with every node's row processed; look-ahead rows stay as they are.
+    """Processes the rows of all nodes; look-ahead rows stay as they are.
 
-    A processor that has ``process_nodes(requests, texts, logits)`` gets all nodes at once, and learns whose they are; others
-    get all nodes whose texts are equally long.
-    texts: of each request, the root last. tokens: of each request's nodes 1, 2, ….
+    A processor with ``process_nodes(requests, texts, logits)`` gets all nodes and their requests in one call; any other gets
+    the nodes with equally long texts.
+
+    Args:
+        logits: ``[N, V]``, of packed trees.
+        texts: each request's tokens, the root last.
+        tokens: the tokens of each request's nodes 1, 2, ….
+
+    Returns:
+        ``[N, V]`` float32.
     """
     result = logits.float()
     if result is logits:
@@ -35,11 +42,11 @@ def processed(
     requests: list[int] = []
     paths: list[list[int]] = []
     first = 0
-    for request, (text, tree, own) in enumerate(zip(texts, trees, tokens, strict=True)):
+    for request, (text, tree, node_tokens) in enumerate(zip(texts, trees, tokens, strict=True)):
         if tree is None or text is None:
             continue
         for node in range(tree.num_nodes):
-            behind = [own[v - 1] for v in tree.path(node)[1:]]
+            behind = [node_tokens[v - 1] for v in tree.path(node)[1:]]
             if min(behind, default=0) >= 0:
                 rows.append(first + node)
                 requests.append(request)
@@ -49,10 +56,10 @@ def processed(
     for place, path in enumerate(paths):
         by_length[len(path)].append(place)
     for processor in processors:
-        takes_all = getattr(processor, "process_nodes", None)
-        if takes_all is not None:
+        process_nodes = getattr(processor, "process_nodes", None)
+        if process_nodes is not None:
             index = torch.tensor(rows, device=logits.device)
-            result[index] = takes_all(requests, paths, result[index])
+            result[index] = process_nodes(requests, paths, result[index])
             continue
         for places in by_length.values():
             index = torch.tensor([rows[place] for place in places], device=logits.device)

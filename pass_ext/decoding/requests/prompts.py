@@ -1,4 +1,4 @@
-"""Reads prompts, a padded ``[B, T]``, into lists of tokens, and writes ``sequences`` with the new tokens behind."""
+"""Reads padded prompts ``[B, T]`` into lists of tokens, and writes ``sequences``: the prompts with the new tokens behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokens of each request, the ids of its padding, and the tensor that they came in."""
+    """The tokens of each request, the ids of its padding, and the caller's tensor."""
 
     texts: list[list[int]]
     padding: list[list[int]]
@@ -26,7 +26,7 @@ class Prompts:
 
 
 def read_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocabulary: int) -> Prompts:
-    """Checks them, and takes the padding away, which must be on one or both sides."""
+    """Checks the prompts and removes their padding, which may lie left, right, or on both sides."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         got = (
             f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__

@@ -1,6 +1,6 @@
-"""Refuses logits processors that keep state between calls, and explains the errors of those that nobody knew.
+"""Refuses logits processors that keep state between calls, and explains the errors of unknown ones.
 
-A processor is asked about every candidate of a tree, accepted or not, in any order and number of rows. It must therefore
+A processor is called for every candidate of a tree, accepted or not, with rows in any order and number. It must therefore
 compute its result from its arguments alone.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
-# Packages whose processors follow one text: they advance by one token with every call.
+# Processors of these packages follow one text: they advance by one token with every call.
 _FOLLOW_A_TEXT = ("formatron", "outlines", "transformers_cfg", "xgrammar")
-# Parts of the names of transformers' processors that run the model or count their calls.
+# transformers' processors with these words in their names run the model or count their calls.
 _COUNT_CALLS = ("Guidance", "SynthID", "Whisper", "Codebooks", "Delay")
 
 
@@ -27,7 +27,7 @@ def processor_name(processor: Any) -> str:
 
 
 def flat_processors(processor: Any) -> list[Processor]:
-    """The processors of a list of them, or of transformers' ``LogitsProcessorList``; a single one; none."""
+    """The processors in a flat list, from a single one, nested lists, transformers' ``LogitsProcessorList``, or None."""
     if processor is None:
         return []
     if not isinstance(processor, (list, tuple)):
@@ -38,7 +38,7 @@ def flat_processors(processor: Any) -> list[Processor]:
 def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
     """Raises ValueError for a processor that is known to keep state between calls.
 
-    one_text: a single prompt is decoded without candidates, so that calls come as in transformers' own loop.
+    one_text: True if a single prompt is decoded without candidates: calls then come as in transformers' own loop.
     """
     for processor in processors:
         check_stateless(getattr(processor, "processors", ()), one_text=one_text)
@@ -49,7 +49,7 @@ def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
             continue
         way = "" if counts else "; give it method Plain() and one prompt, where it meets no candidates"
         raise ValueError(
-            "generate: logits_processor must compute its result from ids and logits alone, because it is asked about every "
+            "generate: logits_processor must compute its result from ids and logits alone, because it is called for every "
             f"candidate of every text, got {processor_name(processor)}, which keeps state between calls or runs the "
             f"model{way}"
         )
@@ -57,7 +57,7 @@ def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
 
 @contextmanager
 def explained(processor: Any, ids: Tensor) -> Iterator[None]:
-    """Names the processor, and says how it is called, where it raises an error."""
+    """Adds to an error of the processor its name and how it was called."""
     try:
         yield
     except Exception as error:

@@ -1,1 +1,1 @@
-"""A model's keys and values while one batch is decoded, and its calls."""
+"""The keys and values of one batch, and the model's calls that extend them."""

@@ -1,7 +1,7 @@
-"""``RecordedCalls``: a session's calls as CUDA graphs, one per shape of a step, recorded when a shape comes a second time.
+"""``RecordedCalls``: a session's calls as CUDA graphs, one per shape of a step, recorded at the second call of that shape.
 
-A replay reads the step from buffers that stay where they are (ids, positions' depths, bits, bounds; the session's own lengths
-and caches) and leaves logits, keys and values where the recording left them.
+A replay reads the step from fixed buffers (ids, depths, bits, bounds; the session's lengths and caches) and writes logits, keys
+and values to fixed buffers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Recording:
 
 
 class RecordedCalls:
-    """``forward(trees, ids)`` gives logits, and keys and values of all layers; here it runs, is recorded, or is replayed."""
+    """Runs, records or replays ``forward(trees, ids)``, which returns logits and the keys and values of all layers."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -45,7 +45,7 @@ class RecordedCalls:
         self._pool: Any = None
 
     def __call__(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """What a replay returns is overwritten by the next replay of that shape."""
+        """Calls ``forward``. The next replay of the same shape overwrites the result."""
         shape = (len(ids), trees.max_nodes, *trees.visible.shape, len(trees.cu_nodes))
         if shape in self._recordings:
             return self._recordings[shape].replay(trees, ids)

@@ -1,7 +1,7 @@
 """Opens the session of a generation: checks that the model and the caches have room, and takes over an earlier generation's
 caches or the caller's keys and values.
 
-    room    longest text + deepest candidate: a last step may accept more than is wanted
+    room    longest text + deepest candidate: the last step may accept tokens beyond the limit
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.session.session import Session
 
 Past = tuple[Sequence[tuple[Tensor, Tensor]], int]
-"""Keys and values of each layer, and of how many tokens."""
+"""Keys and values of each layer, and their number of tokens."""
 
 
 def check_positions(model: Adapted, longest_text: int, deepest_row: int) -> None:
-    """Refuses texts that the model has no positions for. deepest_row: of a step's rows, below the text's end."""
+    """Refuses texts longer than the model's positions. deepest_row: the depth of a step's deepest row below the text's end."""
     limit, longest = model.rope_limit, longest_text + deepest_row
     if limit is not None and longest > limit:
         raise ValueError(
@@ -27,15 +27,15 @@ def check_positions(model: Adapted, longest_text: int, deepest_row: int) -> None
             f"fit: prompt, max_new_tokens and the deepest draft must stay within them, got {longest}"
         )
     positions = model.known_positions
-    if positions is not None and longest_text > positions + 1:  # nothing is read behind the last new token
+    if positions is not None and longest_text > positions + 1:  # + 1: the model never reads the last new token
         raise ValueError(
-            f"{model.name} has a table of {positions} positions and knows none behind them: prompt and "
+            f"{model.name} has a table of {positions} positions and none behind them: prompt and "
             f"max_new_tokens must stay within {positions + 1} tokens, got {longest_text}"
         )
 
 
 def opened(session: Session | None, model: Adapted, requests: int, room: int, *, graphs: bool) -> Session:
-    """A new session; or an earlier generation's, without its texts, if it fits."""
+    """Makes a new session, or empties the caller's one; refuses a session that does not fit."""
     if session is None:
         return Session(model, requests, room, graphs=graphs)
     if session.requests != requests or session.room < room or session.model.model is not model.model:
@@ -48,7 +48,7 @@ def opened(session: Session | None, model: Adapted, requests: int, room: int, *,
 
 
 def fill(session: Session, past: Past | None, texts: Sequence[Sequence[int]]) -> int:
-    """Takes in the caller's keys and values -> how many tokens of each text they are of."""
+    """Fills the session with the caller's keys and values -> the number of tokens of each text that they hold."""
     if past is None:
         return 0
     caches, length = past

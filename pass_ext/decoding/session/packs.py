@@ -1,4 +1,4 @@
-"""``TreePacks``: packed trees of a step, kept for the combinations of trees that come again."""
+"""``TreePacks``: packs the trees of a step, and caches the result for repeated combinations of trees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_COMBINATIONS = 256
 
 
 class TreePacks:
-    """Packs trees for one device."""
+    """Packs trees for one device, with a cache."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,6 @@
-"""``read_prompts``: the model's calls on the prompts, at most 1,024 rows of each at a time.
+"""``read_prompts``: calls the model on the prompts, at most 1,024 rows of each at a time.
 
-The pieces of a prompt are counted from its end, so that all prompts end in the same call.
+Prompts are cut into pieces from their ends, so that all prompts end in the same call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def read_prompts(session: Session, texts: Sequence[Sequence[int]], known: int, s
     """Calls the model on the texts, and commits their rows.
 
     Args:
-        texts: of all requests.
-        known: tokens of each that the session holds already.
+        texts: the tokens of each request.
+        known: how many tokens of each text the session holds already.
         slots: look-ahead slots behind each text's last token.
 
     Returns:

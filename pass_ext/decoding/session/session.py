@@ -1,6 +1,6 @@
-"""``Session``: a model's keys and values while one batch is decoded, and the model's calls on packed rows.
+"""``Session``: the keys and values of one batch, and the model's calls on packed rows.
 
-Caches are ``[B, room, KV heads, D]`` per layer. A call's new keys and values stay outside of them until ``commit`` moves the
+Caches are ``[B, room, KV heads, D]`` per layer. A call's new keys and values stay outside the caches until ``commit`` moves the
 accepted ones in, so a call never changes the text.
 """
 
@@ -21,13 +21,13 @@ from pass_ext.tree import PackedTrees
 
 
 class Session:
-    """The caches of one batch of B requests, and the calls that grow them.
+    """The caches of one batch of B requests, and the calls that extend them.
 
     Args:
-        model: ``packed_model(...)``.
+        model: the adapted model.
         requests: B.
         room: text positions that the caches hold for each request.
-        graphs: on CUDA, calls whose shape comes again are CUDA graphs.
+        graphs: on CUDA, calls of a repeated shape are CUDA graphs.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Session:
         self.deep: Tensor | None = None
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
-        self.head_dims: list[tuple[int, int]] = []  # of keys and values, before their padding to what the kernel has
+        self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
         self._new: list[tuple[Tensor, Tensor]] = []
         self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
 
@@ -56,7 +56,8 @@ class Session:
         return self.prefix_lens.device
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
-        """One call on all rows of the trees; ids ``[N]`` as ``lookahead_embed`` takes them. Logits hold until the next call."""
+        """Calls the model on all rows of the trees, ids ``[N]`` as ``lookahead_embed`` takes them. The next call may overwrite
+        the logits."""
         if self._recorded is not None and wanted is None and self.caches:
             logits, self._new = self._recorded(trees, ids)
         else:
@@ -97,7 +98,7 @@ class Session:
                 k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
                 window=window,
             )  # fmt: skip
-            return out[..., : dims[1]].contiguous()  # models take views of it
+            return out[..., : dims[1]].contiguous()  # models call view() on it
 
         starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
         rows = self.model.embed(ids, self.slots)
@@ -123,24 +124,24 @@ class Session:
         self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Forgets what lies behind so many tokens of each text."""
+        """Drops the keys and values behind the first ``lengths[b]`` tokens of each text."""
         most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.prefix_lens.copy_(self.prefix_lens.minimum(most))
 
     def begin(self, model: Adapted) -> None:
-        """Forgets the texts; caches and recorded calls stay for the next ones. model: the same one, adapted anew."""
+        """Drops the texts; caches and recorded calls stay for the next texts. model: the same model, adapted anew."""
         self.model = model
         self.prefix_lens.zero_()
 
     def set_slots(self, slots: Tensor, deep: Tensor | None) -> None:
-        """Sets the look-ahead embeddings of the next calls. After a first call their number is fixed: recorded calls read them
-        where they lie.
+        """Sets the look-ahead embeddings of the next calls. After a first call their number is fixed, because recorded calls
+        read the same buffers.
 
         Args:
             slots: ``[L, d]``.
-            deep: ``[layers, L, d]``, what they add to the input of every layer; None for nothing.
+            deep: ``[layers, L, d]``, vectors that slots add to the input of every layer; None: none.
         """
-        if not self.caches:  # copies, because later slots are written there
+        if not self.caches:  # copies: later embeddings are written into them
             self.slots = slots.to(self.slots, copy=True)
             self.deep = None if deep is None else deep.to(self.slots, copy=True)
             return
@@ -153,14 +154,13 @@ class Session:
             self.deep.copy_(deep)
 
     def first_layers(self, model: Adapted, count: int) -> Session:
-        """A session of the same texts for a model that consists of this model's first layers. It reads these caches and
-        commits nothing."""
+        """A session on the same texts for a model of this model's first layers. It reads these caches and commits nothing."""
         return _FirstLayers(self, model, count)
 
     def fill(self, past: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
         """Starts from keys and values, ``[B, n, KV heads, D]`` per layer, of the first ``length`` tokens of every text.
 
-        Caches that are there stay where they are, as recorded calls need them to.
+        Existing caches are written in place, because recorded calls read them there.
         """
         first = not self.caches
         if not past or (not first and len(past) != len(self.caches)):
@@ -182,7 +182,7 @@ class Session:
         self.prefix_lens.fill_(length)
 
     def _add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
-        """Caches for rows like these, ``[N, KV heads, padded D]``."""
+        """Allocates the caches of a layer for rows like these, ``[N, KV heads, padded D]``."""
         room = self.requests, self.room
         self.head_dims.append(dims)
         self.caches.append(
@@ -216,7 +216,7 @@ class _FirstLayers(Session):
 
 
 def _head_dim(needed: int) -> int:
-    """The smallest width that the attention kernel has."""
+    """The smallest head size of the attention kernel that is large enough."""
     for width in HEAD_DIMS:
         if width >= needed:
             return width
@@ -224,5 +224,5 @@ def _head_dim(needed: int) -> int:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Rows padded with zeros, which add nothing to a product."""
+    """Pads rows with zeros, which add nothing to a product."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,4 +1,4 @@
-"""``uploaded``: copies numbers from the host to the device without waiting for it."""
+"""``uploaded``: copies numbers from the host to the device without a synchronisation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from torch import Tensor
 
 
 def uploaded(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """An int64 tensor. On a GPU from pinned memory: any other copy would wait for all kernels launched before it."""
+    """Returns an int64 tensor. For a GPU it is copied from pinned memory: any other copy waits for all launched kernels."""
     tensor = torch.tensor(numbers, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""Decision models: what they say of a draft's rows, what they are taught, and what is measured of them."""
+"""Decision models: their scores of a draft's rows, their labels and training, and their evaluation."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ def plain_scores(decision, rows):
 
 
 def spread(decision):
-    """Away from 0.5, so that a wrong layer shows."""
+    """Spreads the scores away from 0.5, so that a wrong layer shows."""
     with torch.no_grad():
         decision.layers[-1].weight.mul_(8)
     return decision
@@ -60,10 +60,10 @@ def test_scores_are_those_of_the_formula():
     logits = 3 * torch.randn(7, 50)
     decision = spread(fresh("entropy", 0, seed=2, threshold=0.4, base_model="", draft_model=""))
     assert [list(layer.weight.shape) for layer in decision.layers] == [[44, 11], [1, 44]] and not decision.needs_hidden
-    law = np.exp(logits.double().numpy())
-    law /= law.sum(1, keepdims=True)
-    top = -np.sort(-law, axis=1)[:, :10]
-    rows = torch.from_numpy(np.concatenate([-(law * np.log(law)).sum(1, keepdims=True), top], axis=1))
+    p = np.exp(logits.double().numpy())
+    p /= p.sum(1, keepdims=True)
+    top = -np.sort(-p, axis=1)[:, :10]
+    rows = torch.from_numpy(np.concatenate([-(p * np.log(p)).sum(1, keepdims=True), top], axis=1))
     scores = decision(level_of(logits.bfloat16().float()))
     assert (scores.detach().numpy() != decision(level_of(logits)).detach().numpy()).any()
     np.testing.assert_allclose(decision(level_of(logits)).detach().numpy(), plain_scores(decision, rows), atol=1e-5)
@@ -80,7 +80,7 @@ def test_entropy_features_of_rows_whose_answer_is_known():
     halves = torch.full((1, 40), -INF)
     halves[0, [3, 30]] = 5.0
     torch.testing.assert_close(decision.features(level_of(halves)), torch.tensor([[math.log(2), 0.5, 0.5, *[0.0] * 8]]))
-    few = torch.tensor([[0.0, math.log(3)]])  # fewer tokens than ten
+    few = torch.tensor([[0.0, math.log(3)]])  # fewer than ten tokens
     entropy = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
     torch.testing.assert_close(decision.features(level_of(few)), torch.tensor([[entropy, 0.75, 0.25, *[0.0] * 8]]))
 
@@ -98,7 +98,7 @@ def test_rows_that_say_nothing_stop():
     assert (scores > 0).tolist() == [True, False, False, True] and scores.isfinite().all()
 
 
-def test_what_a_hidden_model_cannot_read_is_refused():
+def test_wrong_hidden_rows_and_kinds_are_refused():
     decision = DecisionModel("hidden", 8, draft_model="small")
     with pytest.raises(ValueError, match=r"came without \(hidden=None\)"):
         decision(level_of(torch.zeros(2, 30)))
@@ -114,7 +114,7 @@ def test_what_a_hidden_model_cannot_read_is_refused():
 
 
 def test_forward_reads_nothing_back():
-    """On the meta device every read of a value fails."""
+    """forward runs on the meta device, where every read of a value fails."""
     hidden = torch.empty(5, 8, device="meta")
     level = DraftLevel(
         torch.empty(5, 30, device="meta"),
@@ -129,7 +129,7 @@ def test_forward_reads_nothing_back():
 
 
 @pytest.mark.parametrize("kind", ["hidden", "entropy"])
-def test_a_file_gives_back_what_was_saved(kind, tmp_path, monkeypatch):
+def test_a_file_round_trip(kind, tmp_path, monkeypatch):
     dim = 8 if kind == "hidden" else 0
     decision = spread(DecisionModel(kind, dim, threshold=0.37, base_model="big", draft_model="small"))
     decision.training_record = {"command": "train", "evaluation": {"auc": 0.75}}
@@ -178,16 +178,16 @@ def test_files_of_another_kind_and_damaged_ones_are_refused(tmp_path):
 
 
 def head_inputs(model, ids):
-    """``[T, d]``: what the output layer gets when transformers runs the text by itself."""
-    kept = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: kept.append(given[0][0]))
+    """``[T, d]``: the output layer's input when transformers runs the text by itself."""
+    rows = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0][0]))
     model(input_ids=torch.tensor([ids]))
     hook.remove()
-    return kept[0]
+    return rows[0]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "gpt_neox"])
-def test_kept_hidden_is_what_the_head_gets(architecture):
+def test_kept_hidden_is_the_heads_input(architecture):
     pytest.importorskip("transformers")
     from support.small_models import small_model
 
@@ -198,17 +198,17 @@ def test_kept_hidden_is_what_the_head_gets(architecture):
     paths = [[tokens[node] for node in tree.path(row)] for row in range(len(tree))]
     expected = torch.stack([head_inputs(adapted.model, path)[-1] for path in paths])
     packed, ids = pack_trees([tree]), torch.tensor(tokens)
-    with torch.no_grad(), kept_hidden(adapted) as kept:
+    with torch.no_grad(), kept_hidden(adapted) as hidden:
         with pytest.raises(RuntimeError, match="was not called yet"):
-            _ = kept.rows
+            _ = hidden.rows
         logits = Session(adapted, 1, 1).call(packed, ids)
-        assert kept.rows.shape == expected.shape
-        torch.testing.assert_close(kept.rows, expected, atol=2e-5, rtol=2e-5)
+        assert hidden.rows.shape == expected.shape
+        torch.testing.assert_close(hidden.rows, expected, atol=2e-5, rtol=2e-5)
         head = adapted.model.get_output_embeddings()
-        torch.testing.assert_close(head(kept.rows), logits, atol=1e-4, rtol=1e-4)
-        wanted = torch.tensor([6, 1, 3])
-        Session(adapted, 1, 1).call(packed, ids, wanted)
-    torch.testing.assert_close(kept.rows, expected[wanted], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(head(hidden.rows), logits, atol=1e-4, rtol=1e-4)
+        some = torch.tensor([6, 1, 3])
+        Session(adapted, 1, 1).call(packed, ids, some)
+    torch.testing.assert_close(hidden.rows, expected[some], atol=2e-5, rtol=2e-5)
     assert not head._forward_pre_hooks and not adapted.model._forward_pre_hooks and not adapted.model._forward_hooks
 
 
@@ -221,14 +221,14 @@ def test_kept_hidden_leaves_other_models_of_the_same_head_alone():
     target, draft = small_model("llama"), small_model("llama", seed=1)
     draft.set_output_embeddings(target.get_output_embeddings())
     chain, ids = pack_trees([Tree.chain(2)]), torch.tensor([4, 5, 6])
-    with torch.no_grad(), packed_model(target).attached(), kept_hidden(packed_model(draft)) as kept:
+    with torch.no_grad(), packed_model(target).attached(), kept_hidden(packed_model(draft)) as hidden:
         Session(packed_model(draft), 1, 1).call(chain, ids)
-        rows = kept.rows.clone()
+        rows = hidden.rows.clone()
         Session(packed_model(target), 1, 1).call(chain, ids)
-        assert torch.equal(kept.rows, rows)
+        assert torch.equal(hidden.rows, rows)
 
 
-def test_kept_hidden_of_a_model_that_ignores_what_is_wanted():
+def test_kept_hidden_of_a_model_that_computes_all_rows():
     class AllRows(nn.Module):
         def __init__(self):
             super().__init__()
@@ -243,12 +243,12 @@ def test_kept_hidden_of_a_model_that_ignores_what_is_wanted():
     from pass_ext.decoding.models.hidden_rows import kept_hidden
 
     model, rows = AllRows(), torch.randn(5, 8)
-    with kept_hidden(Adapted(model)) as kept:
+    with kept_hidden(Adapted(model)) as hidden:
         model(rows[None], logits_to_keep=torch.tensor([3, 0]))
-        assert torch.equal(kept.rows, rows[[3, 0]])
+        assert torch.equal(hidden.rows, rows[[3, 0]])
 
 
-def test_models_without_an_output_layer_are_told_so():
+def test_models_without_an_output_layer_are_refused():
     from pass_ext.decoding.models.hidden_rows import kept_hidden
 
     class Plain(nn.Module):
@@ -266,9 +266,9 @@ def test_models_without_an_output_layer_are_told_so():
 
 def test_labels_are_the_chance_of_acceptance():
     p, q = 2 * torch.randn(130, 30), 2 * torch.randn(130, 33)
-    laws = [x[:, :30].double().div(0.7).softmax(-1) for x in (p, q)]
-    drawn = laws[1].multinomial(40_000, replacement=True)  # min(1, p/q) of drawn tokens, on average
-    ratio = (laws[0].gather(1, drawn) / laws[1].gather(1, drawn)).clamp(max=1).mean(1)
+    distributions = [x[:, :30].double().div(0.7).softmax(-1) for x in (p, q)]
+    drawn = distributions[1].multinomial(40_000, replacement=True)  # min(1, p/q) of drawn tokens, on average
+    ratio = (distributions[0].gather(1, drawn) / distributions[1].gather(1, drawn)).clamp(max=1).mean(1)
     labels = acceptance(p, q, 0.7)
     torch.testing.assert_close(labels.double(), ratio, atol=0.02, rtol=0)
     assert acceptance(p, q, 0).tolist() == (p.argmax(1) == q[:, :30].argmax(1)).float().tolist()
@@ -285,7 +285,7 @@ def test_classes_weigh_the_same():
 
 
 def separable(count=600, seed=0):
-    """Laws that are peaked where the draft is right; one place in eight is right."""
+    """Logits that are peaked where the draft is right; one place in eight is right."""
     generator = torch.Generator().manual_seed(seed)
     labels = (torch.arange(count) % 8 == 0).float()
     logits = torch.randn(count, 40, generator=generator)
@@ -328,7 +328,7 @@ def test_separable_places_are_learnt_and_the_seed_decides_everything():
     assert not torch.equal(decision.layers[0].weight, other.layers[0].weight)
 
 
-def test_balance_shows_in_the_scores_of_places_that_cannot_be_told_apart():
+def test_balance_shows_in_the_scores_of_identical_places():
     labels = (torch.arange(800) % 8 == 0).float()
     means = {}
     for balanced in (True, False):
@@ -346,7 +346,7 @@ def test_standardised_features_are_taken_into_the_first_layer():
     torch.testing.assert_close(decision.logit(rows), before, atol=1e-4, rtol=1e-4)
 
 
-# ---- what is measured ----
+# ---- evaluation ----
 
 
 def test_auc_and_accuracy_equal_brute_force():
@@ -367,7 +367,7 @@ def test_auc_and_accuracy_equal_brute_force():
 
 def test_calibration_has_a_row_for_each_tenth():
     rows = evaluation.calibration(torch.tensor([0.05, 0.01, 0.45, 1.0]), torch.tensor([0.0, 1.0, 1.0, 0.5]))
-    assert [(one["from"], one["places"], one["accepted"]) for one in rows] == [
+    assert [(row["from"], row["places"], row["accepted"]) for row in rows] == [
         (0.0, 2, 0.5),
         (0.4, 1, 1.0),
         (0.9, 1, 0.5),
@@ -400,7 +400,7 @@ def test_places_and_chains_are_those_of_models_run_alone(temperature):
     from support.training_models import tiny_llama
 
     target, draft = tiny_llama(), tiny_llama(seed=3)
-    with torch.no_grad():  # a draft that is right now and then
+    with torch.no_grad():  # a draft that is sometimes right
         for mine, theirs in zip(draft.parameters(), target.parameters(), strict=True):
             mine.copy_(theirs + 0.1 * mine)
     decision = spread(DecisionModel("hidden", 32)).requires_grad_(False)
@@ -410,8 +410,8 @@ def test_places_and_chains_are_those_of_models_run_alone(temperature):
         found = read_places(pair, [text, text], decision.features, temperature)
         chains = read_chains(pair, [text], decision, levels=3, temperature=temperature, seed=4)
         again = read_chains(pair, [text], decision, levels=3, temperature=temperature, seed=4)
-    laws = [model(input_ids=ids[None]).logits[0, places] for model in (target, draft)]
-    torch.testing.assert_close(found.labels[:4], acceptance(*laws, temperature), atol=1e-5, rtol=1e-4)
+    logits = [model(input_ids=ids[None]).logits[0, places] for model in (target, draft)]
+    torch.testing.assert_close(found.labels[:4], acceptance(*logits, temperature), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.features[4:], head_inputs(draft, ids.tolist())[places], atol=1e-4, rtol=1e-4)
     assert found.kinds == ["chat"] * 8
     assert torch.equal(chains.scores, again.scores) and torch.equal(chains.accepted, again.accepted)
@@ -427,7 +427,7 @@ def test_places_and_chains_are_those_of_models_run_alone(temperature):
                 path.append(token)
             else:
                 break
-    if temperature > 0:  # tokens are drawn: on average they are accepted as often as the label says
+    if temperature > 0:  # tokens are drawn: the label is the mean acceptance
         with reading(target, draft, hidden=True) as pair:
             drawn = read_chains(pair, [text] * 300, decision, levels=1, temperature=temperature, seed=0)
         chances = drawn.accepted.view(300, 4)
@@ -487,7 +487,7 @@ def test_the_package_has_the_command(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_left_open_is_settled(tmp_path):
+def test_options_that_were_left_out_get_values(tmp_path):
     settled = {}
     for kind in ("hidden", "entropy"):
         options = options_for(tmp_path, kind=kind)
@@ -501,13 +501,13 @@ def test_exit_drafts_are_made_when_asked_for(monkeypatch):
         def __init__(self, model, layers=None, adapter=None):
             if adapter == "absent":
                 raise ValueError("'absent' is neither a file nor one of the shipped names")
-            self.given = (model, layers, adapter)
+            self.arguments = (model, layers, adapter)
 
     fake = types.ModuleType("pass_ext.decoding.models.early_exit_draft")
     fake.EarlyExitDraft = EarlyExitDraft
     monkeypatch.setitem(sys.modules, "pass_ext.decoding.models.early_exit_draft", fake)
-    made = [which_draft.load_draft(given, "model", None, torch.float32) for given in ("exit:3", "exit:smol")]
-    assert [one.given for one in made] == [("model", 3, None), ("model", None, "smol")]
+    drafts = [which_draft.load_draft(name, "model", None, torch.float32) for name in ("exit:3", "exit:smol")]
+    assert [draft.arguments for draft in drafts] == [("model", 3, None), ("model", None, "smol")]
     with pytest.raises(SystemExit, match="--draft 'exit:absent': 'absent' is neither"):
         which_draft.load_draft("exit:absent", "model", None, torch.float32)
     names = ("exit:3", "exit:/a/b-exit.safetensors", "/models/c.gguf", "exit:smol")
@@ -562,5 +562,5 @@ def test_the_command_trains_evaluates_and_repeats_itself(kind, tmp_path):
     assert len(json.loads(path.with_suffix(".json").read_text())["losses"]) == record["steps"]
     again = DecisionModel.load(trained(tmp_path / "b", threshold="auto"))
     assert all(torch.equal(a, b) for a, b in zip(decision.parameters(), again.parameters(), strict=True))
-    speeds = {one["threshold"]: one["speed"] for one in again.training_record["evaluation"]["chains"]["thresholds"]}
+    speeds = {row["threshold"]: row["speed"] for row in again.training_record["evaluation"]["chains"]["thresholds"]}
     assert again.threshold in speeds

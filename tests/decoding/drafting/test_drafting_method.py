@@ -1,4 +1,4 @@
-"""Drafting methods from outside the package: they follow ``pass_ext.DraftingMethod`` and work as the package's own do."""
+"""Drafting methods from outside the package: objects after ``pass_ext.DraftingMethod`` work as the package's own methods do."""
 
 import contextlib
 from types import SimpleNamespace
@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import Monotone, counted, fit, law_of_texts
+from support.chi_square import counted, fit
+from support.generation import Monotone, distribution_of_texts
 from support.small_models import ragged_prompts, small_model
 
 import pass_ext
@@ -16,12 +17,14 @@ from pass_ext import Candidates, Plain, Proposal, Tree, generate
 from pass_ext.decoding.drafting import drafter as drafter_module
 from pass_ext.decoding.planning.step_times import StepTimes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LIMITS = dict(max_new_tokens=24, eos_token_id=[])
 TIMES = StepTimes((1, 64), (1.0, 1.6))
 
 
 class Dictionary:
-    """A method: continues each text with what a dictionary holds for its last token, ``{last token: continuation}``."""
+    """A method: continues each text by a dictionary ``{last token: continuation}``."""
 
     def __init__(self, entries, **settings):
         self.entries, self.settings, self.made = entries, settings, []
@@ -70,13 +73,13 @@ class BigramDrafter(pass_ext.Drafter):
         self.method, self.context = method, context
 
     def propose(self, batch):
-        wanted = [b for b, levels in enumerate(batch.levels) if levels]
-        found, width = [None] * len(batch.texts), self.method.width
-        logits = self.method.table[[batch.texts[b][-1] for b in wanted]]
-        tokens, _ = self.context.draw(logits, width, wanted)
-        for row, b in enumerate(wanted):
-            found[b] = Candidates(Tree.from_branching((width,)), tokens[row].tolist(), [row] + [-1] * width)
-        return Proposal(found, self.method.spoil(logits))
+        requests = [b for b, levels in enumerate(batch.levels) if levels]
+        candidates, width = [None] * len(batch.texts), self.method.width
+        logits = self.method.table[[batch.texts[b][-1] for b in requests]]
+        tokens, _ = self.context.draw(logits, width, requests)
+        for row, b in enumerate(requests):
+            candidates[b] = Candidates(Tree.from_branching((width,)), tokens[row].tolist(), [row] + [-1] * width)
+        return Proposal(candidates, self.method.spoil(logits))
 
 
 class Repeating:
@@ -94,21 +97,8 @@ RIGHT = {0: [1, 2, 0], 1: [2, 0, 1], 2: [0, 1, 2]}
 WRONG = {token: [5, 5, 5] for token in range(3)}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return small_model("llama")
-
-
 def entries_of(texts, tokens=3):
-    """What followed each token of these texts last."""
+    """For each token the tokens that followed it last in these texts."""
     entries = {}
     for text in texts:
         for place in range(len(text) - tokens):
@@ -122,14 +112,14 @@ def entries_of(texts, tokens=3):
 def test_the_text_is_that_of_plain_decoding(llama):
     """Ragged prompts with padding; greedy by every rule, and with each request's own sampling parameters."""
     ids, mask = ragged_prompts(6, seed=5)
-    laws = [dict(rule=rule) for rule in pass_ext.RULES]
-    laws += [dict(temperature=[0.0, 0.3, 0.7, 1.0, 1.3, 0.9], top_k=20, top_p=0.95, seeds=list(range(6)))]
-    for law in laws:
-        want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS, **law)
+    samplings = [dict(rule=rule) for rule in pass_ext.RULES]
+    samplings += [dict(temperature=[0.0, 0.3, 0.7, 1.0, 1.3, 0.9], top_k=20, top_p=0.95, seeds=list(range(6)))]
+    for sampling in samplings:
+        want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS, **sampling)
         method = Dictionary(entries_of(want.sequences[:, 9:].tolist()))
-        got = generate(llama, ids, method, attention_mask=mask, **LIMITS, **law)
-        assert torch.equal(got.sequences, want.sequences), law
-        assert got.stats.num_accepted_tokens > 20 and got.stats.model_calls < want.stats.model_calls, law
+        got = generate(llama, ids, method, attention_mask=mask, **LIMITS, **sampling)
+        assert torch.equal(got.sequences, want.sequences), sampling
+        assert got.stats.num_accepted_tokens > 20 and got.stats.model_calls < want.stats.model_calls, sampling
 
 
 def test_logits_processors_and_streamers_are_as_with_any_method(llama):
@@ -164,14 +154,14 @@ def distance(rule, width, spoil=lambda logits: logits):
         seeds=range(requests), rule=rule, eos_token_id=[],
     )  # fmt: skip
     assert requests / 10 < got.stats.num_accepted_tokens < got.stats.num_draft_tokens, "drafts take part"
-    law = law_of_texts(model, prompt, vocabulary, new_tokens, 0.9)
-    chi_square, freedom = fit(counted(got.sequences[:, -new_tokens:], vocabulary), law)
+    distribution = distribution_of_texts(model, prompt, vocabulary, new_tokens, 0.9)
+    chi_square, freedom = fit(counted(got.sequences[:, -new_tokens:], vocabulary), distribution)
     return (chi_square - freedom) / (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize("rule,width", RULES)
 def test_sampled_text_has_the_models_distribution(rule, width):
-    """Candidates with draft logits, drawn as the rule asks; and fixed ones (no width), which have none."""
+    """Candidates with draft logits, drawn in the rule's mode; and fixed candidates (no width), which have none."""
     assert distance(rule, width) < 5
 
 
@@ -179,7 +169,7 @@ def test_sampled_text_has_the_models_distribution(rule, width):
 def test_a_drafter_that_knows_the_models_distribution_is_always_right(rule, width):
     """Its draws are where and how the rule expects them: under the target's noise, or from the logits that it names."""
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    method = Bigrams(Monotone.law.repeat(50, 1), width)
+    method = Bigrams(Monotone.logits.repeat(50, 1), width)
     got = generate(Monotone(), ids, method, max_new_tokens=13, temperature=1.0, seeds=[1, 2], rule=rule)
     assert got.stats.model_calls == 7, "the prompts' own token, and six steps of one candidate and one more"
 
@@ -194,14 +184,14 @@ def test_draft_logits_that_nothing_was_drawn_from_are_found():
 def test_statistics_count_its_candidates():
     ids = torch.tensor([[0, 1, 2, 0, 1, 2]])
     stats = generate(Repeating(), ids, Dictionary(RIGHT), max_new_tokens=12).stats
-    # The prompt's own token, two steps of three drafts and one more, and a step of two drafts: the text ends.
+    # The prompt's own token, two steps of three drafts and the target's token, and a step of two drafts that ends the text.
     assert stats.model_calls == 4 and stats.acceptance_histogram == (0, 0, 1, 2)
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 8, 8)
     stats = generate(Repeating(), ids, Dictionary(WRONG), max_new_tokens=12).stats
     assert stats.model_calls == 12 and stats.acceptance_histogram == (10, 0, 0, 0)
 
 
-def test_a_drafter_learns_what_each_step_gave():
+def test_a_drafter_learns_the_tokens_of_each_step():
     ids = torch.tensor([[0, 1, 2, 0, 1, 2], [2, 0, 1, 2, 0, 1]])
     method = Dictionary(RIGHT)
     got = generate(Repeating(), ids, method, max_new_tokens=12)
@@ -211,7 +201,7 @@ def test_a_drafter_learns_what_each_step_gave():
 
 
 def test_batch_holds_the_logits_behind_each_text(llama):
-    """A drafter may look at the target's last call: the token that it added is the best of these logits."""
+    """A drafter may read the target's last call: the token that the target added is the best of these logits."""
     ids, mask = ragged_prompts(4, seed=2)
     want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS)
     method, seen = Dictionary(entries_of(want.sequences[:, 9:].tolist())), []
@@ -232,7 +222,7 @@ def test_batch_holds_the_logits_behind_each_text(llama):
 
 
 def drafts_of_200(**settings):
-    """Steps with drafts, of a text of 200 tokens."""
+    """The number of steps with drafts in a text of 200 tokens."""
     entries = settings.pop("entries", WRONG)
     got = generate(Repeating(), torch.tensor([[0, 1, 2]]), Dictionary(entries, **settings), max_new_tokens=200)
     assert got.sequences[0].tolist() == [place % 3 for place in range(203)]
@@ -263,11 +253,11 @@ def test_step_times_can_be_those_of_the_target(monkeypatch):
     assert stats.num_drafts < 60 and asked == [(model, False)]
 
 
-# ---- several drafters, and what must hold for them ----
+# ---- several drafters, and their conditions ----
 
 
 class Several:
-    """Two dictionaries."""
+    """A method with two dictionaries."""
 
     def __init__(self, *entries):
         self.entries = entries

@@ -1,4 +1,4 @@
-"""Which requests of a batch still draft: each ends by its own rows alone."""
+"""EarlyFlag: each request of a batch stops by its own rows alone."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""N-gram proposals against a search that looks everywhere, and the trie that joins them to a tree."""
+"""N-gram proposals against an exhaustive search, and the trie that joins them to a tree."""
 
 import random
 import time
@@ -13,8 +13,8 @@ from pass_ext.decoding.drafting.step import join
 
 
 def searched(text, longest, shortest, tokens, branches, looked_at=from_ngrams._MOST_PLACES):
-    """The proposals by comparing everywhere; the text grows by its own continuation, token by token."""
-    found = []
+    """The proposals by an exhaustive search; the text grows by its own continuation, token by token."""
+    chains = []
     for n in range(min(longest, len(text)), shortest - 1, -1):
         ends = [end for end in range(len(text) - 2, n - 2, -1) if text[end - n + 1 : end + 1] == text[-n:]]
         for end in ends[:looked_at]:
@@ -22,9 +22,9 @@ def searched(text, longest, shortest, tokens, branches, looked_at=from_ngrams._M
             for offset in range(tokens):
                 grown.append(grown[end + 1 + offset])
             chain = grown[len(text) :]
-            if tokens and chain not in found and len(found) < branches:
-                found.append(chain)
-    return found
+            if tokens and chain not in chains and len(chains) < branches:
+                chains.append(chain)
+    return chains
 
 
 @settings(max_examples=200, deadline=None)
@@ -91,11 +91,11 @@ def test_refused(longest, shortest):
 
 
 def paths(parents, tokens):
-    """The tokens from below the root to each node."""
-    found = [()]
+    """The tokens on the path to each node, without the root."""
+    result = [()]
     for node in range(1, len(parents)):
-        found.append((*found[parents[node]], tokens[node]))
-    return found
+        result.append((*result[parents[node]], tokens[node]))
+    return result
 
 
 def test_a_join_by_hand():
@@ -106,18 +106,18 @@ def test_a_join_by_hand():
 @settings(max_examples=100, deadline=None)
 @given(
     chains=st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=5),
-    own=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), max_size=8),
+    nodes=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), max_size=8),
 )
-def test_a_join_holds_every_chain_once_and_keeps_the_tree(chains, own):
-    parents = [-1, *(choice % (node + 1) for node, (choice, _) in enumerate(own))]
-    tokens = [9, *(token for _, token in own)]
-    assume(len(set(zip(parents, tokens, strict=True))) == len(parents))  # equal siblings: join follows the first alone
+def test_a_join_holds_every_chain_once_and_keeps_the_tree(chains, nodes):
+    parents = [-1, *(choice % (node + 1) for node, (choice, _) in enumerate(nodes))]
+    tokens = [9, *(token for _, token in nodes)]
+    assume(len(set(zip(parents, tokens, strict=True))) == len(parents))  # of equal siblings join follows the first only
     new_parents, new_tokens = join(parents, tokens, chains)
     assert new_parents[: len(parents)] == parents and new_tokens[: len(tokens)] == tokens
-    wanted = {tuple(chain[:n]) for chain in chains for n in range(len(chain) + 1)}
+    beginnings = {tuple(chain[:n]) for chain in chains for n in range(len(chain) + 1)}
     before, after = paths(parents, tokens), paths(new_parents, new_tokens)
-    assert set(after) == set(before) | wanted
-    assert len(after) - len(before) == len(wanted - set(before))  # nothing twice
+    assert set(after) == set(before) | beginnings
+    assert len(after) - len(before) == len(beginnings - set(before))  # nothing twice
 
 
 def test_an_untidy_tree_is_refused():

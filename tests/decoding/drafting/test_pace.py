@@ -1,4 +1,4 @@
-"""Pace: drafting that does not pay rests for a while, longer each time, and is tried again; in loops of both kinds."""
+"""Pace: drafting that does not pay rests for a while, longer each time, and is tried again; also inside generate."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from pass_ext.decoding.drafting.pace import Pace
 
 
 def steps(pace, count, seconds, tokens):
-    """How many of so many steps rest; a resting one takes the time of a plain step."""
+    """How many of ``count`` steps rest; a resting step takes the time of a plain step."""
     resting = 0
     for _ in range(count):
         resting += pace.rests
@@ -17,12 +17,12 @@ def steps(pace, count, seconds, tokens):
     return resting
 
 
-def test_what_pays_never_rests():
+def test_drafting_that_pays_never_rests():
     assert steps(Pace(1.0), 1000, seconds=1.4, tokens=2) == 0
     assert steps(Pace(2.0), 1000, seconds=2.8, tokens=2) == 0, "seconds are against those of a plain step"
 
 
-def test_what_does_not_pay_rests_longer_each_time_and_is_tried_again():
+def test_drafting_that_does_not_pay_rests_longer_each_time_and_is_tried_again():
     pace = Pace(1.0)
     resting = steps(pace, 1000, seconds=1.4, tokens=1)
     assert 850 < resting < 990
@@ -31,7 +31,7 @@ def test_what_does_not_pay_rests_longer_each_time_and_is_tried_again():
 
 
 def rest_of(pace):
-    """The length of the next rest of drafts that do not pay."""
+    """The length of the next rest, for drafts that do not pay."""
     while not pace.rests:
         pace.add(1.4, 1)
     length = 0

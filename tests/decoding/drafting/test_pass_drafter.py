@@ -1,4 +1,4 @@
-"""Candidates from look-ahead slots: as many children as a tree asks for, in every kind of draft."""
+"""Candidates from look-ahead slots: every kind of draft fills all children of a tree."""
 
 import pytest
 import torch
@@ -36,35 +36,37 @@ def test_more_children_than_a_shortlist_or_a_vocabulary_has(vocabulary, rank, te
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_candidates_hear_the_noise_of_their_own_positions(rank):
-    """Where a slot's logits are the target's, the first candidate is the token that the target will draw there."""
+def test_candidates_use_the_noise_of_their_own_positions(rank):
+    """If a slot's logits are the target's, the first candidate is the token that the target will draw there."""
     torch.manual_seed(1)
     vocabulary, depth, positions = 50, 3, [5, 40]
     table, slots = torch.randn(vocabulary, 16), torch.randn(2, depth, vocabulary)
-    lookahead = LookaheadEmbedding.from_table(depth, table, rank=rank)  # a rank of 4 adds nothing yet
+    lookahead = LookaheadEmbedding.from_table(depth, table, rank=rank)  # rank 4: untrained, so it adds nothing
     sampling = SamplingParams(temperature=1.0, seeds=[3, 8]).for_batch(2, torch.device("cpu"))
     filler = TreeFiller(lookahead, Tree.from_branching((2, 2, 1)), table, sampling, "coupled")
     with torch.no_grad():
         drafted = filler.fill(slots, [0, 1], [3, 4], positions).tokens
-    for own, logits, position, seed in zip(drafted, slots, positions, (3, 8), strict=True):
+    for tokens, logits, position, seed in zip(drafted, slots, positions, (3, 8), strict=True):
         at = position + 1 + torch.arange(depth)
         drawn = draft_sample(logits, 1, mode="coupled", temperature=1.0, seeds=seed, positions=at)[0]
-        assert [own[0], own[2], own[6]] == drawn[:, 0].tolist()
+        assert [tokens[0], tokens[2], tokens[6]] == drawn[:, 0].tolist()
 
 
-def test_slots_that_know_the_law_are_always_right():
-    """Coupled candidates are then the very tokens that the model draws."""
+def test_slots_with_the_models_logits_are_always_right():
+    """Coupled candidates are then exactly the tokens that the model draws."""
     method = PaSS(LookaheadEmbedding.from_table(3, Monotone.embedding), tree=Tree.chain(3), rows=16)
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    made = generate(Monotone(), ids, method, max_new_tokens=13, temperature=1.0, seeds=[1, 2], rule="coupled")
+    got = generate(Monotone(), ids, method, max_new_tokens=13, temperature=1.0, seeds=[1, 2], rule="coupled")
     alone = generate(Monotone(), ids, max_new_tokens=13, temperature=1.0, seeds=[1, 2])
-    assert torch.equal(made.sequences, alone.sequences)
-    assert made.stats.model_calls == 4, "the prompts' own token, and three steps of three candidates and one more"
+    assert torch.equal(got.sequences, alone.sequences)
+    assert got.stats.model_calls == 4, (
+        "the prompts' own token, and three steps of three candidates and the target's token"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_rules_that_divide_by_a_law_are_told_it(rank):
-    """Each candidate's parent names the row that it was drawn from: its slot's, with what the token before it adds."""
+def test_rules_that_divide_by_the_drafts_distribution_get_its_logits(rank):
+    """Each candidate's parent names the row that it was drawn from: its slot's logits plus the parent token's transitions."""
     torch.manual_seed(4)
     table, slots = torch.randn(50, 16), torch.randn(2, 2, 50)
     lookahead = LookaheadEmbedding.from_table(2, table, rank=rank)

@@ -1,4 +1,4 @@
-"""Draft models: whatever they draft, texts are the model's own; their caches follow the text; who drafts how far; refusals."""
+"""Draft models: texts are the target's own whatever is drafted; caches follow the text; decisions stop drafting; refusals."""
 
 import copy
 
@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import BUSHY, Monotone, counted, disturbed, fit, law_of_texts
+from support.chi_square import counted, fit
+from support.generation import BUSHY, Monotone, distribution_of_texts, disturbed
 from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model
 
 import pass_ext
@@ -17,21 +18,15 @@ from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
 from pass_ext.decoding.drafting.step import Proposal
 from pass_ext.decoding.session.packs import TreePacks
 
-NOT_LEFT_EARLY = ("gemma2", "phi", "gpt_neox", "opt")  # not of Llama's form; test_early_exit.py sees them refused
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NOT_LEFT_EARLY = (
+    "gemma2",
+    "phi",
+    "gpt_neox",
+    "opt",
+)  # not of Llama's form: test_early_exit.py tests that they are refused
 LIMITS = dict(max_new_tokens=24, eos_token_id=[])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return small_model("llama")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def lookahead_for(model, vocabulary=VOCABULARY):
 
 def methods_for(model, draft):
     slots = lookahead_for(model)
-    found = {
+    methods = {
         "chain": Speculative(draft, 4),
         "chain and n-grams": Speculative(draft, 3, ngram=NGram(longest=2, shortest=1, tokens=5)),
         "branching": MultiCandidate(draft, (3, 2, 1)),
@@ -60,8 +55,8 @@ def methods_for(model, draft):
         ),
     }
     if model.config.model_type not in NOT_LEFT_EARLY:
-        found["left early"] = MultiCandidate(EarlyExitDraft(model, layers=1), (3, 1), decision=confident)
-    return found
+        methods["left early"] = MultiCandidate(EarlyExitDraft(model, layers=1), (3, 1), decision=confident)
+    return methods
 
 
 def confident(level):
@@ -83,14 +78,14 @@ def of_transformers(model, ids, mask):
     "architecture", [pytest.param(name, marks=pytest.mark.slow if name in JUDGED else ()) for name in ARCHITECTURES]
 )
 def test_greedy_is_that_of_transformers(architecture):
-    """Targets of every architecture, drafts of the same and of another; ragged batches with padding."""
+    """Targets of every architecture, with drafts of the same and of another architecture; ragged batches with padding."""
     model = small_model(architecture)
     ids, mask = ragged_prompts(6, seed=5)
     want = of_transformers(model, ids, mask)
-    found = methods_for(model, disturbed(model, 0.05))
-    if architecture != "llama":  # what joins the tree is the same code for all
-        found = {name: found[name] for name in ("chain", "tree", "left early") if name in found}
-    for name, method in {**found, "strangers": Speculative(small_model("qwen2", seed=7), 3)}.items():
+    methods = methods_for(model, disturbed(model, 0.05))
+    if architecture != "llama":  # joining candidates to the tree is the same code for all
+        methods = {name: methods[name] for name in ("chain", "tree", "left early") if name in methods}
+    for name, method in {**methods, "strangers": Speculative(small_model("qwen2", seed=7), 3)}.items():
         got = generate(model, ids, method, attention_mask=mask, **LIMITS)
         assert torch.equal(got.sequences[:, ids.shape[1] :], want), name
         if name not in ("strangers", "left early"):
@@ -99,23 +94,23 @@ def test_greedy_is_that_of_transformers(architecture):
 
 def test_a_seed_gives_one_text_whatever_drafts(llama, near):
     ids, mask = ragged_prompts(7, seed=2)
-    law = dict(temperature=[0.0, 0.3, 0.7, 1.0, 1.3, 0.9, 0.5], top_k=20, top_p=0.95, seeds=list(range(7)))
-    want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS, **law)
+    sampling = dict(temperature=[0.0, 0.3, 0.7, 1.0, 1.3, 0.9, 0.5], top_k=20, top_p=0.95, seeds=list(range(7)))
+    want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS, **sampling)
     for name, method in methods_for(llama, near).items():
-        got = generate(llama, ids, method, attention_mask=mask, **LIMITS, **law)
+        got = generate(llama, ids, method, attention_mask=mask, **LIMITS, **sampling)
         assert torch.equal(got.sequences, want.sequences) and got.stats.num_accepted_tokens > 10, name
-        alone = {key: value[3:4] if isinstance(value, list) else value for key, value in law.items()}
+        alone = {key: value[3:4] if isinstance(value, list) else value for key, value in sampling.items()}
         got = generate(llama, ids[3:4], method, attention_mask=mask[3:4], **LIMITS, **alone)
         assert torch.equal(got.sequences, want.sequences[3:4]), name
 
 
 # Every rule and every kind of drafting; their pairs are enumerated in test_speculative_laws.py.
-LAWS = [
+SAMPLED = [
     ("coupled", "joined"), ("coupled", "looking ahead"), ("rejection", "tree"), ("rejection", "stopped"), ("block", "chain"),
     ("traversal", "branching"), ("rejection_with_replacement", "replaced"), ("kseq", "replaced, stopped"),
     ("traversal", "left early"),
 ]  # fmt: skip
-MORE_LAWS = [
+MORE_SAMPLED = [
     ("coupled", "chain"), ("coupled", "tree"), ("coupled", "stopped"), ("rejection", "chain"), ("rejection", "branching"),
     ("traversal", "chain"), ("traversal", "stopped"), ("rejection_with_replacement", "replaced, stopped"),
     ("kseq", "replaced"), ("rejection", "left early"),
@@ -127,13 +122,15 @@ def small_pair(vocabulary):
     return model, disturbed(small_model("llama", vocab_size=vocabulary + 2, sharpness=4.0, seed=3), 0.0)
 
 
-@pytest.mark.parametrize("rule,name", [*LAWS, *(pytest.param(*law, marks=pytest.mark.slow) for law in MORE_LAWS)])
+@pytest.mark.parametrize(
+    "rule,name", [*SAMPLED, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_SAMPLED)]
+)
 def test_sampled_text_has_the_models_law(rule, name):
-    """All texts of four tokens over five, their probabilities from the model itself, and 2,000 texts: chi square. The draft is
-    another model, with two tokens of padding that the target does not have."""
+    """Chi square of 2,000 texts of four tokens over five, against their probabilities by the model itself. The draft is another
+    model, with two tokens of padding that the target does not have."""
     vocabulary, prompt, requests, new_tokens = 5, [3, 1, 4, 1], 2000, 4
     model, draft = small_pair(vocabulary)
-    law = law_of_texts(model, prompt, vocabulary, new_tokens, 0.9)
+    distribution = distribution_of_texts(model, prompt, vocabulary, new_tokens, 0.9)
     stops = lambda level: level.tokens[:, 0] % 2 == 0  # noqa: E731 - depends on what was drawn, as decisions do
     method = {
         "chain": Speculative(draft, 3),
@@ -155,13 +152,13 @@ def test_sampled_text_has_the_models_law(rule, name):
     )  # fmt: skip
     assert got.stats.num_accepted_tokens > requests / 4, "drafts take part"
     counts = counted(got.sequences[:, -new_tokens:], vocabulary)
-    chi_square, freedom = fit(counts, law)
+    chi_square, freedom = fit(counts, distribution)
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_longest_branch_is_another_law(temperature):
-    """The published selection: near the model's text, and not it; so the test above can fail, too."""
+def test_the_longest_branch_has_another_distribution(temperature):
+    """The published selection differs from the model's distribution, but not by much: so the test above can fail."""
     vocabulary, prompt, requests, new_tokens = 5, [3, 1, 4, 1], 3000, 2
     model, draft = small_pair(vocabulary)
     ids = torch.tensor(prompt).expand(requests, -1)
@@ -172,10 +169,10 @@ def test_the_longest_branch_is_another_law(temperature):
     if temperature == 0:
         assert len(got.sequences.unique(dim=0)) == 1
         return
-    law = law_of_texts(model, prompt, vocabulary, new_tokens, 1.0)
+    distribution = distribution_of_texts(model, prompt, vocabulary, new_tokens, 1.0)
     counts = counted(got.sequences[:, -new_tokens:], vocabulary)
-    chi_square, freedom = fit(counts, law)
-    distance = (counts / requests - law).abs().sum() / 2
+    chi_square, freedom = fit(counts, distribution)
+    distance = (counts / requests - distribution).abs().sum() / 2
     assert chi_square > freedom + 6 * (2 * freedom) ** 0.5 and 0.02 < distance < 0.9, (chi_square, freedom, distance)
 
 
@@ -190,7 +187,7 @@ def test_one_root_alone_is_exact():
         eos_token_id=[],
     )  # fmt: skip
     chi_square, freedom = fit(
-        counted(got.sequences[:, -3:], vocabulary), law_of_texts(model, prompt, vocabulary, 3, 1.0)
+        counted(got.sequences[:, -3:], vocabulary), distribution_of_texts(model, prompt, vocabulary, 3, 1.0)
     )
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
 
@@ -202,11 +199,11 @@ def test_one_root_alone_is_exact():
     ("rule", "name"),
     [
         *(("coupled", name) for name in ("chain", "tree", "chain and n-grams", "with everything")),
-        *(("rejection", name) for name in ("chain", "tree")),  # it refuses candidates of several origins
+        *(("rejection", name) for name in ("chain", "tree")),  # the rule refuses candidates of several origins
     ],
 )
-def test_what_is_drafted_depends_on_the_text_alone(llama, near, monkeypatch, name, rule):
-    """Every step's candidates are those of a drafter that reads the whole text anew: the caches follow the text."""
+def test_drafts_depend_on_the_text_alone(llama, near, monkeypatch, name, rule):
+    """Every step's candidates are those of a drafter that reads the whole text again: the caches follow the text."""
     method = methods_for(llama, near)[name]
     true, compared, lags = ModelDrafter.draft, [], []
 
@@ -231,8 +228,8 @@ def test_what_is_drafted_depends_on_the_text_alone(llama, near, monkeypatch, nam
 
     monkeypatch.setattr(ModelDrafter, "draft", draft)
     ids, mask = ragged_prompts(5, longest=12, seed=3)
-    law = dict(temperature=0.7, seeds=range(5)) if rule == "rejection" else {}
-    generate(llama, ids, method, attention_mask=mask, rule=rule, **LIMITS, **law)
+    sampling = dict(temperature=0.7, seeds=range(5)) if rule == "rejection" else {}
+    generate(llama, ids, method, attention_mask=mask, rule=rule, **LIMITS, **sampling)
     assert len(compared) > 20 and max(compared) >= 2 and max(lags) > 1
 
 
@@ -248,8 +245,10 @@ def test_the_draft_may_have_another_dtype(llama, near):
     want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS).sequences
     got = generate(llama, ids, Speculative(copy.deepcopy(near).bfloat16(), 4), attention_mask=mask, **LIMITS)
     assert torch.equal(got.sequences, want) and got.stats.mean_acceptance_length > 2
-    law = dict(temperature=0.8, seeds=[1, 2, 3, 4], rule="rejection")
-    got = generate(llama, ids, MultiCandidate(copy.deepcopy(near).bfloat16()), attention_mask=mask, **LIMITS, **law)
+    sampling = dict(temperature=0.8, seeds=[1, 2, 3, 4], rule="rejection")
+    got = generate(
+        llama, ids, MultiCandidate(copy.deepcopy(near).bfloat16()), attention_mask=mask, **LIMITS, **sampling
+    )
     assert got.lengths == (24,) * 4 and got.stats.mean_acceptance_length > 2
 
 
@@ -291,7 +290,7 @@ def test_no_more_levels_than_tokens_are_wanted(llama, near):
 
 @pytest.mark.parametrize("make", [Speculative, MultiCandidate], ids=["chain", "tree"])
 def test_a_draft_that_knows_the_law_is_always_right(make):
-    """Its coupled candidates hear the noise of their own positions: they are the very tokens that the target draws."""
+    """Coupled candidates get the noise of their own positions, so they are exactly the tokens that the target draws."""
     ids, options = torch.tensor([[1, 2, 3], [4, 5, 6]]), dict(max_new_tokens=13, temperature=1.0, seeds=[1, 2])
     shape = 3 if make is Speculative else (2, 1, 2)
     made = generate(Monotone(), ids, make(Monotone(), shape), rule="coupled", **options)
@@ -302,13 +301,13 @@ def test_a_draft_that_knows_the_law_is_always_right(make):
 # ---- decisions ----
 
 
-def test_a_decision_says_who_goes_on(llama, near):
-    """Request 1 never does, request 2 goes on to the second level, the others to the end; each gets what it would alone."""
+def test_a_decision_says_which_requests_go_on(llama, near):
+    """Request 1 stops after the first level, request 2 after the second, the others go on to the end."""
     ids, mask = ragged_prompts(4, longest=8)
-    heard = []
+    asked = []
 
     def decision(level):
-        heard.append(level)
+        asked.append(level)
         assert level.tokens.shape == level.logprobs.shape and len(level.logits) == len(level.requests)
         assert level.hidden is None and bool((level.logprobs[level.tokens >= 0] <= 0).all())
         return ~((level.requests == 1) | ((level.requests == 2) & (level.depth == 2)))
@@ -316,21 +315,21 @@ def test_a_decision_says_who_goes_on(llama, near):
     drafts = drafts_of(llama, ids, mask, MultiCandidate(near, (2, 1, 1), decision=decision))
     depths = [{drafted[b].tree.max_depth for drafted in drafts if drafted[b] is not None} for b in range(4)]
     assert depths[1] == {1} and max(depths[2]) == 2 and max(depths[0]) == max(depths[3]) == 3
-    assert {level.depth for level in heard} == {1, 2}, "nobody asks behind the last level"
-    assert not any(bool((level.requests == 1).any()) for level in heard if level.depth == 2)
+    assert {level.depth for level in asked} == {1, 2}, "no decision after the last level"
+    assert not any(bool((level.requests == 1).any()) for level in asked if level.depth == 2)
 
 
 def drafts_of(model, ids, mask, method, **options):
-    """What was drafted in every step."""
-    found, true = [], ModelDrafter.draft
+    """The candidates of every step."""
+    drafts, true = [], ModelDrafter.draft
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             ModelDrafter,
             "draft",
-            lambda self, *given: found.append(true(self, *given).candidates) or Proposal(found[-1]),
+            lambda self, *arguments: drafts.append(true(self, *arguments).candidates) or Proposal(drafts[-1]),
         )
         generate(model, ids, method, attention_mask=mask, **LIMITS, **options)
-    return found
+    return drafts
 
 
 def test_scores_are_compared_with_the_threshold(llama, near):
@@ -363,7 +362,7 @@ def test_hidden_rows_are_given_to_those_that_need_them(llama, near):
     assert torch.equal(got.sequences, generate(llama, ids, Plain(), attention_mask=mask, **LIMITS).sequences)
 
 
-def test_a_decision_of_the_wrong_shape_is_told(llama, near):
+def test_a_decision_of_the_wrong_shape_is_refused(llama, near):
     ids, _ = ragged_prompts(1)
     with pytest.raises(ValueError, match=r"one score for each of the 1 rows, got \[5\]"):
         generate(llama, ids, MultiCandidate(near, decision=lambda level: torch.zeros(5)), **LIMITS)
@@ -371,8 +370,8 @@ def test_a_decision_of_the_wrong_shape_is_told(llama, near):
         generate(llama, ids, MultiCandidate(near, decision=lambda level: [1.0]), **LIMITS)
 
 
-def test_who_stops_is_not_read_again(llama, near):
-    """After the prompts, a level's call has the rows of those that go on, and nobody's text is read twice."""
+def test_stopped_requests_are_not_read_again(llama, near):
+    """After the prompts, a level's call has only the rows of requests that draft on, and no text is read twice."""
     ids, mask = ragged_prompts(3, longest=20)
     rows = []
     watch = near.register_forward_pre_hook(
@@ -384,7 +383,7 @@ def test_who_stops_is_not_read_again(llama, near):
     finally:
         watch.remove()
     assert sum(rows[:2]) >= mask.sum() - 3 * 9, "the prompts"
-    # A step: the roots with what is above them, 3 + 2, 5 + 2, 7 + 2 rows of request 0 at most; nothing of the others.
+    # A step: all roots with the unread tokens above them, then at most 3 + 2, 5 + 2, 7 + 2 rows of request 0 alone.
     assert max(rows[2:]) <= 3 * 9 and min(rows[2:]) >= 1
     steps = [start for start, count in enumerate(rows) if count in (3, 4, 5, 6)]
     assert len(steps) > 5
@@ -430,17 +429,17 @@ def test_plans_that_come_out_plain(llama, near):
 
 
 def test_drafting_never_waits_for_the_gpu(cuda, llama, near):
-    """But once, when it reads what was drafted."""
+    """Drafting synchronises once only, to read the tokens."""
     ids, mask = (x.cuda() for x in ragged_prompts(4, longest=12))
     target, draft = copy.deepcopy(llama).cuda(), copy.deepcopy(near).cuda()
     methods = [MultiCandidate(draft, (3, 2, 1), decision=confident), Speculative(draft, 4)]
     options = dict(attention_mask=mask, temperature=0.8, seeds=[1, 2, 3, 4], rule="rejection", **LIMITS)
     true, read = ModelDrafter.draft, EarlyFlag.read
 
-    def watched(self, *given):
+    def watched(self, *arguments):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return true(self, *given)
+            return true(self, *arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -458,7 +457,7 @@ def test_drafting_never_waits_for_the_gpu(cuda, llama, near):
 
 
 def packed_before(pack):
-    """A new shape is packed with a copy that waits; kept ones are not."""
+    """Lets packing synchronise: a new shape is copied to the device with a wait, cached shapes are not."""
 
     def quiet(self, trees):
         mode = torch.cuda.get_sync_debug_mode()
@@ -522,7 +521,7 @@ def test_settings_that_make_no_sense(near, make, match):
 
 
 class Words:
-    """A tokenizer, as far as it matters."""
+    """A tokenizer with a vocabulary and nothing else."""
 
     def __init__(self, words):
         self.words = words

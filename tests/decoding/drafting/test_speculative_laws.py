@@ -1,7 +1,7 @@
-"""That draft models keep the target's law, by enumeration: every candidate that ModelDrafter can draw and every way that coins
-can fall. The drafter, its trees, slices and laws are the real ones; draws are replayed, and the rules are those of
-pass_ext.reference, whose own proof is test_accept_exactness.py. The approximate rule is shown to be another law, and the page's
-numbers for it to be those of generate.
+"""Texts of draft models have the target's distribution, by enumeration: every candidate that ModelDrafter can draw and every
+outcome of the coins. The drafter, its trees, slices and logits are real; draws are replayed, and the rules are those of
+pass_ext.reference, which test_accept_exactness.py proves. The approximate rule has another distribution, and generate follows
+the numbers that docs/guide/speculative.md prints for it.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ import math
 
 import pytest
 import torch
+from support.chi_square import counted, fit
 from support.enumeration import EXACT, FAULTY, Replay, World, outcomes
-from support.generation import counted, fit
 from support.paths import ROOT
 
 import pass_ext.decoding.drafting.from_draft_model as model_drafter
@@ -24,24 +24,18 @@ from pass_ext.reference.accept import Walk
 from pass_ext.reference.distribution import process
 from pass_ext.reference.noise import Purpose
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = [2, 0, 1]
 VOCABULARY = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- the two models ----
 
 
 class Recalling:
-    """A draft whose logits depend on every token of the text and on their order: its attention is a mean of the text's
-    tokens, weighted by their places."""
+    """A draft whose logits depend on every token of the text and on their order: its attention is the mean of the text's
+    tokens, weighted by position."""
 
     def __init__(self, seed, vocabulary=VOCABULARY):
         self.embedding = torch.eye(vocabulary, 64)
@@ -57,12 +51,12 @@ class Recalling:
 
 
 class Judged:
-    """What the drafter drafted, as reference rules take it; the target's laws are a World's."""
+    """The drafter's candidates as the reference rules take them; the target's distributions are a World's."""
 
-    def __init__(self, drafted, law, world, above=(), node=0):
+    def __init__(self, drafted, draft_logits, world, above=(), node=0):
         self.parents, self.max_depth = list(drafted.tree.parents), drafted.tree.max_depth
         self.vocabulary, self.world = world.vocabulary, world
-        self.tokens, self.rows, self.law = [PROMPT[-1], *drafted.tokens], drafted.draft_rows, law
+        self.tokens, self.rows, self.draft_logits = [PROMPT[-1], *drafted.tokens], drafted.draft_rows, draft_logits
 
     def text(self, node):
         return () if node == 0 else (*self.text(self.parents[node]), self.tokens[node])
@@ -76,7 +70,7 @@ class Judged:
     def draft(self, node):
         if self.rows is None or self.rows[node] < 0:
             return None
-        return process(self.law[self.rows[node]].double(), **self.world.filters)
+        return process(self.draft_logits[self.rows[node]].double(), **self.world.filters)
 
     def branch(self, top):
         """The tree below one node, which becomes its root."""
@@ -91,21 +85,21 @@ class Judged:
         return branch
 
 
-# ---- everything that can be drafted ----
+# ---- all possible candidates ----
 
 
 def replayed(replay, filters):
-    """``draw_children`` that makes the choices of a script."""
+    """A ``draw_children`` that replays the choices of a script."""
 
-    def draw(logits, width, mode, law, places, depth, parents):
+    def draw(logits, width, mode, sampling, places, depth, parents):
         tokens = []
         for row in logits:
             q = process(row.double(), **filters).probs.tolist()
-            own = []
+            children = []
             for _ in range(width):
-                left = [0.0 if mode == "without" and token in own else x for token, x in enumerate(q)]
-                own.append(replay.choose([x / sum(left) for x in left]) if sum(left) > 0 else -1)
-            tokens.append(own)
+                left = [0.0 if mode == "without" and token in children else x for token, x in enumerate(q)]
+                children.append(replay.choose([x / sum(left) for x in left]) if sum(left) > 0 else -1)
+            tokens.append(children)
         drawn = torch.tensor(tokens)
         return drawn, logits.log_softmax(-1).gather(1, drawn.clamp(min=0))
 
@@ -113,7 +107,7 @@ def replayed(replay, filters):
 
 
 def drafted_once(draft, tree, rule, draw, filters, decision=None, levels=9, first=None):
-    """One step's candidates behind PROMPT, by the real drafter with other draws."""
+    """One step's candidates behind PROMPT, by the real drafter with replayed draws."""
     sampling = SamplingParams(temperature=1.0, seeds=0).for_batch(1, torch.device("cpu"))
     target = packed_model(Recalling(99))
     context = DraftContext(target, [PROMPT], sampling, rule)
@@ -126,15 +120,15 @@ def drafted_once(draft, tree, rule, draw, filters, decision=None, levels=9, firs
 
 
 def everything_drafted(draft, tree, rule, world, **options):
-    """(probability, what was drafted, the law of it), of all that can be drawn."""
-    for probability, (drafted, law), _ in outcomes(
+    """(probability, candidates, their draft logits) for all possible draws."""
+    for probability, (drafted, draft_logits), _ in outcomes(
         lambda replay: drafted_once(draft, tree, rule, replayed(replay, world.filters), world.filters, **options)
     ):
-        yield probability, drafted, law
+        yield probability, drafted, draft_logits
 
 
 def emitted(request, rule, masses, mass):
-    """Adds the law of what one step emits, and gives the mean number of accepted drafts."""
+    """Adds the distribution of one step's emitted text to ``masses``; returns the mean number of accepted drafts."""
     mean = 0.0
     for probability, (stop, token), replay in outcomes(lambda replay: Walk(request, replay, rule).run()):
         text = request.text(stop)
@@ -144,23 +138,25 @@ def emitted(request, rule, masses, mass):
     return mean
 
 
-def variation(law, world, horizon):
+def variation(distribution, world, horizon):
     truth = world.joint(horizon)
-    assert abs(sum(law.values()) - 1.0) < EXACT
-    return 0.5 * sum(abs(law[text] - truth[text]) for text in truth)
+    assert abs(sum(distribution.values()) - 1.0) < EXACT
+    return 0.5 * sum(abs(distribution[text] - truth[text]) for text in truth)
 
 
-def measured(draft, tree, rule, world, spoil=lambda drafted, law: (drafted, law), judge=None, **options):
-    """Total variation of one step, continued by the target, to the target's law; the mean of accepted drafts; the depths."""
+def measured(
+    draft, tree, rule, world, spoil=lambda drafted, draft_logits: (drafted, draft_logits), judge=None, **options
+):
+    """Total variation of one step, continued by the target, from the target's distribution; mean accepted drafts; depths."""
     masses, mean, depths = {}, 0.0, set()
-    for mass, drafted, law in everything_drafted(draft, tree, rule, world, **options):
+    for mass, drafted, draft_logits in everything_drafted(draft, tree, rule, world, **options):
         depths.add(drafted.tree.max_depth)
-        mean += mass * emitted(Judged(*spoil(drafted, law), world), judge or rule, masses, mass)
+        mean += mass * emitted(Judged(*spoil(drafted, draft_logits), world), judge or rule, masses, mass)
     horizon = tree.max_depth + 1
     return variation(world.completed(masses, horizon), world, horizon), mean, depths
 
 
-# ---- what is exact ----
+# ---- exact rules ----
 
 TREES = {
     "chain": Tree.chain(2),
@@ -187,7 +183,7 @@ WORLDS = [
 
 
 def one_of(values):
-    """Each combination with one of the values, by turns; the others are slow."""
+    """Each combination with one of the values in turn; the other pairs are slow."""
     for i, (rule, shape) in enumerate(COMBINATIONS):
         for j, value in enumerate(values):
             yield pytest.param(rule, shape, value, marks=() if j == i % len(values) else pytest.mark.slow)
@@ -213,8 +209,8 @@ def test_exact_in_larger_trees(rule, shape):
 
 
 @pytest.mark.parametrize("rule,shape,decision", list(one_of(DECISIONS)))
-def test_exact_when_drafting_stops_by_what_was_drafted(rule, shape, decision):
-    """A decision may look at anything that was drawn so far: it decides about draws that are still to come."""
+def test_exact_when_drafting_stops_by_the_drafts(rule, shape, decision):
+    """A decision may depend on everything that was drawn so far, because it decides only about later draws."""
     distance, _, depths = measured(Recalling(4), TREES[shape], rule, WORLDS[0], decision=DECISIONS[decision])
     assert distance < EXACT
     if decision != "by likelihood":
@@ -237,7 +233,7 @@ def test_exact_when_the_tree_is_sliced(rule, shape):
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
 def test_exact_with_a_smaller_vocabulary(rule):
-    """The target's last token is one that the draft does not have."""
+    """The draft does not have the target's last token."""
     distance, mean, _ = measured(Recalling(7, vocabulary=VOCABULARY - 1), TREES["branching"], rule, WORLDS[0])
     assert distance < EXACT and mean > 0.1
 
@@ -245,55 +241,57 @@ def test_exact_with_a_smaller_vocabulary(rule):
 @pytest.mark.parametrize("decision", [None, "by all tokens"])
 @pytest.mark.parametrize("shape", ["chain", "irregular"])
 def test_coupled_is_the_targets_own_text(shape, decision):
-    """For every order of the noise at every place, which target and draft share: not only the law is the same."""
+    """Target and draft share the noise: for every order of it at every position the text is the target's, token by token."""
     world, orders = WORLDS[0], list(itertools.permutations((0.2, 1.0, 3.0)))
     accepted = 0
     for noise in itertools.product(torch.tensor(orders, dtype=torch.float64), repeat=3):
 
-        def draw(logits, width, mode, law, places, depth, parents, noise=noise):
+        def draw(logits, width, mode, sampling, places, depth, parents, noise=noise):
             assert mode == "coupled"
             scores = logits.double().log_softmax(-1) - noise[depth - 1].log()
             tokens = scores.topk(min(width, VOCABULARY)).indices
             tokens = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]), value=-1)
             return tokens, scores.gather(1, tokens.clamp(min=0))
 
-        class Heard(Replay):
+        class Noisy(Replay):
             def draw(self, weights, sizes, purpose, depth, noise=noise):
                 assert purpose == Purpose.coupled
                 return int((weights / noise[depth]).argmax())
 
-        drafted, law = drafted_once(Recalling(8), TREES[shape], "coupled", draw, {}, DECISIONS.get(decision), 9)
-        request = Judged(drafted, law, world)
-        stop, token = Walk(request, Heard([]), "coupled").run()
-        own = ()
+        drafted, draft_logits = drafted_once(
+            Recalling(8), TREES[shape], "coupled", draw, {}, DECISIONS.get(decision), 9
+        )
+        request = Judged(drafted, draft_logits, world)
+        stop, token = Walk(request, Noisy([]), "coupled").run()
+        expected = ()
         for place in range(3):
-            own = (*own, int((world.at(own)[0].probs / noise[place]).argmax()))
+            expected = (*expected, int((world.at(expected)[0].probs / noise[place]).argmax()))
         text = (*request.text(stop), token)
-        assert text == own[: len(text)]
+        assert text == expected[: len(text)]
         accepted += len(text) - 1
     assert accepted > 50
 
 
-# ---- that this could fail ----
+# ---- planted faults ----
 
 
-def test_a_law_of_other_rows_is_found():
-    def spoil(drafted, law):
+def test_logits_of_other_rows_are_found():
+    def spoil(drafted, draft_logits):
         rows = [row if row < 1 else 1 + row % 2 for row in drafted.draft_rows]
-        return dataclasses.replace(drafted, draft_rows=rows), law
+        return dataclasses.replace(drafted, draft_rows=rows), draft_logits
 
     for rule in ("rejection", "traversal"):
         assert measured(Recalling(1), TREES["branching"], rule, WORLDS[0], spoil)[0] > FAULTY
 
 
 def test_drafts_thrown_away_after_they_were_drawn_are_found():
-    """What a decision must not do: take back the level that it has seen."""
+    """A decision must not remove the level that it has seen."""
 
-    def spoil(drafted, law):
+    def spoil(drafted, draft_logits):
         if drafted.tokens[0] != 1:
-            return drafted, law
+            return drafted, draft_logits
         tree = drafted.tree.slice(0)
-        return dataclasses.replace(drafted, tree=tree, tokens=[], draft_rows=[-1]), law
+        return dataclasses.replace(drafted, tree=tree, tokens=[], draft_rows=[-1]), draft_logits
 
     assert measured(Recalling(1), TREES["branching"], "rejection", WORLDS[0], spoil)[0] > FAULTY
 
@@ -306,23 +304,25 @@ def test_a_rule_for_other_draws_is_found():
 
 
 def longest_branch_texts(draft, tree, world):
-    """The law of what one step writes by rule "longest_branch"."""
+    """The distribution of one step's text by rule "longest_branch", as (text, mass)."""
     p = world.at(())[0].probs.tolist()
     for roots in itertools.permutations(range(VOCABULARY), len(tree.children(0))):
         left, mass = 1.0, 1.0
         for root in roots:
             mass, left = mass * p[root] / left, left - p[root]
-        for own, drafted, law in everything_drafted(draft, tree, "longest_branch", world, first=list(roots)):
-            request = Judged(drafted, law, world)
+        for probability, drafted, draft_logits in everything_drafted(
+            draft, tree, "longest_branch", world, first=list(roots)
+        ):
+            request = Judged(drafted, draft_logits, world)
             branches = [request.branch(top) for top in tree.children(0)]
             walks = [list(outcomes(lambda replay, b=b: Walk(b, replay, "rejection").run())) for b in branches]
             for ways in itertools.product(*walks):
                 paths = [branch.text(way[1][0]) for branch, way in zip(branches, ways, strict=True)]
-                yield max(paths, key=len), mass * own * math.prod(way[0] for way in ways)
+                yield max(paths, key=len), mass * probability * math.prod(way[0] for way in ways)
 
 
 @pytest.mark.parametrize("tree", [Tree.from_branching((2, 1)), Tree.from_branching((2, 2))], ids=["chains", "trees"])
-def test_the_longest_branch_is_another_law(tree):
+def test_the_longest_branch_has_another_distribution(tree):
     masses = {}
     for text, mass in longest_branch_texts(Recalling(1), tree, WORLDS[0]):
         masses[text] = masses.get(text, 0.0) + mass
@@ -331,11 +331,13 @@ def test_the_longest_branch_is_another_law(tree):
 
 
 class Table:
-    """A model that looks at the last token only."""
+    """A model whose logits depend on the last token only."""
 
-    def __init__(self, laws):
-        self.embedding = torch.eye(len(laws), 64)
-        self.logits = torch.tensor([[float(p) for p in laws[token]] for token in range(len(laws))]).log()
+    def __init__(self, distributions):
+        self.embedding = torch.eye(len(distributions), 64)
+        self.logits = torch.tensor(
+            [[float(p) for p in distributions[token]] for token in range(len(distributions))]
+        ).log()
 
     def __call__(self, rows, positions, attend, wanted):
         attend(0, *[rows[:, None]] * 3)
@@ -343,7 +345,7 @@ class Table:
 
 
 @pytest.fixture
-def page_law(monkeypatch):
+def page_tool(monkeypatch):
     if not (ROOT / "tools").exists():
         pytest.skip("an sdist has no tools")
     monkeypatch.syspath_prepend(ROOT)
@@ -352,38 +354,38 @@ def page_law(monkeypatch):
     return longest_branch
 
 
-def test_the_pages_law_is_that_of_reference_rules_and_the_drafter(page_law):
+def test_the_pages_distribution_is_that_of_reference_rules_and_the_drafter(page_tool):
     """Chains of two drafts below two roots, by fractions and by replaying the parts of pass_ext."""
-    target, draft = page_law.TARGET, page_law.DRAFTS["good behind rare tokens"]
-    own = page_law.step(target, draft, PROMPT[-1], 2, 2)
+    target, draft = page_tool.TARGET, page_tool.DRAFTS["good behind rare tokens"]
+    steps = page_tool.step(target, draft, PROMPT[-1], 2, 2)
     world = World(0, VOCABULARY)
     for text in itertools.chain.from_iterable(itertools.product(range(VOCABULARY), repeat=n) for n in range(4)):
-        law = torch.tensor([float(p) for p in target[text[-1] if text else 0]], dtype=torch.float64)
-        world.laws[text] = (process(law.log()), None)
+        distribution = torch.tensor([float(p) for p in target[text[-1] if text else 0]], dtype=torch.float64)
+        world.laws[text] = (process(distribution.log()), None)
     masses = {}
     for text, mass in longest_branch_texts(Table(draft), Tree.from_branching((2, 1, 1)), world):
         masses[text] = masses.get(text, 0.0) + mass
-    assert set(masses) == {text for text, mass in own.items() if mass}
-    assert max(abs(masses[text] - float(mass)) for text, mass in own.items()) < 1e-6  # the draft's logits are float32
+    assert set(masses) == {text for text, mass in steps.items() if mass}
+    assert max(abs(masses[text] - float(mass)) for text, mass in steps.items()) < 1e-6  # the draft's logits are float32
 
 
 @pytest.mark.parametrize("roots", [1, 2])
-def test_generate_writes_by_the_pages_law(page_law, roots):
-    """3,000 texts of three tokens: the enumerated law fits, the target's own does not."""
+def test_generate_follows_the_pages_distribution(page_tool, roots):
+    """3,000 texts of three tokens fit the enumerated distribution, and not the target's own."""
     requests, new_tokens = 3000, 3
-    target, draft = page_law.TARGET, page_law.DRAFTS["good behind rare tokens"]
+    target, draft = page_tool.TARGET, page_tool.DRAFTS["good behind rare tokens"]
     method = MultiCandidate(Table(draft), (roots, 1))
     got = generate(
-        Table(target), torch.tensor([[page_law.PROMPT]]).expand(requests, -1), method, max_new_tokens=new_tokens,
+        Table(target), torch.tensor([[page_tool.PROMPT]]).expand(requests, -1), method, max_new_tokens=new_tokens,
         temperature=1.0, seeds=range(requests), rule="longest_branch", eos_token_id=[],
     )  # fmt: skip
     counts = counted(got.sequences[:, -new_tokens:], VOCABULARY)
     texts = list(itertools.product(range(VOCABULARY), repeat=new_tokens))
     fits = []
-    for law in (
-        page_law.distribution_of_texts(target, draft, roots, 1, new_tokens),
-        page_law.target_distribution(target, new_tokens),
+    for distribution in (
+        page_tool.distribution_of_texts(target, draft, roots, 1, new_tokens),
+        page_tool.target_distribution(target, new_tokens),
     ):
-        chi_square, freedom = fit(counts, torch.tensor([float(law.get(text, 0)) for text in texts]).double())
+        chi_square, freedom = fit(counts, torch.tensor([float(distribution.get(text, 0)) for text in texts]).double())
         fits.append((chi_square - freedom) / (2 * freedom) ** 0.5)
     assert fits[0] < 5 and fits[1] > 20, fits

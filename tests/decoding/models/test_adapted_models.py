@@ -1,5 +1,5 @@
-"""Models that other libraries have changed: peft's adapters, accelerate's offloading, quantised weights. Texts are those of the
-changed model, or a sentence says what stands in the way."""
+"""Models that other libraries have changed: peft's adapters, accelerate's offloading, quantised weights. generate writes the
+changed model's text, or refuses it with a reason."""
 
 import importlib.util
 import subprocess
@@ -43,7 +43,7 @@ def look_ahead(model, **more):
 
 
 def noisy(model):
-    """What is trained gets values that change the text."""
+    """Gives trained parameters values that change the text."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -73,7 +73,7 @@ CHANGE_LAYERS = {
 
 @pytest.mark.parametrize("name", CHANGE_LAYERS)
 def test_adapters_in_layers_count(peft, name):
-    """For the target, and for a draft of its first layers, which is shared with it."""
+    """For the target, and for a draft of its first layers, which shares them."""
     model = adapted(peft, name, **CHANGE_LAYERS[name])
     want = of_transformers(model)
     assert not torch.equal(want, of_transformers(small_model("llama"))), "the adapter shows"
@@ -125,7 +125,7 @@ def test_adapters_before_the_text_are_refused(peft, name):
             call()
     with model.disable_adapter():
         assert torch.equal(ours(model), of_transformers(small_model("llama")))
-    base = model.get_base_model()  # afterwards it is no other than before
+    base = model.get_base_model()  # unchanged afterwards
     assert torch.equal(of_transformers(base, custom_generate=custom_generate()), of_transformers(base))
 
 
@@ -166,7 +166,7 @@ def test_weights_that_were_never_loaded():
 
 
 class Halves(torch.Tensor):
-    """A weight as quantising libraries have them: two parts in the place of the numbers, and products of its own."""
+    """A weight like those of quantising libraries: two parts instead of the numbers, and its own product."""
 
     @staticmethod
     def __new__(cls, big, small):
@@ -215,7 +215,7 @@ def test_weights_of_other_kinds_are_left_alone(kinds):
     assert torch.equal(of_transformers(model, custom_generate=custom_generate(NGram(shortest=1))), want)
 
 
-def test_what_needs_the_numbers_says_so():
+def test_methods_that_need_the_tables_numbers_are_refused():
     from support.generation import Decoder, adapter_for
 
     model = replace_weights(small_model("llama"), (nn.Linear, nn.Embedding))
@@ -234,7 +234,7 @@ def test_what_needs_the_numbers_says_so():
 
 @pytest.fixture(scope="module")
 def torchao(tmp_path_factory):
-    """Fetched here where it is not installed: tens of megabytes, for these tests alone."""
+    """Downloads the library if it is not installed: tens of megabytes, for these tests only."""
     if importlib.util.find_spec("torchao") is None:
         folder = str(tmp_path_factory.mktemp("torchao"))
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, "torchao"]
@@ -271,8 +271,8 @@ def test_torchao_computes_its_own_products(torchao, name, kinds):
 
 @pytest.mark.slow
 def test_torchao_with_activations_quantised_too(torchao):
-    """Their rounding makes steps of a hundredth of differences in the last bit, as between transformers' own attentions, so
-    tokens are compared by what the model says of them."""
+    """Their rounding turns differences in the last bit, as between transformers' own attentions, into steps of a hundredth. So
+    tokens are compared by the model's logits for them."""
     model, methods = quantised_by_torchao(torchao, "Int8DynamicActivationInt8Weight")
     for method in methods:
         for ids, seen in zip(IDS, MASK.bool(), strict=True):

@@ -1,4 +1,4 @@
-"""A model while it is decoded and afterwards: generations that are nested, in threads, or go on with a session."""
+"""A model during and after generations that are nested, in threads, or continue a session."""
 
 import threading
 
@@ -17,14 +17,9 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OPTIONS = dict(max_new_tokens=8, eos_token_id=[])
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return small_model("llama")
-
-
 @pytest.fixture
 def deep(llama):
-    """Slots whose logits depend on what they add to the layers' inputs."""
+    """Slots whose logits depend on the vectors that they add to the layers' inputs."""
     lookahead = slots_for(llama, deep_layers=2)
     with torch.no_grad():
         lookahead.deep.mul_(6)
@@ -59,24 +54,30 @@ def test_deep_slots_shift_layers_with_a_used_session_too(llama, deep, monkeypatc
     assert again.stats.acceptance_histogram == first.stats.acceptance_histogram
 
 
-def test_layers_get_what_deep_slots_add(llama, deep):
-    given = []
+def test_layers_get_the_vectors_of_deep_slots(llama, deep):
+    inputs_seen = []
     taps = [
         llama.model.register_forward_pre_hook(
-            lambda _, __, named: given.append(named["inputs_embeds"]), with_kwargs=True
+            lambda _, __, named: inputs_seen.append(named["inputs_embeds"]), with_kwargs=True
         ),
-        llama.model.layers[0].input_layernorm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0])),
+        llama.model.layers[0].input_layernorm.register_forward_pre_hook(
+            lambda _, inputs: inputs_seen.append(inputs[0])
+        ),
     ]
     try:
         generate(llama, IDS, deep, **OPTIONS)
     finally:
         for tap in taps:
             tap.remove()
-    added = torch.cat([(layer - embedded)[0] for embedded, layer in zip(given[0::2], given[1::2], strict=True)])
+    added = torch.cat(
+        [(layer - embedded)[0] for embedded, layer in zip(inputs_seen[0::2], inputs_seen[1::2], strict=True)]
+    )
     added = added[added.abs().amax(1) > 0]
     slots = deep.lookahead.deep[0]
     assert len(added) > 0
-    assert ((added[:, None] - slots).abs().amax(2).amin(1) < 1e-5).all()  # each row by a slot's own vector
+    assert (
+        (added[:, None] - slots).abs().amax(2).amin(1) < 1e-5
+    ).all()  # each row is shifted by the vector of one slot
 
 
 def test_offsets_for_a_model_that_is_not_attached(llama):
@@ -99,7 +100,7 @@ def test_a_generation_inside_of_one_with_deep_slots(llama, deep):
 
 
 def test_the_first_of_two_threads_ends_first(llama, deep):
-    """The second begins while the first decodes, goes on behind its end, and leaves the model as the first found it."""
+    """The second generation begins during the first and ends after it; then the model is as it was before both."""
     want = generate(llama, IDS, **OPTIONS).sequences
     before = llama.config._attn_implementation
     second_runs, first_ended, got = threading.Event(), threading.Event(), {}

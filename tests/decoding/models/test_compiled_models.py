@@ -1,4 +1,4 @@
-"""generate with models that torch.compile made: the text of the model itself, and a graph per shape, not per layer."""
+"""generate with models compiled by torch.compile: the text of the model itself, and a graph per shape, not per layer."""
 
 import logging
 import threading
@@ -16,12 +16,12 @@ from pass_ext import NGram, PaSS, Plain, Tree, generate
 
 pytestmark = pytest.mark.slow
 
-LAYERS, LIMIT = 6, 4  # a function that is compiled for each layer is compiled too often
+LAYERS, LIMIT = 6, 4  # a function compiled once per layer exceeds this limit
 
 
 @pytest.fixture
 def compiled():
-    """A model, the same compiled, and a list of warnings that torch.compile gives."""
+    """A model, the same model compiled, and a list of torch.compile's warnings."""
     torch._dynamo.reset()
     warned = []
     handler = logging.Handler(logging.WARNING)
@@ -55,7 +55,7 @@ def test_text_and_graphs(compiled):
 
 
 def test_another_thread_calls_the_compiled_model(compiled):
-    """Graphs that a generation made keep nothing of its attention."""
+    """Graphs from a generation do not keep its attention."""
     _, fast, _ = compiled
     ids, _ = ragged_prompts(2, longest=6)
     want, results = fast(ids).logits, []

@@ -5,18 +5,13 @@ import torch
 
 pytest.importorskip("transformers")
 
+from support.small_models import SIZES
+
 import pass_ext
 from pass_ext import generate
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
 
-_SHAPE = dict(
-    vocab_size=97,
-    hidden_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    intermediate_size=96,
-    max_position_embeddings=64,
-)
+_SHAPE = dict(SIZES, num_hidden_layers=1, max_position_embeddings=64)
 _DECODER = dict(
     vocab_size=97,
     d_model=64,
@@ -52,7 +47,7 @@ def test_models_that_take_no_positions(architecture):
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, r"attention sinks \(s_aux\)"),
     ],
 )
-def test_what_attention_is_handed_down(architecture, changes, message):
+def test_unimplemented_attention_arguments_are_refused(architecture, changes, message):
     model = model_of(architecture, **_SHAPE, **changes)
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=message):
@@ -69,7 +64,7 @@ def test_layers_that_are_not_causal():
 
 
 def test_one_row_that_sees_all_is_no_bidirectional_model():
-    """GPT-2 of transformers 4.57 says is_causal=False then."""
+    """GPT-2 of transformers 4.57 passes is_causal=False for a single row."""
     module = model_of("llama", **_SHAPE).model.layers[0].self_attn
     assert unsupported(module, 1, 0.0, {"is_causal": False}) is None
     assert unsupported(module, 2, 0.0, {"is_causal": False}) == "LlamaAttention is not causal"
@@ -95,7 +90,7 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_frequencies_that_change_with_the_length(kind):
-    """Up to 20 tokens they stay: the prompt's 3, the deepest row's and what is left of new ones."""
+    """Frequencies stay the same up to 20 tokens: the prompt's 3, the new ones, and the deepest row."""
     architecture, rope = ROPES[kind]
     original = {"original_max_position_embeddings": 20} if kind == "longrope" else {"max_position_embeddings": 20}
     model = model_of(architecture, **{**_SHAPE, "pad_token_id": 0, **original, "rope_scaling": rope})
@@ -164,7 +159,7 @@ TABLES = {
 
 @pytest.mark.parametrize("architecture", TABLES)
 def test_texts_that_end_at_the_last_position(architecture):
-    """The last new token needs no position; drafts may lie behind the last one."""
+    """The last new token needs no position; drafts may lie behind the last position."""
     model = model_of(architecture, **TABLES[architecture])
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -219,8 +214,8 @@ def test_refusals_name_the_model(architecture, changes, message):
             run()
 
 
-def test_what_fails_in_the_model_is_a_sentence_at_the_first_call_only(monkeypatch):
-    """Later calls, and machines that run out of memory, say what they say."""
+def test_errors_of_the_model_are_explained_at_the_first_call_only(monkeypatch):
+    """Errors of later calls, and of machines without memory, are raised unchanged."""
     model = model_of("llama", **_SHAPE)
     forward = model.model.forward
     outcomes = []
@@ -243,7 +238,7 @@ def test_what_fails_in_the_model_is_a_sentence_at_the_first_call_only(monkeypatc
 
 
 def test_every_layer_must_attend():
-    """One that mixes rows otherwise would be wrong without a word."""
+    """A layer that mixes rows otherwise would give a wrong text without an error."""
     model = model_of("llama", **{**_SHAPE, "num_hidden_layers": 2})
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
     with pytest.raises(ValueError, match=r"^llama: 1 of 2 layers attended"):

@@ -39,7 +39,7 @@ def chain_and_tree(adapted, *, text=11):
 
 
 def by_hand(model, layers, adapter=None):
-    """A transformers model of its own with the first layers and copies of everything."""
+    """A separate transformers model with copies of the first layers and of everything else."""
     cut = small_model(model.config.model_type, num_hidden_layers=layers)
     cut.load_state_dict({name: model.state_dict()[name] for name in cut.state_dict()})
     return cut
@@ -143,7 +143,7 @@ def test_other_forms_are_refused(family):
         EarlyExitDraft(small_model(family), 1)
 
 
-def test_what_does_not_fit_is_refused():
+def test_misfits_are_refused():
     model = small_model("llama")
     with pytest.raises(ValueError, match="changes its logits behind its head"):
         EarlyExitDraft(small_model("gemma2"), 1)
@@ -234,16 +234,16 @@ def test_hidden_states_are_those_of_each_text_alone(tmp_path):
 
     model = tiny_llama()
     texts = [sample.ids[:length] for sample, length in zip(counting(3, 20), (20, 7, 13), strict=True)]
-    told = []
-    found = collect_hidden(model, texts, [1], told.append)
-    assert sum(told) == 40 and found.tokens.tolist() == [token for text in texts for token in text]
-    kept = []
-    hook = model.model.layers[0].register_forward_hook(lambda _, x, out: kept.append(out))
+    progress = []
+    found = collect_hidden(model, texts, [1], progress.append)
+    assert sum(progress) == 40 and found.tokens.tolist() == [token for text in texts for token in text]
+    outputs = []
+    hook = model.model.layers[0].register_forward_hook(lambda _, x, out: outputs.append(out))
     start = 0
     for text in texts:
         with torch.no_grad():
             last = model.model(input_ids=torch.tensor([text])).last_hidden_state[0]
-        layer = kept[-1][0] if kept[-1].__class__ is tuple else kept[-1]
+        layer = outputs[-1][0] if outputs[-1].__class__ is tuple else outputs[-1]
         rows = slice(start, start + len(text))
         for ours, theirs in ((found.final[rows], last), (found.behind[1][rows], layer.reshape(len(text), -1))):
             torch.testing.assert_close(ours.float(), theirs, rtol=0.02, atol=0.02)
@@ -267,11 +267,11 @@ def test_the_loss_is_the_divergence_within_the_vocabulary():
     picked = rows_of_step(80, 32, 1, 0)
     with torch.no_grad():
         head, norm = model.lm_head.weight[vocabulary], model.model.norm
-        own = (norm(adapter(hidden.behind[1][picked].float())) @ head.T).log_softmax(-1)
+        student = (norm(adapter(hidden.behind[1][picked].float())) @ head.T).log_softmax(-1)
         teacher = (hidden.final[picked].float() @ head.T).log_softmax(-1)
-        wanted = F.kl_div(own, teacher, log_target=True, reduction="batchmean")
+        expected = F.kl_div(student, teacher, log_target=True, reduction="batchmean")
     loss = DraftTrainer(model, adapter, hidden, settings_of()).loss(1)
-    torch.testing.assert_close(loss.detach(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_every_row_is_read_before_any_comes_again():
@@ -286,7 +286,7 @@ def test_every_row_is_read_before_any_comes_again():
     assert frequent_tokens(torch.tensor([5, 5]), 3, 12).tolist() == [0, 1, 5]
 
 
-def test_ranks_count_what_is_better_and_tokens_outside_are_never_hit():
+def test_ranks_count_better_tokens_and_tokens_outside_are_never_hit():
     from pass_ext.training.common.rates import hit_rates
     from pass_ext.training.draft.data import collect_hidden
     from pass_ext.training.draft.evaluation import evaluate_draft, ranks_of_tokens, weights_read
@@ -305,7 +305,7 @@ def test_ranks_count_what_is_better_and_tokens_outside_are_never_hit():
         assert ranks[row] == better
     found = evaluate_draft(model, adapter, samples, hidden)
     assert found["places"] == 2 * (26 - 5) and len(found["hit_rates"]) == 6 and len(found["hit_rates"][0]) == 8
-    # a text of 30: what stands behind the prompt's last token comes first, the text's last token last
+    # a text of 30: the first token behind the prompt comes first, the text's last token last
     read = torch.cat([ranks[first : first + 26].unfold(0, 6, 1) for first in (3, 33)])
     assert found["hit_rates"] == hit_rates(read, 8)
     assert found["tops"]["top 1"] == round(float((read[:, 0] == 0).float().mean()), 4)
@@ -377,7 +377,7 @@ def test_hidden_states_that_were_cut_off_are_computed_again_and_said(tmp_path, k
         assert torch.equal(mine, theirs)
 
 
-def test_the_command_says_what_cannot_be_done(tmp_path):
+def test_the_command_refuses_impossible_options(tmp_path):
     from pass_ext.training.draft import command
 
     with pytest.raises(SystemExit, match="--rank must be at least 1, got 0"):

@@ -1,4 +1,4 @@
-"""What a transformers model's masks and attention calls say about windows: both are read, and what disagrees is refused."""
+"""Windows in a transformers model's masks and attention calls: both are read, and disagreements are refused."""
 
 import pytest
 import torch
@@ -44,13 +44,13 @@ def test_windows_that_the_mask_alone_knows(architecture, attention):
 
 
 @pytest.mark.parametrize("architecture", ODD_HEADS)
-def test_models_that_take_views_of_what_attention_gives(architecture):
-    """Heads of 24 are computed as 64 wide; what is cut off them is contiguous."""
+def test_models_that_take_views_of_attentions_result(architecture):
+    """Heads of 24 are padded to 64; the result is cut back to 24 and contiguous."""
     assert_text_of_transformers(small_model(architecture), ["plain", "ngram"])
 
 
 def call_with(monkeypatch, attention, change):
-    """The attention layers of a file of transformers call with changed options."""
+    """Makes the attention layers of a transformers file call with changed options."""
     forward = attention.forward
 
     def changed(self, *arguments, **options):
@@ -90,7 +90,7 @@ def test_call_and_mask_that_disagree(monkeypatch, architecture, window, message)
 
 
 def test_a_window_that_the_cache_alone_knows():
-    """transformers' generate cuts this model's cache to 7 keys, and its mask shows all: its text depends on the steps."""
+    """transformers' generate cuts this model's cache to 7 keys, but its mask shows all, so its text depends on the steps."""
     model = small_model("llama", sliding_window=7)
     with pytest.raises(
         ValueError, match=r"llama, layer 0: .* mask has no window, but transformers' cache keeps the last 7"
@@ -110,10 +110,10 @@ def without_last(mask):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda given: {**given, "or_mask_function": prefix}, "the mask that llama makes is neither causal nor a sliding"),
-        (lambda given: {**given, "and_mask_function": prefix}, "the mask that llama makes is neither causal nor a sliding"),
-        (lambda given: {**given, "attention_mask": without_last(given["attention_mask"])}, "llama changes the attention_mask"),
-        (lambda given: {**given, "attention_mask": given["attention_mask"][:, 1:]}, "llama changes the attention_mask"),
+        (lambda call: {**call, "or_mask_function": prefix}, "the mask that llama makes is neither causal nor a sliding"),
+        (lambda call: {**call, "and_mask_function": prefix}, "the mask that llama makes is neither causal nor a sliding"),
+        (lambda call: {**call, "attention_mask": without_last(call["attention_mask"])}, "llama changes the attention_mask"),
+        (lambda call: {**call, "attention_mask": call["attention_mask"][:, 1:]}, "llama changes the attention_mask"),
     ],
 )  # fmt: skip
 def test_other_masks_are_refused(monkeypatch, change, message):
@@ -124,7 +124,7 @@ def test_other_masks_are_refused(monkeypatch, change, message):
 
 
 def test_positions_of_trees_are_no_packed_texts(monkeypatch):
-    """Where a model keeps the attention_mask from its masks, transformers takes rows of a tree for several texts."""
+    """If a model does not pass its attention_mask on, transformers takes the rows of a tree for several texts."""
     model, make = small_model("llama"), modeling_llama.create_causal_mask
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: make(**{**given, "attention_mask": None}))
     with pytest.raises(ValueError, match="layer 0: the mask"):

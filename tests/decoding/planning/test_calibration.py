@@ -1,4 +1,4 @@
-"""Hit rates of a draft model, against counts made by following every path step by step."""
+"""Hit rates of a draft model, against counts from following every path step by step."""
 
 from types import SimpleNamespace
 
@@ -25,40 +25,41 @@ def target():
 def with_noise(model, noise, dtype=torch.float32):
     draft = small_model("llama", seed=1)
     generator = torch.Generator().manual_seed(5)
-    for own, whole in zip(draft.parameters(), model.parameters(), strict=True):
-        own.copy_(whole + noise * whole.std() * torch.randn(whole.shape, generator=generator))
+    for noisy, whole in zip(draft.parameters(), model.parameters(), strict=True):
+        noisy.copy_(whole + noise * whole.std() * torch.randn(whole.shape, generator=generator))
     return draft.to(dtype)
 
 
 @pytest.fixture(scope="module")
 def texts(target):
-    """Prompts of random tokens, 1 to 5 of them, and what the target writes behind; the last two are short."""
+    """Random prompts of 1 to 5 tokens with the target's greedy continuations; the last two are short."""
     generator = torch.Generator().manual_seed(3)
-    made = []
+    texts = []
     for prompt, new in ((1, 40), (5, 25), (3, 33), (2, 0), (1, 0)):
         text = torch.randint(3, VOCABULARY, (prompt,), generator=generator).tolist()
         for _ in range(new):
             text.append(int(target(torch.tensor([text])).logits[0, -1].argmax()))
-        made.append(text)
-    return made
+        texts.append(text)
+    return texts
 
 
 def counted_by_following(model, draft, texts, ranks, levels, starts=None):
-    """Step by step from every root: the draft's sorted tokens, the target's greedy one, on to the next while both agree."""
-    seen = [[0] * (ranks + 1) for _ in range(levels)]
+    """The rates, step by step from every root: ranks the target's greedy token among the draft's, and goes on while the text
+    agrees with both."""
+    counts = [[0] * (ranks + 1) for _ in range(levels)]
     for text, start in zip(texts, starts or [1] * len(texts), strict=True):
-        wanted = model(torch.tensor([text])).logits[0].argmax(-1).tolist()
+        greedy = model(torch.tensor([text])).logits[0].argmax(-1).tolist()
         ids = torch.tensor([text])
-        laws = [dict(enumerate(row)) for row in draft(ids).logits[0].float().tolist()]
+        logits = [dict(enumerate(row)) for row in draft(ids).logits[0].float().tolist()]
         for root in range(start - 1, len(text)):
             for level, place in enumerate(range(root, min(root + levels, len(text)))):
-                known = {token: law for token, law in laws[place].items() if token < VOCABULARY}
+                known = {token: logit for token, logit in logits[place].items() if token < VOCABULARY}
                 order = sorted(known, key=lambda token: (-known[token], token))[:ranks]
-                right = wanted[place]
-                seen[level][order.index(right) if right in order else ranks] += 1
+                right = greedy[place]
+                counts[level][order.index(right) if right in order else ranks] += 1
                 if right not in order or place + 1 == len(text) or text[place + 1] != right:
                     break
-    return [[count / max(sum(own), 1) for count in own[:ranks]] for own in seen]
+    return [[count / max(sum(row), 1) for count in row[:ranks]] for row in counts]
 
 
 def same(found, expected, tolerance=1e-5):
@@ -66,11 +67,11 @@ def same(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(("ranks", "levels"), [(3, 4), (1, 2), (8, 6), (VOCABULARY + 5, 50)])
-def test_rates_are_what_following_every_path_counts(target, texts, ranks, levels, monkeypatch):
+def test_rates_equal_counts_along_every_path(target, texts, ranks, levels, monkeypatch):
     monkeypatch.setattr(calibration, "_ROWS", 16)  # texts in several calls
     draft = with_noise(target, 0.25)
     found = calibrate(target, draft, texts, ranks=ranks, levels=levels)
-    assert len(found) == levels and {len(own) for own in found} == {ranks}
+    assert len(found) == levels and {len(row) for row in found} == {ranks}
     assert same(found, counted_by_following(target, draft, texts, ranks, levels))
     assert 0.1 < found[0][0] < 0.95
     if ranks > VOCABULARY:
@@ -100,8 +101,8 @@ def test_a_path_ends_where_the_text_is_not_the_targets(target, texts):
 
 
 class InSession:
-    """A model's logits of a whole text, from the layers that ``calibrate`` calls: in bfloat16 eager layers round elsewhere, and
-    how many near ties that turns over depends on the processor."""
+    """A model's logits of a whole text, from the layers that ``calibrate`` calls. Eager layers round differently in bfloat16,
+    which swaps near ties; how many depends on the processor."""
 
     def __init__(self, model):
         self._model = packed_model(model)
@@ -120,7 +121,7 @@ def test_a_draft_in_bfloat16(target, texts):
 
 
 class Padded:
-    """A packed model whose vocabulary is cut or padded to so many tokens; those that are new are the likeliest of all."""
+    """A packed model with a vocabulary cut or padded to so many tokens; the new tokens are the likeliest of all."""
 
     def __init__(self, model, vocabulary):
         self._model, more = packed_model(model), vocabulary - VOCABULARY
@@ -138,7 +139,7 @@ def test_vocabularies_that_differ_by_padding(target, texts):
     draft = with_noise(target, 0.25)
     found = calibrate(target, draft, texts, ranks=4, levels=3)
     assert calibrate(target, Padded(draft, VOCABULARY + 31), texts, ranks=4, levels=3) == found
-    shorter = max(map(max, texts)) + 1  # what the target writes beyond it would be a miss
+    shorter = max(map(max, texts)) + 1  # a token of the target beyond it would be a miss
     cut = calibrate(target, Padded(draft, shorter), texts, ranks=4, levels=3)
     assert len(cut) == 3 and sum(cut[0]) > 0.3
 

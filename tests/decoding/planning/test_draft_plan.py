@@ -1,4 +1,4 @@
-"""Plans for drafting with a model: against every tree of a small size, and what holds of every plan."""
+"""Plans for drafting with a model: against every tree of a small size, and properties of every plan."""
 
 import random
 from itertools import pairwise
@@ -28,11 +28,11 @@ def all_trees(nodes, depth, ranks):
 
 
 def tokens_per_second(parents, depths, rates, target, draft):
-    """Written a second time, from the paths."""
-    reach, taken = [1.0], [0] * len(parents)
+    """Tokens per second, computed independently from the paths."""
+    reach, children = [1.0], [0] * len(parents)
     for parent in parents[1:]:
-        reach.append(reach[parent] * rates[depths[parent]][taken[parent]])
-        taken[parent] += 1
+        reach.append(reach[parent] * rates[depths[parent]][children[parent]])
+        children[parent] += 1
     calls = [draft(sum(depth <= level for depth in depths)) for level in range(max(depths))]
     return sum(reach) / (target(len(parents)) + sum(calls))
 
@@ -47,7 +47,7 @@ def random_rates(rng, levels, ranks):
 
 
 def random_times(rng, most, first):
-    """At 1 to ``most`` rows; one in three may fall as well."""
+    """Seconds at 1 to ``most`` rows; one time in three they may also fall."""
     steps = [first * rng.choice([0, 0, 0.03, 0.2]) * rng.random() for _ in range(most)]
     if rng.random() < 1 / 3:
         steps = [step * rng.choice([-0.3, 1]) for step in steps]
@@ -62,18 +62,18 @@ def test_plans_are_the_best_of_all_trees():
         rates = random_rates(rng, levels, ranks)
         target = [0.0, *random_times(rng, rows, 1.0)].__getitem__
         draft = [0.0, *random_times(rng, rows, rng.choice([0.01, 0.1, 0.3]))].__getitem__
-        made = plan_drafts(rates, target, draft, most_rows=rows)
+        plan = plan_drafts(rates, target, draft, most_rows=rows)
         best = max(tokens_per_second(*tree, rates, target, draft) for tree in all_trees(rows, levels, ranks))
-        assert made.speedup == pytest.approx(best * target(1), rel=1e-8)
-        own = tokens_per_second(made.tree.parents, made.tree.depths, rates, target, draft)
-        assert made.speedup == pytest.approx(own * target(1))
-        assert made.rows <= rows and made.tree.breadth_first()[0] == made.tree
-        plain, deepest = plain + made.is_plain, max(deepest, made.tree.max_depth)
+        assert plan.speedup == pytest.approx(best * target(1), rel=1e-8)
+        own = tokens_per_second(plan.tree.parents, plan.tree.depths, rates, target, draft)
+        assert plan.speedup == pytest.approx(own * target(1))
+        assert plan.rows <= rows and plan.tree.breadth_first()[0] == plan.tree
+        plain, deepest = plain + plan.is_plain, max(deepest, plan.tree.max_depth)
     assert 0 < plain < 30 and deepest > 3
 
 
 def test_sizes_that_look_worse_at_first_are_followed():
-    for seed in (295, 820, 871, 1165):  # following only the most promising sizes misses the best tree of these
+    for seed in (295, 820, 871, 1165):  # extending only the most promising sizes misses the best tree here
         rng = random.Random(seed)
         rates = random_rates(rng, 4, 2)
         target = [0.0, *random_times(rng, 7, 1.0)].__getitem__
@@ -83,7 +83,7 @@ def test_sizes_that_look_worse_at_first_are_followed():
 
 
 def best_sizes(rates, most, target, draft):
-    """The tokens per second of the best sizes of levels, all of them tried: each level has the likeliest children."""
+    """The tokens per second of the best sizes of levels, by trying all: each level has the likeliest children."""
     best = 0.0
 
     def go(reached, rows, tokens, seconds):
@@ -109,8 +109,8 @@ def test_larger_plans_lose_next_to_nothing():
         rates = random_rates(rng, 5, 4)
         target = [0.0, *random_times(rng, 13, 1.0)].__getitem__
         draft = [0.0, *random_times(rng, 13, 0.05)].__getitem__
-        made = plan_drafts(rates, target, draft, most_rows=13)
-        assert made.speedup > (1 - 1e-3) * best_sizes(rates, 13, target, draft) * target(1)
+        plan = plan_drafts(rates, target, draft, most_rows=13)
+        assert plan.speedup > (1 - 1e-3) * best_sizes(rates, 13, target, draft) * target(1)
 
 
 def test_chains_are_the_best_of_all_lengths():
@@ -120,11 +120,11 @@ def test_chains_are_the_best_of_all_lengths():
         rates = [[rng.uniform(0.3, 0.95), 0.04] for _ in range(12)]
         target = [0.0, *random_times(rng, 13, 1.0)].__getitem__
         draft = [0.0, *random_times(rng, 13, rng.choice([0.02, 0.2, 0.6]))].__getitem__
-        made = plan_drafts(rates, target, draft, ranks=1, most_rows=13)
-        assert made.tree == Tree.chain(made.tree.max_depth)
+        plan = plan_drafts(rates, target, draft, ranks=1, most_rows=13)
+        assert plan.tree == Tree.chain(plan.tree.max_depth)
         chains = ((range(-1, n), range(n + 1), rates, target, draft) for n in range(13))
-        assert made.speedup == pytest.approx(max(tokens_per_second(*chain) for chain in chains) * target(1))
-        lengths.add(made.tree.max_depth)
+        assert plan.speedup == pytest.approx(max(tokens_per_second(*chain) for chain in chains) * target(1))
+        lengths.add(plan.tree.max_depth)
     assert 0 in lengths and max(lengths) > 8 and len(lengths) > 4
     assert plan_drafts([[0.5]] * 12, lambda rows: 1.0, lambda rows: 1e-9, ranks=1).tree == Tree.chain(12)
 
@@ -134,7 +134,7 @@ seeds = st.integers(0, 10_000).map(random.Random)
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(1, 3), st.floats(0.01, 0.5), st.floats(0, 0.1), st.integers(1, 8))
-def test_what_holds_of_every_plan(rng, ranks, first, slope, requests):
+def test_properties_of_every_plan(rng, ranks, first, slope, requests):
     rates = random_rates(rng, rng.choice([1, 4, 8]), 3)
     asked = []
 
@@ -180,23 +180,23 @@ def test_a_draft_that_knows_nothing_or_costs_too_much_is_left_out():
 
 def test_plans_for_many_rows_are_made_at_once():
     times = StepTimes((1, 16, 64), (0.020, 0.021, 0.050)), StepTimes((1, 16, 64), (0.001, 0.0011, 0.003))
-    made = plan_drafts([[0.6 * 0.35**rank for rank in range(8)]] * 8, *(own.at for own in times))
-    assert 16 <= made.rows <= 64 and made.speedup > 1.8
-    eight = plan_drafts([[0.6, 0.2]] * 8, *(own.at for own in times), requests=8, most_rows=8)
+    plan = plan_drafts([[0.6 * 0.35**rank for rank in range(8)]] * 8, *(measured.at for measured in times))
+    assert 16 <= plan.rows <= 64 and plan.speedup > 1.8
+    eight = plan_drafts([[0.6, 0.2]] * 8, *(measured.at for measured in times), requests=8, most_rows=8)
     assert eight.rows <= 8 and eight.speedup > 1
 
 
 def test_rates_that_rise_by_chance_still_make_a_plan():
-    made = plan_drafts([[0.5, 0.1, 0.12], [0.3, 0.0, 0.2]], lambda r: 1 + 1e-3 * r, lambda r: 0.01)
-    assert made.tree.children(0) == (1, 2, 3) and made.reach[3] == pytest.approx(0.12)
+    plan = plan_drafts([[0.5, 0.1, 0.12], [0.3, 0.0, 0.2]], lambda r: 1 + 1e-3 * r, lambda r: 0.01)
+    assert plan.tree.children(0) == (1, 2, 3) and plan.reach[3] == pytest.approx(0.12)
 
 
-def test_a_given_tree_promises_what_it_does_by_hand():
-    made = DraftPlan.from_tree(Tree([-1, 0, 1, 0]), [[0.5, 0.25], [0.4]], lambda r: 10 + r, lambda r: r, requests=2)
-    assert made.tree == Tree([-1, 0, 0, 1]) and made.reach == pytest.approx((1, 0.5, 0.25, 0.2))
-    assert made.last == pytest.approx((0.25, 0.3, 0.25, 0.2)) and made.draft_rows == (1, 3)
-    assert made.tokens_per_call == pytest.approx(1.95) and made.accepted == pytest.approx(0.95)
-    assert made.speedup == pytest.approx(1.95 / (18 + 2 + 6) * 12)
+def test_expectations_of_a_given_tree_by_hand():
+    plan = DraftPlan.from_tree(Tree([-1, 0, 1, 0]), [[0.5, 0.25], [0.4]], lambda r: 10 + r, lambda r: r, requests=2)
+    assert plan.tree == Tree([-1, 0, 0, 1]) and plan.reach == pytest.approx((1, 0.5, 0.25, 0.2))
+    assert plan.last == pytest.approx((0.25, 0.3, 0.25, 0.2)) and plan.draft_rows == (1, 3)
+    assert plan.tokens_per_call == pytest.approx(1.95) and plan.accepted == pytest.approx(0.95)
+    assert plan.speedup == pytest.approx(1.95 / (18 + 2 + 6) * 12)
     assert DraftPlan.from_tree(Tree.chain(3), [[0.5]]).reach == (1.0, 0.5, 0.0, 0.0)
     assert DraftPlan.from_tree(Tree.chain(0), [], lambda r: 1.0, lambda r: 1.0) == DraftPlan.plain()
     with pytest.raises(ValueError, match="look-ahead slots"):
@@ -204,8 +204,8 @@ def test_a_given_tree_promises_what_it_does_by_hand():
 
 
 def test_it_reads_well():
-    made = DraftPlan.from_tree(Tree([-1, 0, 0, 1]), [[0.5, 0.25], [0.4]], lambda r: 10 + r, lambda r: r)
-    assert str(made) == (
+    plan = DraftPlan.from_tree(Tree([-1, 0, 0, 1]), [[0.5, 0.25], [0.4]], lambda r: 10 + r, lambda r: r)
+    assert str(plan) == (
         "4 rows, drafted by 2 calls on 1, 3 rows\n"
         "expected: 1.95 tokens per call, 1.19x plain decoding; 0.95 drafts accepted\n"
         "node     rank  reached   last\n"
@@ -214,7 +214,7 @@ def test_it_reads_well():
         "│  └─ 3     0    0.200  0.200\n"
         "└─ 2        1    0.250  0.250"
     )
-    assert "plain decoding" in str(DraftPlan.plain()) and hash(made) == hash(made)
+    assert "plain decoding" in str(DraftPlan.plain()) and hash(plan) == hash(plan)
     assert "1 call on 1 row" in str(DraftPlan.from_tree(Tree.chain(1), [[0.5]]))
 
 

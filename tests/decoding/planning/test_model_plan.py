@@ -1,4 +1,4 @@
-"""The tree that a draft model fills: planned for what it says of itself, guessed where it says nothing."""
+"""The tree that a draft model fills: planned from its hit rates, or from assumed ones."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from support.small_models import small_model
 
 @pytest.fixture
 def models(monkeypatch):
-    """A target, and a draft whose calls cost next to nothing."""
+    """A target, and a draft whose calls cost almost nothing."""
     times = {"llama": lambda rows: 1 + 1e-4 * rows, "qwen2": lambda rows: 1e-4 * rows}
     monkeypatch.setattr(
         for_draft_model, "measured_times", lambda model, graphs: SimpleNamespace(at=times[model.name], rows=(1, 64))
@@ -55,14 +55,14 @@ def test_no_drafts_where_they_gain_nothing(models):
 
 
 def test_the_approximate_rule_has_candidates_always(models):
-    """It draws what its candidates' rows say, so it must not become plain decoding where drafts gain nothing."""
+    """Its texts differ from plain decoding, so it must not become plain decoding where drafts gain nothing."""
     target, draft = models
     method = MultiCandidate(draft, "auto", hit_rates=[[1e-6, 1e-6]])
     assert planned(target, method, "longest_branch").tree == Tree.chain(1)
     assert planned(target, method, "rejection") is None
 
 
-def test_the_face_plans_what_generate_would_follow(models):
+def test_the_face_returns_the_plan_that_generate_follows(models):
     target, draft = models
     method = MultiCandidate(draft, "auto", hit_rates=[[0.9, 0.05], [0.8, 0.1]])
     made = pass_ext.plan(target, method)
@@ -70,7 +70,7 @@ def test_the_face_plans_what_generate_would_follow(models):
     assert len(pass_ext.plan(target, method, requests=16).tree) < 7, "64 rows for 16 requests"
 
 
-def test_what_has_no_plan_is_said(models):
+def test_methods_without_a_plan_are_refused(models):
     target, draft = models
     with pytest.raises(
         TypeError, match=r"method must be PaSS\(...\), Speculative\(...\) or MultiCandidate\(...\), got NGram"

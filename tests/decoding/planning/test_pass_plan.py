@@ -1,4 +1,4 @@
-"""Measured step times of models: whose they are, and which are kept on disk."""
+"""Measured step times of models: their keys, and which are kept on disk."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from pass_ext.decoding.planning.step_times import StepTimes
 
 @pytest.fixture
 def measured(monkeypatch):
-    """What was measured: fingerprints, a new one each time."""
+    """The fingerprints that were measured."""
     fingerprints = []
 
     def measure(run, *, fingerprint, device):

@@ -1,4 +1,4 @@
-"""Plans of a PaSS step: against every tree of a small size, against a simulation of the steps, and what is refused."""
+"""Plans of a PaSS step: against every tree of a small size, against a simulation of the steps, and refusals."""
 
 import random
 from itertools import pairwise
@@ -28,7 +28,7 @@ def all_trees(nodes, depth, ranks):
 
 
 def probabilities(parents, rates):
-    """Reach and P(last accepted) of each node, written a second time."""
+    """Reach and P(last accepted) of each node, computed independently."""
     depths, taken, reach, stop = [0], [0] * len(parents), [1.0], [1.0] * len(parents)
     for parent in parents[1:]:
         rate = rates[depths[parent]][taken[parent]]
@@ -72,7 +72,7 @@ def test_plans_are_the_best_of_all_trees(passes):
         best = best_by_trying(rates, rows, lambda r, slope=slope: 1 + slope * r, passes)
         assert found.rows <= rows
         ratios.append(found.speedup / (1 + slope) / best)
-    # best first maximises accepted drafts, so two-pass plans are optimal; where groups go may favour another tree a little
+    # best first maximises accepted drafts, so two-pass plans are optimal; with groups another tree may be slightly better
     assert max(ratios) < 1 + 1e-9 and min(ratios) > (0.98 if passes == 1 else 1 - 1e-9)
     assert sum(ratios) / len(ratios) > 0.999
 
@@ -111,7 +111,7 @@ def simulated(tree, groups, rates, calls=60_000, seed=1):
     ],
     ids=["8 rows", "16 rows", "two-pass", "own tree"],
 )
-def test_what_is_promised_comes_true(made):
+def test_expectations_come_true_in_a_simulation(made):
     seen = simulated(made.tree, made.groups, RATES)
     assert made.tokens_per_call == pytest.approx(seen, rel=0.01)
     assert made.speedup is None
@@ -221,4 +221,4 @@ def test_refusals(call, message):
 
 def test_rates_may_be_tensors_and_assumed_ones_are_probabilities():
     assert plan(torch.tensor(RATES), rows=8).tree == plan(RATES, rows=8).tree
-    assert all(sum(own) < 1 for own in assumed_hit_rates(4, 1000))
+    assert all(sum(level) < 1 for level in assumed_hit_rates(4, 1000))

@@ -1,4 +1,4 @@
-"""Step times: interpolation, how they are measured, and what is kept on disk."""
+"""Step times: interpolation, measuring, and the files on disk."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def on_a_machine(monkeypatch, *uses):
-    """What the CPU was used for during the measurements from now on, one after the other; the last of ``uses`` stays."""
+    """Sets the use of the CPU during each of the next measurements; the last of ``uses`` repeats."""
     left = list(uses)
 
     class Watch:
@@ -36,7 +36,7 @@ def on_a_machine(monkeypatch, *uses):
 
 
 class Machine:
-    """A clock that only calls move on: each takes ``seconds(rows)``."""
+    """A clock that only calls advance: each takes ``seconds(rows)``."""
 
     def __init__(self, monkeypatch, seconds):
         self.calls, self.seconds, self.now, self.today = [], seconds, 0.0, 1e9
@@ -48,7 +48,7 @@ class Machine:
         self.now += self.seconds(rows)
 
     def measure(self, **how):
-        """The times, and how many calls it took to know them."""
+        """The times, and the number of calls that measured them."""
         before = len(self.calls)
         times = measure(self.run, (1, 2), **{"fingerprint": "a"} | how)
         return times, len(self.calls) - before
@@ -69,7 +69,7 @@ def counted():
     return calls, lambda rows: calls.append(rows)
 
 
-def test_between_beyond_and_below_what_was_measured():
+def test_between_beyond_and_below_measured_rows():
     times = StepTimes((2, 4, 8), (1.0, 2.0, 3.0))
     assert [times.at(rows) for rows in (1, 2, 3, 4, 6, 8, 12)] == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
 
@@ -96,7 +96,7 @@ def test_no_time_is_refused(bad):
         StepTimes((1, 2), (bad, 1.0))
 
 
-def test_measures_what_runs():
+def test_measures_the_calls():
     times = measure(lambda rows: time.sleep(rows * 2e-3), (1, 4, 8), budget=0.2)
     assert times.at(1) < times.at(4) < times.at(8)
     assert times.at(8) >= 0.016
@@ -188,7 +188,7 @@ def test_rounds_that_disagree_are_not_kept(cache, machine, caplog):
     assert times.seconds == pytest.approx((0.05, 0.05))
 
 
-def test_what_is_kept_says_when_and_how_it_was_measured(cache, machine):
+def test_files_say_when_and_how_times_were_measured(cache, machine):
     machine.measure()
     _, entry = entry_of(cache)
     assert (entry["others"], entry["waited"], entry["load"], entry["measured"], entry["confirmed"]) == (
@@ -232,7 +232,7 @@ def test_quiet_times_are_not_given_up_for_those_of_a_busy_machine(cache, machine
     with caplog.at_level("INFO", logger="pass_ext"):
         assert machine.measure() == (first, 4)
     assert "kept step times are used" in caplog.text and entry_of(cache)[1]["confirmed"] == 1e9
-    machine.seconds = lambda rows: 0.01  # no other program makes a call shorter
+    machine.seconds = lambda rows: 0.01  # other programs cannot make a call shorter
     assert machine.measure()[0].seconds == pytest.approx((0.01, 0.01))
 
 
@@ -276,7 +276,7 @@ def stat(*cores):
 
 @pytest.fixture
 def proc(monkeypatch):
-    """Clocks of the machine, and two cores that are this process' own."""
+    """Fake clocks, and two cores for this process."""
     now = dict(wall=0.0, thread=0.0, process=0.0, stat="")
     monkeypatch.setattr(cpu_watch.time, "perf_counter", lambda: now["wall"])
     monkeypatch.setattr(cpu_watch.time, "thread_time", lambda: now["thread"])
@@ -314,7 +314,7 @@ ZERO = stat((0, (100, 100, 5, 5, 5)), (1, (100, 100, 5, 5, 5)), (2, (0, 0, 0, 0,
     ],
     ids=["alone", "another", "disk", "steal", "guests", "other cores"],
 )
-def test_what_others_computed_is_what_this_process_did_not(proc, after, others):
+def test_other_programs_have_the_time_that_this_process_has_not(proc, after, others):
     use = watched(proc, ZERO, after)
     assert use.others == pytest.approx(others, abs=1e-9) and use.waited == 0
     assert bool(use.disturbance(torch.device("cpu"))) == (others > 0.1)
@@ -322,7 +322,7 @@ def test_what_others_computed_is_what_this_process_did_not(proc, after, others):
 
 
 def test_a_load_average_does_not_count_where_the_cores_can_be_seen(proc, monkeypatch):
-    """It shows what this process did a minute ago; where nothing better is to be had, it decides."""
+    """The load average includes this process a minute ago; it decides only where /proc/stat is missing."""
     monkeypatch.setattr(cpu_watch.os, "getloadavg", lambda: (float(os.cpu_count()), 0.0, 0.0))
     quiet = stat((0, (300, 100, 5, 5, 5)), (1, (100, 300, 5, 5, 5)))
     assert not watched(proc, ZERO, quiet).disturbance(torch.device("cpu"))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.chi_square import chi_square_tail
 from support.enumeration import Drafts, Replay, outcomes
 
 import pass_ext
@@ -41,17 +42,8 @@ CHUNK = 1024  # requests per call
 
 # test_accept.py compares single decisions of every backend with the reference's, and test_accept_core.py enumerates the
 # distribution of every rule. Samples have to show only the noise as a whole, and one backend shows that as well as all.
-pytestmark = pytest.mark.quick_on("best")
+pytestmark = [pytest.mark.quick_on("best"), pytest.mark.usefixtures("one_thread")]
 SLOW = pytest.mark.quick_on()  # except on CUDA
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Chunks are small: on a busy machine threads that wait for each other cost more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def how_many(backend, full, others=None, emulated=0):
@@ -66,37 +58,15 @@ def how_many(backend, full, others=None, emulated=0):
 # ---- chi-square ----
 
 
-def chi_square(counts, distribution, least=5.0):
-    """P(a statistic as large). Cells in which fewer than `least` are expected become one cell."""
-    counts, distribution = counts.double().flatten().cpu(), distribution.double().flatten().cpu()
-    assert abs(float(distribution.sum()) - 1.0) < 1e-9 and len(counts) == len(distribution)
-    if (counts[distribution == 0.0] > 0).any():
-        return 0.0
-    expected, order = (distribution * counts.sum()).sort(descending=True)
-    counts = counts[order]
-    cells = max(int((expected >= least).sum()), 1)
-    if cells < len(expected):
-        rest = float(expected[cells:].sum())
-        cells -= cells > 1 and rest < least  # then one more cell joins the last
-        counts = torch.cat([counts[:cells], counts[cells:].sum(0, keepdim=True)])
-        expected = torch.cat([expected[:cells], expected[cells:].sum(0, keepdim=True)])
-    counts, expected = counts[expected > 0.0], expected[expected > 0.0]
-    assert len(counts) > 1, "one cell says nothing"
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    tail = float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0).double(), statistic / 2))
-    print(f"chi-square {float(statistic):.1f}, {len(counts)} cells, {int(counts.sum())} samples: p = {tail:.3g}")
-    return tail
-
-
 def test_the_chi_square_tail_is_right():
     """The tail against the closed form for two degrees of freedom, and against its own distribution: tails are uniform."""
     counts, distribution = torch.tensor([30, 50, 20]), torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
-    assert chi_square(counts, distribution) == pytest.approx(math.exp(-(1.0 + 0.0 + 1.0) / 2))
+    assert chi_square_tail(counts, distribution) == pytest.approx(math.exp(-(1.0 + 0.0 + 1.0) / 2))
     generator, distribution = torch.Generator().manual_seed(0), torch.rand(60).double().softmax(0)
     tails = []
     for _ in range(400):
         sample = torch.multinomial(distribution, 3000, replacement=True, generator=generator)
-        tails.append(chi_square(torch.bincount(sample, minlength=60), distribution))
+        tails.append(chi_square_tail(torch.bincount(sample, minlength=60), distribution))
     tenths = torch.bincount((torch.tensor(tails) * 10).long().clamp(max=9), minlength=10)
     assert ((tenths - 40) ** 2 / 40).sum() < 30
 
@@ -326,7 +296,7 @@ def test_a_million_texts(backend, rule):
     world = World(11, 3 if backend.name == "emulated" else 4, 2)
     counts, accepted, _ = emitted_counts(backend, world, parents, rule, requests)
     assert counts.sum() == requests
-    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
     assert 0.3 < accepted < 1.98  # both drafts and refusals were tried
 
 
@@ -336,7 +306,7 @@ def test_deeper_trees(backend, rule):
     parents, requests = shape_for(rule, "deep"), how_many(backend, 50_000, 2_000)
     world = World(10, 4, max(depths_of(parents)))
     counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
-    assert chi_square(counts, world.joint(world.depth + 1)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(world.depth + 1)) > SUSPICIOUS
 
 
 @pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
@@ -345,7 +315,7 @@ def test_chains_in_both_forms(backend, rule, chain):
     world = World(12, 5, 2)
     requests = how_many(backend, 40_000, 2_000)
     counts, _, _ = emitted_counts(backend, world, TREES["chain"], rule, requests, chain=chain)
-    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
 
 
 FILTERS = {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.02}
@@ -384,7 +354,7 @@ def test_variants_of_the_distribution(backend, rule, variant):
     parents = shape_for(rule, "tree")
     world = World(13, 7, 2, **VARIANTS[variant])
     counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
-    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
 
 
 @pytest.mark.parametrize(
@@ -396,7 +366,7 @@ def test_fixed_proposals(backend, rule, fixed):
     requests = how_many(backend, 30_000, 1_000)
     world = World(14, 4, 2)
     counts, _, _ = emitted_counts(backend, world, shape_for(rule, "tree"), rule, requests, fixed=fixed)
-    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
 
 
 @pytest.mark.parametrize("rule", EXACT)
@@ -405,7 +375,7 @@ def test_more_children_than_the_draft_can_give(backend, rule):
     requests = how_many(backend, 30_000, 1_000)
     parents = TREES["chain"][:2] if rule == "block" else TREES["star"]
     counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
-    assert chi_square(counts, world.joint(2)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(2)) > SUSPICIOUS
 
 
 @pytest.mark.parametrize("mode", ["coupled", "without", "with", "top"])
@@ -413,7 +383,7 @@ def test_coupled_with_any_drafter(backend, mode):
     world = World(16, 4, 2)
     requests = how_many(backend, 30_000, 1_000)
     counts, _, _ = emitted_counts(backend, world, TREES["tree"], "coupled", requests, mode=mode)
-    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
 
 
 JUDGED = {"drawn with": {"mode": "with"}, "as proposals": {"change": lambda a: a | {"draft_logits": None}}}
@@ -428,7 +398,7 @@ def test_other_exact_drafts(backend, rule, how):
     world = World(19, 4, 2, near=0.3)
     requests = how_many(backend, 30_000, 1_000)
     counts, _, _ = emitted_counts(backend, world, TREES["tree"], rule, requests, **JUDGED[how])
-    assert chi_square(counts, world.joint(3)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
 
 
 @pytest.mark.parametrize("vocabulary", [pytest.param(66, marks=SLOW), 130])
@@ -439,9 +409,9 @@ def test_several_groups_of_tokens(backend, rule, vocabulary):
     parents = TREES["chain"][:2] if rule == "block" else TREES["star"]
     counts, _, _ = emitted_counts(backend, world, parents, rule, how_many(backend, 30_000, 1_000))
     counts = counts.view(vocabulary, vocabulary)
-    assert chi_square(counts, world.joint(2)) > SUSPICIOUS
-    assert chi_square(counts.sum(1), world.p[0]) > SUSPICIOUS
-    assert chi_square(counts.sum(0), world.joint(2).view(vocabulary, vocabulary).sum(0)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(2)) > SUSPICIOUS
+    assert chi_square_tail(counts.sum(1), world.p[0]) > SUSPICIOUS
+    assert chi_square_tail(counts.sum(0), world.joint(2).view(vocabulary, vocabulary).sum(0)) > SUSPICIOUS
 
 
 def generate(backend, world, parents, rule, requests, length, **faults):
@@ -466,7 +436,7 @@ def test_step_after_step(backend, rule):
     """Draws of different steps are independent too."""
     world = TwoLast(18, 3, 0)
     counts = generate(backend, world, shape_for(rule, "tree"), rule, how_many(backend, 10_000, 1_000), length=5)
-    assert chi_square(counts, world.joint(5)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(5)) > SUSPICIOUS
 
 
 @pytest.mark.slow
@@ -478,7 +448,7 @@ def test_a_million_texts_of_other_worlds(backend, rule, name, seed):
     world = World(100 + seed, 3 + seed % 3, max(depths_of(parents)), near=seed / 3)
     requests = how_many(backend, 1_000_000, 20_000)
     counts, _, _ = emitted_counts(backend, world, parents, rule, requests, seed=seed)
-    assert chi_square(counts, world.joint(max(depths_of(parents)) + 1)) > SUSPICIOUS
+    assert chi_square_tail(counts, world.joint(max(depths_of(parents)) + 1)) > SUSPICIOUS
 
 
 # ---- drafts, decisions and the last token ----
@@ -551,7 +521,7 @@ def test_drafts_decisions_and_the_last_token_together(backend, rule, name):
         cells = place(chunk.tokens[:, 1:].unbind(1), stop, last, world.vocabulary)
         counts += torch.bincount(cells, minlength=len(counts)).cpu()
         accepted.append(chunk.result.num_accepted.double().cpu())
-    assert chi_square(counts, exact) > SUSPICIOUS
+    assert chi_square_tail(counts, exact) > SUSPICIOUS
     accepted = torch.cat(accepted)
     assert abs(float(accepted.mean()) - mean) < 4.5 * float(accepted.std()) / math.sqrt(requests)
 
@@ -670,7 +640,7 @@ def test_three_drafts_in_order(backend, mode, variant):
         )
         assert torch.allclose(logprobs.double().exp().cpu(), world.q[0][tokens.cpu()], rtol=1e-5, atol=0)
         counts += torch.bincount((tokens @ torch.tensor([36, 6, 1], device=tokens.device)).cpu(), minlength=len(counts))
-    assert chi_square(counts, ordered_distribution(world.q[0], 3, mode == "with")) > SUSPICIOUS
+    assert chi_square_tail(counts, ordered_distribution(world.q[0], 3, mode == "with")) > SUSPICIOUS
 
 
 @pytest.mark.parametrize("mode", ["without", "with"])
@@ -687,7 +657,7 @@ def test_drafts_of_two_nodes_are_independent(backend, mode):
         cells = torch.cat(chunks, 1) @ torch.tensor([64, 16, 4, 1], device=backend.device)
         counts += torch.bincount(cells.cpu(), minlength=len(counts))
     distribution = ordered_distribution(world.q[0], 2, mode == "with").flatten()
-    assert chi_square(counts, distribution[:, None] * distribution) > SUSPICIOUS
+    assert chi_square_tail(counts, distribution[:, None] * distribution) > SUSPICIOUS
 
 
 @pytest.mark.parametrize(
@@ -718,12 +688,12 @@ def test_large_vocabularies(backend, vocabulary, full, sampling):
         )
         for draw, exact in ((tokens[:, 0], p), (tokens[:, 1], p if mode == "with" else second)):
             counts = torch.bincount(draw, minlength=vocabulary)
-            assert chi_square(counts, exact) > SUSPICIOUS
+            assert chi_square_tail(counts, exact) > SUSPICIOUS
             for bins in (torch.arange(vocabulary) % 64, torch.arange(vocabulary) * 50 // vocabulary):
                 put = [
                     torch.zeros(int(bins.max()) + 1).double().index_add(0, bins, x.double()) for x in (counts, exact)
                 ]
-                assert chi_square(*put) > SUSPICIOUS
+                assert chi_square_tail(*put) > SUSPICIOUS
 
 
 # ---- draws for different purposes are independent ----
@@ -784,7 +754,7 @@ def test_draws_for_different_purposes_are_independent(backend):
     for first, second in itertools.combinations(values, 2):
         size = len(distributions[second])
         counts = torch.bincount(values[first] * size + values[second], minlength=len(distributions[first]) * size)
-        tails[first, second] = chi_square(counts, distributions[first][:, None] * distributions[second])
+        tails[first, second] = chi_square_tail(counts, distributions[first][:, None] * distributions[second])
     assert min(tails.values()) > SUSPICIOUS / len(tails), min(tails, key=tails.get)
 
 
@@ -793,7 +763,7 @@ def test_draws_for_different_purposes_are_independent(backend):
 
 def on_best_cpu(world, rule, **options):
     counts, _, _ = emitted_counts(cpu_backends()[-1], world, TREES["tree"], rule, 20_000, **options)
-    return chi_square(counts, world.joint(3))
+    return chi_square_tail(counts, world.joint(3))
 
 
 @cache
@@ -844,7 +814,7 @@ def test_positions_that_stand_still_show(rule):
     """In the world of test_step_after_step, with as many texts."""
     world, backend = TwoLast(18, 3, 0), cpu_backends()[-1]
     texts = generate(backend, world, shape_for(rule, "tree"), rule, 10_000, 5, stands=True)
-    assert chi_square(texts, world.joint(5)) < CERTAIN
+    assert chi_square_tail(texts, world.joint(5)) < CERTAIN
 
 
 FAULTS = (
@@ -910,5 +880,5 @@ def sampled(world, requests, fault):
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_planted_fault_shows(fault):
     world = World(63, 5, 1, near=0.2)
-    tail = chi_square(sampled(world, 60_000, fault), world.joint(2))
+    tail = chi_square_tail(sampled(world, 60_000, fault), world.joint(2))
     assert tail < CERTAIN if fault else tail > SUSPICIOUS

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from support.chi_square import chi_square_tail
 from support.enumeration import (
     ALL,
     CASES,
@@ -121,14 +122,6 @@ def test_typical_is_approximate():
 # ---- the random numbers in their places ----
 
 
-def chi_square_tail(counts, probabilities):
-    """P(a chi-square as large), for independent draws with these probabilities."""
-    expected = probabilities * counts.sum()
-    assert expected.min() > 5
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0), statistic / 2))
-
-
 # test_accept_distribution.py shows this for kernels, and they decide as the reference does: one quick rule is enough.
 @pytest.mark.parametrize(
     "rule", [pytest.param(rule, marks=() if rule == "rejection" else pytest.mark.slow) for rule in SHAPES]
@@ -175,7 +168,8 @@ def test_drafted_and_judged_with_philox_noise(rule):
     after_one = torch.multinomial(p[1 + first], 1, generator=generator).flatten()  # if the step stopped after one
     second = torch.where(second < 0, after_one, second)
     counts = torch.bincount(first * vocabulary + second, minlength=vocabulary**2).double()
-    assert chi_square_tail(counts, (p[0][:, None] * p[1:]).flatten()) > 1e-4
+    pairs = (p[0][:, None] * p[1:]).flatten()
+    assert pairs.min() * counts.sum() > 5 and chi_square_tail(counts, pairs) > 1e-4
     assert 0.2 < result.num_accepted.double().mean() < 1.9  # both drafts and refusals were tried
     if rule == "coupled":  # exactly the tokens that the target draws for itself
         alone = draft_sample(

@@ -18,14 +18,7 @@ from pass_ext.testing import assert_same_bits, cpu_backends
 BEST_CPU = cpu_backends()[-1].name
 DRAWN = {"coupled": "coupled", "rejection_with_replacement": "with", "kseq": "with"}  # the others: without
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Chunks are small: on a busy machine threads that wait for each other cost more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def how_many(backend, full, others, emulated):

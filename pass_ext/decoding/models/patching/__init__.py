@@ -1,1 +1,1 @@
-"""What is changed in a transformers model while a generation runs, and restored afterwards."""
+"""Patches of a transformers model while a generation runs, restored afterwards."""

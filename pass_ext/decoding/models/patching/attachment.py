@@ -1,9 +1,9 @@
-"""``attached``: a transformers model as generations need it, and as it was when the last of them ends.
+"""``attached``: patches a transformers model while a generation runs and restores it afterwards.
 
-In their calls its attention is ours, its linear layers on the CPU are ``few_rows_linear``, and look-ahead slots may shift the
-input of its layers. Calls from elsewhere, other threads' among them, meanwhile compute what they always did, but for one thing:
-the model is in eval mode until the last generation ends, then each module is in the mode that it was in before the first.
-Generations on one model, nested or in several threads, share one attachment.
+In the generation's calls the model attends by pass_ext, its linear layers on the CPU are ``few_rows_linear``, and look-ahead
+slots may shift the input of its layers. Other calls of the model, also in other threads, compute what they always did, with one
+exception: the model is in eval mode until the last generation ends, then each module gets its former mode back. Generations on
+one model, nested or in several threads, share one attachment.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pass_ext.decoding.models.patching.row_attention import in_our_call, name_fo
 
 _lock = RLock()
 _attachments: dict[int, Attachment] = {}
-"""Of models that are attached, by id: each holds its model."""
+"""The attachments by the model's id, which stays valid because each attachment holds its model."""
 _switched: dict[int, _Config] = {}
-"""Configs that name our attention, by id. Models may share one, and so may a draft and the model whose layers it has."""
+"""Configs that name pass_ext's attention, by id. Models may share a config, as an early-exit draft and its target do."""
 
 
 class Attachment:
-    """See the module."""
+    """The patches of one model, and how many generations use them."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -41,20 +41,20 @@ class Attachment:
 
     @property
     def offsets(self) -> LayerOffsets:
-        """Hooks on the layers from the first time that somebody asks."""
+        """The hooks that shift layer inputs, registered at first use."""
         with _lock:
             if self._offsets is None:
                 self._offsets = self._hooks.enter_context(LayerOffsets(self.model).attached())
             return self._offsets
 
     def close(self) -> None:
-        """The model is as it was."""
+        """Restores the model."""
         self._hooks.close()
 
 
 @contextmanager
 def attached(model: Any) -> Iterator[None]:
-    """See the module."""
+    """Patches the model inside the context; nested contexts share the patches."""
     with _lock:
         attachment = _attachments.get(id(model)) or Attachment(model)
         _attachments[id(model)] = attachment
@@ -70,15 +70,15 @@ def attached(model: Any) -> Iterator[None]:
 
 
 def attachment_of(model: Any) -> Attachment:
-    """Of a model that is attached."""
+    """The attachment of a model inside ``attached``."""
     attachment = _attachments.get(id(model))
     if attachment is None:
-        raise RuntimeError(f"{type(model).__name__} is not attached: rows are given to it inside of `attached()` only")
+        raise RuntimeError(f"{type(model).__name__} is not attached: it takes packed rows inside `attached()` only")
     return attachment
 
 
 class _Config:
-    """A config, the attention that it named, and how many attachments want ours."""
+    """A config, the attention that it named before, and how many attachments use it."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.former, self.users = config, config._attn_implementation, 0
@@ -98,7 +98,7 @@ def _attention(model: Any) -> Iterator[None]:
                 "(transformers' AttentionInterface), so pass_ext cannot decode it"
             )
         for config in configs:
-            if config._attn_implementation == ours:  # parts that take no other attention keep theirs
+            if config._attn_implementation == ours:  # set_attn_implementation skips parts whose attention is fixed
                 _set(config, name_for(_switched[id(config)].former))
         yield
     finally:
@@ -125,7 +125,7 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _set(config: Any, attention: str | None) -> None:
-    """A dictionary leaves the configs inside of it as they are."""
+    """Sets the config's attention; with a dictionary its sub-configs stay unchanged."""
     config._attn_implementation = {"": attention}
 
 

@@ -1,4 +1,4 @@
-"""Which of the things that a transformers model hands down to its attention would change the result and are not implemented."""
+"""Finds attention arguments that pass_ext does not implement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Tensors that models hand down and that attention does not depend on.
+# Tensors that models pass to attention and that do not change its result.
 _INERT = {
     "cache_position",
     "input_ids",
@@ -19,20 +19,22 @@ _INERT = {
 
 
 def unsupported(module: nn.Module, rows: int, dropout: float, others: dict[str, Any]) -> str | None:
-    """What it is, to follow "pass_ext attention: "; None where there is nothing. rows: of the call, per request."""
+    """Describes the first unsupported argument, to follow "pass_ext attention: "; None: all are supported.
+
+    rows: of the call, per request.
+    """
     name = type(module).__name__
     if dropout > 0.0 and module.training:
         return f"{name} asks for dropout {dropout}; call model.eval(), or train with 'sdpa'"
     causal = getattr(module, "is_causal", True)
-    if not (
-        causal if rows == 1 else others.get("is_causal", causal)
-    ):  # of one row, some say that it is not, as it sees all
+    # Some models pass is_causal=False for a single row, because it sees every key.
+    if not (causal if rows == 1 else others.get("is_causal", causal)):
         return f"{name} is not causal"
     if others.get("output_attentions"):
         return "output_attentions is not implemented"
     if others.get("s_aux") is not None:
         return f"{name} has attention sinks (s_aux), which are not implemented"
-    for argument, given in others.items():
-        if argument not in _INERT and (isinstance(given, Tensor) or (given and argument in {"cache", "block_mask"})):
+    for argument, value in others.items():
+        if argument not in _INERT and (isinstance(value, Tensor) or (value and argument in {"cache", "block_mask"})):
             return f"{name} hands down {argument!r}, which may change the result and is not implemented"
     return None

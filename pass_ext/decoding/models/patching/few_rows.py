@@ -1,6 +1,6 @@
-"""``few_rows_linear``: lets a model's linear layers compute through ``pass_ext::linear_rows`` for a while.
+"""``few_rows_linear``: replaces the forward of a model's linear layers by ``pass_ext::linear_rows``, inside a context.
 
-A decoding step has some dozens of rows at most, and PyTorch's own product of few rows is slow on the CPU.
+A decoding step has some dozens of rows at most, and PyTorch's matrix product is slow for few rows on the CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,20 +14,21 @@ from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
 MAX_FEW_ROWS = 64
-"""With more, ``torch.nn.functional.linear`` may be faster."""
+"""With more rows ``torch.nn.functional.linear`` may be faster."""
 
 _op = torch.ops.pass_ext.linear_rows.default
 
 
 @contextmanager
 def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Inside, every plain ``nn.Linear`` of the module that is on the CPU takes at most ``MAX_FEW_ROWS`` rows at a time through
-    ``linear_rows``; more rows, calls that record gradients or are compiled, and those for which ``when()`` is False go to
+    """Inside, every plain ``nn.Linear`` of the module on the CPU computes up to ``MAX_FEW_ROWS`` rows by ``linear_rows``. More
+    rows, calls that record gradients or are compiled, and calls for which ``when()`` is False use
     ``torch.nn.functional.linear`` as before.
 
-    Plain: that very type, no hooks of its own, no ``forward`` of its own (what wraps layers, and an outer ``with`` like this,
-    keep theirs), weights that are plain tensors (``is_plain``) in bfloat16, float16 or float32. Weights that replace them
-    meanwhile are used, by ``torch.nn.functional.linear``. Nothing under autocast. Restored at the end, whatever happens.
+    Plain means: exactly this type, without hooks, without a replaced ``forward`` (wrapped layers, and those of an outer
+    ``few_rows_linear``, stay as they are), and with plain weights (``is_plain``) in bfloat16, float16 or float32. Weights that
+    are replaced inside the context are used, by ``torch.nn.functional.linear``. Under autocast nothing changes. The layers are
+    restored at the end, also after an error.
     """
     changed: list[nn.Linear] = []
     try:
@@ -43,7 +44,7 @@ def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    weight = layer._parameters.get("weight")  # a parametrization puts it elsewhere
+    weight = layer._parameters.get("weight")  # missing where a parametrization computes it
     return (
         weight is not None
         and is_plain(weight)
@@ -57,12 +58,13 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def _forward(layer: nn.Linear, when: Callable[[], bool] | None) -> Callable[[Tensor], Tensor]:
-    # Held here: `layer.weight` costs as much as a small product. The dictionary is quick, and shows a weight that was replaced.
+    # Looking up `layer.weight` in each call would cost as much as a small product. The dictionary is quick to read, and shows
+    # whether a weight was replaced.
     parameters = layer._parameters
     weight, bias, dtype, most = layer.weight, layer.bias, layer.weight.dtype, MAX_FEW_ROWS * layer.in_features
 
     def forward(input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # a graph would not ask `when` again
+        if torch.compiler.is_compiling():  # a compiled graph would never call `when` again
             return functional.linear(input, layer.weight, layer.bias)
         if (
             input.numel() <= most

@@ -1,7 +1,7 @@
-"""Learned offsets to the input of every decoder layer, per row: h_l <- h_l + offsets[l].
+"""Adds learned offsets to the input of every decoder layer, per row: h_l <- h_l + offsets[l].
 
-Look-ahead embeddings may have such vectors for their slots (``LookaheadEmbedding.deep``); rows of tokens get zeros, which leave
-them as they are.
+Look-ahead embeddings may have such vectors for their slots (``LookaheadEmbedding.deep``); rows of tokens get zeros, which
+change nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 
 class LayerOffsets:
-    """While ``attached``, layer l adds ``offsets[l]`` ([N, d], broadcast over the batch) to its input; None: nothing.
+    """Inside ``attached`` layer l adds ``offsets[l]`` ([N, d], broadcast over the batch) to its input; None: nothing is added.
 
-    Each thread has ``offsets`` of its own.
+    Each thread has its own ``offsets``.
     """
 
     def __init__(self, model: Any) -> None:
@@ -36,7 +36,7 @@ class LayerOffsets:
 
     @contextmanager
     def attached(self) -> Iterator[LayerOffsets]:
-        """Hooks on every layer, which are gone afterwards."""
+        """Registers a hook on every layer, and removes them afterwards."""
         hooks = [
             layer.register_forward_pre_hook(self._added(index), with_kwargs=True)
             for index, layer in enumerate(self._layers)
@@ -72,6 +72,6 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def offsets_of(ids: Tensor, deep: Tensor) -> Tensor:
-    """``[layers, N, d]``: deep ``[layers, L, d]`` of the rows that are slots (-1 - i), zeros of the others."""
+    """``[layers, N, d]``: the vectors ``deep [layers, L, d]`` for ids of slots (-1 - i), zeros for tokens."""
     known = torch.cat([deep.new_zeros(len(deep), 1, deep.shape[2]), deep], dim=1)
     return known.index_select(1, (-ids).clamp(min=0).long())

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:
-    """-1 where a row sees all rows before it and itself, w where it sees the last w of these; None for any other pattern.
+    """The window of a mask: -1 if a row sees itself and all rows before it, w if it sees the last w of these; None for any
+    other pattern.
 
-    transformers says the pattern by the function's make alone, so the function is compared with those that
-    ``masking_utils`` makes.
+    transformers does not store the pattern, so the function is compared with the functions that ``masking_utils`` makes.
     """
     from transformers import masking_utils
 
@@ -25,7 +25,7 @@ def window_of(mask_function: Callable[..., Any]) -> int | None:
 
 
 def _captured(function: Any, maker: Callable[..., Any], name: str) -> Any:
-    """The variable that ``maker`` left in the function it returned; None where the function is somebody else's."""
+    """The closure variable of a function that ``maker`` returned; None for any other function."""
     code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or closure is None or code not in maker.__code__.co_consts or name not in code.co_freevars:
         return None

@@ -1,11 +1,11 @@
-"""Attention and masks of a transformers model while a generation has it: ours in our calls, the model's former ones elsewhere.
+"""Replaces the attention and masks of a transformers model in a generation's calls; other calls get the model's former ones.
 
-transformers finds an attention function and the function that makes its masks by a name in the model's config, which all
-threads share. ``name_for(former)`` is such a name. Both functions behind it ask whether the call is ours (``our_call``, of this
-thread alone); if not, they are those of ``former``, so that an ordinary call of the same model gives what it always gave.
+transformers finds an attention function and its mask function by a name in the model's config, which all threads share.
+``name_for(former)`` is such a name. Both functions behind it check whether the call is a generation's (``our_call``, per
+thread); if not, they call those of ``former``, so an ordinary call of the same model gives the result that it always gave.
 
-In our calls a mask is no tensor but a ``RowMask``, which says the window. It is the mask that "eager" and "sdpa" obey, so it
-rules; an attention call that says otherwise is refused.
+In a generation's calls the mask is not a tensor but a ``RowMask``, which holds the window. "eager" and "sdpa" follow the mask
+alone, so it decides here too; an attention call with another window is refused.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from pass_ext.decoding.models.patching.mask_patterns import window_conflict, win
 
 KEY = "pass_ext_rows"
 _formers: list[str] = []
-"""``KEY_i`` stands for the i-th."""
+"""The former names: ``KEY_i`` replaces the i-th."""
 
 
 class OurCall(NamedTuple):
-    """A call of a model with a step's rows."""
+    """A generation's call of a model."""
 
     attend: Attend
     model: str
     """For messages."""
     kept: tuple[int, ...]
-    """How many keys of a text transformers' own cache keeps in each layer; -1: all."""
+    """How many keys of a text each layer of transformers' own cache keeps; -1: all."""
     seen: Tensor
-    """``[1, N]``, all True: the attention_mask that the model is given. Without one transformers takes rows whose positions
-    do not rise by 1 for several packed texts and makes masks that keep these apart."""
+    """``[1, N]``, all True: the model's attention_mask. Without it transformers would take rows whose positions do not rise by
+    1 for several packed texts, and mask them from each other."""
 
 
 _our_call: ContextVar[OurCall | None] = ContextVar("our_call", default=None)
 
 
 class RowMask:
-    """The mask of a step's rows: ``attend`` knows who sees whom, so only the window is left to say. It is no tensor: a model
-    that computes with it is refused.
+    """The mask of a step's rows. ``attend`` knows which rows see each other, so the mask only holds the window. It is not a
+    tensor: a model that computes with it is refused.
 
     Args:
         model: for messages.
-        window: as ``attention_tree`` takes it: -1 is none.
-        reason: why a layer cannot have this mask, to follow "the mask "; None: it can.
+        window: as ``attention_tree`` takes it; -1: no window.
+        reason: why layers with this mask are refused, to follow "the mask "; None: they are not.
     """
 
     def __init__(self, model: str, window: int, reason: str | None = None) -> None:
@@ -67,8 +67,8 @@ class RowMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        masks = [given for given in (*arguments, *(options or {}).values()) if isinstance(given, cls)]
-        raise masks[0]._refusal() if masks else TypeError("an attention_mask of pass_ext.generate is no tensor")
+        masks = [mask for mask in (*arguments, *(options or {}).values()) if isinstance(mask, cls)]
+        raise masks[0]._refusal() if masks else TypeError("an attention_mask of pass_ext.generate is not a tensor")
 
     def _refusal(self) -> ValueError:
         return ValueError(
@@ -88,7 +88,7 @@ for _operator in _OPERATORS.split():
 
 @contextmanager
 def our_call(attend: Attend, model: str, kept: tuple[int, ...], seen: Tensor) -> Iterator[None]:
-    """Inside, in this thread, attention of attached models is ``attend``."""
+    """Inside, and in this thread only, attached models attend by ``attend``."""
     token = _our_call.set(OurCall(attend, model, kept, seen))
     try:
         yield
@@ -97,14 +97,14 @@ def our_call(attend: Attend, model: str, kept: tuple[int, ...], seen: Tensor) ->
 
 
 def in_our_call() -> bool:
-    """True inside of ``our_call``, in the same thread."""
+    """True inside ``our_call``, in the same thread."""
     return _our_call.get() is not None
 
 
 def name_for(former: str) -> str:
-    """The name of our functions that are those of ``former`` outside of our calls; known to transformers from now on."""
+    """Registers the functions that replace those of ``former``, and returns their name."""
     former = former_of(former)
-    # Opaque: models look for "flash" in the name. Registered once: compiled models compare functions with those they met.
+    # The name must not contain "flash", which models search for. Registering again would recompile compiled models.
     if former not in _formers:
         _register(f"{KEY}_{len(_formers)}", former)
         _formers.append(former)
@@ -114,7 +114,7 @@ def name_for(former: str) -> str:
 def _register(name: str, former: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    # Not to be compiled: a graph would keep the layer's number, or the thread, that it was made for.
+    # A compiled graph would keep the layer's number and the thread of its first call.
     @torch.compiler.disable
     def attention(module: nn.Module, *tensors: Any, **options: Any) -> Any:
         call = _our_call.get()
@@ -123,16 +123,16 @@ def _register(name: str, former: str) -> None:
         return _row_attention(call, module, *tensors, **options), None
 
     @torch.compiler.disable
-    def mask(**given: Any) -> Any:
+    def mask(**arguments: Any) -> Any:
         call = _our_call.get()
-        return _former_mask(former, given) if call is None else _row_mask(call, given)
+        return _former_mask(former, arguments) if call is None else _row_mask(call, arguments)
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
 
 
 def former_of(name: str | None) -> str:
-    """What the name stands for outside of our calls."""
+    """The attention that the name stands for outside a generation's calls."""
     index = (name or "").removeprefix(KEY + "_")
     return _formers[int(index)] if index != (name or "") else name or "eager"
 
@@ -152,8 +152,8 @@ def _row_attention(
 ) -> Tensor:
     """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``."""
     rows = query.shape[2]
-    kept = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
-    window, reason = _window(module, attention_mask, rows, sliding_window, kept)
+    kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
+    window, reason = _window(module, attention_mask, rows, sliding_window, kept_keys)
     reason = reason or unsupported(module, rows, dropout, others)
     if reason is not None:
         raise ValueError(
@@ -168,25 +168,27 @@ def _row_attention(
     )[None]
 
 
-def _window(module: nn.Module, mask: Any, rows: int, sliding_window: int | None, kept: int) -> tuple[int, str | None]:
-    """The layer's window, and why there is none to be had."""
-    name, said, window = type(module).__name__, sliding_window or -1, -1
+def _window(
+    module: nn.Module, mask: Any, rows: int, sliding_window: int | None, kept_keys: int
+) -> tuple[int, str | None]:
+    """The layer's window; and why the call is refused, or None."""
+    name, argument, window = type(module).__name__, sliding_window or -1, -1
     if isinstance(mask, RowMask):
         if mask.reason is not None:
             return -1, f"the mask {mask.reason}"
         window = mask.window
     elif mask is not None and not _is_causal(mask, rows):
         return -1, f"{name} hands down an attention_mask of its own"
-    conflict = window_conflict(module, None if said == -1 else said, window)
+    conflict = window_conflict(module, None if argument == -1 else argument, window)
     if conflict is not None:
         return -1, conflict
-    if kept >= 0 and not 0 <= window <= kept:  # also of a mask of the model's own, whose window a few rows do not show
-        return -1, f"{name}'s mask has {window_text(window)}, but transformers' cache keeps the last {kept} keys"
+    if kept_keys >= 0 and not 0 <= window <= kept_keys:  # few rows do not show the window of a mask tensor: refused too
+        return -1, f"{name}'s mask has {window_text(window)}, but transformers' cache keeps the last {kept_keys} keys"
     return window, None
 
 
 def _is_causal(mask: Any, rows: int) -> bool:
-    """True if a tensor says only that rows see those before them, as some models of transformers 4 make of a mask of ones."""
+    """True for a purely causal mask tensor. Some models of transformers 4 turn a mask of ones into such a tensor."""
     if not isinstance(mask, Tensor) or mask.shape[-2:] != (rows, rows) or not mask.is_floating_point():
         return False
     if _is_being_recorded(mask):
@@ -196,34 +198,33 @@ def _is_causal(mask: Any, rows: int) -> bool:
     return bool((hidden == above).all() & (mask.masked_fill(above, 0) == 0).all())
 
 
-def _row_mask(call: OurCall, given: dict[str, Any]) -> RowMask:
-    """The mask of the layers of one kind. A reason is raised by a layer that is given it: some models make more masks than
-    they use."""
-    window = window_of(given["mask_function"])
+def _row_mask(call: OurCall, arguments: dict[str, Any]) -> RowMask:
+    """The mask of one kind of layers. Only a layer that gets the mask raises its reason: some models make masks that no layer
+    uses."""
+    window = window_of(arguments["mask_function"])
     if window is None:
         return RowMask(call.model, -1, f"that {call.model} makes is neither causal nor a sliding window")
     if window == 0:
         return RowMask(call.model, -1, "hides every row, as its sliding_window is 0")
-    if not _hides_nothing(given["attention_mask"], call.seen):
+    if not _hides_nothing(arguments["attention_mask"], call.seen):
         return RowMask(call.model, -1, f"hides rows or keys: {call.model} changes the attention_mask that it is given")
     return RowMask(call.model, window)
 
 
 def _hides_nothing(mask: Any, seen: Tensor) -> bool:
-    """True for the ``seen`` that the model was given. Does not wait for the device where it is the very tensor."""
+    """True if the mask is all True. Does not synchronise with the device if it is the tensor ``seen`` itself."""
     if not isinstance(mask, Tensor) or mask.shape != seen.shape:
         return False
     return mask.data_ptr() == seen.data_ptr() or _is_being_recorded(mask) or bool(mask.all())
 
 
 def _is_being_recorded(tensor: Tensor) -> bool:
-    """True while a CUDA graph is made, when nobody can look at values; those of the call before, outside of it, were looked
-    at."""
+    """True while a CUDA graph is recorded, when values cannot be read; the call before, outside the graph, checked them."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _former_attention(former: str, module: nn.Module) -> Callable[..., Any]:
-    """The function of that name as the model's own file finds it, with its first argument."""
+    """The attention function of that name in the model's own file, bound to the module."""
     eager, interface = _of_file(type(module))  # type: ignore[arg-type]
     function = interface.get(former, eager)
     if function is None:
@@ -231,7 +232,7 @@ def _former_attention(former: str, module: nn.Module) -> Callable[..., Any]:
             f"{type(module).__name__}: attention {former!r} was not found, so this model can be called by other threads "
             "only when no pass_ext generation uses it"
         )
-    if "flash" in former:  # such functions look their own name up again
+    if "flash" in former:  # these functions read their name from the config again
         module = copy.copy(module)
         config: Any = copy.copy(module.config)
         config._attn_implementation = {"": former}
@@ -241,7 +242,7 @@ def _former_attention(former: str, module: nn.Module) -> Callable[..., Any]:
 
 @lru_cache
 def _of_file(kind: type) -> tuple[Callable[..., Any] | None, Any]:
-    """The eager attention function, and the registered ones, that the methods of an attention layer refer to."""
+    """The eager attention function, and the table of registered functions, that an attention layer's methods refer to."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for base in kind.__mro__:
@@ -256,10 +257,10 @@ def _of_file(kind: type) -> tuple[Callable[..., Any] | None, Any]:
     return None, ALL_ATTENTION_FUNCTIONS
 
 
-def _former_mask(former: str, given: dict[str, Any]) -> Any:
-    """The mask that attention of that name gets, None where it gets none."""
+def _former_mask(former: str, arguments: dict[str, Any]) -> Any:
+    """The mask for attention of that name; None if it takes none."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     if former not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
-    return ALL_MASK_ATTENTION_FUNCTIONS[former](**given)
+    return ALL_MASK_ATTENTION_FUNCTIONS[former](**arguments)
