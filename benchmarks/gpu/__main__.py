@@ -8,9 +8,8 @@ A run writes every outcome at once into benchmarks/results/<GPU>/evidence-<time>
 so it may be cut off at any time. Its end, or ``python -m benchmarks.gpu.record FOLDER``, writes verified-<commit>.json and the
 results of the benchmarks from the evidence. Exit status 0: every stage passed or cannot run here.
 
-Environment: OUT (another folder, for evidence and log only), PASS_EXT_PREBUILT=1 (do not build), PASS_EXT_COMMIT (the commit to
-record outside of git), PYTHONPATH (a folder of packages to measure beside, such as FlashInfer or vLLM, where none can be
-installed).
+Environment: PASS_EXT_OUT (another folder, for evidence and log only), PASS_EXT_PREBUILT=1 (do not build), PASS_EXT_COMMIT (the
+commit to record outside of git), PYTHONPATH (a folder of packages to measure beside, such as FlashInfer or vLLM).
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def main() -> int:
         for stage in stages:
             print(f"{stage.name:<28} {stage.seconds:>4.0f} s  {stage.impossible or ', '.join(stage.jobs)}")
         return 0
-    out = os.environ.pop("OUT", "")  # removed: the jobs must not write there
+    out = os.environ.pop("PASS_EXT_OUT", "")  # removed: the jobs must not write there
     folder = Path(out) if out else ROOT / "benchmarks" / "results" / machine.device_slug("cuda")
     path = begin(folder)
     stages = stages if options.stages else without_passed(stages, folder, path)

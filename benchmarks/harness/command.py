@@ -37,9 +37,11 @@ def parse(
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument(
-        "--quick", action="store_true", help="few shapes, a few seconds; writes a file only with --out or $OUT"
+        "--quick", action="store_true", help="few shapes, a few seconds; writes a file only with --out or $PASS_EXT_OUT"
     )
-    parser.add_argument("--out", type=Path, help="result file; default: in $OUT, or in benchmarks/results/<device>/")
+    parser.add_argument(
+        "--out", type=Path, help="result file; default: in $PASS_EXT_OUT, or in benchmarks/results/<device>/"
+    )
     parser.add_argument(
         "--seconds", type=float, help="begin no case after this many seconds; the result lists the cases left out"
     )
@@ -147,10 +149,10 @@ def file_name(name: str, options: argparse.Namespace) -> str:
 
 
 def result_path(name: str, options: argparse.Namespace) -> Path | None:
-    """The result file: --out, or in $OUT, or in benchmarks/results/<device>/. A quick run writes nothing there: None."""
+    """The result file: --out, or in $PASS_EXT_OUT, or in benchmarks/results/<device>/. None for a quick run."""
     file = file_name(name, options)
     if options.out:
         return Path(options.out)
-    if os.environ.get("OUT"):
-        return Path(os.environ["OUT"]) / file
+    if os.environ.get("PASS_EXT_OUT"):
+        return Path(os.environ["PASS_EXT_OUT"]) / file
     return None if options.quick else RESULTS / machine.device_slug(options.device) / file

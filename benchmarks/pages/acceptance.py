@@ -1,7 +1,7 @@
 """The page of the accept rules: how many drafts each accepts per step, as a table, and one verified tree as a picture.
 
 `python -m benchmarks.pages.acceptance` measures for about a minute. It writes benchmarks/results/<device>/acceptance.json (in
-$OUT where the environment has that), the table of docs/ops/accept.md, and docs/ops/accept-tree.svg, which needs matplotlib.
+$PASS_EXT_OUT if that is set), the table of docs/ops/accept.md, and docs/ops/accept-tree.svg, which needs matplotlib.
 `--render` writes table and picture again from the committed result. `--check` writes nothing and fails where they differ.
 """
 
@@ -130,9 +130,9 @@ def main() -> int:
     if options.quick:
         return 0
     if not options.render:
-        folder = os.environ.get("OUT") or options.root / "benchmarks" / "results" / machine.device_slug("cpu")
+        folder = os.environ.get("PASS_EXT_OUT") or options.root / "benchmarks" / "results" / machine.device_slug("cpu")
         save(result, Path(folder) / "acceptance.json")
-        if os.environ.get("OUT"):
+        if os.environ.get("PASS_EXT_OUT"):
             return 0
     page = options.root / PAGE
     page.write_text(markdown.replace_part(page.read_text(), NAME, render(result)))

@@ -141,7 +141,7 @@ def generate(
         run.open(session, past)
         started = time.perf_counter()
         listener.begin(prompts.texts)
-        run.all()
+        run.run_steps()
         listener.end()
         seconds = time.perf_counter() - started
     acceptance = run.counters.snapshot()

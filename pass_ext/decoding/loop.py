@@ -5,7 +5,7 @@
     accept    finds the longest right path of each tree, and the token that the target adds
     commit    keys and values of the accepted rows go into the caches
 
-The host reads the accepted tokens once per step: it extends the texts, ends some, and shapes the next trees by them.
+The host reads the accepted tokens at one place of a step: it extends the texts, ends some, and shapes the next trees by them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Run:
         self._sampling, self._rule = context.sampling, context.rule
         self._limits = [len(text) + max_new_tokens for text in self.texts]
         self._ends, self._listener, self._processors = ends, listener, processors
-        self._target_adds = 0 if self._rule == LONGEST_BRANCH else 1  # tokens behind those it accepts
+        self._target_adds = (
+            0 if self._rule == LONGEST_BRANCH else 1
+        )  # 1: the target adds a token behind the accepted ones
         self.counters = AcceptanceCounters(max(1, drafting.max_depth), context.device)
         self._packs = TreePacks(context.device)
 
@@ -74,7 +76,7 @@ class Run:
         self._drafting.begin(self.session)
         self._known = fill(self.session, past, self.texts)
 
-    def all(self) -> None:
+    def run_steps(self) -> None:
         """Runs steps until every text has ended."""
         batch = self._read_prompts()
         while any(batch.remaining):
@@ -93,9 +95,8 @@ class Run:
         logits, self.calls = read_prompts(self.session, self.texts, self._known, self._drafting.prompt_slots)
         if self._target_adds:
             return self._extend(steps, logits, self._accept(steps, logits))
-        self.session.prefix_lens.sub_(
-            1
-        )  # the next step reads a prompt's last token again: it is the root of the first level
+        # The first step reads each prompt's last token again, as the root of its tree.
+        self.session.prefix_lens.sub_(1)
         remaining = [limit - len(text) for limit, text in zip(self._limits, self.texts, strict=True)]
         return self._batch(steps, logits, [0] * len(steps), remaining)
 

@@ -1,4 +1,7 @@
-"""The accept rules that ``generate`` takes: those of the ops, and "longest_branch", which only a decoding loop can follow."""
+"""The accept rules that ``generate`` takes: those of the ops, and "longest_branch", which only a decoding loop can follow.
+
+A new rule of the ops belongs into ops/rules.py.
+"""
 
 from pass_ext.ops.rules import ACCEPT_RULES, AcceptRule
 

@@ -3,7 +3,8 @@
     format → metadata → names, types and shapes of the tensors → their values
 
 A file of a few kilobytes may claim sizes of gigabytes, so nothing is allocated by its metadata. What is missing or wrong is
-refused with one ValueError that begins with the path; a file that does not exist stays a FileNotFoundError.
+refused with one ValueError that begins with the path; a file that does not exist stays a FileNotFoundError. The three formats,
+their names and shapes: lookahead.py, exit_adapter.py, decision.py.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def render_pages(monkeypatch):
 
 
 def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
-    done = run_module("benchmarks.ops.lookahead", "--quick", "--device", "cpu", OUT=str(tmp_path))
+    done = run_module("benchmarks.ops.lookahead", "--quick", "--device", "cpu", PASS_EXT_OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "ops/lookahead.json").read_text()
     result = json.loads(text)
@@ -81,7 +81,7 @@ def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
 
 
 def test_quick_attention_bench_names_absent_contenders_and_reasons(tmp_path, render_pages, capsys):
-    done = run_module("benchmarks.ops.attention", "--quick", OUT=str(tmp_path))
+    done = run_module("benchmarks.ops.attention", "--quick", PASS_EXT_OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "ops/attention.json").read_text())
     assert set(result["matmul_gflop_per_s"]) == {"bfloat16", "float32"}

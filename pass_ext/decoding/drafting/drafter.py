@@ -147,5 +147,6 @@ class DraftingMethod(Protocol):
     """A decoding method from outside the package, as ``generate`` takes it."""
 
     def drafters(self, context: DraftContext) -> Sequence[Drafter]:
-        """New drafters for one generation. Those of the first keep their node numbers, the others join its tree."""
+        """New drafters for one generation. The candidates of the first that has any keep their node numbers; those of the
+        others join its tree."""
         ...
