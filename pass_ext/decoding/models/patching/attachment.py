@@ -1,9 +1,9 @@
 """``attached``: patches a transformers model while a generation runs and restores it afterwards.
 
 In the generation's calls the model attends by pass_ext, its linear layers on the CPU are ``few_rows_linear``, and look-ahead
-slots may shift the input of its layers. Other calls of the model, also in other threads, compute what they always did. But until
-the last generation ends the model is in eval mode, and its config names pass_ext's attention. Generations on one model, nested
-or in several threads, share one attachment.
+slots may shift the input of its layers. Other calls of the model, also in other threads, compute what they always did. But
+until the last generation ends the model is in eval mode, and its config names pass_ext's attention. Generations on one model,
+nested or in several threads, share one attachment.
 """
 
 from __future__ import annotations
