@@ -162,8 +162,7 @@ class BlockRows {
       distribution.maximum = larger(chunk.maximum, distribution.maximum);
       bad = bad || !(chunk.sum == chunk.sum);
     }
-    for (int step = 16; step > 0; step /= 2)
-      distribution.maximum = larger(distribution.maximum, shuffle_xor(distribution.maximum, step));
+    distribution.maximum = largest_of_warp(distribution.maximum);
     if (any(bad))
       distribution.status = kBadLogits;
     else if (distribution.maximum == -kInfinity)
@@ -530,11 +529,7 @@ class BlockRows {
       const Best token{score(id, log_e[k]), id};
       if (token.score > -kInfinity && is_better(last, token) && (best.id < 0 || is_better(token, best))) best = token;
     }
-    for (int step = 16; step > 0; step /= 2) {
-      const Best other{shuffle_xor(best.score, step), shuffle_xor(best.id, step)};
-      if (other.id >= 0 && (best.id < 0 || is_better(other, best))) best = other;
-    }
-    return best;
+    return best_of_warp(best);
   }
 
   // The best token of a race behind `last`, id -1 where there is none. Each warp looks at its groups in the order of
