@@ -45,12 +45,14 @@ struct AcceptSource {
     return wish;
   }
 
-  PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row, const ScanWish& wish,
+  PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row,
                               const RowsWorkspace& workspace) const {
     const Distribution distribution = rows.describe(row, parameters_of_row(row.slot), needs_mass(row.slot));
     if (rows.is_leader()) workspace.distributions[row.slot] = distribution;
-    if (distribution.status != 0 || !wish.races) return;
-    const int32_t winner = rows.winner(row, distribution, wish.noise);
+    if (distribution.status != 0) return;
+    const ScanWish wished = wish(row.slot);  // again: to keep it would take registers that the scan needs
+    if (!wished.races) return;
+    const int32_t winner = rows.winner(row, distribution, wished.noise);
     if (rows.is_leader()) workspace.winners[row.slot] = winner;
   }
 

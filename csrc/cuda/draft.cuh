@@ -22,8 +22,8 @@ struct DraftSource {
     return {parameters.scale, is_sum_needed(parameters, true), is_race(problem.mode, is_greedy_draft(problem, slot)),
             draft_noise(problem, slot)};
   }
-  PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row, const ScanWish&,
-                              const RowsWorkspace&) const {
+  // A call, so that the scan keeps no registers for it.
+  PASS_EXT_DEVICE_CALL void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row, const RowsWorkspace&) const {
     draft_row(rows, problem, row.slot);
   }
 };

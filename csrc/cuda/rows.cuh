@@ -572,7 +572,7 @@ class BlockRows {
 // Scans rows, a warp for a chunk; the block that is the last to do so for a row finishes it.
 //   source.find(slot, row)    where the row is; false if it is not to be read
 //   source.wish(slot)         ScanWish
-//   source.finish(rows, row, wish, workspace)
+//   source.finish(rows, row, workspace)
 template <typename Source>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
     scan_rows_kernel(PASS_EXT_PARAMETER Source source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
@@ -592,10 +592,9 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
     });
   if (!block_comes_last(workspace.counters + slot, static_cast<int32_t>(grid_size().x), &row_shared().block.is_last))
     return;
-  if (is_first) wish = source.wish(slot);  // a warp that had no chunk
   BlockRows<Scan::beforehand> rows(workspace, slot);
   const LogitRow finished = row;  // a copy that calls may point to
-  source.finish(rows, finished, wish, workspace);
+  source.finish(rows, finished, workspace);
 }
 
 template <typename Source>
