@@ -1,8 +1,9 @@
 """How many of the GPU's instructions one instruction of the emulator stands for, where both are known.
 
-scan    SASS of a warp's way through one chunk of 1,024 logits / the emulator's, up to the hand-over to the last block
-bounds  SASS of one turn of the loop that bounds the groups of a race, four groups a lane / the emulator's, from the
-        difference between two vocabularies of which one has four turns more
+scan    SASS of a warp's way through one chunk of 1,024 logits, the noise of its groups included / the emulator's, up to the
+        hand-over to the last block
+bounds  SASS of one turn of the loop that draws and bounds the groups of a race, four groups a lane / the emulator's, from the
+        difference between two vocabularies of which one has four turns more. Draws with replacement run it from the second on
 """
 
 from __future__ import annotations
@@ -31,28 +32,35 @@ def measure_ratios(library: Path, kernel_code: dict[str, Any]) -> dict[str, dict
     """ "scan" and "bounds": how many instructions each has on the GPU and on the emulator."""
     scan = kernel_code["kernels"][SCAN]["scan"]
     machine = Machine()
-    small = _draft_of_one_sure_token(machine, TURNS * THREADS * AT_ONCE * GROUP)
-    large = _draft_of_one_sure_token(machine, 2 * TURNS * THREADS * AT_ONCE * GROUP)
-    per_turn = (large["whole"]["instruction"] - small["whole"]["instruction"]) / TURNS
+    small, large = TURNS * THREADS * AT_ONCE * GROUP, 2 * TURNS * THREADS * AT_ONCE * GROUP
+    to_atomic = _draft_of_one_sure_token(machine, small, 1, "coupled")["to_atomic"]["instruction"]
+    per_turn = (_second_draw(machine, large) - _second_draw(machine, small)) / TURNS
     return {
-        "scan": {"gpu": scan["way_in"] + scan["work"], "emulator": small["to_atomic"]["instruction"]},
+        "scan": {"gpu": scan["way_in"] + scan["work"], "emulator": to_atomic},
         "bounds": {"gpu": len(_loop_of_bounds(library)), "emulator": per_turn},
     }
 
 
-def _draft_of_one_sure_token(machine: Machine, vocabulary: int) -> dict[str, Any]:
+def _second_draw(machine: Machine, vocabulary: int) -> float:
+    """The instructions of one more draw with replacement: the scan draws the noise of the first one alone."""
+    one, two = (_draft_of_one_sure_token(machine, vocabulary, draws, "with") for draws in (1, 2))
+    return float(two["whole"]["instruction"] - one["whole"]["instruction"])
+
+
+def _draft_of_one_sure_token(machine: Machine, vocabulary: int, draws: int, mode: str) -> dict[str, Any]:
     logits = torch.zeros(1, vocabulary, dtype=torch.bfloat16)
     logits[0, 5] = 200.0
     rest = dict.fromkeys(("top_k", "top_p", "min_p", "allowed", "nodes"))
-    law = {
+    sampling = {
         "temperature": torch.ones(1),
         "seeds": torch.zeros(1, dtype=torch.int64),
         "positions": torch.zeros(1, dtype=torch.int64),
     }
-    mode = pass_ext.ops.draft.MODES.index("coupled")
+    index = pass_ext.ops.draft.MODES.index(mode)
     step = Step(
         "draft_sample", "one sure token",
-        lambda: draft_sample(logits, 1, mode, **rest, **law), lambda result: result[0].item() == 5,
+        lambda: draft_sample(logits, draws, index, **rest, **sampling),
+        lambda result: result[0].flatten().tolist() == [5] * draws,
     )  # fmt: skip
     return machine.record(step, most=False)[0]
 

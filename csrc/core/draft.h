@@ -46,6 +46,17 @@ PASS_EXT_HOST_DEVICE SamplingParameters draft_parameters(const DraftProblem& pro
   return parameters;
 }
 
+// Whether tokens race; else they are ranked without noise.
+PASS_EXT_HOST_DEVICE bool is_race(DraftMode mode, bool greedy) { return mode != DraftMode::top && !greedy; }
+
+// The noise of a row's first race. Each race that is drawn anew has the next `draw`.
+PASS_EXT_HOST_DEVICE Noise draft_noise(const DraftProblem& problem, int64_t index) {
+  const bool is_coupled = problem.mode == DraftMode::coupled;
+  return {problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[index]),
+          problem.positions == nullptr ? 0 : problem.positions[index], is_coupled ? Purpose::coupled : Purpose::draft,
+          is_coupled || problem.nodes == nullptr ? 0u : static_cast<uint32_t>(problem.nodes[index]), 0};
+}
+
 template <typename Rows>
 PASS_EXT_HOST_DEVICE void draft_row(Rows& rows, const DraftProblem& problem, int64_t index) {
   const LogitRow row = row_at(problem.logits, index * problem.logits.stride, index, index);
@@ -53,19 +64,15 @@ PASS_EXT_HOST_DEVICE void draft_row(Rows& rows, const DraftProblem& problem, int
   const Distribution distribution = rows.describe(row, draft_parameters(problem, index), true);
   int64_t* tokens = problem.tokens + index * problem.count;
   float* logprobs = problem.logprobs + index * problem.count;
-  const bool is_coupled = problem.mode == DraftMode::coupled;
-  Noise noise{problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[index]),
-              problem.positions == nullptr ? 0 : problem.positions[index],
-              is_coupled ? Purpose::coupled : Purpose::draft,
-              is_coupled || problem.nodes == nullptr ? 0u : static_cast<uint32_t>(problem.nodes[index]), 0};
-  const bool ranked = greedy || problem.mode == DraftMode::top;  // without noise
+  Noise noise = draft_noise(problem, index);
+  const bool races = is_race(problem.mode, greedy);
   if (distribution.status != 0) {
     rows.fill(tokens, logprobs, 0, problem.count);
   } else if (problem.mode == DraftMode::with) {
     for (; noise.draw < static_cast<uint32_t>(problem.count); ++noise.draw)
-      rows.best(row, distribution, ranked ? nullptr : &noise, 1, tokens + noise.draw, logprobs + noise.draw);
+      rows.best(row, distribution, races ? &noise : nullptr, 1, tokens + noise.draw, logprobs + noise.draw);
   } else {
-    rows.best(row, distribution, ranked ? nullptr : &noise, problem.count, tokens, logprobs);
+    rows.best(row, distribution, races ? &noise : nullptr, problem.count, tokens, logprobs);
   }
   if (greedy && distribution.status == 0) rows.concentrate(logprobs, problem.count, problem.mode == DraftMode::with);
 }

@@ -43,6 +43,12 @@ PASS_EXT_HOST_DEVICE PhiloxBlock counter_of(const Noise& noise, NoiseLevel level
            static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32)}};
 }
 
+// ln first_g
+PASS_EXT_HOST_DEVICE float log_first(const Noise& noise, int32_t group) {
+  const PhiloxBlock drawn = philox4x32(counter_of(noise, NoiseLevel::group, static_cast<uint32_t>(group)), noise.seed);
+  return logarithm(exponential_variate(drawn.word[0]) * (1.0f / kGroup));
+}
+
 // Uniform in [0, 1), a multiple of 2^-32: the coin thrown for `node` in the step whose first token is at `position`.
 PASS_EXT_HOST_DEVICE double coin(uint64_t seed, int64_t position, int node) {
   const Noise noise{seed, position, Purpose::coin, static_cast<uint32_t>(node), 0};

@@ -36,19 +36,23 @@ struct AcceptSource {
 
   PASS_EXT_DEVICE ScanWish wish(int64_t slot) const {
     const SamplingParameters parameters = parameters_of_row(slot);
-    return {parameters.scale, is_sum_needed(parameters, needs_mass(slot))};
+    ScanWish wish{parameters.scale, is_sum_needed(parameters, needs_mass(slot)), false, {}};
+    if (slot >= problem.nodes || problem.rule != Rule::coupled) return wish;
+    const AcceptRequest request = request_of_row(slot);
+    const int32_t node = node_of_row(slot, request);
+    wish.races = holds(request, node) && !is_greedy_request(request.index);
+    if (wish.races) wish.noise = noise_at(problem, request.index, Purpose::coupled, depth_of(request, node));
+    return wish;
   }
 
   PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row,
                               const RowsWorkspace& workspace) const {
     const Distribution distribution = rows.describe(row, parameters_of_row(row.slot), needs_mass(row.slot));
     if (rows.is_leader()) workspace.distributions[row.slot] = distribution;
-    if (distribution.status != 0 || row.slot >= problem.nodes || problem.rule != Rule::coupled) return;
-    const AcceptRequest request = request_of_row(row.slot);
-    const int32_t node = node_of_row(row.slot, request);
-    if (!holds(request, node) || is_greedy_request(request.index)) return;
-    const int32_t depth = depth_of(request, node);
-    const int32_t winner = rows.winner(row, distribution, noise_at(problem, request.index, Purpose::coupled, depth));
+    if (distribution.status != 0) return;
+    const ScanWish wished = wish(row.slot);  // again: to keep it would take registers that the scan needs
+    if (!wished.races) return;
+    const int32_t winner = rows.winner(row, distribution, wished.noise);
     if (rows.is_leader()) workspace.winners[row.slot] = winner;
   }
 
@@ -153,7 +157,7 @@ inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
   const int64_t rows_of_node = uses_draft ? 2 : 1;
   const int64_t levels = 1 + (problem.max_depth < 3 ? problem.max_depth : 3);  // that a walk comes to: a guess
   return plan_rows(problem.nodes * rows_of_node, problem.requests, levels * rows_of_node, problem.nodes,
-                   problem.target.vocabulary, multiprocessors);
+                   problem.target.vocabulary, problem.rule == Rule::coupled, multiprocessors);
 }
 
 template <Route route>

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/distribution.h"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
@@ -26,12 +27,13 @@ struct BlockScratch {
 
 PASS_EXT_DEVICE unsigned warps_in_block() { return block_size().x / 32; }
 
-PASS_EXT_DEVICE Best best_of_warp(Best value) {
-  for (int step = 16; step > 0; step /= 2) {
-    const Best other{shuffle_xor(value.score, step), shuffle_xor(value.id, step)};
-    if (is_better(other, value)) value = other;
-  }
-  return value;
+PASS_EXT_DEVICE float largest_of_warp(float value) { return float_of_ordered(reduce_max(ordered_bits(value))); }
+
+// Of scores that are no NaN. An id of -1, which stands for none, comes last among equals.
+PASS_EXT_DEVICE Best best_of_warp(const Best& value) {
+  const float score = largest_of_warp(value.score);
+  const uint32_t id = reduce_min(value.score == score ? static_cast<uint32_t>(value.id) : ~0u);
+  return {score, static_cast<int32_t>(id)};
 }
 
 PASS_EXT_DEVICE Best best_of_block(BlockScratch& scratch, Best value) {

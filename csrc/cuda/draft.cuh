@@ -19,9 +19,11 @@ struct DraftSource {
   }
   PASS_EXT_DEVICE ScanWish wish(int64_t slot) const {
     const SamplingParameters parameters = draft_parameters(problem, slot);
-    return {parameters.scale, is_sum_needed(parameters, true)};
+    return {parameters.scale, is_sum_needed(parameters, true), is_race(problem.mode, is_greedy_draft(problem, slot)),
+            draft_noise(problem, slot)};
   }
-  PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row, const RowsWorkspace&) const {
+  // A call, so that the scan keeps no registers for it.
+  PASS_EXT_DEVICE_CALL void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row, const RowsWorkspace&) const {
     draft_row(rows, problem, row.slot);
   }
 };
@@ -33,7 +35,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
 }
 
 inline RowsPlan plan_draft(const DraftProblem& problem, int multiprocessors) {
-  return plan_rows(problem.rows, problem.rows, 1, 0, problem.logits.vocabulary, multiprocessors);
+  return plan_rows(problem.rows, problem.rows, 1, 0, problem.logits.vocabulary, problem.mode != DraftMode::top,
+                   multiprocessors);
 }
 
 inline void launch_draft(const DraftProblem& problem, const RowsPlan& plan, const RowsWorkspace& workspace,

@@ -80,6 +80,14 @@ PASS_EXT_DEVICE unsigned ballot(bool vote, unsigned mask = kFullWarp) { return _
 PASS_EXT_DEVICE bool any(bool vote, unsigned mask = kFullWarp) { return __any_sync(mask, vote); }
 PASS_EXT_DEVICE bool all(bool vote, unsigned mask = kFullWarp) { return __all_sync(mask, vote); }
 
+// The largest and the smallest value of the lanes.
+PASS_EXT_DEVICE uint32_t reduce_max(uint32_t value, unsigned mask = kFullWarp) {
+  return __reduce_max_sync(mask, value);
+}
+PASS_EXT_DEVICE uint32_t reduce_min(uint32_t value, unsigned mask = kFullWarp) {
+  return __reduce_min_sync(mask, value);
+}
+
 PASS_EXT_DEVICE int first_set_bit(unsigned bits) { return __ffs(bits) - 1; }                    // -1 for none
 PASS_EXT_DEVICE int last_set_bit(unsigned bits) { return 31 - __clz(static_cast<int>(bits)); }  // -1 for none
 PASS_EXT_DEVICE int leading_zeros(uint64_t bits) { return __clzll(static_cast<long long>(bits)); }

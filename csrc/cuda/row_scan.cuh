@@ -1,6 +1,8 @@
 // The first pass over rows of logits, by the whole GPU. It leaves two small summaries of a row in global memory: the
 // largest logit of every group of 64 tokens, and of every chunk of 1,024 its share of the softmax sum. Races, top-k and
 // top-p then look only at the groups that can matter. The last block to finish with a row goes on to use it.
+// Where the row's race is known beforehand, the scan also draws ln first_g of every group (core/noise.h), while the
+// logits are on their way: a block alone would take longer for that than for the rest of the race.
 // A sum is taken with the processor's own 2^x, within 2 ulp; a token's own probability never is.
 #pragma once
 
@@ -36,6 +38,8 @@ struct RowSummary {
 struct ScanWish {
   float scale;
   bool needs_sum;
+  bool races;   // its tokens, in a race that begins with `noise`
+  Noise noise;  // of that race
 };
 
 // Whether describing a row takes the sum over all of it.
@@ -43,9 +47,11 @@ PASS_EXT_DEVICE bool is_sum_needed(const SamplingParameters& parameters, bool ne
   return has_filter(parameters) ? parameters.top_p < 1.0f && parameters.top_k == 0 : needs_mass;
 }
 
-// One warp: the summary of one chunk. wish() gives a ScanWish; it is asked while the logits are on their way.
+// One warp: the summary of one chunk. wish() gives a ScanWish; it is asked while the logits are on their way. Where it
+// knows a race, `log_firsts` [groups] gets ln first_g of the chunk's groups.
 template <typename Wish>
-PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSummary& summary, const Wish& wish) {
+PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSummary& summary, float* log_firsts,
+                                const Wish& wish) {
   RawPiece raw[kPieces];
   uint32_t allowed[kPieces];
   const int32_t lane = static_cast<int32_t>(lane_index());
@@ -53,6 +59,10 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) allowed[k] = load_allowed(row, chunk * kChunk + (k * 32 + lane) * kPiece);
   const ScanWish wished = wish();
+  if (wished.races) {
+    const int32_t group = chunk * kGroupsPerChunk + lane;
+    if (lane < kGroupsPerChunk && group < groups_of(row.vocabulary)) log_firsts[group] = log_first(wished.noise, group);
+  }
   float z[kPieces][kPiece];
   bool good = true;
   float largest = -kInfinity;
@@ -90,16 +100,17 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
 
 // The same with the type known to the compiler, so that only its own loads and registers remain.
 template <typename Wish>
-PASS_EXT_DEVICE void scan_chunk_of_any_type(LogitRow row, int32_t chunk, const RowSummary& summary, const Wish& wish) {
+PASS_EXT_DEVICE void scan_chunk_of_any_type(LogitRow row, int32_t chunk, const RowSummary& summary, float* log_firsts,
+                                            const Wish& wish) {
   if (row.type == LogitType::bfloat16) {
     row.type = LogitType::bfloat16;
-    scan_chunk(row, chunk, summary, wish);
+    scan_chunk(row, chunk, summary, log_firsts, wish);
   } else if (row.type == LogitType::float16) {
     row.type = LogitType::float16;
-    scan_chunk(row, chunk, summary, wish);
+    scan_chunk(row, chunk, summary, log_firsts, wish);
   } else {
     row.type = LogitType::float32;
-    scan_chunk(row, chunk, summary, wish);
+    scan_chunk(row, chunk, summary, log_firsts, wish);
   }
 }
 

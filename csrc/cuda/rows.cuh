@@ -31,6 +31,7 @@ constexpr int kBlocksPerMultiprocessor = 2;
 struct RowsWorkspace {
   float* maxima;                // [rows or 2 blocks, groups]
   ChunkSum* chunks;             // [rows or 2 blocks, chunks]
+  float* log_firsts;            // [rows, groups], where races are known beforehand; else null
   float* bounds;                // [rows and blocks, groups], where shared memory is too small
   Distribution* distributions;  // [rows]
   int32_t* winners;             // [rows], rule coupled: the token that the target draws
@@ -45,6 +46,7 @@ struct RowsWorkspace {
 struct RowsPlan {
   int64_t rows, blocks, nodes;
   int32_t groups, chunks_per_row, scan_blocks;  // of a row
+  bool races;                                   // the scan knows the noise of the rows' races
 
   int64_t summaries() const { return rows > 0 ? rows : 2 * blocks; }
   int64_t bounds() const { return groups <= kGroupsInShared ? 0 : rows > blocks ? rows : blocks; }
@@ -74,6 +76,7 @@ struct RowsPlan {
     take(workspace.distributions, rows);
     take(workspace.chunks, summaries() * chunks_per_row);
     take(workspace.maxima, summaries() * groups);
+    take(workspace.log_firsts, races ? rows * groups : 0);
     take(workspace.bounds, bounds() * groups);
     take(workspace.winners, rows);
     take(workspace.divided, 1);
@@ -93,9 +96,9 @@ inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocess
 
 // `rows`: what might have to be scanned; `visited`: what one block comes to of a request, of which there are so many.
 // Scanning beforehand reads all rows with the whole GPU. A block alone reads about 1.5 times its share of the GPU's
-// bandwidth, and only what it comes to.
+// bandwidth, and only what it comes to. `races`: a scan beforehand knows the noise of the rows' races.
 inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64_t nodes, int32_t vocabulary,
-                          int multiprocessors) {
+                          bool races, int multiprocessors) {
   const int64_t busy = requests > multiprocessors * 2 / 3 ? requests : multiprocessors * 2 / 3;
   int64_t room = 8 * static_cast<int64_t>(multiprocessors),
           blocks = kBlocksPerMultiprocessor * int64_t{multiprocessors};
@@ -107,7 +110,8 @@ inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64
           nodes,
           groups_of(vocabulary),
           chunks_of(vocabulary),
-          beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0};
+          beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0,
+          beforehand && races};
 }
 
 // Threads for a block that works on one row.
@@ -128,6 +132,10 @@ PASS_EXT_DEVICE RowShared& row_shared() { return *dynamic_shared<RowShared>(); }
 
 PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t index) {
   return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row};
+}
+
+PASS_EXT_DEVICE float* log_firsts_of(const RowsWorkspace& workspace, int64_t index) {
+  return workspace.log_firsts + index * workspace.groups;
 }
 
 // When a kernel's rows are scanned: all of them by a launch of their own, or each by the block that comes to it. A
@@ -154,8 +162,7 @@ class BlockRows {
       distribution.maximum = larger(chunk.maximum, distribution.maximum);
       bad = bad || !(chunk.sum == chunk.sum);
     }
-    for (int step = 16; step > 0; step /= 2)
-      distribution.maximum = larger(distribution.maximum, shuffle_xor(distribution.maximum, step));
+    distribution.maximum = largest_of_warp(distribution.maximum);
     if (any(bad))
       distribution.status = kBadLogits;
     else if (distribution.maximum == -kInfinity)
@@ -180,8 +187,14 @@ class BlockRows {
   // The `count` best tokens of a race, and their probabilities.
   PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Distribution& distribution, const Noise* noise,
                                  int32_t count, int64_t* tokens, float* logprobs) {
-    const RowSummary summary = summary_of_row(row, distribution.scale, false);
-    bound_groups(summary, distribution, noise, 0.0f);
+    if constexpr (scan == Scan::beforehand) {
+      if (noise != nullptr && noise->draw == 0)
+        bound_drawn_groups(row, distribution);
+      else
+        bound_groups(summary_of(workspace_, row.slot), distribution, noise, 0.0f);
+    } else {
+      bound_groups(summary_of_row(row, distribution.scale, false), distribution, noise, 0.0f);
+    }
     Best last{kInfinity, -1};
     int32_t found = 0;
     for (; found < count; ++found) {
@@ -195,9 +208,10 @@ class BlockRows {
     fill(tokens, logprobs, found, count);
   }
 
-  // The winner of a race among a distribution's tokens, or -1.
+  // The winner among a distribution's tokens of the race whose noise the scan knew, or -1.
   PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
-    bound_groups(summary_of_row(row, distribution.scale, false), distribution, &noise, 0.0f);
+    static_assert(scan == Scan::beforehand, "a block's own scan knows no noise");
+    bound_drawn_groups(row, distribution);
     return next_best(row, &noise, {kInfinity, -1}, PlainScore{row, distribution}).id;
   }
 
@@ -235,7 +249,7 @@ class BlockRows {
     sync_block();
     for (int32_t chunk = static_cast<int32_t>(warp_index()); chunk < workspace_.chunks_per_row;
          chunk += static_cast<int32_t>(warps_in_block()))
-      scan_chunk_of_any_type(row, chunk, summary, [&] { return ScanWish{scale, needs_sum}; });
+      scan_chunk_of_any_type(row, chunk, summary, nullptr, [&] { return ScanWish{scale, needs_sum, false, {}}; });
     sync_block();
     return summary;
   }
@@ -424,13 +438,43 @@ class BlockRows {
     }
   };
 
-  // What no token of a group can exceed in a race: see cpu/rows_kernels-inl.h. A warp has a scheduler to itself here,
-  // so the chains of arithmetic of several groups run side by side.
+  // What no token of a group can exceed in a race: see cpu/rows_kernels-inl.h. -inf where none can win.
+  PASS_EXT_DEVICE static float bound_of_group(const Distribution& distribution, float largest, float log_e,
+                                              float offset) {
+    const float reached = race_score(largest, distribution.maximum, distribution.scale, log_e) + (offset + 0.001f);
+    return largest >= distribution.cut ? reached : -kInfinity;  // of -inf it is -inf
+  }
+
+  // The bounds of a race whose noise the scan has drawn.
+  PASS_EXT_DEVICE void bound_drawn_groups(const LogitRow& row, const Distribution& distribution) {
+    constexpr int kAtOnce = 8;  // pairs of loads
+    const float* const maxima = summary_of(workspace_, row.slot).maxima;
+    const float* const log_firsts = log_firsts_of(workspace_, row.slot);
+    const int32_t groups = workspace_.groups;
+    sync_block();
+    for (int32_t base = first_index(); base < groups; base += kAtOnce * stride()) {
+      float largest[kAtOnce], log_e[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int32_t group = base + k * stride();
+        largest[k] = group < groups ? maxima[group] : -kInfinity;
+        log_e[k] = group < groups ? log_firsts[group] : 0.0f;
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (base + k * stride() < groups)
+          bounds()[base + k * stride()] = bound_of_group(distribution, largest[k], log_e[k], 0.0f);
+    }
+    sync_block();
+  }
+
+  // The bounds of a race, or without noise of a ranking; `offset` is added to each. A warp has a scheduler to itself
+  // here, so the chains of arithmetic of several groups run side by side.
   PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Distribution& distribution,
                                          const Noise* noise, float offset) {
     constexpr int kAtOnce = 4;
     const int32_t groups = workspace_.groups;
-    const float cut = distribution.cut, maximum = distribution.maximum, scale = distribution.scale;
+    const float cut = distribution.cut;
     const Noise heard = noise == nullptr ? Noise{} : *noise;
     sync_block();
     for (int32_t base = first_index(); base < groups; base += kAtOnce * stride()) {
@@ -447,17 +491,10 @@ class BlockRows {
         float log_e[kAtOnce] = {};
         if (noise != nullptr) {
 #pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) {
-            const PhiloxBlock drawn = philox4x32(
-                counter_of(heard, NoiseLevel::group, static_cast<uint32_t>(base + k * stride())), heard.seed);
-            log_e[k] = logarithm(exponential_variate(drawn.word[0]) * (1.0f / kGroup));
-          }
+          for (int k = 0; k < kAtOnce; ++k) log_e[k] = log_first(heard, base + k * stride());
         }
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          const float reached = race_score(largest[k], maximum, scale, log_e[k]) + (offset + 0.001f);
-          bound[k] = largest[k] >= cut ? reached : -kInfinity;  // of -inf it is -inf
-        }
+        for (int k = 0; k < kAtOnce; ++k) bound[k] = bound_of_group(distribution, largest[k], log_e[k], offset);
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
@@ -492,11 +529,7 @@ class BlockRows {
       const Best token{score(id, log_e[k]), id};
       if (token.score > -kInfinity && is_better(last, token) && (best.id < 0 || is_better(token, best))) best = token;
     }
-    for (int step = 16; step > 0; step /= 2) {
-      const Best other{shuffle_xor(best.score, step), shuffle_xor(best.id, step)};
-      if (other.id >= 0 && (best.id < 0 || is_better(other, best))) best = other;
-    }
-    return best;
+    return best_of_warp(best);
   }
 
   // The best token of a race behind `last`, id -1 where there is none. Each warp looks at its groups in the order of
@@ -552,7 +585,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
 #pragma unroll 1
   for (int32_t chunk = static_cast<int32_t>(block_index().x * kScanWarps + warp_index());
        chunk < workspace.chunks_per_row; chunk += static_cast<int32_t>(grid_size().x * kScanWarps))
-    scan_chunk_of_any_type(row, chunk, summary, [&] {
+    scan_chunk_of_any_type(row, chunk, summary, log_firsts_of(workspace, slot), [&] {
       if (is_first) wish = source.wish(slot);
       is_first = false;
       return wish;

@@ -508,6 +508,17 @@ unsigned ballot(const char* name, bool vote, unsigned mask) {
   return static_cast<unsigned>(me.output[0]);
 }
 
+uint32_t largest(const char* name, uint32_t value, unsigned mask) {
+  Thread& me = *engine().current;
+  me.input[0] = value;
+  warp_operation(name, mask, [](unsigned start, unsigned lanes) {
+    uint64_t most = 0;
+    for_each_lane(start, lanes, [&](unsigned, Thread& thread) { most = std::max(most, thread.input[0]); });
+    for_each_lane(start, lanes, [&](unsigned, Thread& thread) { thread.output[0] = most; });
+  });
+  return static_cast<uint32_t>(me.output[0]);
+}
+
 void fence() {
   Engine& e = engine();
   Thread& me = *e.current;

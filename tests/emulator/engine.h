@@ -62,6 +62,7 @@ int block_barrier(const char* name, bool vote);  // how many threads voted true
 void warp_barrier(unsigned mask);
 uint64_t shuffle(const char* name, uint64_t value, int source_lane, unsigned mask);
 unsigned ballot(const char* name, bool vote, unsigned mask);
+uint32_t largest(const char* name, uint32_t value, unsigned mask);  // of the lanes' values
 void fence();
 
 enum class Access { read, write, atomic };

@@ -38,6 +38,14 @@ inline PASS_EXT_KERNEL votes_kernel(const int* in, int* out, unsigned mask) {
   out[4 * lane + 3] = first_set_bit(ballot(vote, mask)) + 100 * count_set_bits(mask);
 }
 
+// out[lane] = {the largest input of the lanes of `mask`, the smallest}; only these take part.
+inline PASS_EXT_KERNEL reductions_kernel(const uint32_t* in, uint32_t* out, unsigned mask) {
+  const unsigned lane = lane_index();
+  if (!(mask >> lane & 1)) return;
+  out[2 * lane] = reduce_max(in[lane], mask);
+  out[2 * lane + 1] = reduce_min(in[lane], mask);
+}
+
 // out = the block's reversed input, through static and dynamic shared memory; votes[block] = how many inputs are odd.
 inline PASS_EXT_KERNEL reverse_kernel(const int* in, int* out, int* votes) {
   PASS_EXT_SHARED(int, first, 256);

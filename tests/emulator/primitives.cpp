@@ -16,6 +16,8 @@ void run_primitive(const std::string& name, Address in, Address out, Address out
     launch("shuffle", shuffle_kernel, {{1}, {32}}, {}, as<double>(in), as<double>(out), a, mask, c);
   } else if (name == "votes") {
     launch("votes", votes_kernel, {{1}, {unsigned(a)}}, {}, as<int>(in), as<int>(out), mask);
+  } else if (name == "reductions") {
+    launch("reductions", reductions_kernel, {{1}, {unsigned(a)}}, {}, as<uint32_t>(in), as<uint32_t>(out), mask);
   } else if (name == "reverse") {
     launch("reverse", reverse_kernel, {{unsigned(a)}, {256}, 1024}, {}, as<int>(in), as<int>(out), as<int>(out2));
   } else if (name == "warp_sum") {

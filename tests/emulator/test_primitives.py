@@ -75,6 +75,19 @@ def test_votes(mask, votes, threads):
             assert [got[lane, 0].item() & FULL, *got[lane, 1:].tolist()] == expected
 
 
+@pytest.mark.parametrize("threads", [32, 20])
+@pytest.mark.parametrize("mask", [FULL, 0x00FF00FF, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_reductions(mask, threads, seed):
+    """Of unsigned numbers: those with the highest bit are the largest."""
+    given = torch.randint(-(2**31), 2**31, (32,), generator=torch.Generator().manual_seed(seed)).int()
+    got = run("reductions", given, [torch.zeros(32, 2, dtype=torch.int32)], threads, mask)
+    lanes = [lane for lane in range(threads) if mask >> lane & 1]
+    values = [given[lane].item() & FULL for lane in lanes]
+    for lane in lanes:
+        assert [number & FULL for number in got[lane].tolist()] == [max(values), min(values)]
+
+
 def test_block_barriers_static_and_dynamic_shared_memory_at_size():
     """Also the speed that tests rely on: 200 blocks of 256 threads, twice through shared memory."""
     given = integers(200, 256, low=0)

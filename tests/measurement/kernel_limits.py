@@ -83,6 +83,7 @@ LIMITS = (
     Limit("accept_kernel*beforehand>", "sm_90", "local accesses", 335, "LDL and STL around calls, today"),
     Limit("accept_kernel*", "sm_90", "local accesses", 1_070, "LDL and STL around calls, today"),
     Limit("draft_kernel*", "sm_90", "local accesses", 462, "LDL and STL around calls, today"),
+    Limit("scan_rows_kernel<DraftSource>", "sm_90", "local accesses", 645, "the same with both kinds of races, today"),
     Limit("scan_rows_kernel*", "sm_90", "local accesses", 570, "LDL and STL of finishing a row, today"),
     Limit("scan_rows_kernel*", "sm_90", LOADS, 8, "a lane asks for all of its 32 logits (of float32: 8 loads) before it waits"),
     Limit("accept_kernel*", "sm_90", "atomics that are CAS loops", 0, "64-bit sums take two atomics of 32 bits"),

@@ -81,6 +81,12 @@ T shuffle_down(T value, unsigned delta, unsigned mask = kFullWarp) {
 inline unsigned ballot(bool vote, unsigned mask = kFullWarp) { return emulator::ballot("ballot", vote, mask); }
 inline bool any(bool vote, unsigned mask = kFullWarp) { return emulator::ballot("any", vote, mask) != 0; }
 inline bool all(bool vote, unsigned mask = kFullWarp) { return emulator::ballot("all", !vote, mask) == 0; }
+inline uint32_t reduce_max(uint32_t value, unsigned mask = kFullWarp) {
+  return emulator::largest("reduce_max", value, mask);
+}
+inline uint32_t reduce_min(uint32_t value, unsigned mask = kFullWarp) {
+  return ~emulator::largest("reduce_min", ~value, mask);
+}
 
 inline int first_set_bit(unsigned bits) { return bits == 0 ? -1 : __builtin_ctz(bits); }
 inline int last_set_bit(unsigned bits) { return bits == 0 ? -1 : 31 - __builtin_clz(bits); }
