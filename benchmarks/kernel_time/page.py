@@ -125,8 +125,9 @@ def render(results: list[dict[str, Any]]) -> str:
 LIMITS = """## What stands in the way
 
 - **A race** is finished by one block, alone: it bounds every group of 64 tokens, with random numbers that the scan has
-  drawn where it knew the race, then looks at the few groups that can win, one after the other. Each look is two random numbers, some
-  logarithms and a load. Races that begin anew, as under `rejection`, draw the numbers of all groups themselves.
+  drawn where it knew the race, then looks at the few groups that can win, one after the other. Each look is two random
+  numbers, some logarithms and a load. Races that begin anew, as under `rejection`, draw the numbers of all groups
+  themselves.
 - **Filters** narrow 2,004 groups, then their tokens, then top-p's, each from 256 bins, with a barrier behind every step.
 - **Attention** before its first product finds its share, the addresses of its keys and its queries, each from the one before;
   merging reads the parts of all members.
