@@ -142,19 +142,19 @@ class ControlFlow:
         return finished[::-1], back
 
     def path_with_loads(self, count: int) -> list[Instruction]:
-        """The way from the kernel's entry to an exit with exactly so many wide loads. Of several the one with most arithmetic,
-        then with fewest other instructions; empty where there is none. Calls are not followed, and no jump back is taken.
+        """The way from the kernel's entry to an exit with exactly so many wide loads. Of several the one with most powers of
+        two, then with fewest instructions; empty where there is none. Calls are not followed, and no jump back is taken.
         """
         order, back = self._own_order()
         best: dict[int, dict[int, tuple[tuple[int, int], list[int]]]] = {}
         for block in reversed(order):
             content = self.blocks[block]
             loads = sum(i.is_wide_load for i in content)
-            arithmetic = sum(i.base in ARITHMETIC for i in content)
+            powers = sum(i.opcode.startswith("MUFU.EX2") for i in content)
             onward = [best[b] for b in self.successors[block] if (block, b) not in back and b in best]
             ways = best[block] = {}
             for behind, (score, path) in [one for ends in onward for one in ends.items()] or [(0, ((0, 0), []))]:
-                way = (score[0] + arithmetic, score[1] - len(content)), [block, *path]
+                way = (score[0] + powers, score[1] - len(content)), [block, *path]
                 if behind + loads <= count and way > ways.get(behind + loads, ((-1, 0), [])):
                     ways[behind + loads] = way
         return self.instructions(best[order[0]].get(count, ((0, 0), []))[1])

@@ -1,7 +1,7 @@
 """How many of the GPU's instructions one instruction of the emulator stands for, where both are known.
 
-scan    SASS of a warp's way through one chunk of 1,024 logits, the noise of its groups included / the emulator's, up to the
-        hand-over to the last block
+scan    SASS of a warp's way through one chunk of 1,024 logits, without noise / the emulator's, up to the hand-over to the
+        last block
 bounds  SASS of one turn of the loop that draws and bounds the groups of a race, four groups a lane / the emulator's, from the
         difference between two vocabularies of which one has four turns more. Draws with replacement run it from the second on
 """
@@ -33,7 +33,7 @@ def measure_ratios(library: Path, kernel_code: dict[str, Any]) -> dict[str, dict
     scan = kernel_code["kernels"][SCAN]["scan"]
     machine = Machine()
     small, large = TURNS * THREADS * AT_ONCE * GROUP, 2 * TURNS * THREADS * AT_ONCE * GROUP
-    to_atomic = _draft_of_one_sure_token(machine, small, 1, "coupled")["to_atomic"]["instruction"]
+    to_atomic = _draft_of_one_sure_token(machine, small, 1, "top")["to_atomic"]["instruction"]
     per_turn = (_second_draw(machine, large) - _second_draw(machine, small)) / TURNS
     return {
         "scan": {"gpu": scan["way_in"] + scan["work"], "emulator": to_atomic},

@@ -59,7 +59,7 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) allowed[k] = load_allowed(row, chunk * kChunk + (k * 32 + lane) * kPiece);
   const ScanWish wished = wish();
-  if (wished.races) {
+  if (log_firsts != nullptr && wished.races) {
     const int32_t group = chunk * kGroupsPerChunk + lane;
     if (lane < kGroupsPerChunk && group < groups_of(row.vocabulary)) log_firsts[group] = log_first(wished.noise, group);
   }

@@ -21,7 +21,8 @@ namespace pass_ext::gpu {
 
 constexpr unsigned kScanWarps = 4;
 constexpr int kScansPerMultiprocessor = 6;  // blocks
-constexpr int64_t kMostTurns = 4;           // chunks that a warp scans one after the other
+constexpr int64_t kMostDrawingWaves = 4;  // of scanning blocks, one wave after the other, that draw the noise of races
+constexpr int64_t kMostTurns = 4;         // chunks that a warp scans one after the other
 constexpr int64_t kMostRowsBeforehand = 2048;
 constexpr int32_t kGroupsInShared = 4096;  // bounds of a race that fit: 262,144 tokens
 constexpr int kBlocksPerMultiprocessor = 2;
@@ -31,7 +32,7 @@ constexpr int kBlocksPerMultiprocessor = 2;
 struct RowsWorkspace {
   float* maxima;                // [rows or 2 blocks, groups]
   ChunkSum* chunks;             // [rows or 2 blocks, chunks]
-  float* log_firsts;            // [rows, groups], where races are known beforehand; else null
+  float* log_firsts;            // [rows, groups], where the scan draws the noise of races; else null
   float* bounds;                // [rows and blocks, groups], where shared memory is too small
   Distribution* distributions;  // [rows]
   int32_t* winners;             // [rows], rule coupled: the token that the target draws
@@ -46,7 +47,7 @@ struct RowsWorkspace {
 struct RowsPlan {
   int64_t rows, blocks, nodes;
   int32_t groups, chunks_per_row, scan_blocks;  // of a row
-  bool races;                                   // the scan knows the noise of the rows' races
+  bool draws;                                   // the scan draws the noise of the rows' races
 
   int64_t summaries() const { return rows > 0 ? rows : 2 * blocks; }
   int64_t bounds() const { return groups <= kGroupsInShared ? 0 : rows > blocks ? rows : blocks; }
@@ -76,7 +77,8 @@ struct RowsPlan {
     take(workspace.distributions, rows);
     take(workspace.chunks, summaries() * chunks_per_row);
     take(workspace.maxima, summaries() * groups);
-    take(workspace.log_firsts, races ? rows * groups : 0);
+    take(workspace.log_firsts, draws ? rows * groups : 0);
+    if (!draws) workspace.log_firsts = nullptr;
     take(workspace.bounds, bounds() * groups);
     take(workspace.winners, rows);
     take(workspace.divided, 1);
@@ -84,11 +86,18 @@ struct RowsPlan {
   }
 };
 
+// Blocks that scan a row, a chunk for each warp; and blocks that scan at once on the whole GPU.
+inline int64_t scans_of_row(int32_t vocabulary) {
+  return (chunks_of(vocabulary) + int64_t{kScanWarps} - 1) / kScanWarps;
+}
+inline int64_t resident_scans(int multiprocessors) {
+  return kScansPerMultiprocessor * int64_t{multiprocessors > 0 ? multiprocessors : 1};
+}
+
 // A warp finds its row once for several chunks where blocks enough remain to keep the whole GPU at work to the end.
 inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocessors) {
-  const int64_t all = (chunks_of(vocabulary) + int64_t{kScanWarps} - 1) / kScanWarps;
-  const int64_t resident = kScansPerMultiprocessor * int64_t{multiprocessors > 0 ? multiprocessors : 1};
-  int64_t turns = rows * all / (4 * resident);
+  const int64_t all = scans_of_row(vocabulary);
+  int64_t turns = rows * all / (4 * resident_scans(multiprocessors));
   if (turns < 1) turns = 1;
   if (turns > kMostTurns) turns = kMostTurns;
   return static_cast<int32_t>((all + turns - 1) / turns);
@@ -96,7 +105,9 @@ inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocess
 
 // `rows`: what might have to be scanned; `visited`: what one block comes to of a request, of which there are so many.
 // Scanning beforehand reads all rows with the whole GPU. A block alone reads about 1.5 times its share of the GPU's
-// bandwidth, and only what it comes to. `races`: a scan beforehand knows the noise of the rows' races.
+// bandwidth, and only what it comes to. `races`: a scan beforehand knows the noise of the rows' races. It draws that
+// noise while its blocks are few: there latency decides. With many, bytes do, and half of a scanning warp's lanes would
+// be idle meanwhile, which they are not in the block that finishes a row.
 inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64_t nodes, int32_t vocabulary,
                           bool races, int multiprocessors) {
   const int64_t busy = requests > multiprocessors * 2 / 3 ? requests : multiprocessors * 2 / 3;
@@ -105,13 +116,14 @@ inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64
   if (room > kMostRowsBeforehand) room = kMostRowsBeforehand;
   if (blocks < 1) blocks = 1;
   const bool beforehand = rows <= room && rows <= visited * busy;
-  return {beforehand ? rows : 0,
-          requests < blocks ? requests : blocks,
-          nodes,
-          groups_of(vocabulary),
-          chunks_of(vocabulary),
-          beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0,
-          beforehand && races};
+  return {
+      beforehand ? rows : 0,
+      requests < blocks ? requests : blocks,
+      nodes,
+      groups_of(vocabulary),
+      chunks_of(vocabulary),
+      beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0,
+      beforehand && races && rows * scans_of_row(vocabulary) <= kMostDrawingWaves * resident_scans(multiprocessors)};
 }
 
 // Threads for a block that works on one row.
@@ -135,7 +147,7 @@ PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t in
 }
 
 PASS_EXT_DEVICE float* log_firsts_of(const RowsWorkspace& workspace, int64_t index) {
-  return workspace.log_firsts + index * workspace.groups;
+  return workspace.log_firsts == nullptr ? nullptr : workspace.log_firsts + index * workspace.groups;
 }
 
 // When a kernel's rows are scanned: all of them by a launch of their own, or each by the block that comes to it. A
@@ -188,7 +200,7 @@ class BlockRows {
   PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Distribution& distribution, const Noise* noise,
                                  int32_t count, int64_t* tokens, float* logprobs) {
     if constexpr (scan == Scan::beforehand) {
-      if (noise != nullptr && noise->draw == 0)
+      if (workspace_.log_firsts != nullptr && noise != nullptr && noise->draw == 0)
         bound_drawn_groups(row, distribution);
       else
         bound_groups(summary_of(workspace_, row.slot), distribution, noise, 0.0f);
@@ -211,7 +223,10 @@ class BlockRows {
   // The winner among a distribution's tokens of the race whose noise the scan knew, or -1.
   PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
     static_assert(scan == Scan::beforehand, "a block's own scan knows no noise");
-    bound_drawn_groups(row, distribution);
+    if (workspace_.log_firsts != nullptr)
+      bound_drawn_groups(row, distribution);
+    else
+      bound_groups(summary_of(workspace_, row.slot), distribution, &noise, 0.0f);
     return next_best(row, &noise, {kInfinity, -1}, PlainScore{row, distribution}).id;
   }
 
