@@ -11,7 +11,7 @@
 namespace pass_ext {
 namespace {
 
-static_assert(gpu::kMostRowsBeforehand <= kCountersOfSlot, "a row has a counter");
+static_assert(gpu::kMaxRowsBeforehand <= kCountersOfSlot, "a row has a counter");
 
 void accept_on_cuda(const char* op, const AcceptProblem& problem, const Tensor& target_logits) {
   if (problem.requests == 0) return;

@@ -1,5 +1,6 @@
-// The accept step on the GPU. The rules: core/accept.h. Where rows are few, one kernel scans all of them and describes
-// each as a distribution, and a second one walks the trees; else a block scans the rows that its request comes to.
+// The accept step on the GPU. The rules: core/accept.h. If there are few rows, one kernel scans all of them and
+// describes each as a distribution, and a second kernel walks the trees. Otherwise each block scans the rows that its
+// walk visits.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +12,13 @@
 
 namespace pass_ext::gpu {
 
-// Rows by slot: node i's target row, then the rows that the children of node i were drawn from.
+// The rows of a problem. A row's `slot` is its index in the workspace: i for node i's target row, nodes + i for the
+// draft row that node i's children were drawn from.
 struct AcceptSource {
   AcceptProblem problem;
 
   PASS_EXT_DEVICE bool find(int64_t slot, LogitRow& row) const {
-    // The way to the request is longer than the way to the row: the row's loads go first.
+    // A tree's target row is known before its request, which takes a search: so the row's loads begin earlier.
     if (slot < problem.nodes && !problem.is_chain) {
       row = row_at(problem.target, slot * problem.target.stride, slot, slot);
       return true;
@@ -34,15 +36,15 @@ struct AcceptSource {
     return true;
   }
 
-  PASS_EXT_DEVICE ScanWish wish(int64_t slot) const {
+  PASS_EXT_DEVICE ScanSettings scan_settings(int64_t slot) const {
     const SamplingParameters parameters = parameters_of_row(slot);
-    ScanWish wish{parameters.scale, is_sum_needed(parameters, needs_mass(slot)), false, {}};
-    if (slot >= problem.nodes || problem.rule != Rule::coupled) return wish;
+    ScanSettings settings{parameters.scale, is_sum_needed(parameters, needs_mass(slot)), false, {}};
+    if (slot >= problem.nodes || problem.rule != Rule::coupled) return settings;
     const AcceptRequest request = request_of_row(slot);
     const int32_t node = node_of_row(slot, request);
-    wish.races = holds(request, node) && !is_greedy_request(request.index);
-    if (wish.races) wish.noise = noise_at(problem, request.index, Purpose::coupled, depth_of(request, node));
-    return wish;
+    settings.races = holds(request, node) && !is_greedy_request(request.index);
+    if (settings.races) settings.noise = noise_at(problem, request.index, Purpose::coupled, depth_of(request, node));
+    return settings;
   }
 
   PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row,
@@ -50,14 +52,15 @@ struct AcceptSource {
     const Distribution distribution = rows.describe(row, parameters_of_row(row.slot), needs_mass(row.slot));
     if (rows.is_leader()) workspace.distributions[row.slot] = distribution;
     if (distribution.status != 0) return;
-    const ScanWish wished = wish(row.slot);  // again: to keep it would take registers that the scan needs
-    if (!wished.races) return;
-    const int32_t winner = rows.winner(row, distribution, wished.noise);
+    // Computed again: keeping the settings would take registers that the scan needs.
+    const ScanSettings settings = scan_settings(row.slot);
+    if (!settings.races) return;
+    const int32_t winner = rows.winner(row, distribution, settings.noise);
     if (rows.is_leader()) workspace.winners[row.slot] = winner;
   }
 
  private:
-  // The last request that begins at or before a row's node; cu_nodes that are not in order find some request.
+  // The last request that begins at or before a row's node. If cu_nodes is not ascending, the result is some request.
   PASS_EXT_DEVICE AcceptRequest request_of_row(int64_t slot) const {
     const int64_t packed = slot < problem.nodes ? slot : slot - problem.nodes;
     if (problem.is_chain)
@@ -74,7 +77,7 @@ struct AcceptSource {
     return static_cast<int32_t>((slot < problem.nodes ? slot : slot - problem.nodes) - request.first);
   }
 
-  // Whether there is such a node. Bounds that divide nothing may point anywhere, and rows may belong to nobody.
+  // True if the request has this node. Invalid bounds may point anywhere, and a row may lie in no request.
   PASS_EXT_DEVICE bool holds(const AcceptRequest& request, int32_t node) const {
     return node >= 0 && node < request.nodes && (problem.is_chain || !breaks_bounds(problem, request.index));
   }
@@ -92,22 +95,22 @@ struct AcceptSource {
 
   PASS_EXT_DEVICE bool needs_mass(int64_t slot) const { return slot >= problem.nodes || problem.rule != Rule::coupled; }
 
-  // Whether a node's children are held against the distribution they were drawn from.
+  // True if a node's children are judged by the distribution they were drawn from: only then is its draft row read.
   PASS_EXT_DEVICE bool is_judged(const AcceptRequest& request, int32_t node) const {
     if (is_greedy_request(request.index)) return false;
     if (problem.is_chain) return node + 1 < request.nodes;
-    bool found = false;
+    bool has_child = false;
     const int32_t lane = static_cast<int32_t>(lane_index());
-    for (int32_t base = node + 1; base < request.nodes && !found; base += 32)
-      found = any(base + lane < request.nodes && request.parent(base + lane) == node);
-    return found;
+    for (int32_t base = node + 1; base < request.nodes && !has_child; base += 32)
+      has_child = any(base + lane < request.nodes && request.parent(base + lane) == node);
+    return has_child;
   }
 
   PASS_EXT_DEVICE int32_t depth_of(const AcceptRequest& request, int32_t node) const {
     int32_t depth = 0;
     while (node > 0 && depth < problem.max_depth) {
       const int32_t parent = request.parent(node);
-      if (parent < 0 || parent >= node) break;  // no tree: the walk will not come here
+      if (parent < 0 || parent >= node) break;  // no tree: the walk does not reach this node
       node = parent;
       ++depth;
     }
@@ -115,6 +118,7 @@ struct AcceptSource {
   }
 };
 
+// `are_bounds_checked`: check_bounds_kernel has written workspace.divided.
 template <Route route, Scan scan>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     accept_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace,
@@ -134,16 +138,18 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     WalkRows<route, scan> rows(workspace, jobs, request);
     if (warp_index() == 0) {
       AcceptWalk<WalkRows<route, scan>>(rows, request).template run<route>(divided);
-      rows.dismiss();
+      rows.end_jobs();
     } else {
-      rows.serve();
+      rows.run_jobs();
     }
     sync_block();
   }
 }
 
-constexpr int64_t kRequestsThatLookThemselves = 1024;  // at whether cu_nodes divides the rows; for more, one block does
+// Up to 1,024 requests every block checks cu_nodes itself; above, one extra kernel does.
+constexpr int64_t kMaxRequestsCheckedByEveryBlock = 1024;
 
+// divided: 1 if every request's range in cu_nodes is valid, else 0.
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) check_bounds_kernel(AcceptProblem problem, int32_t* divided) {
   bool broken = false;
   for (int64_t i = thread_rank(); i < problem.requests; i += block_size().x)
@@ -155,7 +161,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) check_bounds_kernel(AcceptProblem pr
 inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
   const bool uses_draft = problem.has_draft && problem.rule != Rule::coupled && problem.rule != Rule::typical;
   const int64_t rows_of_node = uses_draft ? 2 : 1;
-  const int64_t levels = 1 + (problem.max_depth < 3 ? problem.max_depth : 3);  // that a walk comes to: a guess
+  const int64_t levels = 1 + (problem.max_depth < 3 ? problem.max_depth : 3);  // a guess at the levels a walk visits
   return plan_rows(problem.nodes * rows_of_node, problem.requests, levels * rows_of_node, problem.nodes,
                    problem.target.vocabulary, problem.rule == Rule::coupled, multiprocessors);
 }
@@ -177,7 +183,7 @@ void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, i
 inline void launch_accept(const AcceptProblem& problem, const RowsPlan& plan, const RowsWorkspace& workspace,
                           Stream stream) {
   if (problem.requests == 0) return;
-  const bool is_checked = !problem.is_chain && problem.requests > kRequestsThatLookThemselves;
+  const bool is_checked = !problem.is_chain && problem.requests > kMaxRequestsCheckedByEveryBlock;
   if (is_checked)
     launch("accept (bounds)", check_bounds_kernel, LaunchShape{{1}, {512}}, stream, problem, workspace.divided);
   if (workspace.rows > 0) launch_scan_rows("accept (scan)", AcceptSource{problem}, workspace, stream);

@@ -1,5 +1,5 @@
-// The `Rows` of core/accept.h on the GPU. One warp of a block walks a request's tree: its questions to the tree are a
-// ballot each, with no barrier. What needs a whole row is a job that it hands to all warps of its block.
+// The `Rows` of core/accept.h on the GPU. One warp of a block walks a request's tree and searches it with ballots,
+// without a barrier of the block. Work on a whole row is a job: all warps of the block run it together.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace pass_ext::gpu {
 
 enum class JobKind : int32_t { none, describe, draw, entropy, residual_sums, overlap_sums };
 
-// What the walking warp wants to know, and what came out.
+// One job in shared memory: its kind, its arguments, then its results from `distribution` on.
 struct Job {
   JobKind kind;
   LogitRow row;
@@ -29,34 +29,35 @@ struct Job {
 };
 
 struct AcceptShared {
-  RowShared row;  // first: see there
+  RowShared row;  // first: row_shared() expects it at the beginning of shared memory
   Job job;
   float cuts[kMaxTreeNodes];
-  int32_t removed_count;  // deleted children of the node being judged
+  int32_t removed_count;  // deleted children of the node being judged; their ids and cuts follow
   int32_t removed_ids[kMaxTreeNodes];
   float removed_cuts[kMaxTreeNodes];
 };
 
 PASS_EXT_DEVICE AcceptShared& accept_shared() { return *dynamic_shared<AcceptShared>(); }
 
-// Whether a walk that goes so has jobs of this kind.
+// True if walks of this route and scan have jobs of this kind.
 PASS_EXT_HOST_DEVICE constexpr bool has_job(Route route, Scan scan, JobKind kind) {
   if (kind == JobKind::describe) return scan == Scan::on_the_way;
-  if (kind == JobKind::draw) return scan == Scan::on_the_way || route != Route::coupled;  // beforehand: the winners
+  // After a scan beforehand a coupled walk reads the winners of the races from the workspace.
+  if (kind == JobKind::draw) return scan == Scan::on_the_way || route != Route::coupled;
   if (kind == JobKind::entropy) return route == Route::typical;
   if (kind == JobKind::residual_sums) return route == Route::down || route == Route::traversal || route == Route::kseq;
   return kind == JobKind::overlap_sums && route == Route::kseq;
 }
 
-// Threads of a walk's block: one warp where it has no jobs.
+// Threads of a walk's block: one warp if the walk has no jobs.
 template <Route route, Scan scan>
 unsigned walk_threads(int32_t vocabulary) {
   constexpr bool works_alone = !has_job(route, scan, JobKind::describe) && !has_job(route, scan, JobKind::draw);
-  static_assert(!works_alone || route == Route::coupled, "and no other job");
+  static_assert(!works_alone || route == Route::coupled, "a walk without describe and draw has no other job");
   return works_alone ? 32 : threads_for(vocabulary);
 }
 
-// The jobs. All threads of a block call them together.
+// The jobs. All threads of a block call every method together.
 template <Route route, Scan scan>
 class JobRows : public BlockRows<scan> {
   using Base = BlockRows<scan>;
@@ -137,7 +138,7 @@ class JobRows : public BlockRows<scan> {
         const int32_t place = accept_shared().removed_ids[k] - first;
         if (place < 0 || place >= kPiece) continue;
         const float cut = accept_shared().removed_cuts[k];
-        for (int i = 0; i < kPiece; ++i)  // no index that is not known to the compiler
+        for (int i = 0; i < kPiece; ++i)  // not weight[place]: such an index would put the arrays into local memory
           if (i == place) {
             weight[i] = cut == kInfinity ? 0.0f : residual_weight(p[i], q[i], cut);
             q[i] = 0.0f;
@@ -194,7 +195,7 @@ class JobRows : public BlockRows<scan> {
     return next_best(judge.p_row, &noise, {kInfinity, -1}, score).id;
   }
 
-  // function(first id, eight logits), each piece by one lane.
+  // function(first id, eight logits): one thread per piece.
   template <typename Function>
   PASS_EXT_DEVICE void for_each_piece(const LogitRow& row, const Function& function) {
     for (int32_t first = first_index() * kPiece; first < row.vocabulary; first += stride() * kPiece) {
@@ -204,7 +205,7 @@ class JobRows : public BlockRows<scan> {
     }
   }
 
-  // function(first id, eight probabilities of p, eight of q)
+  // function(first id, eight probabilities of p, eight probabilities of q): one thread per piece.
   template <typename Function>
   PASS_EXT_DEVICE void for_each_pair(const Judge& judge, const Function& function) {
     for (int32_t first = first_index() * kPiece; first < judge.p_row.vocabulary; first += stride() * kPiece) {
@@ -222,6 +223,7 @@ class JobRows : public BlockRows<scan> {
     }
   }
 
+  // Lists the deleted children of judge.node with their cuts in shared memory.
   PASS_EXT_DEVICE void collect_removed(const Judge& judge, const AcceptRequest& request) {
     sync_block();
     if (is_leader()) accept_shared().removed_count = 0;
@@ -236,7 +238,8 @@ class JobRows : public BlockRows<scan> {
   }
 };
 
-// The walking warp. All its lanes call every method together.
+// The `Rows` of a walk. All lanes of the walking warp call every method together, except run_jobs: that is for the
+// other warps.
 template <Route route, Scan scan>
 class WalkRows {
  public:
@@ -250,8 +253,8 @@ class WalkRows {
 #pragma unroll 1
     for (int32_t base = from; base < count; base += 32) {
       const int32_t i = base + static_cast<int32_t>(lane_index());
-      const unsigned found = ballot(i < count && predicate(i));
-      if (found != 0) return base + first_set_bit(found);
+      const unsigned matches = ballot(i < count && predicate(i));
+      if (matches != 0) return base + first_set_bit(matches);
     }
     return -1;
   }
@@ -281,7 +284,7 @@ class WalkRows {
       accept_shared().job.parameters = parameters;
       accept_shared().job.needs_mass = needs_mass;
     }
-    hand_over(JobKind::describe, request_.nodes);
+    run_job(JobKind::describe, request_.nodes);
     return accept_shared().job.distribution;
   }
 
@@ -289,13 +292,13 @@ class WalkRows {
 
   PASS_EXT_DEVICE double entropy(const Judge& judge) {
     if (is_leader()) accept_shared().job.judge = judge;
-    hand_over(JobKind::entropy, request_.nodes);
+    run_job(JobKind::entropy, request_.nodes);
     return accept_shared().job.sums[0];
   }
 
   PASS_EXT_DEVICE ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request) {
     if (is_leader()) accept_shared().job.judge = judge;
-    hand_over(JobKind::residual_sums, request.nodes);
+    run_job(JobKind::residual_sums, request.nodes);
     return {accept_shared().job.sums[0], accept_shared().job.sums[1]};
   }
 
@@ -304,7 +307,7 @@ class WalkRows {
       accept_shared().job.judge = judge;
       for (int k = 0; k < kOverlaps; ++k) accept_shared().job.inverse_rho[k] = inverse_rho[k];
     }
-    hand_over(JobKind::overlap_sums, request_.nodes);
+    run_job(JobKind::overlap_sums, request_.nodes);
     for (int k = 0; k < kOverlaps; ++k) sums[k] = accept_shared().job.sums[k];
   }
 
@@ -317,12 +320,12 @@ class WalkRows {
       accept_shared().job.rejected = rejected;
       accept_shared().job.noise = noise;
     }
-    hand_over(JobKind::draw, request.nodes);
+    run_job(JobKind::draw, request.nodes);
     return accept_shared().job.id;
   }
 
-  // The other warps: jobs, until the walk is over.
-  PASS_EXT_DEVICE void serve() {
+  // For the warps that do not walk: runs their part of each job, until end_jobs.
+  PASS_EXT_DEVICE void run_jobs() {
     for (;;) {
       sync_block();
       if (accept_shared().job.kind == JobKind::none) return;
@@ -330,13 +333,14 @@ class WalkRows {
       sync_block();
     }
   }
-  PASS_EXT_DEVICE void dismiss() {
+  PASS_EXT_DEVICE void end_jobs() {
     if (is_leader()) accept_shared().job.kind = JobKind::none;
     sync_block();
   }
 
  private:
-  PASS_EXT_DEVICE_CALL void hand_over(JobKind kind, int32_t nodes) {
+  // Runs a job, whose arguments are in shared memory, on all warps of the block.
+  PASS_EXT_DEVICE_CALL void run_job(JobKind kind, int32_t nodes) {
     if (is_leader()) {
       accept_shared().job.kind = kind;
       accept_shared().job.nodes = nodes;

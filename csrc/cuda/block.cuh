@@ -1,5 +1,5 @@
-// Work that all threads of a block do together: reductions in a fixed order, and finding the last block. All threads
-// call every function, and it returns the same value to all.
+// Reductions over a warp or a block in a fixed order, and the test for the last block to arrive. Unless a comment says
+// otherwise, all threads of the warp or block call a function together and get the same value.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ PASS_EXT_DEVICE unsigned warps_in_block() { return block_size().x / 32; }
 
 PASS_EXT_DEVICE float largest_of_warp(float value) { return float_of_ordered(reduce_max(ordered_bits(value))); }
 
-// Of scores that are no NaN. An id of -1, which stands for none, comes last among equals.
+// No score may be NaN. The id -1 means none and is last among equal scores.
 PASS_EXT_DEVICE Best best_of_warp(const Best& value) {
   const float score = largest_of_warp(value.score);
   const uint32_t id = reduce_min(value.score == score ? static_cast<uint32_t>(value.id) : ~0u);
@@ -62,8 +62,8 @@ PASS_EXT_DEVICE_CALL double sum_of_block(BlockScratch& scratch, double value) {
   return sum;
 }
 
-// For one thread. True if it is the last of `expected` to come here; then it sees the earlier writes of the others, and
-// the counter is zero again.
+// For one thread. True if it is the last of `expected` threads to call this with `counter`: then it sees what the
+// others wrote before their calls, and the counter is zero again.
 PASS_EXT_DEVICE bool comes_last(int32_t* counter, int32_t expected) {
   fence_device();
   const bool last = atomic_add(counter, 1) + 1 == expected;
@@ -74,7 +74,8 @@ PASS_EXT_DEVICE bool comes_last(int32_t* counter, int32_t expected) {
   return last;
 }
 
-// The same for all memory that a block has written and will read. `answer` is shared memory.
+// The same for whole blocks: all threads of the last block see what all threads of the others wrote. `answer` is shared
+// memory.
 PASS_EXT_DEVICE bool block_comes_last(int32_t* counter, int32_t expected, int32_t* answer) {
   sync_block();
   if (thread_rank() == 0) *answer = comes_last(counter, expected);

@@ -1,5 +1,5 @@
-// Drawing candidates on the GPU. What is drawn: core/draft.h. Where rows are few, the block that finishes the scan of a
-// row goes on to draw from it, so there is one launch; else a block scans a row and draws.
+// Drawing candidates on the GPU. The modes: core/draft.h. If there are few rows, many blocks scan each row and the last
+// of them draws from it, all in one launch. Otherwise one block scans a row and draws from it.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 
 namespace pass_ext::gpu {
 
+// The rows of a problem. A row's `slot`, its index in the workspace, is its index in the problem.
 struct DraftSource {
   DraftProblem problem;
 
@@ -17,12 +18,12 @@ struct DraftSource {
     row = row_at(problem.logits, slot * problem.logits.stride, slot, slot);
     return true;
   }
-  PASS_EXT_DEVICE ScanWish wish(int64_t slot) const {
+  PASS_EXT_DEVICE ScanSettings scan_settings(int64_t slot) const {
     const SamplingParameters parameters = draft_parameters(problem, slot);
     return {parameters.scale, is_sum_needed(parameters, true), is_race(problem.mode, is_greedy_draft(problem, slot)),
             draft_noise(problem, slot)};
   }
-  // A call, so that the scan keeps no registers for it.
+  // Not inlined: the scan would need registers for it.
   PASS_EXT_DEVICE_CALL void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row, const RowsWorkspace&) const {
     draft_row(rows, problem, row.slot);
   }

@@ -1,7 +1,7 @@
-// Eight neighbouring logits at once. Loading and converting are apart: a lane asks for all its pieces first and waits
-// once, so as many bytes are on their way as it has pieces.
-// A row that does not begin at a multiple of 16 bytes is read in 16-byte loads all the same, each piece from two (of
-// float32: three) of them; what such loads would touch outside the row is read element by element.
+// A piece: eight neighbouring logits. Loading and converting are separate functions: if all loads of a lane come before
+// the first conversion, they are in flight together and the lane stalls once.
+// A row that does not begin at a multiple of 16 bytes is read with aligned 16-byte loads too, two for each piece
+// (float32: three). Pieces for which such a load would reach outside the row are read element by element.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ namespace pass_ext::gpu {
 
 constexpr int kPiece = 8;
 
-// A piece as it lies in memory; of 16-bit types the first four words.
+// A piece's bits as in memory. A 16-bit type uses the first four words only.
 struct RawPiece {
   uint32_t word[8];
 };
 
-// The first `kWords` words behind the first `shift` bytes (a multiple of 2, below 16) of so many and four more.
+// Moves `word` down by `shift` bytes, a multiple of 2 below 16: of kWords + 4 words the first kWords are then valid.
 template <int kWords>
 PASS_EXT_DEVICE void move_words(uint32_t (&word)[12], unsigned shift) {
   for (int i = 0; i < kWords + 2; ++i) word[i] = shift & 8 ? word[i + 2] : word[i];
@@ -39,7 +39,7 @@ PASS_EXT_DEVICE RawPiece load_shifted(const char* from, unsigned shift) {
   return raw;
 }
 
-PASS_EXT_DEVICE uint32_t lowest_bits(LogitType type) {  // of -inf
+PASS_EXT_DEVICE uint32_t lowest_bits(LogitType type) {  // the bits of -inf
   return type == LogitType::float32 ? 0xff800000u : type == LogitType::bfloat16 ? 0xff80u : 0xfc00u;
 }
 
@@ -58,15 +58,14 @@ PASS_EXT_DEVICE RawPiece load_elements(const LogitRow& row, int32_t first) {
   return raw;
 }
 
-PASS_EXT_DEVICE unsigned shift_of(const LogitRow& row) {
-  return reinterpret_cast<uintptr_t>(row.logits) % 16;  // and of its pieces, which are multiples of 16 bytes
-}
+// The bytes between a 16-byte boundary and the row, or any of its pieces: a piece's size is a multiple of 16 bytes.
+PASS_EXT_DEVICE unsigned shift_of(const LogitRow& row) { return reinterpret_cast<uintptr_t>(row.logits) % 16; }
 
 PASS_EXT_DEVICE const char* piece_address(const LogitRow& row, int32_t first) {
   return static_cast<const char*>(row.logits) + static_cast<int64_t>(first) * (row.type == LogitType::float32 ? 4 : 2);
 }
 
-// Whether the 16-byte loads that hold elements [first, first + count) lie inside the row.
+// True if the 16-byte loads that hold elements [first, first + count) lie inside the row.
 PASS_EXT_DEVICE bool is_inside(const LogitRow& row, int32_t first, int32_t count, unsigned shift) {
   const int32_t behind = row.vocabulary - first - count;
   return behind >= 0 && (shift == 0 || (first > 0 && behind >= kPiece));
@@ -88,34 +87,34 @@ PASS_EXT_DEVICE RawPiece load_between(const LogitRow& row, int32_t first, unsign
   return row.type == LogitType::float32 ? load_shifted<8>(from, shift) : load_shifted<4>(from, shift);
 }
 
-// The row by value: what a call gets by reference lies in memory for the caller too.
+// By value: this call is not inlined, so a reference would force the caller to hold its row in memory.
 PASS_EXT_DEVICE_CALL RawPiece load_any(LogitRow row, int32_t first) {
   const unsigned shift = shift_of(row);
   return is_inside(row, first, kPiece, shift) ? load_between(row, first, shift) : load_elements(row, first);
 }
 
-// The piece from `first` on, a multiple of 8; -inf behind the end.
+// The piece from `first` on, a multiple of 8; -inf behind the row's end.
 PASS_EXT_DEVICE RawPiece load_raw(const LogitRow& row, int32_t first) {
   return shift_of(row) == 0 && first + kPiece <= row.vocabulary ? load_aligned(row, first) : load_any(row, first);
 }
 
-// One warp: `count` pieces a lane, 256 elements from `first` on each. What is asked is the same for all lanes, so the
-// loads of all pieces are on their way together.
+// One warp: loads `count` pieces per lane; piece k of all lanes is 256 elements from first + 256 k on. The conditions
+// are the same for all lanes, so no branch separates the loads of the pieces.
 template <int count>
 PASS_EXT_DEVICE void load_pieces(const LogitRow& row, int32_t first, RawPiece (&raw)[count]) {
   const unsigned shift = shift_of(row);
-  const int32_t own = first + static_cast<int32_t>(lane_index()) * kPiece;
+  const int32_t lane_first = first + static_cast<int32_t>(lane_index()) * kPiece;
   if (is_inside(row, first, count * 32 * kPiece, shift)) {
     if (shift == 0) {
 #pragma unroll
-      for (int k = 0; k < count; ++k) raw[k] = load_aligned(row, own + k * 32 * kPiece);
+      for (int k = 0; k < count; ++k) raw[k] = load_aligned(row, lane_first + k * 32 * kPiece);
     } else {
 #pragma unroll
-      for (int k = 0; k < count; ++k) raw[k] = load_between(row, own + k * 32 * kPiece, shift);
+      for (int k = 0; k < count; ++k) raw[k] = load_between(row, lane_first + k * 32 * kPiece, shift);
     }
   } else {
 #pragma unroll
-    for (int k = 0; k < count; ++k) raw[k] = load_raw(row, own + k * 32 * kPiece);
+    for (int k = 0; k < count; ++k) raw[k] = load_raw(row, lane_first + k * 32 * kPiece);
   }
 }
 
@@ -135,7 +134,7 @@ PASS_EXT_DEVICE void convert(LogitType type, const RawPiece& raw, float (&z)[kPi
   }
 }
 
-// Which of a piece's tokens are allowed, a bit each.
+// A piece's allowed tokens: bit i is set if token first + i is allowed.
 PASS_EXT_DEVICE uint32_t load_allowed(const LogitRow& row, int32_t first) {
   return row.allowed == nullptr || first >= row.vocabulary ? 0xffu : row.allowed[first / 32] >> first % 32;
 }
@@ -144,7 +143,7 @@ PASS_EXT_DEVICE void forbid(uint32_t allowed, float (&z)[kPiece]) {
   for (int i = 0; i < kPiece; ++i) z[i] = allowed >> i & 1u ? z[i] : -kInfinity;
 }
 
-// Eight logits from `first` on, a multiple of 8; -inf for what is not allowed or behind the end.
+// Eight logits from `first` on, a multiple of 8; -inf for tokens that are not allowed or lie behind the row's end.
 PASS_EXT_DEVICE void load_piece(const LogitRow& row, int32_t first, float (&z)[kPiece]) {
   const RawPiece raw = load_raw(row, first);
   const uint32_t allowed = load_allowed(row, first);

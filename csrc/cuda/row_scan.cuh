@@ -1,9 +1,9 @@
-// The first pass over rows of logits, by the whole GPU. It leaves two small summaries of a row in global memory: the
-// largest logit of every group of 64 tokens, and of every chunk of 1,024 its share of the softmax sum. Races, top-k and
-// top-p then look only at the groups that can matter. The last block to finish with a row goes on to use it.
-// Where the row's race is known beforehand, the scan also draws ln first_g of every group (core/noise.h), while the
-// logits are on their way: a block alone would take longer for that than for the rest of the race.
-// A sum is taken with the processor's own 2^x, within 2 ulp; a token's own probability never is.
+// The scan of a row: the first pass over its logits. It writes two small summaries to global memory: the largest logit
+// of every group of 64 tokens, and the largest logit and share of the softmax sum of every chunk of 1,024. Races, top-k
+// and top-p then read only the groups that can matter. If the noise of the row's race is known, the scan also
+// draws ln first_g of every group (core/noise.h) while the logits are being loaded: one block would take longer for
+// that than for the rest of the race. Sums use the processor's 2^x, within 2 ulp; the probability of a single token
+// never does.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace pass_ext::gpu {
 
-constexpr int kChunk = 1024;                      // logits of one warp at once: four pieces a lane
+constexpr int kChunk = 1024;                      // logits that a warp scans at once: four pieces per lane
 constexpr int kGroupsPerChunk = kChunk / kGroup;  // 16
 constexpr int kPieces = kChunk / kPiece / 32;     // 4
 constexpr int kLanesPerGroup = kGroup / kPiece;   // 8
@@ -28,40 +28,42 @@ struct ChunkSum {
   float maximum, sum;
 };
 
-// What is known of a row: [groups] and [chunks].
+// A row's summary: maxima [groups], chunks [chunks].
 struct RowSummary {
   float* maxima;
   ChunkSum* chunks;
 };
 
-// What a scan must know of a row besides its place.
-struct ScanWish {
+// What a scan computes of a row.
+struct ScanSettings {
   float scale;
   bool needs_sum;
-  bool races;   // its tokens, in a race that begins with `noise`
-  Noise noise;  // of that race
+  bool races;   // true: also ln first_g of every group
+  Noise noise;  // the noise of the row's first race
 };
 
-// Whether describing a row takes the sum over all of it.
+// True if describing a row needs the softmax sum over all of it.
 PASS_EXT_DEVICE bool is_sum_needed(const SamplingParameters& parameters, bool needs_mass) {
   return has_filter(parameters) ? parameters.top_p < 1.0f && parameters.top_k == 0 : needs_mass;
 }
 
-// One warp: the summary of one chunk. wish() gives a ScanWish; it is asked while the logits are on their way. Where it
-// knows a race, `log_firsts` [groups] gets ln first_g of the chunk's groups.
-template <typename Wish>
+// One warp: computes the summary of one chunk. read_settings() returns the ScanSettings; it is called after the loads
+// of the logits, so that both take place at the same time. If `races`, log_firsts [groups] gets ln first_g of the
+// chunk's groups.
+template <typename ReadSettings>
 PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSummary& summary, float* log_firsts,
-                                const Wish& wish) {
+                                const ReadSettings& read_settings) {
   RawPiece raw[kPieces];
   uint32_t allowed[kPieces];
   const int32_t lane = static_cast<int32_t>(lane_index());
   load_pieces(row, chunk * kChunk, raw);
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) allowed[k] = load_allowed(row, chunk * kChunk + (k * 32 + lane) * kPiece);
-  const ScanWish wished = wish();
-  if (log_firsts != nullptr && wished.races) {
+  const ScanSettings settings = read_settings();
+  if (log_firsts != nullptr && settings.races) {
     const int32_t group = chunk * kGroupsPerChunk + lane;
-    if (lane < kGroupsPerChunk && group < groups_of(row.vocabulary)) log_firsts[group] = log_first(wished.noise, group);
+    if (lane < kGroupsPerChunk && group < groups_of(row.vocabulary))
+      log_firsts[group] = log_first(settings.noise, group);
   }
   float z[kPieces][kPiece];
   bool good = true;
@@ -85,8 +87,8 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
 #pragma unroll
   for (int step = 16; step >= kLanesPerGroup; step /= 2) largest = larger(largest, shuffle_xor(largest, step));
   float sum = 0.0f;
-  if (wished.needs_sum && largest > -kInfinity) {
-    const float scale = wished.scale * kLog2E;
+  if (settings.needs_sum && largest > -kInfinity) {
+    const float scale = settings.scale * kLog2E;
 #pragma unroll
     for (int k = 0; k < kPieces; ++k)
 #pragma unroll
@@ -98,19 +100,19 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
   if (lane == 0) summary.chunks[chunk] = {largest, good ? sum : float_of(0x7fc00000u)};
 }
 
-// The same with the type known to the compiler, so that only its own loads and registers remain.
-template <typename Wish>
+// The same with the type as a constant: each copy has the loads and registers of one type only.
+template <typename ReadSettings>
 PASS_EXT_DEVICE void scan_chunk_of_any_type(LogitRow row, int32_t chunk, const RowSummary& summary, float* log_firsts,
-                                            const Wish& wish) {
+                                            const ReadSettings& read_settings) {
   if (row.type == LogitType::bfloat16) {
     row.type = LogitType::bfloat16;
-    scan_chunk(row, chunk, summary, log_firsts, wish);
+    scan_chunk(row, chunk, summary, log_firsts, read_settings);
   } else if (row.type == LogitType::float16) {
     row.type = LogitType::float16;
-    scan_chunk(row, chunk, summary, log_firsts, wish);
+    scan_chunk(row, chunk, summary, log_firsts, read_settings);
   } else {
     row.type = LogitType::float32;
-    scan_chunk(row, chunk, summary, log_firsts, wish);
+    scan_chunk(row, chunk, summary, log_firsts, read_settings);
   }
 }
 

@@ -1,9 +1,9 @@
-// The first elements of a row, in the order logit descending, id ascending, whose measure reaches a given one: a block
-// finds the last of them. An element's key is ordered_bits(logit) << 32 | ~id, so no two are equal, and one selection
-// decides both the cut and who of the tied goes with it. Measures are integers (a count, or integer_mass): added in any
-// order they give the same bits.
-// Ranges of keys are divided into 256 bins until the bin that holds the answer has so few elements that they fit into
-// shared memory, then 32 of them into the lanes of a warp.
+// Selection, for top-k and top-p: orders the elements of a row by logit descending, id ascending, and finds the element
+// at which their measures, added from the first on, reach a needed sum. An element's key is
+// ordered_bits(logit) << 32 | ~id. No two keys are equal, so one selection gives both the cut and the last id among
+// ties. Measures are integers (a count, or integer_mass): their sum has the same bits in any order of additions. A
+// range of keys is divided into 256 bins and narrowed to the bin with the answer, until its elements fit into shared
+// memory, then until at most 32 remain, one for each lane of a warp.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ constexpr int kListed = 2048;
 constexpr int kFewListed = 32;
 
 struct SelectScratch {
-  uint32_t low[kBins], high[kBins];  // 64 bits in two words: shared memory adds 32 at once
+  uint32_t low[kBins], high[kBins];  // 64 bits in two words: an atomic add of shared memory has 32
   unsigned long long before;
   int32_t bin, count;
   uint64_t few[kFewListed];
@@ -33,16 +33,16 @@ PASS_EXT_DEVICE int32_t id_of_key(uint64_t key) { return static_cast<int32_t>(~s
 
 // The lowest key above -inf.
 constexpr uint64_t kLowestKey = static_cast<uint64_t>(0x00800000u) << 32;
-constexpr uint64_t kLastId = 0xffffffffu;  // as a key's low half it is id 0's: the highest
+constexpr uint64_t kLastId = 0xffffffffu;  // a key's low half for id 0: the highest
 
 struct KeyRange {
-  uint64_t low, high;         // both within
-  unsigned long long before;  // measure of the keys above
+  uint64_t low, high;         // both belong to the range
+  unsigned long long before;  // sum of measures of the keys above
 };
 
 struct Selected {
   uint64_t key;
-  bool reached;  // all together are enough
+  bool reached;  // false: the sum of all measures is too small
 };
 
 PASS_EXT_DEVICE void add_to_bin(SelectScratch& scratch, int bin, unsigned long long measure) {
@@ -52,32 +52,32 @@ PASS_EXT_DEVICE void add_to_bin(SelectScratch& scratch, int bin, unsigned long l
   if (high != 0) atomic_add(&scratch.high[bin], high);
 }
 
-// One warp: the first bin at which the measure, counted from `before`, reaches `wanted`; else the last that is not
-// empty.
-PASS_EXT_DEVICE void find_bin(SelectScratch& scratch, unsigned long long wanted, unsigned long long before) {
+// One warp: finds the first bin at which `before` plus the measures of the bins up to it reaches `needed`; if there is
+// none, the last bin that is not empty.
+PASS_EXT_DEVICE void find_bin(SelectScratch& scratch, unsigned long long needed, unsigned long long before) {
   constexpr int kBinsPerLane = kBins / 32;
   const int first = static_cast<int>(lane_index()) * kBinsPerLane;
-  unsigned long long measures[kBinsPerLane], own = 0;
+  unsigned long long measures[kBinsPerLane], lane_sum = 0;
   int last = -1;
 #pragma unroll
   for (int i = 0; i < kBinsPerLane; ++i) {
     measures[i] = static_cast<unsigned long long>(scratch.high[first + i]) << 32 | scratch.low[first + i];
-    own += measures[i];
+    lane_sum += measures[i];
     if (measures[i] > 0) last = first + i;
   }
-  unsigned long long up_to = own;  // of this lane's bins and all before
+  unsigned long long up_to = lane_sum;  // sum over this lane's bins and all before
   for (unsigned step = 1; step < 32; step *= 2) {
     const unsigned long long other = shuffle_up(up_to, step);
     if (lane_index() >= step) up_to += other;
   }
-  const unsigned filled = ballot(last >= 0), reaching = ballot(before + up_to >= wanted);
+  const unsigned filled = ballot(last >= 0), reaching = ballot(before + up_to >= needed);
   const int owner = reaching != 0 ? first_set_bit(reaching) : filled == 0 ? 0 : last_set_bit(filled);
   if (static_cast<int>(lane_index()) != owner) return;
-  before += up_to - own;
+  before += up_to - lane_sum;
   int bin = first;
 #pragma unroll
   for (int i = 0; i < kBinsPerLane - 1; ++i)
-    if (bin == first + i && bin < last && before + measures[i] < wanted) {
+    if (bin == first + i && bin < last && before + measures[i] < needed) {
       before += measures[i];
       ++bin;
     }
@@ -85,8 +85,8 @@ PASS_EXT_DEVICE void find_bin(SelectScratch& scratch, unsigned long long wanted,
   scratch.before = before;
 }
 
-// One pass over the elements: sums of the measure by bin, or (`room` > 0) a list of the elements in the range.
-// for_each(take) calls take(key) for this thread's share, of which some may lie outside the range.
+// One pass over the elements: adds their measures by bin or, if `room` > 0, lists those in the range.
+// for_each(take) calls take(key) for this thread's elements; keys outside the range are ignored.
 struct Pass {
   int shift;
   uint64_t* list;
@@ -102,18 +102,18 @@ PASS_EXT_DEVICE void run_pass(SelectScratch& scratch, const Pass& pass, const Ke
   sync_block();
   for_each([&](uint64_t key) {
     if (key < range.low || key > range.high) return;
-    const unsigned long long own = measure(key);
-    if (own == 0) return;
-    if (pass.room == 0) return add_to_bin(scratch, static_cast<int>((range.high - key) >> pass.shift), own);
+    const unsigned long long key_measure = measure(key);
+    if (key_measure == 0) return;
+    if (pass.room == 0) return add_to_bin(scratch, static_cast<int>((range.high - key) >> pass.shift), key_measure);
     const int32_t place = atomic_add(&scratch.count, 1);
     if (place < pass.room) pass.list[place] = key;
   });
   sync_block();
 }
 
-// Leaves of the range the bin that holds the answer.
-PASS_EXT_DEVICE void narrow(SelectScratch& scratch, unsigned long long wanted, int shift, KeyRange& range) {
-  if (warp_index() == 0) find_bin(scratch, wanted, range.before);
+// Narrows the range to the bin that holds the answer.
+PASS_EXT_DEVICE void narrow(SelectScratch& scratch, unsigned long long needed, int shift, KeyRange& range) {
+  if (warp_index() == 0) find_bin(scratch, needed, range.before);
   sync_block();
   range.high -= static_cast<uint64_t>(scratch.bin) << shift;
   const uint64_t width = (uint64_t{1} << shift) - 1;
@@ -121,53 +121,55 @@ PASS_EXT_DEVICE void narrow(SelectScratch& scratch, unsigned long long wanted, i
   range.before = scratch.before;
 }
 
-// Narrows the range until its elements fit into a list, and lists them; returns how many there are.
+// Narrows the range until its elements fit into `list`, and lists them; returns their number. `crowded`: the first pass
+// narrows before it lists.
 template <typename Measure, typename ForEach>
 PASS_EXT_DEVICE int32_t list_few(SelectScratch& scratch, uint64_t* list, int32_t room, bool crowded,
-                                 unsigned long long wanted, KeyRange& range, const Measure& measure,
+                                 unsigned long long needed, KeyRange& range, const Measure& measure,
                                  const ForEach& for_each) {
   for (bool listing = !crowded;; listing = !listing) {
     const int bits = 64 - leading_zeros(range.high - range.low);
     const Pass pass{bits > 8 ? bits - 8 : 0, list, listing ? room : 0};
     run_pass(scratch, pass, range, measure, for_each);
     if (listing && scratch.count <= room) return scratch.count;
-    if (!listing) narrow(scratch, wanted, pass.shift, range);
+    if (!listing) narrow(scratch, needed, pass.shift, range);
   }
 }
 
-// Each warp for itself: the answer among at most 32 elements.
+// Every warp finds the answer among the same elements, at most 32.
 template <typename Measure>
-PASS_EXT_DEVICE Selected select_of_few(const SelectScratch& scratch, int32_t count, unsigned long long wanted,
+PASS_EXT_DEVICE Selected select_of_few(const SelectScratch& scratch, int32_t count, unsigned long long needed,
                                        const KeyRange& range, const Measure& measure) {
   const int lane = static_cast<int>(lane_index());
   const uint64_t key = lane < count ? scratch.few[lane] : 0;
-  const unsigned long long own = lane < count ? measure(key) : 0;
-  unsigned long long up_to = range.before;  // of this element and all above it
+  const unsigned long long key_measure = lane < count ? measure(key) : 0;
+  unsigned long long up_to = range.before;  // sum over this element and all above it
   bool is_lowest = lane < count;
   for (int i = 0; i < count; ++i) {
     const uint64_t other = shuffle(key, i);
-    const unsigned long long its = shuffle(own, i);
-    if (other >= key) up_to += its;
+    const unsigned long long other_measure = shuffle(key_measure, i);
+    if (other >= key) up_to += other_measure;
     if (other < key) is_lowest = false;
   }
-  const unsigned crossing = ballot(lane < count && up_to >= wanted && up_to - own < wanted);
+  const unsigned crossing = ballot(lane < count && up_to >= needed && up_to - key_measure < needed);
   const unsigned lowest = ballot(is_lowest);
   const int chosen = crossing != 0 ? first_set_bit(crossing) : lowest != 0 ? first_set_bit(lowest) : 0;
   return {shuffle(key, chosen), crossing != 0};
 }
 
-// The largest key K of the range with measure(keys >= K) >= wanted, or the lowest of any measure where all together do
-// not reach it. `list` is shared memory for kListed keys; `crowded`: there are probably more than that.
+// The largest key K of the range with measure(keys >= K) >= needed; if the sum of all measures is too small, the lowest
+// key with a measure above 0. `list` is shared memory for kListed keys; `crowded`: there are probably more elements
+// than that.
 template <typename Measure, typename ForEach>
-PASS_EXT_DEVICE Selected select_key(SelectScratch& scratch, uint64_t* list, unsigned long long wanted, KeyRange range,
+PASS_EXT_DEVICE Selected select_key(SelectScratch& scratch, uint64_t* list, unsigned long long needed, KeyRange range,
                                     bool crowded, const Measure& measure, const ForEach& for_each) {
-  const int32_t count = list_few(scratch, list, kListed, crowded, wanted, range, measure, for_each);
+  const int32_t count = list_few(scratch, list, kListed, crowded, needed, range, measure, for_each);
   const bool many = count > kFewListed;
-  const int32_t few = list_few(scratch, scratch.few, kFewListed, many, wanted, range, measure, [&](const auto& take) {
+  const int32_t few = list_few(scratch, scratch.few, kFewListed, many, needed, range, measure, [&](const auto& take) {
     for (int32_t i = static_cast<int32_t>(thread_rank()); i < count; i += static_cast<int32_t>(block_size().x))
       take(list[i]);
   });
-  const Selected selected = select_of_few(scratch, few, wanted, range, measure);
+  const Selected selected = select_of_few(scratch, few, needed, range, measure);
   sync_block();  // the scratch may be used again
   return selected;
 }

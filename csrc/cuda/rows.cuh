@@ -1,7 +1,7 @@
-// One block's way to work on a row of logits, from its summaries (cuda/row_scan.cuh): describe it as a distribution,
-// find the best tokens of a race. It is the `Rows` of core/draft.h. What a row gives depends neither on the size of the
-// block nor on who scanned it: sums go from chunk to chunk, in the order of one warp; counts and the masses of top-p
-// are integers.
+// The `Rows` of core/draft.h on the GPU: from the summary of a row of logits (cuda/row_scan.cuh) a block describes the
+// row as a distribution and finds the best tokens of a race. The results depend neither on the size of the block nor on
+// which blocks scanned the row: every warp adds the chunks' sums in the same order; counts and the masses of top-p are
+// integers.
 #pragma once
 
 #include <cstdint>
@@ -21,33 +21,50 @@ namespace pass_ext::gpu {
 
 constexpr unsigned kScanWarps = 4;
 constexpr int kScansPerMultiprocessor = 6;  // blocks
+<<<<<<< HEAD
 constexpr int64_t kMostDrawingWaves = 4;  // of scanning blocks, one wave after the other, that draw the noise of races
 constexpr int64_t kMostTurns = 4;         // chunks that a warp scans one after the other
 constexpr int64_t kMostRowsBeforehand = 2048;
 constexpr int32_t kGroupsInShared = 4096;  // bounds of a race that fit: 262,144 tokens
+=======
+constexpr int64_t kMaxChunksPerWarp = 4;  // scanned one after the other
+constexpr int64_t kMaxRowsBeforehand = 2048;
+constexpr int32_t kGroupsInShared = 4096;       // bounds of a race in shared memory: 262,144 tokens
+>>>>>>> rowwords
 constexpr int kBlocksPerMultiprocessor = 2;
 
-// Global memory of one problem. `rows`: these are scanned and finished beforehand; 0: a block scans two at a time, when
-// it comes to them.
+// Global memory of one problem. `rows` is the number of rows that are scanned and finished beforehand. If it is 0, a
+// block scans a row when it first reads it, and has memory for the summaries of two.
 struct RowsWorkspace {
   float* maxima;                // [rows or 2 blocks, groups]
   ChunkSum* chunks;             // [rows or 2 blocks, chunks]
+<<<<<<< HEAD
   float* log_firsts;            // [rows, groups], where the scan draws the noise of races; else null
   float* bounds;                // [rows and blocks, groups], where shared memory is too small
+=======
+  float* log_firsts;                            // [rows, groups] if the scan knows the noise of the races; else unused
+  float* bounds;                                // [the larger of rows and blocks, groups] if shared memory is too small
+>>>>>>> rowwords
   Distribution* distributions;  // [rows]
   int32_t* winners;             // [rows], rule coupled: the token that the target draws
   Judge* judges;                // [nodes]
-  int32_t* divided;             // one
-  int32_t* counters;            // [rows], zero: blocks that are done with a row
+  int32_t* divided;             // [1]: 1 if cu_nodes divides the rows, else 0
+  int32_t* counters;            // [rows], zero before and after: blocks that have scanned a row
   int64_t rows;
   int32_t groups, chunks_per_row, scan_blocks;
 };
 
-// How much of it a problem needs: no more for more requests than the GPU works on at once, but for the judges.
+// The sizes of a RowsWorkspace. All but that of `judges` are limited by what the GPU works on at once, not by the
+// number of requests.
 struct RowsPlan {
   int64_t rows, blocks, nodes;
+<<<<<<< HEAD
   int32_t groups, chunks_per_row, scan_blocks;  // of a row
   bool draws;                                   // the scan draws the noise of the rows' races
+=======
+  int32_t groups, chunks_per_row, scan_blocks;  // for each row
+  bool races;                                   // the scan knows the noise of the rows' races
+>>>>>>> rowwords
 
   int64_t summaries() const { return rows > 0 ? rows : 2 * blocks; }
   int64_t bounds() const { return groups <= kGroupsInShared ? 0 : rows > blocks ? rows : blocks; }
@@ -86,6 +103,7 @@ struct RowsPlan {
   }
 };
 
+<<<<<<< HEAD
 // Blocks that scan a row, a chunk for each warp; and blocks that scan at once on the whole GPU.
 inline int64_t scans_of_row(int32_t vocabulary) {
   return (chunks_of(vocabulary) + int64_t{kScanWarps} - 1) / kScanWarps;
@@ -108,13 +126,30 @@ inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocess
 // bandwidth, and only what it comes to. `races`: a scan beforehand knows the noise of the rows' races. It draws that
 // noise while its blocks are few: there latency decides. With many, bytes do, and half of a scanning warp's lanes would
 // be idle meanwhile, which they are not in the block that finishes a row.
+=======
+// The number of blocks that scan one row. A warp that scans several chunks locates its row only once, but then there
+// are fewer blocks: enough must remain to occupy the whole GPU to the end.
+inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocessors) {
+  const int64_t all = (chunks_of(vocabulary) + int64_t{kScanWarps} - 1) / kScanWarps;
+  const int64_t resident = kScansPerMultiprocessor * int64_t{multiprocessors > 0 ? multiprocessors : 1};
+  int64_t chunks_per_warp = rows * all / (4 * resident);
+  if (chunks_per_warp < 1) chunks_per_warp = 1;
+  if (chunks_per_warp > kMaxChunksPerWarp) chunks_per_warp = kMaxChunksPerWarp;
+  return static_cast<int32_t>((all + chunks_per_warp - 1) / chunks_per_warp);
+}
+
+// `rows`: the rows that may have to be scanned; `visited`: the rows that a block reads for one request. A scan
+// beforehand reads all rows with the whole GPU. A single block reads with about 1.5 times its share of the GPU's
+// bandwidth, and only the rows that it visits. `races`: a scan beforehand knows the noise of the rows' races.
+>>>>>>> rowwords
 inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64_t nodes, int32_t vocabulary,
                           bool races, int multiprocessors) {
   const int64_t busy = requests > multiprocessors * 2 / 3 ? requests : multiprocessors * 2 / 3;
-  int64_t room = 8 * static_cast<int64_t>(multiprocessors),
+  int64_t max_rows = 8 * static_cast<int64_t>(multiprocessors),
           blocks = kBlocksPerMultiprocessor * int64_t{multiprocessors};
-  if (room > kMostRowsBeforehand) room = kMostRowsBeforehand;
+  if (max_rows > kMaxRowsBeforehand) max_rows = kMaxRowsBeforehand;
   if (blocks < 1) blocks = 1;
+<<<<<<< HEAD
   const bool beforehand = rows <= room && rows <= visited * busy;
   return {
       beforehand ? rows : 0,
@@ -124,12 +159,22 @@ inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64
       chunks_of(vocabulary),
       beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0,
       beforehand && races && rows * scans_of_row(vocabulary) <= kMostDrawingWaves * resident_scans(multiprocessors)};
+=======
+  const bool beforehand = rows <= max_rows && rows <= visited * busy;
+  return {beforehand ? rows : 0,
+          requests < blocks ? requests : blocks,
+          nodes,
+          groups_of(vocabulary),
+          chunks_of(vocabulary),
+          beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0,
+          beforehand && races};
+>>>>>>> rowwords
 }
 
-// Threads for a block that works on one row.
+// Threads of a block that works on one row.
 inline unsigned threads_for(int32_t vocabulary) { return vocabulary <= 4 * kChunk ? 128 : 256; }
 
-// A block's shared memory begins with it.
+// The beginning of a block's shared memory.
 struct RowShared {
   union {
     uint64_t listed[kListed];
@@ -137,11 +182,12 @@ struct RowShared {
   };
   SelectScratch select;
   BlockScratch block;
-  uint32_t reached;  // ordered_bits of the best score that a warp has found in a race; 0: of none
+  uint32_t reached;  // ordered_bits of the best score that any warp has found in a race; 0: none
 };
 
 PASS_EXT_DEVICE RowShared& row_shared() { return *dynamic_shared<RowShared>(); }
 
+// `index`: the summary's index in the workspace.
 PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t index) {
   return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row};
 }
@@ -150,14 +196,14 @@ PASS_EXT_DEVICE float* log_firsts_of(const RowsWorkspace& workspace, int64_t ind
   return workspace.log_firsts == nullptr ? nullptr : workspace.log_firsts + index * workspace.groups;
 }
 
-// When a kernel's rows are scanned: all of them by a launch of their own, or each by the block that comes to it. A
-// kernel is made for one of the two, so that it holds no code of the other.
+// The time at which rows are scanned: all of them in a launch of their own, or each when a block first reads it. It is
+// a template parameter, so that a kernel has no code for the other way.
 enum class Scan { beforehand, on_the_way };
 
 template <Scan scan>
 class BlockRows {
  public:
-  // `area`: which bounds in global memory are this block's.
+  // `area`: the block's place among the bounds in global memory, and for rows scanned on the way among the summaries.
   PASS_EXT_DEVICE BlockRows(const RowsWorkspace& workspace, int64_t area) : workspace_(workspace), area_(area) {}
 
   PASS_EXT_DEVICE bool is_leader() const { return thread_rank() == 0; }
@@ -196,7 +242,7 @@ class BlockRows {
 
   PASS_EXT_DEVICE float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
 
-  // The `count` best tokens of a race, and their probabilities.
+  // Writes the `count` best tokens of a race and their log-probabilities; -1 and -inf if there are fewer.
   PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Distribution& distribution, const Noise* noise,
                                  int32_t count, int64_t* tokens, float* logprobs) {
     if constexpr (scan == Scan::beforehand) {
@@ -208,25 +254,30 @@ class BlockRows {
       bound_groups(summary_of_row(row, distribution.scale, false), distribution, noise, 0.0f);
     }
     Best last{kInfinity, -1};
-    int32_t found = 0;
-    for (; found < count; ++found) {
+    int32_t place = 0;
+    for (; place < count; ++place) {
       last = next_best(row, noise, last, PlainScore{row, distribution});
       if (last.id < 0) break;
       if (is_leader()) {
-        tokens[found] = last.id;
-        logprobs[found] = log_weight(distribution, logit_at(row, last.id)) - distribution.log_mass;
+        tokens[place] = last.id;
+        logprobs[place] = log_weight(distribution, logit_at(row, last.id)) - distribution.log_mass;
       }
     }
-    fill(tokens, logprobs, found, count);
+    fill(tokens, logprobs, place, count);
   }
 
-  // The winner among a distribution's tokens of the race whose noise the scan knew, or -1.
+  // The winner of the race whose noise the scan knew, among the tokens of the distribution's support; -1 if none.
   PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
+<<<<<<< HEAD
     static_assert(scan == Scan::beforehand, "a block's own scan knows no noise");
     if (workspace_.log_firsts != nullptr)
       bound_drawn_groups(row, distribution);
     else
       bound_groups(summary_of(workspace_, row.slot), distribution, &noise, 0.0f);
+=======
+    static_assert(scan == Scan::beforehand, "a scan on the way draws no ln first_g");
+    bound_drawn_groups(row, distribution);
+>>>>>>> rowwords
     return next_best(row, &noise, {kInfinity, -1}, PlainScore{row, distribution}).id;
   }
 
@@ -250,21 +301,21 @@ class BlockRows {
     return workspace_.groups <= kGroupsInShared ? row_shared().bounds : workspace_.bounds + area_ * workspace_.groups;
   }
 
-  // A row's summary: made beforehand, or kept since it was last needed, or made now.
+  // A row's summary: scanned beforehand, one of the block's last two, or scanned now.
   PASS_EXT_DEVICE_CALL RowSummary summary_of_row(const LogitRow& row, float scale, bool needs_sum) {
     if constexpr (scan == Scan::beforehand) return summary_of(workspace_, row.slot);
     const int64_t first = area_ * 2;
     for (int i = 0; i < 2; ++i)
-      if (kept_slot_[i] == row.slot && (kept_sum_[i] || !needs_sum)) return summary_of(workspace_, first + i);
-    const int place = next_kept_;
-    next_kept_ ^= 1;
-    kept_slot_[place] = row.slot;
-    kept_sum_[place] = needs_sum;
+      if (summary_slot_[i] == row.slot && (summary_has_sum_[i] || !needs_sum)) return summary_of(workspace_, first + i);
+    const int place = next_summary_;
+    next_summary_ ^= 1;
+    summary_slot_[place] = row.slot;
+    summary_has_sum_[place] = needs_sum;
     const RowSummary summary = summary_of(workspace_, first + place);
     sync_block();
     for (int32_t chunk = static_cast<int32_t>(warp_index()); chunk < workspace_.chunks_per_row;
          chunk += static_cast<int32_t>(warps_in_block()))
-      scan_chunk_of_any_type(row, chunk, summary, nullptr, [&] { return ScanWish{scale, needs_sum, false, {}}; });
+      scan_chunk_of_any_type(row, chunk, summary, nullptr, [&] { return ScanSettings{scale, needs_sum, false, {}}; });
     sync_block();
     return summary;
   }
@@ -292,7 +343,7 @@ class BlockRows {
           if (first[k] >= 0) raw[k] = load_raw(row, first[k]);
         }
 #pragma unroll 1
-        for (int k = 0; k < kAtOnce; ++k) {  // one piece at a time moves to the front: the code below is there once
+        for (int k = 0; k < kAtOnce; ++k) {  // each piece moves to the front in turn: one copy of the code below
           if (first[0] >= 0) {
             float z[kPiece];
             convert(row.type, raw[0], z);
@@ -310,7 +361,7 @@ class BlockRows {
     }
   }
 
-  // Every warp for itself, all alike.
+  // The softmax sum over the whole row. Every warp computes the same.
   PASS_EXT_DEVICE double total_mass(const RowSummary& summary, const Distribution& distribution) const {
     double mass = 0.0;
 #pragma unroll 4
@@ -321,13 +372,13 @@ class BlockRows {
     return sum_of_warp(mass);
   }
 
-  // Sum over the support. The chunks' sums are replaced by those of what is in the support.
+  // The softmax sum over the support. Overwrites the chunks' sums with their sums over the support.
   PASS_EXT_DEVICE_CALL double mass_of(const LogitRow& row, const RowSummary& summary,
                                       const Distribution& distribution) {
-    sync_block();  // everybody has read the chunks
+    sync_block();  // all warps have read the chunks' old sums
     if constexpr (scan == Scan::on_the_way)
       for (int i = 0; i < 2; ++i)
-        if (kept_slot_[i] == row.slot) kept_sum_[i] = false;
+        if (summary_slot_[i] == row.slot) summary_has_sum_[i] = false;
     for (int32_t base = 0; base < workspace_.chunks_per_row; base += 32) {
       unsigned high = ballot(base + lane() < workspace_.chunks_per_row &&
                              summary.chunks[base + lane()].maximum >= distribution.cut);
@@ -344,22 +395,22 @@ class BlockRows {
     return sum_of_warp(mass);
   }
 
-  // One warp.
+  // One warp: a chunk's sum over the support.
   PASS_EXT_DEVICE void sum_chunk(const LogitRow& row, const RowSummary& summary, const Distribution& distribution,
                                  int32_t chunk) {
     float sum = 0.0f;
     RawPiece raw[kPieces];
-    bool wanted[kPieces];
+    bool reaches_cut[kPieces];
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) {
       const int32_t first = chunk * kChunk + (k * 32 + lane()) * kPiece;
-      wanted[k] = first < row.vocabulary && summary.maxima[first / kGroup] >= distribution.cut;
-      if (wanted[k]) raw[k] = load_raw(row, first);
+      reaches_cut[k] = first < row.vocabulary && summary.maxima[first / kGroup] >= distribution.cut;
+      if (reaches_cut[k]) raw[k] = load_raw(row, first);
     }
 #pragma unroll 1
     for (int k = 0; k < kPieces; ++k) {  // as in for_each_high_piece
       const int32_t first = chunk * kChunk + (k * 32 + lane()) * kPiece;
-      if (wanted[0]) {
+      if (reaches_cut[0]) {
         float z[kPiece];
         convert(row.type, raw[0], z);
         if (row.allowed != nullptr) forbid(load_allowed(row, first), z);
@@ -368,7 +419,7 @@ class BlockRows {
       }
 #pragma unroll
       for (int i = 1; i < kPieces; ++i) {
-        wanted[i - 1] = wanted[i];
+        reaches_cut[i - 1] = reaches_cut[i];
         raw[i - 1] = raw[i];
       }
     }
@@ -380,8 +431,8 @@ class BlockRows {
     return distribution.cut == -kInfinity ? kLowestKey : key_of(distribution.cut, distribution.tie);
   }
 
-  // What a selection goes through: the tokens whose logit is at least `floor`, or the groups, by their largest logits.
-  // It counts them; or, with a distribution, their masses under it.
+  // The elements of a selection: the tokens whose logit is at least `floor`, or the groups, by their largest logits.
+  // Their measure is 1; with a distribution, their integer mass. `crowded`: see select_key.
   struct Selection {
     bool of_groups, crowded;
     float floor;
@@ -389,7 +440,7 @@ class BlockRows {
   };
 
   PASS_EXT_DEVICE_CALL Selected select(const LogitRow& row, const RowSummary& summary, const Selection& selection,
-                                       unsigned long long wanted, const KeyRange& range) {
+                                       unsigned long long needed, const KeyRange& range) {
     const auto measure = [&](uint64_t key) -> unsigned long long {
       if (selection.distribution == nullptr) return 1;
       return integer_mass(exponential(log_weight(*selection.distribution, logit_of_key(key))));
@@ -404,16 +455,16 @@ class BlockRows {
           if (z[i] >= selection.floor) take(key_of(z[i], first + i));
       });
     };
-    return select_key(row_shared().select, row_shared().listed, wanted, range, selection.crowded, measure, for_each);
+    return select_key(row_shared().select, row_shared().listed, needed, range, selection.crowded, measure, for_each);
   }
 
-  // The distribution's first `top_k` tokens, if it has so many.
+  // Cuts the distribution behind its first `top_k` tokens, if it has so many.
   PASS_EXT_DEVICE void cut_top_k(const LogitRow& row, const RowSummary& summary, int32_t top_k,
                                  Distribution& distribution) {
     const uint64_t highest = key_of(distribution.maximum, 0);
     float floor = distribution.maximum;
     if (top_k > 1) {
-      // k groups have a largest logit that is at least the k-th largest of these: no token below it is among the top k.
+      // k groups have a token at or above the k-th largest group maximum: no token below it is among the top k.
       const Selected group = select(row, summary, {true, false, -kInfinity, nullptr}, top_k, {kLowestKey, highest, 0});
       floor = group.reached ? logit_of_key(group.key) : -kInfinity;
     }
@@ -424,11 +475,11 @@ class BlockRows {
     distribution.tie = id_of_key(selected.key);
   }
 
-  // The distribution's first tokens that have `top_p` of its mass.
+  // Cuts the distribution behind the token at which the mass reaches `top_p` of the whole.
   PASS_EXT_DEVICE void cut_top_p(const LogitRow& row, const RowSummary& summary, float top_p, double mass,
                                  Distribution& distribution) {
-    const unsigned long long wanted = mass_to_reach(top_p, mass) > 0 ? mass_to_reach(top_p, mass) : 1;
-    // Tokens so improbable that even the whole vocabulary of them weighs less than what top-p leaves out.
+    const unsigned long long needed = mass_to_reach(top_p, mass) > 0 ? mass_to_reach(top_p, mass) : 1;
+    // Below `floor` tokens are so improbable that a whole vocabulary of them weighs less than what top-p leaves out.
     const float spare = static_cast<float>((1.0 - static_cast<double>(top_p)) * mass / row.vocabulary * 0.99);
     const float floor =
         minimum(distribution.maximum + logarithm(maximum(spare, 0x1p-60f)) / distribution.scale, distribution.maximum);
@@ -436,12 +487,12 @@ class BlockRows {
     if (key_of(floor, -1) > range.low) range.low = key_of(floor, -1);
     const Distribution whole = distribution;
     const Selected selected =
-        select(row, summary, {false, true, maximum(floor, distribution.cut), &whole}, wanted, range);
+        select(row, summary, {false, true, maximum(floor, distribution.cut), &whole}, needed, range);
     distribution.cut = logit_of_key(selected.key);
     distribution.tie = id_of_key(selected.key);
   }
 
-  // What a token of a distribution scores in a race.
+  // A token's score in a race; -inf outside the distribution's support.
   struct PlainScore {
     const LogitRow& row;
     const Distribution& distribution;
@@ -453,14 +504,14 @@ class BlockRows {
     }
   };
 
-  // What no token of a group can exceed in a race: see cpu/rows_kernels-inl.h. -inf where none can win.
+  // An upper bound on the scores of a group's tokens in a race: see cpu/rows_kernels-inl.h. -inf if none can win.
   PASS_EXT_DEVICE static float bound_of_group(const Distribution& distribution, float largest, float log_e,
                                               float offset) {
     const float reached = race_score(largest, distribution.maximum, distribution.scale, log_e) + (offset + 0.001f);
-    return largest >= distribution.cut ? reached : -kInfinity;  // of -inf it is -inf
+    return largest >= distribution.cut ? reached : -kInfinity;  // -inf also if `largest` is -inf
   }
 
-  // The bounds of a race whose noise the scan has drawn.
+  // Writes the groups' bounds for a race whose ln first_g the scan has drawn.
   PASS_EXT_DEVICE void bound_drawn_groups(const LogitRow& row, const Distribution& distribution) {
     constexpr int kAtOnce = 8;  // pairs of loads
     const float* const maxima = summary_of(workspace_, row.slot).maxima;
@@ -483,14 +534,15 @@ class BlockRows {
     sync_block();
   }
 
-  // The bounds of a race, or without noise of a ranking; `offset` is added to each. A warp has a scheduler to itself
-  // here, so the chains of arithmetic of several groups run side by side.
+  // Writes the groups' bounds for a race, or without noise for a ranking; adds `offset` to each. Each warp has
+  // a scheduler to itself here, and no other warp hides the latency of its arithmetic: so a thread computes the bounds
+  // of several groups side by side.
   PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Distribution& distribution,
                                          const Noise* noise, float offset) {
     constexpr int kAtOnce = 4;
     const int32_t groups = workspace_.groups;
     const float cut = distribution.cut;
-    const Noise heard = noise == nullptr ? Noise{} : *noise;
+    const Noise race_noise = noise == nullptr ? Noise{} : *noise;
     sync_block();
     for (int32_t base = first_index(); base < groups; base += kAtOnce * stride()) {
       float largest[kAtOnce], bound[kAtOnce];
@@ -506,7 +558,7 @@ class BlockRows {
         float log_e[kAtOnce] = {};
         if (noise != nullptr) {
 #pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) log_e[k] = log_first(heard, base + k * stride());
+          for (int k = 0; k < kAtOnce; ++k) log_e[k] = log_first(race_noise, base + k * stride());
         }
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) bound[k] = bound_of_group(distribution, largest[k], log_e[k], offset);
@@ -518,7 +570,7 @@ class BlockRows {
     sync_block();
   }
 
-  // One warp: the best token of a group behind `last`. score(id, ln E) is -inf for what does not race.
+  // One warp: the best token of a group behind `last`. score(id, ln E) is -inf for a token that does not race.
   template <typename Score>
   PASS_EXT_DEVICE_CALL Best best_of_group(const LogitRow& row, const Noise* noise, int32_t group, const Best& last,
                                           const Score& score) {
@@ -547,9 +599,10 @@ class BlockRows {
     return best_of_warp(best);
   }
 
-  // The best token of a race behind `last`, id -1 where there is none. Each warp looks at its groups in the order of
-  // their bounds, until none can beat the best token that any warp knows. A group that was looked at gets its exact
-  // bound, which a later `last` may bring far down: so one group's best is no measure for all others.
+  // The best token of a race behind `last`, id -1 if there is none. Each warp scores its groups in the order of their
+  // bounds, until none can beat the best token that any warp has found. The score of a group's best token becomes the
+  // group's bound, for it is exact. A later `last` may exclude that token and lower the bound far: so the group with
+  // the highest bound need not hold the best token.
   template <typename Score>
   PASS_EXT_DEVICE_CALL Best next_best(const LogitRow& row, const Noise* noise, const Best& last, const Score& score) {
     uint32_t& reached = row_shared().reached;
@@ -579,36 +632,38 @@ class BlockRows {
 
   const RowsWorkspace& workspace_;
   int64_t area_;
-  int64_t kept_slot_[2] = {-1, -1};
-  bool kept_sum_[2] = {false, false};
-  int next_kept_ = 0;
+  int64_t summary_slot_[2] = {-1, -1};
+  bool summary_has_sum_[2] = {false, false};
+  int next_summary_ = 0;
 };
 
-// Scans rows, a warp for a chunk; the block that is the last to do so for a row finishes it.
-//   source.find(slot, row)    where the row is; false if it is not to be read
-//   source.wish(slot)         ScanWish
-//   source.finish(rows, row, workspace)
+// Scans rows, one warp for a chunk; the last block to finish the scan of a row then finishes the row. `slot` is a row's
+// index in the workspace.
+//   source.find(slot, row)                 sets `row`; false if the row is not to be read
+//   source.scan_settings(slot)             ScanSettings
+//   source.finish(rows, row, workspace)    the work on the scanned row
 template <typename Source>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
     scan_rows_kernel(PASS_EXT_PARAMETER Source source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
   const int64_t slot = block_index().y;
   LogitRow row;
-  if (!source.find(slot, row)) return;  // all blocks of a row agree
+  // All blocks of a row return here or none: else its counter would not return to 0.
+  if (!source.find(slot, row)) return;
   const RowSummary summary = summary_of(workspace, slot);
-  ScanWish wish{};
+  ScanSettings settings{};
   bool is_first = true;
 #pragma unroll 1
   for (int32_t chunk = static_cast<int32_t>(block_index().x * kScanWarps + warp_index());
        chunk < workspace.chunks_per_row; chunk += static_cast<int32_t>(grid_size().x * kScanWarps))
     scan_chunk_of_any_type(row, chunk, summary, log_firsts_of(workspace, slot), [&] {
-      if (is_first) wish = source.wish(slot);
+      if (is_first) settings = source.scan_settings(slot);
       is_first = false;
-      return wish;
+      return settings;
     });
   if (!block_comes_last(workspace.counters + slot, static_cast<int32_t>(grid_size().x), &row_shared().block.is_last))
     return;
   BlockRows<Scan::beforehand> rows(workspace, slot);
-  const LogitRow finished = row;  // a copy that calls may point to
+  const LogitRow finished = row;  // a copy that calls may point to: `row` stays in registers
   source.finish(rows, finished, workspace);
 }
 
