@@ -21,16 +21,10 @@ namespace pass_ext::gpu {
 
 constexpr unsigned kScanWarps = 4;
 constexpr int kScansPerMultiprocessor = 6;  // blocks
-<<<<<<< HEAD
-constexpr int64_t kMostDrawingWaves = 4;  // of scanning blocks, one wave after the other, that draw the noise of races
-constexpr int64_t kMostTurns = 4;         // chunks that a warp scans one after the other
-constexpr int64_t kMostRowsBeforehand = 2048;
-constexpr int32_t kGroupsInShared = 4096;  // bounds of a race that fit: 262,144 tokens
-=======
+constexpr int64_t kMaxDrawingWaves = 4;   // waves of scanning blocks, one after the other, that draw the noise of races
 constexpr int64_t kMaxChunksPerWarp = 4;  // scanned one after the other
 constexpr int64_t kMaxRowsBeforehand = 2048;
-constexpr int32_t kGroupsInShared = 4096;       // bounds of a race in shared memory: 262,144 tokens
->>>>>>> rowwords
+constexpr int32_t kGroupsInShared = 4096;  // bounds of a race in shared memory: 262,144 tokens
 constexpr int kBlocksPerMultiprocessor = 2;
 
 // Global memory of one problem. `rows` is the number of rows that are scanned and finished beforehand. If it is 0, a
@@ -38,13 +32,8 @@ constexpr int kBlocksPerMultiprocessor = 2;
 struct RowsWorkspace {
   float* maxima;                // [rows or 2 blocks, groups]
   ChunkSum* chunks;             // [rows or 2 blocks, chunks]
-<<<<<<< HEAD
-  float* log_firsts;            // [rows, groups], where the scan draws the noise of races; else null
-  float* bounds;                // [rows and blocks, groups], where shared memory is too small
-=======
-  float* log_firsts;                            // [rows, groups] if the scan knows the noise of the races; else unused
-  float* bounds;                                // [the larger of rows and blocks, groups] if shared memory is too small
->>>>>>> rowwords
+  float* log_firsts;            // [rows, groups] if the scan draws the noise of the races; else null
+  float* bounds;                // [the larger of rows and blocks, groups] if shared memory is too small
   Distribution* distributions;  // [rows]
   int32_t* winners;             // [rows], rule coupled: the token that the target draws
   Judge* judges;                // [nodes]
@@ -58,13 +47,8 @@ struct RowsWorkspace {
 // number of requests.
 struct RowsPlan {
   int64_t rows, blocks, nodes;
-<<<<<<< HEAD
-  int32_t groups, chunks_per_row, scan_blocks;  // of a row
-  bool draws;                                   // the scan draws the noise of the rows' races
-=======
   int32_t groups, chunks_per_row, scan_blocks;  // for each row
-  bool races;                                   // the scan knows the noise of the rows' races
->>>>>>> rowwords
+  bool draws;                                   // the scan draws the noise of the rows' races
 
   int64_t summaries() const { return rows > 0 ? rows : 2 * blocks; }
   int64_t bounds() const { return groups <= kGroupsInShared ? 0 : rows > blocks ? rows : blocks; }
@@ -103,36 +87,21 @@ struct RowsPlan {
   }
 };
 
-<<<<<<< HEAD
-// Blocks that scan a row, a chunk for each warp; and blocks that scan at once on the whole GPU.
+// The blocks that scan one row, if each warp scans one chunk.
 inline int64_t scans_of_row(int32_t vocabulary) {
   return (chunks_of(vocabulary) + int64_t{kScanWarps} - 1) / kScanWarps;
 }
+
+// The blocks that scan at the same time on the whole GPU.
 inline int64_t resident_scans(int multiprocessors) {
   return kScansPerMultiprocessor * int64_t{multiprocessors > 0 ? multiprocessors : 1};
 }
 
-// A warp finds its row once for several chunks where blocks enough remain to keep the whole GPU at work to the end.
-inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocessors) {
-  const int64_t all = scans_of_row(vocabulary);
-  int64_t turns = rows * all / (4 * resident_scans(multiprocessors));
-  if (turns < 1) turns = 1;
-  if (turns > kMostTurns) turns = kMostTurns;
-  return static_cast<int32_t>((all + turns - 1) / turns);
-}
-
-// `rows`: what might have to be scanned; `visited`: what one block comes to of a request, of which there are so many.
-// Scanning beforehand reads all rows with the whole GPU. A block alone reads about 1.5 times its share of the GPU's
-// bandwidth, and only what it comes to. `races`: a scan beforehand knows the noise of the rows' races. It draws that
-// noise while its blocks are few: there latency decides. With many, bytes do, and half of a scanning warp's lanes would
-// be idle meanwhile, which they are not in the block that finishes a row.
-=======
 // The number of blocks that scan one row. A warp that scans several chunks locates its row only once, but then there
 // are fewer blocks: enough must remain to occupy the whole GPU to the end.
 inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocessors) {
-  const int64_t all = (chunks_of(vocabulary) + int64_t{kScanWarps} - 1) / kScanWarps;
-  const int64_t resident = kScansPerMultiprocessor * int64_t{multiprocessors > 0 ? multiprocessors : 1};
-  int64_t chunks_per_warp = rows * all / (4 * resident);
+  const int64_t all = scans_of_row(vocabulary);
+  int64_t chunks_per_warp = rows * all / (4 * resident_scans(multiprocessors));
   if (chunks_per_warp < 1) chunks_per_warp = 1;
   if (chunks_per_warp > kMaxChunksPerWarp) chunks_per_warp = kMaxChunksPerWarp;
   return static_cast<int32_t>((all + chunks_per_warp - 1) / chunks_per_warp);
@@ -140,8 +109,9 @@ inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocess
 
 // `rows`: the rows that may have to be scanned; `visited`: the rows that a block reads for one request. A scan
 // beforehand reads all rows with the whole GPU. A single block reads with about 1.5 times its share of the GPU's
-// bandwidth, and only the rows that it visits. `races`: a scan beforehand knows the noise of the rows' races.
->>>>>>> rowwords
+// bandwidth, and only the rows that it visits. `races`: a scan beforehand knows the noise of the rows' races. It draws
+// that noise only if there are few scanning blocks. Then latency decides. With many blocks bandwidth decides, and the
+// scan, which uses half of a warp's lanes for noise, would take longer than the block that finishes the row.
 inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64_t nodes, int32_t vocabulary,
                           bool races, int multiprocessors) {
   const int64_t busy = requests > multiprocessors * 2 / 3 ? requests : multiprocessors * 2 / 3;
@@ -149,17 +119,6 @@ inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64
           blocks = kBlocksPerMultiprocessor * int64_t{multiprocessors};
   if (max_rows > kMaxRowsBeforehand) max_rows = kMaxRowsBeforehand;
   if (blocks < 1) blocks = 1;
-<<<<<<< HEAD
-  const bool beforehand = rows <= room && rows <= visited * busy;
-  return {
-      beforehand ? rows : 0,
-      requests < blocks ? requests : blocks,
-      nodes,
-      groups_of(vocabulary),
-      chunks_of(vocabulary),
-      beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0,
-      beforehand && races && rows * scans_of_row(vocabulary) <= kMostDrawingWaves * resident_scans(multiprocessors)};
-=======
   const bool beforehand = rows <= max_rows && rows <= visited * busy;
   return {beforehand ? rows : 0,
           requests < blocks ? requests : blocks,
@@ -167,8 +126,7 @@ inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64
           groups_of(vocabulary),
           chunks_of(vocabulary),
           beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0,
-          beforehand && races};
->>>>>>> rowwords
+          beforehand && races && rows * scans_of_row(vocabulary) <= kMaxDrawingWaves * resident_scans(multiprocessors)};
 }
 
 // Threads of a block that works on one row.
@@ -268,16 +226,11 @@ class BlockRows {
 
   // The winner of the race whose noise the scan knew, among the tokens of the distribution's support; -1 if none.
   PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
-<<<<<<< HEAD
-    static_assert(scan == Scan::beforehand, "a block's own scan knows no noise");
+    static_assert(scan == Scan::beforehand, "a scan on the way draws no ln first_g");
     if (workspace_.log_firsts != nullptr)
       bound_drawn_groups(row, distribution);
     else
       bound_groups(summary_of(workspace_, row.slot), distribution, &noise, 0.0f);
-=======
-    static_assert(scan == Scan::beforehand, "a scan on the way draws no ln first_g");
-    bound_drawn_groups(row, distribution);
->>>>>>> rowwords
     return next_best(row, &noise, {kInfinity, -1}, PlainScore{row, distribution}).id;
   }
 
