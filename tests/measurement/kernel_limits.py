@@ -75,7 +75,7 @@ LIMITS = (
     Limit("accept_kernel*", ALL, "code", 329_000, "a walk, a scan, and a function for each job; a step runs a part of them"),
     Limit("draft_kernel*", ALL, "code", 192_000, "a function for each pass over a row; a draw runs a part of them"),
     Limit("attention_kernel*", ALL, "code", 226_000, "a main loop unrolled over a tile, and the merge, today"),
-    Limit("scan_rows_kernel*", ALL, "code", 203_000, "the scan for three types (35,000), and finishing a row: races with noise drawn or not"),
+    Limit("scan_rows_kernel*", ALL, "code", 203_000, "the scan for three types (35,000), and finishing a row, noise drawn or not"),
     Limit("*", ALL, "code", 44_000, "what mask_kernel has, the largest of the others"),
 
     # Instructions.
