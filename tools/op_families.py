@@ -1,8 +1,8 @@
-"""Says for each op of csrc/schema.cpp which of its files are there: ``python -m tools.op_families [FAMILY ...]``.
+"""Lists the files of each op of csrc/schema.cpp and names the missing ones: ``python -m tools.op_families [FAMILY ...]``.
 
 An op's family is the first word of its name: ``tree_mask`` belongs to tree. A gradient, ``lookahead_embed_backward``, has the
-reference, export and benchmark of its forward op. Exit status 1: a file is missing, or does not mention the op, and nothing
-excuses it. Excuses are ``CPU_ONLY`` of pass_ext/_library and ``EXCUSES`` below. Needs no build.
+reference, export and benchmark of its forward op. Exit status 1: a file without an excuse is missing or does not mention the
+op. ``CPU_ONLY`` of pass_ext/_library and ``EXCUSES`` below are the excuses. Needs no build.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Part:
-    """A file of an op: what it holds, where it may lie, and a pattern of its text. ``{op}`` and ``{family}`` are filled in."""
+    """A file of an op: its content, its possible paths, and a pattern of its text. ``{op}`` and ``{family}`` are filled in."""
 
     name: str
     paths: tuple[str, ...]
     pattern: str = ""
     on_gpu: bool = False
-    """True: an op for the CPU alone has none."""
+    """True if a CPU-only op does not need the file."""
 
 
 QUOTED = '"{op}"'
@@ -54,7 +54,7 @@ EXCUSES = {
     ("draft", "CPU loops"): ROWS,
     ("cache", "CPU loops"): "it copies rows with memcpy",
 }
-"""(family, part) -> why there is none."""
+"""(family, part) -> reason why the file is missing."""
 
 
 def ops_of(root: Path) -> list[str]:
@@ -68,16 +68,16 @@ def family_of(op: str) -> str:
 
 
 def cpu_only(root: Path) -> dict[str, str]:
-    """``CPU_ONLY`` of pass_ext/_library, read without an import: a package with half an op may not import."""
+    """``CPU_ONLY`` of pass_ext/_library, parsed: importing a package with half an op may fail."""
     for node in ast.parse((root / "pass_ext/_library/__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CPU_ONLY":
-            found: dict[str, str] = ast.literal_eval(node.value)
-            return found
+            reasons: dict[str, str] = ast.literal_eval(node.value)
+            return reasons
     raise SystemExit("pass_ext/_library/__init__.py must assign CPU_ONLY, a dict of op -> reason, found none")
 
 
 def find(op: str, part: Part, root: Path) -> tuple[str, str]:
-    """(state, where): "there", "no file", or "no mention" of the op in the file."""
+    """(state, path) of a part: "there", "no file", or "no mention" of the op in the file."""
     names = {"op": op, "family": family_of(op), "forward": op.removesuffix("_backward")}
     files = [file for path in part.paths for file in sorted(root.glob(path.format(**names)))]
     if not files:
@@ -91,14 +91,14 @@ def find(op: str, part: Part, root: Path) -> tuple[str, str]:
 
 def report(root: Path, families: list[str]) -> tuple[list[str], list[str]]:
     """(lines to print, complaints) about the ops of these families; of all ops for an empty list."""
-    lines, complaints, only = [], [], cpu_only(root)
+    lines, complaints, cpu_reasons = [], [], cpu_only(root)
     for op in ops_of(root):
         if families and family_of(op) not in families:
             continue
         lines.append(op)
         for part in PARTS:
             state, where = find(op, part, root)
-            excuse = EXCUSES.get((family_of(op), part.name)) or (only.get(op) if part.on_gpu else None)
+            excuse = EXCUSES.get((family_of(op), part.name)) or (cpu_reasons.get(op) if part.on_gpu else None)
             if state != "there" and not excuse:
                 complaints.append(f"{op}: {part.name}: {where} {'is missing' if state == 'no file' else 'lacks it'}")
             if state == "there" and excuse:
@@ -111,7 +111,7 @@ def report(root: Path, families: list[str]) -> tuple[list[str], list[str]]:
 def main() -> int:
     """Entry point of `python -m tools.op_families`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help="op families, such as tree; without any, all")
+    parser.add_argument("families", nargs="*", help="op families, such as tree; default: all")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()
     known = sorted({family_of(op) for op in ops_of(options.root)})

@@ -1,1 +1,1 @@
-"""Kernel code without a GPU: what each compiled kernel takes and does, read from its machine code."""
+"""Machine code of the compiled kernels: registers, stack, instructions and loads in flight, read without a GPU."""

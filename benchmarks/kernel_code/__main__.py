@@ -21,17 +21,15 @@ def main() -> int:
     """Entry point of `python -m benchmarks.kernel_code`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page says something else")
-    parser.add_argument("--library", type=Path, help="print the tables of this one, and write nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
+    parser.add_argument("--library", type=Path, help="print the tables of this library and write nothing")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()
     target = options.root / page.PAGE
     if options.check:
         if target.exists() and target.read_text() == page.render(page.read_results(options.root)):
             return 0
-        print(
-            f"{page.PAGE} is not what the results say: run python -m benchmarks.kernel_code --render", file=sys.stderr
-        )
+        print(f"{page.PAGE} does not match the results: run python -m benchmarks.kernel_code --render", file=sys.stderr)
         return 1
     if not options.render:
         library = options.library or options.root / LIBRARY

@@ -1,13 +1,13 @@
-"""Where a kernel's instructions lead: blocks, loops, the way through them that does most work, and loads in flight.
+"""The control flow of a kernel: basic blocks, loops, the path that does most work, and loads in flight.
 
-    block            instructions that run one after the other: only its first is jumped to, only its last jumps
-    loop             all blocks from which a jump back to its head can be reached without passing that head
-    work path        among the ways through a loop (or a kernel) the one with most wide loads, then most arithmetic (in a loop
-                     with matrix products: these alone), then fewest other instructions: a row of ordinary logits or a tile
-                     that needs no mask, not the code for NaN, masks and odd addresses
-    loads in flight  wide loads that are issued before the result of any of them is read or overwritten, by their registers
+    block            instructions in sequence: jumps lead to the first only, and only the last jumps
+    loop             all blocks that reach a jump back to the loop's head without passing that head
+    work path        the path through a loop (or a kernel) with most wide loads, then most arithmetic (in a loop with matrix
+                     products: these alone), then fewest other instructions: a row of ordinary logits or a tile that needs
+                     no mask, not the code for NaN, masks and odd addresses
+    loads in flight  wide loads issued before the result of any of them is read or overwritten, judged by registers
 
-A call counts as one instruction: what it calls is not followed. A jump through a register (a `switch`) ends a way.
+A call counts as one instruction; the called function is not followed. A jump through a register (a `switch`) ends a path.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _JUMPS = frozenset({"BRA", "JMP"})
 
 @dataclass(frozen=True)
 class Loop:
-    """Blocks of one loop; the first is its head."""
+    """The blocks of a loop; the first is its head."""
 
     blocks: tuple[int, ...]
 
 
 class ControlFlow:
-    """A kernel as a graph of blocks, which are numbered in the order of their addresses.
+    """A kernel as a graph of blocks, numbered in the order of their addresses.
 
     Attributes:
         blocks: the instructions of each block.
-        successors: of each block, the blocks that may run next.
+        successors: the blocks that may run after each block.
     """
 
     def __init__(self, instructions: list[Instruction]) -> None:
@@ -70,7 +70,7 @@ class ControlFlow:
         return [Loop((head, *sorted(body - {head}))) for head, body in sorted(bodies.items())]
 
     def _body(self, head: int, last: int) -> set[int] | None:
-        """What can reach ``last`` without passing ``head``; None where that is the kernel's entry, for then it is no loop."""
+        """Blocks that reach ``last`` without passing ``head``; None if the kernel's entry is among them: no loop then."""
         body, waiting = {head}, [last]
         while waiting:
             block = waiting.pop()
@@ -83,8 +83,8 @@ class ControlFlow:
         return body
 
     def hottest_loop(self) -> Loop | None:
-        """The smallest loop with the most matrix products, else with the most wide loads; None where no loop has any, or the
-        kernel's own code has more wide loads outside of loops.
+        """The smallest loop with the most matrix products, else with the most wide loads. None if no loop has any, or if the
+        kernel, without the functions that it calls, has more wide loads outside of loops.
         """
 
         def work(blocks: Iterable[int]) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class ControlFlow:
         return [instruction for block in blocks for instruction in self.blocks[block]]
 
     def work_path(self, loop: Loop | None = None) -> list[Instruction]:
-        """The work path once around the loop; without one, from the kernel's entry to an exit."""
+        """The work path once around ``loop``; by default from the kernel's entry to an exit."""
         inside = frozenset(loop.blocks if loop else range(len(self.blocks)))
         order, back = self._order(loop.blocks[0] if loop else 0, inside)
         multiplies = any(i.base in CLASSES["matrix"] for i in self.instructions(list(inside)))
@@ -111,14 +111,14 @@ class ControlFlow:
         for block in reversed(order):
             ways = [best[b] for b in self.successors[block] if (block, b) not in back and b in best]
             if (block, loop.blocks[0]) in back if loop else not ways:
-                ways.append(((0, 0, 0), []))  # the way ends here
-            if ways:  # else it leaves the loop
+                ways.append(((0, 0, 0), []))  # the path ends here
+            if ways:  # without any, the block leaves the loop
                 score, onward = max(ways, key=lambda way: way[0])
                 best[block] = (_sum(_score(self.blocks[block], multiplies), score), [block, *onward])
         return self.instructions(best[order[0]][1]) if order[0] in best else []
 
     def _order(self, first: int, inside: Container[int]) -> tuple[list[int], set[tuple[int, int]]]:
-        """Blocks reached from ``first``, each before those that it leads to, and the edges that lead back."""
+        """Blocks reached from ``first``, each before its successors, and the edges that lead back."""
         finished: list[int] = []
         back: set[tuple[int, int]] = set()
         seen, open_blocks = {first}, {first}
@@ -142,8 +142,8 @@ class ControlFlow:
         return finished[::-1], back
 
     def path_with_loads(self, count: int) -> list[Instruction]:
-        """The way from the kernel's entry to an exit with exactly so many wide loads. Of several the one with most powers of
-        two, then with fewest instructions; empty where there is none. Calls are not followed, and no jump back is taken.
+        """The path from the kernel's entry to an exit with exactly ``count`` wide loads; empty if there is none. Among several
+        it has most powers of two (MUFU.EX2), then fewest instructions. It follows no call and takes no jump back.
         """
         order, back = self._own_order()
         best: dict[int, dict[int, tuple[tuple[int, int], list[int]]]] = {}
@@ -153,18 +153,18 @@ class ControlFlow:
             powers = sum(i.opcode.startswith("MUFU.EX2") for i in content)
             onward = [best[b] for b in self.successors[block] if (block, b) not in back and b in best]
             ways = best[block] = {}
-            for behind, (score, path) in [one for ends in onward for one in ends.items()] or [(0, ((0, 0), []))]:
+            for behind, (score, path) in [end for ends in onward for end in ends.items()] or [(0, ((0, 0), []))]:
                 way = (score[0] + powers, score[1] - len(content)), [block, *path]
                 if behind + loads <= count and way > ways.get(behind + loads, ((-1, 0), [])):
                     ways[behind + loads] = way
         return self.instructions(best[order[0]].get(count, ((0, 0), []))[1])
 
     def loads_in_flight(self, *, called: bool = True) -> tuple[int, int]:
-        """Wide loads issued before the first use of any: in the shortest such run and in the longest, (0, 0) without any.
-        Without ``called`` those in the functions that the kernel calls are left out.
+        """Wide loads issued before the first use of any: the shortest such run and the longest; (0, 0) without wide loads.
+        ``called=False`` leaves out the functions that the kernel calls.
 
-        What a block finds in flight is for the shortest run that of the way with the fewest, for the longest that of the way
-        with the most. A way takes each jump back at most once.
+        Where paths meet, the shortest run goes on from the path with the fewest loads in flight, the longest from the path
+        with the most. A path takes each jump back at most once.
         """
         longest = max(self._runs(max, called), default=0)
         return min(self._runs(min, called), default=longest), longest
@@ -173,7 +173,7 @@ class ControlFlow:
         runs: list[int] = []
         order, back = self._whole_order() if called else self._own_order()
         after: dict[int, _InFlight] = {}
-        for _ in range(2):  # the second time with what an earlier turn of a loop left in flight
+        for _ in range(2):  # the second time with the loads that an earlier turn of a loop left in flight
             before = after
             after = {}
             for block in order:
@@ -184,7 +184,7 @@ class ControlFlow:
         return runs
 
     def own_blocks(self) -> tuple[int, ...]:
-        """The kernel's blocks, without those of the functions that it calls."""
+        """The blocks of the kernel without the functions that it calls."""
         return tuple(self._own_order()[0])
 
     def _own_order(self) -> tuple[list[int], set[tuple[int, int]]]:
@@ -192,7 +192,7 @@ class ControlFlow:
         return self._order(0, range(len(self.blocks)))
 
     def _whole_order(self) -> tuple[list[int], set[tuple[int, int]]]:
-        """`_order` of the kernel, of the functions that it calls, and of what only a register jumps to."""
+        """`_order` of the kernel, of the functions that it calls, and of code that only a register jumps to."""
         order: list[int] = []
         back: set[tuple[int, int]] = set()
         left = dict.fromkeys(range(len(self.blocks)))
@@ -206,11 +206,11 @@ class ControlFlow:
 
 @dataclass
 class _InFlight:
-    """Wide loads whose results nothing has used yet.
+    """Wide loads whose results no instruction has used yet.
 
     Attributes:
         waiting: register -> address of the load that sets it.
-        issued: whether a load came after the last use of one.
+        issued: True if a load followed the last use of a load's result.
     """
 
     waiting: dict[int, int] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class _InFlight:
         return _InFlight(dict(self.waiting), self.issued)
 
     def advance(self, instruction: Instruction) -> int:
-        """The length of the run of loads that this instruction ends by using one of them; else 0."""
+        """The length of the run of loads that this instruction ends by using one of them; 0 if it ends none."""
         if not (self.waiting or instruction.is_wide_load):
             return 0
         written = instruction.writes()
@@ -237,15 +237,15 @@ class _InFlight:
 
 
 def _score(instructions: list[Instruction], multiplies: bool) -> tuple[int, int, int]:
-    """multiplies: the loop has matrix products; then these are its arithmetic, and the rest of it is to be short."""
+    """(wide loads, arithmetic, -others) of a block. ``multiplies``: only matrix products count as arithmetic."""
     wide = sum(i.is_wide_load or i.base == "LDGSTS" for i in instructions)
     arithmetic = sum(i.base in (CLASSES["matrix"] if multiplies else ARITHMETIC) for i in instructions)
     others = sum(class_of(i) != "nothing" for i in instructions) - wide - arithmetic
     return wide, arithmetic, -others
 
 
-def _sum(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, int, int]:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+def _sum(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def _target(instruction: Instruction) -> int | None:

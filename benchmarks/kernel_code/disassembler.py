@@ -1,6 +1,6 @@
-"""What NVIDIA's cuobjdump and nvdisasm say of a compiled CUDA library or cubin: its kernels, and their instructions.
+"""Reads the kernels of a compiled CUDA library or cubin, and their instructions, with NVIDIA's cuobjdump and nvdisasm.
 
-Both tools are small packages, in the extra pass_ext[dev], and part of a CUDA toolkit. Symbols are read by binutils.
+Both tools are small packages, in the extra pass_ext[dev], and part of a CUDA toolkit. binutils reads the symbols.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.kernel_code.instructions import Instruction
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel as it was compiled for one architecture; sizes in bytes, ``stack`` of each thread, ``shared`` of each block."""
+    """A kernel compiled for one architecture. Sizes are in bytes: ``stack`` per thread, ``shared`` per block."""
 
     name: str
     architecture: str
@@ -36,14 +36,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Code:
-    """Instructions of a kernel, and the compiler that wrote them, "" where the cubin does not say."""
+    """The instructions of a kernel and the compiler's version, "" if the cubin does not name it."""
 
     instructions: list[Instruction]
     compiler: str
 
 
 def find_tool(name: str) -> str | None:
-    """cuobjdump or nvdisasm: of the Python package, else on PATH, else in CUDA_HOME."""
+    """The path of cuobjdump or nvdisasm: in the Python package, else on PATH, else in CUDA_HOME."""
     spec = importlib.util.find_spec("nvidia")
     packages = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
     installed = [path for folder in packages for path in sorted(Path(folder).glob(f"*/bin/{name}"))]
@@ -53,15 +53,15 @@ def find_tool(name: str) -> str | None:
 
 
 def missing_tools() -> list[str]:
-    """Names of the programs that are not on this machine."""
+    """The needed programs that this machine lacks."""
     missing = [name for name in ("cuobjdump", "nvdisasm") if find_tool(name) is None]
     return missing + [name for name in ("readelf", "c++filt") if shutil.which(name) is None]
 
 
 def list_kernels(library: Path, folder: Path) -> list[Kernel]:
-    """Every kernel in a .so, .o or .cubin, for every architecture. The cubins are put into ``folder``, an empty one."""
+    """Every kernel of a .so, .o or .cubin, for every architecture. Extracts the cubins into ``folder``, which must be empty."""
     _run("cuobjdump", "-xelf", "all", library.resolve(), cwd=folder)
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     for cubin in sorted(folder.glob("*.cubin")):
         symbols = _function_symbols(cubin)
         usage = _run("cuobjdump", "-res-usage", cubin)
@@ -69,44 +69,44 @@ def list_kernels(library: Path, folder: Path) -> list[Kernel]:
             index, code = symbols[symbol]
             registers, stack, shared = map(int, sizes)
             architecture = cubin.name.split(".")[-2]
-            found.append(Kernel(symbol, architecture, registers, stack, shared, code, symbol, index, cubin))
-    names = _readable_names(kernel.symbol for kernel in found)
-    found = [replace(kernel, name=names[kernel.symbol]) for kernel in found]
-    return sorted(found, key=lambda kernel: (kernel.name, kernel.architecture))
+            kernels.append(Kernel(symbol, architecture, registers, stack, shared, code, symbol, index, cubin))
+    names = _readable_names(kernel.symbol for kernel in kernels)
+    kernels = [replace(kernel, name=names[kernel.symbol]) for kernel in kernels]
+    return sorted(kernels, key=lambda kernel: (kernel.name, kernel.architecture))
 
 
 def disassemble(kernels: Iterable[Kernel]) -> dict[Kernel, Code]:
-    """The code of these kernels: about a second for each megabyte of a cubin."""
+    """The code of these kernels. Takes about a second for each megabyte of a cubin."""
     by_cubin: dict[Path, dict[str, Kernel]] = {}
     for kernel in kernels:
         by_cubin.setdefault(kernel.cubin, {})[kernel.symbol] = kernel
-    found = {}
-    for cubin, wanted in by_cubin.items():
-        indices = ",".join(str(kernel.index) for kernel in wanted.values())
+    code = {}
+    for cubin, by_symbol in by_cubin.items():
+        indices = ",".join(str(kernel.index) for kernel in by_symbol.values())
         about, functions = json.loads(_run("nvdisasm", "-json", "-fun", indices, cubin))
         tool = re.search(r"release ([\d.]+)", json.dumps(about.get(".note.nv.tkinfo", "")))
         for function in functions:
-            if function["function-name"] in wanted:
-                kernel = wanted[function["function-name"]]
-                found[kernel] = Code(read_instructions(function["sass-instructions"]), tool[1] if tool else "")
-    return found
+            if function["function-name"] in by_symbol:
+                kernel = by_symbol[function["function-name"]]
+                code[kernel] = Code(read_instructions(function["sass-instructions"]), tool[1] if tool else "")
+    return code
 
 
 def read_instructions(listed: list[dict[str, str]]) -> list[Instruction]:
-    """nvdisasm's JSON list of one function's instructions; it names no addresses, but each has 16 bytes."""
+    """The instructions of one function, from nvdisasm's JSON. The JSON has no addresses; each instruction has 16 bytes."""
     return [
         Instruction(
             16 * i,
-            one["opcode"],
-            tuple(filter(None, (operand.strip() for operand in one.get("operands", "").split(",")))),
-            one.get("predicate", ""),
+            entry["opcode"],
+            tuple(filter(None, (operand.strip() for operand in entry.get("operands", "").split(",")))),
+            entry.get("predicate", ""),
         )
-        for i, one in enumerate(listed)
+        for i, entry in enumerate(listed)
     ]
 
 
 def shorten(name: str) -> str:
-    """A demangled kernel without its namespaces, its result and its parameters; enumerators by their names."""
+    """A demangled name without namespaces, result type and parameters; enumerators have their names."""
     name = re.sub(r"^void ", "", name)
     name = name[: _end_of_name(name)]
     for enum, value in set(re.findall(r"\((?:\w+::)*(\w+)\)(\d+)", name)):
@@ -115,7 +115,7 @@ def shorten(name: str) -> str:
 
 
 def _end_of_name(name: str) -> int:
-    """Where the parameter list begins: the first parenthesis outside of template arguments."""
+    """The index of the parameter list: the first parenthesis outside of template arguments."""
     depth = 0
     for i, character in enumerate(name):
         depth += {"<": 1, ">": -1}.get(character, 0)
@@ -126,9 +126,9 @@ def _end_of_name(name: str) -> int:
 
 def _enumerator(enum: str, value: int) -> str:
     for header in sorted((ROOT / "csrc").glob("*/*.*h")):
-        found = re.search(rf"enum class {enum}\b[^{{]*\{{([^}}]*)\}}", header.read_text())
-        if found:
-            return [name.strip() for name in found[1].split(",") if name.strip()][value]
+        definition = re.search(rf"enum class {enum}\b[^{{]*\{{([^}}]*)\}}", header.read_text())
+        if definition:
+            return [name.strip() for name in definition[1].split(",") if name.strip()][value]
     return str(value)
 
 
@@ -139,10 +139,10 @@ def _readable_names(symbols: Iterable[str]) -> dict[str, str]:
 
 
 def _function_symbols(cubin: Path) -> dict[str, tuple[int, int]]:
-    """Symbol -> its index and size."""
+    """Symbol -> (index, size)."""
     lines = subprocess.run(["readelf", "-sW", cubin], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"^\s*(\d+): \w+\s+(\w+) FUNC .* (\S+)$", lines, flags=re.MULTILINE)
-    return {name: (int(index), int(size, 0)) for index, size, name in found}
+    symbols = re.findall(r"^\s*(\d+): \w+\s+(\w+) FUNC .* (\S+)$", lines, flags=re.MULTILINE)
+    return {name: (int(index), int(size, 0)) for index, size, name in symbols}
 
 
 def _run(tool: str, *arguments: object, cwd: Path | None = None) -> str:

@@ -1,8 +1,8 @@
-"""SASS, the machine code of NVIDIA GPUs, one instruction at a time: its class, what it reads, what it writes.
+"""SASS, the machine code of NVIDIA GPUs: the class of an instruction, the registers that it reads, those that it writes.
 
     @!P1 LDG.E.128 R4,desc[UR10][R8.64+0x10]     class "global load", reads R8 and R9, writes R4 to R7
 
-NVIDIA does not document SASS. What stands here is what nvdisasm prints for sm_80 to sm_100.
+NVIDIA does not document SASS. These tables follow nvdisasm's output for sm_80 to sm_100.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 BYTES = 16
-"""Of an instruction, since sm_70."""
+"""Bytes of an instruction, since sm_70."""
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FMNMX3", "FSEL", "FSET", "FSETP", "FCHK", "FSWZADD", "HADD2", "HMUL2",
@@ -41,7 +41,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
                "NANOSLEEP", "KILL", "RPCMOV", "BPT", "WARPEXIT", "LEPC", "PREEXIT"),
     "nothing": ("NOP",),
 }  # fmt: skip
-"""Class -> its opcodes, without what follows their first dot."""
+"""Class -> its opcodes, up to their first dot."""
 
 _CLASS_OF = {opcode: name for name, opcodes in CLASSES.items() for opcode in opcodes}
 ARITHMETIC = frozenset({"FADD", "FMUL", "FFMA", "HFMA2", "DADD", "DMUL", "DFMA", "MUFU", *CLASSES["matrix"]})
@@ -70,7 +70,7 @@ class Instruction:
 
     @property
     def modifiers(self) -> frozenset[str]:
-        """What follows the opcode's dots."""
+        """The opcode's parts behind its first dot."""
         return frozenset(self.opcode.split(".")[1:])
 
     @property
@@ -81,16 +81,16 @@ class Instruction:
 
     @property
     def is_wide_load(self) -> bool:
-        """Whether it loads 16 bytes or more a lane from global memory into registers."""
+        """True if the instruction loads 16 bytes or more per lane from global memory into registers."""
         return self.base == "LDG" and self.width >= 16
 
     def reads(self) -> set[int]:
-        """Numbers of the registers whose values it needs."""
+        """Numbers of the registers that the instruction reads."""
         sources = [o for i, o in enumerate(self.operands) if i != self._result_operand()]
         return {n for operand in sources for n in self._registers(operand, self._source_width(operand))}
 
     def writes(self) -> set[int]:
-        """Numbers of the registers that it sets."""
+        """Numbers of the registers that the instruction writes."""
         result = self._result_operand()
         return set() if result is None else set(self._registers(self.operands[result], self._result_width()))
 
@@ -98,7 +98,7 @@ class Instruction:
         if self.base in _NO_RESULT or self.base.endswith("SETP"):
             return None
         for i, operand in enumerate(self.operands):
-            if not _PREDICATE.fullmatch(operand):  # predicates that it sets come before the register
+            if not _PREDICATE.fullmatch(operand):  # predicates that the instruction sets come before the register
                 return i if re.fullmatch(r"R\d+(\.\w+)*", operand) else None
         return None
 
@@ -108,7 +108,7 @@ class Instruction:
 
     def _source_width(self, operand: str) -> int:
         if "[" in operand:
-            return 1  # an address; one of 64 bits says so itself
+            return 1  # an address; a 64-bit address has .64
         if self.base in ("STG", "ST", "STS", "STL"):
             return max(self.width // 4, 1)
         return self._arithmetic_width()
@@ -123,20 +123,20 @@ class Instruction:
         return self._arithmetic_width()
 
     def _arithmetic_width(self) -> int:
-        """Registers of an operand, never fewer than it has: a use that is missed would make loads look more independent."""
+        """Registers of an operand, never too few: a missed use would make loads look more independent."""
         if self.base in CLASSES["matrix"]:
             return 4
         return 2 if self.base in CLASSES["double"] or self.modifiers & {"WIDE", "F64", "64"} else 1
 
 
 def class_of(instruction: Instruction) -> str:
-    """One of `CLASSES`; uniform arithmetic is "uniform"; "other" for an opcode that stands nowhere here."""
+    """The instruction's class in `CLASSES`; "uniform" for uniform arithmetic, "other" for an unknown opcode."""
     base = instruction.base
     return _CLASS_OF.get(base) or ("uniform" if base.startswith("U") or base.endswith("U") else "other")
 
 
 def count_classes(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """How many instructions there are of each class, in the order of `CLASSES`, none that has none."""
+    """Class -> number of instructions, in the order of `CLASSES`, without empty classes."""
     counts = Counter(map(class_of, instructions))
     return {name: counts[name] for name in (*CLASSES, "other") if counts[name]}
 
@@ -147,11 +147,11 @@ OPCODES = {
     "generic LD": r"LD(\.|$)", "BAR": r"BAR", "SHFL": r"SHFL", "ATOMS": r"ATOMS", "ATOMS, CAS loop": r"ATOMS\.CAS",
     "ATOMG": r"(ATOMG|ATOM|RED|REDG)(\.|$)", "CALL": r"CALL",
 }  # fmt: skip
-"""Single opcodes that are worth a number: its name -> the pattern that the opcode begins with."""
+"""Opcodes that are counted alone: name -> pattern of the opcode's beginning."""
 
 
 def count_opcodes(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """How many instructions there are of each of `OPCODES`, none that has none."""
+    """Name in `OPCODES` -> number of instructions, without zeros."""
     seen = Counter(instruction.opcode for instruction in instructions)
     counts = {name: sum(n for o, n in seen.items() if re.match(pattern, o)) for name, pattern in OPCODES.items()}
     return {name: count for name, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""benchmarks/results/kernel-code/README.md: the tables of one result, and how it differs from the first."""
+"""benchmarks/results/kernel-code/README.md: the tables of the newest result, and its differences from the first."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ PAGE = Path("benchmarks/results/kernel-code/README.md")
 HEADER = """# The kernels' machine code
 
 Written by `python -m benchmarks.kernel_code` from the compiled library and from `benchmarks/results/kernel-code/`; do not edit.
-No GPU is needed, and nothing here is a measured time: these are counts, to reason with before a GPU measures.
-`tests/measurement/kernel_limits.py` says which of them may not grow, and `make test` holds that.
+No GPU is needed. These are counts, not measured times. `tests/measurement/kernel_limits.py` limits some of them, and
+`make test` checks the limits.
 """
-TERMS = """## What the numbers mean
+TERMS = """## Terms
 
-- **registers** of a thread. A multiprocessor has 65,536: a block of 512 threads fits once at 128 registers, twice at 64.
-- **stack**: bytes of local memory that each thread addresses. It is device memory behind the caches. Arrays that are indexed
-  at run time lie there, and registers that did not fit (*spills*). A fast kernel has 0.
-- **local loads, stores** (LDL, STL): the instructions that go there. The library does not say which of them are spills.
-- **shared**: bytes of static shared memory of a block. From sm_90 on, 1,024 of them are the system's. A launch may add more.
-- **code**: bytes, 16 for each instruction. The first run of an instruction waits for memory, and every run that no cache holds.
+- **registers**: registers of a thread. A multiprocessor has 65,536: a block of 512 threads fits once at 128 registers, twice
+  at 64.
+- **stack**: bytes of local memory that each thread addresses. Local memory is device memory behind the caches. It holds arrays
+  that are indexed at run time, and registers that did not fit (*spills*). A fast kernel has 0.
+- **local loads, stores** (LDL, STL): instructions that access local memory. The library does not mark the spills among them.
+- **shared**: bytes of static shared memory of a block. From sm_90 on, the system takes 1,024 of them. A launch may add more.
+- **code**: bytes, 16 for each instruction. An instruction waits for memory when it first runs, and whenever no cache holds it.
 - **wide loads** (LDG.128): instructions that load 16 bytes a lane from global memory.
-- **in flight**: wide loads that are issued before the result of any is used, found by following registers through all
-  branches: of the shortest such run, and of the longest. Each run costs one latency of memory.
-- **hot part**: the smallest loop with the most matrix products, or else with the most wide loads; the kernel's own code,
-  without the functions that it calls, where no loop has as many. *all* counts its instructions, *path* those of one turn on
-  an ordinary way: the way with the most wide loads, then with the most arithmetic (matrix products alone, where there are
-  any), then with the fewest other instructions. Inner loops count once, and a call counts as one instruction.
-- **bytes** that the wide loads of a turn, and the copies to shared memory, bring to a warp of 32 lanes.
+- **in flight**: wide loads issued before the result of any is used: the shortest such run and the longest. They are counted
+  by following registers through all branches. Each run costs one latency of memory.
+- **hot part**: the smallest loop with the most matrix products, or else with the most wide loads. If no loop has as many as
+  the code outside of loops, it is the whole kernel without the functions that it calls. *all* counts its instructions, *path*
+  those of one turn on an ordinary path: most wide loads, then most arithmetic (matrix products alone, if there are any), then
+  fewest other instructions. Inner loops count once, and a call counts as one instruction.
+- **bytes**: bytes that a warp of 32 lanes gets in a turn from wide loads and copies to shared memory.
 - **instructions per logit**: *path* over the logits in those bytes. A multiprocessor of sm_90 issues four instructions
   a clock, and an H200's memory brings it some 16 bytes a clock: at 2 bytes a logit more than half an instruction per logit
-  means that arithmetic, not memory, sets the time. Where the type of the logits is chosen at run time, it is the way of
-  float32. A kernel with less than half of its arithmetic in its hot part has no such number.
+  means that arithmetic, not memory, sets the time. If the type of the logits is chosen at run time, the number is that of
+  float32's path. A kernel with less than half of its arithmetic in its hot part has no such number.
 - `AttentionShape<type, D, M>` is for heads of D and 16 M rows of queries at once; *16-bit* is bfloat16 and float16.
 """
 
@@ -50,7 +51,7 @@ def read_results(root: Path) -> list[dict[str, Any]]:
 
 
 def save(result: dict[str, Any], root: Path) -> Path:
-    """Writes one result, a kernel per line so that a diff can be read."""
+    """Writes a result as JSON, a kernel per line so that diffs stay readable."""
     path = root / RESULTS / f"{result['commit']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in result.items() if key != "kernels"]
@@ -60,13 +61,13 @@ def save(result: dict[str, Any], root: Path) -> Path:
 
 
 def render(results: list[dict[str, Any]]) -> str:
-    """The page: the newest result, beside the first."""
+    """The text of the page: the newest result, compared with the first."""
     if not results:
-        return f"{HEADER}\nNothing is measured yet.\n"
+        return f"{HEADER}\nThere is no result yet.\n"
     first, newest = results[0], results[-1]
     parts = [HEADER, f"Kernels of commit {newest['commit']}, compiled by {newest['compiler']}.\n", TERMS]
-    parts += ["## What each kernel takes\n", *_resource_table(newest)]
-    parts += [f"\n## What the code consists of, {DETAILED}\n", *_instruction_table(newest)]
+    parts += ["## Resources of each kernel\n", *_resource_table(newest)]
+    parts += [f"\n## Instructions by class, {DETAILED}\n", *_instruction_table(newest)]
     parts += [f"\n## Hot parts, {DETAILED}\n", *_hot_table(newest)]
     parts += ["\n## The least time of a scan\n", *_bounds_table(newest)]
     parts += ["\n## Before and after\n", *_difference(first, newest)]
@@ -95,7 +96,7 @@ def _label(name: str, row: dict[str, Any]) -> str:
 def _resource_table(result: dict[str, Any]) -> list[str]:
     architectures = list(dict.fromkeys(a for row in result["kernels"].values() for a in row["resources"]))
     places = ", ".join(architectures)
-    intro = f"Numbers for {places}, in this order; of several kinds of a kernel the largest of each.\n"
+    intro = f"Numbers for {places}, in this order. A kernel of several kinds shows the largest number of any kind.\n"
     sorts = {"registers": "registers", "stack": "stack", "shared": "shared", "code": "code"}
     rows = [
         [
@@ -113,12 +114,12 @@ def _resource_table(result: dict[str, Any]) -> list[str]:
 
 def _instruction_table(result: dict[str, Any]) -> list[str]:
     rows = {name: row for name, row in result["kernels"].items() if "classes" in row}
-    classes = [one for one in (*CLASSES, "other") if any(one in row["classes"] for row in rows.values())]
-    opcodes = [one for one in OPCODES if any(one in row["opcodes"] for row in rows.values())]
+    classes = [name for name in (*CLASSES, "other") if any(name in row["classes"] for row in rows.values())]
+    opcodes = [name for name in OPCODES if any(name in row["opcodes"] for row in rows.values())]
     by_class = _table(
         ["kernel", "all", *classes],
         [
-            [_label(name, row), _number(row["instructions"]), *(_count(row["classes"].get(one)) for one in classes)]
+            [_label(name, row), _number(row["instructions"]), *(_count(row["classes"].get(each)) for each in classes)]
             for name, row in rows.items()
         ],
     )
@@ -127,18 +128,19 @@ def _instruction_table(result: dict[str, Any]) -> list[str]:
         [
             [
                 _label(name, row),
-                *(_count(row["opcodes"].get(one)) for one in opcodes),
+                *(_count(row["opcodes"].get(opcode)) for opcode in opcodes),
                 "–".join(map(str, dict.fromkeys(row["loads_in_flight"].values()))),
             ]
             for name, row in rows.items()
         ],
     )
-    return ["Of several kinds the largest one's.\n", *by_class, "\nSome of these instructions alone:\n", *single]
+    intro = "A kernel of several kinds shows its largest kind.\n"
+    return [intro, *by_class, "\nSingle instructions among them:\n", *single]
 
 
 def _hot_table(result: dict[str, Any]) -> list[str]:
     rows = {name: row["hot"] for name, row in result["kernels"].items() if "hot" in row}
-    classes = [one for one in CLASSES if any(one in hot["classes"] for hot in rows.values())]
+    classes = [name for name in CLASSES if any(name in hot["classes"] for hot in rows.values())]
     shown = [
         [
             f"`{name}`",
@@ -148,12 +150,12 @@ def _hot_table(result: dict[str, Any]) -> list[str]:
             _number(hot["bytes"]),
             _number(hot.get("bytes_per_logit")),
             _number(hot["path"] / hot["logits"] if "logits" in hot else None),
-            *(_count(hot["classes"].get(one)) for one in classes),
+            *(_count(hot["classes"].get(each)) for each in classes),
         ]
         for name, hot in rows.items()
     ]
     numbers = ["part", "all", "path", "bytes", "bytes per logit", "instructions per logit"]
-    return _table(["kernel", *numbers, *(f"path: {one}" for one in classes)], shown)
+    return _table(["kernel", *numbers, *(f"path: {each}" for each in classes)], shown)
 
 
 _COMPARED: dict[str, tuple[Callable[..., float], Callable[[dict[str, Any]], float | None]]] = {
@@ -171,33 +173,33 @@ _COMPARED: dict[str, tuple[Callable[..., float], Callable[[dict[str, Any]], floa
         lambda row: row["hot"]["path"] / row["hot"]["logits"] if "logits" in row.get("hot", {}) else None,
     ),
 }
-"""What before and after are compared by: which kind of a kernel counts, and the number."""
+"""Number to compare before and after -> (choice of a kernel's worst kind, function that reads the number)."""
 
 
 def _bounds_table(result: dict[str, Any]) -> list[str]:
     times = least_times(result)
     if not times:
-        return ["The scan was not read."]
+        return ["The result has no path through the scan."]
     scan = result["kernels"][SCAN]["scan"]
-    said = (
-        f"A bound from below, not a measurement: an H200 ({MULTIPROCESSORS} multiprocessors, {CLOCK / 1e9} GHz, "
-        f"{BANDWIDTH / 1e12} TB/s) scanning the rows of an accept step under `rejection`, {VOCABULARY:,} bfloat16 logits each. "
-        f"A warp's way to its first load takes {scan['way_in']} instructions, a chunk of 1,024 logits from there to its sum "
-        f"{scan['work']}. Launches, waiting and the walk come on top; at one request they are most of the time.\n"
+    text = (
+        f"A lower bound, not a measurement: an H200 ({MULTIPROCESSORS} multiprocessors, {CLOCK / 1e9} GHz, "
+        f"{BANDWIDTH / 1e12} TB/s) scans the rows of an accept step under `rejection`, {VOCABULARY:,} bfloat16 logits each. "
+        f"A warp runs {scan['way_in']} instructions before its first load, and {scan['work']} from there to the sum of a "
+        f"chunk of 1,024 logits. Launches, waiting and the walk come on top; at one request they are most of the time.\n"
     )
-    rows = [[name, f"{count:,}", f"{of_bytes:.1f}", f"{of_code:.1f}"] for name, count, of_bytes, of_code in times]
-    return [said, *_table(["step", "rows", "µs of bytes", "µs of instructions"], rows)]
+    rows = [[name, f"{count:,}", f"{byte_time:.1f}", f"{code_time:.1f}"] for name, count, byte_time, code_time in times]
+    return [text, *_table(["step", "rows", "µs of bytes", "µs of instructions"], rows)]
 
 
 def _worst(result: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Kernel function -> each compared number, of its worst kind."""
+    """Kernel function -> compared number -> its value for the worst kind."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, row in result["kernels"].items():
         groups.setdefault(function_of(name), []).append(row)
     return {
         function: {
-            what: worst((number for row in rows if (number := read(row)) is not None), default=None)
-            for what, (worst, read) in _COMPARED.items()
+            name: worst((number for row in rows if (number := read(row)) is not None), default=None)
+            for name, (worst, read) in _COMPARED.items()
         }
         for function, rows in groups.items()
     }
@@ -208,18 +210,18 @@ def _difference(first: dict[str, Any], newest: dict[str, Any]) -> list[str]:
         return [f"This is the first result, before any change: commit {first['commit']}."]
     before, after = _worst(first), _worst(newest)
     rows = [
-        [f"`{function}`", what, _number(before[function][what]), _number(number)]
+        [f"`{function}`", name, _number(before[function][name]), _number(number)]
         for function, numbers in after.items()
         if function in before
-        for what, number in numbers.items()
-        if number != before[function][what]
+        for name, number in numbers.items()
+        if number != before[function][name]
     ]
-    said = [
+    text = [
         f"Before: commit {first['commit']}, {first['compiler']}. After: commit {newest['commit']}, {newest['compiler']}."
-        f" {DETAILED}; of each kernel function its worst kind. Numbers that are the same are left out.\n",
+        f" {DETAILED}; each kernel function shows its worst kind. Equal numbers are left out.\n",
         *_table(["kernel", "number", "before", "after"], rows),
     ]
     for word, functions in (("Gone", before.keys() - after.keys()), ("New", after.keys() - before.keys())):
         if functions:
-            said.append(f"\n{word}: {', '.join(f'`{function}`' for function in sorted(functions))}.")
-    return said
+            text.append(f"\n{word}: {', '.join(f'`{function}`' for function in sorted(functions))}.")
+    return text

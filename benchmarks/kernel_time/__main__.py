@@ -23,7 +23,7 @@ def main() -> int:
     """Entry point of `python -m benchmarks.kernel_time`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="record nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page says something else")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()
     target = options.root / page.PAGE
@@ -35,12 +35,12 @@ def main() -> int:
         return 0
     if target.exists() and target.read_text() == text:
         return 0
-    print(f"{page.PAGE} is not what the results say: run python -m benchmarks.kernel_time --render", file=sys.stderr)
+    print(f"{page.PAGE} does not match the results: run python -m benchmarks.kernel_time --render", file=sys.stderr)
     return 1
 
 
 def record(root: Path) -> dict[str, Any]:
-    """The result: every step's critical paths, and what turns them into times."""
+    """The result: the critical paths of every step, and the ratios and tiles that turn them into times."""
     from benchmarks.kernel_time.ratios import measure_ratios  # builds the emulator
     from benchmarks.kernel_time.steps import record_all
 

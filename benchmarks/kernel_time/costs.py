@@ -1,9 +1,9 @@
-"""From a launch's critical path to microseconds.
+"""Converts a launch's critical path to microseconds.
 
     time = launch + sum over events (count * cycles) / clock
 
-once with every constant low and once with every constant high. A row of logits or a cache is read at the memory's bandwidth,
-too: the low time is the longer of path and bytes, the high one their sum.
+once with every constant low and once with every constant high. Rows of logits and the cache are also read at the memory's
+bandwidth: the low time is the longer of path and bytes, the high time their sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK
 
 
 class Range(NamedTuple):
-    """A number between two."""
+    """A number's lower and upper bound."""
 
     low: float
     high: float
@@ -25,7 +25,7 @@ class Range(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Cycles of one event, and where they come from."""
+    """Cycles of one event, and their source."""
 
     low: float
     high: float
@@ -33,35 +33,36 @@ class Cost(NamedTuple):
 
 
 COSTS = {
-    "instruction": Cost(2, 4, "one warp alone; half of its instructions wait for the one before, or all: 4 cycles "
+    "instruction": Cost(2, 4, "one warp alone; half of its instructions, or all, wait 4 cycles for the one before "
                         "(Jia et al., Dissecting the NVIDIA Volta GPU Architecture, arXiv:1804.06826)"),
     "memory_load": Cost(690, 1_584, "GH200, measured (github.com/markdewing/AI_kernels, latency); 0.8 µs under load, assumed"),
-    "l2_load": Cost(281, 594, "GH200, measured there; 0.3 µs is assumed for the far half under load"),
-    "l1_load": Cost(40, 40, "GH200, measured there"),
+    "l2_load": Cost(281, 594, "GH200, same source; 0.3 µs is assumed for the far half under load"),
+    "l1_load": Cost(40, 40, "GH200, same source"),
     "shared_load": Cost(24, 33, "assumed, around the 29 cycles of Hopper (Luo et al., arXiv:2402.13499)"),
     "shared_atomic": Cost(33, 100, "assumed: a load and a store; four lanes on one word"),
     "warp_operation": Cost(22, 30, "assumed, around a shuffle on Volta (arXiv:1804.06826)"),
     "block_barrier": Cost(20, 60, "assumed"),
-    "fence": Cost(281, 1_188, "assumed: one way to L2 and back, or two of the slow ones"),
-    "atomic": Cost(281, 594, "assumed: as a load from L2"),
+    "fence": Cost(281, 1_188, "assumed: one round trip to L2, or two slow ones"),
+    "atomic": Cost(281, 594, "assumed: equal to a load from L2"),
     "matrix_product": Cost(16, 33, "33 cycles alone (arXiv:2402.13499), two side by side"),
 }  # fmt: skip
-"""Event of tests/emulator/critical_path.h -> its cost. Those assumed are for a GPU to correct."""
+"""Event of tests/emulator/critical_path.h -> its cost. A GPU run should correct the assumed costs."""
 LAUNCH = Range(1.0, 2.0)
-"""Microseconds from the end of one kernel of a CUDA graph to the first instruction of the next, and its end. Assumed."""
+"""Microseconds of a launch in a CUDA graph: from the end of the kernel before it to its first instruction, and its end.
+Assumed."""
 COLD = Range(0.0, 100.0)
-"""Cycles of each 128 bytes of code that run for the first time, apart from all else: none where an instruction cache has
-them; else a third of a way to L2, as if the next lines came along. Assumed."""
+"""Cycles for each 128 bytes of code that run for the first time, a cost stated apart. Low: an instruction cache holds them.
+High: a third of a load from L2, as if the next lines came along. Assumed."""
 INSTRUCTIONS_OF_LINE = 8
 
 
 def middle(event: str) -> float:
-    """The cycles by which the emulator finds the longest path."""
+    """The cycles that the emulator uses to choose the longest path: the geometric mean of low and high."""
     return (COSTS[event].low * COSTS[event].high) ** 0.5
 
 
 def time_of(least: Mapping[str, float], most: Mapping[str, float], per_host: Range) -> Range:
-    """Microseconds of a path. ``per_host``: how many of the GPU's instructions one of the emulator's stands for."""
+    """Microseconds of a path. ``per_host``: GPU instructions per instruction of the emulator."""
 
     def sum_of(counts: Mapping[str, float], side: int) -> float:
         cycles = sum(count * COSTS[event][side] for event, count in counts.items() if event != "instruction")
@@ -71,17 +72,17 @@ def time_of(least: Mapping[str, float], most: Mapping[str, float], per_host: Ran
 
 
 def difference(whole: Mapping[str, int], begin: Mapping[str, int]) -> dict[str, int]:
-    """What a path has behind its beginning."""
+    """The events of a path behind its beginning."""
     return {event: max(count - begin.get(event, 0), 0) for event, count in whole.items()}
 
 
 def with_bytes(path: Range, count: float) -> Range:
-    """The time of a path beside which so many bytes come from memory."""
-    of_bytes = 1e6 * count / BANDWIDTH
-    return Range(max(path.low, of_bytes), path.high + of_bytes)
+    """The time of a path during which ``count`` bytes come from memory."""
+    byte_time = 1e6 * count / BANDWIDTH
+    return Range(max(path.low, byte_time), path.high + byte_time)
 
 
 def cold_code(launches: list[dict[str, Any]], per_host: Range) -> float:
-    """Microseconds that code takes at most that no cache holds."""
+    """The most microseconds that code costs if no cache holds it."""
     instructions = sum(launch["code"] for launch in launches) * per_host.high
     return 1e6 / CLOCK * COLD.high * instructions / INSTRUCTIONS_OF_LINE

@@ -1,7 +1,7 @@
-"""The emulator's machine code: how many instructions each basic block of a kernel has there.
+"""Counts the instructions of each basic block of a kernel in the emulator's machine code.
 
--fsanitize-coverage=trace-pc puts a call at the head of every basic block; the weight of a block is what follows that call, up
-to the next one or to a jump, without what the checks of accesses add, and without moves between registers and stack.
+-fsanitize-coverage=trace-pc puts a call at the head of every basic block. The weight of a block is the number of instructions
+from that call to the next or to a jump, without those of the access checks and without moves between registers and stack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NOTHING = ("nop", "push", "pop", "ret", "endbr", "cs", "data16", "leave")
 
 
 def weights_of(library: Path) -> dict[int, int]:
-    """Address behind the call at a block's head -> instructions of the block."""
+    """Address behind the call at a block's head -> number of instructions of the block."""
     listing = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", str(library)], capture_output=True, text=True, check=True
     ).stdout
@@ -23,7 +23,7 @@ def weights_of(library: Path) -> dict[int, int]:
 
 
 def weights_in(listing: list[str]) -> dict[int, int]:
-    """The same of objdump's lines."""
+    """`weights_of` for the lines of objdump."""
     weights: dict[int, int] = {}
     block: int | None = None
     begins, last = False, 0

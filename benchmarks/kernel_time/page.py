@@ -1,4 +1,4 @@
-"""The page: the estimates of one result, the constants, and the paths that they come from."""
+"""benchmarks/results/kernel-time/README.md: the estimates of the newest result, the constants and the critical paths."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ HEADER = """# Estimated times at batch 1
 Written by `python -m benchmarks.kernel_time` from `benchmarks/results/kernel-time/`; do not edit.
 
 **All times here are estimates. No GPU was used, and none of these kernels has been timed on one.** The real kernels ran on the
-emulator (`tests/emulator/`), which recorded what the slowest threads of each launch do and wait for, one thing after the
-other; the constants below turn these counts into microseconds, once with every constant low and once with every one high. A
-GPU run is to contradict these numbers: launch by launch, or the constants one by one.
+emulator (`tests/emulator/`), which recorded the work and the waits of the slowest threads of each launch, in sequence. The
+constants below turn these counts into microseconds, once with every constant low and once with every constant high. A GPU run
+should check these numbers: launch by launch, or the constants one by one.
 """
-METHOD = """## How it is counted
+METHOD = """## Method
 
-- A thread's path grows by each event. Where threads wait for each other, at a barrier, a shuffle, a vote, or an atomic by which
-  blocks hand over, all go on with the longest of their paths. So the last block to arrive goes on with the slowest block's.
-- **Rounds of loads**: loads that are on their way together. The emulator does not see which load needs which. *Low* takes all
-  loads between two waits as one round; *high* those of one basic block, and up to four turns of a loop.
-- **Instructions** are the emulator's own, of basic blocks as the host's compiler made them, scaled. For the scan of a row the
-  scale is what the machine code says. For all else it lies between that one and the one of the loop that bounds the groups of
-  a race (below): an assumption, for no other part is known on both sides.
-- **Low** is the longer of the path and of the bytes at {bandwidth:.1f} TB/s; **high** their sum.
-- **Cold code** stands apart: what the instructions of a step cost at most when no cache holds them.
-- *Underestimated*: lanes of a warp that go different ways run side by side here; arrays in local memory cost nothing; all
-  blocks begin at once, however many there are; double precision is as fast as single. *Overestimated*: every instruction of
-  the path waits for its turn though other warps' work would hide it nowhere; high counts loads that a compiler hoists.
+- A thread's path grows by each event. Where threads wait for each other (a barrier, a shuffle, a vote, or an atomic by which
+  blocks hand over), all continue with the longest of their paths. So the last block to arrive continues with the slowest
+  block's path.
+- **Rounds of loads**: loads that are under way together. The emulator does not see which load depends on which. *Low* counts
+  all loads between two waits as one round; *high* counts as one round those of one basic block, in up to four turns of a loop.
+- **Instructions** are those of the emulator, in basic blocks of the host's compiler, scaled. The scale of the scan of a row
+  comes from the machine code. All other code has a scale between that of the scan and that of the loop that bounds the groups
+  of a race (below). This is an assumption: no other part is known on both sides.
+- **Low** is the longer of the path and of the bytes at {bandwidth:.1f} TB/s; **high** is their sum.
+- **Cold code** is stated apart: the most that a step's instructions cost if no cache holds them.
+- *Underestimated*: diverging lanes of a warp run side by side here; arrays in local memory cost nothing; all blocks begin at
+  once, however many there are; double precision is as fast as single. *Overestimated*: every instruction of the path waits
+  for its turn though other warps' work would hide it nowhere; high counts loads that a compiler hoists.
 """
 
 
@@ -54,7 +55,7 @@ def read_results(root: Path) -> list[dict[str, Any]]:
 
 
 def save(result: dict[str, Any], root: Path) -> Path:
-    """Writes one result, a step per line."""
+    """Writes a result as JSON, a step per line."""
     path = root / RESULTS / f"{result['commit']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in result.items() if key != "steps"]
@@ -74,26 +75,26 @@ class Estimates:
         self.steps = {(step["kind"], step["name"]): step for step in result["steps"]}
 
     def of_step(self, kind: str, name: str) -> Range:
-        """All launches of a step, each with what it costs to launch."""
+        """The time of all launches of a step, with the cost of launching each."""
         step = self.steps[kind, name]
         launches = zip(step["least"], step["most"], strict=True)
         return sum((LAUNCH + self.of_launch(kind, name, *launch) for launch in launches), Range(0.0, 0.0))
 
     def of_launch(self, kind: str, name: str, least: dict[str, Any], most: dict[str, Any]) -> Range:
-        """One launch without what it costs to launch."""
+        """The time of one launch, without the cost of launching it."""
         if kind == "attention":
             return sum(self.attention_parts(name, least, most), Range(0.0, 0.0))
         scan, rest = self.split(least, most)
         return with_bytes(scan, most["bytes"]) + rest if least["to_atomic"] else with_bytes(rest, most["bytes"])
 
     def split(self, least: dict[str, Any], most: dict[str, Any]) -> tuple[Range, Range]:
-        """Up to the hand-over between blocks, and behind it; of a launch of one block all is behind."""
+        """The times before and after the hand-over between blocks. A launch of one block has all its time after it."""
         before = time_of(_all(least["to_atomic"]), _all(most["to_atomic"]), self.scan)
         behind = [difference(_all(side["whole"]), side["to_atomic"]) for side in (least, most)]
         return before, time_of(*behind, self.rest)
 
     def attention_parts(self, name: str, least: dict[str, Any], most: dict[str, Any]) -> tuple[Range, Range, Range]:
-        """Until the first tile is there; the tiles of a block; merging what the blocks have."""
+        """The times until the first tile arrives, for the tiles of a block, and for merging the blocks' results."""
         first = time_of(_all(least["to_product"]), _all(most["to_product"]), self.rest)
         keys, rows, window = ATTENTION[name]
         path = self.result["tiles"]["16 rows" if rows * GROUP <= 16 else "64 rows"]
@@ -110,28 +111,27 @@ def _all(counts: dict[str, int]) -> dict[str, int]:
 
 
 def render(results: list[dict[str, Any]]) -> str:
-    """The page of the newest result."""
+    """The text of the page for the newest result."""
     if not results:
-        return f"{HEADER}\nNothing is estimated yet.\n"
+        return f"{HEADER}\nThere is no result yet.\n"
     estimates = Estimates(results[-1])
     parts = [HEADER, f"Kernels of commit {results[-1]['commit']}.\n", METHOD.format(bandwidth=BANDWIDTH / 1e12)]
-    parts += ["## Steps\n", *_steps(estimates), "\n## A level more\n", *_levels(estimates)]
+    parts += ["## Steps\n", *_steps(estimates), "\n## Cost of a level\n", *_levels(estimates)]
     parts += ["\n## Filters\n", *_filters(estimates), "\n## Attention in parts\n", *_attention(estimates)]
     parts += [f"\n{LIMITS}"]
     parts += ["\n## Constants\n", *_constants(estimates), "\n## Critical paths\n", *_paths(results[-1])]
     return "\n".join(parts) + "\n"
 
 
-LIMITS = """## What stands in the way
+LIMITS = """## What takes the time
 
-- **A race** is finished by one block, alone: it bounds every group of 64 tokens, with random numbers that the scan has
-  drawn where it knew the race, then looks at the few groups that can win, one after the other. Each look is two random
-  numbers, some logarithms and a load. Races that begin anew, as under `rejection`, draw the numbers of all groups
-  themselves.
-- **Filters** narrow 2,004 groups, then their tokens, then top-p's, each from 256 bins, with a barrier behind every step.
-- **Attention** before its first product finds its share, the addresses of its keys and its queries, each from the one before;
-  merging reads the parts of all members.
-- **A level** costs little: the walk reads what the scan has left. Its price is the final draw under `rejection`.
+- **A race**: one block alone finishes it. The block bounds every group of 64 tokens, with random numbers that the scan has
+  drawn if it knew the race. Then it examines the few groups that can win, in sequence. Each takes two random numbers, some
+  logarithms and a load. A race that begins anew, as under `rejection`, draws the numbers of all groups itself.
+- **Filters** narrow 2,004 groups, then their tokens, then those of top-p, each from 256 bins, with a barrier after every step.
+- **Attention** computes its share, then the addresses of its keys, then its queries before its first product; each depends on
+  the one before. Merging reads the parts of all members.
+- **A level** costs little: the walk reads the scan's results. Its price is the final draw under `rejection`.
 """
 
 AIMS = {("draft_sample", "1 row, coupled"): 9.0, **{("attention", name): aim for name, aim in
@@ -160,7 +160,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _greatest(estimates: Estimates, step: dict[str, Any]) -> str:
-    """The event that most of the high time is spent on, and its share."""
+    """The event with the largest share of the high time, and that share."""
     shares: dict[str, float] = {}
     for launch in step["most"]:
         for event, count in _all(launch["whole"]).items():
@@ -192,8 +192,8 @@ def _steps(estimates: Estimates) -> list[str]:
         "most of the path, high",
     ]
     return [
-        "One request, 128,256 logits in bfloat16, peaked. *met*: even the high time is within the aim; *missed*: not even the "
-        "low one is; *open*: the constants decide.\n",
+        "One request, 128,256 logits in bfloat16, peaked. *met*: even the high time is within the aim; *missed*: even the "
+        "low time exceeds it; *open*: the constants decide.\n",
         *_table(columns, rows),
     ]
 
@@ -207,8 +207,8 @@ def _levels(estimates: Estimates) -> list[str]:
                 [f"{rule}{filters}", f"{(last.low - first.low) / 4:.2f}", f"{(last.high - first.high) / 4:.2f}"]
             )
     return [
-        "From none accepted to all four, a quarter of the difference; it is small beside what the races of two rows differ by. "
-        "Under `rejection` the last level draws from the target, the others from what is left of it.\n",
+        "A quarter of the difference between four accepted drafts and none. It is small beside the difference between the "
+        "races of two rows. Under `rejection` the last level draws from the target, the others from the target's residual.\n",
         *_table(["rule", "µs a level, low", "high"], rows),
     ]
 
@@ -223,7 +223,7 @@ def _filters(estimates: Estimates) -> list[str]:
         rows.append([f"{kind}: {name}", _range(plain), _range(filtered), f"{ratio.low:.2f} – {ratio.high:.2f}",
                      "met" if max(ratio) <= FILTERS_AIM else "missed" if min(ratio) > FILTERS_AIM else "open"])  # fmt: skip
     return [
-        f"With {FILTERED}; the aim is {FILTERS_AIM} times the time without.\n",
+        f"The time with {FILTERED}, over the time without filters; the aim is a ratio of {FILTERS_AIM}.\n",
         *_table(["step", "without, µs", "with, µs", "ratio", "aim is"], rows),
     ]
 
@@ -240,11 +240,11 @@ def _attention(estimates: Estimates) -> list[str]:
                          f"{most['to_product'].get('instruction', 0) * estimates.rest.high:,.0f}",
                          f"{_rounds(least['to_product'])} – {_rounds(most['to_product'])}", str(atomics)])  # fmt: skip
     columns = ["step", "blocks", "before the first product, µs", "tiles, µs", "merging, µs",
-               "instructions before it", "rounds from L2 or memory before it", "atomics on the path"]  # fmt: skip
+               "instructions before it", "rounds of loads from L2 or memory before it", "atomics on the path"]  # fmt: skip
     return [
-        "Tiles: the instructions of a warp's turn of the loop ([kernel code](../kernel-code/README.md)), one a cycle or one in "
-        "two cycles and shared between the blocks of a multiprocessor; and all bytes at full bandwidth. Two atomics on the "
-        "path are one level of merging: the last to come counts, and sets the counter back.\n",
+        "Tiles: the instructions of a warp's turn of the loop ([kernel code](../kernel-code/README.md)), low: one a cycle, "
+        "high: one in two cycles and shared between the blocks of a multiprocessor; and all bytes at full bandwidth. Two "
+        "atomics on the path are one level of merging: the last block counts itself, then resets the counter.\n",
         *_table(columns, rows),
     ]
 
@@ -262,7 +262,7 @@ def _constants(estimates: Estimates) -> list[str]:
         for name, ratio in estimates.result["ratios"].items()
     ]
     return [
-        f"Cycles of {CLOCK / 1e9:.2f} GHz. A launch takes {LAUNCH.low:g} to {LAUNCH.high:g} µs, from the end of the kernel "
+        f"Cycles at {CLOCK / 1e9:.2f} GHz. A launch takes {LAUNCH.low:g} to {LAUNCH.high:g} µs, from the end of the kernel "
         f"before it in a CUDA graph; assumed. Cold code: {COLD.low:g} to {COLD.high:g} cycles for 128 bytes; assumed.\n",
         *_table(["event", "low", "high", "source"], rows),
         "\nInstructions of the GPU (sm_90) and of the emulator for the same work, per warp:\n",
@@ -283,7 +283,7 @@ def _paths(result: dict[str, Any]) -> list[str]:
             )
     columns = ["step", "launch", "blocks × threads", *(event.replace("_", " ") for event in COSTS)]
     return [
-        "What the longest path of each launch has, with loads in as few rounds as can be and in as many. Instructions are the "
-        "emulator's, not scaled. Of attention one key head, on an eighth of the GPU.\n",
+        "Events on the longest path of each launch, with loads in the fewest possible rounds and in the most. Instructions are "
+        "the emulator's, not scaled. Attention has one key head, on an eighth of the GPU.\n",
         *_table(columns, rows),
     ]

@@ -1,9 +1,10 @@
-"""How many of the GPU's instructions one instruction of the emulator stands for, where both are known.
+"""GPU instructions per instruction of the emulator, for the two parts whose counts are known on both sides.
 
-scan    SASS of a warp's way through one chunk of 1,024 logits, without noise / the emulator's, up to the hand-over to the
-        last block
-bounds  SASS of one turn of the loop that draws and bounds the groups of a race, four groups a lane / the emulator's, from the
-        difference between two vocabularies of which one has four turns more. Draws with replacement run it from the second on
+scan    SASS of a warp's path through one chunk of 1,024 logits, without noise / the emulator's instructions up to the hand-over
+        to the last block
+bounds  SASS of one turn of the loop that draws and bounds the groups of a race, four groups a lane / the emulator's
+        instructions: the difference between two vocabularies, one with four more turns. Draws with replacement run the loop
+        from the second draw on
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from benchmarks.kernel_time.steps import Machine, Step, draft_sample
 DRAFT_SCAN = "scan_rows_kernel<DraftSource>"
 GROUP, THREADS, AT_ONCE = 64, 128, 4
 TURNS = 4
-"""By which the two vocabularies differ."""
+"""Turns of the loop by which the two vocabularies differ."""
 
 
 def measure_ratios(library: Path, kernel_code: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """ "scan" and "bounds": how many instructions each has on the GPU and on the emulator."""
+    """Part ("scan", "bounds") -> its instructions on the GPU and on the emulator."""
     scan = kernel_code["kernels"][SCAN]["scan"]
     machine = Machine()
     small, large = TURNS * THREADS * AT_ONCE * GROUP, 2 * TURNS * THREADS * AT_ONCE * GROUP
@@ -42,9 +43,9 @@ def measure_ratios(library: Path, kernel_code: dict[str, Any]) -> dict[str, dict
 
 
 def _second_draw(machine: Machine, vocabulary: int) -> float:
-    """The instructions of one more draw with replacement: the scan draws the noise of the first one alone."""
-    one, two = (_draft_of_one_sure_token(machine, vocabulary, draws, "with") for draws in (1, 2))
-    return float(two["whole"]["instruction"] - one["whole"]["instruction"])
+    """The emulator's instructions for a second draw with replacement; the scan draws noise for the first draw only."""
+    single, double = (_draft_of_one_sure_token(machine, vocabulary, draws, "with") for draws in (1, 2))
+    return float(double["whole"]["instruction"] - single["whole"]["instruction"])
 
 
 def _draft_of_one_sure_token(machine: Machine, vocabulary: int, draws: int, mode: str) -> dict[str, Any]:
@@ -66,8 +67,8 @@ def _draft_of_one_sure_token(machine: Machine, vocabulary: int, draws: int, mode
 
 
 def _loop_of_bounds(library: Path) -> list[Any]:
-    """The work path of the loop with most integer arithmetic (of random numbers) among those without barriers, shuffles or
-    wide loads."""
+    """The work path of the loop with most integer arithmetic (random numbers) among loops without barriers, shuffles,
+    shared memory or wide loads."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = [k for k in list_kernels(library, Path(folder)) if (k.name, k.architecture) == (DRAFT_SCAN, DETAILED)]
         (code,) = disassemble(kernels).values()

@@ -1,10 +1,10 @@
-"""Steps of one request, run by the real kernels on the emulator, which records the critical path of each launch.
+"""Records steps of one request: the real kernels run on the emulator, which records the critical path of each launch.
 
-Logits: bfloat16, 128,256 of them, peaked (distributions.py), temperature 0.8. A given number of drafts is accepted: those of
-`coupled` are the target's own tokens up to there, and others behind. A draft of `rejection` is certain to be accepted where
-both distributions are equal, and certain to be refused where its probability is one at a token that the target does not draw.
-Attention: 32 heads and 8 key heads of 128 columns in bfloat16, of which the emulator runs one key head on an eighth of the
-GPU: key heads are equal and share nothing.
+Logits: 128,256 in bfloat16, peaked (distributions.py), temperature 0.8. Each step has a planned number of accepted drafts.
+Under `coupled` the drafts up to that number are the target's tokens, the others differ. Under `rejection` a draft is certain
+to be accepted if both distributions are equal, and certain to be rejected if q is one at a token that the target does not draw.
+Attention: 32 heads and 8 key heads of head_dim 128 in bfloat16. The emulator runs one key head on an eighth of the GPU: key
+heads are equal and share nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LEVELS = (3, 4, 4)
 
 
 class Step(NamedTuple):
-    """A name, what to run, and what its result must say."""
+    """A named call, and the check of its result."""
 
     kind: str
     name: str
@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
 
 class Machine:
-    """The emulator as a recorder."""
+    """The emulator, set up to record critical paths."""
 
     def __init__(self) -> None:
         self.module = emulator.load()
@@ -70,21 +70,21 @@ class Machine:
         finally:
             launches = self.module.taken_paths()
         if not step.is_right(result):
-            raise AssertionError(f"{step.kind}, {step.name}: the step did not come out as it was made to")
+            raise AssertionError(f"{step.kind}, {step.name}: the step's result is not the planned one")
         return list(launches)
 
 
 def record_all(only: str = "") -> list[dict[str, Any]]:
-    """Every step whose name has ``only`` in it, with loads in as few rounds as can be and in as many."""
+    """Every step whose name contains ``only``, with loads in the fewest possible rounds and in the most."""
     machine = Machine()
     launching.multiprocessors = lambda: MULTIPROCESSORS
-    found = []
+    records = []
     for step in (*draft_steps(), *accept_steps(), *attention_steps()):
         if only in f"{step.kind}, {step.name}":
             print(f"{step.kind}, {step.name}", flush=True)
             paths = {side: machine.record(step, side == "most") for side in ("least", "most")}
-            found.append({"kind": step.kind, "name": step.name, **paths})
-    return found
+            records.append({"kind": step.kind, "name": step.name, **paths})
+    return records
 
 
 def _sampling(rows: int, filters: str, prefix: str = "") -> dict[str, Tensor]:
@@ -110,21 +110,21 @@ def draft_steps(vocabulary: int = VOCABULARY) -> Iterator[Step]:
         rest = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "allowed", "seeds", "positions", "nodes"))
         index = pass_ext.ops.draft.MODES.index(mode)
 
-        def run(count: int = count, index: int = index, given: dict[str, Any] = {**rest, **arguments}) -> Any:  # noqa: B006
-            return draft_sample(logits, count, index, **given)
+        def run(count: int = count, index: int = index, options: dict[str, Any] = {**rest, **arguments}) -> Any:  # noqa: B006
+            return draft_sample(logits, count, index, **options)
 
         yield Step("draft_sample", name, run, lambda result, expected=expected: torch.equal(result[0], expected))
 
 
 def accept_steps(vocabulary: int = VOCABULARY) -> Iterator[Step]:
-    """accept_chain of four drafts, none to all of them accepted; accept_tree of 63."""
+    """accept_chain of four drafts, 0 to 4 of them accepted; accept_tree of 63 drafts."""
     random = torch.Generator().manual_seed(SEED)
     target = make_logits("peaked", 5, vocabulary, random).bfloat16()
     for filters in ("off", FILTERED):
-        own, _ = pass_ext.draft_sample(target, 1, mode="coupled", **_sampling(5, filters), **_numbers(5))
+        draws, _ = pass_ext.draft_sample(target, 1, mode="coupled", **_sampling(5, filters), **_numbers(5))
         for rule in ("coupled", "rejection"):
             for accepted in range(5):
-                tokens = own[:4, 0].clone()
+                tokens = draws[:4, 0].clone()
                 tokens[accepted:] = (tokens[accepted:] + 1) % vocabulary
                 draft = target[:4].clone()
                 draft[torch.arange(accepted, 4), tokens[accepted:]] = 200.0
@@ -157,14 +157,14 @@ def _chain_step(
 def _tree_step(rule: str, target: Tensor, tree: pass_ext.Tree) -> Step:
     parents = torch.tensor(tree.parents, dtype=torch.int32)
     depths = torch.tensor(tree.depths)
-    own, _ = pass_ext.draft_sample(
+    draws, _ = pass_ext.draft_sample(
         target, max(LEVELS), mode="coupled", **_sampling(len(parents), "off"),
         seeds=torch.full_like(depths, SEED), positions=depths + POSITION,
     )  # fmt: skip
     tokens, seen = torch.zeros(len(parents), dtype=torch.int64), [0] * len(parents)
     for node, parent in enumerate(tree.parents):
-        if parent >= 0:  # the last child of a node is the token that it draws, the others come behind it
-            tokens[node] = own[parent, LEVELS[int(depths[parent])] - 1 - seen[parent]]
+        if parent >= 0:  # the last child is the node's first draw, its siblings are the later draws
+            tokens[node] = draws[parent, LEVELS[int(depths[parent])] - 1 - seen[parent]]
             seen[parent] += 1
     values = {**dict.fromkeys(SAMPLING + accept.DRAFT_SAMPLING), **_sampling(1, "off"), **_sampling(1, "off", "draft_")}
     numbers = (torch.tensor([SEED]), torch.tensor([POSITION]))
@@ -180,7 +180,7 @@ def _tree_step(rule: str, target: Tensor, tree: pass_ext.Tree) -> Step:
 
 
 def attention_steps() -> Iterator[Step]:
-    """attention_tree of a chain of rows behind a prefix, one key head."""
+    """attention_tree of a chain of rows behind a prefix, with one key head."""
     for name, (keys, rows, window) in ATTENTION.items():
         random = torch.Generator().manual_seed(SEED)
         q = torch.randn(rows, GROUP, HEAD_DIM, generator=random).bfloat16()

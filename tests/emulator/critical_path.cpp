@@ -138,7 +138,8 @@ void PathRecorder::load_shared(unsigned rank, bool is_wide) {
   load(threads_[rank], threads_[rank].shared, Event::shared_load, is_wide);
 }
 
-// Blocks run one after the other here: what others have read is there for certain only behind their hand-over.
+// Blocks run in sequence here, side by side on a GPU. A line that other blocks have read is certain to be in L2 only
+// after their hand-over.
 Event PathRecorder::level_of(const Thread& thread, const void* address, bool is_written) {
   const uintptr_t line = line_of(address);
   const bool was_read = !launch_lines_.insert(line).second;
@@ -152,7 +153,7 @@ void PathRecorder::load_global(unsigned rank, const void* address, bool is_writt
   load(thread, thread.global, level_of(thread, address, is_written), is_wide);
 }
 
-// The blocks that have updated the address have handed over what they did until then.
+// Blocks that updated the address have handed over: this thread continues with the longest of their paths and its own.
 void PathRecorder::update_global(unsigned rank, const void* address) {
   Thread& thread = threads_[rank];
   mark(thread.has_atomic, launches_.back().to_atomic, thread.path);
@@ -169,7 +170,7 @@ double PathRecorder::begin_copy(unsigned rank, const void* address, bool is_writ
   return threads_[rank].path.cycles + settings_.cycles[static_cast<size_t>(event)];
 }
 
-// A wait of less than half the way to memory counts as hidden behind what was done meanwhile.
+// A wait shorter than half a load from memory counts as hidden behind the work in between.
 void PathRecorder::wait_for_copy(unsigned rank, double arrival) {
   const double left = arrival - threads_[rank].path.cycles;
   if (left > settings_.cycles[static_cast<size_t>(Event::memory_load)] / 2)

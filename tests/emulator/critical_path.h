@@ -1,11 +1,11 @@
-// The critical path of a launch: what its slowest threads do and wait for, one thing after the other.
-//   path(thread) grows by what the thread does, each event by its cycles;
-//   where threads wait for each other (barrier, warp operation, an atomic on the same address) all go on with the
-//   longest of their paths; a launch's path is the longest of all threads'.
-// All blocks begin at once. Lanes that take different branches run side by side here, in turn on a GPU. A load waits
-// unless it is issued in a round with loads before it: kLeast, since threads last waited for each other; kMost, in the
-// same basic block, or in up to four turns of a loop, which is how far compilers unroll; of loads of 16 bytes, which
-// kernels write for that, up to eight.
+// The critical path of a launch: the work and the waits of its slowest threads, in sequence.
+//   path(thread) += cycles(event) for each event of the thread;
+//   where threads wait for each other (barrier, warp operation, an atomic on the same address), all continue with the
+//   longest of their paths; a launch's path is the longest path of its threads.
+// All blocks begin at once. Lanes that take different branches run side by side here; on a GPU they take turns.
+// A load costs nothing if it joins a round of earlier loads. Fewest rounds: it joins all loads since threads last
+// waited for each other. Most rounds (PathSettings::most): it joins loads of the same basic block, in up to four turns
+// of a loop, about as far as compilers unroll; up to eight turns for loads of 16 bytes, written to unroll.
 #pragma once
 
 #include <array>
@@ -21,9 +21,9 @@ namespace emulator {
 
 enum class Event {
   instruction,  // of one warp, by the weights of its basic blocks
-  memory_load,  // rounds of loads, by the farthest of their addresses: of a line nobody has read on the device,
-  l2_load,      // of one that an earlier launch has read, or blocks that have handed over, or that kernels write,
-  l1_load,      // of one that the same block has read
+  memory_load,  // rounds of loads, by their farthest address: memory_load for a line not yet read on the device,
+  l2_load,      // l2_load for one read by earlier launches or by blocks that handed over, or written by kernels,
+  l1_load,      // l1_load for one that the same block has read
   shared_load,
   shared_atomic,
   warp_operation,
@@ -44,19 +44,19 @@ struct Path {
 };
 
 struct PathSettings {
-  std::array<double, kEvents> cycles{};             // of one event: they say which path is the longest
-  bool most = false;                                // rounds of loads: kMost
+  std::array<double, kEvents> cycles{};             // per event: they decide which path is the longest
+  bool most = false;                                // count loads in the most rounds, not in the fewest
   std::unordered_map<uintptr_t, uint32_t> weights;  // return address of a basic block's hook -> its instructions
 };
 
-// What is known of one launch. Marks: the longest path up to a thread's first matrix product, and up to its first
-// atomic on global memory, by which blocks hand over.
+// The record of one launch. to_product: the longest path up to a thread's first matrix product. to_atomic: the longest
+// path up to a thread's first atomic on global memory, by which blocks hand over.
 struct LaunchPath {
   std::string name;
   uint32_t blocks = 0, threads = 0;
   Path whole, to_product, to_atomic;
   uint64_t code = 0;   // instructions of all basic blocks that ran
-  uint64_t lines = 0;  // of 128 bytes that were read from global memory
+  uint64_t lines = 0;  // lines of 128 bytes read from global memory
 };
 
 class PathRecorder {
@@ -73,18 +73,18 @@ class PathRecorder {
 
   void run_code(unsigned rank, const void* address);
   void add(unsigned rank, Event event);
-  // Threads [first, first + 32) of `mask`, or the first `count` of the block, wait for each other. Event::count: for
-  // nothing.
+  // Threads of a group wait for each other: join_warp, those of [first, first + 32) in `mask`; join_block, the first
+  // `count` of the block. Event::count: the wait itself costs nothing.
   void join_warp(unsigned first, unsigned mask, Event event);
   void join_block(unsigned count);
   void load_shared(unsigned rank, bool is_wide);
   void load_global(unsigned rank, const void* address, bool is_written, bool is_wide);
   void update_global(unsigned rank, const void* address);
-  double begin_copy(unsigned rank, const void* address, bool is_written);  // when it will have arrived
+  double begin_copy(unsigned rank, const void* address, bool is_written);  // returns the copy's arrival, in cycles
   void wait_for_copy(unsigned rank, double arrival);
 
  private:
-  // Loads under way: of which event, and where the last of them stands in the code.
+  // Loads under way: their event, and the place of the last of them in the code.
   struct Round {
     int event = -1;
     uintptr_t place = 0;
@@ -95,7 +95,7 @@ class PathRecorder {
     Path path;
     Round global, shared;
     uintptr_t place = 0;  // basic block
-    uint64_t turn = 0;    // basic blocks so far
+    uint64_t turn = 0;    // number of basic blocks so far
     bool has_product = false, has_atomic = false;
   };
 

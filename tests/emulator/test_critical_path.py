@@ -1,4 +1,4 @@
-"""The critical path of a launch: what is planted is counted, where it is waited for."""
+"""The critical path of a launch: planted loads, shuffles and barriers are counted where threads wait for them."""
 
 import sys
 from pathlib import Path
@@ -18,15 +18,15 @@ CYCLES = {event: middle(event) for event in COSTS}
 
 
 def path_of(chased=0, shuffles=1, barriers=1, most=True, weights=None, name="path", blocks=None):
-    """What the longest path of one launch has."""
-    given = torch.zeros(512, dtype=torch.int32)
+    """The record of one launch of a primitive kernel."""
+    source = torch.zeros(512, dtype=torch.int32)
     outputs = [torch.zeros(64, dtype=torch.int32) for _ in range(3)]
-    buffers = {"in": (given, "in")} | {f"out{i}": (tensor, "inout") for i, tensor in enumerate(outputs)}
+    buffers = {"in": (source, "in")} | {f"out{i}": (tensor, "inout") for i, tensor in enumerate(outputs)}
     with emulator.session(buffers) as machine:
         machine.record_paths(CYCLES, most, weights or {})
         arguments = (chased, shuffles, barriers) if blocks is None else (blocks, 0, 0)
         try:
-            machine.run_primitive(name, given.data_ptr(), *(tensor.data_ptr() for tensor in outputs), *arguments)
+            machine.run_primitive(name, source.data_ptr(), *(tensor.data_ptr() for tensor in outputs), *arguments)
         finally:
             (launch,) = machine.taken_paths()
     return launch
@@ -36,20 +36,22 @@ def counts(**options):
     return {event: count for event, count in path_of(**options)["whole"].items() if count}
 
 
-def test_a_barrier_more_is_counted_once():
+def test_a_second_barrier_is_counted_once():
     assert counts() == {"memory_load": 1, "warp_operation": 1, "block_barrier": 1}
     assert counts(barriers=2) == {"memory_load": 1, "warp_operation": 1, "block_barrier": 2}
 
 
 def test_loads_that_wait_for_loads():
-    """In their own basic blocks they take a round each at most; at least, for all that the emulator sees, one for all."""
+    """Loads in separate basic blocks take at most a round each, and at least one round together: the emulator does not see
+    which load depends on which.
+    """
     for chased in range(3):
         assert counts(chased=chased)["memory_load"] == 1 + chased
         assert counts(chased=chased, most=False)["memory_load"] == 1
 
 
 def test_the_slower_warp_makes_the_path():
-    """The first warp does not shuffle, and waits at the barrier for the second."""
+    """The first warp does not shuffle; it waits at the barrier for the second."""
     assert counts(shuffles=7)["warp_operation"] == 7
 
 
@@ -58,24 +60,24 @@ def test_a_line_is_near_once_a_block_has_read_it():
     assert path_of(chased=2)["bytes"] == 3 * 128
 
 
-def test_the_last_block_goes_on_with_the_longest_path():
-    one, nine = (path_of(name="last_arriver", blocks=blocks) for blocks in (1, 9))
-    for launch in (one, nine):
-        launch["whole"].pop("l1_load")  # the last block adds up what all have left, line by line
-    assert one["whole"] == nine["whole"], "blocks run side by side"
-    assert one["whole"]["atomic"] == 1 and one["to_atomic"]["atomic"] == 0
-    assert one["whole"]["fence"] > one["to_atomic"]["fence"] - 1 >= 0
+def test_the_last_block_continues_with_the_longest_path():
+    single, nine = (path_of(name="last_arriver", blocks=blocks) for blocks in (1, 9))
+    for launch in (single, nine):
+        launch["whole"].pop("l1_load")  # the last block adds the results of all blocks, line by line
+    assert single["whole"] == nine["whole"], "blocks run side by side"
+    assert single["whole"]["atomic"] == 1 and single["to_atomic"]["atomic"] == 0
+    assert single["whole"]["fence"] > single["to_atomic"]["fence"] - 1 >= 0
 
 
-def test_instructions_grow_with_what_runs():
+def test_instructions_grow_with_the_turns_of_a_loop():
     weights = weights_of(Path(emulator.load().__file__))
     few, many = (path_of(shuffles=shuffles, weights=weights) for shuffles in (2, 12))
     grown = many["whole"]["instruction"] - few["whole"]["instruction"]
-    assert grown > 0 and grown % 10 == 0, "ten turns more of the same loop"
+    assert grown > 0 and grown % 10 == 0, "ten more turns of the same loop"
     assert few["code"] == many["code"] > 0
 
 
-def test_weights_leave_out_what_the_checks_add():
+def test_weights_leave_out_the_access_checks():
     listing = """
 0000000000001000 <kernel>:
     1000:\tpush   %rbx
@@ -96,15 +98,15 @@ def test_weights_leave_out_what_the_checks_add():
 
 @pytest.mark.parametrize("error", ["up", "down", "mixed"])
 def test_2_to_the_x_is_off_by_two_units(error):
-    given = torch.linspace(-20, 5, 32)
-    given[0] = 0.0
+    exponents = torch.linspace(-20, 5, 32)
+    exponents[0] = 0.0
     results = {}
     for name in ("none", error):
         out = torch.zeros(32)
         emulator.load().set_exp2_error(name)
         try:
-            with emulator.session({"in": (given, "in"), "out": (out, "out")}) as machine:
-                machine.run_primitive("exp2", given.data_ptr(), out.data_ptr(), 0, 0, 1, 0, 0)
+            with emulator.session({"in": (exponents, "in"), "out": (out, "out")}) as machine:
+                machine.run_primitive("exp2", exponents.data_ptr(), out.data_ptr(), 0, 0, 1, 0, 0)
         finally:
             emulator.load().set_exp2_error("none")
         results[name] = out

@@ -1,8 +1,8 @@
-"""What each kernel's machine code may cost at most: one limit a line, with the reason of its number.
+"""Limits of each kernel's machine code: one limit a line, with its reason.
 
-test_kernel_code.py holds the built library to this table. Of several lines for one kernel, architecture and number the first
-counts, so "*" comes last. A number that a change made smaller is to be made smaller here too. Kernels are named as
-`python -m benchmarks.kernel_code` prints them; * and ? stand for any text and any character.
+The first line that matches a kernel, an architecture and a number counts, so "*" comes last. A change that makes a number
+smaller lowers its limit here too. Kernels have the names that `python -m benchmarks.kernel_code` prints; * and ? stand for any
+text and any character.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.kernel_code.instructions import Instruction, count_opcodes
 
 @dataclass(frozen=True)
 class Limit:
-    """One line of the table. ``number``: of `RESOURCES` or of `COUNTS`, at most ``bound``; "loads in flight": at least."""
+    """One line of the table. ``number``, of `RESOURCES` or `COUNTS`, is at most ``bound``; "loads in flight" at least."""
 
     kernel: str
     architectures: str
@@ -32,7 +32,7 @@ RESOURCES: dict[str, Callable[[Kernel], int]] = {
     "stack": lambda kernel: kernel.stack,
     "code": lambda kernel: kernel.code,
 }
-"""Numbers that cuobjdump tells of every kernel."""
+"""Numbers that cuobjdump prints for every kernel."""
 
 LOADS = "loads in flight"
 COUNTS: dict[str, Callable[[list[Instruction]], int]] = {
@@ -40,43 +40,43 @@ COUNTS: dict[str, Callable[[list[Instruction]], int]] = {
     "atomics that are CAS loops": lambda code: count_opcodes(code).get("ATOMS, CAS loop", 0),
     LOADS: lambda code: ControlFlow(code).loads_in_flight(called=False)[1],
 }
-"""Numbers that are read from the instructions, so only for the kernels and architectures that a line names."""
+"""Numbers read from the instructions, so only for the kernels and architectures that a line names."""
 
 BOTH, ALL = "sm_80 sm_90", "sm_80 sm_90 sm_100"
 
 # fmt: off
 LIMITS = (
-    # Stack: 0 is right for every kernel. The others are what they have now, so that they only shrink.
-    Limit("accept_kernel<coupled, beforehand>", ALL, "stack", 0, "the default rule: one warp on results that are there"),
-    Limit("accept_kernel*beforehand>", ALL, "stack", 368, "what calls take by address or save: a walk's records"),
-    Limit("accept_kernel*", ALL, "stack", 912, "the same, and what describing a row keeps; once a step"),
-    Limit("draft_kernel*", ALL, "stack", 528, "what calls take by address or save: a law, a row"),
-    Limit("scan_rows_kernel*", ALL, "stack", 544, "the same, of the block that finishes a row; nothing of the scan itself"),
-    Limit("commit_kernel*", "sm_90", "stack", 8, "one spilled address in a kind for units of one byte"),
+    # Stack: 0 is right for every kernel. The other limits are today's numbers, so that they can only shrink.
+    Limit("accept_kernel<coupled, beforehand>", ALL, "stack", 0, "the default rule: one warp, on the scan's results"),
+    Limit("accept_kernel*beforehand>", ALL, "stack", 368, "arguments by address, and saved registers: a walk's records"),
+    Limit("accept_kernel*", ALL, "stack", 912, "the same, and the description of a row; once a step"),
+    Limit("draft_kernel*", ALL, "stack", 528, "arguments by address, and saved registers: a distribution, a row"),
+    Limit("scan_rows_kernel*", ALL, "stack", 544, "the same, in the block that finishes a row; the scan itself has none"),
+    Limit("commit_kernel*", "sm_90", "stack", 8, "one spilled address in the kind for units of one byte"),
     Limit("sum_slots_kernel*", ALL, "stack", 8, "two spilled registers in the wide kinds for float16"),
-    Limit("attention_kernel*256, 4*", "sm_100", "stack", 40, "head_dim 256 needs all 255 registers; ten do not fit there"),
+    Limit("attention_kernel*256, 4*", "sm_100", "stack", 40, "head_dim 256 needs all 255 registers; ten more do not fit"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
-    # Registers: 65,536 on a multiprocessor over the threads that are to be there at once.
-    Limit("accept_kernel<coupled, beforehand>", ALL, "registers", 48, "what it has"),
+    # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
+    Limit("accept_kernel<coupled, beforehand>", ALL, "registers", 48, "today's number"),
     Limit("accept_kernel*", ALL, "registers", 128, "two blocks of 256 threads"),
     Limit("draft_kernel*", ALL, "registers", 128, "two blocks of 256 threads"),
     Limit("scan_rows_kernel*", ALL, "registers", 80, "six blocks of 128 threads, each with 16 KB of bfloat16 in flight"),
     Limit("attention_kernel*16, 64, ?>>", ALL, "registers", 168, "three blocks of 128 threads"),
     Limit("attention_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
     Limit("commit_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
-    Limit("embed_kernel*", ALL, "registers", 40, "1,536 threads: it does nothing but wait for memory"),
+    Limit("embed_kernel*", ALL, "registers", 40, "1,536 threads: it only waits for memory"),
     Limit("*", ALL, "registers", 64, "1,024 threads, half of a multiprocessor's"),
 
-    # Code: an instruction that no cache holds is fetched from device memory. A tenth of room, as compilers differ.
+    # Code: an instruction that no cache holds is fetched from device memory. Limits leave a tenth of room: compilers differ.
     Limit("accept_kernel<coupled, beforehand>", ALL, "code", 18_600, "a walk without jobs"),
     Limit("accept_kernel<kseq, beforehand>", ALL, "code", 176_000, "a walk, the search for rho, and the jobs of both"),
     Limit("accept_kernel*beforehand>", ALL, "code", 137_000, "a walk, and sums and draws; a step runs a part of them"),
     Limit("accept_kernel*", ALL, "code", 329_000, "a walk, a scan, and a function for each job; a step runs a part of them"),
     Limit("draft_kernel*", ALL, "code", 192_000, "a function for each pass over a row; a draw runs a part of them"),
     Limit("attention_kernel*", ALL, "code", 226_000, "a main loop unrolled over a tile, and the merge, today"),
-    Limit("scan_rows_kernel*", ALL, "code", 203_000, "the scan for three types (35,000), and finishing a row, noise drawn or not"),
-    Limit("*", ALL, "code", 44_000, "what mask_kernel has, the largest of the others"),
+    Limit("scan_rows_kernel*", ALL, "code", 203_000, "the scan for three types (35,000), and a row's end, noise drawn or not"),
+    Limit("*", ALL, "code", 44_000, "mask_kernel's, the largest of the others"),
 
     # Instructions.
     Limit("accept_kernel<coupled, beforehand>", "sm_90", "local accesses", 0, "it calls nothing"),
@@ -85,7 +85,7 @@ LIMITS = (
     Limit("draft_kernel*", "sm_90", "local accesses", 462, "LDL and STL around calls, today"),
     Limit("scan_rows_kernel<DraftSource>", "sm_90", "local accesses", 645, "the same with both kinds of races, today"),
     Limit("scan_rows_kernel*", "sm_90", "local accesses", 570, "LDL and STL of finishing a row, today"),
-    Limit("scan_rows_kernel*", "sm_90", LOADS, 8, "a lane asks for all of its 32 logits (of float32: 8 loads) before it waits"),
+    Limit("scan_rows_kernel*", "sm_90", LOADS, 8, "a lane loads all of its 32 logits (float32: 8 loads) before it waits"),
     Limit("accept_kernel*", "sm_90", "atomics that are CAS loops", 0, "64-bit sums take two atomics of 32 bits"),
     Limit("scan_rows_kernel*", "sm_90", "atomics that are CAS loops", 0, "64-bit sums take two atomics of 32 bits"),
 )
@@ -93,33 +93,33 @@ LIMITS = (
 
 
 def limits_of(kernel: Kernel, limits: Iterable[Limit] = LIMITS) -> dict[str, Limit]:
-    """Number -> the line that counts for this kernel."""
-    found: dict[str, Limit] = {}
+    """Number -> the limit that applies to this kernel."""
+    applying: dict[str, Limit] = {}
     for limit in limits:
         if kernel.architecture in limit.architectures.split() and fnmatchcase(kernel.name, limit.kernel):
-            found.setdefault(limit.number, limit)
-    return found
+            applying.setdefault(limit.number, limit)
+    return applying
 
 
 def needs_code(kernels: Iterable[Kernel], limits: Iterable[Limit] = LIMITS) -> list[Kernel]:
-    """The kernels whose instructions some line is about."""
+    """The kernels with a limit on numbers read from instructions."""
     return [kernel for kernel in kernels if limits_of(kernel, limits).keys() & COUNTS.keys()]
 
 
 def breaches(kernels: list[Kernel], code: Mapping[Kernel, Code], limits: tuple[Limit, ...] = LIMITS) -> list[str]:
-    """A sentence for each number beyond its limit, and for each line that no kernel of the library is left for."""
-    said, used = [], set()
+    """A sentence for each number beyond its limit, and for each line that applies to no kernel of the library."""
+    sentences, used = [], set()
     for kernel in kernels:
         for number, limit in limits_of(kernel, limits).items():
             used.add(limit)
-            found = RESOURCES[number](kernel) if number in RESOURCES else COUNTS[number](code[kernel].instructions)
-            if found < limit.bound if number == LOADS else found > limit.bound:
+            value = RESOURCES[number](kernel) if number in RESOURCES else COUNTS[number](code[kernel].instructions)
+            if value < limit.bound if number == LOADS else value > limit.bound:
                 allowed = f"at {'least' if number == LOADS else 'most'} {limit.bound:,}"
-                said.append(
-                    f"{kernel.name}, {kernel.architecture}: {number} {found:,}, allowed {allowed} ({limit.reason})"
+                sentences.append(
+                    f"{kernel.name}, {kernel.architecture}: {number} {value:,}, allowed {allowed} ({limit.reason})"
                 )
     present = {kernel.architecture for kernel in kernels}
     for limit in limits:
         if limit not in used and present & set(limit.architectures.split()):
-            said.append(f"{limit.kernel}, {limit.architectures}: the line for {limit.number} is about no kernel")
-    return said
+            sentences.append(f"{limit.kernel}, {limit.architectures}: the line for {limit.number} is about no kernel")
+    return sentences

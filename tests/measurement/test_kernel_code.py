@@ -1,5 +1,5 @@
-"""The kernels' machine code: the built library keeps to kernel_limits.py, regressions that are planted do not, and what is read
-from instructions is what they say.
+"""The kernels' machine code: the built library is within kernel_limits.py, planted regressions are not, and instructions are
+read correctly.
 
 Disassembly needs NVIDIA's cuobjdump and nvdisasm, of pass_ext[dev] or a CUDA toolkit; no GPU.
 """
@@ -50,7 +50,7 @@ def test_no_kernel_of_the_built_library_costs_more_than_its_limits(tmp_path):
     built = {architecture.partition("+")[0].replace(".", "") for architecture in pass_ext.status().cuda_architectures}
     assert {kernel.architecture for kernel in kernels} == {f"sm_{number}" for number in built}
     code = disassembler.disassemble(kernel_limits.needs_code(kernels))
-    strange = {i.opcode for one in code.values() for i in one.instructions if class_of(i) == "other"}
+    strange = {i.opcode for listing in code.values() for i in listing.instructions if class_of(i) == "other"}
     assert strange == set(), "benchmarks/kernel_code/instructions.py does not know these"
     assert kernel_limits.breaches(kernels, code) == []
 
@@ -59,7 +59,7 @@ def kernel(name="scan", architecture="sm_90", registers=32, stack=0, code=1_000)
     return disassembler.Kernel(name, architecture, registers, stack, 0, code, name, 1, Path("a.cubin"))
 
 
-def test_a_breach_names_kernel_architecture_what_is_and_what_is_allowed():
+def test_a_breach_names_kernel_architecture_number_and_limit():
     limits = (Limit("scan<*", "sm_90", "stack", 8, "one register"), Limit("*", "sm_80 sm_90", "stack", 0, "none"))
     kernels = [
         kernel("scan<int>", stack=16),
@@ -74,14 +74,14 @@ def test_a_breach_names_kernel_architecture_what_is_and_what_is_allowed():
 
 
 def test_too_few_loads_in_flight_are_a_breach():
-    one = kernel()
-    code = {one: disassembler.Code(listing("LDG.E.128 R4,[R2.64]", "FADD R0,R4,R5"), "")}
-    assert kernel_limits.breaches([one], code, (Limit("*", "sm_90", LOADS, 1, ""),)) == []
-    (said,) = kernel_limits.breaches([one], code, (Limit("*", "sm_90", LOADS, 4, "latency"),))
-    assert said == "scan, sm_90: loads in flight 1, allowed at least 4 (latency)"
+    scan = kernel()
+    code = {scan: disassembler.Code(listing("LDG.E.128 R4,[R2.64]", "FADD R0,R4,R5"), "")}
+    assert kernel_limits.breaches([scan], code, (Limit("*", "sm_90", LOADS, 1, ""),)) == []
+    (sentence,) = kernel_limits.breaches([scan], code, (Limit("*", "sm_90", LOADS, 4, "latency"),))
+    assert sentence == "scan, sm_90: loads in flight 1, allowed at least 4 (latency)"
 
 
-def test_a_line_about_no_kernel_is_said_where_its_architecture_was_built():
+def test_a_line_about_no_kernel_is_a_breach_if_its_architecture_was_built():
     limits = (Limit("gone*", "sm_90", "stack", 0, ""), Limit("gone*", "sm_120", "stack", 0, ""))
     assert kernel_limits.breaches([kernel()], {}, limits) == ["gone*, sm_90: the line for stack is about no kernel"]
 
@@ -94,7 +94,7 @@ STAND_IN_LIMITS = (
 
 
 def compile_kernels(source, folder, include):
-    """The kernels of a source file as sm_90 runs them."""
+    """The kernels of a source file, compiled for sm_90."""
     options = ["-std=c++17", "-O3", "-DNDEBUG", "-fmad=false", f"-I{include}", "-arch=sm_90", "-cubin", "-x", "cu"]
     subprocess.run(["nvcc", *options, source, "-o", folder / "kernels.cubin"], check=True)
     (folder / "extracted").mkdir()
@@ -102,7 +102,7 @@ def compile_kernels(source, folder, include):
 
 
 def judge_stand_ins(folder, old, new, count=-1):
-    """Breaches of the stand-in kernels, compiled with a text of their file replaced."""
+    """Breaches of the stand-in kernels, compiled with ``old`` replaced by ``new`` in their file."""
     text = STAND_INS.read_text()
     assert old in text
     (folder / "kernels.cuh").write_text(text.replace(old, new, count))
@@ -115,21 +115,21 @@ def judge_stand_ins(folder, old, new, count=-1):
 @no_tools
 @no_nvcc
 def test_a_missing_unroll_is_a_breach(tmp_path):
-    """Of the scan alone: the walk, which keeps its own, breaches nothing."""
-    said = judge_stand_ins(tmp_path, "#pragma unroll\n", "", count=2)
-    assert {line.partition(",")[0] for line in said} == {"stand_in_scan_kernel"}, said
+    """The scan alone breaches its limits; the walk still has its unroll."""
+    sentences = judge_stand_ins(tmp_path, "#pragma unroll\n", "", count=2)
+    assert {line.partition(",")[0] for line in sentences} == {"stand_in_scan_kernel"}, sentences
     for number in ("stack ", "local accesses ", "loads in flight "):
-        assert any(f"stand_in_scan_kernel, sm_90: {number}" in line for line in said), said
+        assert any(f"stand_in_scan_kernel, sm_90: {number}" in line for line in sentences), sentences
 
 
 @no_tools
 @no_nvcc
 def test_launch_bounds_without_their_second_number_are_a_breach(tmp_path):
-    """Of the walk alone: the compiler gives up registers for a second block, and spills."""
-    said = judge_stand_ins(tmp_path, "(512, 1)", "(512)")
-    assert said and all(
-        re.match(r"stand_in_walk_kernel<\d+>, sm_90: stack \d+, allowed at most 0", line) for line in said
-    ), said
+    """The walk alone breaches its limit: the compiler gives up registers for a second block, and spills."""
+    sentences = judge_stand_ins(tmp_path, "(512, 1)", "(512)")
+    assert sentences and all(
+        re.match(r"stand_in_walk_kernel<\d+>, sm_90: stack \d+, allowed at most 0", line) for line in sentences
+    ), sentences
 
 
 ATTENTION = "attention_kernel<pass_ext::gpu::AttentionShape<pass_ext::float16, 64, 4>>"
@@ -150,20 +150,22 @@ SCAN = "scan_rows_kernel<pass_ext::gpu::DraftSource>"
     ],
     ids=["attention, launch bounds", "attention, unroll", "scan, launch bounds", "scan, unroll", "loads, unroll"],
 )
-def test_such_faults_in_the_real_kernels_are_breaches(tmp_path, kernel, file, old, new, number):
+def test_planted_faults_in_the_real_kernels_are_breaches(tmp_path, kernel, file, old, new, number):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     changed = tmp_path / "csrc" / "cuda" / file
-    assert old in changed.read_text(), "the text to plant the fault in is gone: name another"
+    assert old in changed.read_text(), "the text that the fault replaces is gone: name another"
     changed.write_text(changed.read_text().replace(old, new))
     includes = '#include "cuda/attention.cuh"\n#include "cuda/draft.cuh"\n'
     (tmp_path / "kernels.cu").write_text(
-        f"{includes}const void* wanted = reinterpret_cast<const void*>(&pass_ext::gpu::{kernel});\n"
+        f"{includes}const void* kernel = reinterpret_cast<const void*>(&pass_ext::gpu::{kernel});\n"
     )
-    found = compile_kernels(tmp_path / "kernels.cu", tmp_path, tmp_path / "csrc")
+    kernels = compile_kernels(tmp_path / "kernels.cu", tmp_path, tmp_path / "csrc")
     limits = tuple(limit for limit in kernel_limits.LIMITS if limit.number == number)
-    said = kernel_limits.breaches(found, disassembler.disassemble(kernel_limits.needs_code(found, limits)), limits)
+    sentences = kernel_limits.breaches(
+        kernels, disassembler.disassemble(kernel_limits.needs_code(kernels, limits)), limits
+    )
     short = kernel.replace("pass_ext::gpu::", "").replace("pass_ext::", "")
-    assert any(line.startswith(f"{short}, sm_90: {number} ") for line in said), said
+    assert any(line.startswith(f"{short}, sm_90: {number} ") for line in sentences), sentences
 
 
 # ---- names ----
@@ -188,7 +190,7 @@ def test_a_kernels_short_name(demangled, short):
     assert disassembler.shorten(demangled) == short
 
 
-def test_a_missing_tool_is_named_with_the_way_to_get_it(monkeypatch):
+def test_a_missing_tool_is_named_with_its_package(monkeypatch):
     monkeypatch.setattr(disassembler, "find_tool", lambda name: None)
     with pytest.raises(FileNotFoundError, match="nvdisasm was not found: pip install nvidia-cuda-nvdisasm"):
         disassembler.disassemble([kernel()])
@@ -198,7 +200,7 @@ def test_a_missing_tool_is_named_with_the_way_to_get_it(monkeypatch):
 
 
 def listing(*lines):
-    """Instructions from lines such as "@P0 LDG.E R4,[R2.64]", 16 bytes each, read as nvdisasm's JSON is."""
+    """Instructions from lines such as "@P0 LDG.E R4,[R2.64]", 16 bytes each, in the form of nvdisasm's JSON."""
     listed = []
     for line in lines:
         words = line.split()
@@ -228,7 +230,7 @@ def listing(*lines):
         ("LDGSTS.E.BYPASS.128 [R63],desc[UR10][R58.64],P0", {58, 59, 63}, set()),
     ],
 )
-def test_what_an_instruction_reads_and_writes(line, reads, writes):
+def test_registers_that_an_instruction_reads_and_writes(line, reads, writes):
     (instruction,) = listing(line)
     assert (instruction.reads(), instruction.writes()) == (reads, writes)
 
@@ -269,7 +271,7 @@ def test_loads_in_flight_of_a_straight_line(lines, runs):
     assert ControlFlow(listing(*lines)).loads_in_flight() == runs
 
 
-def test_loads_in_flight_on_two_ways_are_those_of_each():
+def test_loads_in_flight_on_two_paths_are_those_of_each():
     """bfloat16 has one load before its use, float32 two; jumps are to multiples of 16."""
     code = listing(
         LOAD[0],  # 0x00
@@ -283,7 +285,7 @@ def test_loads_in_flight_on_two_ways_are_those_of_each():
     assert ControlFlow(code).loads_in_flight() == (1, 2)
 
 
-def test_a_load_that_the_last_turn_of_a_loop_left_is_in_flight():
+def test_a_load_of_the_previous_turn_of_a_loop_is_in_flight():
     code = listing(
         LOAD[0],  # 0x00
         LOAD[1],  # 0x10: the head of the loop
@@ -297,13 +299,13 @@ def test_a_load_that_the_last_turn_of_a_loop_left_is_in_flight():
     assert ControlFlow(code).loads_in_flight() == (2, 2)
 
 
-# ---- loops and ways ----
+# ---- loops and paths ----
 
 SCAN = listing(
     "S2R R0,SR_TID.X",  # 0x00
     "LDG.E.128 R4,[R20.64]",  # 0x10: the head of the outer loop
     "FADD R1,R1,R4",  # 0x20: the head of the inner loop
-    "@P1 BRA 0x90",  # 0x30: to what is rare
+    "@P1 BRA 0x90",  # 0x30: to the rare code
     "@P2 BRA 0x20",  # 0x40
     "FADD R1,R1,R5",  # 0x50
     "@P3 BRA 0x70",  # 0x60: around the next
@@ -333,13 +335,13 @@ def test_the_hottest_loop_is_the_smallest_with_the_wide_loads():
     assert ControlFlow(listing("FADD R0,R1,R2", "@P0 BRA 0x0", "EXIT")).hottest_loop() is None
 
 
-def test_the_work_path_leaves_out_what_is_rare():
+def test_the_work_path_leaves_out_rare_code():
     flow = ControlFlow(SCAN)
     assert [i.address for i in flow.work_path(flow.hottest_loop())] == [0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70]
     assert [i.address for i in flow.work_path()] == [0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80]
 
 
-def test_the_work_path_takes_the_way_with_most_wide_loads():
+def test_the_work_path_has_most_wide_loads():
     code = listing("@P0 BRA 0x30", LOAD[0], "BRA 0x60", LOAD[0], LOAD[1], "MOV R0,R1", "EXIT")
     assert [i.address for i in ControlFlow(code).work_path()] == [0x00, 0x30, 0x40, 0x50, 0x60]
 
@@ -398,7 +400,7 @@ def test_a_result_is_read_as_it_was_saved(tmp_path):
     assert page.read_results(tmp_path) == [saved]
 
 
-def test_a_library_that_is_not_there_is_named(tmp_path, capsys):
+def test_a_missing_library_is_named(tmp_path, capsys):
     assert run_command(tmp_path, "--library", str(tmp_path / "none.so")) == 1
     assert "none.so does not exist" in capsys.readouterr().err
 
@@ -406,15 +408,15 @@ def test_a_library_that_is_not_there_is_named(tmp_path, capsys):
 def test_the_least_time_of_a_scan_by_hand():
     scan = {"way_in": 100, "work": 400}
     times = {name: rest for name, *rest in bounds.least_times({"kernels": {bounds.SCAN: {"scan": scan}}})}
-    rows, of_bytes, of_code = times["64 requests, 1 + 4"]
+    rows, byte_time, code_time = times["64 requests, 1 + 4"]
     assert rows == 64 * 9
-    assert of_bytes == pytest.approx(rows * 128_256 * 2 / 4.3e6)
-    assert of_code == pytest.approx(rows * 126 * (400 + 100 / 4) / (132 * 4 * 1.98e3))
+    assert byte_time == pytest.approx(rows * 128_256 * 2 / 4.3e6)
+    assert code_time == pytest.approx(rows * 126 * (400 + 100 / 4) / (132 * 4 * 1.98e3))
     assert times["1 request, 1 + 4"][2] == pytest.approx(9 * 126 * 500 / (132 * 4 * 1.98e3)), "one chunk a warp"
     assert bounds.least_times({"kernels": {}}) == []
 
 
-def test_the_way_with_so_many_wide_loads():
+def test_the_path_with_a_number_of_wide_loads():
     code = listing(
         "@P0 BRA 0x50",
         "LDG.E.128 R4,[R2.64]",

@@ -1,4 +1,4 @@
-"""Estimated times: the page shows the committed result, and the arithmetic from counts to microseconds, by hand."""
+"""Estimated times: the page shows the committed result; the arithmetic from counts to microseconds is checked by hand."""
 
 import sys
 
@@ -32,16 +32,16 @@ def test_another_result_needs_another_page(tmp_path, capsys, monkeypatch):
 
 def test_every_event_costs_what_its_constants_say():
     for event, cost in costs.COSTS.items():
-        found = costs.time_of(counts(**{event: 10}), counts(**{event: 20}), costs.Range(0.25, 0.5))
+        time = costs.time_of(counts(**{event: 10}), counts(**{event: 20}), costs.Range(0.25, 0.5))
         scale = (0.25, 0.5) if event == "instruction" else (1.0, 1.0)
-        assert found.low == pytest.approx(10 * scale[0] * cost.low / CLOCK * 1e6)
-        assert found.high == pytest.approx(20 * scale[1] * cost.high / CLOCK * 1e6)
+        assert time.low == pytest.approx(10 * scale[0] * cost.low / CLOCK * 1e6)
+        assert time.high == pytest.approx(20 * scale[1] * cost.high / CLOCK * 1e6)
         assert 0 < cost.low <= costs.middle(event) <= cost.high and cost.source
 
 
 def test_bytes_hide_behind_the_path_at_best_and_come_on_top_at_worst():
-    found = costs.with_bytes(costs.Range(2.0, 3.0), 5e-6 * BANDWIDTH)
-    assert found == pytest.approx((5.0, 8.0))
+    time = costs.with_bytes(costs.Range(2.0, 3.0), 5e-6 * BANDWIDTH)
+    assert time == pytest.approx((5.0, 8.0))
     assert costs.with_bytes(costs.Range(7.0, 8.0), 5e-6 * BANDWIDTH).low == 7.0
 
 

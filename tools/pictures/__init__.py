@@ -1,1 +1,1 @@
-"""Programs that draw the pictures of docs/ and check them."""
+"""Draws the pictures of docs/ and checks them."""

@@ -1,7 +1,7 @@
 """The pictures of docs/ops/attention.md: trees and their masks, drawn by `Tree.draw`.
 
 `python -m tools.pictures.attention` writes docs/ops/attention-<name>.svg, which needs matplotlib. `--check` writes nothing and
-fails where a picture does not show its tree. With the matplotlib that drew it, a picture must be the same to the byte.
+fails if a picture does not show its tree. Redrawn with the same matplotlib, a picture must be equal to the byte.
 """
 
 import sys
@@ -44,11 +44,11 @@ def check(root: Path) -> list[str]:
     for name in PICTURES:
         path = path_of(name)
         if not (root / path).exists():
-            wrong.append(f"there is no {path}")
+            wrong.append(f"{path} does not exist")
         elif not picture.tells(root / path, story_of(name)):
             wrong.append(f"{path} does not show the tree of tools/pictures/attention.py")
         elif not picture.is_redrawn(root / path, partial(draw, name)):
-            wrong.append(f"{path} is not what Tree.draw makes")
+            wrong.append(f"{path} differs from the picture that Tree.draw makes")
     return wrong
 
 

@@ -1,7 +1,7 @@
 """The picture of docs/guide/pass.md: inputs and outputs of the model in both cycles of PaSS.
 
 `python -m tools.pictures.cycles` writes docs/guide/pass-cycles.svg, which needs matplotlib. `--check` writes nothing and fails
-where the picture differs.
+if the picture differs.
 """
 
 import sys

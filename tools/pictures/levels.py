@@ -1,7 +1,7 @@
 """The picture of docs/guide/speculative.md: a tree of candidates drafted level by level, and the slices of its mask.
 
 `python -m tools.pictures.levels` writes docs/guide/speculative-levels.svg, which needs matplotlib. `--check` writes nothing and
-fails where the picture differs.
+fails if the picture differs.
 """
 
 import sys
@@ -48,7 +48,7 @@ def _figure() -> Any:
 
 
 def _places() -> list[tuple[float, float]]:
-    """The places of nodes: leaves side by side, parents above the middle of their children."""
+    """(x, y) of each node: leaves side by side, parents above the middle of their children."""
     across = {leaf: float(i) for i, leaf in enumerate(leaf for leaf in TREE.leaves)}
     for node in reversed(range(len(TREE))):
         below = TREE.children(node)

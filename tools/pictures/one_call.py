@@ -1,7 +1,7 @@
-"""The picture of README.md: one call of a model that verifies guesses and looks ahead, and which op does which part.
+"""The picture of README.md: one call of a model that verifies guesses and looks ahead, and the op of each part.
 
-`python -m tools.pictures.one_call` writes docs/one-call.svg, which needs matplotlib. `--check` writes nothing and fails where
-the picture is not this one.
+`python -m tools.pictures.one_call` writes docs/one-call.svg, which needs matplotlib. `--check` writes nothing and fails if
+the picture differs.
 """
 
 import sys
@@ -17,23 +17,23 @@ TOKEN, SLOT, ACCEPTED, DROPPED = "#2f6fb3", "#e08a1e", "#3c8f4f", "#b9c0c8"
 INK, LINE, PALE = "#3a424c", "#9aa5b1", "#eef0f3"
 
 PREFIX = ["The", "quick", "brown"]
-# Rows of the call: (input, output, what becomes of the output); a slot's input is its number.
+# Rows of the call: (input, output, fate of the output); the input of a slot is its number.
 ROWS = [
     ("fox", "jumps", "accepted"), ("jumps", "over", "accepted"), ("over", "the", "accepted"), ("the", "lazy", "accepted"),
     ("big", "house", "dropped"), (1, "dog", "guess"), (2, ".", "guess"), (3, "It", "guess"),
 ]  # fmt: skip
-OPS = [  # (op, what it does), from the input to the cache
+OPS = [  # (op, its effect), from the input to the cache
     ("lookahead_embed", "embeds tokens and slots in one gather"),
     ("attention_tree", "every row sees the text and its own ancestors"),
     ("accept_tree", "keeps the guesses that the model confirms"),
     ("cache_commit_", "stores keys and values of accepted rows"),
 ]
 COLOURS = {"accepted": ACCEPTED, "guess": SLOT, "dropped": DROPPED}
-LEFT = 4.0  # of the first row
+LEFT = 4.0  # left edge of the first row
 
 
 def story() -> dict[str, Any]:
-    """What the picture shows."""
+    """The data that the picture shows."""
     return {"prefix": PREFIX, "rows": ROWS, "ops": OPS}
 
 
@@ -43,7 +43,7 @@ def written() -> list[str]:
 
 
 def draw(path: Path) -> None:
-    """`path` may end in .svg or .png."""
+    """Draws the picture; `path` ends in .svg or .png."""
     picture.save(path, _figure, title="One call of the model", story=story())
 
 

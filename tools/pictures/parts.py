@@ -1,4 +1,4 @@
-"""What the drawn pictures share: a rounded box, and the check of a committed picture."""
+"""A rounded box for pictures, and the check of a committed picture."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from benchmarks.harness import picture
 
 
 def box(x: float, y: float, width: float, height: float, face: str, edge: str) -> Any:
-    """A rounded box, by its lower left corner."""
+    """A rounded box with its lower left corner at (x, y)."""
     from matplotlib.patches import FancyBboxPatch
 
     style = "round,pad=0,rounding_size=0.12"
@@ -16,7 +16,7 @@ def box(x: float, y: float, width: float, height: float, face: str, edge: str) -
 
 
 def fault_of(root: Path, path: Path, subject: str, story: dict[str, Any], draw: Callable[[Path], None]) -> str | None:
-    """A sentence about a picture that does not show its subject, or that another program drew; None if it is right."""
+    """A sentence for a picture that does not show its subject or that this program did not draw; None if it is right."""
     if not picture.tells(root / path, story):
         return f"{path} does not show {subject}"
     if not picture.is_redrawn(root / path, draw):

@@ -1,16 +1,16 @@
-"""Decisions that a GPU takes as the CPU does although its sums differ: planted ties, counted and bounded.
+"""Planted ties: GPU and CPU take the same decisions although their sums differ; exceptions are counted and bounded.
 
 A GPU adds a row's weights with ex2.approx, within 2 units in the last place of the correctly rounded 2^x (PTX ISA, ex2), and in
-an order of its own. The emulator can err so much: all up, all down, or by a hash of x. With u = 2^-24, a row of V tokens, and
-x the distance from the largest logit in nats, whose mean under the row's law is at most ln V (by its entropy), a mass is off by
-less than, relatively,
+a different order. The emulator can make the same error: all up, all down, or by a hash of x. Let u = 2^-24, V the tokens of a
+row, and x the distance from the largest logit in nats; the mean of x under the row's distribution is at most ln V (by its
+entropy). The relative error of a mass is then less than
 
     GPU  2^x 5u, its argument 4u ln V, a chunk's sum (31 + 5)u, the chunk's own weight 4u + 2u ln V
     CPU  e^x 4u, its argument 2u ln V, a sum of up to 8,192 tokens in 32 lanes (256 + 6)u
 
-so a top-p edge is safe beyond `mass_bound`, and a coin, which two masses and two weights decide, beyond `coin_bound`. 1e-7
-cannot be promised: 2^x alone may be off by 2.5 units, 3e-7. Most of the bound is for sums whose roundings all go one way,
-which they do not: no planted tie farther than SEEN fell otherwise, and a GPU is held to that.
+so a top-p edge is safe beyond `mass_bound`, and a coin, which two masses and two weights decide, beyond `coin_bound`. A bound
+of 1e-7 is impossible: 2^x alone may be off by 2.5 units, 3e-7. Most of the bound is for sums whose roundings all go one way,
+which does not happen: no planted tie farther than SEEN was decided differently, and the tests require the same of a GPU.
 """
 
 import math
@@ -28,7 +28,7 @@ from pass_ext.testing import cpu_backends
 
 CPU = cpu_backends()[-1]
 SEEN = 5e-7
-WIDTH = 3e-6  # of the planted ties, relatively
+WIDTH = 3e-6  # relative width of the interval of planted ties
 ERRORS = ("none", "up", "down", "mixed")
 UNIT = 2.0**-24
 
@@ -40,13 +40,13 @@ def mass_bound(vocabulary):
 
 
 def coin_bound(vocabulary):
-    """Two masses; two weights e^x of one token each, 4u and an argument of 2u ln V about; products and quotients."""
+    """The error of two masses, of two weights e^x (4u and an argument of about 2u ln V), and of products and quotients."""
     return 2 * mass_bound(vocabulary) + (2 * (4 + 2 * math.log(vocabulary)) + 6) * UNIT
 
 
-@pytest.fixture(params=testing.cuda_backends() or ERRORS, ids=lambda one: getattr(one, "name", one))
+@pytest.fixture(params=testing.cuda_backends() or ERRORS, ids=lambda backend: getattr(backend, "name", backend))
 def gpu(request):
-    """A GPU, or the emulator with 2^x off as the parameter says."""
+    """A GPU, or the emulator with the parameter's error of 2^x."""
     if not isinstance(request.param, str):
         yield request.param
         return
@@ -61,7 +61,7 @@ def on(backend, op, tensors, **options):
 
 
 def planted_edges(vocabulary, rows, random):
-    """Rows, top-p beside the mass of their first few tokens, and how far beside, of the mass."""
+    """(rows, top-p near the mass of their first few tokens, its relative distance from that mass)."""
     logits = torch.randn(rows, vocabulary, generator=random) * 2.0
     sums = torch.sort(logits.double().softmax(-1), descending=True).values.cumsum(-1)
     edges = sums[torch.arange(rows), torch.randint(2, 12, (rows,), generator=random)]
@@ -80,22 +80,22 @@ def test_edges_of_top_p(gpu, vocabulary):
     assert not (differs & (margins > min(SEEN, mass_bound(vocabulary)))).any(), margins[differs]
     assert (margins < 2e-7).sum() > 1, "there are ties to fall"
     if gpu.name == "emulated" and vocabulary < 1000:
-        assert differs.any(), "none falls otherwise: they are not planted near enough"
+        assert differs.any(), "no tie is decided differently: plant them nearer"
 
 
 def planted_coins(vocabulary, requests, random):
-    """Chains of one draft whose p / q lies beside its coin, and how far beside, relatively."""
+    """(chains of one draft whose p / q is near its coin, its relative distance from the coin)."""
     positions = torch.arange(requests) * 3
     draft = torch.randn(requests, 1, vocabulary, generator=random) * 2.0
     target = torch.randn(requests, 2, vocabulary, generator=random) * 2.0
     tokens = draft[:, 0].argmax(-1, keepdim=True)
     q = draft[:, 0].double().softmax(-1).gather(1, tokens)[:, 0]
     coins = torch.tensor([coin(5, int(position), 1) for position in positions], dtype=torch.float64)
-    wish = coins * q * (1 + (torch.rand(requests, generator=random).double() - 0.5) * WIDTH)
-    # The draft's logit lies near 0, where floats are dense: what the others weigh says which p that makes.
+    target_p = coins * q * (1 + (torch.rand(requests, generator=random).double() - 0.5) * WIDTH)
+    # The draft's logit is near 0, where floats are dense: the other tokens' weight sets p.
     others = target[:, 0].scatter(1, tokens, -math.inf)
-    others -= (torch.logsumexp(others.double(), -1) + torch.log(wish / (1 - wish)))[:, None].float()
-    exact = torch.logsumexp(others.double(), -1) + torch.log(wish / (1 - wish))
+    others -= (torch.logsumexp(others.double(), -1) + torch.log(target_p / (1 - target_p)))[:, None].float()
+    exact = torch.logsumexp(others.double(), -1) + torch.log(target_p / (1 - target_p))
     target[:, 0] = others.scatter(1, tokens, exact.float()[:, None])
     p = target[:, 0].double().softmax(-1).gather(1, tokens)[:, 0]
     step = {
@@ -118,7 +118,7 @@ def test_coins(gpu, vocabulary):
 
 
 def test_random_steps(gpu):
-    """No tie planted: the same decisions, under rule coupled without filters whatever the sums are."""
+    """Without planted ties decisions differ at most within `coin_bound`; under rule coupled without filters they never do."""
     for rule, filters in (
         ("coupled", False),
         ("coupled", True),
@@ -128,8 +128,8 @@ def test_random_steps(gpu):
     ):
         random = torch.Generator().manual_seed(31)
         step = random_step(rule, [1 + i % 7 for i in range(30)], 150, random, dtype=torch.bfloat16, filters=filters)
-        wanted, got = (on(backend, pass_ext.accept_tree, step) for backend in (CPU, gpu))
-        differs = (got[0] != wanted[0]).any(1) | (got[3] != wanted[3])
+        expected, actual = (on(backend, pass_ext.accept_tree, step) for backend in (CPU, gpu))
+        differs = (actual[0] != expected[0]).any(1) | (actual[3] != expected[3])
         if rule == "coupled" and not filters:
             assert not differs.any()
         elif differs.any():
