@@ -11,8 +11,8 @@ enum class Isa { portable, avx2, avx512, avx512_bf16 };
 Isa current_isa();
 
 // The level for matrix products: avx512 instead of avx512_bf16 on processors whose bf16 dot products do less work per
-// second than fp32 multiplications (Intel's without AMX: compare bench_attention under PASS_EXT_CPU_ISA=avx512_bf16). A
-// limit that names avx512_bf16 overrides this.
+// second than fp32 multiplications (Intel's without AMX: compare benchmarks.ops.attention under
+// PASS_EXT_CPU_ISA=avx512_bf16). A limit that names avx512_bf16 overrides this.
 Isa product_isa();
 
 }  // namespace pass_ext

@@ -1,9 +1,9 @@
 // The scan of a row: the first pass over its logits. It writes two small summaries to global memory: the largest logit
 // of every group of 64 tokens, and the largest logit and share of the softmax sum of every chunk of 1,024. Races, top-k
-// and top-p then read only the groups that can matter. If the noise of the row's race is known, the scan also
-// draws ln first_g of every group (core/noise.h) while the logits are being loaded: one block would take longer for
-// that than for the rest of the race. Sums use the processor's 2^x, within 2 ulp; the probability of a single token
-// never does.
+// and top-p then read only the groups that can matter. If the noise of the row's race is known and few
+// blocks scan (plan_rows), the scan also draws ln first_g of every group (core/noise.h) while the logits are being
+// loaded: one block would take longer for that than for the rest of the race. Sums use the processor's 2^x, within 2
+// ulp; the probability of a single token never does.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct RowSummary {
 struct ScanSettings {
   float scale;
   bool needs_sum;
-  bool races;   // true: also ln first_g of every group
+  bool races;   // true: also ln first_g of every group, if there is memory for it
   Noise noise;  // the noise of the row's first race
 };
 
@@ -48,8 +48,8 @@ PASS_EXT_DEVICE bool is_sum_needed(const SamplingParameters& parameters, bool ne
 }
 
 // One warp: computes the summary of one chunk. read_settings() returns the ScanSettings; it is called after the loads
-// of the logits, so that both take place at the same time. If `races`, log_firsts [groups] gets ln first_g of the
-// chunk's groups.
+// of the logits, so that both take place at the same time. If `races`, and log_firsts [groups] is not null, it gets ln
+// first_g of the chunk's groups.
 template <typename ReadSettings>
 PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSummary& summary, float* log_firsts,
                                 const ReadSettings& read_settings) {

@@ -224,7 +224,8 @@ class BlockRows {
     fill(tokens, logprobs, place, count);
   }
 
-  // The winner of the race whose noise the scan knew, among the tokens of the distribution's support; -1 if none.
+  // The winner of the race whose noise the scan knew, drawn there or here, among the tokens of the distribution's
+  // support; -1 if none.
   PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
     static_assert(scan == Scan::beforehand, "a scan on the way draws no ln first_g");
     if (workspace_.log_firsts != nullptr)

@@ -5,7 +5,8 @@ import sys
 import emulator
 import pytest
 import torch
-from emulator.ops import draft, launching
+from emulator.ops import accept, draft, launching
+from emulator.ops.logits import SAMPLING
 from support.paths import ROOT
 
 import pass_ext
@@ -114,3 +115,34 @@ def test_rows_that_few_blocks_scan_in_turns(dtype, monkeypatch):
     ours = draft.draft_sample(logits, 3, 0, **arguments | {"top_k": arguments["top_k"].int()} | empty)
     assert torch.equal(expected[0], ours[0])
     torch.testing.assert_close(expected[1], ours[1])
+
+
+@pytest.mark.parametrize(("vocabulary", "draws"), [(2_000, True), (24_700, False)])
+def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws, monkeypatch):
+    """Rule coupled, all rows scanned beforehand on one multiprocessor: the tokens are the CPU's, whoever draws the noise."""
+    monkeypatch.setattr(launching, "multiprocessors", lambda: 1)
+    requests, nodes = 2, 4
+    numbers = dict(is_chain=1, chain_nodes=nodes, requests=requests, nodes=requests * nodes, vocabulary=vocabulary)
+    numbers |= dict(max_depth=nodes - 1, multiprocessors=1)
+    groups, chunks = -(-vocabulary // 64), -(-vocabulary // 1024)
+    row = 4 * groups + 8 * chunks + (4 * groups if draws else 0) + LAW + WINNER + JUDGE
+    with emulator.session({}) as machine:
+        assert requests * nodes * row <= machine.accept_workspace(numbers) <= requests * nodes * row + ROUNDING
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(requests, nodes, vocabulary, generator=random) * 3
+    temperature, seeds = torch.tensor([0.7, 1.3]), torch.tensor([5, 6])
+    positions = torch.tensor([40, 900])
+    own = [
+        pass_ext.draft_sample(
+            logits[b], 1, mode="coupled", temperature=temperature[b].expand(nodes), seeds=seeds[b].expand(nodes),
+            positions=positions[b] + torch.arange(nodes),
+        )[0].flatten() for b in range(requests)
+    ]  # fmt: skip
+    tokens = torch.stack(own)[:, :-1].clone()
+    tokens[1, 1] = (tokens[1, 1] + 1) % vocabulary
+    expected = pass_ext.accept_chain(logits, tokens, temperature=temperature, seeds=seeds, positions=positions)
+    assert expected.num_accepted.tolist() == [3, 1]
+    sampling = (temperature, *[None] * (len(SAMPLING + accept.DRAFT_SAMPLING) - 1))
+    ours = accept.accept_chain(logits, tokens, 0, None, *sampling, None, None, seeds, positions, 0.09, 0.3)
+    for ours_part, expected_part in zip(ours, expected, strict=True):
+        assert torch.equal(ours_part, expected_part)
