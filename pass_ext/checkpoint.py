@@ -51,6 +51,24 @@ def load_checkpoint(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def safetensors_folder(path: str | Path, dtype: torch.dtype) -> Path:
+    """A folder with config, weights and tokenizer, for programs that read no GGUF files: the path itself, or a conversion that
+    stays in ``cache_folder()``.
+
+    Raises what ``load_checkpoint`` raises, and OSError if the conversion cannot be cached.
+    """
+    file = Path(path)
+    if file.suffix != ".gguf":
+        return file
+    load_checkpoint(file, dtype)
+    folder = _cache_entry(file, dtype)
+    if not folder.is_dir():
+        raise OSError(
+            f"the conversion of {file} is not in {folder}: it is larger than {MAX_CACHED_BYTES} bytes, or not writable"
+        )
+    return folder
+
+
 def _load(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,0 +1,180 @@
+"""``PaSS``: the proposer that lets a vLLM model guess its own next tokens, through vLLM's own scheduler, cache and sampler.
+
+    drafts of a request = guesses g_1 … g_m, then slots V, V + 1, …     (m + slots <= num_speculative_tokens)
+
+The accept step judges the guesses and always rejects slots. Where all m guesses were accepted, the logits of the slots' rows
+guess behind the token that the step ended with: m + 1 tokens and new guesses from one call. Where a guess was rejected, the
+slots stood behind a wrong text, and the next step has slots alone: the published cycle of two calls.
+
+    vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "pass_ext.integrations.vllm.PaSS",
+                                            "num_speculative_tokens": 4}'
+                     --additional-config '{"pass_ext": {"slots": "smollm2-135m-instruct"}}'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pass_ext.decoding.drafting.from_lookahead import TreeFiller
+from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.integrations.vllm.draft_counters import replace_counters
+from pass_ext.integrations.vllm.draft_length import DraftLength
+from pass_ext.integrations.vllm.runner_v1 import replace_sampling
+from pass_ext.integrations.vllm.settings import Settings
+from pass_ext.integrations.vllm.slot_rows import SlotRows
+from pass_ext.integrations.vllm.step import SampledStep
+from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.tree import Tree
+
+_GREEDY = BatchSampling(None, None, None, None, None)
+_log = logging.getLogger("vllm.pass_ext")
+
+
+class PaSS:
+    """vLLM's proposer interface (``custom_class``): ``load_model``, ``observe`` after each sampled step, ``propose``.
+
+    Args:
+        vllm_config: a ``VllmConfig``. ValueError names an option that PaSS cannot honour.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._settings = Settings.of(vllm_config)
+        refuse(vllm_config, self._settings)
+        self._vocabulary: int = vllm_config.model_config.get_vocab_size()
+        self._most_rows: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._layers: int = vllm_config.model_config.hf_text_config.num_hidden_layers
+        self._most_drafts: int = vllm_config.speculative_config.num_speculative_tokens
+        self._lookahead = LookaheadEmbedding.from_pretrained(self._settings.slots)
+        # Part of vLLM's key of compiled code, which may have the slots' vectors in it.
+        vllm_config.additional_config["pass_ext_slots"] = _digest(self._lookahead)
+        slots = self._lookahead.num_lookahead
+        if self._most_drafts > 2 * slots:
+            raise ValueError(
+                f"PaSS: num_speculative_tokens must be at most {2 * slots}, a guess and a place for each slot of "
+                f"{self._settings.slots!r}, got {self._most_drafts}"
+            )
+        lengths = sorted({0, min(slots, (self._most_drafts + 1) // 2), self._most_drafts})
+        self._length = DraftLength(lengths) if self._settings.pause else None
+        self._step: SampledStep | None = None
+        self._chosen: tuple[float, list[str], int] | None = None
+        for replaced in (replace_sampling(), replace_counters()):
+            _log.info("pass_ext: PaSS replaces %s", replaced)
+
+    def load_model(self, model: nn.Module) -> None:
+        """Attaches the slots to the target model."""
+        rows = SlotRows(model, self._lookahead, self._vocabulary, self._most_rows, self._layers)
+        self._table = rows.table
+        self._lookahead = self._lookahead.to(rows.table.device)
+        _log.info("pass_ext: PaSS drafts with %d slots of %s", self._lookahead.num_lookahead, self._settings.slots)
+
+    def observe(self, step: SampledStep) -> None:
+        """Keeps what a step sampled, until ``propose``."""
+        self._step = step
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """The drafts of every request of the batch; none where a request is still reading its prompt.
+
+        Args:
+            sampled_token_ids: the tokens that the step gave each request.
+            num_tokens_no_spec, token_ids_cpu, slot_mappings: vLLM's own, not needed here.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            raise RuntimeError("PaSS: propose was called without a step that pass_ext sampled")
+        length = self._most_drafts if self._length is None else self._measured_length(step, sampled_token_ids)
+        if length == 0:
+            return [[] for _ in sampled_token_ids]
+        guesses = self._guesses(step, sampled_token_ids, length)
+        slots = self._lookahead.num_lookahead
+        drafts = []
+        for b, emitted in enumerate(sampled_token_ids):
+            known = guesses.get(b, [])[:length]
+            count = min(slots, length - len(known)) if emitted else 0
+            drafts.append([*known, *range(self._vocabulary, self._vocabulary + count)])
+        return drafts
+
+    def _guesses(self, step: SampledStep, sampled: list[list[int]], length: int) -> dict[int, list[int]]:
+        """Request -> guesses, where the step's slots stood behind its whole text."""
+        tokens = step.tokens.tolist()
+        groups: dict[int, list[tuple[int, range]]] = {}  # number of slots -> requests and their slots' rows
+        first = 0
+        for b, drafts in enumerate(step.drafts):
+            last, end = first + len(sampled[b]) - 1, first + drafts + 1
+            # Slots follow the guesses; all guesses were accepted if the row after the last accepted one is a slot.
+            if sampled[b] and last + 1 < end and tokens[last + 1] >= self._vocabulary:
+                count = min(end - last - 1, length)
+                groups.setdefault(count, []).append((b, range(last + 1, last + 1 + count)))
+            first = end
+        sampling = step.sampling if self._settings.rule == "coupled" else _GREEDY
+        guesses: dict[int, list[int]] = {}
+        for count, members in groups.items():
+            requests = [b for b, _ in members]
+            rows = torch.tensor([row for _, rows in members for row in rows], device=step.logits.device)
+            filler = TreeFiller(self._lookahead, Tree.chain(count), self._table, sampling, "coupled")
+            filled = filler.fill(
+                step.logits[rows].view(len(members), count, -1),
+                requests,
+                [sampled[b][-1] for b in requests],
+                (step.positions[requests] + torch.tensor([len(sampled[b]) - 1 for b in requests])).tolist(),
+            )
+            guesses |= {b: [t for t in line if t >= 0] for b, line in zip(requests, filled.tokens, strict=True)}
+        return guesses
+
+    def _measured_length(self, step: SampledStep, sampled: list[list[int]]) -> int:
+        """The length that measured times recommend. Steps count where the same requests were decoded before and since."""
+        assert self._length is not None
+        now, requests = time.perf_counter(), list(step.request_ids)
+        if self._chosen is not None:
+            before, same, length = self._chosen
+            if same == requests and all(sampled):
+                self._length.add(len(requests), length, now - before, sum(map(len, sampled)))
+        length = self._length.choose(len(requests))
+        self._chosen = now, requests, length
+        return length
+
+
+def _digest(lookahead: LookaheadEmbedding) -> str:
+    """The same for equal slots, another for others."""
+    digest = hashlib.sha256()
+    for parameter in lookahead.parameters():
+        digest.update(parameter.detach().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def refuse(vllm_config: Any, settings: Settings) -> None:
+    """Raises ValueError for the first option that PaSS cannot honour, with its name and the reason."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    refused = {
+        "additional_config['pass_ext']['slots']": (
+            not settings.slots,
+            "it must name look-ahead embeddings or their file",
+        ),
+        "pipeline_parallel_size": (
+            parallel.pipeline_parallel_size > 1,
+            "slots enter on the first stage and guess on the last",
+        ),
+        "lora_config": (vllm_config.lora_config is not None, "slots belong to one model, and an adapter makes another"),
+        "enable_prompt_embeds": (model.enable_prompt_embeds, "slots are ids, and embeddings have none"),
+        "multimodal models": (model.is_multimodal_model, "slots are ids, and these models take embeddings"),
+        "encoder-decoder models": (model.is_encoder_decoder, "slots were never trained for them"),
+        "models with recurrent layers": (
+            model.is_hybrid or model.is_attention_free,
+            "a slot would change the state that later tokens read",
+        ),
+    }
+    for option, (is_given, reason) in refused.items():
+        if is_given:
+            raise ValueError(f"PaSS: {option} is not supported: {reason}")
