@@ -3,7 +3,8 @@
     vllm:spec_decode_num_drafts       steps of a request that judged at least one guess
     vllm:spec_decode_num_draft_tokens guesses judged
 
-vLLM subtracts from a request's drafts those that a grammar has struck out; slots join these. A step without guesses is no draft.
+vLLM subtracts from a request's drafts those that a grammar has struck out; slots join these. A step that judged no guess is not
+counted.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.integrations.vllm.draft_counters import replace_counters
 from pass_ext.integrations.vllm.draft_length import DraftLength
 from pass_ext.integrations.vllm.runner_v1 import replace_sampling
-from pass_ext.integrations.vllm.settings import Settings
+from pass_ext.integrations.vllm.settings import KEY, Settings
 from pass_ext.integrations.vllm.slot_rows import SlotRows
 from pass_ext.integrations.vllm.step import SampledStep
 from pass_ext.modules.lookahead import LookaheadEmbedding
@@ -158,9 +158,9 @@ def refuse(vllm_config: Any, settings: Settings) -> None:
     """Raises ValueError for the first option that PaSS cannot honour, with its name and the reason."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     refused = {
-        "additional_config['pass_ext']['slots']": (
+        f"an empty additional_config[{KEY!r}]['slots']": (
             not settings.slots,
-            "it must name look-ahead embeddings or their file",
+            "they name look-ahead embeddings or a file",
         ),
         "pipeline_parallel_size": (
             parallel.pipeline_parallel_size > 1,
@@ -177,4 +177,4 @@ def refuse(vllm_config: Any, settings: Settings) -> None:
     }
     for option, (is_given, reason) in refused.items():
         if is_given:
-            raise ValueError(f"PaSS: {option} is not supported: {reason}")
+            raise ValueError(f"PaSS: not with {option}: {reason}")

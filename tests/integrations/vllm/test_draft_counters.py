@@ -13,7 +13,11 @@ class Scheduler:
 
     def __init__(self):
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY))
-        self.metrics = {"a": RequestSpecDecodeMetrics(), "b": RequestSpecDecodeMetrics(), "c": RequestSpecDecodeMetrics()}
+        self.metrics = {
+            "a": RequestSpecDecodeMetrics(),
+            "b": RequestSpecDecodeMetrics(),
+            "c": RequestSpecDecodeMetrics(),
+        }
 
     def update_from_output(self, scheduler_output, model_runner_output):
         stats = None
