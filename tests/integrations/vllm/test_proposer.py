@@ -60,8 +60,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def make(monkeypatch, slots):
-    for name in ("replace_sampling", "replace_counters"):
-        monkeypatch.setattr(proposer, name, lambda: "nothing")
+    monkeypatch.setattr(proposer, "is_replaced", lambda: True)
 
     def pass_proposer(rank=0, **options):
         proposer = PaSS(config(slots(rank), **options))
@@ -215,6 +214,12 @@ def test_a_step_that_pass_ext_did_not_sample_is_an_error(make):
     pass_proposer = make()
     with pytest.raises(RuntimeError, match="without a step that pass_ext sampled"):
         pass_proposer.propose([[1]], None, None)
+
+
+def test_without_the_accept_step_pass_says_how_to_switch_it_on(make, slots, monkeypatch):
+    monkeypatch.setattr(proposer, "is_replaced", lambda: False)
+    with pytest.raises(ValueError, match="PaSS: needs PASS_EXT_VLLM=on"):
+        PaSS(config(slots()))
 
 
 @pytest.mark.parametrize(

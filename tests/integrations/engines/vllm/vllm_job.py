@@ -1,0 +1,87 @@
+"""Runs calls from a JSON file in one vLLM engine, in a process of its own; writes texts, counters and pass_ext's log lines.
+
+    {"model": folder, "options": of LLM, "calls": [{"prompts": [[ids]], "sampling": of SamplingParams, or a list, "batch": n}]}
+
+vLLM holds global state, and one process takes one engine.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+MOST_SECONDS = 900
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",  # a region of two threads waits long beside other busy processes
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def run_engine(folder, model, calls, environment=None, **options):
+    """The result of a job: ``texts`` of each call, ``counters``, ``log``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {"max_model_len": 1024, "enforce_eager": True, "skip_tokenizer_init": True, **options}
+    (folder / "job.json").write_text(json.dumps({"model": str(model), "options": options, "calls": calls}))
+    with open(folder / "log", "w") as output:
+        engine = subprocess.Popen(
+            [sys.executable, __file__, folder / "job.json", folder / "result.json"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            start_new_session=True,
+        )
+        try:
+            status = engine.wait(timeout=MOST_SECONDS)
+        finally:  # an engine has processes of its own, which would outlive it
+            with suppress(ProcessLookupError):
+                os.killpg(engine.pid, signal.SIGKILL)
+    log = (folder / "log").read_text()
+    if not (folder / "result.json").exists():
+        raise RuntimeError(f"exit status {status}: {log[-6000:]}")
+    result = json.loads((folder / "result.json").read_text())
+    return result | {"log": [line for line in log.splitlines() if "pass_ext" in line]}
+
+
+def main():
+    from vllm import LLM, SamplingParams
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    llm = LLM(job["model"], disable_log_stats=False, **job["options"])
+    texts, logprobs = [], []
+    for call in job["calls"]:
+        prompts = [{"prompt_token_ids": ids} for ids in call["prompts"]]
+        given = call["sampling"] if isinstance(call["sampling"], list) else [call["sampling"]] * len(prompts)
+        sampling = [SamplingParams(detokenize=False, **one) for one in given]
+        outputs = []
+        for first in range(0, len(prompts), call.get("batch", len(prompts))):
+            last = first + call.get("batch", len(prompts))
+            outputs += llm.generate(prompts[first:last], sampling[first:last], use_tqdm=False)
+        texts.append([list(output.outputs[0].token_ids) for output in outputs])
+        logprobs.append(
+            [
+                [
+                    [[token, entry.logprob] for token, entry in place.items()]
+                    for place in output.outputs[0].logprobs or ()
+                ]
+                for output in outputs
+            ]
+        )
+    counters = {
+        metric.name.removeprefix("vllm:"): getattr(metric, "values", None) or metric.value
+        for metric in llm.get_metrics()
+        if "spec_decode" in metric.name
+    }
+    result = {"texts": texts, "logprobs": logprobs, "counters": counters}
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
