@@ -63,8 +63,10 @@ class PaSS:
                 f"PaSS: num_speculative_tokens must be at most {2 * slots}, a guess and a place for each slot of "
                 f"{self._settings.slots!r}, got {self._most_drafts}"
             )
-        lengths = sorted({0, min(slots, (self._most_drafts + 1) // 2), self._most_drafts})
-        self._length = DraftLength(lengths) if self._settings.pause else None
+        lengths = {0, *(max(2, self._most_drafts >> halvings) for halvings in range(5)), self._most_drafts}
+        self._length = (
+            DraftLength([length for length in lengths if length <= self._most_drafts]) if self._settings.pause else None
+        )
         self._step: SampledStep | None = None
         self._chosen: tuple[float, list[str], int] | None = None
 
@@ -166,6 +168,11 @@ def refuse(vllm_config: Any, settings: Settings) -> None:
         "pipeline_parallel_size": (
             parallel.pipeline_parallel_size > 1,
             "slots enter on the first stage and guess on the last",
+        ),
+        "enable_dbo": (parallel.use_ubatching, "both halves of a batch would note their slots in one place"),
+        "num_speculative_tokens_per_batch_size": (
+            vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None,
+            "PaSS chooses its lengths itself",
         ),
         "lora_config": (vllm_config.lora_config is not None, "slots belong to one model, and an adapter makes another"),
         "enable_prompt_embeds": (model.enable_prompt_embeds, "slots are ids, and embeddings have none"),

@@ -3,9 +3,9 @@
     row n of the embedding   = weight[i]            where ids[n] = V + i, else the token's own
     input of layer l, row n += deep[l, i]           where ids[n] = V + i
 
-Hooks do it: the one before the model writes each row's slot into a buffer of fixed address; those around the embedding and before
-each layer read that buffer. So the same code serves eager calls, torch.compile and CUDA graphs, no name in the model's state
-changes, and the ids of slots never index its table.
+Hooks do it: the one before the model writes each row's slot into a buffer of fixed address; those around the embedding and
+before each layer read that buffer. So the same code serves eager calls, torch.compile and CUDA graphs, no name in the model's
+state changes, and the ids of slots never index its table.
 """
 
 from __future__ import annotations

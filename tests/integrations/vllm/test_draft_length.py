@@ -48,10 +48,11 @@ def test_a_machine_that_changes_is_noticed():
 
 def test_sizes_of_batches_are_judged_apart():
     choice = DraftLength(LENGTHS)
-    run(choice, 600, {0: 50.0, 4: 80.0, 8: 100.0}, requests=1)
-    run(choice, 600, {0: 100.0, 4: 80.0, 8: 50.0}, requests=16)
-    assert run(choice, 100, {0: 50.0, 4: 80.0, 8: 100.0}, requests=1)[2][8] > 60
-    assert run(choice, 100, {0: 100.0, 4: 80.0, 8: 50.0}, requests=17)[2][0] > 60
+    run(choice, 100, {0: 100.0, 4: 80.0, 8: 50.0}, requests=16)
+    assert choice.choose(16) == choice.choose(31) == 0
+    assert choice.choose(1) == choice.choose(32) == 8, "these begin with trials of their own"
+    run(choice, 100, {0: 50.0, 4: 80.0, 8: 100.0}, requests=1)
+    assert (choice.choose(1), choice.choose(16)) == (8, 0)
 
 
 def test_a_step_that_another_size_chose_does_not_count():

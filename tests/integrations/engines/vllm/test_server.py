@@ -16,6 +16,7 @@ from vllm_job import ENVIRONMENT
 
 pytestmark = pytest.mark.timeout(900)
 QUESTION = {"model": "model", "temperature": 0, "max_tokens": 40}
+OPTIONS = ["--enforce-eager", "--max-model-len", "512"]
 QUESTION["messages"] = [{"role": "user", "content": "List the planets of the solar system."}]
 
 
@@ -27,8 +28,7 @@ def address(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as output:
         server = subprocess.Popen(
-            [sys.executable, ROOT / "examples" / "vllm_server.py", "--port", str(port), "--enforce-eager"]
-            + ["--max-model-len", "512"],
+            [sys.executable, ROOT / "examples" / "vllm_server.py", "--port", str(port), *OPTIONS],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT},
