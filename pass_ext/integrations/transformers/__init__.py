@@ -2,7 +2,7 @@
 
 ``register()`` adds ``attn_implementation="pass_ext"``; ``use(model)`` switches a model to it and checks the switch.
 ``TreeStep`` turns a forward pass into a tree step; ``read_cache`` and ``write_cache`` read and write keys and values of caches;
-``custom_generate(method)`` decodes in ``model.generate(custom_generate=...)``; ``hub_folder()`` does so by path, also on the Hub.
+``custom_generate(method)`` decodes in ``model.generate(custom_generate=...)``; ``hub_folder()`` is a path that does so, too.
 """
 
 from __future__ import annotations
