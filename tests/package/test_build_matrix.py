@@ -368,11 +368,11 @@ def test_the_wheel_runs_on_this_torch(wheel, environment, tmp_path):
 
 def find_python(wished):
     """The preferred Python, or another one that all these torch support; from PATH or pyenv."""
-    for version in dict.fromkeys([wished, "3.10", "3.11", "3.12", "3.13"]):
+    for version in dict.fromkeys([wished, "3.11", "3.12", "3.13"]):
         of_pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
         if found := of_pyenv or [path for path in [shutil.which(f"python{version}")] if path]:
             return version, found[0]
-    pytest.skip("no Python from 3.10 to 3.13 found on PATH or in pyenv")
+    pytest.skip(f"no Python {wished}, nor one from 3.11 to 3.13, found on PATH or in pyenv")
 
 
 def environment_with(torch_version, wished_python):

@@ -62,7 +62,7 @@ def test_torch():
     installed = set(map(minor, found(r"TORCH \?= torch==([\d.]+)", "Makefile")))
     matrix = {torch for torch, _ in found(MATRIX, "tests/package/test_build_matrix.py")}
     assert versions_tested("torch") == installed | matrix
-    in_order = sorted(tested("torch"), key=lambda version: tuple(map(int, version.split("."))))
+    in_order = sorted(versions_tested("torch"), key=lambda version: tuple(map(int, version.split("."))))
     assert (in_order[0], in_order[-1]) == (oldest, newest)
     assert set(map(minor, found(r"torch==([\d.]+)", ".github/workflows/ci.yml"))) == {oldest}
 
