@@ -1,6 +1,6 @@
 """``generate``: runs for ``model.generate(custom_generate="path")``, the path being ``hub_folder()`` or its copy on the Hub.
 
-    method = as asked; else "pass" with slots, "speculative" with assistant_model, "ngram" with neither
+    method = named_method(method, method_settings, slots, assistant_model)
     result = model.generate(custom_generate=CustomGenerate(method, rule, seeds, streamer), everything else)
 
 transformers passes all arguments of the call to such a folder, also those that it drops for a callable: streamer, tokenizer,
@@ -10,9 +10,8 @@ assistant_model.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,11 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.drafting.drafter import DraftingMethod
-from pass_ext.decoding.methods import Method, MultiCandidate, NGram, PaSS, Plain, Speculative
+from pass_ext.decoding.methods import Method
 from pass_ext.integrations.transformers.generate import CustomGenerate
-from pass_ext.modules.files import pretrained_path
+from pass_ext.integrations.transformers.named_method import named_method
 from pass_ext.modules.lookahead import LookaheadEmbedding
 
-# Name -> the method's class, and the arguments it drafts with: the first is required.
-_METHODS: dict[str, tuple[type, tuple[str, ...]]] = {
-    "plain": (Plain, ()),
-    "ngram": (NGram, ()),
-    "pass": (PaSS, ("slots",)),
-    "speculative": (Speculative, ("assistant_model",)),
-    "multi_candidate": (MultiCandidate, ("assistant_model", "slots")),
-}
 # Settings of transformers' assisted decoding -> what says the same here.
 _ASSISTED = {
     "prompt_lookup_num_tokens": 'method="ngram", method_settings={"tokens": …}',
@@ -58,7 +49,7 @@ def generate(
     model: Any,
     method: str | Method | DraftingMethod | None = None,
     method_settings: Mapping[str, Any] | None = None,
-    slots: str | LookaheadEmbedding | None = None,
+    slots: str | os.PathLike[str] | LookaheadEmbedding | None = None,
     rule: str = "coupled",
     seeds: int | Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
@@ -93,15 +84,11 @@ def generate(
     ):
         if value is not None:
             raise ValueError(f"custom_generate: {name} is not implemented, got {type(value).__name__}")
-    sources = {"slots": slots, "assistant_model": assistant_model}
     tokenizers = _tokenizers(tokenizer, assistant_tokenizer, assistant_model)
-    loop = CustomGenerate(
-        _method(method, sources, dict(method_settings or {}), tokenizers),
-        rule=rule,
-        seeds=seeds,
-        generator=generator,
-        streamer=streamer,
+    drafting = named_method(
+        method, method_settings, slots=slots, assistant_model=assistant_model, tokenizers=tokenizers
     )
+    loop = CustomGenerate(drafting, rule=rule, seeds=seeds, generator=generator, streamer=streamer)
     generation_config, stopping_criteria = _without_stop_strings(
         stop_strings, generation_config, stopping_criteria, tokenizer
     )
@@ -114,62 +101,6 @@ def generate(
         custom_generate=loop,
         **arguments,
     )
-
-
-def _method(
-    method: Any, sources: dict[str, Any], settings: dict[str, Any], tokenizers: tuple[Any, Any] | None
-) -> Method | DraftingMethod:
-    """The method with this name and these settings; a method that is no name is returned as it is."""
-    present = [name for name, value in sources.items() if value is not None]
-    if method is not None and not isinstance(method, str):
-        superfluous = present + ["method_settings"] * bool(settings)
-        if superfluous:
-            raise ValueError(
-                f"custom_generate: {superfluous[0]} must be part of the method where method is no name, got "
-                f"{type(method).__name__}"
-            )
-        return method
-    if method is None:
-        if len(present) == 2:
-            raise ValueError(
-                'custom_generate: method must be named with both slots and assistant_model ("multi_candidate" takes both), '
-                "got None"
-            )
-        method = {"slots": "pass", "assistant_model": "speculative"}[present[0]] if present else "ngram"
-    if method not in _METHODS:
-        raise ValueError(f"custom_generate: method must be one of {', '.join(_METHODS)}, got {method!r}")
-    kind, taken = _METHODS[method]
-    for name in present:
-        if name not in taken:
-            raise ValueError(f'custom_generate: {name} must be left out with method "{method}", got one')
-    if taken and sources[taken[0]] is None:
-        raise ValueError(f'custom_generate: method "{method}" needs {taken[0]}, got None')
-    names = [field.name for field in fields(kind) if field.name not in ("lookahead", "draft_model", "tokenizers")]
-    for name in settings:
-        if name not in names:
-            raise ValueError(
-                f'custom_generate: method_settings of "{method}" must be among {", ".join(names) or "none"}, got {name!r}'
-            )
-    if isinstance(settings.get("ngram"), Mapping):
-        settings["ngram"] = NGram(**settings["ngram"])
-    slots = sources["slots"]
-    if isinstance(slots, str):
-        path = pretrained_path(slots, LookaheadEmbedding.shipped())
-        slots = _slots(path, path.stat().st_mtime_ns if path.exists() else 0)
-    if kind is PaSS:
-        return PaSS(slots, **settings)
-    if slots is not None:
-        settings["lookahead"] = PaSS(slots)
-    if "assistant_model" in taken:
-        settings.update(draft_model=sources["assistant_model"], tokenizers=tokenizers)
-    built: Method = kind(**settings)
-    return built
-
-
-@lru_cache(maxsize=8)
-def _slots(path: Path, modified: int) -> LookaheadEmbedding:
-    """The slots of a file, read again only after it changed: tables made of them live as long as they do."""
-    return LookaheadEmbedding.load(path)
 
 
 def _tokenizers(tokenizer: Any, assistant_tokenizer: Any, assistant_model: Any) -> tuple[Any, Any] | None:

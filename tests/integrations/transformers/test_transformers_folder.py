@@ -16,7 +16,7 @@ from support.small_models import VOCABULARY, Tokens, ragged_prompts  # noqa: E40
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria  # noqa: E402
 
 import pass_ext  # noqa: E402
-from pass_ext.integrations.transformers import hub_folder, hub_generate  # noqa: E402
+from pass_ext.integrations.transformers import hub_folder, hub_generate, named_method  # noqa: E402
 
 FOLDER = Path(hub_folder())
 NEW = 20
@@ -250,6 +250,10 @@ def test_the_folder_in_a_models_repository_is_its_generate(llama, loops, tmp_pat
         ({"slots": "x", "assistant_model": "y"}, "method must be named"),
         ({"slots": "no such file"}, "'no such file' is neither a file nor"),
         ({"method_settings": {"length": 3}}, "method_settings of \"ngram\" must be among longest, .*got 'length'"),
+        (
+            {"slots": "smollm2-135m-instruct", "method_settings": {"ngram": {"rows": 3}}},
+            "of \"ngram\" must be .*got 'rows'",
+        ),
         ({"method": "plain", "method_settings": {"rows": 3}}, "must be among none, got 'rows'"),
         ({"method": pass_ext.Plain(), "slots": "x"}, "slots must be part of the method .*got Plain"),
         ({"method": pass_ext.Plain(), "method_settings": {"rows": 3}}, "method_settings must be part of the method"),
@@ -319,7 +323,7 @@ def test_the_blocks_of_the_card_run(llama, draft, loops, monkeypatch):
     )
     asked = replace_shipped_slots(monkeypatch, llama)
     monkeypatch.setattr(
-        hub_generate, "_slots", lambda path, modified: pass_ext.LookaheadEmbedding.from_pretrained(path)
+        named_method, "_slots", lambda path, modified: pass_ext.LookaheadEmbedding.from_pretrained(path)
     )
     blocks = [
         (language, code.replace("path or name of this repository", str(FOLDER)), line)
