@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 BUILD = ("setup.py", "csrc/build/toolkit.py", "pyproject.toml", "Makefile", ".github/workflows/ci.yml")
+MATRIX = r'\("(\d\.\d+)\.\d+", "(3\.\d+)"\)'  # an entry of OTHER_TORCH: torch and Python
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="not a checkout")
 
@@ -29,6 +30,12 @@ def supported(name):
     return oldest, newest
 
 
+def versions_tested(name):
+    """The versions that README's table names as tested."""
+    (versions,) = re.findall(rf"\| {name} \| [\d.]+ – [\d.]+ \| (.*?) \|", read("README.md"))
+    return set(re.findall(r"\d\.\d+", versions))
+
+
 def minor(version):
     """Such as 2.13 of 2.13.0."""
     return ".".join(version.split(".")[:2])
@@ -39,8 +46,9 @@ def test_python():
     assert found(r'requires-python = ">=([\d.]+)"', "pyproject.toml") == {oldest}
     assert found(r"Python (3\.\d+ to 3\.\d+)", *PAGES) == {f"{oldest} to {newest}"}
     assert found(r'target-version = "py3(\d+)"', "pyproject.toml") == {oldest.removeprefix("3.")}
-    (tested,) = re.findall(r"python: \[(.*)\]", read(".github/workflows/ci.yml"))
-    assert re.findall(r"[\d.]+", tested) == [oldest, newest]
+    (of_ci,) = re.findall(r"python: \[(.*)\]", read(".github/workflows/ci.yml"))
+    assert re.findall(r"[\d.]+", of_ci) == [oldest, newest]
+    assert {python for _, python in found(MATRIX, "tests/package/test_build_matrix.py")} <= versions_tested("Python")
     assert found(r'python-version: "([\d.]+)"', ".github/workflows/ci.yml") <= {oldest, newest}
 
 
@@ -51,7 +59,11 @@ def test_torch():
     (target,) = found(r'TORCH_TARGET = "0x(\w{4})0{12}"', "setup.py")
     assert f"{int(target[:2], 16)}.{int(target[2:], 16)}" == oldest
     assert found(r'"torch_target": "([\d.]+)"', "setup.py") == {oldest}
-    assert set(map(minor, found(r"TORCH \?= torch==([\d.]+)", "Makefile"))) == {newest}
+    installed = set(map(minor, found(r"TORCH \?= torch==([\d.]+)", "Makefile")))
+    matrix = {torch for torch, _ in found(MATRIX, "tests/package/test_build_matrix.py")}
+    assert versions_tested("torch") == installed | matrix
+    in_order = sorted(versions_tested("torch"), key=lambda version: tuple(map(int, version.split("."))))
+    assert (in_order[0], in_order[-1]) == (oldest, newest)
     assert set(map(minor, found(r"torch==([\d.]+)", ".github/workflows/ci.yml"))) == {oldest}
 
 

@@ -40,7 +40,7 @@ def names(monkeypatch, tmp_path):
 def test_the_blocks_of_the_page_run(names, capsys):
     want = names["model"].generate(**names["inputs"], max_new_tokens=200, do_sample=False)
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
-    assert len(blocks) == 4
+    assert len(blocks) == 3
     run_blocks(PAGE, blocks, names)
     assert torch.equal(names["result"].sequences, want)
     assert str(names["plan"]) in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 ``register()`` adds ``attn_implementation="pass_ext"``; ``use(model)`` switches a model to it and checks the switch.
 ``TreeStep`` turns a forward pass into a tree step; ``read_cache`` and ``write_cache`` read and write keys and values of caches;
-``custom_generate(method)`` decodes in ``model.generate(custom_generate=...)``.
+``custom_generate(method)`` decodes in ``model.generate(custom_generate=...)``; ``hub_folder()`` is a path that does so, too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 from pass_ext.integrations.transformers.attention import NAME, attention
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
 from pass_ext.integrations.transformers.generate import custom_generate
+from pass_ext.integrations.transformers.hub_generate import hub_folder
 from pass_ext.integrations.transformers.masks import TreeStep, causal_rows
 
-__all__ = ["TreeStep", "cache_length", "custom_generate", "read_cache", "register", "use", "write_cache"]
+__all__ = ["TreeStep", "cache_length", "custom_generate", "hub_folder", "read_cache", "register", "use", "write_cache"]
 
 
 def register() -> None:

@@ -85,6 +85,7 @@ class CustomGenerate:
         """Decodes with the arguments that transformers prepared; ``seeds`` and ``pass_ext_streamer`` come from ``generate``."""
         from transformers import GenerationConfig
 
+        _refuse_shared_weights(model)
         packed_model(model)  # an unsupported model raises before its cache does
         _refuse(generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
@@ -135,6 +136,20 @@ class CustomGenerate:
 
 
 custom_generate = CustomGenerate
+
+
+def _refuse_shared_weights(model: Any) -> None:
+    """Raises if processes share the weights and must call the model equally often (ZeRO-3, FSDP); otherwise they would hang."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    distributed = torch.distributed
+    processes = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if processes > 1 and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
+        raise ValueError(
+            f"custom_generate: the model's weights must lie in one process, got {processes} that share them (ZeRO-3 or FSDP): "
+            "each calls the model as often as its own texts need, and synced_gpus is not implemented"
+        )
 
 
 def _refuse(config: Any, model_kwargs: dict[str, Any]) -> None:

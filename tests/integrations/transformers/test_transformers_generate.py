@@ -328,6 +328,28 @@ def test_inputs_and_caches_that_do_not_fit_are_refused(llama):
         run(mistral, torch.cat([ids, ids], 1), torch.ones(1, 12), custom_generate(), past_key_values=cache)
 
 
+@pytest.mark.parametrize(("processes", "is_shared"), [(2, True), (2, False), (1, True)])
+def test_weights_that_processes_share_are_refused(llama, monkeypatch, processes, is_shared):
+    """ZeRO-3 and FSDP want equally many calls from all processes."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: processes)
+    monkeypatch.setattr(transformers.integrations.fsdp, "is_fsdp_managed_module", lambda model: is_shared)
+    ids = torch.randint(3, VOCABULARY, (1, 6))
+    call = lambda: custom_generate()(llama, ids, generation_config=prepared_config())  # noqa: E731
+    if processes > 1 and is_shared:
+        with pytest.raises(ValueError, match="weights must lie in one process, got 2 that share them"):
+            call()
+    else:
+        assert call().shape == (1, 9)
+
+
+def prepared_config():
+    """A config as transformers prepares it for a loop."""
+    config = transformers.GenerationConfig(max_length=9)
+    config._pad_token_tensor = torch.tensor(0)
+    return config
+
+
 @pytest.mark.slow
 def test_the_name_is_found_without_transformers():
     """pass_ext.custom_generate exists without transformers; only the call of generate needs it."""

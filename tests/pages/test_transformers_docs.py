@@ -1,0 +1,69 @@
+"""docs/guide/transformers.md: its blocks run, on a small model, and give the model's own text."""
+
+import re
+
+import pytest
+import torch
+from support.code_blocks import blocks_of, run_blocks
+
+transformers = pytest.importorskip("transformers")
+
+from support.generation import replace_shipped_slots  # noqa: E402
+from support.paths import ROOT  # noqa: E402
+from support.small_models import Tokens, prompts, small_model  # noqa: E402
+
+import pass_ext  # noqa: E402
+from pass_ext.integrations.transformers import named_method  # noqa: E402
+
+PAGE = ROOT / "docs/guide/transformers.md"
+
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
+
+
+class Recorder:
+    """A streamer that stores tokens."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self):
+        """Nothing to do."""
+
+
+def test_the_blocks_of_the_page_run(monkeypatch, tmp_path):
+    """The text of every block, each stopped nowhere: no text of this model holds the word."""
+    monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = small_model("llama")
+    replace_shipped_slots(monkeypatch, model)
+    slots = pass_ext.LookaheadEmbedding.from_pretrained("smollm2-135m-instruct")
+    monkeypatch.setattr(named_method, "_slots", lambda path, modified: slots)
+    input_ids, mask = prompts(1, 9)
+    names = dict(
+        pass_ext=pass_ext,
+        model=model,
+        assistant=model,
+        slots=slots,
+        streamer=Recorder(),
+        tokenizer=Tokens(),
+        input_ids=input_ids,
+        inputs=dict(input_ids=input_ids, attention_mask=mask, do_sample=False),
+    )
+    expected = model.generate(**names["inputs"], max_new_tokens=200)
+    blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
+    assert len(blocks) == 3
+    for block in blocks:
+        run_blocks(PAGE, [block], names)
+        assert torch.equal(names.pop("text"), expected)
+    assert torch.equal(names["same"], expected)
+    assert names["streamer"].tokens == expected[0].tolist()
+    assert names["method"].stats.tokens > 0
+
+
+def test_the_page_links_to_files_that_are_there():
+    links = re.findall(r"\]\(([^)#]+?)(?:#.*?)?\)", PAGE.read_text())
+    assert "../../pass_ext/integrations/transformers/hub/README.md" in links
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []
