@@ -79,7 +79,7 @@ class AcceptStep:
             scores = logits if is_raw else constrained(metadata, chains, rows, temperature)
             logprobs = logprobs_of(runner.sampler, metadata, chains, scores, emitted)
         self._note_discarded()
-        self._observe(SampledStep(batch.req_ids, logits, tokens, chains.drafts, emitted, positions, sampling))
+        self._observe(SampledStep(list(batch.req_ids), logits, tokens, chains.drafts, emitted, positions, sampling))
         return SamplerOutput(sampled_token_ids=emitted.int(), logprobs_tensors=logprobs)
 
     def _packed(self, drafts: Sequence[int]) -> PackedChains:
