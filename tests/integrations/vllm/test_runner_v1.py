@@ -243,6 +243,35 @@ def test_processors_of_a_step_without_speculation():
     assert logits[0, 3] == 5.0
 
 
+def test_a_thinking_budget_forces_rows_as_vllm_lays_them_out():
+    """vLLM's holder takes the last rows of all requests first, then the rows in front of drafts."""
+
+    class Holder:
+        def __init__(self):
+            self.calls = []
+
+        def has_tracked_requests(self):
+            return True
+
+        def update_state(self, outputs, spec, repeat_indices):
+            self.calls.append(spec)
+
+        def apply_to_logits(self, logits, predict_bonus_token, spec):
+            self.calls.append((predict_bonus_token, logits[:, 0].tolist()))
+            return logits.index_fill(1, torch.tensor([30 if predict_bonus_token else 31]), 99.0)
+
+    drafts = [[31, VOCABULARY], []]
+    logits = torch.zeros(4, VOCABULARY)
+    logits[:, 0] = torch.arange(4)
+    holder = Holder()
+    metadata = Metadata(output_token_ids=[[1], [2]], spec_token_ids=drafts, thinking_budget_state_holder=holder)
+    runner, its = a_runner([5, 9], drafts, metadata)
+    emitted = runner_v1.sample(runner, logits, its).sampled_token_ids.tolist()
+    assert emitted == [[31, 31, -1], [30, -1, -1]]
+    # the made-up processors ban nothing that decides here, and leave column 0 alone
+    assert holder.calls == [[[31, -1], []], (True, [2.0, 3.0]), (False, [0.0, 1.0])]
+
+
 @pytest.mark.parametrize(("state", "acts"), [({"min_toks": {}}, False), ({"min_toks": {0: 1}}, True), ({}, True)])
 def test_idle_processors_of_vllm_cost_nothing(state, acts):
     processors = SimpleNamespace(argmax_invariant=[], non_argmax_invariant=[SimpleNamespace(**state)])
@@ -307,21 +336,18 @@ def test_async_scheduling_updates_what_processors_read():
 
 
 def test_draft_probabilities_reach_the_rule():
-    drafts = [[3, 4], [], [5]]
-    texts = [5, 9, 30]
+    """Drafts that the target never gives are rejected; the same ids are accepted where the target gives them like the draft."""
+    drafts, texts = [[3, 4], [], [5]], [5, 9, 30]
     probs = torch.zeros(3, VOCABULARY)
-    probs[0, 3] = probs[1, 4] = probs[2, 5] = 1.0
+    probs[[0, 1, 2], [3, 4, 5]] = 1.0
+    unlike, alike = torch.full((2, 6, VOCABULARY), -torch.inf)
+    unlike[:, 7] = alike[[2, 3, 5], 7] = 0.0
+    alike[[0, 1, 4], [3, 4, 5]] = 0.0
     metadata = Metadata(temperature=torch.ones(3), all_random=True)
-    for p, expected in ((0.6, True), (0.0, False)):  # q = 1: the coin accepts with probability p
-        logits = torch.full((6, VOCABULARY), -torch.inf)
-        logits[:, 7] = 0.0
-        for row, id in ((0, 3), (1, 4), (4, 5)):
-            logits[row] = torch.tensor([-torch.inf]) if expected else logits[row]
-            logits[row, id] = p if expected else -torch.inf
+    for logits, expected in ((alike, [[3, 4, 7], [7, -1, -1], [5, 7, -1]]), (unlike, [[7, -1, -1]] * 3)):
         runner, its = a_runner(texts, drafts, metadata, [1, 2, 3], rule="rejection")
         runner._get_spec_decode_draft_probs = lambda its: probs
-        emitted = runner_v1.sample(runner, logits, its).sampled_token_ids.tolist()
-        assert emitted == ([[3, 4, 7], [7, -1, -1], [5, 7, -1]] if expected else [[7, -1, -1]] * 3)
+        assert runner_v1.sample(runner, logits, its).sampled_token_ids.tolist() == expected
 
 
 def test_raw_logprobs_of_every_emitted_token():

@@ -1,4 +1,4 @@
-"""The law of the tokens that vLLM gets, for both runners: every draft, every coin and every draw, enumerated through the adapters.
+"""The law of the tokens that vLLM gets, for both runners: every draft, coin and draw, enumerated through the adapters.
 
 The adapters' calls of accept_tree are caught, and the reference runs the rule on their arguments.
 """
@@ -54,7 +54,7 @@ def through_v1(world, rule, text, has_q):
 
 
 def through_v2(world, rule, text, has_q):
-    """The same of runner V2: processed logits, the draft's before the temperature, requests at places 4 and 2 of its tensors."""
+    """The same of runner V2: processed logits, the draft's before the temperature, requests at places 4 and 2."""
     rows = [world.target(text[:i]).log() for i in range(DRAFTS + 1)]
     draft_logits = torch.full((5, DRAFTS, VOCABULARY), torch.nan, dtype=torch.float64)
     draft_logits[2] = torch.stack([world.logits(text[:i])[1] for i in range(DRAFTS)])
@@ -119,7 +119,7 @@ def variation(monkeypatch, module, adapter, rule, has_q, world, change=lambda ca
             request = caught.last_request()
             for probability, (stop, token), replay in outcomes(lambda chance, r=request: Walk(r, chance, rule).run()):
                 text = (first, second)[:stop]
-                for last, p in (replay.law and dict(enumerate(replay.law)) or {token: 1.0}).items():
+                for last, p in (dict(enumerate(replay.law)) if replay.law else {token: 1.0}).items():
                     masses[(*text, last)] = masses.get((*text, last), 0.0) + q * probability * p
     laws = {t: (SimpleNamespace(probs=world.target(t)), None) for t in texts_up_to(DRAFTS)}
     continued = completed(Texts(VOCABULARY, laws), masses)
@@ -162,6 +162,8 @@ def test_the_law_is_the_targets(monkeypatch, runner, rule, has_q):
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_wrong_row_of_the_draft_shows(monkeypatch, runner):
     def change(arguments):
-        arguments.draft_rows = arguments.draft_rows.where(arguments.draft_rows < 0, arguments.draft_rows.clamp(min=0) ^ 1)
+        arguments.draft_rows = arguments.draft_rows.where(
+            arguments.draft_rows < 0, arguments.draft_rows.clamp(min=0) ^ 1
+        )
 
     assert variation(monkeypatch, *RUNNERS[runner], "rejection", True, World(0), change) > FAULTY

@@ -3,8 +3,8 @@
     job = {"engine": arguments of LLM, "version": a version to pretend or None, "calls": {name: call}}
     call = {"prompts": [ids, …], "params": [arguments of SamplingParams, …], "batch": True: all prompts at once}
 
-The result has, for each call, the tokens and log-probabilities of each prompt; also the modules of vLLM's sampling functions and
-the counters of speculation.
+The result has the tokens and log-probabilities of each prompt of each call, the modules of vLLM's sampling functions, and the
+counters of speculation.
 """
 
 import json

@@ -39,7 +39,9 @@ def write_small_llama(folder, vocabulary, dtype=torch.float32, seed=0):
             tensors[f"model.layers.{i}.{name}.weight"] = normal(*shape, scale=0.08)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{i}.{name}.weight"] = torch.ones(WIDTH)
-    save_file({name: t.to(dtype) for name, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: t.to(dtype) for name, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     config = dict(
         architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=vocabulary, hidden_size=WIDTH,
         intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=HEADS,

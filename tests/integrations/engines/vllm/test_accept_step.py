@@ -13,7 +13,7 @@ import torch
 from support.chi_square import chi_square_tail
 from support.paths import ROOT
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.v1")
 from integrations.engines.vllm.small_llama import CYCLE, write_small_llama
 
 HERE = Path(__file__).parent
