@@ -281,7 +281,8 @@ def test_idle_processors_of_vllm_cost_nothing(state, acts):
     assert (runner_v1.sample(runner, logits, None).sampled_token_ids.tolist() == [[3]]) == (not acts)
 
 
-def test_processors_behind_the_temperature():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_processors_behind_the_temperature(dtype):
     """min-p and the user's own: on logits that are divided by the temperature, which then is not applied again."""
 
     class KeepsTwo:
@@ -289,21 +290,21 @@ def test_processors_behind_the_temperature():
             self.seen = logits.clone()
             return logits.masked_fill_(logits < logits.topk(2).values[:, 1:], -torch.inf)
 
-    processor = KeepsTwo()
+    processor, texts = KeepsTwo(), [5, 9, 30]
     metadata = Metadata(**WARM, logitsprocs=SimpleNamespace(argmax_invariant=[processor], non_argmax_invariant=[]))
-    logits = rows_of([5, 9, 30], [[]] * 3).bfloat16()
-    runner, _ = a_runner([5, 9, 30], metadata=metadata, seeds=[1, 2, 3])
+    logits = rows_of(texts, [[]] * 3).to(dtype)
     before = logits.clone()
-    emitted = runner_v1.sample(runner, logits, None).sampled_token_ids.flatten()
-    assert torch.equal(logits, before)
     scaled = logits.float() / torch.tensor([1.0, 0.8, 1.2])[:, None]
-    assert torch.equal(processor.seen, scaled)
-    scaled[scaled < scaled.topk(2).values[:, 1:]] = -torch.inf
-    warm = (WARM["temperature"] > 0).float()
-    tokens, _ = draft_sample(
-        scaled, 1, mode="coupled", temperature=warm, top_p=WARM["top_p"], seeds=[1, 2, 3], positions=[5, 9, 30]
-    )
-    assert emitted.tolist() == tokens.flatten().tolist()
+    two = scaled.where(scaled >= scaled.topk(2).values[:, 1:], -torch.inf)
+    for seed in range(20):
+        runner, _ = a_runner(texts, metadata=metadata, seeds=[seed] * 3)
+        emitted = runner_v1.sample(runner, logits, None).sampled_token_ids.flatten()
+        assert torch.equal(logits, before) and torch.equal(processor.seen, scaled)
+        warm = (WARM["temperature"] > 0).float()
+        tokens, _ = draft_sample(
+            two, 1, mode="coupled", temperature=warm, top_p=WARM["top_p"], seeds=[seed] * 3, positions=texts
+        )
+        assert emitted.tolist() == tokens.flatten().tolist()
 
 
 def test_requests_inside_their_prompt():
@@ -336,18 +337,33 @@ def test_async_scheduling_updates_what_processors_read():
 
 
 def test_draft_probabilities_reach_the_rule():
-    """Drafts that the target never gives are rejected; the same ids are accepted where the target gives them like the draft."""
+    """A draft that the target gives as often as the draft model is accepted always; as a fixed proposal, half the time."""
     drafts, texts = [[3, 4], [], [5]], [5, 9, 30]
     probs = torch.zeros(3, VOCABULARY)
-    probs[[0, 1, 2], [3, 4, 5]] = 1.0
-    unlike, alike = torch.full((2, 6, VOCABULARY), -torch.inf)
-    unlike[:, 7] = alike[[2, 3, 5], 7] = 0.0
-    alike[[0, 1, 4], [3, 4, 5]] = 0.0
+    probs[[0, 1, 2], [3, 4, 5]] = probs[:, 9] = 0.5
+    logits = torch.full((6, VOCABULARY), -torch.inf)
+    logits[[2, 3, 5], 7] = logits[[0, 1, 4], [3, 4, 5]] = logits[[0, 1, 4], 9] = 0.0
     metadata = Metadata(temperature=torch.ones(3), all_random=True)
-    for logits, expected in ((alike, [[3, 4, 7], [7, -1, -1], [5, 7, -1]]), (unlike, [[7, -1, -1]] * 3)):
-        runner, its = a_runner(texts, drafts, metadata, [1, 2, 3], rule="rejection")
-        runner._get_spec_decode_draft_probs = lambda its: probs
-        assert runner_v1.sample(runner, logits, its).sampled_token_ids.tolist() == expected
+
+    def texts_of(seed, draft_probs):
+        runner, its = a_runner(texts, drafts, metadata, [seed] * 3, rule="rejection")
+        runner._get_spec_decode_draft_probs = lambda its: draft_probs
+        return runner_v1.sample(runner, logits, its).sampled_token_ids.tolist()
+
+    assert all(texts_of(seed, probs) == [[3, 4, 7], [7, -1, -1], [5, 7, -1]] for seed in range(20))
+    fixed = [texts_of(seed, None)[2][0] for seed in range(60)]
+    assert 15 < fixed.count(5) < 45 and set(fixed) == {5, 9}
+
+
+def test_steps_of_one_runner_with_other_numbers_of_drafts():
+    texts = [5, 9]
+    runner, _ = a_runner(texts)
+    for drafts in ([[3], [4]], [[3, 4], []], [[], [4, 3]], [[3], [4]]):
+        other, its = a_runner(texts, drafts)
+        runner.seq_lens = other.seq_lens
+        logits = rows_of(texts, drafts)
+        emitted = runner_v1.sample(runner, logits, its).sampled_token_ids
+        assert emitted.tolist() == runner_v1.sample(other, logits, its).sampled_token_ids.tolist()
 
 
 def test_raw_logprobs_of_every_emitted_token():
@@ -360,6 +376,18 @@ def test_raw_logprobs_of_every_emitted_token():
     ids, expected = output.sampled_token_ids.long(), logits.log_softmax(-1)
     assert count == 2
     assert torch.equal(gathered[:3], expected[[0, 1, 2], [ids[0, 0], ids[0, 1], ids[1, 0]]])
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_logprobs_with_processors(mode):
+    """The made-up processors ban token 3."""
+    logits = rows_of([5], [[]])
+    metadata = Metadata(allowed_token_ids_mask=torch.zeros(1), max_num_logprobs=2)
+    runner, _ = a_runner([5], metadata=metadata)
+    runner.sampler.logprobs_mode = mode
+    output = runner_v1.sample(runner, logits, None)
+    source = logits if mode.startswith("raw") else logits.index_fill(1, torch.tensor([3]), -torch.inf)
+    assert output.logprobs_tensors[0] == source.log_softmax(-1)[0, int(output.sampled_token_ids)]
 
 
 def test_logprobs_of_chosen_ids():

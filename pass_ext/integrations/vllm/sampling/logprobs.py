@@ -39,10 +39,10 @@ def logprobs_of(sampler: Any, metadata: Any, chains: PackedChains, scores: Tenso
 
 def constrained(metadata: Any, chains: PackedChains, logits: Tensor, temperature: Tensor | None) -> Tensor:
     """The logits ``[N, V]`` after temperature, top-k and top-p, by vLLM's own filter: for logprobs_mode "processed_…"."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
     if temperature is None:
         return logits
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
     counts = chains.draft_counts + 1
 
     def each_row(values: Tensor | None) -> Tensor | None:

@@ -91,9 +91,10 @@ class PackedAccept:
             else:
                 vocabulary = min(target_logits.shape[-1], draft_logits.shape[-1])  # either may be padded
                 target_logits, draft_logits = target_logits[:, :vocabulary], draft_logits[..., :vocabulary]
-                has_draft = torch.cat([expanded_local_pos[1:] > 0, expanded_local_pos.new_zeros(1).bool()])
-                rows = expanded_idx_mapping * draft_logits.shape[1] + expanded_local_pos
-                draft = dict(draft_logits=draft_logits.flatten(0, 1), draft_rows=rows.where(has_draft, -1))
+                # No draft follows a last row, so its row of the draft is never read.
+                step = expanded_local_pos.clamp(max=draft_logits.shape[1] - 1)
+                rows = expanded_idx_mapping * draft_logits.shape[1] + step
+                draft = dict(draft_logits=draft_logits.flatten(0, 1), draft_rows=rows)
                 draft |= dict(draft_temperature=warm)
         result = accept_tree(
             target_logits, draft_sampled, expanded_local_pos - 1, cu_num_logits, num_speculative_steps, rule=self.rule,
