@@ -14,7 +14,6 @@ slots stood behind a wrong text, and the next step has slots alone: the publishe
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from typing import Any
 
@@ -25,15 +24,15 @@ from torch import nn
 from pass_ext.decoding.drafting.from_lookahead import TreeFiller
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.integrations.vllm.draft_length import DraftLength
-from pass_ext.integrations.vllm.runner_v1 import is_replaced
+from pass_ext.integrations.vllm.sampling.runner_v1 import is_replaced
 from pass_ext.integrations.vllm.settings import KEY, Settings
 from pass_ext.integrations.vllm.slot_rows import SlotRows
 from pass_ext.integrations.vllm.step import SampledStep
+from pass_ext.integrations.vllm.versions import LOG
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree
 
 _GREEDY = BatchSampling(None, None, None, None, None)
-_log = logging.getLogger("vllm.pass_ext")
 
 
 class PaSS:
@@ -75,7 +74,7 @@ class PaSS:
         rows = SlotRows(model, self._lookahead, self._vocabulary, self._most_rows, self._layers)
         self._table = rows.table
         self._lookahead = self._lookahead.to(rows.table.device)
-        _log.info("pass_ext: PaSS drafts with %d slots of %s", self._lookahead.num_lookahead, self._settings.slots)
+        LOG.info("pass_ext: PaSS drafts with %d slots of %s", self._lookahead.num_lookahead, self._settings.slots)
 
     def observe(self, step: SampledStep) -> None:
         """Keeps what a step sampled, until ``propose``."""

@@ -1,0 +1,1 @@
+"""The accept step of pass_ext in the place of vLLM's sampler and rejection sampler."""
