@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from integrations.engines.vllm.small_llama import CYCLE, LAYERS, WIDTH, write_small_llama
 from support.chi_square import chi_square_tail
 from support.paths import ROOT
 
-pytest.importorskip("vllm.v1")
-from integrations.engines.vllm.small_llama import CYCLE, write_small_llama
+from pass_ext import LookaheadEmbedding
 
 HERE = Path(__file__).parent
 VOCABULARY = 16
@@ -103,6 +103,34 @@ def ngrams(start):
 
 
 @pytest.fixture(scope="module")
+def with_slots(start, tmp_path_factory):
+    """Drafts by PaSS with random slots, by rule: ids behind the vocabulary are among the drafts of every call."""
+    file = tmp_path_factory.mktemp("slots") / "slots.safetensors"
+    torch.manual_seed(0)
+    slots = LookaheadEmbedding(3, WIDTH, rank=2, deep_layers=LAYERS, vocabulary=VOCABULARY)
+    for parameter in slots.parameters():
+        torch.nn.init.normal_(parameter)
+    slots.save(file)
+    method = dict(method="custom_class", model="pass_ext.integrations.vllm.PaSS", num_speculative_tokens=5)
+
+    def run(calls, rule):
+        settings = {"pass_ext": dict(rule=rule, slots=str(file), pause=False)}
+        return start(calls, speculative_config=method, additional_config=settings)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def slots(with_slots):
+    return with_slots(CALLS | SEEDED_CHUNKS | MANY, "coupled")
+
+
+@pytest.fixture(scope="module")
+def slots_by_rejection(with_slots):
+    return with_slots(MANY, "rejection")
+
+
+@pytest.fixture(scope="module")
 def rejection(start):
     """The same with rule "rejection"."""
     settings = {"pass_ext": {"rule": "rejection"}}
@@ -150,13 +178,19 @@ def test_options_that_cannot_be_honoured_stop_the_start(start, option, engine):
 
 
 @pytest.mark.parametrize("call", ["greedy", "greedy alone", "penalties", "constrained", "logprobs"])
-def test_greedy_texts_are_vllms_own(untouched, plain, ngrams, call):
-    assert tokens(plain[0], call) == tokens(untouched[0], call)
-    assert tokens(ngrams[0], call) == tokens(untouched[0], call)
+def test_greedy_texts_are_vllms_own(untouched, plain, ngrams, slots, call):
+    for result, _ in (plain, ngrams, slots):
+        assert tokens(result, call) == tokens(untouched[0], call)
 
 
 def test_greedy_texts_of_another_rule_too(untouched, rejection):
     assert tokens(rejection[0], "greedy") == tokens(untouched[0], "greedy")
+
+
+def test_guesses_are_accepted(slots, slots_by_rejection):
+    """Random slots guess rarely; with rule coupled a guess is right at least as often as two draws agree."""
+    for result, _ in (slots, slots_by_rejection):
+        assert result["counters"]["vllm:spec_decode_num_accepted_tokens"] > 500
 
 
 def test_drafts_are_accepted(ngrams, rejection):
@@ -166,9 +200,9 @@ def test_drafts_are_accepted(ngrams, rejection):
 
 
 @pytest.mark.parametrize("call", ["mix", "mix alone"])
-def test_a_seeds_text_depends_neither_on_drafts_nor_on_the_batch(plain, ngrams, call):
-    assert tokens(ngrams[0], call) == tokens(plain[0], "mix")
-    assert tokens(plain[0], call) == tokens(plain[0], "mix")
+def test_a_seeds_text_depends_neither_on_drafts_nor_on_the_batch(plain, ngrams, slots, call):
+    for result, _ in (plain, ngrams, slots):
+        assert tokens(result, call) == tokens(plain[0], "mix")
 
 
 def test_the_mix_respects_its_constraints(ngrams):
@@ -179,17 +213,17 @@ def test_the_mix_respects_its_constraints(ngrams):
     assert all(texts[i] != texts[0] for i in range(1, 8))
 
 
-def test_logprobs_are_vllms_own(untouched, plain, ngrams):
-    for result, _ in (plain, ngrams):
+def test_logprobs_are_vllms_own(untouched, plain, ngrams, slots):
+    for result, _ in (plain, ngrams, slots):
         for ours, theirs in zip(result["calls"]["logprobs"], untouched[0]["calls"]["logprobs"], strict=True):
             for place, expected in zip(ours["logprobs"], theirs["logprobs"], strict=True):
                 assert place.keys() == expected.keys()
                 assert all(math.isclose(place[id], expected[id], abs_tol=1e-4) for id in place)
 
 
-def test_seeded_prompts_in_parts(plain, ngrams):
+def test_seeded_prompts_in_parts(plain, ngrams, slots):
     """vLLM's own sampler stops with an error there on a CPU, whose generators cannot be moved back."""
-    assert tokens(ngrams[0], "chunks") == tokens(plain[0], "chunks")
+    assert tokens(ngrams[0], "chunks") == tokens(slots[0], "chunks") == tokens(plain[0], "chunks")
 
 
 def law_of_texts(folder, length):
@@ -209,9 +243,9 @@ def law_of_texts(folder, length):
     return laws
 
 
-@pytest.mark.parametrize("engine", ["ngrams", "rejection"])
+@pytest.mark.parametrize("engine", ["ngrams", "rejection", "slots", "slots_by_rejection"])
 def test_the_law_of_sampled_texts(request, engine, folder):
-    """Without seeds. Three tokens, of which n-grams drafted the second and third."""
+    """Without seeds. Three tokens: n-grams draft the second and third, slots the third."""
     length = 3
     result, _ = request.getfixturevalue(engine)
     texts = torch.tensor([text[:length] for text in tokens(result, "law")])

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-
-pytest.importorskip("vllm.v1")
 import vllm
 from integrations.vllm import signatures
 from vllm import SamplingParams

@@ -45,7 +45,7 @@ def run_engine(folder, model, calls, environment=None, **options):
                 os.killpg(engine.pid, signal.SIGKILL)
     log = (folder / "log").read_text()
     if not (folder / "result.json").exists():
-        raise RuntimeError(f"exit status {status}: {log[-6000:]}")
+        raise RuntimeError(f"exit status {status}: {log[-60000:]}")
     result = json.loads((folder / "result.json").read_text())
     return result | {"log": [line for line in log.splitlines() if "pass_ext" in line]}
 
