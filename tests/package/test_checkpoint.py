@@ -280,3 +280,24 @@ def test_a_home_folder_that_is_nobodys_is_named(monkeypatch):
     monkeypatch.setenv("PASS_EXT_CACHE", "~nobody-of-this-name/x")
     with pytest.raises(ValueError, match=r"'~nobody-of-this-name/x' \(from \$PASS_EXT_CACHE\)"):
         cache_folder()
+
+
+def test_a_gguf_file_becomes_a_folder_for_other_programs(file, capsys):
+    from pass_ext.__main__ import main
+
+    assert main(["convert", str(file), "--dtype", "float32"]) == 0
+    folder = Path(capsys.readouterr().out.splitlines()[-1])
+    assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert folder == checkpoint.safetensors_folder(file, torch.float32), "converted once"
+    assert folder != checkpoint.safetensors_folder(file, torch.bfloat16)
+    assert main(["convert", str(folder)]) == 0 and capsys.readouterr().out == f"{folder}\n"
+
+
+def test_a_conversion_that_cannot_be_stored_is_an_error(file, cache, monkeypatch):
+    from pass_ext.__main__ import main
+
+    with pytest.raises(SystemExit, match="pass_ext convert: no such model file"):
+        main(["convert", "missing.gguf"])
+    monkeypatch.setattr(checkpoint, "MAX_CACHED_BYTES", 10)
+    with pytest.raises(OSError, match="larger than 10 bytes, or not writable"):
+        checkpoint.safetensors_folder(file, torch.float32)

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "training": ("ops", "checkpoint", "tree", "modules", "decoding"),
     "pass_ext": ("_library", "ops", "tree", "modules", "decoding", "integrations"),  # the face: pass_ext/__init__.py
     "demo": ("cache_folder", "checkpoint", "decoding", "pass_ext"),
-    "__main__": ("_library", "training", "pass_ext", "demo"),
+    "__main__": ("_library", "checkpoint", "training", "pass_ext", "demo"),
 }
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (
