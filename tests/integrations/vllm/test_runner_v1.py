@@ -288,14 +288,14 @@ def test_processors_behind_the_temperature(dtype):
     class KeepsEight:
         def apply(self, logits):
             self.seen = logits.clone()
-            return logits.masked_fill_(logits < logits.topk(8).values[:, 1:], -torch.inf)
+            return logits.masked_fill_(logits < logits.topk(8).values[:, -1:], -torch.inf)
 
     processor, texts = KeepsEight(), [5, 9, 30]
     metadata = Metadata(**WARM, logitsprocs=SimpleNamespace(argmax_invariant=[processor], non_argmax_invariant=[]))
     logits = rows_of(texts, [[]] * 3).to(dtype)
     before = logits.clone()
     scaled = logits.float() / torch.tensor([1.0, 0.8, 1.2])[:, None]
-    eight = scaled.where(scaled >= scaled.topk(8).values[:, 1:], -torch.inf)
+    eight = scaled.where(scaled >= scaled.topk(8).values[:, -1:], -torch.inf)
     for seed in range(20):
         runner, _ = a_runner(texts, metadata=metadata, seeds=[seed] * 3)
         emitted = runner_v1.sample(runner, logits, None).sampled_token_ids.flatten()
