@@ -285,24 +285,24 @@ def test_idle_processors_of_vllm_cost_nothing(state, acts):
 def test_processors_behind_the_temperature(dtype):
     """min-p and the user's own: on logits that are divided by the temperature, which then is not applied again."""
 
-    class KeepsTwo:
+    class KeepsEight:
         def apply(self, logits):
             self.seen = logits.clone()
-            return logits.masked_fill_(logits < logits.topk(2).values[:, 1:], -torch.inf)
+            return logits.masked_fill_(logits < logits.topk(8).values[:, -1:], -torch.inf)
 
-    processor, texts = KeepsTwo(), [5, 9, 30]
+    processor, texts = KeepsEight(), [5, 9, 30]
     metadata = Metadata(**WARM, logitsprocs=SimpleNamespace(argmax_invariant=[processor], non_argmax_invariant=[]))
     logits = rows_of(texts, [[]] * 3).to(dtype)
     before = logits.clone()
     scaled = logits.float() / torch.tensor([1.0, 0.8, 1.2])[:, None]
-    two = scaled.where(scaled >= scaled.topk(2).values[:, 1:], -torch.inf)
+    eight = scaled.where(scaled >= scaled.topk(8).values[:, -1:], -torch.inf)
     for seed in range(20):
         runner, _ = a_runner(texts, metadata=metadata, seeds=[seed] * 3)
         emitted = runner_v1.sample(runner, logits, None).sampled_token_ids.flatten()
         assert torch.equal(logits, before) and torch.equal(processor.seen, scaled)
         warm = (WARM["temperature"] > 0).float()
         tokens, _ = draft_sample(
-            two, 1, mode="coupled", temperature=warm, top_p=WARM["top_p"], seeds=[seed] * 3, positions=texts
+            eight, 1, mode="coupled", temperature=warm, top_p=WARM["top_p"], seeds=[seed] * 3, positions=texts
         )
         assert emitted.tolist() == tokens.flatten().tolist()
 

@@ -101,7 +101,7 @@ class PackedAccept:
             temperature=(warm > 0).float(), seeds=seed[idx_mapping], positions=pos[roots] + 1, **draft,
         )  # fmt: skip
         result.emitted[:, 0].clamp_(min=0)  # a root without a usable row gives token 0: vLLM needs one
-        return result.emitted, (result.emitted >= 0).sum(1, dtype=torch.int32)
+        return result.emitted, result.num_accepted + 1
 
     @staticmethod
     def _cannot_honour(others: tuple[Any, ...], options: dict[str, Any]) -> str:

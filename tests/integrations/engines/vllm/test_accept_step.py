@@ -33,7 +33,7 @@ MIX = [
 ]
 PENALTIES = dict(GREEDY, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.25)
 CONSTRAINED = dict(GREEDY, bad_words_token_ids=[[3], [1, 2], [9, 10, 11]], allowed_token_ids=list(range(1, 16)))
-LAW = dict(temperature=0.9, top_k=5, top_p=0.95, max_tokens=4)
+LAW = dict(temperature=2.0, top_k=8, top_p=0.95, max_tokens=4)
 LAW_PROMPT = [0, 1, 2, 3, 4, 5, 6, 7] * 2
 CALLS = {
     "greedy": dict(prompts=PROMPTS, params=[GREEDY] * 8),
@@ -196,7 +196,7 @@ def test_guesses_are_accepted(slots, slots_by_rejection):
 def test_drafts_are_accepted(ngrams, rejection):
     for result, _ in (ngrams, rejection):
         counters = result["counters"]
-        assert counters["vllm:spec_decode_num_accepted_tokens"] > 0.2 * counters["vllm:spec_decode_num_draft_tokens"]
+        assert counters["vllm:spec_decode_num_accepted_tokens"] > 0.1 * counters["vllm:spec_decode_num_draft_tokens"]
 
 
 @pytest.mark.parametrize("call", ["mix", "mix alone"])
