@@ -148,7 +148,7 @@ def test_a_seed_gives_one_text_with_and_without_drafts_alone_and_in_a_batch(run,
     assert alone == together
     drafted = run(calls, **with_pass(8))
     assert drafted["texts"] == [alone, alone]
-    assert drafted["counters"]["spec_decode_num_accepted_tokens"] > 100
+    assert drafted["counters"]["spec_decode_num_accepted_tokens"] > 40
 
 
 def test_without_the_switch_pass_says_how_to_turn_it(run):
