@@ -28,7 +28,7 @@ def is_wanted(engine: str, log: logging.Logger) -> bool:
 
 def untested_version(engine: str, version: str, tested: Sequence[str], numbers: int = 2) -> str:
     """ "" if the version's first ``numbers`` numbers are those of a tested one, else why pass_ext refuses it."""
-    first = re.match(r"\d+" + r"\.\d+" * (numbers - 1) + r"(?!\d)", version)
+    first = re.match(r"\d+" + r"\.\d+" * (numbers - 1), version)
     if first is not None and any(re.match(re.escape(first[0]) + r"(\.|$)", known) for known in tested):
         return ""
     return f"pass_ext is tested with {engine} {', '.join(tested)}, and this is {version}"

@@ -25,9 +25,10 @@ def tree_of_links(tokens: Tensor, first_child: Tensor, next_sibling: Tensor) -> 
     index = torch.arange(nodes + 1, device=tokens.device).expand(batch, -1)  # column N is for links to nowhere
     here = index[:, :-1]
     parents = torch.full_like(index, -1).scatter_(1, _target_or_end(first_child, here), here)
-    # Before: a node's previous sibling, itself for an eldest. Each round doubles the distance that one gather goes.
+    # Before: a node's previous sibling, itself for an eldest. Each round doubles the steps of one gather; a node has at most
+    # nodes - 2 elder siblings.
     before = index.clone().scatter_(1, _target_or_end(next_sibling, here), here)
-    for _ in range((nodes - 1).bit_length()):
+    for _ in range(max(nodes - 3, 0).bit_length()):
         before = before.gather(1, before)
     parents = parents.gather(1, before)[:, :-1]
     stray = (parents < 0) & (here > 0)

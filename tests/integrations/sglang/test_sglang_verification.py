@@ -166,6 +166,21 @@ def test_greedy_steps_are_the_plain_loops(backend, batch, nodes, topk):
     assert_decisions(actual, (predict, accept_index, counts - 1), torch.ones(batch, dtype=torch.bool), nodes)
 
 
+def test_a_chain_is_cut_at_the_depth_that_sglang_has_room_for(backend):
+    """accept_index has max_tree_depth columns, whatever the number of nodes."""
+    tokens = torch.ones(2, 6, dtype=torch.int64)
+    logits = torch.eye(V)[torch.ones(12, dtype=torch.int64)]
+    trees = [chain_parents(6)] * 2
+    drafts = drafts_of(verify_input(trees, tokens.to(backend.device), 3, 1), 2, rejection=False)
+    actual = verify(
+        logits.to(backend.device), drafts, torch.ones(2, dtype=torch.int64, device=backend.device),
+        SamplingParams().for_batch(2, backend.device), "coupled",
+    )  # fmt: skip
+    predict, counts, accept_index = greedy_steps(logits, tokens, trees, 3)
+    assert counts.tolist() == [3, 3]
+    assert_decisions(actual, (predict, accept_index, counts - 1), torch.ones(2, dtype=torch.bool), 6)
+
+
 def test_rows_follow_retrieve_index(backend):
     """Results name rows by retrieve_index, whatever it says."""
     logits = torch.eye(3).repeat(2, 1) * 9  # after node i comes token i
@@ -243,24 +258,52 @@ def test_fixed_proposals_keep_the_targets_law(rule):
         assert chi_square_tail(torch.bincount(after, minlength=vocabulary), law[node]) > SUSPICIOUS
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "rejection_with_replacement", "kseq", "traversal"])
+def filtered(law, top_k=None, top_p=None, min_p=None):
+    """The distributions ``[..., V]`` after one filter."""
+    ranked = law.sort(-1, descending=True)
+    before = ranked.values.cumsum(-1) - ranked.values
+    kept = torch.ones_like(law, dtype=torch.bool)
+    if top_k:
+        kept[..., top_k:] = False
+    if top_p:
+        kept &= before < top_p
+    if min_p:
+        kept &= ranked.values >= min_p * ranked.values[..., :1]
+    law = law * torch.zeros_like(kept).scatter(-1, ranked.indices, kept)
+    return law / law.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "rule, filters",
+    [
+        ("rejection", {}),
+        ("block", {}),
+        ("rejection_with_replacement", {}),
+        ("kseq", {}),
+        ("traversal", {}),
+        ("rejection", {"top_k": 2}),
+        ("rejection", {"top_p": 0.6}),
+        ("rejection", {"min_p": 0.4}),
+    ],
+)
 @pytest.mark.usefixtures("one_thread")
-def test_drawn_chains_keep_the_targets_law(rule):
-    """Drafts are drawn from q at temperature 1, the target is sampled at another temperature."""
+def test_drawn_chains_keep_the_targets_law(rule, filters):
+    """Drafts are drawn from q at temperature 1 and without filters; the target has another temperature, and filters."""
     batch, vocabulary, generator = 20_000, 6, torch.Generator().manual_seed(2)
     logits, q, _ = drawn_chain(generator, 1, 2, vocabulary)
     tokens = torch.stack([torch.multinomial(q[0, i], batch, True, generator=generator) for i in (0, 1)], 1)
     tokens = torch.nn.functional.pad(tokens, (1, 0))
     made_up = verify_input([chain_parents(3)] * batch, tokens, 3, 1, q.expand(batch, -1, -1))
     seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
-    sampling = SamplingParams(temperature=1.3, seeds=seeds).for_batch(batch, torch.device("cpu"))
+    sampling = SamplingParams(temperature=1.3, seeds=seeds, **filters).for_batch(batch, torch.device("cpu"))
     result = verify(
         logits[0].repeat(batch, 1), drafts_of(made_up, batch, rejection=True), torch.full((batch,), 9), sampling, rule
     )
     first, _, second = first_and_second(*result, 3)
-    law = (logits[0] / 1.3).double().softmax(-1)
+    law = filtered((logits[0] / 1.3).double().softmax(-1), **filters)
+    print(law[0].tolist(), q[0, 0].tolist())
     assert chi_square_tail(torch.bincount(first, minlength=vocabulary), law[0]) > SUSPICIOUS
-    if rule in ("rejection", "rejection_with_replacement", "kseq"):  # they judge draft 1 before they look at draft 2
+    if rule not in ("block", "traversal"):  # the others judge draft 1 before they look at draft 2
         assert chi_square_tail(torch.bincount(second, minlength=vocabulary), law[1]) > SUSPICIOUS
         assert abs(len(second) / batch - float(torch.minimum(law[0], q[0, 0]).sum())) < 0.02
 
