@@ -1,5 +1,5 @@
 """``eagle_sample``: takes the place of SGLang's function of this name, which verifies the drafts of EAGLE, NEXTN, STANDALONE,
-NGRAM and UNO.
+FROZEN_KV_MTP, NGRAM and UNO.
 
 Ours decides from logits. A sampled request is sampled on a CPU too, where SGLang takes the arg-max, and min-p is applied, which
 SGLang's verification leaves out. Whatever we cannot honour goes to SGLang's own function, with one warning (refusals.py).
