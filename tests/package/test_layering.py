@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "tree": ("ops",),
     "modules": ("ops",),
     "decoding": ("cache_folder", "ops", "tree", "modules"),
-    "integrations": ("ops", "tree", "modules", "decoding"),
+    "integrations": ("_library", "ops", "tree", "modules", "decoding"),
     "training": ("ops", "checkpoint", "tree", "modules", "decoding"),
     "pass_ext": ("_library", "ops", "tree", "modules", "decoding", "integrations"),  # the face: pass_ext/__init__.py
     "demo": ("cache_folder", "checkpoint", "decoding", "pass_ext"),
