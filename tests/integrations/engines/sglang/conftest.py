@@ -1,12 +1,5 @@
-"""Puts the stand-ins in place if SGLang is installed here; without it the tests skip."""
+"""Puts the stand-ins for what SGLang imports and a CPU cannot load in place, before any test imports SGLang."""
 
-import importlib.metadata
+from integrations.engines.sglang import stand_ins
 
-try:
-    importlib.metadata.version("sglang")
-except importlib.metadata.PackageNotFoundError:
-    pass
-else:
-    from integrations.engines.sglang import stand_ins
-
-    stand_ins.install()
+stand_ins.install()

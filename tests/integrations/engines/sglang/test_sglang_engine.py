@@ -14,9 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("sglang.version", reason="needs SGLang: make test-engines")
-
 from integrations.sglang.batches import (
     SIGNATURE,
     TOP_K_ALL,
