@@ -110,7 +110,7 @@ class PaSS:
 
     def _guesses(self, step: SampledStep, sampled: list[list[int]], length: int) -> dict[int, list[int]]:
         """Request -> guesses, where the step's slots stood behind its whole text."""
-        tokens = step.tokens.tolist()
+        tokens, positions = step.tokens.tolist(), step.positions.tolist()
         groups: dict[int, list[tuple[int, range]]] = {}  # number of slots -> requests and their slots' rows
         first = 0
         for b, drafts in enumerate(step.drafts):
@@ -130,7 +130,7 @@ class PaSS:
                 step.logits[rows].view(len(members), count, -1),
                 requests,
                 [sampled[b][-1] for b in requests],
-                (step.positions[requests] + torch.tensor([len(sampled[b]) - 1 for b in requests])).tolist(),
+                [positions[b] + len(sampled[b]) - 1 for b in requests],
             )
             guesses |= {b: [t for t in line if t >= 0] for b, line in zip(requests, filled.tokens, strict=True)}
         return guesses

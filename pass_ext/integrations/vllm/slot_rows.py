@@ -42,7 +42,7 @@ class SlotRows:
             # By the layer itself: its table may be sharded among ranks, or quantised.
             self.table: Tensor = embedding(torch.arange(vocabulary, device=like.device))
             lookahead.check_fits(self.table)
-            self._vocabulary = vocabulary
+            self._vocabulary, self._has_slots = vocabulary, True
             self._slots = torch.zeros(most_rows, dtype=torch.int32, device=like.device)
             self._rows = _behind_zeros(lookahead.weight, self.table)
             self._deep = None if lookahead.deep is None else _behind_zeros(lookahead.deep, self.table)
@@ -61,19 +61,25 @@ class SlotRows:
     def _noted(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = inputs[0] if inputs else named.get("input_ids")
         if ids is not None:
-            self._slots[: len(ids)] = ids.sub(self._vocabulary - 1).clamp_(min=0)
+            slots = ids.sub(self._vocabulary - 1).clamp_(min=0)
+            self._slots[: len(ids)] = slots
+            # On a GPU the answer would have to be waited for, and a compiled graph is made once for all calls.
+            self._has_slots = not ids.is_cpu or torch.compiler.is_compiling() or bool(slots.any())
 
     def _known(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, *others = inputs
         return ids.clamp(max=self._vocabulary - 1), *others
 
     def _embedded(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor) -> Tensor:
+        if not (torch.compiler.is_compiling() or self._has_slots):
+            return rows
         slots = self._slots[: len(rows)]
         return torch.where(slots[:, None] > 0, self._rows.index_select(0, slots).to(rows.dtype), rows)
 
     def _shifted(self, index: int) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            assert self._deep is not None
+            if self._deep is None or not (torch.compiler.is_compiling() or self._has_slots):
+                return None
             rows = named["hidden_states"] if "hidden_states" in named else inputs[1]
             shifted = rows + self._deep[index].index_select(0, self._slots[: len(rows)])
             if "hidden_states" in named:

@@ -151,6 +151,18 @@ def test_a_seed_gives_one_text_with_and_without_drafts_alone_and_in_a_batch(run,
     assert drafted["counters"]["spec_decode_num_accepted_tokens"] > 40
 
 
+def test_texts_under_a_grammar_are_vllms_own_beside_others_with_drafts(loaded, run, prompts):
+    place = {"type": "object", "required": ["name", "size"], "additionalProperties": False}
+    place["properties"] = {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}}
+    sampling = [GREEDY, {**GREEDY, "schema": place, "detokenize": True}] * 3
+    calls = [{"prompts": prompts[:6], "sampling": sampling}]
+    expected = run(calls, skip_tokenizer_init=False)["texts"]
+    result = run(calls, skip_tokenizer_init=False, **with_pass(4))
+    assert result["texts"] == expected
+    assert all(loaded[1].decode(text).startswith("{") for text in expected[0][1::2])
+    assert result["counters"]["spec_decode_num_accepted_tokens"] > 5
+
+
 def test_without_the_switch_pass_says_how_to_turn_it(run):
     with pytest.raises(RuntimeError, match="PaSS: needs PASS_EXT_VLLM=on"):
         run([], environment={}, **with_pass(4))

@@ -50,8 +50,18 @@ def run_engine(folder, model, calls, environment=None, **options):
     return result | {"log": [line for line in log.splitlines() if "pass_ext" in line]}
 
 
+def sampling_params(schema=None, **options):
+    """schema: of the JSON that the text must be."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if schema is not None:
+        options["structured_outputs"] = StructuredOutputsParams(json=schema)
+    return SamplingParams(**{"detokenize": False, **options})
+
+
 def main():
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     job = json.loads(Path(sys.argv[1]).read_text())
     llm = LLM(job["model"], disable_log_stats=False, **job["options"])
@@ -59,7 +69,7 @@ def main():
     for call in job["calls"]:
         prompts = [{"prompt_token_ids": ids} for ids in call["prompts"]]
         given = call["sampling"] if isinstance(call["sampling"], list) else [call["sampling"]] * len(prompts)
-        sampling = [SamplingParams(detokenize=False, **one) for one in given]
+        sampling = [sampling_params(**one) for one in given]
         outputs = []
         for first in range(0, len(prompts), call.get("batch", len(prompts))):
             last = first + call.get("batch", len(prompts))
