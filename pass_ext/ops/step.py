@@ -100,9 +100,7 @@ def _refuse_gradients(op: str, *tensors: Tensor | None) -> None:
 
 
 @register_fake("step_rms_norm")
-def _norm_shape(
-    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, form: int
-) -> tuple[Tensor, Tensor]:
+def _norm_shape(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, form: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((0,) if residual is None else x.shape)
 
 

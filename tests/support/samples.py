@@ -142,7 +142,9 @@ def linear_rows(device):
 @sample
 def step_rms_norm(device):
     for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
-        x, residual, weight = (torch.randn(*shape, device=device).to(dtype) for shape in ((3, 4, 40), (3, 4, 40), (40,)))
+        x, residual, weight = (
+            torch.randn(*shape, device=device).to(dtype) for shape in ((3, 4, 40), (3, 4, 40), (40,))
+        )
         yield x, weight, None, 1e-6, form
         yield x.transpose(0, 1), weight, residual.transpose(0, 1), 1e-5, form
     yield x[:0], weight, residual[:0], 0.0, form
@@ -150,7 +152,11 @@ def step_rms_norm(device):
 
 @sample
 def step_rotary(device):
-    for dtype, factor_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.half, torch.float32)):
+    for dtype, factor_dtype in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.half, torch.float32),
+    ):
         joined = torch.randn(5, 6, 24, device=device).to(dtype)
         for rotated in (24, 10):
             yield joined[:, :3], joined[:, 3:5], *torch.randn(2, 5, rotated, device=device).to(factor_dtype)
