@@ -70,6 +70,7 @@ _CPP = _files_of_families() | {
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
     "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
+    "core/step-inl.h": (["step"], ["tests/ops/test_step.py"]),
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
 
