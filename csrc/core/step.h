@@ -14,13 +14,10 @@
 
 namespace pass_ext {
 
-// How the norm multiplies by the weight w, n being the row divided by its root mean square. The names are of models in
-// transformers; pass_ext.ops.step.NORM_FORMS in this order.
-enum class NormForm : int32_t {
-  llama,  // w round(n)
-  olmo2,  // round(w n)
-  gemma,  // round((1 + w) n)
-};
+// How the norm multiplies by the weight w, n being the row divided by its root mean square: llama w round(n), olmo2
+// round(w n), gemma round((1 + w) n). The names are of models in transformers; pass_ext.ops.step.NORM_FORMS in this
+// order.
+enum class NormForm : int32_t { llama, olmo2, gemma };
 constexpr int64_t kNormForms = 3;
 
 // pass_ext.ops.step.ACTIVATIONS in this order.
