@@ -172,8 +172,12 @@ def test_the_callers_random_numbers_stay():
 # ---- parts that must be left alone ----
 
 
+class Own(torch.Tensor):
+    """A subclass, as torchao's and distributed tensors are."""
+
+
 class Norm(nn.Module):
-    """Like LlamaRMSNorm; subclasses change one line."""
+    """Like GemmaRMSNorm, a norm in two functions."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -188,7 +192,7 @@ class Norm(nn.Module):
 
 
 class Plain(nn.Module):
-    """A norm in one function."""
+    """A norm in one function; subclasses change its result."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -214,6 +218,16 @@ class Scaled(Plain):
         return super().forward(x) * 1.001
 
 
+class Wide(Plain):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
+class WithOthers(Plain):
+    def forward(self, x):
+        return super().forward(x), x
+
+
 class WithState(Plain):
     def forward(self, x):
         return super().forward(x) * self.factor
@@ -221,7 +235,8 @@ class WithState(Plain):
 
 def test_norms_are_recognised_by_what_they_compute():
     x = torch.randn(3, 32) * 0.1
-    for kind, count in ((Norm, 1), (Plain, 1), (OfDeviations, 0), (EpsOutside, 0), (Scaled, 0), (WithState, 0)):
+    others = OfDeviations, EpsOutside, Scaled, Wide, WithOthers, WithState
+    for kind, count in ((Norm, 1), (Plain, 1), *((kind, 0) for kind in others)):
         module = kind()
         module.factor = 2.0
         before = module(x)
@@ -243,10 +258,16 @@ def test_norms_that_are_not_plain_are_left_alone():
     def meta(module):
         module.to("meta")
 
-    def integer_eps(module):
+    def tensor_eps(module):
         module.eps = torch.tensor(1e-3)
 
-    for change in (double, two_weights, wrapped, meta, integer_eps):
+    def own_weight(module):
+        module.weight = nn.Parameter(module.weight.as_subclass(Own), requires_grad=False)
+
+    def with_parts(module):
+        module.inner = nn.Linear(2, 2)
+
+    for change in (double, two_weights, wrapped, meta, tensor_eps, own_weight, with_parts):
         module = Plain()
         change(module)
         before = vars(module).get("forward")
@@ -320,6 +341,17 @@ def test_mlps_with_another_formula_are_left_alone():
         mlp = kind(mlp_of())
         with step_modules(mlp, always):
             assert "forward" not in vars(mlp), kind
+
+
+def test_rotations_with_other_results_are_left_alone():
+    """One tensor, three, neighbouring pairs, or none of a tensor."""
+    from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as neighbours
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as halves
+
+    assert patching._rotates_halves(halves)
+    others = neighbours, lambda q, k, cos, sin: q, lambda q, k, cos, sin: (*halves(q, k, cos, sin), q)
+    for rotate in (*others, lambda q, k, cos, sin: (1, 2), lambda q, k, angles: (q, k), lambda *tensors: None):
+        assert not patching._rotates_halves(rotate)
 
 
 def test_hooks_run_as_before():
