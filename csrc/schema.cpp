@@ -50,4 +50,10 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
 
   // linear
   library.def("linear_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+
+  // step
+  library.def(
+      "step_rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, int form) -> (Tensor out, Tensor sum)");
+  library.def("step_rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_rotated, Tensor k_rotated)");
+  library.def("step_gate(Tensor gate, Tensor? up, int activation) -> Tensor");
 }

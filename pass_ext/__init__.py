@@ -16,6 +16,7 @@ from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.rules import RULES
+from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
 from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
@@ -81,6 +82,9 @@ __all__ = [
     "plan",
     "set_debug",
     "status",
+    "step_gate",
+    "step_rms_norm",
+    "step_rotary",
     "tree_mask",
     "tree_prepare",
 ]

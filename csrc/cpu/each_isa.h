@@ -17,6 +17,7 @@
 #include "core/half.h"
 #include "core/lookahead.h"
 #include "core/scalar.h"
+#include "core/step.h"
 #include "cpu/attention.h"
 #include "cpu/isa.h"
 #include "cpu/linear.h"
@@ -28,6 +29,7 @@
 #define PASS_EXT_LEVEL 0
 namespace pass_ext::portable {
 #include "core/elementary-inl.h"
+#include "core/step-inl.h"
 #include "core/weights-inl.h"
 #include "cpu/simd-inl.h"
 #include PASS_EXT_KERNELS
@@ -50,6 +52,7 @@ namespace pass_ext::portable {
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c")
 namespace pass_ext::avx2 {
 #include "core/elementary-inl.h"
+#include "core/step-inl.h"
 #include "core/weights-inl.h"
 #include "cpu/simd-inl.h"
 #include PASS_EXT_KERNELS
@@ -61,6 +64,7 @@ PASS_EXT_TARGET_END
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace pass_ext::avx512 {
 #include "core/elementary-inl.h"
+#include "core/step-inl.h"
 #include "core/weights-inl.h"
 #include "cpu/simd-inl.h"
 #include PASS_EXT_KERNELS
@@ -72,6 +76,7 @@ PASS_EXT_TARGET_END
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 namespace pass_ext::avx512_bf16 {
 #include "core/elementary-inl.h"
+#include "core/step-inl.h"
 #include "core/weights-inl.h"
 #include "cpu/simd-inl.h"
 #include PASS_EXT_KERNELS

@@ -32,6 +32,18 @@ decltype(auto) dispatch_floating(torch::headeronly::ScalarType type, Function&& 
   }
 }
 
+// bfloat16, float16, float
+template <typename Function>
+decltype(auto) dispatch_up_to_float32(torch::headeronly::ScalarType type, Function&& function) {
+  using torch::headeronly::ScalarType;
+  switch (type) {
+    case ScalarType::BFloat16: return function(TypeTag<bfloat16>{});
+    case ScalarType::Half: return function(TypeTag<float16>{});
+    case ScalarType::Float: return function(TypeTag<float>{});
+    default: throw std::logic_error("pass_ext: dtype reached dispatch_up_to_float32 unchecked");
+  }
+}
+
 // int32_t, int64_t
 template <typename Function>
 decltype(auto) dispatch_index(torch::headeronly::ScalarType type, Function&& function) {

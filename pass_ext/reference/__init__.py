@@ -6,6 +6,7 @@ from pass_ext.reference.cache import cache_commit_
 from pass_ext.reference.draft import draft_sample
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.lookahead import lookahead_embed
+from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
 from pass_ext.reference.tree import tree_mask, tree_prepare
 
 __all__ = [
@@ -17,6 +18,9 @@ __all__ = [
     "draft_sample",
     "linear_rows",
     "lookahead_embed",
+    "step_gate",
+    "step_rms_norm",
+    "step_rotary",
     "tree_mask",
     "tree_prepare",
 ]

@@ -66,6 +66,9 @@ LIMITS = (
     Limit("attention_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
     Limit("commit_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
     Limit("embed_kernel*", ALL, "registers", 40, "1,536 threads: it only waits for memory"),
+    Limit("norm_kernel*", ALL, "registers", 56, "1,152 threads: nine blocks of 128"),
+    Limit("rotary_kernel*", ALL, "registers", 50, "1,280 threads: ten blocks of 128"),
+    Limit("gate_kernel*", ALL, "registers", 40, "1,536 threads: twelve blocks of 128"),
     Limit("*", ALL, "registers", 64, "1,024 threads, half of a multiprocessor's"),
 
     # Code: an instruction that no cache holds is fetched from device memory. Limits leave a tenth of room: compilers differ.

@@ -70,6 +70,7 @@ _CPP = _files_of_families() | {
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
     "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
+    "core/step-inl.h": (["step"], ["tests/ops/test_step.py"]),
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
 
@@ -160,6 +161,8 @@ _PYTHON: dict[str, list[str]] = {
     "session/session": ["tests/decoding/test_session.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or test_session"],
     "requests/stateful_processors": ["tests/decoding/test_stateful_processors.py"],
     "stats": ["tests/decoding/test_stats.py"],
+    "models/patching/joined_products": ["tests/decoding/models/test_joined_products.py", "-k", "not thread"],
+    "models/patching/step_modules": ["tests/decoding/models/test_step_modules.py"],
     "planning/step_times": ["tests/decoding/planning/test_step_times.py"],
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
 }

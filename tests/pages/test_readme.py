@@ -57,7 +57,8 @@ def inputs():
         k_cache=caches[0], v_cache=caches[1], prefix_lens=torch.tensor([4, 6], dtype=torch.int32), caches=caches,
         new=[k, v, k, v], tokens=torch.tensor([0, 1, 2, 0, 3]), logits=torch.zeros(5, 10), seeds=torch.tensor([1, 2]),
         first=torch.tensor([5, 7]), nodes=torch.arange(5), draft_logits=torch.randn(5, 10), x=torch.randn(3, 16),
-        weight=torch.randn(4, 16), bias=torch.randn(4),
+        weight=torch.randn(4, 16), bias=torch.randn(4), norm=torch.randn(16), residual=torch.randn(3, 16),
+        cos=torch.randn(5, 64), sin=torch.randn(5, 64), gate_up=torch.randn(3, 32),
     )  # fmt: skip
     names["logits"][[0, 3], [2, 9]] = 1e4
     return names
@@ -105,7 +106,8 @@ def test_every_call_of_the_readme_agrees_with_the_reference(monkeypatch):
     called = check_calls(monkeypatch, names)
     for call, *_ in quotes():
         exec(call, names)
-    shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ linear_rows"
+    shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ linear_rows "
+    shown += "step_rms_norm step_rotary step_gate"
     assert called == shown.split()
     assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)
     assert names["step"].path.tolist() == [[0, 2], [0, -1]]
@@ -157,6 +159,15 @@ def test_the_block_of_the_lookahead_page_runs():
     page = ROOT / "docs/ops/lookahead.md"
     names = run_blocks(page, [block for block in blocks_of(page) if block[0] == "python"], {})
     assert names["rows"].shape == (1, 7, 64)
+
+
+def test_the_block_of_the_step_page_runs():
+    """docs/ops/step.md: its results are those of transformers' formulas."""
+    page = ROOT / "docs/ops/step.md"
+    names = run_blocks(page, [block for block in blocks_of(page) if block[0] == "python"], {})
+    gate, up = (names["x"].float() @ names["w_gate_up"].float().T).chunk(2, dim=-1)
+    torch.testing.assert_close(names["gated"].float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=0.02)
+    assert names["q"].shape == (5, 4, 16) and names["k"].shape == names["v"].shape == (5, 2, 16)
 
 
 # ---- names ----

@@ -415,6 +415,45 @@ def linear_rows(draw: Draw):
         check_close([out], [exact], 0.05)
 
 
+@case
+def step_rms_norm(draw: Draw):
+    shape, wide, dtype = [draw.size() for _ in range(draw.pick((0, 1, 2, 3)))], draw.width(), draw.pick(FLOATS)
+    arguments = draw.damaged(dict(
+        x=draw.floats(*shape, wide, dtype=dtype), weight=draw.floats(wide, dtype=dtype), eps=draw.pick((1e-6, 1e-5, 0.1)),
+        residual=draw.floats(*shape, wide, dtype=dtype) if draw.chance(0.5) else None,
+        form=draw.pick(pass_ext.ops.step.NORM_FORMS),
+    ))  # fmt: skip
+    result = yield arguments
+    if all(map(is_tame, filter(torch.is_tensor, arguments.values()))) and arguments["eps"] > 0:
+        check_close(result, reference.step_rms_norm(**arguments), 0.01)
+
+
+@case
+def step_rotary(draw: Draw):
+    rows, dim, dtype = draw.size(), 2 * draw.pick((1, 3, 8, 12, 32, 40)), draw.pick(FLOATS)
+    rotated, factor_dtype = draw.pick((dim, dim, 2, 0)), draw.pick((dtype, torch.float32))
+    arguments = draw.damaged(dict(
+        q=draw.floats(rows, draw.size(), dim, dtype=dtype), k=draw.floats(rows, draw.size(), dim, dtype=dtype),
+        cos=draw.floats(rows, rotated, dtype=factor_dtype), sin=draw.floats(rows, rotated, dtype=factor_dtype),
+    ))  # fmt: skip
+    result = yield arguments
+    check_same(result, reference.step_rotary(**arguments))
+
+
+@case
+def step_gate(draw: Draw):
+    shape, wide, dtype = [draw.size() for _ in range(draw.pick((0, 1, 2, 3)))], draw.width(), draw.pick(FLOATS)
+    is_joined = draw.chance(0.5)
+    arguments = draw.damaged(dict(
+        gate=draw.floats(*shape, wide * (2 if is_joined else 1), dtype=dtype),
+        up=None if is_joined else draw.floats(*shape, wide, dtype=dtype),
+        activation=draw.pick(pass_ext.ops.step.ACTIVATIONS),
+    ))  # fmt: skip
+    out = yield arguments
+    if all(map(is_tame, filter(torch.is_tensor, arguments.values()))):
+        check_close([out], [reference.step_gate(**arguments)], 0.01)
+
+
 # ---- results against the specification ----
 
 

@@ -137,3 +137,38 @@ def linear_rows(device):
         yield x, weight, None
         yield x.transpose(0, 1), weight, bias
     yield x[:0], weight, bias
+
+
+@sample
+def step_rms_norm(device):
+    for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        x, residual, weight = (
+            torch.randn(*shape, device=device).to(dtype) for shape in ((3, 4, 40), (3, 4, 40), (40,))
+        )
+        yield x, weight, None, 1e-6, form
+        yield x.transpose(0, 1), weight, residual.transpose(0, 1), 1e-5, form
+    yield x[:0], weight, residual[:0], 0.0, form
+
+
+@sample
+def step_rotary(device):
+    for dtype, factor_dtype in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.half, torch.float32),
+    ):
+        joined = torch.randn(5, 6, 24, device=device).to(dtype)
+        for rotated in (24, 10):
+            yield joined[:, :3], joined[:, 3:5], *torch.randn(2, 5, rotated, device=device).to(factor_dtype)
+    empty = (torch.randn(*shape, device=device) for shape in ((0, 3, 24), (0, 2, 24), (0, 24), (0, 24)))
+    yield tuple(empty)
+
+
+@sample
+def step_gate(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        gate, up = torch.randn(2, 3, 4, 40, device=device).to(dtype)
+        for activation in range(2):
+            yield gate, up, activation
+            yield gate.transpose(0, 1), None, activation
+    yield gate[:0], None, 0

@@ -1,0 +1,233 @@
+"""``step_modules``: inside a context a model's norms, rotary embeddings and gated MLPs compute by the step ops.
+
+A part is recognised by what it computes: its class's code runs on random numbers, with a stand-in in place of the module, and
+must give the op's numbers. Whatever is not recognised stays as it is.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pass_ext.decoding.models.plain_tensors import is_plain
+from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
+
+_norm = torch.ops.pass_ext.step_rms_norm.default
+_rotary = torch.ops.pass_ext.step_rotary.default
+_gate = torch.ops.pass_ext.step_gate.default
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_ROTARY = "apply_rotary_pos_emb"
+_EPS = ("variance_epsilon", "eps")
+_SEPARATE = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_JOINED = {"gate_up_proj", "chunk", "down_proj", "activation_fn"}
+
+When = Callable[[], bool]
+
+
+@contextmanager
+def step_modules(module: nn.Module, when: When) -> Iterator[None]:
+    """Replaces the forward of every recognised part of the module and restores it at the end, also after an error.
+
+    Calls that record gradients or are compiled, that have tensors of another dtype, and calls for which ``when()`` is False
+    compute as before. Modules whose ``forward`` somebody replaced stay as they are; hooks run as before.
+    """
+    changed: list[nn.Module] = []
+    try:
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            for part in module.modules():
+                if "forward" in vars(part) or type(type(part).forward) is not FunctionType:
+                    continue
+                forward = _norm_forward(part, when) or _gate_forward(part, when) or _attention_forward(part, when)
+                if forward is not None:
+                    part.forward = forward
+                    changed.append(part)
+        yield
+    finally:
+        for part in changed:
+            del part.forward
+
+
+def _may_replace(when: When) -> bool:
+    # A compiled graph would never call `when` again.
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled() and when()
+
+
+def _is_close(actual: Tensor, expected: Any) -> bool:
+    """Equal but for rounding: in 16 bits few numbers may differ, each by a rounding or two."""
+    if not isinstance(expected, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    error, size = (actual.float() - expected.float()).abs(), expected.float().abs()
+    near = error <= 4 * torch.finfo(expected.dtype).eps * size + 1e-6
+    few = expected.dtype == torch.float32 or bool((error > 0).float().mean() < 0.01)
+    return bool(near.all()) and few
+
+
+def _random(*shape: int) -> Tensor:
+    """Numbers on the CPU that take no draw from torch's generator, which the caller may have seeded."""
+    generator = torch.Generator("cpu").manual_seed(len(shape))
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+
+# ---- norm ----
+
+
+def _norm_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | None:
+    weight = part._parameters.get("weight")
+    name = next((name for name in _EPS if isinstance(vars(part).get(name), float)), None)
+    if name is None or weight is None or len(part._parameters) > 1 or part._modules or not is_plain(weight):
+        return None
+    kind: Any = type(part)
+    form = _norm_form(kind, kind.forward, name, weight.dtype)
+    if form is None or weight.dim() != 1 or not (weight.is_cpu or weight.is_cuda):
+        return None
+    eps, dtype, parameters, original = vars(part)[name], weight.dtype, part._parameters, kind.forward
+
+    def forward(input: Tensor) -> Tensor:
+        if input.dtype is dtype and parameters.get("weight") is weight and _may_replace(when):
+            return _norm(input, weight, None, eps, form)[0]
+        return original(part, input)
+
+    return forward
+
+
+@cache
+def _norm_form(kind: Any, forward: Callable[..., Tensor], eps_name: str, dtype: torch.dtype) -> int | None:
+    """The index of the form in which modules of this class multiply by their weight; None if they compute anything else."""
+    if dtype not in _FLOATS:
+        return None
+    x, weight, eps = (_random(3, 4, 96) * 3).to(dtype), _random(96).to(dtype), 0.05
+    try:
+        stand_in = kind.__new__(kind)
+        nn.Module.__init__(stand_in)
+        stand_in.weight = nn.Parameter(weight, requires_grad=False)
+        setattr(stand_in, eps_name, eps)
+        with torch.no_grad():
+            computed = forward(stand_in, x)
+    except Exception:  # it needs more than a weight and an eps
+        return None
+    forms = range(len(NORM_FORMS))
+    return next((form for form in forms if _is_close(_norm(x, weight, None, eps, form)[0], computed)), None)
+
+
+# ---- gate ----
+
+
+def _gate_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | None:
+    original: Callable[..., Tensor] = type(part).forward
+    names = set(type(part).forward.__code__.co_names)
+    if names not in (_SEPARATE, _JOINED):
+        return None
+    modules: dict[str, Any] = part._modules
+    activation = modules.get("activation_fn" if names == _JOINED else "act_fn")
+    products = ("gate_up_proj",) if names == _JOINED else ("gate_proj", "up_proj")
+    if activation is None or any(modules.get(name) is None for name in (*products, "down_proj")):
+        return None
+    index = _activation(original, activation, joined=names == _JOINED)
+    if index is None:
+        return None
+
+    def separate(input: Tensor) -> Tensor:
+        if not _may_replace(when):
+            return original(part, input)
+        gate, up = modules["gate_proj"](input), modules["up_proj"](input)
+        if gate.dtype is up.dtype and gate.dtype in _FLOATS:
+            return modules["down_proj"](_gate(gate, up, index))
+        return modules["down_proj"](activation(gate) * up)
+
+    def joined(input: Tensor) -> Tensor:
+        if not _may_replace(when) or input.dtype not in _FLOATS:
+            return original(part, input)
+        return modules["down_proj"](_gate(modules["gate_up_proj"](input), None, index))
+
+    return joined if names == _JOINED else separate
+
+
+def _activation(mlp: Callable[..., Tensor], activation: nn.Module, *, joined: bool) -> int | None:
+    """The index of the activation of an MLP that computes ``down(activation(gate(x)) * up(x))``; None for any other."""
+    if "forward" in vars(activation) or activation._forward_hooks or activation._forward_pre_hooks:
+        return None
+    gate, up, both = _numbers_for_gate()
+
+    def product(result: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda input: result if input is both else torch.full_like(result, torch.nan)
+
+    stand_in = SimpleNamespace(gate_proj=product(gate), up_proj=product(up), gate_up_proj=product(both),
+                               down_proj=lambda hidden: hidden, act_fn=activation, activation_fn=activation)  # fmt: skip
+    try:
+        with torch.no_grad():
+            computed = mlp(stand_in, both)
+    except Exception:  # it needs more than these
+        return None
+    arguments = (both, None) if joined else (gate, up)
+    indices = range(len(ACTIVATIONS))
+    return next((index for index in indices if _is_close(_gate(*arguments, index), computed)), None)
+
+
+@cache
+def _numbers_for_gate() -> tuple[Tensor, Tensor, Tensor]:
+    gate, up = _random(2, 5, 64) * 3
+    return gate, up, torch.cat([gate, up], dim=-1)
+
+
+# ---- rotary embedding ----
+
+
+def _attention_forward(part: nn.Module, when: When) -> Callable[..., Any] | None:
+    """The class's own forward, in which ``apply_rotary_pos_emb`` is the op."""
+    forward = type(part).forward
+    rotate = forward.__globals__.get(_ROTARY)
+    if _ROTARY not in forward.__code__.co_names or not isinstance(rotate, FunctionType) or not _rotates_halves(rotate):
+        return None
+    globals_ = {**forward.__globals__, _ROTARY: _rotation(rotate, when)}
+    copy = FunctionType(forward.__code__, globals_, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(copy, part)
+
+
+def _rotation(original: Callable[..., Any], when: When) -> Callable[..., Any]:
+    def apply_rotary_pos_emb(*tensors: Any, **options: Any) -> Any:
+        if len(tensors) == 4 and not options and _may_replace(when) and _fits(*tensors):
+            return _rotate(*tensors)
+        return original(*tensors, **options)
+
+    return apply_rotary_pos_emb
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """One batch, heads before rows, all of one dtype."""
+    shape = (1, q.shape[2], q.shape[3]) if q.dim() == 4 else None
+    return (
+        cos.shape == sin.shape == shape
+        and q.shape[0] == 1
+        and q.dtype is k.dtype is cos.dtype is sin.dtype
+        and q.dtype in _FLOATS
+        and k.dim() == 4
+        and k.shape[0] == 1
+        and k.shape[2:] == q.shape[2:]
+    )
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = _rotary(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+
+
+@cache
+def _rotates_halves(rotate: Callable[..., Any]) -> bool:
+    """True if the function gives the op's bits in every dtype."""
+    for dtype in _FLOATS:
+        q, k = (_random(1, heads, 5, 16).to(dtype) for heads in (3, 2))
+        cos, sin = (_random(2, 1, 5, 16)).to(dtype)
+        try:
+            q_rotated, k_rotated = rotate(q, k, cos, sin)
+            is_same = all(map(torch.equal, (q_rotated, k_rotated), _rotate(q, k, cos, sin)))
+        except Exception:  # it takes other arguments, or gives another result
+            return False
+        if not is_same:
+            return False
+    return True

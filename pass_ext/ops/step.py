@@ -1,0 +1,114 @@
+"""``step_rms_norm``, ``step_rotary`` and ``step_gate``: the work between a model's matrix products, one fused op each, over the
+packed rows of a step.
+
+The formulas: csrc/core/step.h. Kernels: csrc/cpu/step.cpp, csrc/cuda/step.cuh.
+"""
+
+import torch
+from torch import Tensor
+
+from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.nondifferentiable import call
+
+NORM_FORMS = ("llama", "olmo2", "gemma")  # NormForm of csrc/core/step.h
+ACTIVATIONS = ("silu", "gelu_tanh")  # Activation of csrc/core/step.h
+
+_norm_op = torch.ops.pass_ext.step_rms_norm.default
+_rotary_op = torch.ops.pass_ext.step_rotary.default
+_gate_op = torch.ops.pass_ext.step_gate.default
+
+
+def step_rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None, form: str = "llama"
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of rows ``x [..., d]``, with the residual addition before it: ``s = x + residual``, and
+    ``s / sqrt(mean(s^2) + eps)`` times ``weight [d]``.
+
+    Args:
+        x: ``[..., d]`` bfloat16, float16 or float32. Strides are free if d is contiguous; only a tensor with three or more
+            uneven leading dimensions is copied.
+        weight: ``[d]`` in x's dtype.
+        eps: added to the mean; at least 0.
+        residual: like x.
+        form: how the weight w multiplies the normed row n, which is fp32: "llama" ``w * n.to(dtype)``, "olmo2"
+            ``(w * n).to(dtype)``, "gemma" ``((1 + w) * n).to(dtype)``.
+
+    Returns:
+        ``(out, s)``, both ``[..., d]`` in x's dtype; s is x itself without a residual.
+
+    Rounds where the modules of transformers round. The mean is a sum in another order than theirs: out is within 3 units in
+    the last place in fp32, and in 16 bits differs by one rounding where fp32 lies that close to a tie. s has their bits.
+    CPU and CUDA give the same bits. No gradients, reverse or forward: the op raises if an input requires one.
+    """
+    _refuse_gradients("step_rms_norm", x, weight, residual)
+    out, s = call(_norm_op, x, weight, residual, eps, _index("step_rms_norm", "form", form, NORM_FORMS))
+    return out, x if residual is None else s
+
+
+def step_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of the queries ``q [N, Hq, D]`` and keys ``k [N, Hk, D]`` of N packed rows, by the rows ``[N, D']`` of
+    cosines and sines that transformers makes.
+
+    Args:
+        q, k: bfloat16, float16 or float32, of one dtype. Any strides with D contiguous, such as views of a joined product.
+        cos, sin: ``[N, D']`` in q's dtype or float32; D' is even and at most D.
+
+    Returns:
+        ``(q, k)``, rotated and contiguous. The pairs are ``(i, i + D'/2)``, the layout of ``rotate_half``; numbers behind D'
+        stay.
+
+    The bits are those of ``q * cos + rotate_half(q) * sin`` in PyTorch: with cos in q's dtype every product is rounded to it,
+    with float32 only the sum. No gradients, reverse or forward: the op raises if an input requires one.
+    """
+    _refuse_gradients("step_rotary", q, k, cos, sin)
+    q_rotated, k_rotated = call(_rotary_op, q, k, cos, sin)
+    return q_rotated, k_rotated
+
+
+def step_gate(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
+    """The gate of an MLP, ``activation(gate) * up``, over ``gate [..., I]`` and ``up [..., I]`` or one joined product
+    ``[..., 2 I]``.
+
+    Args:
+        gate: ``[..., I]`` bfloat16, float16 or float32; without ``up``, ``[..., 2 I]``: the gate's half, then up's. Strides as
+            in ``step_rms_norm``.
+        up: like gate.
+        activation: "silu", or "gelu_tanh", which transformers calls gelu_pytorch_tanh.
+
+    Returns:
+        ``[..., I]`` in gate's dtype; activation(gate) is rounded to it, as in PyTorch, before it is multiplied.
+
+    The activation is within 4 units in the last place of exact in fp32 (gelu_tanh: below -1, where it comes close to 0, of
+    its input's). CPU and CUDA give the same bits. No gradients, reverse or forward: the op raises if an input requires one.
+    """
+    _refuse_gradients("step_gate", gate, up)
+    out: Tensor = call(_gate_op, gate, up, _index("step_gate", "activation", activation, ACTIVATIONS))
+    return out
+
+
+def _index(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
+    if name not in names:
+        raise ValueError(f"pass_ext::{op}: {argument} must be one of {', '.join(names)}, got {name!r}")
+    return names.index(name)
+
+
+def _refuse_gradients(op: str, *tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"pass_ext::{op}: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
+        )
+
+
+@register_fake("step_rms_norm")
+def _norm_shape(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, form: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((0,) if residual is None else x.shape)
+
+
+@register_fake("step_rotary")
+def _rotary_shape(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@register_fake("step_gate")
+def _gate_shape(gate: Tensor, up: Tensor | None, activation: int) -> Tensor:
+    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))

@@ -1,0 +1,369 @@
+"""step_modules: the parts of each architecture that compute by the step ops, their results, and parts that must stay."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from support.small_models import ARCHITECTURES, prompts, small_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import pass_ext
+from pass_ext.decoding.models.patching import step_modules as patching
+from pass_ext.decoding.models.patching.step_modules import step_modules
+from pass_ext.testing import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MORE = dict.fromkeys(("granite", "olmo2", "smollm3", "glm", "cohere"), ARCHITECTURES["llama"]) | {
+    "gemma3_text": ARCHITECTURES["gemma"]
+}
+LLAMA = dict(RMSNorm=5, MLP=2, Attention=2)
+# glm and cohere rotate neighbouring pairs, and cohere's norm subtracts the mean.
+RECOGNISED = dict.fromkeys(("llama", "qwen2", "mistral", "gemma", "phi3", "granite", "smollm3", "qwen2_moe"), LLAMA) | {
+    "qwen3": LLAMA | dict(RMSNorm=9),
+    "gemma2": LLAMA | dict(RMSNorm=9),
+    "olmo2": LLAMA | dict(RMSNorm=9),
+    "gemma3_text": LLAMA | dict(RMSNorm=13),
+    "glm": dict(RMSNorm=5, MLP=2),
+    "cohere": dict(MLP=2),
+    "phi": dict(Attention=2),
+    "gpt_neox": dict(Attention=2),
+    "opt": {},
+}
+
+
+def model_of(architecture, dtype=torch.float32):
+    if architecture not in MORE:
+        return small_model(architecture).to(dtype)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **MORE[architecture])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().to(dtype).requires_grad_(False)
+
+
+def replaced(model):
+    """Kind of part -> how many have a forward of their own."""
+    kinds = [type(part).__name__ for part in model.modules() if "forward" in vars(part)]
+    return Counter(next(kind for kind in LLAMA if name.endswith(kind)) for name in kinds)
+
+
+def changed_by(model, x, **options):
+    """The results before, inside and after, and which parts were replaced."""
+    with torch.no_grad():
+        before = model(x)
+        with step_modules(model, lambda: True):
+            parts, inside = replaced(model), model(x)
+        return before, inside, model(x), parts
+
+
+def always():
+    return True
+
+
+# ---- whole models ----
+
+
+@pytest.mark.parametrize("architecture", RECOGNISED)
+def test_each_architecture_gives_its_results(architecture):
+    assert {*ARCHITECTURES, *MORE} <= {*RECOGNISED}
+    ids = prompts(1, 12)[0]
+    for dtype, near in ((torch.float32, dict(rtol=2e-5, atol=2e-6)), (torch.bfloat16, dict(rtol=2e-2, atol=2e-2))):
+        model = model_of(architecture, dtype)
+        for parameter in model.parameters():  # norms begin with weights of one or zero
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        with torch.no_grad():
+            before = model(ids).logits
+            with step_modules(model, always):
+                assert replaced(model) == RECOGNISED[architecture]
+                torch.testing.assert_close(model(ids).logits, before, **near)
+            assert not replaced(model)
+            assert_same_bits(model(ids).logits, before)
+
+
+def test_every_part_runs_by_its_op(monkeypatch):
+    calls = Counter()
+
+    def counting(name):
+        op = getattr(patching, name)
+
+        def count(*arguments):
+            calls[name] += 1
+            return op(*arguments)
+
+        return count
+
+    model, ids = small_model("llama"), prompts(1, 6)[0]
+    model(ids)
+    with torch.no_grad(), step_modules(model, always):
+        for name in ("_norm", "_rotary", "_gate"):
+            monkeypatch.setattr(patching, name, counting(name))
+        model(ids)
+        assert calls == dict(_norm=5, _rotary=2, _gate=2)
+        model(prompts(3, 6)[0])  # rows of three texts: rotated as before
+        assert calls == dict(_norm=10, _rotary=2, _gate=4)
+    calls.clear()
+    text = pass_ext.generate(model, ids, max_new_tokens=4, eos_token_id=[]).sequences
+    assert calls["_norm"] == 5 / 2 * calls["_rotary"] >= 5
+    assert calls["_gate"] > calls["_rotary"]  # some calls recognise the activation
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(text, expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
+def test_calls_that_are_not_ours_compute_as_before(architecture):
+    """when() is False, gradients are recorded, or the call is compiled."""
+    model, ids = small_model(architecture), prompts(2, 7)[0]
+
+    def results(grad):
+        rows = model.get_input_embeddings()(ids).detach().requires_grad_(grad)
+        logits = model(inputs_embeds=rows).logits
+        return [logits.detach(), *(torch.autograd.grad(logits.logsumexp(-1).sum(), rows) if grad else ())]
+
+    with torch.no_grad():
+        plain = results(False)
+    recorded = results(True)
+    with step_modules(model, always):
+        for value, expected in zip(results(True), recorded, strict=True):
+            assert_same_bits(value, expected)
+    with step_modules(model, lambda: False), torch.no_grad():
+        assert_same_bits(results(False)[0], plain[0])
+    norm = model.get_decoder().norm
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        expected = torch.compile(norm.forward, backend="eager")(x)
+        with step_modules(model, always):
+            assert_same_bits(torch.compile(norm.forward, backend="eager", fullgraph=True)(x), expected)
+
+
+def test_restored_after_an_error_and_nested():
+    model = small_model("llama")
+    with pytest.raises(KeyError), step_modules(model, always):
+        raise KeyError
+    assert not replaced(model)
+    with step_modules(model, always):
+        inner = vars(model.model.norm)["forward"]
+        with step_modules(model, always):
+            assert vars(model.model.norm)["forward"] is inner
+        assert replaced(model) == LLAMA
+    assert not replaced(model)
+
+
+def test_autocast_changes_nothing():
+    model = small_model("llama")
+    with torch.autocast("cpu", torch.bfloat16), step_modules(model, always):
+        assert not replaced(model)
+
+
+def test_the_callers_random_numbers_stay():
+    model = small_model("llama")
+    for cached in (patching._norm_form, patching._numbers_for_gate, patching._rotates_halves):
+        cached.cache_clear()
+    torch.manual_seed(3)
+    with step_modules(model, always):
+        drawn = torch.rand(4)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(4))
+
+
+# ---- parts that must be left alone ----
+
+
+class Own(torch.Tensor):
+    """A subclass, as torchao's and distributed tensors are."""
+
+
+class Norm(nn.Module):
+    """Like GemmaRMSNorm, a norm in two functions."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.eps = 1e-3
+
+    def normal(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        return self.weight * self.normal(x)
+
+
+class Plain(nn.Module):
+    """A norm in one function; subclasses change its result."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.eps = 1e-3
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class OfDeviations(Plain):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class EpsOutside(Plain):
+    def forward(self, x):
+        return self.weight * (x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps))
+
+
+class Scaled(Plain):
+    def forward(self, x):
+        return super().forward(x) * 1.001
+
+
+class Wide(Plain):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
+class WithOthers(Plain):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class WithState(Plain):
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def test_norms_are_recognised_by_what_they_compute():
+    x = torch.randn(3, 32) * 0.1
+    others = OfDeviations, EpsOutside, Scaled, Wide, WithOthers, WithState
+    for kind, count in ((Norm, 1), (Plain, 1), *((kind, 0) for kind in others)):
+        module = kind()
+        module.factor = 2.0
+        before = module(x)
+        with torch.no_grad(), step_modules(module, always):
+            assert ("forward" in vars(module)) == count, kind
+            torch.testing.assert_close(module(x), before, rtol=1e-6, atol=1e-6)
+
+
+def test_norms_that_are_not_plain_are_left_alone():
+    def double(module):
+        module.double()
+
+    def two_weights(module):
+        module.bias = nn.Parameter(torch.zeros(32))
+
+    def wrapped(module):
+        module.forward = type(module).forward.__get__(module)
+
+    def meta(module):
+        module.to("meta")
+
+    def tensor_eps(module):
+        module.eps = torch.tensor(1e-3)
+
+    def own_weight(module):
+        module.weight = nn.Parameter(module.weight.as_subclass(Own), requires_grad=False)
+
+    def with_parts(module):
+        module.inner = nn.Linear(2, 2)
+
+    for change in (double, two_weights, wrapped, meta, tensor_eps, own_weight, with_parts):
+        module = Plain()
+        change(module)
+        before = vars(module).get("forward")
+        with step_modules(module, always):
+            assert vars(module).get("forward") is before, change
+        assert vars(module).get("forward") is before
+
+
+def test_a_norm_whose_weight_is_replaced_meanwhile_uses_it():
+    module, x, other = Plain(), torch.randn(3, 32), nn.Parameter(torch.randn(32), requires_grad=False)
+    with torch.no_grad(), step_modules(module, always):
+        called = torch.func.functional_call(module, {"weight": other}, (x,))
+        module.weight = other
+        assert_same_bits(called, Plain.forward(module, x))
+        assert_same_bits(module(x), Plain.forward(module, x))
+        assert module(x.double()).dtype == torch.float64
+
+
+def mlp_of(model=None):
+    return (model or small_model("llama")).model.layers[0].mlp
+
+
+class Learned(nn.Module):
+    """silu, until it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+def test_mlps_with_another_activation_are_left_alone():
+    trained = Learned()
+    trained.beta.fill_(1.01)
+    hooked = nn.SiLU()
+    hooked.register_forward_hook(lambda *_: None)
+    wrapped = nn.SiLU()
+    wrapped.forward = lambda x: nn.functional.silu(x)
+    activations = (nn.SiLU(), 1), (nn.GELU(approximate="tanh"), 1), (nn.GELU(), 0), (nn.ReLU(), 0), (trained, 0)
+    for activation, count in (*activations, (Learned(), 1), (hooked, 0), (wrapped, 0)):
+        mlp, x = mlp_of(), torch.randn(4, 64)
+        mlp.act_fn = activation
+        with torch.no_grad():
+            before = mlp(x)
+            with step_modules(mlp, always):
+                assert ("forward" in vars(mlp)) == count, activation
+                torch.testing.assert_close(mlp(x), before, rtol=1e-5, atol=1e-5)
+
+
+class Swapped(nn.Module):
+    """The same parts in another order."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        for name, part in mlp.named_children():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
+
+
+class Twice(Swapped):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 2)
+
+
+def test_mlps_with_another_formula_are_left_alone():
+    for kind in (Swapped, Twice):
+        mlp = kind(mlp_of())
+        with step_modules(mlp, always):
+            assert "forward" not in vars(mlp), kind
+
+
+def test_rotations_with_other_results_are_left_alone():
+    """One tensor, three, neighbouring pairs, or none of a tensor."""
+    from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as neighbours
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as halves
+
+    assert patching._rotates_halves(halves)
+    others = neighbours, lambda q, k, cos, sin: q, lambda q, k, cos, sin: (*halves(q, k, cos, sin), q)
+    for rotate in (*others, lambda q, k, cos, sin: (1, 2), lambda q, k, angles: (q, k), lambda *tensors: None):
+        assert not patching._rotates_halves(rotate)
+
+
+def test_hooks_run_as_before():
+    model, ids, seen = small_model("llama"), prompts(1, 5)[0], []
+    layer = model.model.layers[0]
+    for part in (layer.mlp, layer.mlp.gate_proj, layer.input_layernorm, layer.self_attn):
+        part.register_forward_hook(lambda part, *_: seen.append(type(part).__name__))
+    with torch.no_grad():
+        model(ids)
+        before = list(seen)
+        seen.clear()
+        with step_modules(model, always):
+            assert replaced(model) == LLAMA
+            model(ids)
+    assert seen == before == ["LlamaRMSNorm", "LlamaAttention", "Linear", "LlamaMLP"]
