@@ -30,8 +30,10 @@ from benchmarks.serving.server import Server
 from pass_ext.checkpoint import load_checkpoint, safetensors_folder
 
 SLOTS = "smollm2-135m-instruct"
-CONCURRENCIES = {1: 6, 4: 16, 16: 32}
+CONCURRENCIES = {1: 6, 4: 12, 16: 32}
 """Requests at a time -> prompts of a run."""
+WARM_UP = {1: 3, 4: 8, 16: 16}
+"""The same before the first round."""
 DOMAINS = ("chat", "code", "prose")
 
 
@@ -79,10 +81,10 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                     options.vllm_python, model, common + arguments, environment, Path(logs, f"{len(servers)}")
                 )
                 servers[name].wait()
-            for server in servers.values():
-                run_client(
-                    options.vllm_python, model, server, texts[: options.warm_up], max(CONCURRENCIES), options.length
-                )
+            for name, server in servers.items():
+                # A server that measures its lengths has not begun before it has tried them at every size of batch.
+                for concurrency, count in WARM_UP.items() if name == page.MEASURED else [max(WARM_UP.items())]:
+                    run_client(options.vllm_python, model, server, texts[:count], concurrency, options.length)
             for round_ in range(options.rounds):
                 for concurrency, count in CONCURRENCIES.items():
                     order = list(servers) if round_ % 2 == 0 else list(servers)[::-1]
@@ -143,9 +145,8 @@ def main() -> int:
     parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vLLM and pass_ext")
     parser.add_argument("--model", help="GGUF file or folder; default: the demo's model")
     parser.add_argument("--drafts", type=int, default=2, help="num_speculative_tokens of the PaSS that never pauses")
-    parser.add_argument("--length", type=int, default=96, help="tokens of a text")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a text")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--warm-up", type=int, default=16, help="texts before the first round, on each server")
     parser.add_argument("--eager", action="store_true", help="without torch.compile: quick starts")
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("PASS_EXT_OUT", ROOT / "benchmarks" / "results"))
@@ -162,6 +163,7 @@ def main() -> int:
         return 1 if wrong else 0
     if options.vllm_python is None:
         parser.error("--vllm-python is needed to measure")
+    options.vllm_python = options.vllm_python.absolute()  # not resolved: a link to a Python names its environment
     options.model = options.model or demo_model()
     console = Console()
     result = measure(options, console)

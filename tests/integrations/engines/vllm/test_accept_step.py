@@ -190,7 +190,7 @@ def test_greedy_texts_of_another_rule_too(untouched, rejection):
 def test_guesses_are_accepted(slots, slots_by_rejection):
     """Random slots guess rarely; with rule coupled a guess is right at least as often as two draws agree."""
     for result, _ in (slots, slots_by_rejection):
-        assert result["counters"]["vllm:spec_decode_num_accepted_tokens"] > 500
+        assert result["counters"]["vllm:spec_decode_num_accepted_tokens"] > 60
 
 
 def test_drafts_are_accepted(ngrams, rejection):
