@@ -25,7 +25,7 @@ from benchmarks.decoding.prompts import read_prompts
 from benchmarks.harness import machine
 from benchmarks.harness.results import FORMAT, save
 from benchmarks.serving import page
-from benchmarks.serving.client import run_client
+from benchmarks.serving.client import Client
 from benchmarks.serving.server import Server
 from pass_ext.checkpoint import load_checkpoint, safetensors_folder
 
@@ -73,6 +73,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as logs:
         servers: dict[str, Server] = {}
+        client = Client(options.vllm_python, model)
         try:
             for name, arguments in contenders(options.drafts).items():
                 environment = {"PASS_EXT_VLLM": "on"} if "pass_ext" in "".join(arguments) else {}
@@ -80,20 +81,19 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 servers[name] = Server(
                     options.vllm_python, model, common + arguments, environment, Path(logs, f"{len(servers)}")
                 )
-                servers[name].wait()
+            for server in servers.values():
+                server.wait()
             for name, server in servers.items():
                 # A server that measures its lengths has not begun before it has tried them at every size of batch.
                 for concurrency, count in WARM_UP.items() if name == page.MEASURED else [max(WARM_UP.items())]:
-                    run_client(options.vllm_python, model, server, texts[:count], concurrency, options.length)
+                    client.run(server, texts[:count], concurrency, options.length)
             for round_ in range(options.rounds):
                 for concurrency, count in CONCURRENCIES.items():
                     order = list(servers) if round_ % 2 == 0 else list(servers)[::-1]
                     for name in order:
                         before = servers[name].counters()
                         load = os.getloadavg()[0]
-                        figures = run_client(
-                            options.vllm_python, model, servers[name], texts[:count], concurrency, options.length
-                        )
+                        figures = client.run(servers[name], texts[:count], concurrency, options.length)
                         after = servers[name].counters()
                         counts = {key: after[key] - before[key] for key in after}
                         rows.append(
@@ -110,6 +110,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                             f"{concurrency:>3} at a time  {figures['tokens_per_second']:7.1f} tokens/s  {name}"
                         )
         finally:
+            client.stop()
             for server in servers.values():
                 server.stop()
     return {
