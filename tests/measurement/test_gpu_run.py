@@ -154,7 +154,7 @@ def test_a_run_gets_past_hanging_aborting_and_broken_tests(stand_in, tmp_path, b
 def test_a_killed_run_leaves_its_outcomes(stand_in, tmp_path, benchmarks_gpu, seconds):
     evidence, record = benchmarks_gpu
     process = stand_in()
-    while not witnessed(tmp_path):  # pytest starts slowly
+    while len(witnessed(tmp_path)) < 4:  # pytest starts slowly, and on a busy machine its tests do
         assert process.poll() is None
         time.sleep(0.02)
     time.sleep(seconds)
