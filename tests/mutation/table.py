@@ -161,7 +161,6 @@ _PYTHON: dict[str, list[str]] = {
     "session/session": ["tests/decoding/test_session.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or test_session"],
     "requests/stateful_processors": ["tests/decoding/test_stateful_processors.py"],
     "stats": ["tests/decoding/test_stats.py"],
-    "models/patching/joined_products": ["tests/decoding/models/test_joined_products.py", "-k", "not thread"],
     "models/patching/step_modules": ["tests/decoding/models/test_step_modules.py"],
     "planning/step_times": ["tests/decoding/planning/test_step_times.py"],
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],

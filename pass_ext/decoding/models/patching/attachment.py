@@ -1,10 +1,9 @@
 """``attached``: patches a transformers model while a generation runs and restores it afterwards.
 
-In the generation's calls the model attends by pass_ext, its linear layers on the CPU are ``few_rows_linear`` and
-``joined_products``, its norms, rotary embeddings and gates ``step_modules``, and look-ahead slots may shift the input of its
-layers. Other calls of the model, also in other threads, compute what they always did. But until the last generation ends the
-model is in eval mode, and its config names pass_ext's attention. Weights that were joined stay so. Generations on one model,
-nested or in several threads, share one attachment.
+In the generation's calls the model attends by pass_ext, its linear layers on the CPU are ``few_rows_linear``, its norms, rotary
+embeddings and gates ``step_modules``, and look-ahead slots may shift the input of its layers. Other calls of the model, also in
+other threads, compute what they always did. But until the last generation ends the model is in eval mode, and its config names
+pass_ext's attention. Generations on one model, nested or in several threads, share one attachment.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from pass_ext.decoding.models.patching.few_rows import few_rows_linear
-from pass_ext.decoding.models.patching.joined_products import joined_products
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.decoding.models.patching.row_attention import in_our_call, name_for
 from pass_ext.decoding.models.patching.step_modules import step_modules
@@ -40,7 +38,6 @@ class Attachment:
             hooks.enter_context(_attention(model))
             hooks.enter_context(_evaluation(model))
             hooks.enter_context(step_modules(model, when=in_our_call))
-            hooks.enter_context(joined_products(model, when=in_our_call))
             hooks.enter_context(few_rows_linear(model, when=in_our_call))
             self._hooks = hooks.pop_all()
 

@@ -5,7 +5,6 @@ A decoding step has some dozens of rows at most, and PyTorch's matrix product is
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +34,8 @@ def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -
     try:
         if not torch.is_autocast_enabled("cpu"):
             for layer in module.modules():
-                if type(layer) is nn.Linear and is_plain_linear(layer):
-                    layer.forward = few_rows_forward(layer, when)  # type: ignore[method-assign, assignment]
+                if type(layer) is nn.Linear and _is_plain(layer):
+                    layer.forward = _forward(layer, when)  # type: ignore[method-assign, assignment]
                     changed.append(layer)
         yield
     finally:
@@ -44,7 +43,7 @@ def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -
             del layer.forward
 
 
-def is_plain_linear(layer: Any) -> bool:
+def _is_plain(layer: nn.Linear) -> bool:
     """True if the layer has no hooks, no forward of its own, and plain weights on the CPU that ``linear_rows`` takes."""
     weight = layer._parameters.get("weight")  # missing where a parametrization computes it
     return (
@@ -59,7 +58,7 @@ def is_plain_linear(layer: Any) -> bool:
     )
 
 
-def few_rows_forward(layer: nn.Linear, when: Callable[[], bool] | None) -> Callable[[Tensor], Tensor]:
+def _forward(layer: nn.Linear, when: Callable[[], bool] | None) -> Callable[[Tensor], Tensor]:
     """The forward of a plain layer: ``linear_rows`` for few rows, ``torch.nn.functional.linear`` otherwise."""
     # Looking up `layer.weight` in each call would cost as much as a small product. The dictionary is quick to read, and shows
     # whether a weight was replaced.
