@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/rows.h"
-#include "cpu/threads.h"
+#include "cpu/workers.h"
 #include "host/accept.h"
 
 namespace pass_ext {

@@ -3,7 +3,6 @@
 #include "host/attention.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <atomic>
@@ -13,6 +12,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/buffer.h"
+#include "cpu/workers.h"
 
 #define PASS_EXT_KERNELS "cpu/attention_kernels-inl.h"
 #include "cpu/each_isa.h"
@@ -188,25 +188,18 @@ void attend_on_cpu(const AttentionProblem& problem, const Tensor&) {
   }
   static Pool pool;
   std::atomic<size_t> next{0};
-  const auto run = [&](int64_t, int64_t) {
+  const auto run = [&](int64_t) {
     Worker worker(problem.head_dim);
     for (size_t i = next++; i < tasks.size(); i = next++) worker.run(*tasks[i].first, tasks[i].second, pool);
   };
-  const int64_t threads = work < kAloneBelow ? 1 : std::min<int64_t>(tasks.size(), torch::stable::get_num_threads());
-  if (threads <= 1)
-    run(0, 1);
-  else
-    torch::stable::parallel_for(0, threads, 1, run);
+  const int64_t threads = work < kAloneBelow ? 1 : std::min<int64_t>(tasks.size(), thread_count());
+  for_each_piece(std::max<int64_t>(1, threads), run);
 }
 
 void merge_on_cpu(const MergeProblem& problem, const Tensor&) {
   const int64_t grain = std::max<int64_t>(1, 32768 / std::max(1, problem.head_dim));
-  if (problem.rows <= grain) {
-    PASS_EXT_AT_ISA(merge_results(problem, 0, problem.rows));
-    return;
-  }
-  torch::stable::parallel_for(0, problem.rows, grain,
-                              [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(merge_results(problem, begin, end)); });
+  for_ranges(problem.rows, grain,
+             [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(merge_results(problem, begin, end)); });
 }
 
 }  // namespace

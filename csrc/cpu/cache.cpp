@@ -1,9 +1,9 @@
 // torch.ops.pass_ext.cache_commit_ on the CPU: checks of the values, then a memcpy per tensor, request, head and row.
 // Sources and targets of rows: core/cache.h.
 #include "host/cache.h"
+#include "cpu/workers.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 namespace pass_ext {
 namespace {
@@ -115,10 +115,7 @@ void commit_group(const CommitGroup& group, const GroupMoves& group_moves, bool 
   };
   const int64_t task_bytes = static_cast<int64_t>(group_moves.moves.size()) * row_bytes / requests;
   const int64_t tasks_per_thread = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, task_bytes));
-  if (tasks <= tasks_per_thread)
-    run(0, tasks);
-  else
-    torch::stable::parallel_for(0, tasks, tasks_per_thread, run);
+  for_ranges(tasks, tasks_per_thread, run);
 }
 
 void cache_commit(const TensorList& caches, const Tensor& prefix_lens, const Tensor& cu_nodes, const Tensor& path,

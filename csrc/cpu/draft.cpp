@@ -2,7 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/rows.h"
-#include "cpu/threads.h"
+#include "cpu/workers.h"
 #include "host/draft.h"
 
 namespace pass_ext {

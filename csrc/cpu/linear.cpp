@@ -5,8 +5,10 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "cpu/buffer.h"
+#include "cpu/workers.h"
 #include "host/linear.h"
 
 #define PASS_EXT_KERNELS "cpu/linear_kernels-inl.h"
@@ -15,41 +17,51 @@
 namespace pass_ext {
 namespace {
 
-constexpr int64_t kRowBytes = 512 * 1024;        // arranged rows at a time: a part of a core's own cache
-constexpr int64_t kFewestRows = 24;              // least rows at a time, whatever their bytes
-constexpr int64_t kBytesPerThread = 192 * 1024;  // weights; below, a second thread costs more than it saves
-constexpr int64_t kRowsPerRead = 8;              // rows multiplied while a weight is read
+constexpr int64_t kArrangedBytes = 512 * 1024;  // of rows at a time: a part of a core's own cache
+constexpr int64_t kFewestRows = 24;             // least rows at a time, whatever their bytes
+constexpr int64_t kGroupBytes = 16 * 1024;      // least weights for a thread to take at once
 
-LinearScratch scratch_for(int64_t rows, int64_t in) {
-  thread_local Buffer buffer;
-  const int64_t width = (in + kMostStep - 1) / kMostStep * kMostStep;
-  const int64_t row_bytes = std::max<int64_t>(1, width * int64_t{sizeof(float)});
-  rows = std::min(rows, std::max<int64_t>(kFewestRows, kRowBytes / row_bytes));
-  LinearScratch scratch;
-  const int64_t sizes[] = {rows * width, kTileOutputs * kPiece, rows * kTileOutputs * kMostStep / 2};
-  scratch.x = buffer.at_least(sizes[0] + sizes[1] + sizes[2] + rows * kGroupOutputs);
-  scratch.weights = scratch.x + sizes[0];
-  scratch.between = scratch.weights + sizes[1];
-  scratch.sums = scratch.between + sizes[2];
-  scratch.rows = rows;
-  return scratch;
+// The rows of x in the order of multiplication, and work space. Each thread has its own: rows that another thread has
+// just arranged would come from that thread's cache, more slowly than it takes to arrange them again.
+struct ThreadMemory {
+  Buffer rows, scratch;
+  uint64_t job = 0;  // the product whose rows are arranged
+
+  static ThreadMemory& get() {
+    thread_local ThreadMemory memory;
+    return memory;
+  }
+};
+
+uint64_t next_job() {
+  static std::atomic<uint64_t> jobs{0};
+  return jobs.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+// Rows [first, first + rows) of a product, few enough to stay arranged while all weights are read.
+template <typename T>
+void multiply_few(const LinearRows<T>& problem, int64_t first, int64_t rows) {
+  const uint64_t job = next_job();
+  const int64_t bytes_of_12 = 12 * std::max<int64_t>(1, problem.in) * int64_t{sizeof(T)};
+  const int64_t group = std::min(kGroupOutputs, 12 * ((kGroupBytes + bytes_of_12 - 1) / bytes_of_12));
+  for_each_piece((problem.outputs + group - 1) / group, [&](int64_t piece) {
+    ThreadMemory& memory = ThreadMemory::get();
+    float* const arranged = memory.rows.at_least(arranged_bytes(rows, problem.in) / sizeof(float));
+    if (memory.job != job) PASS_EXT_AT_LEVEL(product_isa(), arrange_rows(problem, first, rows, arranged));
+    memory.job = job;
+    const LinearScratch scratch(memory.scratch.at_least(LinearScratch::floats(rows)), rows);
+    const int64_t begin = piece * group, end = std::min(begin + group, problem.outputs);
+    PASS_EXT_AT_LEVEL(product_isa(), multiply_group(problem, rows, arranged, scratch, begin, end));
+    PASS_EXT_AT_LEVEL(product_isa(), finish_group(problem, first, rows, scratch.sums, begin, end));
+  });
 }
 
 template <typename T>
 void multiply(const LinearRows<T>& problem) {
-  const int64_t tiles = (problem.outputs + kTileOutputs - 1) / kTileOutputs;
-  const int64_t tile_bytes =
-      kTileOutputs * problem.in * int64_t{sizeof(T)} * ((problem.rows + kRowsPerRead - 1) / kRowsPerRead);
-  const int64_t tiles_per_thread = std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(1, tile_bytes));
-  const auto run = [&](int64_t begin, int64_t end) {
-    const LinearScratch scratch = scratch_for(problem.rows, problem.in);
-    PASS_EXT_AT_ISA(
-        multiply_rows(problem, scratch, begin * kTileOutputs, std::min(end * kTileOutputs, problem.outputs)));
-  };
-  if (tiles <= tiles_per_thread)
-    run(0, tiles);
-  else
-    torch::stable::parallel_for(0, tiles, tiles_per_thread, run);
+  const int64_t row_bytes = std::max<int64_t>(1, arranged_bytes(1, problem.in));
+  const int64_t at_once = std::max(kFewestRows, kArrangedBytes / row_bytes);
+  for (int64_t first = 0; first < problem.rows; first += at_once)
+    multiply_few(problem, first, std::min(at_once, problem.rows - first));
 }
 
 Tensor linear_rows(const Tensor& input, const Tensor& weight, const OptionalTensor& input_bias) {

@@ -1,24 +1,63 @@
 // A linear layer for few rows on the CPU, at one instruction set (see each_isa.h). Weights and rows are both read along
-// `in`, two vectors a step. A tile of kTileOutputs outputs times up to kTileRows rows keeps its sums in registers, a
-// vector each. Every sum has one order, lane by lane and step by step, whatever tile it is in: neither the other rows
-// nor the threads change a bit.
+// `in`, a step of 2 * Floats::width numbers at a time: as one vector of bf16 pairs if the processor multiplies those,
+// else as two vectors of fp32. A tile of O outputs times R rows keeps its sums in registers, a vector each. Every sum
+// has one order, lane by lane and step by step, whatever tile it is in: neither the other rows nor the threads change a
+// bit.
 
-#if PASS_EXT_LEVEL >= 2
-constexpr int kTileRows = 6;
-#else
-constexpr int kTileRows = 2;
-#endif
 constexpr int kStep = 2 * Floats::width;
 static_assert(kMostStep % kStep == 0 && kPiece % kStep == 0, "");
 inline int64_t padded_to_step(int64_t in) { return (in + kStep - 1) / kStep * kStep; }
 
-// A piece of the weights: kTileOutputs rows as stored, from a multiple of kPiece on. It has `whole` steps and, at the
-// end of the rows, perhaps a padded one.
+// The vectors of a step. Arranged: as rows lie in the order of multiplication.
 template <typename T>
+struct Factors {
+  using Vector = Floats;
+  using Arranged = float;
+  static constexpr int parts = 2, width = Floats::width;
+  template <int part>
+  static Vector of(const T* from) {
+    return load_half<part>(from);
+  }
+  static Vector arranged(const float* from) { return load(from); }
+  static void arrange(float* to, Vector value) { store(to, value); }
+  static Floats add_product(Floats sum, Vector a, Vector b) { return fused(a, b, sum); }
+};
+#if PASS_EXT_LEVEL == 3
+template <>
+struct Factors<bfloat16> {
+  using Vector = Words;
+  using Arranged = uint32_t;  // a pair
+  static constexpr int parts = 1, width = Floats::width;
+  template <int part>
+  static Vector of(const bfloat16* from) {
+    return {_mm512_loadu_si512(from)};
+  }
+  static Vector arranged(const uint32_t* from) { return load_words(from); }
+  static void arrange(uint32_t* to, Vector value) { store_words(to, value); }
+  static Floats add_product(Floats sum, Vector a, Vector b) { return sum_of_products(sum, a, b); }
+};
+#endif
+
+// The shape of a tile: its sums and a vector of each output's weights fit the registers.
+#if PASS_EXT_LEVEL >= 2
+constexpr int kTileRows = 6;
+constexpr int tile_outputs(int) { return 4; }
+#elif PASS_EXT_LEVEL == 1
+constexpr int kTileRows = 6;
+constexpr int tile_outputs(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 3 : 2; }
+#else
+constexpr int kTileRows = 2;
+constexpr int tile_outputs(int) { return 4; }
+#endif
+static_assert(tile_outputs(1) <= kMostTileOutputs, "");
+
+// A piece of the weights of O outputs: rows as stored, from a multiple of kPiece on. It has `whole` steps and, at the
+// end of the rows, perhaps a padded one.
+template <typename T, int O>
 struct Piece {
-  const T* row[kTileOutputs];
-  const char* ahead[kTileOutputs];  // a later piece, to be prefetched
-  T last[kTileOutputs][kStep];
+  const T* row[O];
+  const char* ahead[O];  // a later piece, to be prefetched
+  T last[O][kStep];
   int64_t whole, steps;
   bool is_first, is_last;  // the first piece of its rows, the last one
 
@@ -29,9 +68,9 @@ struct Piece {
     is_first = begin == 0;
     is_last = begin + length == problem.in;
     const bool next_tile = begin + kPiece >= problem.in;
-    for (int o = 0; o < kTileOutputs; ++o) {
+    for (int o = 0; o < O; ++o) {
       row[o] = weights_of(problem, output + o) + begin;
-      const T* next = next_tile ? weights_of(problem, output + kTileOutputs + o) : row[o] + kPiece;
+      const T* next = next_tile ? weights_of(problem, output + O + o) : row[o] + kPiece;
       ahead[o] = reinterpret_cast<const char*>(next);
       if (steps == whole) continue;
       memset(last[o], 0, sizeof last[o]);
@@ -45,10 +84,11 @@ struct Piece {
   }
 };
 
-// Arranges x rows [first, first + R) in the order of multiplication: [step][half][row][lane].
+// Arranges x rows [first, first + rows) in the order of multiplication: [step][part][row][lane].
 template <typename T>
-void arrange_rows(const LinearRows<T>& problem, int64_t first, int rows, float* to) {
-  for (int64_t i = 0; i < problem.in; i += kStep)
+void arrange_block(const LinearRows<T>& problem, int64_t first, int rows, typename Factors<T>::Arranged* to) {
+  using F = Factors<T>;
+  for (int64_t i = 0; i < problem.in; i += kStep) {
     for (int r = 0; r < rows; ++r) {
       const T* from = problem.x + (first + r) * problem.x_row + i;
       T padded[kStep];
@@ -57,114 +97,110 @@ void arrange_rows(const LinearRows<T>& problem, int64_t first, int rows, float* 
         memcpy(padded, from, (problem.in - i) * sizeof(T));
         from = padded;
       }
-      store(to + i * rows + r * Floats::width, load_half<0>(from));
-      store(to + i * rows + (rows + r) * Floats::width, load_half<1>(from));
+      F::arrange(to + r * F::width, F::template of<0>(from));
+      if constexpr (F::parts == 2) F::arrange(to + (rows + r) * F::width, F::template of<1>(from));
     }
+    to += rows * F::parts * F::width;
+  }
 }
 
-template <int R>
-inline void add_products(Floats (&sum)[R][kTileOutputs], const Floats (&weight)[kTileOutputs], const float* x) {
+template <typename T, int R, int O>
+inline void add_products(Floats (&sum)[R][O], const typename Factors<T>::Vector (&weight)[O],
+                         const typename Factors<T>::Arranged* x) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const Floats left = load(x + r * Floats::width);
+    auto left = Factors<T>::arranged(x + r * Factors<T>::width);
+#if PASS_EXT_LEVEL == 1
+    asm("" : "+x"(left.lanes));  // else GCC reads it again for each product, and loads bound this level
+#endif
 #pragma GCC unroll 16
-    for (int o = 0; o < kTileOutputs; ++o) sum[r][o] = fused(left, weight[o], sum[r][o]);
+    for (int o = 0; o < O; ++o) sum[r][o] = Factors<T>::add_product(sum[r][o], left, weight[o]);
   }
 }
 
-template <int half, bool keeps, typename T>
-inline void load_weights(Floats (&weight)[kTileOutputs], const T* const (&row)[kTileOutputs], int64_t offset,
-                         float* widened) {
+// Where a tile's weights come from: as stored, with or without a copy for further blocks, or from that copy. The copy
+// [step][part][output][lane] is already widened, and lies in the first cache in one run.
+enum class Weights { stored, copied, copy };
+
+template <Weights source, int part, typename T, int O>
+inline void load_weights(typename Factors<T>::Vector (&weight)[O], const T* const (&row)[O], int64_t offset,
+                         typename Factors<T>::Arranged* copy) {
+  using F = Factors<T>;
 #pragma GCC unroll 16
-  for (int o = 0; o < kTileOutputs; ++o) {
-    weight[o] = load_half<half>(row[o] + offset);
-    if (keeps) store(widened + (half * kTileOutputs + o) * Floats::width, weight[o]);
+  for (int o = 0; o < O; ++o) {
+    auto* const place = copy + (part * O + o) * F::width;
+    weight[o] = source == Weights::copy ? F::arranged(place) : F::template of<part>(row[o] + offset);
+    if (source == Weights::copied) F::arrange(place, weight[o]);
   }
 }
+
+template <Weights source, typename T, int R, int O>
+inline void add_step(Floats (&sum)[R][O], const T* const (&row)[O], int64_t offset,
+                     const typename Factors<T>::Arranged* x, typename Factors<T>::Arranged* copy) {
+  using F = Factors<T>;
+  typename F::Vector weight[O];
+  load_weights<source, 0>(weight, row, offset, copy);
+  add_products<T>(sum, weight, x);
+  if constexpr (F::parts == 2) {
+    load_weights<source, 1>(weight, row, offset, copy);
+    add_products<T>(sum, weight, x + R * F::width);
+  }
+}
+
+// A block of rows: its part of x for the piece, and the places of its sums. While it multiplies, it asks for the lines
+// [begin, end) of each row of the later piece: for the second cache, because the first one tracks too few misses for
+// the memory's bandwidth.
+template <typename T>
+struct Block {
+  const typename Factors<T>::Arranged* x;
+  typename Factors<T>::Arranged* copy;
+  float *between, *to;
+  int64_t begin, end;
+};
 
 // The sums of a tile stay in registers while a piece is multiplied. `between` holds them from one piece of the rows to
 // the next, and `to` gets the result.
-template <int R>
-inline void start_sums(Floats (&sum)[R][kTileOutputs], bool is_first, const float* between) {
+template <int R, int O, Weights source, typename T>
+void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
+  constexpr int64_t kVectorsInStep = Factors<T>::parts * Factors<T>::width;
+  constexpr int64_t kLinesInStep = (kStep * sizeof(T) + 63) / 64;
+  Floats sum[R][O];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-    for (int o = 0; o < kTileOutputs; ++o)
-      sum[r][o] = is_first ? zeros() : load(between + (r * kTileOutputs + o) * Floats::width);
-}
-template <int R>
-inline void end_sums(const Floats (&sum)[R][kTileOutputs], bool is_last, float* between, float* to) {
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-    if (is_last) {
-      store_sums(to + r * kGroupOutputs, sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-    } else {
-#pragma GCC unroll 16
-      for (int o = 0; o < kTileOutputs; ++o) store(between + (r * kTileOutputs + o) * Floats::width, sum[r][o]);
-    }
-}
-
-// A block of rows: its part of x for the piece, and the places of its sums.
-struct Block {
-  const float* x;
-  float *between, *to;
-  int64_t begin, part;  // the lines of a later piece to prefetch meanwhile, in 64ths
-};
-
-template <typename T>
-inline void ask_for(const Piece<T>& piece, const Block& block, int64_t step) {
-  const int64_t near = (block.begin * piece.steps + block.part * step) * kStep * int64_t{sizeof(T)} / 64;
-#pragma GCC unroll 16
-  for (int o = 0; o < kTileOutputs; ++o) __builtin_prefetch(piece.ahead[o] + near, 0, 3);
-}
-
-// Multiplies a piece by its first rows. Widens the weights and, if `keeps`, stores them widened for further rows.
-template <int R, bool keeps, typename T>
-void multiply_first(const Piece<T>& piece, const Block& block, float* widened) {
-  Floats sum[R][kTileOutputs];
-  start_sums<R>(sum, piece.is_first, block.between);
-  const float* x = block.x;
+    for (int o = 0; o < O; ++o)
+      sum[r][o] = piece.is_first ? zeros() : load(block.between + (r * O + o) * Floats::width);
+  const auto* x = block.x;
+  auto* copy = block.copy;
+  int64_t line = block.begin;
   for (int64_t s = 0; s < piece.whole; ++s) {
-    ask_for(piece, block, s);
-    Floats weight[kTileOutputs];
-    load_weights<0, keeps>(weight, piece.row, s * kStep, widened);
-    add_products<R>(sum, weight, x);
-    load_weights<1, keeps>(weight, piece.row, s * kStep, widened);
-    add_products<R>(sum, weight, x + R * Floats::width);
-    x += R * kStep;
-    widened += keeps ? kTileOutputs * kStep : 0;
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < kLinesInStep; ++i)
+      if (line < block.end) {
+#pragma GCC unroll 16
+        for (int o = 0; o < O; ++o) __builtin_prefetch(piece.ahead[o] + line * 64, 0, 2);
+        ++line;
+      }
+    add_step<source>(sum, piece.row, s * kStep, x, copy);
+    x += R * kVectorsInStep;
+    copy += O * kVectorsInStep;
   }
   if (piece.steps != piece.whole) {
-    const T* last[kTileOutputs];
-    for (int o = 0; o < kTileOutputs; ++o) last[o] = piece.last[o];
-    Floats weight[kTileOutputs];
-    load_weights<0, keeps>(weight, last, 0, widened);
-    add_products<R>(sum, weight, x);
-    load_weights<1, keeps>(weight, last, 0, widened);
-    add_products<R>(sum, weight, x + R * Floats::width);
+    const T* last[O];
+    for (int o = 0; o < O; ++o) last[o] = piece.last[o];
+    add_step<source>(sum, last, 0, x, copy);
   }
-  end_sums<R>(sum, piece.is_last, block.between, block.to);
-}
-
-// Multiplies a piece that is stored widened by further rows.
-template <int R, typename T>
-void multiply_widened(const Piece<T>& piece, const Block& block, const float* widened) {
-  Floats sum[R][kTileOutputs];
-  start_sums<R>(sum, piece.is_first, block.between);
-  const float* x = block.x;
-  for (int64_t s = 0; s < piece.steps; ++s) {
-    ask_for(piece, block, s);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      Floats weight[kTileOutputs];
 #pragma GCC unroll 16
-      for (int o = 0; o < kTileOutputs; ++o) weight[o] = load(widened + (half * kTileOutputs + o) * Floats::width);
-      add_products<R>(sum, weight, x + half * R * Floats::width);
+  for (int r = 0; r < R; ++r) {
+    if (piece.is_last) {
+      float sums[4];
+      store_sums(sums, sum[r][0], sum[r][O > 1 ? 1 : 0], sum[r][O > 2 ? 2 : 0], sum[r][O > 3 ? 3 : 0]);
+      memcpy(block.to + r * kGroupOutputs, sums, O * sizeof(float));
+    } else {
+#pragma GCC unroll 16
+      for (int o = 0; o < O; ++o) store(block.between + (r * O + o) * Floats::width, sum[r][o]);
     }
-    x += R * kStep;
-    widened += kTileOutputs * kStep;
   }
-  end_sums<R>(sum, piece.is_last, block.between, block.to);
 }
 
 // Calls function(integral constant R).
@@ -177,7 +213,7 @@ inline void with_rows(int rows, Function&& function) {
   switch (rows) {
     case 1: return function(RowCount<1>{});
     case 2: return function(RowCount<2>{});
-#if PASS_EXT_LEVEL >= 2
+#if PASS_EXT_LEVEL >= 1
     case 3: return function(RowCount<3>{});
     case 4: return function(RowCount<4>{});
     case 5: return function(RowCount<5>{});
@@ -198,35 +234,64 @@ struct RowBlocks {
   int size(int64_t block) const { return static_cast<int>(begin(block + 1) - begin(block)); }
 };
 
-// Computes the sums [rows, kGroupOutputs] of the rows in the scratch, for outputs [begin, end).
+// Arranges rows [first, first + rows) of x, block behind block.
 template <typename T>
-void multiply_group(const LinearRows<T>& problem, const LinearScratch& scratch, const RowBlocks& blocks, int64_t begin,
-                    int64_t end) {
-  const int64_t width = padded_to_step(problem.in), part = 64 / blocks.count;
-  for (int64_t output = begin; output < end; output += kTileOutputs)
+void arrange_rows(const LinearRows<T>& problem, int64_t first, int64_t rows, void* memory) {
+  const RowBlocks blocks(rows);
+  auto* const to = static_cast<typename Factors<T>::Arranged*>(memory);
+  const int64_t width = padded_to_step(problem.in) / kStep * Factors<T>::parts * Factors<T>::width;
+  for (int64_t block = 0; block < blocks.count; ++block)
+    arrange_block(problem, first + blocks.begin(block), blocks.size(block), to + blocks.begin(block) * width);
+}
+
+template <int O, typename T>
+void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const void* memory,
+                    const LinearScratch& scratch, int64_t begin, int64_t end) {
+  using F = Factors<T>;
+  const auto* const arranged = static_cast<const typename F::Arranged*>(memory);
+  const int64_t in_step = F::parts * F::width, width = padded_to_step(problem.in) / kStep * in_step;
+  for (int64_t output = begin; output < end; output += O)
     for (int64_t i = 0; i == 0 || i < problem.in; i += kPiece) {
-      const Piece<T> piece(problem, output, i);
+      const Piece<T, O> piece(problem, output, i);
+      const int64_t lines = (piece.whole * kStep * int64_t{sizeof(T)} + 63) / 64;
       for (int64_t b = 0; b < blocks.count; ++b) {
         const int64_t row = blocks.begin(b);
-        const Block block{scratch.x + row * width + i * blocks.size(b),
-                          scratch.between + row * kTileOutputs * Floats::width,
-                          scratch.sums + row * kGroupOutputs + output - begin, b * part, part};
+        const Block<T> block{arranged + row * width + i / kStep * in_step * blocks.size(b),
+                             reinterpret_cast<typename F::Arranged*>(scratch.copy),
+                             scratch.between + row * O * Floats::width,
+                             scratch.sums + row * kGroupOutputs + output - begin,
+                             lines * b / blocks.count,
+                             lines * (b + 1) / blocks.count};
         with_rows(blocks.size(b), [&](auto count) {
           constexpr int R = decltype(count)::value;
-          if (b > 0)
-            multiply_widened<R>(piece, block, scratch.weights);
-          else if (blocks.count > 1)
-            multiply_first<R, true>(piece, block, scratch.weights);
-          else
-            multiply_first<R, false>(piece, block, scratch.weights);
+          if constexpr (tile_outputs(R) >= O) {
+            if (b > 0)
+              multiply_block<R, O, Weights::copy>(piece, block);
+            else if (blocks.count > 1)
+              multiply_block<R, O, Weights::copied>(piece, block);
+            else
+              multiply_block<R, O, Weights::stored>(piece, block);
+          }
         });
       }
     }
 }
 
-// Adds the bias to sums and rounds them to the rows' results.
+// Computes the sums [rows, kGroupOutputs] of arranged rows for outputs [begin, end), at most kGroupOutputs.
 template <typename T>
-void finish_group(const LinearRows<T>& problem, const float* sums, int64_t first, int64_t rows, int64_t begin,
+void multiply_group(const LinearRows<T>& problem, int64_t rows, const void* arranged, const LinearScratch& scratch,
+                    int64_t begin, int64_t end) {
+  const RowBlocks blocks(rows);
+  switch (tile_outputs(blocks.size(0))) {
+    case 2: return multiply_tiles<2>(problem, blocks, arranged, scratch, begin, end);
+    case 3: return multiply_tiles<3>(problem, blocks, arranged, scratch, begin, end);
+    default: return multiply_tiles<4>(problem, blocks, arranged, scratch, begin, end);
+  }
+}
+
+// Adds the bias to sums and rounds them to the results of rows [first, first + rows).
+template <typename T>
+void finish_group(const LinearRows<T>& problem, int64_t first, int64_t rows, const float* sums, int64_t begin,
                   int64_t end) {
   for (int64_t r = 0; r < rows; ++r) {
     T* const to = problem.out + (first + r) * problem.outputs;
@@ -235,26 +300,5 @@ void finish_group(const LinearRows<T>& problem, const float* sums, int64_t first
     for (; o + Floats::width <= end; o += Floats::width)
       store(to + o, problem.bias ? load(from + o) + load(problem.bias + o) : load(from + o));
     for (; o < end; ++o) to[o] = from_float<T>(problem.bias ? from[o] + to_float(problem.bias[o]) : from[o]);
-  }
-}
-
-// Computes outputs [begin, end) of all rows. If the scratch does not hold all rows at once, it takes a group of outputs
-// at a time, whose weights stay in the cache from one set of rows to the next.
-template <typename T>
-void multiply_rows(const LinearRows<T>& problem, const LinearScratch& scratch, int64_t begin, int64_t end) {
-  const int64_t width = padded_to_step(problem.in);
-  const bool fits = problem.rows <= scratch.rows;
-  for (int64_t group = begin; group < end; group += kGroupOutputs) {
-    const int64_t group_end = group + kGroupOutputs < end ? group + kGroupOutputs : end;
-    for (int64_t first = 0; first < problem.rows; first += scratch.rows) {
-      const int64_t rows = problem.rows - first < scratch.rows ? problem.rows - first : scratch.rows;
-      const RowBlocks blocks(rows);
-      if (!fits || group == begin)
-        for (int64_t block = 0; block < blocks.count; ++block)
-          arrange_rows(problem, first + blocks.begin(block), blocks.size(block),
-                       scratch.x + blocks.begin(block) * width);
-      multiply_group(problem, scratch, blocks, group, group_end);
-      finish_group(problem, scratch.sums, first, rows, group, group_end);
-    }
   }
 }

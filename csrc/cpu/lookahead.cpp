@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "cpu/workers.h"
+
 #define PASS_EXT_KERNELS "cpu/lookahead_kernels-inl.h"
 #include "cpu/each_isa.h"
 
@@ -35,12 +37,8 @@ Tensor lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& loo
     check_ids(problem);
     const int64_t row_bytes = std::max<int64_t>(1, problem.dim * sizeof(*problem.out));
     const int64_t rows_per_task = std::max<int64_t>(1, kBytesPerTask / row_bytes);
-    if (problem.rows <= rows_per_task) {
-      PASS_EXT_AT_ISA(embed_rows(problem, 0, problem.rows));
-      return;
-    }
-    torch::stable::parallel_for(0, problem.rows, rows_per_task,
-                                [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(embed_rows(problem, begin, end)); });
+    for_ranges(problem.rows, rows_per_task,
+               [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(embed_rows(problem, begin, end)); });
   });
   return out;
 }
@@ -92,10 +90,7 @@ Tensor lookahead_embed_backward(const Tensor& grad, const Tensor& ids, int64_t r
       }
     };
     const int64_t tasks_per_thread = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, task_bytes));
-    if (tasks <= tasks_per_thread)
-      run(0, tasks);
-    else
-      torch::stable::parallel_for(0, tasks, tasks_per_thread, run);
+    for_ranges(tasks, tasks_per_thread, run);
   });
   return out;
 }

@@ -1,10 +1,10 @@
 // Rows of logits on the CPU, see rows.h: slices and threads, filters, races. The inner loops: cpu/rows_kernels-inl.h.
 #include "cpu/rows.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cmath>
+
+#include "cpu/workers.h"
 
 #define PASS_EXT_KERNELS "cpu/rows_kernels-inl.h"
 #include "cpu/each_isa.h"
@@ -50,16 +50,14 @@ CpuRows& thread_rows(bool parallel) {
 template <typename Function>
 void CpuRows::for_each_slice(int32_t groups, Function&& function) const {
   const int32_t slices = (groups + kSliceGroups - 1) / kSliceGroups;
-  const auto run = [&](int64_t begin, int64_t end) {
-    for (int64_t slice = begin; slice < end; ++slice) {
-      const int32_t first = static_cast<int32_t>(slice) * kSliceGroups;
-      function(static_cast<int32_t>(slice), first, std::min(first + kSliceGroups, groups));
-    }
+  const auto run = [&](int64_t slice) {
+    const int32_t first = static_cast<int32_t>(slice) * kSliceGroups;
+    function(static_cast<int32_t>(slice), first, std::min(first + kSliceGroups, groups));
   };
-  if (parallel_ && slices > 1)
-    torch::stable::parallel_for(0, slices, 1, run);
+  if (parallel_)
+    for_each_piece(slices, run);
   else
-    run(0, slices);
+    for (int64_t slice = 0; slice < slices; ++slice) run(slice);
 }
 
 CpuRows::Maxima& CpuRows::maxima_of(const LogitRow& row) {

@@ -3,9 +3,10 @@
 #include "host/step.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+
+#include "cpu/workers.h"
 
 #define PASS_EXT_KERNELS "cpu/step_kernels-inl.h"
 #include "cpu/each_isa.h"
@@ -20,10 +21,7 @@ constexpr int64_t kBytesPerTask = 128 * 1024;
 template <typename Function>
 void for_rows(int64_t rows, int64_t row_bytes, Function&& function) {
   const int64_t rows_per_task = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes));
-  if (rows <= rows_per_task)
-    function(int64_t{0}, rows);
-  else
-    torch::stable::parallel_for(0, rows, rows_per_task, function);
+  for_ranges(rows, rows_per_task, function);
 }
 
 struct OnCpu {

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cpu/workers.h"
+
 #define PASS_EXT_KERNELS "cpu/tree_kernels-inl.h"
 #include "cpu/each_isa.h"
 
@@ -71,10 +73,7 @@ void prepare_on_cpu(const TreePrepare& problem, const Tensor&) {
     while (malformed >= 0 && malformed < former && !bad.compare_exchange_weak(former, malformed)) {
     }
   };
-  if (problem.requests <= requests_per_task)
-    run(0, problem.requests);
-  else
-    torch::stable::parallel_for(0, problem.requests, requests_per_task, run);
+  for_ranges(problem.requests, requests_per_task, run);
   if (bad != INT64_MAX) refuse_parent(problem, bad);
   if (problem.requests > 0) clear_rows(problem, problem.cu_nodes[problem.requests], problem.rows);
 }
@@ -98,12 +97,8 @@ struct MaskOnCpu {
     const int64_t rows = problem.requests * problem.max_nodes;
     const int64_t row_bytes = std::max<int64_t>(1, problem.kv_len * sizeof(T));
     const int64_t rows_per_task = std::max<int64_t>(1, kBytesPerTask / row_bytes);
-    if (rows <= rows_per_task) {
-      PASS_EXT_AT_ISA(mask_rows(problem, 0, rows));
-      return;
-    }
-    torch::stable::parallel_for(0, rows, rows_per_task,
-                                [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(mask_rows(problem, begin, end)); });
+    for_ranges(rows, rows_per_task,
+               [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(mask_rows(problem, begin, end)); });
   }
 };
 

@@ -1,0 +1,225 @@
+// The threads of for_each_piece. A job lies in one of a few slots while it is open; free threads look there, first
+// spinning, then asleep. A thread counts itself in before it looks at a slot's job, and the job's owner, having closed
+// the slot, waits until the count is 0: so no thread touches a job that has ended.
+#include "cpu/workers.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#if defined(__linux__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pass_ext {
+namespace {
+
+constexpr int kSlots = 8;  // jobs that are open at once; a ninth runs on its caller's thread alone
+constexpr int kMostWorkers = 255;
+constexpr int kShares = 16;  // of a job's pieces; more threads begin in the shares of others
+constexpr int kRangesPerThread = 4;
+// A free thread spins so long before it sleeps: the time between two jobs of a step. Waking one takes some 10 us.
+constexpr auto kSpin = std::chrono::microseconds(100);
+constexpr auto kSpinForLastPieces = std::chrono::microseconds(20);
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// Spins until `done()` or for `span`; returns done().
+template <typename Condition>
+bool spin(std::chrono::microseconds span, Condition&& done) {
+  const auto end = std::chrono::steady_clock::now() + span;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (done()) return true;
+      pause_briefly();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return done();
+}
+
+// A thread's own pieces are neighbours, so that it reads memory in order; when they are done it takes pieces of others.
+struct alignas(64) Share {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+};
+
+struct Job {
+  Job(const Pieces& pieces, int threads)
+      : pieces(pieces), shares_used(std::min(threads, kShares)), places(threads - 1) {
+    for (int i = 0; i < shares_used; ++i) {
+      shares[i].next.store(pieces.count * i / shares_used, std::memory_order_relaxed);
+      shares[i].end = pieces.count * (i + 1) / shares_used;
+    }
+  }
+  const Pieces& pieces;
+  const int shares_used;
+  std::atomic<int> places;  // for further workers
+  Share shares[kShares];
+  std::mutex mutex;
+  std::exception_ptr error;
+
+  // Runs pieces until none is left; `place` says which share comes first.
+  void work(int place) {
+    for (int i = 0; i < shares_used; ++i) {
+      Share& share = shares[(place + i) % shares_used];
+      int64_t piece;
+      while (share.next.load(std::memory_order_relaxed) < share.end &&
+             (piece = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end)
+        if (!run(piece)) return;
+    }
+  }
+
+  bool run(int64_t piece) {
+    try {
+      pieces.run(pieces.function, piece);
+      return true;
+    } catch (...) {
+      for (Share& share : shares) share.next.store(pieces.count, std::memory_order_relaxed);
+      std::lock_guard<std::mutex> lock(mutex);
+      if (!error) error = std::current_exception();
+      return false;
+    }
+  }
+};
+
+struct alignas(64) Slot {
+  std::atomic<Job*> job{nullptr};
+  std::atomic<int> inside{0};  // workers that may look at the job
+  std::atomic<bool> taken{false};
+};
+
+thread_local bool in_piece = false;
+
+class Pool {
+ public:
+  void run(const Pieces& pieces, int threads) {
+    grow(threads - 1);
+    Slot* const slot = free_slot();
+    Job job(pieces, threads);
+    if (slot != nullptr) open(*slot, job, threads - 1);
+    in_piece = true;
+    job.work(0);
+    in_piece = false;
+    if (slot != nullptr) close(*slot);
+    if (job.error) std::rethrow_exception(job.error);
+  }
+
+ private:
+  Slot slots_[kSlots];
+  std::atomic<uint64_t> opened_{0};  // jobs so far
+  std::atomic<int> asleep_{0}, workers_{0};
+  std::mutex mutex_;
+  std::condition_variable work_came_, worker_left_;
+
+  void grow(int workers) {
+    if (workers_.load(std::memory_order_relaxed) >= workers) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (int count = workers_.load(); count < std::min(workers, kMostWorkers); ++count) {
+      std::thread([this] { serve(); }).detach();
+      workers_.store(count + 1);
+    }
+  }
+
+  Slot* free_slot() {
+    for (Slot& slot : slots_)
+      if (!slot.taken.load(std::memory_order_relaxed) && !slot.taken.exchange(true)) return &slot;
+    return nullptr;
+  }
+
+  void open(Slot& slot, Job& job, int wanted) {
+    slot.job.store(&job);
+    opened_.fetch_add(1);
+    if (asleep_.load() == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (wanted >= asleep_.load()) return work_came_.notify_all();
+    for (int i = 0; i < wanted; ++i) work_came_.notify_one();
+  }
+
+  void close(Slot& slot) {
+    slot.job.store(nullptr);
+    const auto left = [&] { return slot.inside.load() == 0; };
+    if (!spin(kSpinForLastPieces, left)) {
+      // Asleep, this thread leaves its processor to the one that it waits for.
+      std::unique_lock<std::mutex> lock(mutex_);
+      worker_left_.wait(lock, left);
+    }
+    slot.taken.store(false);
+  }
+
+  // A worker's life.
+  void serve() {
+    in_piece = true;  // jobs that pieces bring run alone
+    uint64_t seen = 0;
+    for (;;) {
+      const uint64_t opened = opened_.load();
+      for (Slot& slot : slots_)
+        if (slot.job.load(std::memory_order_relaxed) != nullptr) visit(slot);
+      const auto came = [&] { return opened_.load() != opened; };
+      if (seen != opened) {
+        seen = opened;
+        if (spin(kSpin, came)) continue;
+      }
+      std::unique_lock<std::mutex> lock(mutex_);
+      asleep_.fetch_add(1);
+      work_came_.wait(lock, came);
+      asleep_.fetch_sub(1);
+    }
+  }
+
+  void visit(Slot& slot) {
+    slot.inside.fetch_add(1);
+    Job* const job = slot.job.load();
+    if (job != nullptr) {
+      const int place = job->places.fetch_sub(1);
+      if (place > 0) job->work(place);
+    }
+    if (slot.inside.fetch_sub(1) == 1 && slot.job.load() == nullptr) {
+      std::lock_guard<std::mutex> lock(mutex_);  // the owner is asleep, or has not yet looked
+      worker_left_.notify_all();
+    }
+  }
+};
+
+// Never destroyed: workers may be asleep in it when the process ends. A forked child has no workers and gets a new one.
+std::atomic<Pool*>& pool() {
+  static std::atomic<Pool*> pool{new Pool};
+#if defined(__linux__) || defined(__APPLE__)
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ::pass_ext::pool().store(new Pool); });
+  (void)registered;
+#endif
+  return pool;
+}
+
+}  // namespace
+
+int64_t thread_count() { return torch::stable::get_num_threads(); }
+
+void run_pieces(const Pieces& pieces) {
+  const int threads = static_cast<int>(std::min(thread_count(), pieces.count));
+  if (threads > 1 && !in_piece) {
+    pool().load()->run(pieces, threads);
+    return;
+  }
+  for (int64_t piece = 0; piece < pieces.count; ++piece) pieces.run(pieces.function, piece);
+}
+
+int64_t range_of(int64_t count, int64_t least) {
+  const int64_t ranges = thread_count() * kRangesPerThread;
+  return std::max(std::max<int64_t>(1, least), (count + ranges - 1) / ranges);
+}
+
+}  // namespace pass_ext
