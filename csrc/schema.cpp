@@ -56,4 +56,14 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "step_rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, int form) -> (Tensor out, Tensor sum)");
   library.def("step_rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_rotated, Tensor k_rotated)");
   library.def("step_gate(Tensor gate, Tensor? up, int activation) -> Tensor");
+
+  // layer
+  library.def(
+      "layer_before_attention(Tensor x, Tensor? input_norm, Tensor q_weight, Tensor? q_bias, Tensor k_weight, "
+      "Tensor? k_bias, Tensor v_weight, Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, "
+      "int head_dim, float eps, int form) -> (Tensor q, Tensor k, Tensor v)");
+  library.def(
+      "layer_after_attention(Tensor attended, Tensor residual, Tensor o_weight, Tensor? o_bias, Tensor? attention_norm, "
+      "Tensor? mlp_norm, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, "
+      "Tensor? down_bias, Tensor? output_norm, float eps, int form, int activation, float scale) -> Tensor");
 }

@@ -38,31 +38,85 @@ uint64_t next_job() {
   return jobs.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
-// Rows [first, first + rows) of a product, few enough to stay arranged while all weights are read.
+// What is common to products of the same rows: how the outputs are cut, and which rows are arranged.
 template <typename T>
-void multiply_few(const LinearRows<T>& problem, int64_t first, int64_t rows) {
-  const uint64_t job = next_job();
-  const int64_t bytes_of_12 = 12 * std::max<int64_t>(1, problem.in) * int64_t{sizeof(T)};
-  const int64_t group = std::min(kGroupOutputs, 12 * ((kGroupBytes + bytes_of_12 - 1) / bytes_of_12));
-  for_each_piece((problem.outputs + group - 1) / group, [&](int64_t piece) {
+struct Job {
+  const LinearRows<T>& product;
+  int64_t first, rows;  // of x; few enough to stay arranged while all weights are read
+  uint64_t number = next_job();
+  int64_t group = group_outputs(product.in * int64_t{sizeof(T)});
+
+  static int64_t group_outputs(int64_t output_bytes) {
+    const int64_t bytes_of_12 = 12 * std::max<int64_t>(1, output_bytes);
+    return std::min(kGroupOutputs, 12 * ((kGroupBytes + bytes_of_12 - 1) / bytes_of_12));
+  }
+  int64_t groups(int64_t outputs) const { return (outputs + group - 1) / group; }
+
+  // function(arranged rows, scratch) with this thread's memory.
+  template <typename Function>
+  void with_memory(Function&& function) const {
     ThreadMemory& memory = ThreadMemory::get();
-    float* const arranged = memory.rows.at_least(arranged_bytes(rows, problem.in) / sizeof(float));
-    if (memory.job != job) PASS_EXT_AT_LEVEL(product_isa(), arrange_rows(problem, first, rows, arranged));
-    memory.job = job;
-    const LinearScratch scratch(memory.scratch.at_least(LinearScratch::floats(rows)), rows);
-    const int64_t begin = piece * group, end = std::min(begin + group, problem.outputs);
-    PASS_EXT_AT_LEVEL(product_isa(), multiply_group(problem, rows, arranged, scratch, begin, end));
-    PASS_EXT_AT_LEVEL(product_isa(), finish_group(problem, first, rows, scratch.sums, begin, end));
+    float* const arranged = memory.rows.at_least(arranged_bytes(rows, product.in) / sizeof(float));
+    if (memory.job != number) PASS_EXT_AT_LEVEL(product_isa(), arrange_rows(product, first, rows, arranged));
+    memory.job = number;
+    function(arranged, LinearScratch(memory.scratch.at_least(LinearScratch::floats(rows)), rows));
+  }
+};
+
+// function(job) for sets of rows that may stay arranged.
+template <typename T, typename Function>
+void for_sets_of_rows(const LinearRows<T>& product, Function&& function) {
+  const int64_t row_bytes = std::max<int64_t>(1, arranged_bytes(1, product.in));
+  const int64_t at_once = std::max(kFewestRows, kArrangedBytes / row_bytes);
+  for (int64_t first = 0; first < product.rows; first += at_once)
+    function(Job<T>{product, first, std::min(at_once, product.rows - first)});
+}
+
+}  // namespace
+
+template <typename T>
+void multiply(const LinearRows<T>* products, int count) {
+  for_sets_of_rows(products[0], [&](const Job<T>& job) {
+    int64_t pieces = 0;
+    for (int i = 0; i < count; ++i) pieces += job.groups(products[i].outputs);
+    for_each_piece(pieces, [&](int64_t piece) {
+      const LinearRows<T>* product = products;
+      for (; piece >= job.groups(product->outputs); ++product) piece -= job.groups(product->outputs);
+      const int64_t begin = piece * job.group, end = std::min(begin + job.group, product->outputs);
+      job.with_memory([&](const float* arranged, const LinearScratch& scratch) {
+        PASS_EXT_AT_LEVEL(product_isa(),
+                          multiply_group(*product, job.rows, arranged, scratch, scratch.sums, begin, end));
+        PASS_EXT_AT_LEVEL(product_isa(), finish_group(*product, job.first, job.rows, scratch.sums, begin, end));
+      });
+    });
   });
 }
 
 template <typename T>
-void multiply(const LinearRows<T>& problem) {
-  const int64_t row_bytes = std::max<int64_t>(1, arranged_bytes(1, problem.in));
-  const int64_t at_once = std::max(kFewestRows, kArrangedBytes / row_bytes);
-  for (int64_t first = 0; first < problem.rows; first += at_once)
-    multiply_few(problem, first, std::min(at_once, problem.rows - first));
+void multiply(const GatedRows<T>& product) {
+  for_sets_of_rows(product.gate, [&](const Job<T>& job) {
+    for_each_piece(job.groups(product.gate.outputs), [&](int64_t piece) {
+      const int64_t begin = piece * job.group, end = std::min(begin + job.group, product.gate.outputs);
+      job.with_memory([&](const float* arranged, const LinearScratch& scratch) {
+        float* const up_sums = scratch.sums + job.rows * kGroupOutputs;
+        PASS_EXT_AT_LEVEL(product_isa(),
+                          multiply_group(product.gate, job.rows, arranged, scratch, scratch.sums, begin, end));
+        PASS_EXT_AT_LEVEL(product_isa(), multiply_group(product.up, job.rows, arranged, scratch, up_sums, begin, end));
+        PASS_EXT_AT_LEVEL(product_isa(),
+                          finish_group(product, job.first, job.rows, scratch.sums, up_sums, begin, end));
+      });
+    });
+  });
 }
+
+template void multiply(const LinearRows<float>*, int);
+template void multiply(const LinearRows<float16>*, int);
+template void multiply(const LinearRows<bfloat16>*, int);
+template void multiply(const GatedRows<float>&);
+template void multiply(const GatedRows<float16>&);
+template void multiply(const GatedRows<bfloat16>&);
+
+namespace {
 
 Tensor linear_rows(const Tensor& input, const Tensor& weight, const OptionalTensor& input_bias) {
   constexpr const char* op = "linear_rows";
@@ -75,9 +129,10 @@ Tensor linear_rows(const Tensor& input, const Tensor& weight, const OptionalTens
   const int64_t in = weight.size(1), outputs = weight.size(0), rows = out.numel() / outputs;
   const auto call = [&](auto value) {
     using T = type_of<decltype(value)>;
-    multiply(LinearRows<T>{data_of<T>(op, "x", x), data_of<T>(op, "weight", weight),
-                           bias ? data_of<T>(op, "bias", *bias) : nullptr, output_of<T>(out), rows, in, outputs,
-                           distance < 0 ? in : distance, weight.stride(0)});
+    const LinearRows<T> product{data_of<T>(op, "x", x), data_of<T>(op, "weight", weight),
+                                bias ? data_of<T>(op, "bias", *bias) : nullptr, output_of<T>(out), rows, in, outputs,
+                                distance < 0 ? in : distance, weight.stride(0)};
+    multiply(&product, 1);
   };
   switch (x.scalar_type()) {
     case ScalarType::BFloat16: call(TypeTag<bfloat16>{}); break;

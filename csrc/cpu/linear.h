@@ -1,8 +1,12 @@
-// A linear layer on the CPU for few rows:  out[r][o] = bias[o] + sum over i of x[r][i] weight[o][i]. linear.cpp cuts
-// the outputs into groups, linear_kernels-inl.h computes them.
+// Linear layers on the CPU for few rows:  product[r][o] = bias[o] + sum over i of x[r][i] weight[o][i], rounded, and
+//   LinearRows   out = product,  or residual + scale product
+//   GatedRows    out = activation(gate product) up product
+// linear.cpp cuts the outputs into groups, linear_kernels-inl.h computes them.
 #pragma once
 
 #include <cstdint>
+
+#include "core/step.h"
 
 namespace pass_ext {
 
@@ -19,7 +23,23 @@ struct LinearRows {
   T* out;         // [rows, outputs]
   int64_t rows, in, outputs;
   int64_t x_row, weight_row;  // strides
+  const T* residual = nullptr;  // [rows, outputs], or null
+  float scale = 1.0f;           // of the product before it is added
 };
+
+// Two products of the same rows, of equal shape.
+template <typename T>
+struct GatedRows {
+  LinearRows<T> gate, up;
+  T* out;  // [rows, outputs]
+  Activation activation;
+};
+
+// Products of the same rows, shared among threads as one job.
+template <typename T>
+void multiply(const LinearRows<T>* products, int count);
+template <typename T>
+void multiply(const GatedRows<T>& product);
 
 // Bytes of `rows` rows in the order of multiplication, at most.
 constexpr int64_t arranged_bytes(int64_t rows, int64_t in) {
@@ -29,15 +49,15 @@ constexpr int64_t arranged_bytes(int64_t rows, int64_t in) {
 // Work space of one thread, 64-byte aligned, for `rows` rows.
 struct LinearScratch {
   float* between;  // [rows, kMostTileOutputs, kMostStep / 2]
-  float* sums;     // [rows, kGroupOutputs]
+  float* sums;     // [2, rows, kGroupOutputs]
   float* copy;     // [kMostTileOutputs, kPiece], of weights
 
   static constexpr int64_t kBetween = kMostTileOutputs * kMostStep / 2;
   static constexpr int64_t floats(int64_t rows) {
-    return rows * (kBetween + kGroupOutputs) + kMostTileOutputs * kPiece;
+    return rows * (kBetween + 2 * kGroupOutputs) + kMostTileOutputs * kPiece;
   }
   LinearScratch(float* memory, int64_t rows)
-      : between(memory), sums(memory + rows * kBetween), copy(memory + rows * (kBetween + kGroupOutputs)) {}
+      : between(memory), sums(memory + rows * kBetween), copy(memory + rows * (kBetween + 2 * kGroupOutputs)) {}
 };
 
 }  // namespace pass_ext

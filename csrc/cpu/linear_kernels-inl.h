@@ -246,7 +246,7 @@ void arrange_rows(const LinearRows<T>& problem, int64_t first, int64_t rows, voi
 
 template <int O, typename T>
 void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const void* memory,
-                    const LinearScratch& scratch, int64_t begin, int64_t end) {
+                    const LinearScratch& scratch, float* sums, int64_t begin, int64_t end) {
   using F = Factors<T>;
   const auto* const arranged = static_cast<const typename F::Arranged*>(memory);
   const int64_t in_step = F::parts * F::width, width = padded_to_step(problem.in) / kStep * in_step;
@@ -259,7 +259,7 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
         const Block<T> block{arranged + row * width + i / kStep * in_step * blocks.size(b),
                              reinterpret_cast<typename F::Arranged*>(scratch.copy),
                              scratch.between + row * O * Floats::width,
-                             scratch.sums + row * kGroupOutputs + output - begin,
+                             sums + row * kGroupOutputs + output - begin,
                              lines * b / blocks.count,
                              lines * (b + 1) / blocks.count};
         with_rows(blocks.size(b), [&](auto count) {
@@ -277,28 +277,60 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
     }
 }
 
-// Computes the sums [rows, kGroupOutputs] of arranged rows for outputs [begin, end), at most kGroupOutputs.
+// Computes the sums [rows, kGroupOutputs] of arranged rows for outputs [begin, end), at most kGroupOutputs of them.
 template <typename T>
 void multiply_group(const LinearRows<T>& problem, int64_t rows, const void* arranged, const LinearScratch& scratch,
-                    int64_t begin, int64_t end) {
+                    float* sums, int64_t begin, int64_t end) {
   const RowBlocks blocks(rows);
   switch (tile_outputs(blocks.size(0))) {
-    case 2: return multiply_tiles<2>(problem, blocks, arranged, scratch, begin, end);
-    case 3: return multiply_tiles<3>(problem, blocks, arranged, scratch, begin, end);
-    default: return multiply_tiles<4>(problem, blocks, arranged, scratch, begin, end);
+    case 2: return multiply_tiles<2>(problem, blocks, arranged, scratch, sums, begin, end);
+    case 3: return multiply_tiles<3>(problem, blocks, arranged, scratch, sums, begin, end);
+    default: return multiply_tiles<4>(problem, blocks, arranged, scratch, sums, begin, end);
   }
 }
 
-// Adds the bias to sums and rounds them to the results of rows [first, first + rows).
+// A product of some neighbouring outputs, rounded: sums [count] and their biases, or null.
+template <typename T>
+inline Floats finished(const float* sums, const T* bias, int64_t count) {
+  const Floats sum = load_first(sums, count);
+  return rounded<T>(bias ? sum + load_first(bias, count) : sum);
+}
+
+// Rows [first, first + rows) of the result, for outputs [begin, end).
 template <typename T>
 void finish_group(const LinearRows<T>& problem, int64_t first, int64_t rows, const float* sums, int64_t begin,
                   int64_t end) {
-  for (int64_t r = 0; r < rows; ++r) {
-    T* const to = problem.out + (first + r) * problem.outputs;
-    const float* from = sums + r * kGroupOutputs - begin;
-    int64_t o = begin;
-    for (; o + Floats::width <= end; o += Floats::width)
-      store(to + o, problem.bias ? load(from + o) + load(problem.bias + o) : load(from + o));
-    for (; o < end; ++o) to[o] = from_float<T>(problem.bias ? from[o] + to_float(problem.bias[o]) : from[o]);
+  const Floats scale = constant(Floats{}, problem.scale);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t o = begin; o < end; o += Floats::width) {
+      const int64_t place = (first + r) * problem.outputs + o, count = end - o;
+      Floats value = finished(sums + r * kGroupOutputs + o - begin, problem.bias ? problem.bias + o : nullptr, count);
+      if (problem.scale != 1.0f) value = rounded<T>(value * scale);
+      if (problem.residual) value = load_first(problem.residual + place, count) + value;
+      store_first(problem.out + place, value, count);
+    }
+}
+
+template <Activation activation, typename T>
+void finish_gated(const GatedRows<T>& problem, int64_t first, int64_t rows, const float* gate_sums, const float* up_sums,
+                  int64_t begin, int64_t end) {
+  const T *gate_bias = problem.gate.bias, *up_bias = problem.up.bias;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t o = begin; o < end; o += Floats::width) {
+      const int64_t place = r * kGroupOutputs + o - begin, count = end - o;
+      const Floats gate = finished(gate_sums + place, gate_bias ? gate_bias + o : nullptr, count);
+      const Floats up = finished(up_sums + place, up_bias ? up_bias + o : nullptr, count);
+      store_first(problem.out + (first + r) * problem.gate.outputs + o, gated<T, activation>(gate, up), count);
+    }
+}
+
+template <typename T>
+void finish_group(const GatedRows<T>& problem, int64_t first, int64_t rows, const float* gate_sums, const float* up_sums,
+                  int64_t begin, int64_t end) {
+  switch (problem.activation) {
+    case Activation::silu:
+      return finish_gated<Activation::silu>(problem, first, rows, gate_sums, up_sums, begin, end);
+    case Activation::gelu_tanh:
+      return finish_gated<Activation::gelu_tanh>(problem, first, rows, gate_sums, up_sums, begin, end);
   }
 }

@@ -392,3 +392,32 @@ inline Floats load_half(const bfloat16* from) {  // even numbers, odd numbers: o
 }
 
 #endif
+
+// Rounded to T.
+template <typename T>
+inline Floats rounded(Floats value) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return value;
+  } else {
+    T narrow[Floats::width];
+    store(narrow, value);
+    return load(narrow);
+  }
+}
+
+// The first `count` numbers of a vector; the others are 0.
+template <typename T>
+inline Floats load_first(const T* from, int64_t count) {
+  if (count >= Floats::width) return load(from);
+  T padded[Floats::width];
+  memset(padded, 0, sizeof padded);
+  memcpy(padded, from, count * sizeof(T));
+  return load(padded);
+}
+template <typename T>
+inline void store_first(T* to, Floats value, int64_t count) {
+  if (count >= Floats::width) return store(to, value);
+  T padded[Floats::width];
+  store(padded, value);
+  memcpy(to, padded, count * sizeof(T));
+}

@@ -40,8 +40,8 @@ def step_rms_norm(
     the last place in fp32, and in 16 bits differs by one rounding where fp32 lies that close to a tie. s has their bits.
     CPU and CUDA give the same bits. No gradients, reverse or forward: the op raises if an input requires one.
     """
-    _refuse_gradients("step_rms_norm", x, weight, residual)
-    out, s = call(_norm_op, x, weight, residual, eps, _index("step_rms_norm", "form", form, NORM_FORMS))
+    refuse_gradients("step_rms_norm", x, weight, residual)
+    out, s = call(_norm_op, x, weight, residual, eps, index_of("step_rms_norm", "form", form, NORM_FORMS))
     return out, x if residual is None else s
 
 
@@ -60,7 +60,7 @@ def step_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     The bits are those of ``q * cos + rotate_half(q) * sin`` in PyTorch: with cos in q's dtype every product is rounded to it,
     with float32 only the sum. No gradients, reverse or forward: the op raises if an input requires one.
     """
-    _refuse_gradients("step_rotary", q, k, cos, sin)
+    refuse_gradients("step_rotary", q, k, cos, sin)
     q_rotated, k_rotated = call(_rotary_op, q, k, cos, sin)
     return q_rotated, k_rotated
 
@@ -81,18 +81,18 @@ def step_gate(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu
     The activation is within 4 units in the last place of exact in fp32 (gelu_tanh: below -1, where it comes close to 0, of
     its input's). CPU and CUDA give the same bits. No gradients, reverse or forward: the op raises if an input requires one.
     """
-    _refuse_gradients("step_gate", gate, up)
-    out: Tensor = call(_gate_op, gate, up, _index("step_gate", "activation", activation, ACTIVATIONS))
+    refuse_gradients("step_gate", gate, up)
+    out: Tensor = call(_gate_op, gate, up, index_of("step_gate", "activation", activation, ACTIVATIONS))
     return out
 
 
-def _index(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
+def index_of(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
     if name not in names:
         raise ValueError(f"pass_ext::{op}: {argument} must be one of {', '.join(names)}, got {name!r}")
     return names.index(name)
 
 
-def _refuse_gradients(op: str, *tensors: Tensor | None) -> None:
+def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise RuntimeError(
             f"pass_ext::{op}: no gradient is implemented, but an input requires one; call it under torch.no_grad()"

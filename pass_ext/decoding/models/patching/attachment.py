@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from pass_ext.decoding.models.patching.few_rows import few_rows_linear
+from pass_ext.decoding.models.patching.layer_calls import layer_calls
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.decoding.models.patching.row_attention import in_our_call, name_for
 from pass_ext.decoding.models.patching.step_modules import step_modules
@@ -37,6 +38,7 @@ class Attachment:
         with ExitStack() as hooks:
             hooks.enter_context(_attention(model))
             hooks.enter_context(_evaluation(model))
+            hooks.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet
             hooks.enter_context(step_modules(model, when=in_our_call))
             hooks.enter_context(few_rows_linear(model, when=in_our_call))
             self._hooks = hooks.pop_all()

@@ -5,6 +5,7 @@ A decoding step has some dozens of rows at most, and PyTorch's matrix product is
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -
     try:
         if not torch.is_autocast_enabled("cpu"):
             for layer in module.modules():
-                if type(layer) is nn.Linear and _is_plain(layer):
+                if is_plain_linear(layer):
                     layer.forward = _forward(layer, when)  # type: ignore[method-assign, assignment]
                     changed.append(layer)
         yield
@@ -43,8 +44,11 @@ def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -
             del layer.forward
 
 
-def _is_plain(layer: nn.Linear) -> bool:
-    """True if the layer has no hooks, no forward of its own, and plain weights on the CPU that ``linear_rows`` takes."""
+def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """True for exactly an ``nn.Linear`` without hooks, without a forward of its own, and with plain weights on the CPU that
+    ``linear_rows`` takes."""
+    if type(layer) is not nn.Linear:
+        return False
     weight = layer._parameters.get("weight")  # missing where a parametrization computes it
     return (
         weight is not None

@@ -101,6 +101,21 @@ def in_our_call() -> bool:
     return _our_call.get() is not None
 
 
+def current_call() -> OurCall | None:
+    """The call that this thread is in, or None."""
+    return _our_call.get()
+
+
+@contextmanager
+def attending(call: OurCall, attend: Attend) -> Iterator[None]:
+    """Inside, the call attends by another function."""
+    token = _our_call.set(call._replace(attend=attend))
+    try:
+        yield
+    finally:
+        _our_call.reset(token)
+
+
 def name_for(former: str) -> str:
     """Registers the functions that replace those of ``former``, and returns their name."""
     former = former_of(former)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType, MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,17 @@ def _random(*shape: int) -> Tensor:
 # ---- norm ----
 
 
-def _norm_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | None:
+class Norm(NamedTuple):
+    """A module that is an RMSNorm."""
+
+    weight: Tensor
+    eps: float
+    form: int
+    """Index in ``NORM_FORMS``."""
+
+
+def norm_of(part: nn.Module) -> Norm | None:
+    """The norm that the module computes by its class's code; None if that is anything else."""
     weight = part._parameters.get("weight")
     name = next((name for name in _EPS if isinstance(vars(part).get(name), float)), None)
     if name is None or weight is None or len(part._parameters) > 1 or part._modules or not is_plain(weight):
@@ -85,7 +95,16 @@ def _norm_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | N
     form = _norm_form(kind, kind.forward, name, weight.dtype)
     if form is None or weight.dim() != 1 or not (weight.is_cpu or weight.is_cuda):
         return None
-    eps, dtype, parameters, original = vars(part)[name], weight.dtype, part._parameters, kind.forward
+    return Norm(weight, vars(part)[name], form)
+
+
+def _norm_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | None:
+    norm = norm_of(part)
+    if norm is None:
+        return None
+    weight, eps, form = norm
+    kind: Any = type(part)
+    dtype, parameters, original = weight.dtype, part._parameters, kind.forward
 
     def forward(input: Tensor) -> Tensor:
         if input.dtype is dtype and parameters.get("weight") is weight and _may_replace(when):
@@ -117,19 +136,40 @@ def _norm_form(kind: Any, forward: Callable[..., Tensor], eps_name: str, dtype: 
 # ---- gate ----
 
 
-def _gate_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | None:
-    original: Callable[..., Tensor] = type(part).forward
-    names = set(type(part).forward.__code__.co_names)
+class Gate(NamedTuple):
+    """A module that is a gated MLP."""
+
+    activation: int
+    """Index in ``ACTIVATIONS``."""
+    module: Any
+    """The module of the activation."""
+    joined: bool
+    """True if one product, ``gate_up_proj``, gives gate and up."""
+
+
+def gate_of(part: nn.Module) -> Gate | None:
+    """The gated MLP that the module computes by its class's code; None if that is anything else."""
+    original: Any = type(part).forward
+    names = set(original.__code__.co_names)
     if names not in (_SEPARATE, _JOINED):
         return None
     modules: dict[str, Any] = part._modules
-    activation = modules.get("activation_fn" if names == _JOINED else "act_fn")
-    products = ("gate_up_proj",) if names == _JOINED else ("gate_proj", "up_proj")
+    joined = names == _JOINED
+    activation = modules.get("activation_fn" if joined else "act_fn")
+    products = ("gate_up_proj",) if joined else ("gate_proj", "up_proj")
     if activation is None or any(modules.get(name) is None for name in (*products, "down_proj")):
         return None
-    index = _activation(original, activation, joined=names == _JOINED)
-    if index is None:
+    index = _activation(original, activation, joined=joined)
+    return None if index is None else Gate(index, activation, joined)
+
+
+def _gate_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | None:
+    gated = gate_of(part)
+    if gated is None:
         return None
+    index, activation, is_joined = gated
+    original: Callable[..., Tensor] = type(part).forward
+    modules: dict[str, Any] = part._modules
 
     def separate(input: Tensor) -> Tensor:
         if not _may_replace(when):
@@ -144,7 +184,7 @@ def _gate_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | N
             return original(part, input)
         return modules["down_proj"](_gate(modules["gate_up_proj"](input), None, index))
 
-    return joined if names == _JOINED else separate
+    return joined if is_joined else separate
 
 
 def _activation(mlp: Callable[..., Tensor], activation: nn.Module, *, joined: bool) -> int | None:
