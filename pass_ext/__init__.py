@@ -13,6 +13,7 @@ from pass_ext.ops.accept import STATUS, AcceptResult, accept_chain, accept_tree
 from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.draft import draft_sample
+from pass_ext.ops.layer import layer_after_attention, layer_before_attention
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.rules import RULES
@@ -76,6 +77,8 @@ __all__ = [
     "custom_generate",
     "draft_sample",
     "generate",
+    "layer_after_attention",
+    "layer_before_attention",
     "linear_rows",
     "lookahead_embed",
     "pack_trees",

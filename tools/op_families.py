@@ -53,6 +53,7 @@ EXCUSES = {
     ("accept", "CPU loops"): ROWS,
     ("draft", "CPU loops"): ROWS,
     ("cache", "CPU loops"): "it copies rows with memcpy",
+    ("layer", "CPU loops"): "it chains those of linear_rows and the step ops",
 }
 """(family, part) -> reason why the file is missing."""
 

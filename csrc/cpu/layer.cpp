@@ -71,11 +71,13 @@ LinearRows<T> product_of(const char* op, const Linear& linear, const T* x, T* ou
 
 // ---- before attention ----
 
-std::tuple<Tensor, Tensor, Tensor> layer_before_attention(
-    const Tensor& input, const OptionalTensor& input_norm, const Tensor& q_weight, const OptionalTensor& q_bias,
-    const Tensor& k_weight, const OptionalTensor& k_bias, const Tensor& v_weight, const OptionalTensor& v_bias,
-    const OptionalTensor& q_norm, const OptionalTensor& k_norm, const OptionalTensor& cos, const OptionalTensor& sin,
-    int64_t head_dim, double eps, int64_t form) {
+std::tuple<Tensor, Tensor, Tensor> layer_before_attention(const Tensor& input, const OptionalTensor& input_norm,
+                                                          const Tensor& q_weight, const OptionalTensor& q_bias,
+                                                          const Tensor& k_weight, const OptionalTensor& k_bias,
+                                                          const Tensor& v_weight, const OptionalTensor& v_bias,
+                                                          const OptionalTensor& q_norm, const OptionalTensor& k_norm,
+                                                          const OptionalTensor& cos, const OptionalTensor& sin,
+                                                          int64_t head_dim, double eps, int64_t form) {
   constexpr const char* op = "layer_before_attention";
   const Linear q{"q", q_weight, q_bias}, k{"k", k_weight, k_bias}, v{"v", v_weight, v_bias};
   check_rows(op, "x", input, "[N, d]");
@@ -127,7 +129,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_before_attention(
     const LinearRows<T> products[] = {product_of(op, q, read, queries, rows), product_of(op, k, read, keys, rows),
                                       product_of(op, v, read, output_of<T>(v_out), rows)};
     multiply(products, 3);
-    if (q_norm && q_norm->size(0) > 0) norm(op, queries, queries, rows * q.outputs() / q_norm->size(0), *q_norm, options);
+    if (q_norm && q_norm->size(0) > 0)
+      norm(op, queries, queries, rows * q.outputs() / q_norm->size(0), *q_norm, options);
     if (k_norm && k_norm->size(0) > 0) norm(op, keys, keys, rows * k.outputs() / k_norm->size(0), *k_norm, options);
     if (!cos) return;
     const auto rotate = [&](auto factor) {
@@ -150,11 +153,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_before_attention(
 // ---- after attention ----
 
 Tensor layer_after_attention(const Tensor& attended, const Tensor& residual, const Tensor& o_weight,
-                            const OptionalTensor& o_bias, const OptionalTensor& attention_norm,
-                            const OptionalTensor& mlp_norm, const Tensor& gate_weight, const OptionalTensor& gate_bias,
-                            const Tensor& up_weight, const OptionalTensor& up_bias, const Tensor& down_weight,
-                            const OptionalTensor& down_bias, const OptionalTensor& output_norm, double eps,
-                            int64_t form, int64_t activation, double scale) {
+                             const OptionalTensor& o_bias, const OptionalTensor& attention_norm,
+                             const OptionalTensor& mlp_norm, const Tensor& gate_weight, const OptionalTensor& gate_bias,
+                             const Tensor& up_weight, const OptionalTensor& up_bias, const Tensor& down_weight,
+                             const OptionalTensor& down_bias, const OptionalTensor& output_norm, double eps,
+                             int64_t form, int64_t activation, double scale) {
   constexpr const char* op = "layer_after_attention";
   const Linear o{"o", o_weight, o_bias}, gate{"gate", gate_weight, gate_bias}, up{"up", up_weight, up_bias};
   const Linear down{"down", down_weight, down_bias};

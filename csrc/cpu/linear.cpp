@@ -102,8 +102,7 @@ void multiply(const GatedRows<T>& product) {
         PASS_EXT_AT_LEVEL(product_isa(),
                           multiply_group(product.gate, job.rows, arranged, scratch, scratch.sums, begin, end));
         PASS_EXT_AT_LEVEL(product_isa(), multiply_group(product.up, job.rows, arranged, scratch, up_sums, begin, end));
-        PASS_EXT_AT_LEVEL(product_isa(),
-                          finish_group(product, job.first, job.rows, scratch.sums, up_sums, begin, end));
+        PASS_EXT_AT_LEVEL(product_isa(), finish_group(product, job.first, job.rows, scratch.sums, up_sums, begin, end));
       });
     });
   });
@@ -129,9 +128,15 @@ Tensor linear_rows(const Tensor& input, const Tensor& weight, const OptionalTens
   const int64_t in = weight.size(1), outputs = weight.size(0), rows = out.numel() / outputs;
   const auto call = [&](auto value) {
     using T = type_of<decltype(value)>;
-    const LinearRows<T> product{data_of<T>(op, "x", x), data_of<T>(op, "weight", weight),
-                                bias ? data_of<T>(op, "bias", *bias) : nullptr, output_of<T>(out), rows, in, outputs,
-                                distance < 0 ? in : distance, weight.stride(0)};
+    const LinearRows<T> product{data_of<T>(op, "x", x),
+                                data_of<T>(op, "weight", weight),
+                                bias ? data_of<T>(op, "bias", *bias) : nullptr,
+                                output_of<T>(out),
+                                rows,
+                                in,
+                                outputs,
+                                distance < 0 ? in : distance,
+                                weight.stride(0)};
     multiply(&product, 1);
   };
   switch (x.scalar_type()) {

@@ -22,7 +22,7 @@ struct LinearRows {
   const T* bias;  // or null
   T* out;         // [rows, outputs]
   int64_t rows, in, outputs;
-  int64_t x_row, weight_row;  // strides
+  int64_t x_row, weight_row;    // strides
   const T* residual = nullptr;  // [rows, outputs], or null
   float scale = 1.0f;           // of the product before it is added
 };

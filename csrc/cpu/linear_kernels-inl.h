@@ -312,8 +312,8 @@ void finish_group(const LinearRows<T>& problem, int64_t first, int64_t rows, con
 }
 
 template <Activation activation, typename T>
-void finish_gated(const GatedRows<T>& problem, int64_t first, int64_t rows, const float* gate_sums, const float* up_sums,
-                  int64_t begin, int64_t end) {
+void finish_gated(const GatedRows<T>& problem, int64_t first, int64_t rows, const float* gate_sums,
+                  const float* up_sums, int64_t begin, int64_t end) {
   const T *gate_bias = problem.gate.bias, *up_bias = problem.up.bias;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t o = begin; o < end; o += Floats::width) {
@@ -325,11 +325,10 @@ void finish_gated(const GatedRows<T>& problem, int64_t first, int64_t rows, cons
 }
 
 template <typename T>
-void finish_group(const GatedRows<T>& problem, int64_t first, int64_t rows, const float* gate_sums, const float* up_sums,
-                  int64_t begin, int64_t end) {
+void finish_group(const GatedRows<T>& problem, int64_t first, int64_t rows, const float* gate_sums,
+                  const float* up_sums, int64_t begin, int64_t end) {
   switch (problem.activation) {
-    case Activation::silu:
-      return finish_gated<Activation::silu>(problem, first, rows, gate_sums, up_sums, begin, end);
+    case Activation::silu: return finish_gated<Activation::silu>(problem, first, rows, gate_sums, up_sums, begin, end);
     case Activation::gelu_tanh:
       return finish_gated<Activation::gelu_tanh>(problem, first, rows, gate_sums, up_sums, begin, end);
   }

@@ -1,6 +1,13 @@
-// The threads of for_each_piece. A job lies in one of a few slots while it is open; free threads look there, first
-// spinning, then asleep. A thread counts itself in before it looks at a slot's job, and the job's owner, having closed
-// the slot, waits until the count is 0: so no thread touches a job that has ended.
+// The threads of for_each_piece: torch's own while the machine is free, else a pool.
+//
+// torch's threads (OpenMP) are the better ones between torch's ops: they spin for some milliseconds behind each of
+// them, and other threads would compete with them. But a job waits for all of them, also for one that has lost its
+// processor to another program, and then lasts a time slice. So a job that has waited long sends the next ones, for a
+// while, to the pool, which does not wait for a thread that has not begun.
+//
+// In the pool a job lies in one of a few slots while it is open; free threads look there, first spinning, then asleep.
+// A thread counts itself in before it looks at a slot's job, and the job's owner, having closed the slot, waits until
+// the count is 0: so no thread touches a job that has ended.
 #include "cpu/workers.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -29,6 +36,10 @@ constexpr int kRangesPerThread = 4;
 // A free thread spins so long before it sleeps: the time between two jobs of a step. Waking one takes some 10 us.
 constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr auto kSpinForLastPieces = std::chrono::microseconds(20);
+
+// A longer wait for the last pieces means that a thread has lost its processor. Pieces take some 10 us.
+constexpr auto kLongWait = std::chrono::microseconds(500);
+constexpr auto kShortAvoidance = std::chrono::milliseconds(100), kLongAvoidance = std::chrono::milliseconds(1600);
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -204,6 +215,52 @@ std::atomic<Pool*>& pool() {
   return pool;
 }
 
+// When torch's threads may be used again. Of all jobs together, and only a hint: threads may overwrite each other's.
+class Avoidance {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  std::atomic<bool> always{false};
+
+  bool is_on() const {
+    return always.load(std::memory_order_relaxed) ||
+           Clock::now().time_since_epoch().count() < until_.load(std::memory_order_relaxed);
+  }
+
+  // A job on torch's threads waited so long for the last of them. Each long wait doubles the avoidance, many short ones
+  // halve it.
+  void learn(Clock::duration wait) {
+    const Clock::duration former{span_.load(std::memory_order_relaxed)};
+    if (wait < kLongWait) {
+      if (former.count() == 0 || short_waits_.fetch_add(1, std::memory_order_relaxed) % kShortWaits != 0) return;
+      span_.store(former < kShortAvoidance ? 0 : (former / 2).count(), std::memory_order_relaxed);
+      return;
+    }
+    const Clock::duration span = std::clamp<Clock::duration>(2 * former, kShortAvoidance, kLongAvoidance);
+    span_.store(span.count(), std::memory_order_relaxed);
+    until_.store((Clock::now() + span).time_since_epoch().count(), std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kShortWaits = 64;
+  std::atomic<int64_t> until_{0}, span_{0};
+  std::atomic<int> short_waits_{1};
+};
+Avoidance avoidance;
+
+void run_on_torch_threads(const Pieces& pieces, int threads) {
+  Job job(pieces, threads);
+  Avoidance::Clock::time_point alone{};  // when the caller found no further piece
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    in_piece = true;
+    for (int64_t place = begin; place < end; ++place) job.work(static_cast<int>(place));
+    in_piece = false;
+    if (begin == 0) alone = Avoidance::Clock::now();
+  });
+  avoidance.learn(Avoidance::Clock::now() - alone);
+  if (job.error) std::rethrow_exception(job.error);
+}
+
 }  // namespace
 
 int64_t thread_count() { return torch::stable::get_num_threads(); }
@@ -211,7 +268,10 @@ int64_t thread_count() { return torch::stable::get_num_threads(); }
 void run_pieces(const Pieces& pieces) {
   const int threads = static_cast<int>(std::min(thread_count(), pieces.count));
   if (threads > 1 && !in_piece) {
-    pool().load()->run(pieces, threads);
+    if (avoidance.is_on())
+      pool().load()->run(pieces, threads);
+    else
+      run_on_torch_threads(pieces, threads);
     return;
   }
   for (int64_t piece = 0; piece < pieces.count; ++piece) pieces.run(pieces.function, piece);
@@ -223,3 +283,5 @@ int64_t range_of(int64_t count, int64_t least) {
 }
 
 }  // namespace pass_ext
+
+int pass_ext_always_pool(int always) { return pass_ext::avoidance.always.exchange(always != 0) ? 1 : 0; }

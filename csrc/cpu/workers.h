@@ -58,3 +58,7 @@ void for_each_request(int64_t count, Function&& function) {
 }
 
 }  // namespace pass_ext
+
+// Diagnostics, for ctypes (pass_ext/_library): 1: every job runs in the pool; 0: only while torch's threads are
+// avoided. Returns the former setting.
+extern "C" __attribute__((visibility("default"))) int pass_ext_always_pool(int always);

@@ -18,7 +18,11 @@ import torch
 from pass_ext._library.elf import damage_of
 
 NAMESPACE = "pass_ext"
-CPU_ONLY = {"linear_rows": "this op is for the CPU; on a GPU use torch.nn.functional.linear"}
+CPU_ONLY = {
+    "linear_rows": "this op is for the CPU; on a GPU use torch.nn.functional.linear",
+    "layer_before_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
+    "layer_after_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
+}
 """Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent
 _REBUILD = "pip install --no-build-isolation -e ."
@@ -85,6 +89,11 @@ def limit_cpu_isa(name: str) -> str:
     if _native.pass_ext_limit_cpu_isa((name or os.environ.get("PASS_EXT_CPU_ISA", "")).encode()) != 0:
         raise ValueError(f"CPU instruction set must be portable, avx2, avx512, avx512_bf16 or '', got {name!r}")
     return str(_native.pass_ext_cpu_isa().decode())
+
+
+def always_pool(enabled: bool) -> bool:
+    """Runs every CPU job in the pool of csrc/cpu/workers.cpp, as on a busy machine; returns the former setting. For tests."""
+    return bool(_native.pass_ext_always_pool(int(enabled)))
 
 
 def op_names() -> list[str]:

@@ -4,6 +4,7 @@ from pass_ext.reference.accept import accept_chain, accept_tree
 from pass_ext.reference.attention import attention_merge, attention_tree
 from pass_ext.reference.cache import cache_commit_
 from pass_ext.reference.draft import draft_sample
+from pass_ext.reference.layer import layer_after_attention, layer_before_attention
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.lookahead import lookahead_embed
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
@@ -16,6 +17,8 @@ __all__ = [
     "attention_tree",
     "cache_commit_",
     "draft_sample",
+    "layer_after_attention",
+    "layer_before_attention",
     "linear_rows",
     "lookahead_embed",
     "step_gate",

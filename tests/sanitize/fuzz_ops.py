@@ -454,6 +454,48 @@ def step_gate(draw: Draw):
         check_close([out], [reference.step_gate(**arguments)], 0.01)
 
 
+def optional(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor | None:
+    """Numbers of that shape, or None."""
+    return draw.floats(*shape, dtype=dtype) if draw.chance(0.5) else None
+
+
+@case
+def layer_before_attention(draw: Draw):
+    rows, width, dtype = draw.size(), draw.width(), draw.pick(FLOATS)
+    head_dim, heads, key_heads = 2 * draw.width(), draw.pick((1, 2, 3)), draw.pick((1, 2))
+    sizes = heads * head_dim, key_heads * head_dim, key_heads * head_dim
+    cos, sin = (draw.floats(rows, head_dim, dtype=dtype) for _ in range(2)) if draw.chance(0.7) else (None, None)
+    weights = {f"{name}_weight": draw.floats(size, width, dtype=dtype) for name, size in zip("qkv", sizes, strict=True)}
+    biases = {f"{name}_bias": optional(draw, size, dtype=dtype) for name, size in zip("qkv", sizes, strict=True)}
+    norms = {f"{name}_norm": optional(draw, draw.pick((head_dim, size)), dtype=dtype) for name, size in zip("qk", sizes)}
+    arguments = draw.damaged(dict(
+        x=draw.floats(rows, width, dtype=dtype), **weights, **biases, **norms, head_dim=head_dim,
+        input_norm=optional(draw, width, dtype=dtype), cos=cos, sin=sin, eps=draw.pick((1e-6, 0.5)),
+        form=draw.pick(pass_ext.ops.step.NORM_FORMS),
+    ))  # fmt: skip
+    out = yield arguments
+    if dtype == torch.float32 and all(map(is_tame, filter(torch.is_tensor, arguments.values()))):
+        check_close(out, reference.layer_before_attention(**arguments), 0.01)
+
+
+@case
+def layer_after_attention(draw: Draw):
+    rows, width, heads, inner, dtype = draw.size(), draw.width(), draw.width(), draw.width(), draw.pick(FLOATS)
+    shapes = dict(o=(width, heads), gate=(inner, width), up=(inner, width), down=(width, inner))
+    norms = {name: optional(draw, width, dtype=dtype) for name in ("attention_norm", "mlp_norm", "output_norm")}
+    is_scaled = norms["attention_norm"] is None and norms["output_norm"] is None
+    arguments = draw.damaged(dict(
+        attended=draw.floats(rows, heads, dtype=dtype), residual=draw.floats(rows, width, dtype=dtype),
+        **{f"{name}_weight": draw.floats(*shape, dtype=dtype) for name, shape in shapes.items()},
+        **{f"{name}_bias": optional(draw, shape[0], dtype=dtype) for name, shape in shapes.items()}, **norms,
+        eps=draw.pick((1e-6, 0.5)), form=draw.pick(pass_ext.ops.step.NORM_FORMS),
+        activation=draw.pick(pass_ext.ops.step.ACTIVATIONS), scale=draw.pick((1.0, 0.25)) if is_scaled else 1.0,
+    ))  # fmt: skip
+    out = yield arguments
+    if dtype == torch.float32 and all(map(is_tame, filter(torch.is_tensor, arguments.values()))):
+        check_close([out], [reference.layer_after_attention(**arguments)], 0.01)
+
+
 # ---- results against the specification ----
 
 

@@ -172,3 +172,37 @@ def step_gate(device):
             yield gate, up, activation
             yield gate.transpose(0, 1), None, activation
     yield gate[:0], None, 0
+
+
+@sample
+def layer_before_attention(device):
+    for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+
+        def random(*shape, dtype=dtype):
+            return torch.randn(shape, device=device).to(dtype)
+
+        x, q, k, v = (random(rows, 12) for rows in (5, 16, 8, 8))
+        yield x, None, q, None, k, None, v, None, None, None, None, None, 8, 1e-6, form
+        norms, biases = (random(12), random(8), random(8)), (random(16), random(8), random(8))
+        cos, sin = (random(5, 6, dtype=torch.float32 if form == 1 else dtype) for _ in range(2))
+        yield x, norms[0], q, biases[0], k, biases[1], v, biases[2], *norms[1:], cos, sin, 8, 1e-5, form
+    yield x[:0], norms[0], q, None, k, None, v, None, random(16), random(8), cos[:0], sin[:0], 8, 0.0, form
+
+
+@sample
+def layer_after_attention(device):
+    for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+
+        def random(*shape, dtype=dtype):
+            return torch.randn(shape, device=device).to(dtype)
+
+        attended, residual, o = (random(*shape) for shape in ((5, 16), (5, 12), (12, 16)))
+        gate, up, down = random(20, 12), random(20, 12), random(12, 20)
+        yield attended, residual, o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 0.5
+        biases = [random(n) for n in (12, 20, 20, 12)]
+        norms = [random(12) for _ in range(3)]
+        yield (
+            attended, residual, o, biases[0], *norms[:2], gate, biases[1], up, biases[2], down, biases[3], norms[2], 1e-5, form,
+            1, 1.0,
+        )  # fmt: skip
+    yield attended[:0], residual[:0], o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 1.0

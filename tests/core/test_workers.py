@@ -1,0 +1,133 @@
+"""The threads of the CPU kernels: the pool gives the bits of one thread, from several threads at once, in forked processes, on one
+processor, and after errors; and a job does not wait for a thread that has lost its processor.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import pass_ext
+from pass_ext import _library
+from pass_ext.testing import assert_same_bits
+
+
+@pytest.fixture
+def pool():
+    """Every job in the pool, with two threads."""
+    threads, former = torch.get_num_threads(), _library.always_pool(True)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+    _library.always_pool(former)
+
+
+def make_case(seed, rows=3, width=300, outputs=1500):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, width, generator=generator), torch.randn(outputs, width, generator=generator)
+
+
+def alone(*case):
+    """The result on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return pass_ext.linear_rows(*case)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 20])
+def test_the_pool_gives_the_bits_of_one_thread(pool, threads):
+    torch.set_num_threads(threads)
+    for seed in range(40):
+        case = make_case(seed, rows=1 + seed % 7, outputs=1 + 97 * seed)
+        assert_same_bits(pass_ext.linear_rows(*case), alone(*case))
+        if seed % 10 == 0:
+            time.sleep(0.001)  # workers fall asleep
+
+
+def test_several_callers_at_once(pool):
+    """More callers than the pool has slots; each result is its caller's."""
+    cases = [make_case(seed, outputs=700 + 13 * seed) for seed in range(12)]
+    expected, wrong = [alone(*case) for case in cases], []
+
+    def call(index):
+        for _ in range(60):
+            if not torch.equal(pass_ext.linear_rows(*cases[index]), expected[index]):
+                wrong.append(index)
+
+    callers = [threading.Thread(target=call, args=(index,)) for index in range(len(cases))]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not wrong and not any(caller.is_alive() for caller in callers)
+
+
+def test_a_jobs_pieces_may_bring_jobs(pool):
+    """draft_sample of several rows shares rows among threads, and the slices of a row inside a piece run alone."""
+    logits = torch.randn(3, 40000)
+    tokens, _ = pass_ext.draft_sample(logits, 5, mode="top")
+    assert torch.equal(tokens, logits.topk(5).indices)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_gets_threads_of_its_own(pool):
+    case = make_case(1)
+    expected = pass_ext.linear_rows(*case)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if all(torch.equal(pass_ext.linear_rows(*case), expected) for _ in range(20)) else 1)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the forked process hangs")
+
+
+ON_ONE_PROCESSOR = """
+import os, time, torch, pass_ext
+from pass_ext import _library
+_library.always_pool({pool})
+x, weight = torch.randn(2, 576), torch.randn(3000, 576)
+torch.set_num_threads(1)
+expected = pass_ext.linear_rows(x, weight)
+torch.set_num_threads(2)
+for _ in range(20):
+    assert torch.equal(pass_ext.linear_rows(x, weight), expected)
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), [min(os.sched_getaffinity(0))])
+times = []
+for _ in range(3000):
+    begin = time.perf_counter()
+    result = pass_ext.linear_rows(x, weight)
+    times.append(time.perf_counter() - begin)
+    assert torch.equal(result, expected)
+print(sorted(times)[len(times) // 2])
+"""
+
+
+def run_on_one_processor(pool):
+    """Seconds of a product, the median, if both threads have one processor."""
+    program = [sys.executable, "-c", ON_ONE_PROCESSOR.format(pool=pool)]
+    return float(subprocess.run(program, capture_output=True, text=True, check=True, timeout=120).stdout)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot bind a process to a processor")
+def test_no_job_waits_for_a_thread_without_a_processor():
+    """Two threads on one processor: the one that waits has it, the other one does not. Waiting lasts a time slice, some
+    milliseconds; the product alone lasts a fraction of one."""
+    in_pool = run_on_one_processor(True)
+    chosen = run_on_one_processor(False)  # torch's threads, until a job has waited long
+    assert in_pool < 2e-3 and chosen < 2e-3

@@ -1,0 +1,210 @@
+"""layer_before_attention and layer_after_attention on the CPU at every instruction set: the bits of linear_rows and the step ops
+called one by one, errors against float64, and rows that do not depend on each other.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import pass_ext
+from pass_ext import reference
+from pass_ext.testing import assert_error_within, assert_same_bits
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture
+def cpu(backend):
+    if not backend.name.startswith("cpu"):
+        pytest.skip("the layer ops are for the CPU only")
+    return backend
+
+
+class Numbers:
+    """Random tensors of one dtype."""
+
+    def __init__(self, seed, dtype):
+        self._generator, self._dtype = torch.Generator().manual_seed(seed), dtype
+
+    def __call__(self, *shape, dtype=None):
+        scale = shape[1] ** -0.5 if len(shape) == 2 else 1.0
+        numbers = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
+        return numbers.to(dtype or self._dtype)
+
+
+def before_case(rows, dtype, *, width=72, heads=3, key_heads=2, head_dim=16, whole=False, plain=False, fp32_cos=False):
+    random = Numbers(rows + width, dtype)
+    sizes = heads * head_dim, key_heads * head_dim, key_heads * head_dim
+    tensors = dict(x=random(rows, width) * width**0.5)
+    tensors |= {f"{name}_weight": random(size, width) for name, size in zip("qkv", sizes, strict=True)}
+    if not plain:
+        tensors |= {f"{name}_bias": random(size) for name, size in zip("qkv", sizes, strict=True)}
+        widths = sizes[:2] if whole else (head_dim, head_dim)
+        tensors |= dict(input_norm=random(width), q_norm=random(widths[0]), k_norm=random(widths[1]))
+    angles = random(rows, head_dim, dtype=torch.float64)
+    wide = torch.float32 if fp32_cos else dtype
+    return tensors | dict(cos=angles.cos().to(wide), sin=angles.sin().to(wide))
+
+
+def after_case(rows, dtype, *, width=72, attended=96, inner=100, norms=("mlp_norm",), biases=True):
+    random = Numbers(rows + inner, dtype)
+    shapes = dict(o=(width, attended), gate=(inner, width), up=(inner, width), down=(width, inner))
+    tensors = dict(attended=random(rows, attended) * attended**0.5, residual=random(rows, width) * width**0.5)
+    tensors |= {f"{name}_weight": random(*shape) for name, shape in shapes.items()}
+    if biases:
+        tensors |= {f"{name}_bias": random(shape[0]) for name, shape in shapes.items()}
+    return tensors | {name: random(width) for name in norms}
+
+
+# ---- the ops one by one ----
+
+
+def before_by_ops(x, q_weight, k_weight, v_weight, *, head_dim, q_bias=None, k_bias=None, v_bias=None, input_norm=None,
+                  q_norm=None, k_norm=None, cos=None, sin=None, **norm):  # fmt: skip
+    if input_norm is not None:
+        x = pass_ext.step_rms_norm(x, input_norm, **norm)[0]
+    products = []
+    for weight, bias, scale in ((q_weight, q_bias, q_norm), (k_weight, k_bias, k_norm), (v_weight, v_bias, None)):
+        rows = pass_ext.linear_rows(x, weight, bias)
+        if scale is not None:
+            rows = pass_ext.step_rms_norm(rows.unflatten(1, (-1, len(scale))), scale, **norm)[0].flatten(1)
+        products.append(rows.unflatten(1, (-1, head_dim)))
+    if cos is not None:
+        products[:2] = pass_ext.step_rotary(*products[:2], cos, sin)
+    return products
+
+
+def after_by_ops(attended, residual, o_weight, gate_weight, up_weight, down_weight, *, o_bias=None, gate_bias=None,
+                 up_bias=None, down_bias=None, attention_norm=None, mlp_norm=None, output_norm=None, activation="silu",
+                 scale=1.0, **norm):  # fmt: skip
+    def added(before, product, weight):
+        if weight is not None:
+            product = pass_ext.step_rms_norm(product, weight, **norm)[0]
+        return before + product * scale
+
+    middle = added(residual, pass_ext.linear_rows(attended, o_weight, o_bias), attention_norm)
+    x = middle if mlp_norm is None else pass_ext.step_rms_norm(middle, mlp_norm, **norm)[0]
+    gate, up = pass_ext.linear_rows(x, gate_weight, gate_bias), pass_ext.linear_rows(x, up_weight, up_bias)
+    hidden = pass_ext.step_gate(gate, up, activation=activation)
+    return added(middle, pass_ext.linear_rows(hidden, down_weight, down_bias), output_norm)
+
+
+def doubled(case):
+    return {name: value.double() if torch.is_tensor(value) else value for name, value in case.items()}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 8, 33, 130])
+@pytest.mark.parametrize(
+    "options", [{}, dict(whole=True), dict(plain=True), dict(fp32_cos=True), dict(width=65, head_dim=10)], ids=str
+)
+def test_before_has_the_bits_of_the_single_ops(cpu, dtype, rows, options):
+    case = before_case(rows, dtype, **options) | dict(head_dim=options.get("head_dim", 16))
+    for form in ("llama", "olmo2", "gemma"):
+        got = pass_ext.layer_before_attention(**case, eps=1e-3, form=form)
+        for ours, theirs in zip(got, before_by_ops(**case, eps=1e-3, form=form), strict=True):
+            assert ours.is_contiguous()
+            assert_same_bits(ours, theirs.contiguous())
+    case |= dict(cos=None, sin=None)
+    for ours, theirs in zip(pass_ext.layer_before_attention(**case), before_by_ops(**case), strict=True):
+        assert_same_bits(ours, theirs.contiguous())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 8, 33, 130])
+@pytest.mark.parametrize(
+    "norms", [("mlp_norm",), (), ("attention_norm", "output_norm"), ("attention_norm", "mlp_norm", "output_norm")], ids=str
+)
+def test_after_has_the_bits_of_the_single_ops(cpu, dtype, rows, norms):
+    for biases in (True, False):
+        case = after_case(rows, dtype, norms=norms, biases=biases)
+        for options in (dict(form="olmo2"), dict(activation="gelu_tanh", form="gemma", eps=0.5)):
+            assert_same_bits(pass_ext.layer_after_attention(**case, **options), after_by_ops(**case, **options))
+        if norms in ((), ("mlp_norm",)):
+            for scale in (0.25, 0.22):  # a power of two rounds nothing
+                got = pass_ext.layer_after_attention(**case, scale=scale)
+                assert_same_bits(got, after_by_ops(**case, scale=scale))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_close_to_float64_as_the_reference_is(cpu, dtype):
+    before = before_case(9, dtype) | dict(head_dim=16)
+    exact = reference.layer_before_attention(**doubled(before))
+    for ours, near, truth in zip(
+        pass_ext.layer_before_attention(**before), reference.layer_before_attention(**before), exact, strict=True
+    ):
+        assert_error_within(ours, near, truth)
+    after = after_case(9, dtype)
+    truth = reference.layer_after_attention(**doubled(after))
+    assert_error_within(pass_ext.layer_after_attention(**after), reference.layer_after_attention(**after), truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_has_the_same_bits_among_others(cpu, dtype):
+    before, after = before_case(40, dtype) | dict(head_dim=16), after_case(40, dtype)
+    q, k, v = pass_ext.layer_before_attention(**before)
+    out = pass_ext.layer_after_attention(**after)
+    for rows in (slice(0, 1), slice(7, 12), slice(20, 40)):
+        cut = before | {name: before[name][rows] for name in ("x", "cos", "sin")}
+        for part, whole in zip(pass_ext.layer_before_attention(**cut), (q, k, v), strict=True):
+            assert_same_bits(part, whole[rows])
+        cut = after | {name: after[name][rows] for name in ("attended", "residual")}
+        assert_same_bits(pass_ext.layer_after_attention(**cut), out[rows])
+
+
+def test_parts_of_a_joined_weight(cpu):
+    """Rows with gaps between them hold NaN, which must not be read."""
+    case = before_case(6, torch.float32, plain=True) | dict(head_dim=16)
+    expected = pass_ext.layer_before_attention(**case)
+    sizes = [len(case[f"{name}_weight"]) for name in "qkv"]
+    joined = torch.full((sum(sizes), 80), float("nan"))
+    joined[:, :72] = torch.cat([case[f"{name}_weight"] for name in "qkv"])
+    parts = dict(zip(("q_weight", "k_weight", "v_weight"), joined[:, :72].split(sizes), strict=True))
+    for ours, theirs in zip(pass_ext.layer_before_attention(**case | parts), expected, strict=True):
+        assert_same_bits(ours, theirs)
+    apart = torch.full((6, 90), float("nan"))
+    apart[:, :72] = case["x"]
+    for ours, theirs in zip(pass_ext.layer_before_attention(**case | dict(x=apart[:, :72])), expected, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(head_dim=7), "q_weight must have a multiple of 7 .head_dim."),
+        (dict(q_norm=torch.ones(9)), "q_norm must have 48 .the numbers that it norms."),
+        (dict(sin=None), "cos and sin must be given together"),
+        (dict(k_weight=torch.ones(32, 71)), "k_weight must have 72 .in"),
+        (dict(v_bias=torch.ones(31)), "v_bias must have 32 .out"),
+        (dict(input_norm=torch.ones(72).double()), "input_norm must be float32"),
+        (dict(cos=torch.ones(6, 17), sin=torch.ones(6, 17)), "cos must have an even number of at most 16"),
+        (dict(eps=-1.0), "eps must be at least 0, got -1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_wrong_arguments_before(cpu, changes, message):
+    case = before_case(6, torch.float32) | dict(head_dim=16)
+    with pytest.raises(RuntimeError, match=message):
+        pass_ext.layer_before_attention(**case | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(residual=torch.ones(5, 72)), "residual must have 6 .N, the rows of attended."),
+        (dict(o_weight=torch.ones(71, 96)), "o_weight must have 72 .d, the width of residual."),
+        (dict(up_weight=torch.ones(99, 72)), "up_weight must have 100 .the rows of gate_weight."),
+        (dict(scale=0.5, output_norm=torch.ones(72)), "scale must be 1 beside attention_norm or output_norm"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_wrong_arguments_after(cpu, changes, message):
+    case = after_case(6, torch.float32, biases=False)
+    with pytest.raises(RuntimeError, match=message):
+        pass_ext.layer_after_attention(**case | changes)
+
+
+def test_gradients_are_refused(cpu):
+    case = after_case(2, torch.float32) | dict(o_weight=nn.Parameter(torch.ones(72, 96)))
+    with pytest.raises(RuntimeError, match="layer_after_attention: no gradient is implemented"):
+        pass_ext.layer_after_attention(**case)
