@@ -107,8 +107,7 @@ def test_every_part_runs_by_its_op(monkeypatch):
         assert calls == dict(_norm=10, _rotary=2, _gate=4)
     calls.clear()
     text = pass_ext.generate(model, ids, max_new_tokens=4, eos_token_id=[]).sequences
-    assert calls["_norm"] == 5 / 2 * calls["_rotary"] >= 5
-    assert calls["_gate"] > calls["_rotary"]  # some calls recognise the activation
+    assert calls["_rotary"] == 2  # the first call; later ones compute whole layers (layer_calls)
     expected = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(text, expected)
 

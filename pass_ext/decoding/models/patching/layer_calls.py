@@ -182,7 +182,9 @@ def _first_call(
 def _parts_of(layer: nn.Module) -> _Parts | None:
     """The layer, taken apart by the names of its parts; None if it has others."""
     attention, mlp = layer._modules.get("self_attn"), layer._modules.get("mlp")
-    if attention is None or mlp is None or not all(map(_is_untouched, (layer, attention, mlp))):
+    if attention is None or mlp is None or "forward" in vars(layer):
+        return None
+    if not (_is_untouched(attention) and _is_untouched(mlp)):  # hooks on the layer itself are called all the same
         return None
     norms = {name: norm for name in layer._modules if (norm := _norm_at(layer, name)) is not None}
     places = _NORMS.get(frozenset(norms))

@@ -1,0 +1,206 @@
+"""layer_calls: the architectures whose layers compute by the two layer ops in a generation, with the bits that they had, and layers
+that must stay as they are.
+"""
+
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from support.generation import slots_for
+from support.small_models import ARCHITECTURES, prompts, small_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import pass_ext
+from pass_ext import PaSS, Tree, generate
+from pass_ext.decoding.models.patching import attachment, layer_calls
+from pass_ext.testing import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS = dict(max_new_tokens=8, eos_token_id=[])
+MORE = dict.fromkeys(("granite", "olmo2", "smollm3"), ARCHITECTURES["llama"]) | {"gemma3_text": ARCHITECTURES["gemma"]}
+WHOLE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3")
+# Experts, norms that subtract the mean, MLPs without a gate, rotated neighbours.
+NOT = ("qwen2_moe", "phi", "gpt_neox", "opt")
+
+
+def model_of(architecture, dtype=torch.float32, **changes):
+    if architecture in MORE or changes:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(architecture, **(MORE | ARCHITECTURES)[architecture] | changes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    else:
+        model = small_model(architecture)
+    model = model.to(dtype).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # norms and biases begin with ones or zeros
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(dtype) * 0.1)
+    return model
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the calls of both ops."""
+    counts = Counter()
+    for name in ("_before", "_after"):
+        op = getattr(layer_calls, name)
+        monkeypatch.setattr(layer_calls, name, lambda *a, op=op, name=name: counts.update([name]) or op(*a))
+    return counts
+
+
+@contextmanager
+def without_layer_calls(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(attachment, "layer_calls", lambda model: nullcontext())
+        yield
+
+
+def known_layers(model):
+    return [layer_calls._checked.get(layer) for layer in model.get_decoder().layers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", WHOLE)
+def test_whole_layers_give_the_logits_that_they_gave(architecture, dtype, calls, monkeypatch):
+    """Both halves of every layer run from the second call on, and nothing changes by a bit."""
+    model, ids = model_of(architecture, dtype), prompts(1, 7)[0]
+    method = PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=12, slots=2)
+    logits = []
+    tap = model.get_output_embeddings().register_forward_hook(lambda _, inputs, out: logits.append(out.clone()))
+    with without_layer_calls(monkeypatch):
+        before = generate(model, ids, method, **OPTIONS)
+    expected, logits = logits, []
+    after = generate(model, ids, method, **OPTIONS)
+    tap.remove()
+    assert torch.equal(after.sequences, before.sequences)
+    assert len(logits) == len(expected)
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert_same_bits(ours, theirs)
+    assert [known.is_right for known in known_layers(model)] == [True] * 2
+    assert calls["_before"] >= 2 * (after.stats.model_calls - 1)
+    assert not any("forward" in vars(layer) for layer in model.get_decoder().layers)
+
+
+@pytest.mark.parametrize("architecture", NOT)
+def test_other_layers_stay(architecture, calls):
+    model, ids = small_model(architecture), prompts(1, 7)[0]
+    text = generate(model, ids, **OPTIONS).sequences
+    assert not calls
+    assert torch.equal(text, model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0))
+
+
+def test_layers_without_rotary_embedding(calls):
+    """smollm3 rotates in some of its layers only."""
+    model, ids = model_of("smollm3", no_rope_layers=[1, 0]), prompts(1, 7)[0]
+    generate(model, ids, **OPTIONS)
+    assert [(known.is_right, known.rotates) for known in known_layers(model)] == [(True, True), (True, False)]
+
+
+def test_a_layer_is_believed_by_its_numbers_only(calls):
+    """A class that adds a number to its output, with parts of llama's names."""
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    kind = type(model.model.layers[1])
+
+    class Strange(kind):
+        def forward(self, *arguments, **named):
+            return super().forward(*arguments, **named) + 0.25
+
+    model.model.layers[1].__class__ = Strange
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected)
+    assert [known.is_right for known in known_layers(model)] == [True, False]
+
+
+def test_replaced_weights_are_used():
+    """Between generations, and in the middle of one."""
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    generate(model, ids, **OPTIONS)
+
+    class Streamer:
+        put = end = lambda *_: None
+
+        def __init__(self):
+            self.steps = 0
+
+        def put_step(self, tokens, accepted):
+            self.steps += 1
+            if self.steps == 3:
+                replace()
+
+    def replace():
+        layer = model.model.layers[0].mlp
+        layer.down_proj.weight = nn.Parameter(-2 * layer.down_proj.weight, requires_grad=False)
+
+    in_place = model.model.layers[1].input_layernorm.weight
+    in_place.mul_(3)  # the same tensor: its new numbers are read
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected)
+    text = generate(model, ids, streamer=Streamer(), **OPTIONS).sequences
+    head = text[:, : ids.shape[1] + 3]
+    rest = model.generate(head, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert not torch.equal(text, expected)
+    # The tokens behind the replacement come from the new weights, and from keys and values of the old ones.
+    assert torch.equal(text[:, : ids.shape[1] + 3], expected[:, : ids.shape[1] + 3]) and rest.shape == text.shape
+    replace()
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected)
+
+
+@pytest.mark.parametrize("place", ["layer.mlp", "layer.self_attn.o_proj", "layer.input_layernorm", "layer.mlp.act_fn"])
+def test_hooks_on_parts_are_called(place, calls):
+    """A layer whose parts have hooks stays as it is; hooks on the layer itself are called anyway."""
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    seen = []
+    part = eval(place, {"layer": model.model.layers[0]})
+    part.register_forward_hook(lambda *_: seen.append(1))
+    model.model.layers[1].register_forward_hook(lambda *_: seen.append(2))
+    stats = generate(model, ids, **OPTIONS).stats
+    assert seen.count(1) == seen.count(2) == stats.model_calls
+    assert known_layers(model)[0] is None and known_layers(model)[1].is_right
+
+
+def test_adapted_layers_stay(calls):
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+
+    class Adapted(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 1.5
+
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.__class__ = Adapted
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected)
+    assert known_layers(model)[0] is None and known_layers(model)[1].is_right
+
+
+def test_deep_vectors_reach_whole_layers(calls):
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    lookahead = slots_for(model, deep_layers=2)
+    with torch.no_grad():
+        lookahead.deep.mul_(6)
+    expected = generate(model, ids, **OPTIONS).sequences
+    got = generate(model, ids, PaSS(lookahead, tree=Tree.from_branching((3, 2)), rows=16, slots=2), **OPTIONS)
+    assert torch.equal(got.sequences, expected)
+
+
+def test_a_weight_that_died_is_not_remembered():
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    generate(model, ids, **OPTIONS)
+    layers = list(model.model.layers)
+    assert all(layer in layer_calls._checked for layer in layers)
+    count = len(layer_calls._checked)
+    del model, layers
+    import gc
+
+    gc.collect()
+    assert len(layer_calls._checked) == count - 2
+
+
+def test_pass_ext_names_the_ops():
+    assert {"layer_before_attention", "layer_after_attention"} <= set(pass_ext.__all__)
