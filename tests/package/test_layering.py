@@ -70,7 +70,7 @@ BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
     ("pages", "kernel_time", "serving"),
-    ("gpu",),
+    ("gpu", "contenders"),
 )
 MOST_SIDE_BY_SIDE = 12
 

@@ -51,6 +51,11 @@ class CpuWatch:
         self._cores = _own_cores()
         self._begin = self._read()
 
+    @property
+    def cores(self) -> int:
+        """The number of cores that are watched."""
+        return len(self._cores)
+
     def stop(self) -> CpuUse:
         """The use since construction. Sleeps if the time is too short for /proc/stat."""
         wall, waiting = (after - before for before, after in zip(self._begin[:2], self._read()[:2], strict=True))
