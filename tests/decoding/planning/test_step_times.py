@@ -8,6 +8,8 @@ import time
 import pytest
 import torch
 
+from pass_ext import _library
+from pass_ext._library import limit_cpu_isa
 from pass_ext.cache_folder import cache_folder
 from pass_ext.decoding.planning import cpu_watch, kept_step_times, step_times
 from pass_ext.decoding.planning.cpu_watch import CpuUse, CpuWatch
@@ -214,6 +216,15 @@ def test_a_day_later_one_call_confirms_them(cache, machine):
     assert machine.measure() == (first, 0)
 
 
+def test_times_in_doubt_are_confirmed_by_a_call_however_fresh_they_are(cache, machine):
+    first, _ = machine.measure()
+    assert machine.measure(confirm=True) == (first, 4)
+    machine.seconds = lambda rows: 0.02
+    assert machine.measure() == (first, 0)
+    times, made = machine.measure(confirm=True)
+    assert made == 4 + 32 and times.seconds == pytest.approx((0.02, 0.02))
+
+
 @pytest.mark.parametrize("factor", [0.7, 1.3])
 def test_a_day_later_another_time_is_measured_again(cache, machine, factor):
     first, _ = machine.measure()
@@ -361,6 +372,36 @@ def test_threads_and_versions_are_part_of_the_key(monkeypatch):
     monkeypatch.setattr(step_times, "version", lambda name: "99")
     measure(run, (1, 2), fingerprint="a")
     assert len(calls) > before
+
+
+def test_other_kernels_and_other_instructions_have_other_times(monkeypatch):
+    calls, run = counted()
+    measure(run, (1, 2), fingerprint="a")
+    for change in (
+        lambda: monkeypatch.setattr(step_times, "kernels_hash", lambda device: "another build"),
+        lambda: limit_cpu_isa("portable"),
+    ):
+        before = len(calls)
+        change()
+        measure(run, (1, 2), fingerprint="a")
+        assert len(calls) > before
+        before = len(calls)
+        measure(run, (1, 2), fingerprint="a")
+        assert len(calls) == before
+    limit_cpu_isa("")
+
+
+def test_the_hash_of_the_kernels_is_that_of_the_libraries(tmp_path, monkeypatch):
+    monkeypatch.setattr(_library, "_HERE", tmp_path)
+    seen = set()
+    for cpu, cuda in ((b"a", None), (b"b", None), (b"b", b"c"), (b"b", b"d")):
+        (tmp_path / "_C.so").write_bytes(cpu)
+        if cuda is not None:
+            (tmp_path / "_C_cuda.so").write_bytes(cuda)
+        _library.kernels_hash.cache_clear()
+        seen.add((_library.kernels_hash("cpu"), _library.kernels_hash("cuda")))
+        _library.kernels_hash.cache_clear()
+    assert len({cpu for cpu, _ in seen}) == 2 and len({cuda for _, cuda in seen}) == 4
 
 
 @pytest.mark.parametrize(
