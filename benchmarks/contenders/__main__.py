@@ -12,6 +12,7 @@ alone, `--check` compares them.
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +30,7 @@ from benchmarks.contenders.process import Worker, WorkerFailed
 from benchmarks.contenders.roster import Entry, Places, entries
 from benchmarks.contenders.rounds import MOST_OTHERS, Race, others_now
 from benchmarks.contenders.summary import judge
+from benchmarks.contenders.workers import names
 from benchmarks.decoding.prompts import DOMAINS, Prompt, read_prompts
 from benchmarks.decoding.race import in_turn
 from benchmarks.harness import machine
@@ -49,6 +51,11 @@ def begun_state(key: dict[str, Any], fresh: bool) -> dict[str, Any]:
         if state["key"] == key:
             return state
     return {"key": key, "sittings": 0, "rows": [], "skipped": [], "reasons": {}, "facts": {}, "parts": {}}
+
+
+def most_others(beside: int, threads: int) -> float:
+    """The share of the cores that other programs may take in a round that counts; more where processes run beside."""
+    return MOST_OTHERS + min(1.0, beside / threads)
 
 
 def started(listed: list[Entry], logs: Path, state: dict[str, Any], report: Any) -> dict[str, Worker]:
@@ -110,8 +117,9 @@ def measure(options: argparse.Namespace, report: Any) -> dict[str, Any] | None:
             step_times,
             threads,
         )
-        listed = [entry for entry in entries(places, compiled=options.compiled) if options.only in entry.name]
-        key = {"commit": machine.commit(), "length": options.length, "names": [entry.name for entry in listed]}
+        listed = [e for e in entries(places, compiled=options.compiled) if e.name in names.OURS or not options.ours]
+        key = {"commit": machine.commit(), "length": options.length, "beside": options.beside}
+        key["names"] = [entry.name for entry in listed]
         state = begun_state(key, options.fresh)
         state["sittings"] += 1
         began = time.monotonic()
@@ -119,16 +127,19 @@ def measure(options: argparse.Namespace, report: Any) -> dict[str, Any] | None:
         def keep() -> None:
             STATE.write_text(json.dumps(state))
 
-        workers = started(listed, Path(scratch), state, report)
+        workers, busy = started(listed, Path(scratch), state, report), list[subprocess.Popen[bytes]]()
         try:
-            race = Race(workers, state, keep, report, options.length, ends)
+            race = Race(workers, state, keep, report, options.length, ends, most_others(options.beside, threads))
             race.warm_up(warm_up)
+            busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.beside)]
             missing = [entry.name for entry in listed if entry.shows_parts and entry.name not in state["parts"]]
-            if missing:
+            if missing and not busy:
                 race.parts(missing, prompts[0], TOKENS_OF_PARTS)
             race.run(prompts, options.rounds, began + options.seconds)
             keep()
         finally:
+            for process in busy:
+                process.kill()
             for worker in workers.values():
                 worker.stop()
     report(f"{race.undisturbed} undisturbed rounds of {options.rounds}, in {time.monotonic() - began:.0f} s")
@@ -141,7 +152,8 @@ def measure(options: argparse.Namespace, report: Any) -> dict[str, Any] | None:
         "commit": machine.commit(),
         "machine": machine.describe_machine(),
         "load_average": {"before": load, "after": os.getloadavg()[0]},
-        "settings": {"model": Path(options.model).stem, "length": options.length, "threads": threads},
+        "settings": {"model": Path(options.model).stem, "length": options.length, "threads": threads}
+        | ({"beside": options.beside, "most_others": race.most_others} if options.beside else {}),
         **{name: state[name] for name in ("sittings", "skipped", "reasons", "facts", "parts", "rows")},
     }
     return result | {"aims": [asdict(aim) for aim in judge(result)]}
@@ -161,9 +173,10 @@ def main() -> int:
     if result is None:
         console.print("rounds are missing: run the command again, it goes on from here")
         return 1
-    file = options.out / machine.device_slug("cpu") / f"{page.NAME}.json"
-    save(result, file)
-    page.write_beside(file)
+    if not options.beside:
+        file = options.out / machine.device_slug("cpu") / f"{page.NAME}.json"
+        save(result, file)
+        page.write_beside(file)
     STATE.unlink()
     console.print(page.render(result), markup=False, highlight=False)
     return 0
@@ -182,7 +195,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="undisturbed rounds")
     parser.add_argument("--seconds", type=float, default=360, help="begin no round after so many seconds")
     parser.add_argument("--compiled", action="store_true", help="vLLM with torch.compile, too: minutes to start")
-    parser.add_argument("--only", default="", help="contenders whose name holds this")
+    parser.add_argument("--ours", action="store_true", help="pass_ext's methods alone")
+    parser.add_argument(
+        "--beside",
+        type=int,
+        default=0,
+        help="so many processes that compute all the time run beside the contenders: prints the page, keeps no result",
+    )
     parser.add_argument("--busy", action="store_true", help="start on a busy machine, too")
     parser.add_argument("--fresh", action="store_true", help="forget a run that was cut off")
     results = Path(os.environ.get("PASS_EXT_OUT", ROOT / "benchmarks" / "results"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import picture_of_speeds as drawing
-from benchmarks.contenders.summary import PARTS, baseline_of, lines, parts, undisturbed
+from benchmarks.contenders.summary import PARTS, baseline_of, counted, lines, parts
 from benchmarks.contenders.workers import names
 from benchmarks.harness import markdown, picture
 
@@ -37,7 +37,7 @@ PART_WORDS = {
 
 def render(result: dict[str, Any]) -> str:
     """The page."""
-    rows = undisturbed(result["rows"])
+    rows = counted(result)
     table, baseline = lines(rows), baseline_of(rows)
     sections = [HEADER, _provenance(result, rows), f"\n![tokens per second, and the parts of a step]({NAME}.svg)\n"]
     heads = ["", "tokens/s", "tokens per call", f"against {baseline or 'nothing'}", "same text", "as in float32"]
@@ -121,7 +121,7 @@ def _contender_facts(result: dict[str, Any]) -> str:
 
 def story_of(result: dict[str, Any]) -> dict[str, Any]:
     """The numbers of the picture."""
-    rows = undisturbed(result["rows"])
+    rows = counted(result)
     return {
         "title": f"{result['settings']['model']} in bfloat16, {result['machine']['cpu']['model']}, "
         f"{result['settings']['threads']} threads",

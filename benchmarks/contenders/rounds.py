@@ -57,6 +57,7 @@ class Race:
         report: takes a line of progress.
         length: tokens of a text.
         ends: the model's end tokens.
+        most_others: other programs' share of the cores in a round that counts.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Race:
         report: Callable[[str], None],
         length: int,
         ends: frozenset[int],
+        most_others: float = MOST_OTHERS,
     ) -> None:
+        self.most_others = most_others
         self.workers, self.state = workers, state
         self._save, self._report, self._length, self._ends = save, report, length, ends
 
@@ -75,7 +78,7 @@ class Race:
     def undisturbed(self) -> int:
         """The number of finished rounds that nothing disturbed."""
         rows = self.state["rows"]
-        disturbed = {row["round"] for row in rows if row["others"] > MOST_OTHERS}
+        disturbed = {row["round"] for row in rows if row["others"] > self.most_others}
         return len({row["round"] for row in rows} - disturbed)
 
     def warm_up(self, prompt: Prompt) -> None:

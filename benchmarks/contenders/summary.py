@@ -4,7 +4,7 @@
     against          the median, over rounds, of a contender's tokens/s divided by those of the baseline in the same round
     tokens per call  sum of tokens / sum of calls
 
-The baseline is llama.cpp without speculation; where there are two builds of it, the faster one of this run.
+The baseline is llama.cpp without speculation; where there are two builds of it, the faster one of this run; else Plain.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,24 @@ MOST_MS_OUTSIDE = 2.0
 MOST_MS_LOOP = 0.5
 
 
-def undisturbed(rows: Sequence[Row]) -> list[Row]:
+def undisturbed(rows: Sequence[Row], most_others: float = MOST_OTHERS) -> list[Row]:
     """The rows of the rounds in which no turn was disturbed."""
-    disturbed = {row["round"] for row in rows if row["others"] > MOST_OTHERS}
+    disturbed = {row["round"] for row in rows if row["others"] > most_others}
     return [row for row in rows if row["round"] not in disturbed]
 
 
+def counted(result: Row) -> list[Row]:
+    """The rows of a result that count."""
+    return undisturbed(result["rows"], result.get("settings", {}).get("most_others", MOST_OTHERS))
+
+
 def baseline_of(rows: Sequence[Row]) -> str | None:
-    """The name of the baseline in these rows; None without llama.cpp."""
+    """The name of the baseline in these rows: llama.cpp, or Plain where it did not run."""
+    return llama_of(rows) or (names.PLAIN if _speeds(rows, names.PLAIN) else None)
+
+
+def llama_of(rows: Sequence[Row]) -> str | None:
+    """The faster build of llama.cpp without speculation; None without any."""
     speeds = {name: _speeds(rows, name) for name in (roster.LLAMA, roster.LLAMA_NATIVE)}
     present = {name: median(by_round.values()) for name, by_round in speeds.items() if by_round}
     return max(present, key=lambda name: present[name]) if present else None
@@ -85,9 +95,9 @@ def parts(result: Row) -> list[Row]:
 
 def judge(result: Row) -> list[Aim]:
     """The aims of a step at the machine's speed."""
-    rows = undisturbed(result["rows"])
+    rows = counted(result)
     speeds = {line["contender"]: line["tokens_per_second"][0] for line in lines(rows)}
-    baseline = baseline_of(rows)
+    baseline = llama_of(rows)
     best = max((name for name in METHODS if name in speeds), key=lambda name: speeds[name], default=None)
     lookups = [name for name in speeds if name.startswith(roster.LLAMA) and name not in roster.PLAIN_LLAMA]
     lookup = max(lookups, key=lambda name: speeds[name], default=None)

@@ -79,8 +79,11 @@ def result():
 
 
 def test_a_round_with_a_disturbed_turn_does_not_count():
-    kept = summary.undisturbed(result()["rows"])
+    kept = summary.counted(result())
     assert {row["round"] for row in kept} == {0, 1} and len(kept) == 8
+    beside = result()
+    beside["settings"]["most_others"] = 0.6
+    assert len(summary.counted(beside)) == 12, "where processes were to run beside"
 
 
 def test_contenders_are_compared_with_the_baseline_of_the_same_round():
@@ -97,7 +100,8 @@ def test_the_faster_build_of_llama_cpp_is_the_baseline():
     assert summary.baseline_of(rows) == roster.LLAMA
     assert summary.baseline_of([*rows, row(roster.LLAMA_NATIVE, 0, 0.9)]) == roster.LLAMA_NATIVE
     assert summary.baseline_of([*rows, row(roster.LLAMA_NATIVE, 0, 3.0)]) == roster.LLAMA
-    assert summary.baseline_of([row for row in rows if row["contender"] == names.PLAIN]) is None
+    assert summary.baseline_of([row for row in rows if row["contender"] != roster.LLAMA]) == names.PLAIN
+    assert summary.baseline_of([row for row in rows if row["contender"] == names.PASS]) is None
 
 
 def test_aims_are_judged_from_undisturbed_rounds():
