@@ -4,11 +4,13 @@ A round in which other programs took more than `MOST_OTHERS` of the cores is kep
 Plain writes each text first, untimed: a text that loops, or that the model would end, is not raced.
 """
 
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks import CORES
 from benchmarks.contenders.process import Worker, WorkerFailed
 from benchmarks.contenders.workers import names
 from benchmarks.decoding.prompts import Prompt
@@ -17,6 +19,8 @@ from pass_ext.decoding.planning.cpu_watch import CpuWatch
 
 MOST_OTHERS = 0.1
 """Other programs' share of the cores in an undisturbed turn."""
+ALL_CORES = frozenset(CORES or range(os.cpu_count() or 1))
+"""Also those that OpenMP has taken from this process's main thread."""
 ATTEMPTS = 3
 MOST_SECONDS = 120.0
 WARM_UP_TOKENS = 32
@@ -24,14 +28,14 @@ WARM_UP_TOKENS = 32
 
 def others_now(seconds: float = 1.0) -> float:
     """The share of the cores that other programs take now, this process not counted; 0 where the system does not tell."""
-    watch = CpuWatch()
+    watch = CpuWatch(ALL_CORES)
     time.sleep(seconds)
     return watch.stop().others or 0.0
 
 
 def watched(worker: Worker, request: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     """The answer of a worker, and the share of the cores that programs other than it took meanwhile."""
-    watch, before, began = CpuWatch(), worker.cpu_seconds(), time.perf_counter()
+    watch, before, began = CpuWatch(ALL_CORES), worker.cpu_seconds(), time.perf_counter()
     answer = worker.ask(request, MOST_SECONDS)
     use, spent = watch.stop(), worker.cpu_seconds() - before
     cores = (time.perf_counter() - began) * watch.cores

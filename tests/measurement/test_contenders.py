@@ -191,6 +191,9 @@ def clock(monkeypatch):
     class Watch:
         cores = 2
 
+        def __init__(self, cores):
+            assert cores == rounds.ALL_CORES, "this process may be bound to one core"
+
         def stop(self):
             return SimpleNamespace(others=now["uses"].pop(0) if now["uses"] else 1.0)
 

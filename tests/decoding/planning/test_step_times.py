@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 import time
 
 import pytest
@@ -352,6 +353,25 @@ def test_a_thread_that_is_kept_off_its_core_is_seen_by_its_own_clock(proc):
 def test_a_stretch_too_short_for_the_kernels_count_is_made_longer(proc):
     use = watched(proc, ZERO, stat((0, (111, 100, 5, 5, 5)), (1, (101, 110, 5, 5, 5))), wall=0.02, own=0.02)
     assert proc["wall"] == pytest.approx(0.1) and use.waited == 0 and use.others == pytest.approx(0.08 / 0.2)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be bound here")
+def test_cores_of_all_threads_are_watched():
+    """OMP_PROC_BIND=true leaves the calling thread one core, and the process's other threads the others."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert CpuWatch().cores == len(cores)
+        assert CpuWatch(frozenset({min(cores)})).cores == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+        done.set()
+        other.join()
 
 
 def test_this_machine_can_be_watched():
