@@ -85,7 +85,8 @@ def _parts_section(result: dict[str, Any], measured: Sequence[dict[str, Any]]) -
     words = (
         "\n## A step against the machine\n\n"
         "Milliseconds per call of the model, behind the call on the prompt; in brackets the share of the machine's limit. "
-        "Products: max(bytes of the weights ÷ read bandwidth, flops ÷ peak), attention: bytes of keys and values ÷ read "
+        "Products, and the norms, rotations and gates that are in one op with them: "
+        "max(bytes of the weights ÷ read bandwidth, flops ÷ peak), attention: bytes of keys and values ÷ read "
         "bandwidth. "
         f"A large read: {limits['read_gb_per_s']:.1f} GB/s; a large product: {limits['gflop_per_s']:.0f} GFLOP/s, both in this "
         "run. Small ops and the loop have no limit but zero.\n\n"

@@ -277,10 +277,11 @@ def test_ops_count_once_and_only_inside_calls_behind_the_prompts():
         event("aten::addmm", 23, 4, outer),
         event("aten::bmm", 31, 2, attention),
         event("pass_ext::linear_rows", 40, 3, call),
+        event("pass_ext::layer_before_attention", 45, 2, call),
         event("aten::add", 44, 1, call),
         event("aten::mm", 60, 7),
     ]
-    assert sums_of_ops(events, "pass_ext::verify") == {"products": 9.0, "attention": 5.0}
+    assert sums_of_ops(events, "pass_ext::verify") == {"products": 11.0, "attention": 5.0}
 
 
 # ---- weights and workers ----

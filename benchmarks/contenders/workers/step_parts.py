@@ -1,6 +1,7 @@
 """The parts of a step, and the machine's limits that they are compared with.
 
-    products     the model's linear layers:  max(bytes of the weights / read bandwidth, flops / peak)
+    products     the model's linear layers, and norms, rotations and gates in the same op:
+                 max(bytes of the weights / read bandwidth, flops / peak)
     attention    bytes of keys and values / read bandwidth
     small        everything else in the model's call
     loop         draft, accept, commit, and the loop itself
@@ -22,8 +23,8 @@ from benchmarks.decoding.steps import profile
 from benchmarks.harness import cpu_timing, machine
 from benchmarks.harness.cases import Contender, settings_for
 
-PRODUCTS = re.compile(r"linear|::mm\b|addmm|matmul|::bmm|gemm")
-ATTENTION = re.compile(r"attention")
+PRODUCTS = re.compile(r"linear|::mm\b|addmm|matmul|::bmm|gemm|pass_ext::layer_")
+ATTENTION = re.compile(r"attention")  # of the names that PRODUCTS does not hold
 CALL = "pass_ext::verify"
 TURNS = 3
 
@@ -108,9 +109,9 @@ def counted_rows() -> Iterator[list[int]]:
 
 
 def _kind(name: str) -> str | None:
-    if ATTENTION.search(name):
-        return "attention"
-    return "products" if PRODUCTS.search(name) else None
+    if PRODUCTS.search(name):
+        return "products"
+    return "attention" if ATTENTION.search(name) else None
 
 
 def _above(event: Any) -> Iterator[Any]:

@@ -45,9 +45,9 @@ class Drafter(Protocol):
     rules: Collection[str] = tuple(RULES)
     """The accept rules that can judge its candidates."""
     step_times: StepTimes | None = None
-    """Seconds of the target's calls by their rows. With them, a request pauses while drafting gains less than it costs."""
+    """Planned seconds of the target's calls by their rows. With them, a request pauses while drafting does not pay."""
     pauses: bool = True
-    """False: it costs almost nothing, and still drafts while the others pause."""
+    """False: it costs almost nothing. It still drafts while the others pause, and has a pause of its own."""
     prompt_slots: int = 0
     """Look-ahead slots behind the last token of a prompt."""
     deepest_row: int = 0

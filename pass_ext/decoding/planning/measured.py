@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from typing import Any
 from weakref import finalize
 
@@ -23,9 +24,12 @@ from pass_ext.tree import Tree, pack_trees
 _times: dict[tuple[Any, ...], StepTimes] = {}
 """Times by model, device, threads, and whether calls are CUDA graphs."""
 
+_asked: dict[tuple[Any, ...], float] = {}
+"""When the times of a key were last measured or read, by the clock of time.monotonic."""
 _doubted: set[tuple[Any, ...]] = set()
 """The keys of times that calls at run time disagree with."""
 
+_TRUSTED = 300.0  # seconds
 _PREFIX = 256  # tokens of text before the measured rows
 
 
@@ -42,19 +46,27 @@ def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
         run = _Calls(model, graphs).run
         times = measure(run, fingerprint=kind, device=model.table.device, confirm=key in _doubted)
     _doubted.discard(key)
+    _asked[key] = time.monotonic()
     if fingerprint is None:
         try:
-            finalize(model.model, _times.pop, key, None)
+            finalize(model.model, _forget, key)
         except TypeError:  # without a finalizer its id may later be another object's
             return times
     _times[key] = times
     return times
 
 
+def _forget(key: tuple[Any, ...]) -> None:
+    _times.pop(key, None)
+    _asked.pop(key, None)
+    _doubted.discard(key)
+
+
 def doubt(model: Adapted, *, graphs: bool = False) -> None:
-    """Says that calls of the model no longer take the measured times; nothing if this process has not asked for them."""
+    """Says that calls of the model no longer take the measured times. No matter in the first minutes: on a machine that stays
+    busy every measurement differs from the last one, and takes seconds."""
     key = _key(model, graphs)
-    if key in _times:
+    if key in _times and time.monotonic() - _asked[key] >= _TRUSTED:
         _doubted.add(key)
 
 

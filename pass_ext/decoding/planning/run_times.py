@@ -18,7 +18,7 @@ from pass_ext.decoding.planning.step_times import StepTimes
 _MEMORY = 8  # steps
 _OLDEST = 60.0  # seconds
 _MOST_CHANGE = 0.25  # between the planned seconds and those at run time
-_DOUBT_EVERY = 600.0  # seconds
+_DOUBT_EVERY = 300.0  # seconds
 _Samples = tuple[tuple[float, float], ...]
 
 
@@ -58,7 +58,7 @@ class RunTimes:
         return median(_ratios(samples)) if samples else self._any_drafted()
 
     def disagrees(self) -> bool:
-        """True if steps take another time than planned; once in ten minutes, because confirming costs some calls."""
+        """True if steps take another time than planned; then not again for five minutes."""
         kinds = [samples for samples in (_last(self._plain), _last(self._last)) if len(samples) == _MEMORY]
         if not any(abs(median(_ratios(samples)) - 1) > _MOST_CHANGE for samples in kinds):
             return False

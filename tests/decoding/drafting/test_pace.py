@@ -12,7 +12,8 @@ import torch
 from pass_ext import Candidates, Plain, Proposal, Tree, generate
 from pass_ext.decoding.drafting import pace as pace_module
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter
-from pass_ext.decoding.drafting.pace import Pace
+from pass_ext.decoding.drafting.pace import Pace, Pauses
+from pass_ext.decoding.drafting.step import Batch, Step
 from pass_ext.decoding.planning import run_times as run_times_module
 from pass_ext.decoding.planning.run_times import RunTimes, run_times
 from pass_ext.decoding.planning.step_times import StepTimes
@@ -133,14 +134,14 @@ def test_ratios_are_forgotten_after_a_minute(clock):
 
 @pytest.mark.parametrize(("ratio", "disagrees"), [(1.0, False), (1.24, False), (1.3, True), (0.7, True), (0.8, False)])
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_a_quarter_is_a_disagreement_once_in_ten_minutes(clock, ratio, disagrees, is_plain):
+def test_a_quarter_is_a_disagreement_once_in_five_minutes(clock, ratio, disagrees, is_plain):
     times = RunTimes()
     for count in range(8):
         assert not times.disagrees(), f"{count} steps are too few"
         times.add(1, ratio, is_plain=is_plain)
     assert times.disagrees() == disagrees
     assert not times.disagrees()
-    clock.seconds += 601
+    clock.seconds += 301
     for _ in range(8):
         times.add(1, ratio, is_plain=is_plain)
     assert times.disagrees() == disagrees
@@ -250,6 +251,25 @@ def test_drafters_that_go_on_have_a_pause_of_their_own(clock):
     assert 0.98 <= reached < 1 and stats.num_drafts >= 1
     reached, stats = speed(clock, lambda rows, call: 0.030, Chains(0.0, pauses=False))
     assert reached == 1 and stats.num_drafts > 80, "what costs nothing goes on"
+
+
+def test_gains_of_drafters_that_go_on_pay_for_no_others(clock):
+    pauses = Pauses(PLANNED, [[0]], {True, False})
+
+    def step(seconds, tokens, kind, rows=4):
+        pauses.begin(Batch([[0]], [], torch.zeros(1, 8), [0], [50], [50]))
+        clock.seconds += seconds
+        pauses.add([Step(0, Candidates(Tree.chain(rows - 1), [5] * (rows - 1)))], [tokens], [kind])
+
+    step(0.030, 1, True, rows=1)
+    step(0.078, 1, True)
+    assert pauses.levels([9], True) == [0] and pauses.levels([9], False) == [9]
+    for _ in range(6):
+        step(0.039, 4, False)
+    assert pauses.levels([9], True) == [0] and pauses.levels([9], False) == [9]
+    for _ in range(3):
+        step(0.078, 1, False)
+    assert pauses.levels([9], False) == [0], "their losses count for themselves"
 
 
 def test_requests_of_a_batch_pause_on_their_own(clock):

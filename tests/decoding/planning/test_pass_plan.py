@@ -1,6 +1,7 @@
 """Measured step times of models: their keys, and which are kept on disk."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -47,18 +48,24 @@ def test_another_dtype_or_size_is_another_model(measured):
     assert len(set(measured)) == len(measured) == 3 and None not in measured
 
 
-def test_doubted_times_are_confirmed_once(measured):
+def test_doubted_times_are_confirmed_once(measured, monkeypatch):
+    now = time.monotonic()
     one, other = packed_model(small_model("llama")), packed_model(small_model("llama", num_hidden_layers=1))
     timing.doubt(one)
     timing.measured_times(one)
     timing.measured_times(other)
     assert measured.confirmed == [False, False], "nobody had asked for its times"
     timing.doubt(one)
+    timing.measured_times(one)
+    assert len(measured) == 2, "they were measured just now"
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 301)
+    timing.doubt(one)
     timing.measured_times(other)
     assert len(measured) == 2
     timing.measured_times(one)
     assert timing.measured_times(one) is timing.measured_times(one)
     assert measured.confirmed == [False, False, True] and measured[2] == measured[0]
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 700)
     timing.doubt(one, graphs=True)
     timing.measured_times(one)
     assert len(measured) == 3, "calls in graphs are others"
