@@ -117,9 +117,10 @@ def test_ratios_are_medians_of_the_last_steps(clock):
     times.add(1, 5.0, is_plain=True)
     times.add(1, 1.5, is_plain=True)
     assert times.plain_ratio == 1.5 and times.knows_plain, "of two the smaller one"
-    for _ in range(5):
-        times.add(4, 1.0, is_plain=False)
-    assert times.ratio(4) == 1.0
+    for ratio in (1.0, 3.0):
+        for _ in range(5):
+            times.add(4, ratio, is_plain=False)
+        assert times.ratio(4) == ratio, "of the last eight steps"
 
 
 def test_ratios_are_forgotten_after_a_minute(clock):
@@ -263,7 +264,7 @@ def test_gains_of_drafters_that_go_on_pay_for_no_others(clock):
 
     step(0.030, 1, True, rows=1)
     step(0.078, 1, True)
-    assert pauses.levels([9], True) == [0] and pauses.levels([9], False) == [9]
+    assert pauses.levels([9], True) == [0]
     for _ in range(6):
         step(0.039, 4, False)
     assert pauses.levels([9], True) == [0] and pauses.levels([9], False) == [9]
