@@ -26,6 +26,7 @@ _FIRST_CREDIT = _SHARE * _SHORTEST_TEXT  # plain steps
 _MOST_CREDIT = 2 * _FIRST_CREDIT
 _STEPS_OF_A_TRIAL = 2  # behind a pause: a drafter may need one step to begin again
 _PLAIN_SAMPLES = 2  # steps
+_MOST_DISTURBANCE = 1.5  # seconds of one step / those of the last steps
 
 
 class Pace:
@@ -123,7 +124,10 @@ class Pauses:
             return False
         drafting = max(step.candidates.seconds for step in steps if step is not None)
         is_plain = total == len(trees)
-        self._ratios.add(total, seconds / (self._times.at(total) + drafting), is_plain=is_plain)
+        ratio = seconds / (self._times.at(total) + drafting)
+        self._ratios.add(total, ratio, is_plain=is_plain)
+        # A moment's disturbance is no fault of drafting, and plain steps have such moments too.
+        ratio = min(ratio, _MOST_DISTURBANCE * self._ratios.ratio(total))
         self._has_drafted |= not is_plain
         for b, (step, tokens, kind) in enumerate(zip(steps, gained, kinds, strict=True)):
             if step is None:
@@ -131,7 +135,7 @@ class Pauses:
             rows, drafted = len(step.tree), 0.0
             if rows > 1:
                 self._last[kind][b] = rows, step.candidates.seconds
-                drafted = self._seconds_of(rows, step.candidates.seconds)
+                drafted = (self._times.at(len(trees) * rows) + step.candidates.seconds) * ratio
             for other, paces in self._paces.items():
                 paces[b].add(tokens, drafted if other == kind else 0.0, plain=self._plain())
         return len(steps) == 1 and self._ratios.disagrees()

@@ -236,6 +236,15 @@ def test_times_that_became_stale_are_seen_through_by_plain_steps(clock):
     assert reached >= 0.98 and stats.num_drafts < 20
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_program_that_begins_beside_and_slows_drafted_steps_costs_two_percent(clock, seed):
+    def seconds(rows, call):
+        return PLANNED.at(rows) * (2 if rows > 1 and call > 8 else 1)
+
+    for right in (0.0, 0.1, 0.2):
+        assert speed(clock, seconds, Chains(right, True, seed=seed))[0] >= 0.98
+
+
 def test_a_moment_of_disturbance_ends_no_drafting_that_pays(clock):
     def seconds(rows, call):
         return PLANNED.at(rows) * (4 if call in (12, 19) else 1)
