@@ -5,7 +5,8 @@
     drafts                   while the credit covers the loss of a step that gives no more than the target's own token
 
 So a text of 96 tokens or more takes at most plain decoding's time / 0.98, also if no draft is ever right and a step takes twice
-the planned time: the first step tells. A dear step has one trial, a cheap one many. Gains and the text refill the credit.
+the planned time: the first step tells. A dear step has one trial, a cheap one many. Gains and the text refill the credit. Two
+things exceed the bound, by one step each: a first step that takes more than three plain ones, and a program that begins beside.
 
 Where the time of a plain step is not known yet, two steps are plain behind the first drafted one.
 """
@@ -26,7 +27,7 @@ _FIRST_CREDIT = _SHARE * _SHORTEST_TEXT  # plain steps
 _MOST_CREDIT = 2 * _FIRST_CREDIT
 _STEPS_OF_A_TRIAL = 2  # behind a pause: a drafter may need one step to begin again
 _PLAIN_SAMPLES = 2  # steps
-_MOST_DISTURBANCE = 1.5  # seconds of one step / those of the last steps
+_MOST_DISTURBANCE = 2.0  # seconds of one step / those of the last steps
 
 
 class Pace:
@@ -105,6 +106,8 @@ class Pauses:
         """``levels`` with 0 where drafters of this kind pause."""
         if self._samples:
             return [0] * len(levels)
+        if not self._has_drafted:  # every text has one trial
+            return list(levels)
         plain = self._plain()
         return [
             most if most and pace.may_draft(plain=plain, step=self._seconds_of(*last)) else 0

@@ -16,6 +16,7 @@ from statistics import median, median_low
 from pass_ext.decoding.planning.step_times import StepTimes
 
 _MEMORY = 8  # steps
+_LAST_DRAFTED = 3  # steps with the same rows: when the machine changes, two of them tell
 _OLDEST = 60.0  # seconds
 _MOST_CHANGE = 0.25  # between the planned seconds and those at run time
 _DOUBT_EVERY = 300.0  # seconds
@@ -37,7 +38,7 @@ class RunTimes:
         if is_plain:
             self._plain = _last(self._plain + sample)
         else:
-            self._drafted[rows] = _last(self._drafted.get(rows, ()) + sample)
+            self._drafted[rows] = _last(self._drafted.get(rows, ()) + sample)[-_LAST_DRAFTED:]
             self._last = _last(self._last + sample)
 
     @property
