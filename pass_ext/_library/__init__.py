@@ -89,6 +89,13 @@ def limit_cpu_isa(name: str) -> str:
     return str(_native.pass_ext_cpu_isa().decode())
 
 
+def op_names() -> list[str]:
+    """The names of all operators in the namespace, without overload names."""
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    prefix = NAMESPACE + "::"
+    return sorted({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
+
+
 @lru_cache
 def kernels_hash(device: str) -> str:
     """A hash of the libraries that compute on this type of device; it changes with every build of other code."""
@@ -97,13 +104,6 @@ def kernels_hash(device: str) -> str:
     for path in (_HERE / name for name in names):
         digest.update(path.read_bytes() if path.exists() else b"")
     return digest.hexdigest()[:16]
-
-
-def op_names() -> list[str]:
-    """The names of all operators in the namespace, without overload names."""
-    names: list[str] = torch._C._dispatch_get_all_op_names()
-    prefix = NAMESPACE + "::"
-    return sorted({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
 
 
 def _build_info() -> dict[str, Any]:
