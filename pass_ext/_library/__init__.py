@@ -5,10 +5,12 @@ the reason, and an op raises with that reason when it gets a CUDA tensor.
 """
 
 import ctypes
+import hashlib
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -101,6 +103,16 @@ def op_names() -> list[str]:
     names: list[str] = torch._C._dispatch_get_all_op_names()
     prefix = NAMESPACE + "::"
     return sorted({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
+
+
+@lru_cache
+def kernels_hash(device: str) -> str:
+    """A hash of the libraries that compute on this type of device; it changes with every build of other code."""
+    names = ["_C.so"] if device == "cpu" else ["_C.so", "_C_cuda.so"]
+    digest = hashlib.sha256()
+    for path in (_HERE / name for name in names):
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()[:16]
 
 
 def _build_info() -> dict[str, Any]:

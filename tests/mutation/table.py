@@ -122,6 +122,7 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/draft_calls": _SPECULATIVE,
     "drafting/step": _BOTH,
     "planning/measured": ["tests/decoding/planning/test_pass_plan.py"],
+    "planning/run_times": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
     "planning/plan": ["tests/decoding/planning/test_model_plan.py", "-k", "face"],
     "models/packed": _GENERATE,
     "drafting/from_draft_model": _SPECULATIVE,

@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "checkpoint": ("cache_folder",),
     "tree": ("ops",),
     "modules": ("ops",),
-    "decoding": ("cache_folder", "ops", "tree", "modules"),
+    "decoding": ("cache_folder", "_library", "ops", "tree", "modules"),
     "integrations": ("_library", "ops", "tree", "modules", "decoding"),
     "training": ("ops", "checkpoint", "tree", "modules", "decoding"),
     "pass_ext": ("_library", "ops", "tree", "modules", "decoding", "integrations"),  # the face: pass_ext/__init__.py
@@ -70,7 +70,7 @@ BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
     ("pages", "kernel_time", "serving"),
-    ("gpu",),
+    ("gpu", "contenders"),
 )
 MOST_SIDE_BY_SIDE = 12
 

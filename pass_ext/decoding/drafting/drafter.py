@@ -22,7 +22,7 @@ from torch import Tensor
 from pass_ext.decoding.drafting.levels import draw_children, drawing_mode
 from pass_ext.decoding.drafting.step import Batch, Proposal
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.planning.measured import measured_times
+from pass_ext.decoding.planning.measured import doubt, measured_times
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import BatchSampling
@@ -45,9 +45,9 @@ class Drafter(Protocol):
     rules: Collection[str] = tuple(RULES)
     """The accept rules that can judge its candidates."""
     step_times: StepTimes | None = None
-    """Seconds of the target's calls by their rows. With them, a request pauses while drafting gains less than it costs."""
+    """Planned seconds of the target's calls by their rows. With them, a request pauses while drafting does not pay."""
     pauses: bool = True
-    """False: it costs almost nothing, and still drafts while the others pause."""
+    """False: it costs almost nothing. It still drafts while the others pause, and has a pause of its own."""
     prompt_slots: int = 0
     """Look-ahead slots behind the last token of a prompt."""
     deepest_row: int = 0
@@ -127,6 +127,10 @@ class DraftContext:
     def measured_times(self) -> StepTimes:
         """Seconds of the target's calls by their rows, measured once per model and machine: for ``Drafter.step_times``."""
         return measured_times(self.target, graphs=self.graphs)
+
+    def doubt_measured_times(self) -> None:
+        """Says that the target's calls no longer take their measured times: the next generation confirms them."""
+        doubt(self.target, graphs=self.graphs)
 
     def check_origins(self, *origins: str) -> None:
         """Refuses a rule that cannot judge candidates of these origins in one tree."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
 from pass_ext.decoding.drafting.of_method import drafters_of
-from pass_ext.decoding.drafting.pace import Pace
+from pass_ext.decoding.drafting.pace import Pauses
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal, Step, join
 from pass_ext.decoding.methods import Method
 from pass_ext.decoding.rules import LONGEST_BRANCH
@@ -35,9 +35,12 @@ class Drafting:
         self.prompt_slots = max((drafter.prompt_slots for drafter in self.drafters), default=0)
         times = next((drafter.step_times for drafter in self.drafters if drafter.step_times is not None), None)
         # Rule "longest_branch" cannot emit a token without candidates, so it never pauses.
-        self._times = None if context.rule == LONGEST_BRANCH else times
-        requests = len(context.texts)
-        self._paces = [] if self._times is None else [Pace(self._times.at(requests)) for _ in range(requests)]
+        timed = None if context.rule == LONGEST_BRANCH else times
+        kinds = {drafter.pauses for drafter in self.drafters}
+        self._pauses = None if timed is None else Pauses(timed, context.texts, kinds)
+        self._kinds: list[bool] = []
+        """For each request whether drafters that pause together have candidates in the step."""
+        self._context = context
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -58,13 +61,13 @@ class Drafting:
 
     def propose(self, batch: Batch) -> list[Step | None]:
         """The next step of each request that still has to write; None for the others."""
-        levels = list(batch.levels)
-        for b, pace in enumerate(self._paces):
-            levels[b] = 0 if pace.rests else levels[b]
-        paused = replace(batch, levels=levels)
-        proposals = [drafter.propose(paused if drafter.pauses else batch) for drafter in self.drafters]
+        if self._pauses is not None:
+            self._pauses.begin(batch)
+        proposals = [drafter.propose(self._paused(batch, drafter.pauses)) for drafter in self.drafters]
         for drafter, proposal in zip(self.drafters, proposals, strict=True):
-            _check(drafter, proposal, len(levels))
+            _check(drafter, proposal, len(batch.texts))
+        together = [p.candidates for drafter, p in zip(self.drafters, proposals, strict=True) if drafter.pauses]
+        self._kinds = [any(candidates[b] is not None for candidates in together) for b in range(len(batch.texts))]
         # Where the rule needs draft logits, all candidates are of one drafter: check_origins.
         self.draft_logits = proposals[0].draft_logits if proposals and self._needs_draft_logits else None
         return [
@@ -76,11 +79,12 @@ class Drafting:
         """Tells the drafters and the pauses how many tokens each request's step gave."""
         for drafter in self.drafters:
             drafter.learn(gained)
-        if self._times is None:
-            return
-        for pace, step, tokens in zip(self._paces, steps, gained, strict=True):
-            if step is not None:
-                pace.add(self._times.at(len(steps) * len(step.tree)) + step.candidates.seconds, tokens)
+        if self._pauses is not None and self._pauses.add(steps, gained, self._kinds):
+            self._context.doubt_measured_times()
+
+    def _paused(self, batch: Batch, kind: bool) -> Batch:
+        """The batch as drafters of this kind see it: without levels where they pause."""
+        return batch if self._pauses is None else replace(batch, levels=self._pauses.levels(batch.levels, kind))
 
 
 def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,11 +46,20 @@ class CpuUse(NamedTuple):
 
 
 class CpuWatch:
-    """Measures the use of the CPU from construction to ``stop``."""
+    """Measures the use of the CPU from construction to ``stop``.
 
-    def __init__(self) -> None:
-        self._cores = _own_cores()
+    Args:
+        cores: which are watched; None: those of this process.
+    """
+
+    def __init__(self, cores: frozenset[int] | None = None) -> None:
+        self._cores = _own_cores() if cores is None else cores
         self._begin = self._read()
+
+    @property
+    def cores(self) -> int:
+        """The number of cores that are watched."""
+        return len(self._cores)
 
     def stop(self) -> CpuUse:
         """The use since construction. Sleeps if the time is too short for /proc/stat."""
@@ -71,9 +81,14 @@ class CpuWatch:
 
 
 def _own_cores() -> frozenset[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+    """The cores of all threads: where OpenMP binds threads, the calling one has a core of its own."""
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset(range(os.cpu_count() or 1))
+    cores = set(os.sched_getaffinity(0))
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has just ended
+            cores |= os.sched_getaffinity(int(thread.name))
+    return frozenset(cores)
 
 
 def _proc_stat() -> str:

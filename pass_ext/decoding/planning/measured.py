@@ -1,9 +1,14 @@
-"""``measured_times``: the seconds of a model's calls by their rows, measured once per model and machine."""
+"""``measured_times``: the seconds of a model's calls by their rows, measured once per model and machine.
+
+``doubt`` says that calls at run time take other times. Then the next ``measured_times`` confirms the kept ones by a few calls,
+or measures again.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from typing import Any
 from weakref import finalize
 
@@ -19,6 +24,12 @@ from pass_ext.tree import Tree, pack_trees
 _times: dict[tuple[Any, ...], StepTimes] = {}
 """Times by model, device, threads, and whether calls are CUDA graphs."""
 
+_asked: dict[tuple[Any, ...], float] = {}
+"""When the times of a key were last measured or read, by the clock of time.monotonic."""
+_doubted: set[tuple[Any, ...]] = set()
+"""The keys of times that calls at run time disagree with."""
+
+_TRUSTED = 300.0  # seconds
 _PREFIX = 256  # tokens of text before the measured rows
 
 
@@ -27,21 +38,40 @@ def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
 
     A callable without a config cannot be recognised in another process, so it is measured once per object.
     """
-    device, fingerprint = model.table.device, _fingerprint(model)
-    known = fingerprint or id(model.model)
-    key = (known, str(device), torch.get_num_threads(), graphs)
-    if key in _times:
+    fingerprint, key = _fingerprint(model), _key(model, graphs)
+    if key in _times and key not in _doubted:
         return _times[key]
     with torch.no_grad(), model.attached():
         kind = fingerprint and f"{fingerprint}{' in graphs' if graphs else ''}"
-        times = measure(_Calls(model, graphs).run, fingerprint=kind, device=device)
+        run = _Calls(model, graphs).run
+        times = measure(run, fingerprint=kind, device=model.table.device, confirm=key in _doubted)
+    _doubted.discard(key)
+    _asked[key] = time.monotonic()
     if fingerprint is None:
         try:
-            finalize(model.model, _times.pop, key, None)
+            finalize(model.model, _forget, key)
         except TypeError:  # without a finalizer its id may later be another object's
             return times
     _times[key] = times
     return times
+
+
+def _forget(key: tuple[Any, ...]) -> None:
+    _times.pop(key, None)
+    _asked.pop(key, None)
+    _doubted.discard(key)
+
+
+def doubt(model: Adapted, *, graphs: bool = False) -> None:
+    """Says that calls of the model no longer take the measured times. No matter in the first minutes: on a machine that stays
+    busy every measurement differs from the last one, and takes seconds."""
+    key = _key(model, graphs)
+    if key in _times and time.monotonic() - _asked[key] >= _TRUSTED:
+        _doubted.add(key)
+
+
+def _key(model: Adapted, graphs: bool) -> tuple[Any, ...]:
+    return _fingerprint(model) or id(model.model), str(model.table.device), torch.get_num_threads(), graphs
 
 
 class _Calls:

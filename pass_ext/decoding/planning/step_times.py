@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from pass_ext._library import kernels_hash, status
 from pass_ext.decoding.planning.cpu_watch import CpuWatch
 from pass_ext.decoding.planning.kept_step_times import FORMAT, KeptTimes
 
@@ -78,6 +79,7 @@ def measure(
     fingerprint: str | None = None,
     device: torch.device | str = "cpu",
     budget: float = 2.5,
+    confirm: bool = False,
 ) -> StepTimes:
     """Times ``run(rows)`` at each number of rows: medians of rounds that visit all of them, every other one backwards.
 
@@ -85,15 +87,16 @@ def measure(
         run: makes one call with so many rows, on ``device``.
         rows: ascending, two or more.
         fingerprint: identifies the calls: model, sizes, dtype, attention, graphs. With it the result is kept on disk and read
-            again, for this device, number of threads and versions of torch and pass_ext. None: never kept.
+            again, for this device, number of threads, versions of torch and pass_ext, and built kernels. None: never kept.
         device: synchronised before and after each call if it is CUDA.
         budget: seconds to spend, warm-up included, but at least 3 rounds. On a busy machine up to three times as much.
+        confirm: kept times are used only if a call still takes as long, however fresh they are.
     """
     device, rows = torch.device(device), tuple(rows)
     if fingerprint is None:
         return StepTimes(rows, _medians(_rounds(run, rows, device, budget)))
     key = _key(fingerprint, rows, device)
-    if (known_times := _kept(key, run, rows, device)) is not None:
+    if (known_times := _kept(key, run, rows, device, confirm)) is not None:
         return known_times
     began, attempts = time.perf_counter(), list[tuple[float, ...]]()
     while len(attempts) < _ATTEMPTS:
@@ -114,9 +117,10 @@ def measure(
 
 
 def _kept(
-    key: dict[str, object], run: Callable[[int], object], rows: tuple[int, ...], device: torch.device
+    key: dict[str, object], run: Callable[[int], object], rows: tuple[int, ...], device: torch.device, confirm: bool
 ) -> StepTimes | None:
-    """The times on disk. After a day they are used only if a call still takes as long, or the machine is too busy to tell."""
+    """The times on disk. After a day, and to confirm them, they are used only if a call still takes as long, or the machine is
+    too busy to tell."""
     entry = KeptTimes.read(key, device, _MOST_SPREAD)
     if entry is None:
         return None
@@ -125,7 +129,7 @@ def _kept(
     except ValueError as error:
         _log.warning("step times in %s cannot be used, measuring again: %s", entry.path, error)
         return None
-    if entry.is_fresh:
+    if entry.is_fresh and not confirm:
         return times
     watch = CpuWatch()
     _timed(run, rows[0], device)
@@ -194,6 +198,8 @@ def _key(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[st
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "pass_ext": package_version,
+        "kernels": kernels_hash(device.type),
+        "instructions": status().cpu_isa,
     }
 
 

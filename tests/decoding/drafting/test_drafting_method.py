@@ -15,12 +15,14 @@ from support.small_models import ragged_prompts, small_model
 import pass_ext
 from pass_ext import Candidates, Plain, Proposal, Tree, generate
 from pass_ext.decoding.drafting import drafter as drafter_module
+from pass_ext.decoding.drafting import pace
+from pass_ext.decoding.planning.run_times import run_times
 from pass_ext.decoding.planning.step_times import StepTimes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMITS = dict(max_new_tokens=24, eos_token_id=[])
-TIMES = StepTimes((1, 64), (1.0, 1.6))
+TIMES = StepTimes((1, 4), (0.030, 0.042))
 
 
 class Dictionary:
@@ -221,23 +223,64 @@ def test_batch_holds_the_logits_behind_each_text(llama):
 # ---- pauses ----
 
 
-def drafts_of_200(**settings):
+class Timed(Repeating):
+    """Repeating, with calls that take their time by a made-up clock."""
+
+    def __init__(self, clock, times):
+        self.clock, self.times = clock, times
+
+    def __call__(self, rows, positions, attend, wanted):
+        self.clock.seconds += self.times.at(len(rows))
+        return super().__call__(rows, positions, attend, wanted)
+
+
+class TimedDictionary(Dictionary):
+    """Dictionary, with drafts that take their seconds by this clock."""
+
+    def __init__(self, clock, entries, **settings):
+        super().__init__(entries, **settings)
+        self.clock = clock
+
+    def drafters(self, context):
+        class Drafter(DictionaryDrafter):
+            def candidates(drafter, chain):
+                self.clock.seconds += drafter.seconds
+                return super().candidates(chain)
+
+        self.made.append(Drafter(self.entries, **self.settings))
+        return self.made[-1:]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now.seconds)
+    run_times.cache_clear()
+    yield now
+    run_times.cache_clear()
+
+
+def drafts_of_200(clock, times=TIMES, **settings):
     """The number of steps with drafts in a text of 200 tokens."""
     entries = settings.pop("entries", WRONG)
-    got = generate(Repeating(), torch.tensor([[0, 1, 2]]), Dictionary(entries, **settings), max_new_tokens=200)
+    run_times.cache_clear()
+    method = TimedDictionary(clock, entries, **settings)
+    got = generate(Timed(clock, times), torch.tensor([[0, 1, 2]]), method, max_new_tokens=200)
     assert got.sequences[0].tolist() == [place % 3 for place in range(203)]
     return got.stats.num_drafts
 
 
-def test_drafting_that_does_not_pay_pauses():
-    assert drafts_of_200() == 198, "without step times it never does"
-    assert 5 <= drafts_of_200(step_times=TIMES) < 60
-    assert drafts_of_200(step_times=TIMES, pauses=False) == 198, "a drafter that costs nothing goes on"
-    assert drafts_of_200(step_times=TIMES, entries=RIGHT) == 50, "what pays never pauses"
-    assert drafts_of_200(step_times=TIMES, entries=RIGHT, seconds=9.0) < 40, "its own seconds count"
+def test_drafting_that_does_not_pay_pauses(clock):
+    flat = StepTimes((1, 64), (0.03, 0.03))
+    assert drafts_of_200(clock) == 198, "without step times it never does"
+    assert 5 <= drafts_of_200(clock, step_times=TIMES) < 60
+    assert drafts_of_200(clock, flat, step_times=TIMES, pauses=False) >= 196, "a drafter that costs nothing goes on"
+    assert drafts_of_200(clock, flat, step_times=TIMES) >= 196, "the time that steps take decides, not the planned time"
+    assert drafts_of_200(clock, step_times=TIMES, entries=RIGHT) == 49, "what pays pauses for two steps, to time them"
+    assert drafts_of_200(clock, step_times=TIMES, entries=RIGHT, seconds=0.27) < 40, "its own seconds count"
 
 
-def test_step_times_can_be_those_of_the_target(monkeypatch):
+def test_step_times_can_be_those_of_the_target(monkeypatch, clock):
     asked = []
     monkeypatch.setattr(
         drafter_module, "measured_times", lambda target, graphs: asked.append((target.model, graphs)) or TIMES
@@ -248,7 +291,7 @@ def test_step_times_can_be_those_of_the_target(monkeypatch):
             self.settings = {"step_times": context.measured_times()}
             return super().drafters(context)
 
-    model = Repeating()
+    model = Timed(clock, TIMES)
     stats = generate(model, torch.tensor([[0, 1, 2]]), Measured(WRONG), max_new_tokens=200).stats
     assert stats.num_drafts < 60 and asked == [(model, False)]
 

@@ -1,6 +1,7 @@
 """Measured step times of models: their keys, and which are kept on disk."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -15,18 +16,25 @@ from pass_ext.decoding.planning import measured as timing
 from pass_ext.decoding.planning.step_times import StepTimes
 
 
+class Fingerprints(list):
+    """Fingerprints; ``confirmed`` says for each whether kept times were to be confirmed."""
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """The fingerprints that were measured."""
-    fingerprints = []
+    fingerprints, confirmed = Fingerprints(), []
+    fingerprints.confirmed = confirmed
 
-    def measure(run, *, fingerprint, device):
+    def measure(run, *, fingerprint, device, confirm):
         run(2)
+        confirmed.append(confirm)
         fingerprints.append(fingerprint)
         return StepTimes((1, 64), (1.0, 1.0 + 0.01 * len(fingerprints)))
 
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "_times", {})
+    monkeypatch.setattr(timing, "_doubted", set())
     return fingerprints
 
 
@@ -38,6 +46,29 @@ def test_another_dtype_or_size_is_another_model(measured):
     assert timing.measured_times(packed_model(model.bfloat16())) is not first
     assert timing.measured_times(packed_model(small_model("llama", num_hidden_layers=1))) is not first
     assert len(set(measured)) == len(measured) == 3 and None not in measured
+
+
+def test_doubted_times_are_confirmed_once(measured, monkeypatch):
+    now = time.monotonic()
+    one, other = packed_model(small_model("llama")), packed_model(small_model("llama", num_hidden_layers=1))
+    timing.doubt(one)
+    timing.measured_times(one)
+    timing.measured_times(other)
+    assert measured.confirmed == [False, False], "nobody had asked for its times"
+    timing.doubt(one)
+    timing.measured_times(one)
+    assert len(measured) == 2, "they were measured just now"
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 301)
+    timing.doubt(one)
+    timing.measured_times(other)
+    assert len(measured) == 2
+    timing.measured_times(one)
+    assert timing.measured_times(one) is timing.measured_times(one)
+    assert measured.confirmed == [False, False, True] and measured[2] == measured[0]
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 700)
+    timing.doubt(one, graphs=True)
+    timing.measured_times(one)
+    assert len(measured) == 3, "calls in graphs are others"
 
 
 @dataclasses.dataclass  # its __eq__ makes it unhashable

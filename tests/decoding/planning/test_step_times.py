@@ -3,11 +3,14 @@
 import json
 import logging
 import os
+import threading
 import time
 
 import pytest
 import torch
 
+from pass_ext import _library
+from pass_ext._library import limit_cpu_isa
 from pass_ext.cache_folder import cache_folder
 from pass_ext.decoding.planning import cpu_watch, kept_step_times, step_times
 from pass_ext.decoding.planning.cpu_watch import CpuUse, CpuWatch
@@ -214,6 +217,15 @@ def test_a_day_later_one_call_confirms_them(cache, machine):
     assert machine.measure() == (first, 0)
 
 
+def test_times_in_doubt_are_confirmed_by_a_call_however_fresh_they_are(cache, machine):
+    first, _ = machine.measure()
+    assert machine.measure(confirm=True) == (first, 4)
+    machine.seconds = lambda rows: 0.02
+    assert machine.measure() == (first, 0)
+    times, made = machine.measure(confirm=True)
+    assert made == 4 + 32 and times.seconds == pytest.approx((0.02, 0.02))
+
+
 @pytest.mark.parametrize("factor", [0.7, 1.3])
 def test_a_day_later_another_time_is_measured_again(cache, machine, factor):
     first, _ = machine.measure()
@@ -343,6 +355,25 @@ def test_a_stretch_too_short_for_the_kernels_count_is_made_longer(proc):
     assert proc["wall"] == pytest.approx(0.1) and use.waited == 0 and use.others == pytest.approx(0.08 / 0.2)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be bound here")
+def test_cores_of_all_threads_are_watched():
+    """OMP_PROC_BIND=true leaves the calling thread one core, and the process's other threads the others."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert CpuWatch().cores == len(cores)
+        assert CpuWatch(frozenset({min(cores)})).cores == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+        done.set()
+        other.join()
+
+
 def test_this_machine_can_be_watched():
     watch = CpuWatch()
     sum(range(100_000))
@@ -361,6 +392,36 @@ def test_threads_and_versions_are_part_of_the_key(monkeypatch):
     monkeypatch.setattr(step_times, "version", lambda name: "99")
     measure(run, (1, 2), fingerprint="a")
     assert len(calls) > before
+
+
+def test_other_kernels_and_other_instructions_have_other_times(monkeypatch):
+    calls, run = counted()
+    measure(run, (1, 2), fingerprint="a")
+    for change in (
+        lambda: monkeypatch.setattr(step_times, "kernels_hash", lambda device: "another build"),
+        lambda: limit_cpu_isa("portable"),
+    ):
+        before = len(calls)
+        change()
+        measure(run, (1, 2), fingerprint="a")
+        assert len(calls) > before
+        before = len(calls)
+        measure(run, (1, 2), fingerprint="a")
+        assert len(calls) == before
+    limit_cpu_isa("")
+
+
+def test_the_hash_of_the_kernels_is_that_of_the_libraries(tmp_path, monkeypatch):
+    monkeypatch.setattr(_library, "_HERE", tmp_path)
+    seen = set()
+    for cpu, cuda in ((b"a", None), (b"b", None), (b"b", b"c"), (b"b", b"d")):
+        (tmp_path / "_C.so").write_bytes(cpu)
+        if cuda is not None:
+            (tmp_path / "_C_cuda.so").write_bytes(cuda)
+        _library.kernels_hash.cache_clear()
+        seen.add((_library.kernels_hash("cpu"), _library.kernels_hash("cuda")))
+        _library.kernels_hash.cache_clear()
+    assert len({cpu for cpu, _ in seen}) == 2 and len({cuda for _, cuda in seen}) == 4
 
 
 @pytest.mark.parametrize(
