@@ -34,14 +34,18 @@ def before(x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor
     return pass_ext.layer_before_attention(x, q, k, v, head_dim=HEAD, input_norm=norm, cos=cos, sin=sin, eps=EPS)
 
 
-def single_before(x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+def single_before(
+    x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
     """pass_ext: five calls."""
     x, _ = pass_ext.step_rms_norm(x, norm, eps=EPS)
     queries, keys, values = (pass_ext.linear_rows(x, weight).unflatten(1, (-1, HEAD)) for weight in (q, k, v))
     return *pass_ext.step_rotary(queries, keys, cos, sin), values
 
 
-def plain_before(x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+def plain_before(
+    x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
     """As in transformers."""
     x = plain_norm(x, torch.zeros_like(x), norm)[0]
     queries, keys, values = (functional.linear(x, weight).unflatten(1, (-1, HEAD)) for weight in (q, k, v))
@@ -56,7 +60,9 @@ def after(attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tensor, up
     return pass_ext.layer_after_attention(attended, x, o, gate, up, down, mlp_norm=norm, eps=EPS)
 
 
-def single_after(attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def single_after(
+    attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
     """pass_ext: six calls, and an addition."""
     normed, middle = pass_ext.step_rms_norm(pass_ext.linear_rows(attended, o), norm, eps=EPS, residual=x)
     hidden = pass_ext.step_gate(pass_ext.linear_rows(normed, gate), pass_ext.linear_rows(normed, up))

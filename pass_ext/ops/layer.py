@@ -36,8 +36,8 @@ def layer_before_attention(
     eps: float = 1e-6,
     form: str = "llama",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of rows ``x [N, d]``, ready for attention: ``step_rms_norm``, three ``linear_rows``, the norms of
-    heads, and ``step_rotary``, with their bits.
+    """Queries, keys and values of rows ``x [N, d]``, ready for attention: ``step_rms_norm``, three ``linear_rows``, the norms
+    of heads, and ``step_rotary``, with their bits.
 
     Args:
         x: ``[N, d]`` bfloat16, float16 or float32.

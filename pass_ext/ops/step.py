@@ -87,12 +87,14 @@ def step_gate(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu
 
 
 def index_of(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
+    """The index of an option's name; refuses an unknown one."""
     if name not in names:
         raise ValueError(f"pass_ext::{op}: {argument} must be one of {', '.join(names)}, got {name!r}")
     return names.index(name)
 
 
 def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
+    """Refuses tensors that require a gradient while gradients are recorded."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise RuntimeError(
             f"pass_ext::{op}: no gradient is implemented, but an input requires one; call it under torch.no_grad()"

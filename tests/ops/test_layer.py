@@ -1,5 +1,5 @@
-"""layer_before_attention and layer_after_attention on the CPU at every instruction set: the bits of linear_rows and the step ops
-called one by one, errors against float64, and rows that do not depend on each other.
+"""layer_before_attention and layer_after_attention on the CPU at every instruction set: the bits of linear_rows and the step
+ops called one by one, errors against float64, and rows that do not depend on each other.
 """
 
 import pytest
@@ -113,7 +113,9 @@ def test_before_has_the_bits_of_the_single_ops(cpu, dtype, rows, options):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 8, 33, 130])
 @pytest.mark.parametrize(
-    "norms", [("mlp_norm",), (), ("attention_norm", "output_norm"), ("attention_norm", "mlp_norm", "output_norm")], ids=str
+    "norms",
+    [("mlp_norm",), (), ("attention_norm", "output_norm"), ("attention_norm", "mlp_norm", "output_norm")],
+    ids=str,
 )
 def test_after_has_the_bits_of_the_single_ops(cpu, dtype, rows, norms):
     for biases in (True, False):

@@ -467,7 +467,9 @@ def layer_before_attention(draw: Draw):
     cos, sin = (draw.floats(rows, head_dim, dtype=dtype) for _ in range(2)) if draw.chance(0.7) else (None, None)
     weights = {f"{name}_weight": draw.floats(size, width, dtype=dtype) for name, size in zip("qkv", sizes, strict=True)}
     biases = {f"{name}_bias": optional(draw, size, dtype=dtype) for name, size in zip("qkv", sizes, strict=True)}
-    norms = {f"{name}_norm": optional(draw, draw.pick((head_dim, size)), dtype=dtype) for name, size in zip("qk", sizes)}
+    norms = {
+        f"{name}_norm": optional(draw, draw.pick((head_dim, size)), dtype=dtype) for name, size in zip("qk", sizes)
+    }
     arguments = draw.damaged(dict(
         x=draw.floats(rows, width, dtype=dtype), **weights, **biases, **norms, head_dim=head_dim,
         input_norm=optional(draw, width, dtype=dtype), cos=cos, sin=sin, eps=draw.pick((1e-6, 0.5)),

@@ -1,5 +1,5 @@
-"""layer_calls: the architectures whose layers compute by the two layer ops in a generation, with the bits that they had, and layers
-that must stay as they are.
+"""layer_calls: the architectures whose layers compute by the two layer ops in a generation, with the bits that they had, and
+layers that must stay as they are.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """``layer_calls``: inside a context a model's decoder layers compute few rows on the CPU by two ops around their attention,
 ``layer_before_attention`` and ``layer_after_attention``.
 
-A layer is taken apart by the names of its parts, and believed by its numbers: its first call runs as before, and only if the ops
-give the same bits for queries, keys, values and output do they compute the layer's further calls.
+A layer is taken apart by the names of its parts, and believed by its numbers: its first call runs as before, and only if the
+ops give the same bits for queries, keys, values and output do they compute the layer's further calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS, is_plain_linear
 from pass_ext.decoding.models.patching.row_attention import OurCall, attending, current_call
 from pass_ext.decoding.models.patching.step_modules import gate_of, norm_of
-from pass_ext.ops import layer as _  # noqa: F401, which registers the ops
+from pass_ext.ops import layer as registration  # noqa: F401
 
 _before = torch.ops.pass_ext.layer_before_attention.default
 _after = torch.ops.pass_ext.layer_after_attention.default
@@ -75,13 +75,13 @@ class _Parts(NamedTuple):
     """Arguments of layer_after_attention behind residual."""
     sources: tuple[tuple[dict[str, Any], str, Any], ...]
     """(a module's parameters, a name, the tensor when the layer was taken apart)"""
-    index: int
+    layer: int
     dtype: torch.dtype
 
     def equal(self, other: _Parts) -> bool:
         """True if both are of the same tensors and numbers."""
         tensors = all(mine[2] is theirs[2] for mine, theirs in zip(self.sources, other.sources, strict=False))
-        return tensors and len(self.sources) == len(other.sources) and self.index == other.index
+        return tensors and len(self.sources) == len(other.sources) and self.layer == other.layer
 
     def are_current(self) -> bool:
         """True if no weight was replaced."""
@@ -134,7 +134,7 @@ def _forward(layer: nn.Module, known: _Layer) -> Callable[..., Any]:
         if known.is_right is None:
             return _first_call(original, known, call, hidden_states, cos, sin, named)
         q, k, v = known.before(rows, cos, sin) if known.rotates else known.before(rows, None, None)
-        out = known.after(call.attend(parts.index, q, k, v, **known.attention), rows)[None]
+        out = known.after(call.attend(parts.layer, q, k, v, **known.attention), rows)[None]
         return (out,) if known.returns_tuple else out
 
     return forward
@@ -163,7 +163,7 @@ def _first_call(
     rows = hidden_states[0]
     out = result[0] if isinstance(result, tuple) and len(result) == 1 else result
     known.is_right = False
-    if len(seen) != 1 or seen[0][0] != known.parts.index or not isinstance(out, Tensor):
+    if len(seen) != 1 or seen[0][0] != known.parts.layer or not isinstance(out, Tensor):
         return result
     _, inputs, attended, known.attention = seen[0]
     known.returns_tuple = isinstance(result, tuple)
@@ -256,8 +256,7 @@ def _attention_products(attention: nn.Module) -> tuple[Linear, ...] | None:
         queries = o[0].shape[1]
         keys = (joined[0].shape[0] - queries) // 2
         return (*_split(joined, (queries, keys, keys)), o) if keys > 0 else None
-    products = tuple(_linear_at(attention, name) for name in ("q_proj", "k_proj", "v_proj"))
-    return None if o is None or None in products else (*products, o)  # type: ignore[return-value]
+    return _all(*(_linear_at(attention, name) for name in ("q_proj", "k_proj", "v_proj")), o)
 
 
 def _mlp_products(mlp: nn.Module, *, joined: bool) -> tuple[Linear, ...] | None:
@@ -268,8 +267,13 @@ def _mlp_products(mlp: nn.Module, *, joined: bool) -> tuple[Linear, ...] | None:
         if both is None or down is None:
             return None
         return (*_split(both, (down[0].shape[1],) * 2), down)
-    products = (_linear_at(mlp, "gate_proj"), _linear_at(mlp, "up_proj"), down)
-    return None if None in products else products  # type: ignore[return-value]
+    return _all(_linear_at(mlp, "gate_proj"), _linear_at(mlp, "up_proj"), down)
+
+
+def _all(*linears: Linear | None) -> tuple[Linear, ...] | None:
+    """The linear layers; None if one is missing."""
+    there = tuple(linear for linear in linears if linear is not None)
+    return there if len(there) == len(linears) else None
 
 
 def _split(linear: Linear, sizes: tuple[int, ...]) -> list[Linear]:
