@@ -1,5 +1,5 @@
-"""The threads of the CPU kernels: the pool gives the bits of one thread, from several callers at once, in forked processes and on
-one processor; and a job does not wait for a thread that has lost its processor.
+"""The threads of the CPU kernels: the pool gives the bits of one thread, from several callers at once, in forked processes and
+on one processor; and a job does not wait for a thread that has lost its processor.
 """
 
 import os

@@ -468,7 +468,8 @@ def layer_before_attention(draw: Draw):
     weights = {f"{name}_weight": draw.floats(size, width, dtype=dtype) for name, size in zip("qkv", sizes, strict=True)}
     biases = {f"{name}_bias": optional(draw, size, dtype=dtype) for name, size in zip("qkv", sizes, strict=True)}
     norms = {
-        f"{name}_norm": optional(draw, draw.pick((head_dim, size)), dtype=dtype) for name, size in zip("qk", sizes)
+        f"{name}_norm": optional(draw, draw.pick((head_dim, size)), dtype=dtype)
+        for name, size in zip("qk", sizes, strict=False)
     }
     arguments = draw.damaged(dict(
         x=draw.floats(rows, width, dtype=dtype), **weights, **biases, **norms, head_dim=head_dim,
