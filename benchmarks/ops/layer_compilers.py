@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 from benchmarks import ROOT
@@ -35,6 +36,7 @@ from benchmarks.ops.layer import (
 )
 
 LAYERS, ROWS, ROUNDS = 30, (1, 8), 15
+torch._inductor.config.compile_threads = 1  # no processes that compile, or start, beside the measurement
 Way = Callable[..., Any]
 
 
@@ -108,6 +110,7 @@ def measure(dtype: torch.dtype) -> list[dict[str, Any]]:
             seconds: dict[str, list[float]] = {name: [] for name in ways}
             for _ in range(ROUNDS + 1):
                 for name, (one, other, _) in ways.items():
+                    time.sleep(0.05)  # threads of the way before may still spin
                     begin = time.perf_counter()
                     for first, second in layers:
                         one(x, *first, cos, sin)

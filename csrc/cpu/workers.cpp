@@ -39,7 +39,7 @@ constexpr auto kSpinForLastPieces = std::chrono::microseconds(20);
 
 // A longer wait for the last pieces means that a thread has lost its processor. Pieces take some 10 us.
 constexpr auto kLongWait = std::chrono::microseconds(500);
-constexpr auto kShortAvoidance = std::chrono::milliseconds(100), kLongAvoidance = std::chrono::milliseconds(1600);
+constexpr auto kShortAvoidance = std::chrono::milliseconds(100), kLongAvoidance = std::chrono::milliseconds(400);
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
