@@ -441,6 +441,34 @@ def step_rotary(draw: Draw):
 
 
 @case
+def next_rows_(draw: Draw):
+    requests, row_count = draw.size(), draw.pick((1, 2, 5, 12, 40, 65))
+    nodes, judged, width = draw.random.randint(1, row_count), draw.pick((1, 2, 6)), draw.pick((1, 2, 4))
+    slots, count, rank, vocabulary = draw.pick((1, 2, 7)), draw.pick((1, 3, 33, 64, 100)), draw.size(), draw.width()
+    parents = torch.tensor([-1, *(draw.random.randrange(i) for i in range(1, row_count))], dtype=torch.int32)
+    has_offers, is_scored = draw.chance(0.8), draw.chance(0.6)
+    integers = lambda low, high, *shape: draw.integers(low, high, *shape, dtype=torch.int64)  # noqa: E731
+    arguments = draw.damaged(dict(
+        rows=integers(-1, vocabulary, 3, requests, row_count), lengths=integers(1, 20, requests),
+        prefix_lens=draw.integers(0, 19, requests), report=integers(0, 9, requests, 3 + width + draw.pick((0, 2))),
+        limits=integers(0, 30, requests), parents=draw.spoilt(parents.tolist()), nodes=nodes,
+        emitted=integers(0, vocabulary, requests, width), path=draw.integers(0, judged, requests, width),
+        num_accepted=draw.integers(0, width, requests), status=draw.integers(0, 2, requests),
+        groups=draw.integers(-1, slots, judged) if has_offers else None,
+        offered=integers(-1, vocabulary, requests, slots, count) if has_offers else None,
+        scores=draw.floats(requests, slots, count, dtype=torch.float32).contiguous() if has_offers and is_scored else None,
+        left=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and is_scored else None,
+        right=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and is_scored else None,
+        **law(draw, requests), seeds=integers(0, 99, requests),
+    ))  # fmt: skip
+    before = {name: arguments[name].clone() for name in ("rows", "lengths", "prefix_lens", "report")}
+    yield arguments
+    if arguments["scores"] is None:  # a race's order depends on rounding: tests/ops/test_next.py
+        reference.next_rows_(**arguments | before)
+        check_same([arguments[name] for name in before], list(before.values()))
+
+
+@case
 def step_gate(draw: Draw):
     shape, wide, dtype = [draw.size() for _ in range(draw.pick((0, 1, 2, 3)))], draw.width(), draw.pick(FLOATS)
     is_joined = draw.chance(0.5)
