@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.common.parameters import Parameter, parameter_tensor
 
@@ -70,9 +71,9 @@ def next_rows_(
             their scores.
 
     The CPU refuses parents, groups, counts and paths that are out of range. On CUDA values are not checked, to avoid a
-    synchronisation: rows with malformed parents hang below the root, and what does not exist offers nothing. A
-    token outside the vocabulary of left is no candidate. No gradients, reverse or forward: the op raises if a tensor
-    requires one.
+    synchronisation: rows with malformed parents hang below the root, and what does not exist offers nothing. A token outside
+    the vocabulary of left is no candidate. Integers that are only read may have any integer dtype. No gradients, reverse or
+    forward: the op raises if a tensor requires one.
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (scores, left, right)):
         raise RuntimeError(
@@ -85,15 +86,15 @@ def next_rows_(
         lengths,
         prefix_lens,
         report,
-        limits,
-        parents,
+        integers("next_rows_", "limits", limits, torch.int64),
+        integers("next_rows_", "parents", parents),
         nodes,
-        emitted,
-        path,
-        num_accepted,
-        status,
-        groups,
-        offered,
+        integers("next_rows_", "emitted", emitted, torch.int64),
+        integers("next_rows_", "path", path),
+        integers("next_rows_", "num_accepted", num_accepted),
+        integers("next_rows_", "status", status),
+        integers("next_rows_", "groups", groups),
+        integers("next_rows_", "offered", offered, torch.int64),
         scores,
         left,
         right,

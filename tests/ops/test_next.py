@@ -135,7 +135,7 @@ def test_an_accept_result_without_a_token_moves_nothing(backend):
 def test_a_slot_of_the_models_own_logits_offers_the_token_that_the_target_draws(backend):
     """Scores without transitions (a rank of 0) race as in the accept rule."""
     torch.manual_seed(3)
-    logits, tree = torch.randn(3, VOCABULARY, device=backend.device), Tree.chain(3)
+    logits, tree = 4 * torch.randn(3, VOCABULARY, device=backend.device), Tree.chain(3)
     arguments = a_step(backend, tree, 1, count=64, rank=0, slots=3, judged=1)
     offered, scores = pass_ext.draft_sample(logits, 64, mode="top")
     arguments |= dict(groups=int32([0], backend), offered=offered[None], scores=scores[None])
@@ -198,7 +198,7 @@ def test_values_out_of_range_are_refused_or_offer_nothing(backend, name):
         (dict(nodes=0), "nodes must be in"),
         (dict(nodes=99), "nodes must be in"),
         (dict(report=torch.zeros(3, 5, dtype=torch.int64)), "report must have 6 to"),
-        (dict(limits=torch.zeros(3, dtype=torch.int32)), "limits must be int64"),
+        (dict(limits=torch.zeros(3)), "limits must be int64"),
         (dict(emitted=torch.zeros(3, 4, dtype=torch.int64)), "emitted must have shape"),
         (dict(groups=None), "offered and groups must come together"),
         (dict(scores=None), "scores, left and right must come together"),
