@@ -102,7 +102,7 @@ def generate(
         cuda_graphs: on CUDA, steps of a repeated shape are replayed; pays with a ``session`` that is used again.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
             same. Refused where the host decides between steps: with logits processors, methods other than ``Plain`` and
-            ``PaSS`` with a fixed number of rows, and sampled rules other than "coupled". None: on CUDA, where possible.
+            ``PaSS`` with a fixed number of rows, and sampled rules other than "coupled". None: where it is possible and pays.
         sampling: ``SamplingParams(temperature=..., ...)`` instead of the sampling arguments above.
 
     Returns:

@@ -47,4 +47,12 @@ def runs_ahead(context: DraftContext, plan: FixedPlan | str, chosen: bool | None
         raise ValueError(f"generate: run_ahead must be False or None, because {plan}, got True")
     if isinstance(plan, str) or chosen is False:
         return None
-    return plan if chosen or context.device.type == "cuda" else None
+    return plan if chosen or _pays(context, plan) else None
+
+
+def _pays(context: DraftContext, plan: FixedPlan) -> bool:
+    """On a GPU always. On the CPU, where nothing overlaps, a step costs less of the host's time, but its rows never change: so
+    it pays for one text, and if all of its steps need all rows, because each node has look-ahead slots."""
+    if context.device.type == "cuda":
+        return True
+    return len(context.texts) == 1 and (plan.offers is None or len(plan.groups) == plan.candidates.num_nodes)

@@ -248,6 +248,43 @@ def test_the_loop_that_waits_keeps_what_the_host_decides(llama, monkeypatch, met
     assert generate(llama, ids, method, max_new_tokens=4, **options).stats.ahead_calls == 0
 
 
+def test_the_default_is_the_loop_that_costs_less(llama):
+    """On the CPU: one text, of whose rows no step needs fewer than all."""
+    ids, mask = ragged_prompts(2)
+    tree = Tree.chain(2).with_lookahead({0: 2, 1: 2, 2: 2})
+    slots = slots_for(llama)
+    for method, rows, ahead in (
+        (Plain(), 1, True),
+        (Plain(), 2, False),
+        (PaSS(slots, tree=tree, rows=24), 1, True),
+        (PaSS(slots, tree=tree, rows=24), 2, False),
+        (PaSS(slots, tree=Tree.chain(2).with_lookahead({0: 2, 2: 2}), rows=24), 1, False),
+        (NGram(), 1, False),
+    ):
+        got = generate(llama, ids[:rows], method, max_new_tokens=5, attention_mask=mask[:rows])
+        assert (got.stats.ahead_calls > 0) == ahead, (method, rows)
+
+
+def test_a_text_that_has_ended_rests(llama, monkeypatch):
+    """The device learns of the end: its rows stay, and its length and caches are left alone."""
+    with_lag(monkeypatch, 1)
+    ids, mask = ragged_prompts(2)
+    whole = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[])
+    end = whole.sequences[0, ids.shape[1] + 2].item()
+    assert end not in whole.sequences[1, ids.shape[1] :].tolist()
+    lengths, advance = [], FixedStep._advance
+
+    def recorded(self, *arguments):
+        advance(self, *arguments)
+        lengths.append(self._lengths.tolist())
+
+    monkeypatch.setattr(FixedStep, "_advance", recorded)
+    got = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[end], run_ahead=True)
+    assert got.lengths[0] < 5 and got.lengths[1] == 30
+    prompts = mask.sum(1).tolist()
+    assert lengths[-1] == [prompts[0] + got.lengths[0] + 1, prompts[1] + 30], "one token behind the end, and no more"
+
+
 # ---- no host read ----
 
 
