@@ -70,6 +70,9 @@ _CPP = _files_of_families() | {
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
     "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
+    "core/next.h": (["next"], ["tests/ops/test_next.py"]),
+    "cpu/next.cpp": (["next"], ["tests/ops/test_next.py"]),
+    "cpu/next_kernels-inl.h": (["next"], ["tests/ops/test_next.py"]),
     "core/step-inl.h": (["step"], ["tests/ops/test_step.py"]),
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
@@ -92,7 +95,17 @@ _PYTHON: dict[str, list[str]] = {
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/early_stop": ["tests/decoding/drafting/test_early_flag.py"],
     "models/patching/few_rows": ["tests/ops/test_linear.py", "-k", "not thread"],
-    "loop": [
+    **dict.fromkeys(
+        ("loop/ahead", "loop/choice", "loop/fixed_step", "loop/reports"), ["tests/decoding/loop/test_ahead.py"]
+    ),
+    "loop/base": [
+        "tests/decoding/test_session.py",
+        "tests/decoding/models/test_decoded_models.py",
+        "-k",
+        "session or longest",
+    ],
+    "loop/texts": _GENERATE,
+    "loop/waiting": [
         *_BOTH[:3],
         "tests/decoding/models/test_decoded_models.py",
         "-k",

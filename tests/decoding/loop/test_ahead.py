@@ -205,15 +205,33 @@ def test_sessions(llama, monkeypatch, lag):
     assert torch.equal(again.sequences, waiting.sequences)
 
 
+class Mixer:
+    """A model of one layer; the emulator has all ops that it needs."""
+
+    def __init__(self, device):
+        generator = torch.Generator().manual_seed(2)
+        self.embedding, *self.weights = (
+            torch.randn(rows, 64, generator=generator).to(device) for rows in (VOCABULARY, 64, 64, 64)
+        )
+
+    def __call__(self, rows, positions, attend, wanted):
+        x = rows + (positions[:, None] * torch.arange(1, 65, device=rows.device)).float().cos()
+        x = rows + attend(0, *((x @ weight / 8)[:, None] for weight in self.weights))[:, 0] * 4
+        return (x if wanted is None else x[wanted]) @ self.embedding.T
+
+
 @pytest.mark.quick_on("best", "emulated")
-def test_on_every_backend(backend, llama, monkeypatch):
-    if backend.device.type == "cuda":
-        llama = small_model("llama").to(backend.device)
+@pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_on_every_backend(backend, monkeypatch, rank, law):
     with_lag(monkeypatch, 1)
-    ids, mask = (x.to(backend.device) for x in ragged_prompts(3))
-    for name in ("plain", "tree", "tree with transitions"):
-        for law in (GREEDY, WARM):
-            both(llama, ids, methods_of(llama)[name], max_new_tokens=7, attention_mask=mask, eos_token_id=ENDS, **law)
+    ids, mask = (x.to(backend.device) for x in ragged_prompts(3, longest=7))
+    model = Mixer(backend.device)
+    slots = LookaheadEmbedding(2, 64, rank=rank, vocabulary=VOCABULARY).to(backend.device)
+    for parameter in slots.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    for method in (Plain(), PaSS(slots, tree=Tree.from_branching((2, 1)), rows=9)):
+        both(model, ids, method, max_new_tokens=6, attention_mask=mask, eos_token_id=ENDS, **law)
 
 
 @pytest.mark.parametrize(
