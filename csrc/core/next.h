@@ -18,6 +18,7 @@
 
 namespace pass_ext {
 
+constexpr int64_t kMostLength = INT32_MAX - 2 * kMaxTreeNodes;  // so that no position leaves int32
 constexpr int kReportNumbers = 3;  // in front of the emitted tokens: accepted, status, drafted
 
 struct NextProblem {
@@ -70,9 +71,10 @@ struct NextRoot {
 };
 
 PASS_EXT_HOST_DEVICE NextRoot next_root(const NextProblem& problem, int64_t request) {
-  const int64_t limit = problem.limits[request];
+  const int64_t limit = problem.limits[request], known = problem.lengths[request];
+  const int64_t length = known < 0 ? 0 : known < kMostLength ? known : kMostLength;
   const int32_t accepted = problem.num_accepted[request];
-  NextRoot root{false, problem.lengths[request] >= limit, *id_of(problem, request, 0), problem.lengths[request], -1};
+  NextRoot root{false, length >= limit, *id_of(problem, request, 0), length, -1};
   if (root.at_limit || accepted < 0 || accepted >= problem.width) return root;
   const int64_t place = request * problem.width + accepted, token = problem.emitted[place];
   if (token < 0) return root;

@@ -61,6 +61,8 @@ void check_values(const NextProblem& problem) {
       refuse(kOp, "groups must be in [-1, ", problem.slots, ") (the look-ahead rows of offered), got ",
              problem.groups[node], " at ", node);
   for (int64_t b = 0; b < problem.requests; ++b) {
+    if (problem.lengths[b] < 0 || problem.lengths[b] > kMostLength)
+      refuse(kOp, "lengths must be in [0, ", kMostLength, "], got ", problem.lengths[b], " at ", b);
     const int32_t accepted = problem.num_accepted[b];
     if (accepted < -1 || accepted >= problem.width)
       refuse(kOp, "num_accepted must be in [-1, ", problem.width, ") (path has ", problem.width, " columns), got ",

@@ -70,7 +70,7 @@ def next_rows_(
             target's own noise at their positions, in the distribution over the offered tokens. None: tokens in the order of
             their scores.
 
-    The CPU refuses parents, groups, counts and paths that are out of range. On CUDA values are not checked, to avoid a
+    The CPU refuses lengths, parents, groups, counts and paths that are out of range. On CUDA values are not checked, to avoid a
     synchronisation: rows with malformed parents hang below the root, and what does not exist offers nothing. A token outside
     the vocabulary of left is no candidate. Integers that are only read may have any integer dtype. No gradients, reverse or
     forward: the op raises if a tensor requires one.

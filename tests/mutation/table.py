@@ -35,6 +35,7 @@ _SPECULATIVE = [
     "or longer_than_what or may_differ or at_temperature_0 or other_tokenizers",
 ]
 
+_AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
 
@@ -95,9 +96,10 @@ _PYTHON: dict[str, list[str]] = {
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/early_stop": ["tests/decoding/drafting/test_early_flag.py"],
     "models/patching/few_rows": ["tests/ops/test_linear.py", "-k", "not thread"],
-    **dict.fromkeys(
-        ("loop/ahead", "loop/choice", "loop/fixed_step", "loop/reports"), ["tests/decoding/loop/test_ahead.py"]
-    ),
+    "loop/ahead": _AHEAD,
+    "loop/choice": _AHEAD,
+    "loop/fixed_step": _AHEAD,
+    "loop/reports": _AHEAD,
     "loop/base": [
         "tests/decoding/test_session.py",
         "tests/decoding/models/test_decoded_models.py",
