@@ -463,7 +463,9 @@ def next_rows_(draw: Draw):
     ))  # fmt: skip
     before = {name: arguments[name].clone() for name in ("rows", "lengths", "prefix_lens", "report")}
     yield arguments
-    if arguments["scores"] is None and arguments["lengths"].numel():  # a race's order depends on rounding: tests/ops/test_next.py
+    if (
+        arguments["scores"] is None and arguments["lengths"].numel()
+    ):  # a race's order depends on rounding: tests/ops/test_next.py
         reference.next_rows_(**arguments | before)
         check_same([arguments[name] for name in before], list(before.values()))
 

@@ -129,19 +129,18 @@ class FixedStep:
         session, trees = self._session, self._trees
         with profiled("verify"):
             logits = session.call_at(trees, self._ids, self._positions)
-        with profiled("accept"):
-            result = self._accept(logits, self._tokens, trees, self._depth)
+        result = self._accept(logits, self._tokens, trees, self._depth)
         with profiled("commit"):
             session.store(trees, result.path, result.num_accepted)
-        with profiled("draft"):
-            slots = logits.view(session.requests, -1, logits.shape[-1])[:, self._nodes :]
-            self._advance(result, slots, self._rows[2, :, self._nodes :], self._groups, self._of_slots)
+        slots = logits.view(session.requests, -1, logits.shape[-1])[:, self._nodes :]
+        self._advance(result, slots, self._rows[2, :, self._nodes :], self._groups, self._of_slots)
 
     def _accept(self, logits: Tensor, tokens: Tensor, trees: PackedTrees, depth: int) -> AcceptResult:
         law = self._sampling.keywords()
-        return accept_tree(
-            logits, tokens, trees.parents, trees.cu_nodes, depth, rule="coupled", positions=self._lengths, **law
-        )
+        with profiled("accept"):
+            return accept_tree(
+                logits, tokens, trees.parents, trees.cu_nodes, depth, rule="coupled", positions=self._lengths, **law
+            )
 
     def _advance(
         self, result: AcceptResult, slots: Tensor, places: Tensor, groups: Tensor, sampling: BatchSampling
@@ -157,21 +156,22 @@ class FixedStep:
         """
         offers, requests = self._plan.offers, self._session.requests
         offered: dict[str, Any] = {}
-        if offers is not None:
-            foreseen = (places + 1).flatten() if offers.draws(self._sampling) else None
-            offered = offers.of_rows(slots.flatten(0, 1), foreseen, sampling, requests)
-            offered |= {"groups": groups} | self._sampling.keywords()
-        next_rows_(
-            self._rows,
-            self._lengths,
-            self._session.prefix_lens,
-            self.report,
-            limits=self._limits,
-            parents=self._parents,
-            nodes=self._nodes,
-            **result._asdict(),
-            **offered,
-        )
+        with profiled("draft"):
+            if offers is not None:
+                foreseen = (places + 1).flatten() if offers.draws(self._sampling) else None
+                offered = offers.of_rows(slots.flatten(0, 1), foreseen, sampling, requests)
+                offered |= {"groups": groups} | self._sampling.keywords()
+            next_rows_(
+                self._rows,
+                self._lengths,
+                self._session.prefix_lens,
+                self.report,
+                limits=self._limits,
+                parents=self._parents,
+                nodes=self._nodes,
+                **result._asdict(),
+                **offered,
+            )
 
 
 def _copy(value: Tensor | None) -> Tensor | None:
