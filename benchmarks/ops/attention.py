@@ -38,6 +38,7 @@ from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
 from benchmarks.harness.results import line_name, lines_of
+from benchmarks.ops.attention_libraries import FLASHINFER, LIBRARIES, XQA, why_absent
 from benchmarks.ops.contenders.attention import (
     CONTENDERS,
     DENSE,
@@ -47,7 +48,6 @@ from benchmarks.ops.contenders.attention import (
     SDPA,
     AttentionContender,
 )
-from benchmarks.ops.attention_libraries import FLASHINFER, LIBRARIES, XQA, why_absent
 from benchmarks.ops.inputs.attention_steps import Spec, Step, excess, make_step, make_trees, reference
 from benchmarks.ops.inputs.distributions import require
 
