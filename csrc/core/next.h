@@ -132,7 +132,7 @@ struct Offer {
 PASS_EXT_HOST_DEVICE bool ranks_before(const Offer& a, const Offer& b) {
   return a.score > b.score || (a.score == b.score && a.id < b.id);
 }
-constexpr Offer kBeforeAll{kInfinity, -1}, kBehindAll{-kInfinity, INT32_MAX};
+PASS_EXT_HOST_DEVICE Offer before_all() { return {kInfinity, -1}; }
 
 // Turns the scores of the offered tokens into those of the race below one parent; at temperature 0 they stay. `List`
 // works on them with all threads that share it: best(last) is the best offer behind `last`, id -1 if there is none,
@@ -141,10 +141,10 @@ template <typename List>
 PASS_EXT_HOST_DEVICE void race(List& list, const NextProblem& problem, int64_t request, int64_t position) {
   if (problem.sampling.temperature == nullptr || is_greedy(problem.sampling.temperature[request])) return;
   const SamplingParameters parameters = parameters_of(problem.sampling, request, problem.count, 0.0f);
-  const Offer most = list.best(kBeforeAll);
+  const Offer most = list.best(before_all());
   if (most.id < 0) return;
   const float scale = parameters.scale;
-  Offer cut = kBehindAll;  // the last offer of the support
+  Offer cut{-kInfinity, INT32_MAX};  // the last offer of the support
   if (parameters.top_k > 0) {
     Offer last = most;
     for (int32_t i = 1; i < parameters.top_k && last.id >= 0; ++i) last = list.best(last);

@@ -105,7 +105,7 @@ void fill_nodes(const NextProblem& problem, int64_t request, const NextRoot& roo
                                     offers.scores.data()));
       race(offers, problem, request, root.length + depth);
     }
-    Offer last = kBeforeAll;
+    Offer last = before_all();
     for (int32_t number = 0; child < problem.nodes; ++child) {
       if (problem.parents[child] != parent) continue;
       if (is_scored && number > 0 && last.id < 0) break;  // nothing is left

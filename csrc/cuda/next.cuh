@@ -104,7 +104,7 @@ PASS_EXT_DEVICE void fill_children(const NextProblem& problem, const NextShared&
   WarpOffers offers{offered, shared.scores + warp_index() * problem.count, problem.count};
   score_offered(problem, offers, problem.scores + (offered - problem.offered), shared.tokens[parent]);
   race(offers, problem, request, root.length + shared.depths[parent]);
-  Offer last = kBeforeAll;
+  Offer last = before_all();
   for (int32_t child = parent + 1; child < problem.nodes; ++child) {
     if (parent_of_row(problem, child) != parent) continue;
     last = offers.best(last);

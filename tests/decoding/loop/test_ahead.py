@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 pytest.importorskip("transformers")
 
@@ -364,6 +364,26 @@ def test_a_step_reads_nothing_on_the_host(llama, no_host_reads, name, law):
     generate(llama, ids, methods_of(llama)[name], max_new_tokens=6, attention_mask=mask, run_ahead=True, **law)
     assert len(no_host_reads) > 2
     assert all(len(mode.ops) == len(no_host_reads[0].ops) for mode in no_host_reads), "every step is the same"
+
+
+VIEWS = {"view", "_unsafe_view", "slice", "select", "expand", "unsqueeze", "alias", "detach"}
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_step_is_few_ops(no_host_reads, monkeypatch, rank):
+    """Outside the model: look-ahead rows in, accept, commit, draft, next rows; each is one launch or two on a GPU."""
+    slots = LookaheadEmbedding(2, 64, rank=rank, vocabulary=VOCABULARY)
+    method = PaSS(slots, tree=Tree.from_branching((2, 1)).with_lookahead({0: 2, 1: 2}), rows=9)
+    call = Mixer.__call__
+
+    def uncounted(self, *arguments):
+        with _disable_current_modes():
+            return call(self, *arguments)
+
+    monkeypatch.setattr(Mixer, "__call__", uncounted)
+    generate(Mixer("cpu"), ragged_prompts(1)[0], method, max_new_tokens=6, run_ahead=True, eos_token_id=[])
+    launched = [op.split(".")[1] for op in no_host_reads[-1].ops if op.split(".")[1] not in VIEWS]
+    assert launched == ["lookahead_embed", "accept_tree", "cache_commit_", "draft_sample", "next_rows_"]
 
 
 @torch.no_grad()
