@@ -48,6 +48,13 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "Tensor? positions, float threshold, float alpha) "
       "-> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status)");
 
+  // next
+  library.def(
+      "next_rows_(Tensor(a!) rows, Tensor(b!) lengths, Tensor(c!) prefix_lens, Tensor(d!) report, Tensor limits, "
+      "Tensor parents, int nodes, Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor? groups, "
+      "Tensor? offered, Tensor? scores, Tensor? left, Tensor? right, Tensor? temperature, Tensor? top_k, "
+      "Tensor? top_p, Tensor? min_p, Tensor? seeds) -> ()");
+
   // linear
   library.def("linear_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
 

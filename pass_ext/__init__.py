@@ -16,6 +16,7 @@ from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.layer import layer_after_attention, layer_before_attention
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
+from pass_ext.ops.next import next_rows_
 from pass_ext.ops.rules import RULES
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
 from pass_ext.ops.tree import tree_mask, tree_prepare
@@ -81,6 +82,7 @@ __all__ = [
     "layer_before_attention",
     "linear_rows",
     "lookahead_embed",
+    "next_rows_",
     "pack_trees",
     "plan",
     "set_debug",

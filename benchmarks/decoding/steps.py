@@ -81,8 +81,10 @@ def profile(contender: Contender, prompts: Sequence[Prompt], setting: Setting, m
 @contextmanager
 def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
     """Times the profiler ranges of the decoding loop; on a GPU a range waits for the work before and in it."""
-    from pass_ext.decoding import loop
+    from pass_ext.decoding.loop import fixed_step, waiting
     from pass_ext.decoding.session import reading
+
+    modules = (waiting, fixed_step, reading)
 
     times: dict[str, list[float]] = defaultdict(list)
 
@@ -94,9 +96,11 @@ def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
         finally:
             times[name].append(now(device) - started)
 
-    before = loop.profiled
-    loop.profiled = reading.profiled = timed
+    before = reading.profiled
+    for module in modules:
+        module.profiled = timed
     try:
         yield times
     finally:
-        loop.profiled = reading.profiled = before
+        for module in modules:
+            module.profiled = before

@@ -2,7 +2,7 @@
 they are installed, vLLM and FlashInfer. `python -m benchmarks.ops.accept --help`.
 
 Every contender starts from logits as models leave them. What is the same for all steps is prepared untimed. The contenders
-(accept_contenders.py):
+(contenders/accept.py):
 
 * torch: the obvious program. A chain: both distributions of all rows, one comparison of all coins, the first refusal, one draw
   from the residual; no loop over requests. A tree: level by level, child by child, all requests at once, only the rows
@@ -52,7 +52,7 @@ from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
 from benchmarks.harness.results import line_name, lines_of
-from benchmarks.ops.accept_contenders import (
+from benchmarks.ops.contenders.accept import (
     BRANCHING,
     CHAIN,
     LEAN_WALK,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import ROOT
-from benchmarks.ops.attention_contenders import GPU, AttentionContender
+from benchmarks.ops.contenders.attention import GPU, AttentionContender
 from benchmarks.ops.inputs.attention_steps import PAGE, Spec, Step, excess, make_step, make_trees, reference
 
 FLASHINFER, XQA, VLLM, SGLANG = "FlashInfer", "FlashInfer XQA", "vLLM", "SGLang"

@@ -49,6 +49,17 @@ PASS_EXT_HOST_DEVICE float log_first(const Noise& noise, int32_t group) {
   return logarithm(exponential_variate(drawn.word[0]) * (1.0f / kGroup));
 }
 
+// ln E of one token
+PASS_EXT_HOST_DEVICE float log_noise(const Noise& noise, int32_t id) {
+  const int32_t group = id / kGroup, place = id % kGroup;
+  const PhiloxBlock drawn = philox4x32(counter_of(noise, NoiseLevel::group, static_cast<uint32_t>(group)), noise.seed);
+  const float first = exponential_variate(drawn.word[0]) * (1.0f / kGroup);
+  if (drawn.word[1] % kGroup == static_cast<uint32_t>(place)) return logarithm(first);
+  const uint32_t block = static_cast<uint32_t>(group * kBlocksPerGroup + place % kBlocksPerGroup);
+  const PhiloxBlock tokens = philox4x32(counter_of(noise, NoiseLevel::token, block), noise.seed);
+  return logarithm(first + exponential_variate(tokens.word[place / kBlocksPerGroup]));
+}
+
 // Uniform in [0, 1), a multiple of 2^-32: the coin thrown for `node` in the step whose first token is at `position`.
 PASS_EXT_HOST_DEVICE double coin(uint64_t seed, int64_t position, int node) {
   const Noise noise{seed, position, Purpose::coin, static_cast<uint32_t>(node), 0};

@@ -16,6 +16,7 @@
 #include "core/draft.h"
 #include "core/half.h"
 #include "core/lookahead.h"
+#include "core/next.h"
 #include "core/scalar.h"
 #include "core/step.h"
 #include "cpu/attention.h"

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import Drafting
-from pass_ext.decoding.loop import Run
+from pass_ext.decoding.loop.ahead import AheadLoop
+from pass_ext.decoding.loop.base import Loop
+from pass_ext.decoding.loop.choice import fixed_plan, runs_ahead
+from pass_ext.decoding.loop.texts import Texts
+from pass_ext.decoding.loop.waiting import WaitingLoop
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.requests.config_processor import config_processor
@@ -63,6 +67,7 @@ def generate(
     keep_cache: bool = False,
     session: Session | None = None,
     cuda_graphs: bool = False,
+    run_ahead: bool | None = None,
     sampling: SamplingParams | None = None,
 ) -> Generation:
     """Continues each prompt with up to ``max_new_tokens`` tokens.
@@ -95,6 +100,9 @@ def generate(
         session: the session of an earlier generation with ``keep_cache``, with as many requests, as many slots and enough room.
             Its caches and CUDA graphs are used again, and its texts are overwritten.
         cuda_graphs: on CUDA, steps of a repeated shape are replayed; pays with a ``session`` that is used again.
+        run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
+            same. Refused where the host decides between steps: with logits processors, methods other than ``Plain`` and
+            ``PaSS`` with a fixed number of rows, and sampled rules other than "coupled". None: where it is possible and pays.
         sampling: ``SamplingParams(temperature=..., ...)`` instead of the sampling arguments above.
 
     Returns:
@@ -137,18 +145,30 @@ def generate(
         context = DraftContext(adapted, [list(text) for text in prompts.texts], batch, rule, cuda_graphs)
         drafting = Drafting(method, context)
         stack.enter_context(drafting.attached())
-        run = Run(context, drafting, max_new_tokens, ends, listener, processors)
+        texts = Texts(context.texts, max_new_tokens, ends, listener, drafting.max_depth)
+        plan = runs_ahead(context, fixed_plan(context, drafting, processors), run_ahead)
+        run: Loop = (
+            WaitingLoop(context, drafting, texts, processors)
+            if plan is None
+            else AheadLoop(context, drafting, texts, plan)
+        )
         run.open(session, past)
         started = time.perf_counter()
         listener.begin(prompts.texts)
         run.run_steps()
         listener.end()
         seconds = time.perf_counter() - started
-    acceptance = run.counters.snapshot()
-    new = [text[len(prompt) :] for text, prompt in zip(run.texts, prompts.texts, strict=True)]
-    stats = GenerationStats.of(acceptance, model_calls=run.calls, tokens=sum(map(len, new)), seconds=seconds)
+    new = [text[len(prompt) :] for text, prompt in zip(context.texts, prompts.texts, strict=True)]
+    stats = GenerationStats.of(
+        texts.counts.snapshot(),
+        model_calls=run.calls,
+        tokens=sum(map(len, new)),
+        seconds=seconds,
+        ahead_calls=run.ahead_calls,
+        surplus_calls=run.surplus_calls,
+    )
     if keep_cache:
-        run.session.keep([len(text) - 1 for text in run.texts])
+        run.session.keep([len(text) - 1 for text in context.texts])
     return Generation(prompts.extended(new, pad), tuple(map(len, new)), stats, run.session if keep_cache else None)
 
 

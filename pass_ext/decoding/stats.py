@@ -78,11 +78,25 @@ class GenerationStats(AcceptanceStats):
     tokens: int = 0
     """New tokens of all requests together."""
     seconds: float = 0.0
+    ahead_calls: int = 0
+    """Calls that began without a wait for the host, which read their tokens later; 0: every step waited for the host."""
+    surplus_calls: int = 0
+    """Calls that were under way when the last text ended; not among ``model_calls``."""
 
     @classmethod
-    def of(cls, acceptance: AcceptanceStats, *, model_calls: int, tokens: int, seconds: float) -> GenerationStats:
+    def of(
+        cls,
+        acceptance: AcceptanceStats,
+        *,
+        model_calls: int,
+        tokens: int,
+        seconds: float,
+        ahead_calls: int = 0,
+        surplus_calls: int = 0,
+    ) -> GenerationStats:
         """Acceptance counts together with calls, tokens and seconds."""
-        return cls(acceptance.acceptance_histogram, acceptance.num_draft_tokens, model_calls, tokens, seconds)
+        counts = acceptance.acceptance_histogram, acceptance.num_draft_tokens
+        return cls(*counts, model_calls, tokens, seconds, ahead_calls, surplus_calls)
 
     @property
     def tokens_per_second(self) -> float:
@@ -96,7 +110,9 @@ class GenerationStats(AcceptanceStats):
 
     def as_dict(self) -> dict[str, Any]:
         """Every number by its name, for JSON."""
-        names = ("model_calls", "tokens", "seconds", "tokens_per_second", "tokens_per_call")
+        names = (
+            "model_calls", "tokens", "seconds", "tokens_per_second", "tokens_per_call", "ahead_calls", "surplus_calls",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names} | super().as_dict()
 
     def __add__(self, other: AcceptanceStats) -> GenerationStats:
@@ -107,6 +123,8 @@ class GenerationStats(AcceptanceStats):
             self.model_calls + other.model_calls,
             self.tokens + other.tokens,
             self.seconds + other.seconds,
+            self.ahead_calls + other.ahead_calls,
+            self.surplus_calls + other.surplus_calls,
         )
 
     def __str__(self) -> str:
@@ -122,6 +140,27 @@ class GenerationStats(AcceptanceStats):
             f"Drafted: {self.num_draft_tokens} tokens, Per-position acceptance rate: {rates}, "
             f"Avg Draft acceptance rate: {self.draft_acceptance_rate:.1%}"
         )
+
+
+class AcceptanceCounts:
+    """Counts on the host, of steps that the host has read anyway.
+
+    Args:
+        max_accepted: the most tokens that one step can accept.
+    """
+
+    def __init__(self, max_accepted: int) -> None:
+        self._steps, self._drafted = [0] * (max_accepted + 1), 0
+
+    def add(self, accepted: int, drafted: int) -> None:
+        """Counts one step of one request. drafted: drafted tokens that the step verified; 0: not a draft."""
+        if drafted > 0:
+            self._steps[min(accepted, len(self._steps) - 1)] += 1
+            self._drafted += drafted
+
+    def snapshot(self) -> AcceptanceStats:
+        """The counts."""
+        return AcceptanceStats(tuple(self._steps), self._drafted)
 
 
 class AcceptanceCounters:

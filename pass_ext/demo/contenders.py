@@ -6,7 +6,7 @@ Seconds cover the whole call of ``generate``, pass_ext's or transformers'.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -135,10 +135,4 @@ def _of_transformers(recorder: Recorder, rows: list[int], prompt: int, seconds: 
 
 
 def _timed(stats: GenerationStats, seconds: float) -> GenerationStats:
-    return GenerationStats(
-        stats.acceptance_histogram,
-        stats.num_draft_tokens,
-        model_calls=stats.model_calls,
-        tokens=stats.tokens,
-        seconds=seconds,
-    )
+    return replace(stats, seconds=seconds)

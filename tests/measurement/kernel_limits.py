@@ -54,6 +54,7 @@ LIMITS = (
     Limit("scan_rows_kernel*", ALL, "stack", 544, "the same, in the block that finishes a row; the scan itself has none"),
     Limit("commit_kernel*", "sm_90", "stack", 8, "one spilled address in the kind for units of one byte"),
     Limit("sum_slots_kernel*", ALL, "stack", 8, "two spilled registers in the wide kinds for float16"),
+    Limit("next_kernel*", BOTH, "stack", 16, "a dozen spilled registers in the race, once a parent"),
     Limit("attention_kernel*256, 4*", "sm_100", "stack", 40, "head_dim 256 needs all 255 registers; ten more do not fit"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 

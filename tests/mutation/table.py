@@ -35,6 +35,7 @@ _SPECULATIVE = [
     "or longer_than_what or may_differ or at_temperature_0 or other_tokenizers",
 ]
 
+_AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
 
@@ -70,6 +71,9 @@ _CPP = _files_of_families() | {
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
     "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
+    "core/next.h": (["next"], ["tests/ops/test_next.py"]),
+    "cpu/next.cpp": (["next"], ["tests/ops/test_next.py"]),
+    "cpu/next_kernels-inl.h": (["next"], ["tests/ops/test_next.py"]),
     "core/step-inl.h": (["step"], ["tests/ops/test_step.py"]),
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
@@ -92,7 +96,18 @@ _PYTHON: dict[str, list[str]] = {
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/early_stop": ["tests/decoding/drafting/test_early_flag.py"],
     "models/patching/few_rows": ["tests/ops/test_linear.py", "-k", "not thread"],
-    "loop": [
+    "loop/ahead": _AHEAD,
+    "loop/choice": _AHEAD,
+    "loop/fixed_step": _AHEAD,
+    "loop/reports": _AHEAD,
+    "loop/base": [
+        "tests/decoding/test_session.py",
+        "tests/decoding/models/test_decoded_models.py",
+        "-k",
+        "session or longest",
+    ],
+    "loop/texts": _GENERATE,
+    "loop/waiting": [
         *_BOTH[:3],
         "tests/decoding/models/test_decoded_models.py",
         "-k",

@@ -59,6 +59,9 @@ def inputs():
         first=torch.tensor([5, 7]), nodes=torch.arange(5), draft_logits=torch.randn(5, 10), x=torch.randn(3, 16),
         weight=torch.randn(4, 16), bias=torch.randn(4), norm=torch.randn(16), residual=torch.randn(3, 16),
         cos=torch.randn(5, 64), sin=torch.randn(5, 64), gate_up=torch.randn(3, 32),
+        state=torch.zeros(3, 2, 4, dtype=torch.int64), lengths=torch.tensor([5, 7]), limits=torch.tensor([9, 9]),
+        committed=torch.zeros(2, dtype=torch.int32), report=torch.zeros(2, 5, dtype=torch.int64),
+        shape=torch.tensor([-1, 0, 0, 1], dtype=torch.int32),
     )  # fmt: skip
     names["logits"][[0, 3], [2, 9]] = 1e4
     return names
@@ -85,6 +88,11 @@ def check_calls(monkeypatch, names):
                 in_reference(op, (want, *arguments[1:]), options)
                 original(*arguments, **options)
                 result = arguments[0]
+            elif op == "next_rows_":
+                want = [tensor.clone() for tensor in arguments]
+                in_reference(op, want, options)
+                original(*arguments, **options)
+                result = arguments
             else:
                 want, result = in_reference(op, arguments, options), original(*arguments, **options)
             pairs = [(result, want)] if isinstance(result, torch.Tensor) else zip(result, want, strict=False)
@@ -106,11 +114,12 @@ def test_every_call_of_the_readme_agrees_with_the_reference(monkeypatch):
     called = check_calls(monkeypatch, names)
     for call, *_ in quotes():
         exec(call, names)
-    shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ linear_rows "
+    shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ linear_rows "
     shown += "step_rms_norm step_rotary step_gate"
     assert called == shown.split()
     assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)
     assert names["step"].path.tolist() == [[0, 2], [0, -1]]
+    assert names["lengths"].tolist() == [7, 8] and names["state"][2].tolist() == [[6, 7, 7, 8], [7, 8, 8, 9]]
     for cache, old, new in zip(names["caches"], before, names["new"], strict=True):
         old[0, 4:6], old[1, 6] = new[[0, 2]], new[3]
         assert torch.equal(cache, old)

@@ -441,6 +441,36 @@ def step_rotary(draw: Draw):
 
 
 @case
+def next_rows_(draw: Draw):
+    requests, row_count = draw.size(), draw.pick((1, 2, 5, 12, 40, 65))
+    nodes, judged, width = draw.random.randint(1, row_count), draw.pick((1, 2, 6)), draw.pick((1, 2, 4))
+    slots, count, rank, vocabulary = draw.pick((1, 2, 7)), draw.pick((1, 3, 33, 64, 100)), draw.size(), draw.width()
+    parents = torch.tensor([-1, *(draw.random.randrange(i) for i in range(1, row_count))], dtype=torch.int32)
+    has_offers, is_scored = draw.chance(0.8), draw.chance(0.6)
+    integers = lambda low, high, *shape: draw.integers(low, high, *shape, dtype=torch.int64)  # noqa: E731
+    arguments = draw.damaged(dict(
+        rows=integers(-1, vocabulary, 3, requests, row_count), lengths=integers(1, 20, requests),
+        prefix_lens=draw.integers(0, 19, requests), report=integers(0, 9, requests, 3 + width + draw.pick((0, 2))),
+        limits=integers(0, 30, requests), parents=draw.spoilt(parents.tolist()), nodes=nodes,
+        emitted=integers(0, vocabulary, requests, width), path=draw.integers(0, judged, requests, width),
+        num_accepted=draw.integers(0, width, requests), status=draw.integers(0, 2, requests),
+        groups=draw.integers(-1, slots, judged) if has_offers else None,
+        offered=integers(-1, vocabulary, requests, slots, count) if has_offers else None,
+        scores=draw.floats(requests, slots, count, dtype=torch.float32).contiguous() if has_offers and is_scored else None,
+        left=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and is_scored else None,
+        right=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and is_scored else None,
+        **law(draw, requests), seeds=integers(0, 99, requests),
+    ))  # fmt: skip
+    before = {name: arguments[name].clone() for name in ("rows", "lengths", "prefix_lens", "report")}
+    yield arguments
+    if (
+        arguments["scores"] is None and arguments["lengths"].numel()
+    ):  # a race's order depends on rounding: tests/ops/test_next.py
+        reference.next_rows_(**arguments | before)
+        check_same([arguments[name] for name in before], list(before.values()))
+
+
+@case
 def step_gate(draw: Draw):
     shape, wide, dtype = [draw.size() for _ in range(draw.pick((0, 1, 2, 3)))], draw.width(), draw.pick(FLOATS)
     is_joined = draw.chance(0.5)
@@ -528,9 +558,12 @@ def check_close(actual, expected, tolerance: float = 0.02) -> None:
 # ---- the calls ----
 
 
-def storages_of(arguments: dict) -> list[Tensor]:
+WRITTEN = {"cache_commit_": ("caches",), "next_rows_": ("rows", "lengths", "prefix_lens", "report")}
+
+
+def storages_of(op: str, arguments: dict) -> list[Tensor]:
     """All bytes below the arguments that an op must not write to, those between the rows too."""
-    values = [value for name, value in arguments.items() if name != "caches"]
+    values = [value for name, value in arguments.items() if name not in WRITTEN.get(op, ())]
     tensors = [t for value in values for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)]
     return [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()) for t in tensors]
 
@@ -543,7 +576,7 @@ def make_call(seed: int, number: int, op: str, verbose: bool) -> str:
     isa = _library.limit_cpu_isa(draw.pick(ISAS))
     if verbose:
         print(f"call {number}, {op} on {isa}: {described(arguments)}", flush=True)
-    before = [storage.clone() for storage in storages_of(arguments)]
+    before = [storage.clone() for storage in storages_of(op, arguments)]
     function = getattr(pass_ext, op, None) or getattr(torch.ops.pass_ext, op)
     outcome = "result"
     try:
@@ -552,7 +585,7 @@ def make_call(seed: int, number: int, op: str, verbose: bool) -> str:
         demand(str(error).startswith(f"pass_ext::{op}"), f"{type(error).__name__} without our words: {error}")
         outcome = "refusal"
     # Before the result is looked at: what is expected of it is computed from the inputs.
-    demand(all(map(torch.equal, before, storages_of(arguments))), "an input was written to")
+    demand(all(map(torch.equal, before, storages_of(op, arguments))), "an input was written to")
     if outcome == "result":
         with contextlib.suppress(StopIteration):
             case.send(result)

@@ -131,6 +131,26 @@ def cache_commit_(device):
 
 
 @sample
+def next_rows_(device):
+    integers = dict(dtype=torch.int32, device=device)
+    parents, groups = torch.tensor([-1, 0, 0, 1, 0, 4], **integers), torch.tensor([0, -1, 2], **integers)
+    step = [torch.tensor(v, **integers) for v in ([[0, 2], [0, -1]], [1, 0], [0, 0])]
+    emitted, limits = torch.tensor([[4, 6], [9, -1]], device=device), torch.tensor([40, 40], device=device)
+    offered = torch.stack([torch.randperm(70, device=device)[:8] for _ in range(8)]).view(2, 4, 8)
+    scores, seeds = torch.randn(2, 4, 8, device=device), torch.tensor([1, 2], device=device)
+    tables = torch.randn(2, 70, 5, device=device).unbind()
+
+    def state():
+        rows, lengths = torch.full((3, 2, 6), -1, device=device), torch.tensor([7, 5], device=device)
+        return rows, lengths, torch.tensor([6, 4], **integers), torch.zeros(2, 5, dtype=torch.int64, device=device)
+
+    fixed = (limits, parents, 4, emitted, *step)
+    yield *state(), *fixed, None, None, None, None, None, *NO_SAMPLING, None
+    yield *state(), *fixed, groups, offered, None, None, None, *NO_SAMPLING, None
+    yield *state(), *fixed, groups, offered, scores, *tables, *sampling(device), seeds
+
+
+@sample
 def linear_rows(device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in ((2, 3, 40), (7, 40), (7,)))

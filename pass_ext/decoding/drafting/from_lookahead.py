@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
@@ -28,6 +27,7 @@ from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.draft import draft_sample
+from pass_ext.ops.next import next_rows_
 from pass_ext.tree import Tree
 
 _SHORTLIST = 64  # candidates of a slot that transition scores reorder, or more where a node has more children
@@ -62,10 +62,15 @@ class LookaheadDrafter(Drafter):
         self.deepest_row = max(*plan.tree.depths, plan.slots)
         self.prompt_slots = plan.slots
         self._lookahead = lookahead
-        self._tree = Tree(plan.tree.parents[: plan.tree.num_nodes])
-        self._groups = tuple(plan.groups.items())
+        self.tree = Tree(plan.tree.parents[: plan.tree.num_nodes])
+        self.groups = tuple(plan.groups.items())
         self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
-        self._filler = TreeFiller(lookahead, self._tree, table, context.sampling, context.rule)
+        self._filler = TreeFiller(lookahead, self.tree, table, context.sampling, context.rule)
+
+    @property
+    def offers(self) -> Offers:
+        """The tokens that look-ahead rows offer."""
+        return self._filler.offers
 
     def begin(self, session: Session) -> None:
         """Puts the slots' embeddings into the session."""
@@ -91,7 +96,7 @@ class LookaheadDrafter(Drafter):
         filled = self._filler.fill(slots, requests, [text[-1] for text in texts], [len(text) - 1 for text in texts])
         for i, b in enumerate(requests):
             draft_rows = filled.draft_rows[i] if filled.draft_rows else None
-            candidates[b] = Candidates(self._tree, filled.tokens[i], draft_rows, self._groups)
+            candidates[b] = Candidates(self.tree, filled.tokens[i], draft_rows, self.groups)
         return Proposal(candidates, filled.draft_logits)
 
 
@@ -124,6 +129,49 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
     return drafter
 
 
+class Offers:
+    """The tokens that look-ahead rows offer as candidates, in mode "coupled".
+
+    Args:
+        lookahead: the embeddings.
+        tree: of candidates.
+        table: the model's input embeddings.
+    """
+
+    def __init__(self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor) -> None:
+        self.transition = _transition_tables(lookahead, table) if lookahead.rank else None
+        widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
+        self.count = min(widest if self.transition is None else max(_SHORTLIST, widest), table.shape[0])
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Equal for offers that read the same memory."""
+        return (self.count, *(table.data_ptr() for table in self.transition or ()))
+
+    def draws(self, sampling: BatchSampling) -> bool:
+        """True: the offered tokens are drawn, by the noise of their positions."""
+        return self.transition is None and not sampling.is_greedy
+
+    def of_rows(
+        self, logits: Tensor, positions: Tensor | None, sampling: BatchSampling, requests: int
+    ) -> dict[str, Tensor]:
+        """The offered tokens, as keyword arguments of ``next_rows_``.
+
+        Args:
+            logits: ``[requests * S, V]``, of S look-ahead rows of each request.
+            positions: ``[requests * S]`` int64, text positions of the tokens that these rows foresee; None if not ``draws``.
+            sampling: one for each of the rows.
+        """
+        if self.transition is None:  # every parent of a level has the same candidates: the best, in order
+            law = sampling.keywords()
+            tokens, _ = draft_sample(logits, self.count, mode="coupled", positions=positions, **law)
+            return {"offered": tokens.view(requests, -1, self.count)}
+        tokens, scores = draft_sample(logits, self.count, mode="top")
+        left, right = self.transition
+        shape = requests, -1, self.count
+        return {"offered": tokens.view(shape), "scores": scores.view(shape), "left": left, "right": right}
+
+
 class TreeFiller:
     """Fills a tree of candidates from the logits of look-ahead slots.
 
@@ -139,10 +187,11 @@ class TreeFiller:
         self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, sampling: BatchSampling, rule: str
     ) -> None:
         self.tree = tree
+        self.offers = Offers(lookahead, tree, table)
         self._sampling = sampling
         self._mode = drawing_mode(sampling, rule)
         self._levels = levels_of(tree, table.device)
-        self._transition = _transition_tables(lookahead, table) if lookahead.rank else None
+        self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
 
     def fill(self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], positions: Sequence[int]) -> Filled:
         """Fills the trees of these requests.
@@ -156,50 +205,37 @@ class TreeFiller:
         device = slots.device
         sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
         places = torch.tensor(positions, device=device)
+        if self._mode == "coupled":
+            return Filled(self._offered(slots, roots, sampling, places), None, None)
         # The extra entry `num_nodes` takes the surplus candidates of parents with fewer children.
         tokens = torch.full((len(requests), self.tree.num_nodes + 1), -1, device=device)
         tokens[:, 0] = torch.tensor(roots, device=device)
-        if self._mode != "coupled":
-            return self._drawn(slots, tokens, sampling, places)
-        if self._transition is None:
-            self._ranked(slots, tokens, sampling, places)
-        else:
-            self._reordered(slots, tokens, sampling, places)
-        return Filled(tokens[:, 1 : self.tree.num_nodes].tolist(), None, None)
+        return self._drawn(slots, tokens, sampling, places)
 
-    def _ranked(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> None:
-        """Ranks candidates by the slots' logits alone: every parent of a level has the same candidates."""
-        depth, most = len(self._levels), max(level.children.shape[1] for level in self._levels)
-        rows = slots[:, :depth].flatten(0, 1)
-        positions = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
-        parameters = sampling.repeated(depth).keywords()
-        best, _ = draft_sample(rows, most, mode="coupled", positions=positions, **parameters)
-        for i, level in enumerate(self._levels):
-            offered = best.view(-1, depth, most)[:, i, None, : level.children.shape[1]]
-            tokens[:, level.children] = offered.expand(-1, len(level.parents), -1)
-
-    def _reordered(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> None:
-        """Reorders the best candidates of each slot below each parent by transition scores."""
-        assert self._transition is not None
-        left, right = self._transition
-        depth, vocabulary = len(self._levels), slots.shape[-1]
-        most = max(_SHORTLIST, *(level.children.shape[1] for level in self._levels))
-        short, scores = draft_sample(slots[:, :depth].flatten(0, 1), min(most, vocabulary), mode="top")
-        short, scores = (x.view(len(slots), depth, -1) for x in (short, scores))
-        near = right[short.clamp(min=0)]  # [requests, depth, shortlist, r]
-        for i, level in enumerate(self._levels):
-            before = left[tokens[:, level.parents].clamp(min=0)]  # [requests, P, r]
-            summed = torch.baddbmm(scores[:, i, None], before, near[:, i].transpose(1, 2))  # [requests, P, shortlist]
-            width = level.children.shape[1]
-            among = short[:, i, None].expand_as(summed)
-            if sampling.is_greedy:
-                best = among.gather(2, summed.topk(min(width, summed.shape[2])).indices)
-                tokens[:, level.children] = pad(best, (0, width - best.shape[2]), value=-1)
-                continue
-            rows = summed.new_full((*summed.shape[:2], vocabulary), float("-inf"))
-            rows.scatter_(2, among.clamp(min=0), summed)
-            best, _ = draw_children(rows.flatten(0, 1), width, "coupled", sampling, places, i + 1, level.parents)
-            tokens[:, level.children] = best.view(-1, len(level.parents), width)
+    def _offered(self, slots: Tensor, roots: Sequence[int], sampling: BatchSampling, places: Tensor) -> list[list[int]]:
+        """The best of the offered tokens below every parent: ``next_rows_`` moves each request to its root."""
+        requests, nodes, depth = len(roots), self.tree.num_nodes, self.tree.max_depth
+        at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
+        offered = self.offers.of_rows(slots[:, :depth].flatten(0, 1), at, sampling.repeated(depth), requests)
+        rows = places.new_full((3, requests, nodes), -1)
+        zeros = places.new_zeros(requests, dtype=torch.int32)
+        next_rows_(
+            rows,
+            places.clone(),
+            zeros.clone(),
+            places.new_empty(requests, 4),
+            limits=places + 9,  # far behind the root
+            parents=self._parents,
+            nodes=nodes,
+            emitted=torch.tensor(roots, device=places.device)[:, None],
+            path=zeros[:, None],
+            num_accepted=zeros,
+            status=zeros,
+            groups=zeros[:1],
+            **offered,
+            **sampling.keywords(),
+        )
+        return rows[1, :, 1:].tolist()
 
     def _drawn(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> Filled:
         """Draws separately below every parent, and keeps the logits of the draws."""
@@ -209,8 +245,8 @@ class TreeFiller:
         for i, level in enumerate(self._levels):
             count, width = level.children.shape
             logits = slots[:, i, None].expand(-1, count, -1)
-            if self._transition is not None:
-                left, right = self._transition
+            if self.offers.transition is not None:
+                left, right = self.offers.transition
                 logits = logits + left[tokens[:, level.parents].clamp(min=0)] @ right.t()
             logits = logits.flatten(0, 1).contiguous()
             best, _ = draw_children(logits, width, self._mode, sampling, places, i + 1, level.parents)

@@ -7,6 +7,7 @@ accepted ones in, so a call never changes the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ class Session:
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
+        self.fixed_steps: dict[Any, Any] = {}
+        """Recorded steps of fixed plans, by their shape and parameters."""
         self._new: list[tuple[Tensor, Tensor]] = []
         self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
 
@@ -54,6 +57,11 @@ class Session:
     def device(self) -> torch.device:
         """The device of the model and the caches."""
         return self.prefix_lens.device
+
+    @property
+    def records(self) -> bool:
+        """True: calls of a repeated shape are CUDA graphs."""
+        return self._recorded is not None
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Calls the model on all rows of the trees, ids ``[N]`` as ``lookahead_embed`` takes them. The next call may overwrite
@@ -64,10 +72,16 @@ class Session:
             logits, self._new = self._forward(trees, ids, wanted)
         return logits
 
+    def call_at(self, trees: PackedTrees, ids: Tensor, positions: Tensor) -> Tensor:
+        """Calls the model on all rows, whose text positions ``[N]`` int64 are known. Only work for the device: a CUDA graph of
+        more than this call can hold it."""
+        logits, self._new = self._forward(trees, ids, positions=positions)
+        return logits
+
     def _forward(
-        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None
+        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Logits, and keys and values of all layers."""
+        """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
         new: list[tuple[Tensor, Tensor]] = []
         first = not self.caches
 
@@ -100,10 +114,12 @@ class Session:
             )  # fmt: skip
             return out[..., : dims[1]].contiguous()  # models call view() on it
 
-        starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
+        if positions is None:
+            starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
+            positions = (starts + trees.depths).long()
         rows = self.model.embed(ids, self.slots)
         offsets = None if self.deep is None else offsets_of(ids, self.deep)
-        logits = self.model(rows, (starts + trees.depths).long(), attend, wanted, offsets)
+        logits = self.model(rows, positions, attend, wanted, offsets)
         if len(new) != len(self.caches) or not new:
             raise ValueError(
                 f"{self.model.name or 'the model'}: {len(new)} layers attended, {len(self.caches)} in the first call or in "
@@ -118,10 +134,14 @@ class Session:
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Adds the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
+        self.store(trees, path, num_accepted)
+        self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
+
+    def store(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
+        """Puts these keys and values behind the texts; the texts' lengths ``prefix_lens`` stay as they are."""
         flat = [cache for layer in self.caches for cache in layer]
         new = [rows for layer in self._new for rows in layer]
         cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
-        self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Drops the keys and values behind the first ``lengths[b]`` tokens of each text."""

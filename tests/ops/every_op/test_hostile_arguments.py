@@ -438,12 +438,15 @@ def test_out_of_memory_says_op_shape_and_bytes(call, message):
 
 # Integer arguments that an op takes in any integer dtype: all except words of bits.
 WORDS = {"visible", "allowed", "draft_allowed"}
+STATE = {"next_rows_": ("rows", "lengths", "prefix_lens", "report")}
+"""The first arguments of an op that writes into them, so that they have one dtype."""
 
 
 def integer_places(op, sample):
     for where, tensor in places_of(sample):
         is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-        if is_integer and arguments_of(op)[where[0]] not in WORDS:
+        name = arguments_of(op)[where[0]]
+        if is_integer and name not in WORDS and name not in STATE.get(op, ()):
             yield where, tensor
 
 
@@ -453,6 +456,11 @@ def results_of(op, sample):
         sample = ([cache.clone() for cache in sample[0]], *sample[1:])
         call(op, sample)
         return sample[0]
+    if op in STATE:
+        count = len(STATE[op])
+        sample = (*(tensor.clone() for tensor in sample[:count]), *sample[count:])
+        call(op, sample)
+        return sample[:count]
     result = call(op, sample)
     return [result] if isinstance(result, torch.Tensor) else list(result)
 

@@ -1,4 +1,4 @@
-"""``Run``: the decoding loop of one batch. A step of all requests that have not ended:
+"""``WaitingLoop``: the host reads each step before it begins the next one. A step of all requests that have not ended:
 
     draft     candidates for each request's tree
     verify    one call of the model on all rows
@@ -19,65 +19,40 @@ from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.drafting.longest_branch import longest_branch
 from pass_ext.decoding.drafting.step import Batch, Step
+from pass_ext.decoding.loop.base import Loop
+from pass_ext.decoding.loop.texts import Texts
 from pass_ext.decoding.profiling import profiled
-from pass_ext.decoding.requests.listener import Listener
 from pass_ext.decoding.requests.processors import processed
 from pass_ext.decoding.requests.stateful_processors import Processor
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
-from pass_ext.decoding.session.opening import Past, check_positions, fill, opened
 from pass_ext.decoding.session.packs import TreePacks
 from pass_ext.decoding.session.reading import read_prompts
-from pass_ext.decoding.session.session import Session
-from pass_ext.decoding.stats import AcceptanceCounters
-from pass_ext.ops.accept import STATUS, AcceptResult, accept_tree
+from pass_ext.ops.accept import AcceptResult, accept_tree
 from pass_ext.tree import Tree
 
 Steps = Sequence[Step | None]
 
 
-class Run:
-    """One generation.
+class WaitingLoop(Loop):
+    """A loop for every method, rule and logits processor.
 
     Args:
-        context: model, texts, sampling and rule.
-        drafting: proposes the candidates.
-        max_new_tokens: the most new tokens of each text.
-        ends: tokens that end a text.
-        listener: streamer and stopping criteria.
+        context, drafting, texts: as for ``Loop``.
         processors: logits processors.
     """
 
     def __init__(
-        self,
-        context: DraftContext,
-        drafting: Drafting,
-        max_new_tokens: int,
-        ends: frozenset[int],
-        listener: Listener,
-        processors: Sequence[Processor],
+        self, context: DraftContext, drafting: Drafting, texts: Texts, processors: Sequence[Processor]
     ) -> None:
-        self.texts, self.calls = context.texts, 0
-        self._context, self._drafting = context, drafting
-        self._sampling, self._rule = context.sampling, context.rule
-        self._limits = [len(text) + max_new_tokens for text in self.texts]
-        self._ends, self._listener, self._processors = ends, listener, processors
+        super().__init__(context, drafting, texts)
+        self._sampling, self._rule, self._processors = context.sampling, context.rule, processors
         self._target_adds = (
             0 if self._rule == LONGEST_BRANCH else 1
         )  # 1: the target adds a token behind the accepted ones
-        self.counters = AcceptanceCounters(max(1, drafting.max_depth), context.device)
         self._packs = TreePacks(context.device)
 
-    def open(self, session: Session | None, past: Past | None) -> None:
-        """Opens a session with room for the texts, and fills it with the keys and values of ``past``."""
-        context, longest = self._context, max(self._limits)
-        check_positions(context.target, longest, self._drafting.deepest_row)
-        room = longest + self._drafting.max_depth
-        self.session = opened(session, context.target, len(self.texts), room, graphs=context.graphs)
-        self._drafting.begin(self.session)
-        self._known = fill(self.session, past, self.texts)
-
     def run_steps(self) -> None:
-        """Runs steps until every text has ended."""
+        """As ``Loop``."""
         batch = self._read_prompts()
         while any(batch.remaining):
             with profiled("draft"):
@@ -91,18 +66,19 @@ class Run:
 
     def _read_prompts(self) -> Batch:
         """Calls the model on the prompts, and adds the target's first token to each."""
-        steps = [self._drafting.first(text) for text in self.texts]
-        logits, self.calls = read_prompts(self.session, self.texts, self._known, self._drafting.prompt_slots)
+        texts = self.texts.tokens
+        steps = [self._drafting.first(text) for text in texts]
+        logits, self.calls = read_prompts(self.session, texts, self._known, self._drafting.prompt_slots)
         if self._target_adds:
             return self._extend(steps, logits, self._accept(steps, logits))
         # The first step reads each prompt's last token again, as the root of its tree.
         self.session.prefix_lens.sub_(1)
-        remaining = [limit - len(text) for limit, text in zip(self._limits, self.texts, strict=True)]
-        return self._batch(steps, logits, [0] * len(steps), remaining)
+        return self._batch(steps, logits, [0] * len(steps))
 
-    def _batch(self, steps: Steps, logits: Tensor, last_nodes: Sequence[int], remaining: Sequence[int]) -> Batch:
+    def _batch(self, steps: Steps, logits: Tensor, last_nodes: Sequence[int]) -> Batch:
+        remaining = list(self.texts.remaining)
         levels = [max(left - self._target_adds, 0) for left in remaining]
-        return Batch(self.texts, steps, logits, last_nodes, remaining, levels)
+        return Batch(self.texts.tokens, steps, logits, last_nodes, remaining, levels)
 
     def _verify(self, steps: Steps) -> Tensor:
         """``[N, V]``, the target's logits of all rows."""
@@ -112,7 +88,7 @@ class Run:
 
     def _accept(self, steps: Steps, logits: Tensor) -> AcceptResult:
         if self._processors:
-            texts = [text if step else None for text, step in zip(self.texts, steps, strict=True)]
+            texts = [text if step else None for text, step in zip(self.texts.tokens, steps, strict=True)]
             tokens = [step.candidates.tokens if step else [] for step in steps]
             logits = processed(logits, self._processors, texts, _trees(steps), tokens)
         with profiled("accept"):
@@ -141,7 +117,7 @@ class Run:
             rule=self._rule_for(draft_logits),
             draft_logits=draft_logits,
             draft_rows=None if draft_logits is None else self._on_device(draft_rows),
-            positions=self._on_device([len(text) for text in self.texts]),
+            positions=self._on_device([len(text) for text in self.texts.tokens]),
             **self._sampling.keywords(),
         )
 
@@ -159,37 +135,22 @@ class Run:
             self._drafting.draft_logits,
             [step.accept_draft_rows if step else [] for step in steps],
             self._sampling,
-            [len(text) for text in self.texts],
+            [len(text) for text in self.texts.tokens],
         )
 
     def _extend(self, steps: Steps, logits: Tensor, result: AcceptResult) -> Batch:
         """Reads the result on the host, extends the texts, and ends those that are finished."""
         emitted, path, status = result.emitted.tolist(), result.path.tolist(), result.status.tolist()
         accepted = result.num_accepted.tolist()
-        remaining, gained, counted, drafted = ([0] * len(steps) for _ in range(4))
+        gained, last_nodes = [0] * len(steps), [0] * len(steps)
         for b, step in enumerate(steps):
             if step is None:
                 continue
-            new = emitted[b][: accepted[b] + 1]
-            if status[b] or -1 in new:
-                reasons = " and ".join(text for bit, text in STATUS.items() if status[b] & bit)
-                raise RuntimeError(f"request {b}: {reasons or 'no token'} behind {len(self.texts[b])} tokens of text")
-            new = new[: self._limits[b] - len(self.texts[b])]
-            end = next((i for i, token in enumerate(new) if token in self._ends), None)
-            new = new if end is None else new[: end + 1]
-            count, stopped = self._listener.feed(b, self.texts[b], new, accepted[b])
-            self.texts[b] += new[:count]
-            gained[b] = count
             tokens = step.candidates.tokens
-            counted[b], drafted[b] = min(accepted[b], count), len(tokens) - tokens.count(-1)
-            if end is None and not stopped:
-                remaining[b] = self._limits[b] - len(self.texts[b])
+            gained[b] = self.texts.extend(b, emitted[b], accepted[b], status[b], len(tokens) - tokens.count(-1))
+            last_nodes[b] = path[b][accepted[b] + 1 - self._target_adds]
         self._drafting.learn(steps, gained)
-        if any(drafted):
-            self.counters.update(self._on_device(counted), self._on_device(drafted))
-        last = [count + 1 - self._target_adds for count in accepted]
-        last_nodes = [nodes[place] if step else 0 for nodes, place, step in zip(path, last, steps, strict=True)]
-        return self._batch(steps, logits, last_nodes, remaining)
+        return self._batch(steps, logits, last_nodes)
 
     def _on_device(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, device=self.session.device)

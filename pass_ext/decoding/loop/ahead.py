@@ -1,0 +1,77 @@
+"""``AheadLoop``: steps of one fixed plan, each begun before the host has read the one before.
+
+    device    step 1   step 2   step 3   …           FixedStep: the rows of a step come from the step before
+    host               read 1   read 2   …           texts, ends, streamer, stopping criteria
+
+The texts are those of the loop that waits. A text that ends on the host (an end token, a stopping criterion) is written on for
+a step, whose tokens are thrown away; one that ends by its length, ends on the device.
+"""
+
+from __future__ import annotations
+
+from pass_ext.decoding.drafting.drafter import DraftContext
+from pass_ext.decoding.drafting.drafting import Drafting
+from pass_ext.decoding.loop.base import Loop
+from pass_ext.decoding.loop.fixed_step import FixedPlan, FixedStep
+from pass_ext.decoding.loop.reports import Reports
+from pass_ext.decoding.loop.texts import Texts
+from pass_ext.decoding.session.reading import read_prompts
+
+
+class AheadLoop(Loop):
+    """A loop for plans that never change.
+
+    Args:
+        context, drafting, texts: as for ``Loop``.
+        plan: the rows of every step.
+        lag: steps that the host may be behind; None: 1 on CUDA, and 0 on the CPU, where work does not overlap.
+    """
+
+    def __init__(
+        self, context: DraftContext, drafting: Drafting, texts: Texts, plan: FixedPlan, lag: int | None = None
+    ) -> None:
+        super().__init__(context, drafting, texts)
+        self._plan = plan
+        self._lag = int(context.device.type == "cuda") if lag is None else lag
+
+    def run_steps(self) -> None:
+        """As ``Loop``."""
+        texts, session = self.texts, self.session
+        step = self._fixed_step()
+        step.begin([len(text) for text in texts.tokens], texts.limits, self._context.sampling)
+        logits, self.calls = read_prompts(session, texts.tokens, self._known, self._plan.prompt_slots)
+        step.accept_prompts(logits)
+        reports = Reports(step.report, self._lag + 1)
+        reports.send()
+        while any(texts.remaining):
+            # Every report on its way holds a token or more of each text.
+            if len(reports) <= self._lag and any(left > len(reports) for left in texts.remaining):
+                step()
+                reports.send()
+                self.ahead_calls += 1
+            elif self._read(reports.read()) and any(texts.remaining) and self._lag:
+                step.end_at([limit if left else 0 for limit, left in zip(texts.limits, texts.remaining, strict=True)])
+        self.surplus_calls = len(reports)
+        self.ahead_calls -= self.surplus_calls
+        self.calls += self.ahead_calls
+
+    def _read(self, report: list[list[int]]) -> bool:
+        """Extends the texts by a step's tokens -> True if some text ended."""
+        texts, ended = self.texts, False
+        for b, (accepted, status, drafted, *emitted) in enumerate(report):
+            if texts.remaining[b]:
+                texts.extend(b, emitted, accepted, status, drafted)
+                ended |= not texts.remaining[b]
+        return ended
+
+    def _fixed_step(self) -> FixedStep:
+        """The step of the plan. A session that records calls has it for the next generation too."""
+        session, plan, sampling = self.session, self._plan, self._context.sampling
+        if not session.records:
+            return FixedStep(session, plan, sampling, records=False)
+        absent = tuple(value is None for value in sampling.keywords().values())
+        key = (plan.candidates, plan.groups, plan.prompt_slots, plan.offers and plan.offers.key, absent)
+        if key not in session.fixed_steps:
+            session.fixed_steps[key] = FixedStep(session, plan, sampling, records=True)
+        step: FixedStep = session.fixed_steps[key]
+        return step

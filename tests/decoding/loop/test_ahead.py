@@ -1,0 +1,451 @@
+"""The loop that runs ahead of the host: texts, counts and calls of the loop that waits; and a step without a host read."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+pytest.importorskip("transformers")
+
+from support.generation import BUSHY, Decoder, slots_for, unpadded
+from support.small_models import VOCABULARY, ragged_prompts, small_model
+
+from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
+from pass_ext.decoding import generation
+from pass_ext.decoding.drafting.from_lookahead import Filled, Offers, TreeFiller
+from pass_ext.decoding.loop import fixed_step
+from pass_ext.decoding.loop.ahead import AheadLoop
+from pass_ext.decoding.loop.fixed_step import FixedPlan, FixedStep
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.session.session import Session
+
+ENDS = [5, 6, 7]
+GREEDY, WARM = dict(), dict(temperature=0.8, seeds=31)
+MIXED = dict(temperature=[0.0, 0.8, 1.2, 0.5, 0.0, 1.0], top_k=[0, 20] * 3, top_p=0.9, min_p=0.01, seeds=range(6))
+
+
+def methods_of(model):
+    slots, rich = slots_for(model), slots_for(model, rank=3, deep_layers=2)
+    return {
+        "plain": Plain(),
+        "chain": PaSS(slots, tree=Tree.chain(3).with_lookahead({0: 3, 3: 3}), rows=24),
+        "tree": PaSS(slots, tree=BUSHY, rows=24),
+        "planned": PaSS(slots, rows=12),
+        "chain with transitions": PaSS(rich, tree=Tree.chain(2), rows=24),
+        "tree with transitions": PaSS(rich, tree=BUSHY.with_lookahead({0: 4, 2: 4, 7: 4}), rows=24),
+    }
+
+
+METHODS = ("plain", "chain", "tree", "planned", "chain with transitions", "tree with transitions")
+
+
+def with_lag(monkeypatch, lag):
+    monkeypatch.setattr(generation, "AheadLoop", partial(AheadLoop, lag=lag))
+
+
+def both(model, ids, method, **options):
+    """The results of the loop that waits and of the loop that runs ahead; texts, counts and calls are equal."""
+    waiting = generate(model, ids, method, run_ahead=False, **options)
+    ahead = generate(model, ids, method, run_ahead=True, **options)
+    assert torch.equal(ahead.sequences, waiting.sequences) and ahead.lengths == waiting.lengths
+    assert counts_of(ahead) == counts_of(waiting)
+    assert waiting.stats.ahead_calls == waiting.stats.surplus_calls == 0
+    assert ahead.stats.ahead_calls == ahead.stats.model_calls - 1, "all but the prompts' call"
+    return waiting, ahead
+
+
+def counts_of(result):
+    stats = result.stats
+    return stats.acceptance_histogram, stats.num_draft_tokens, stats.model_calls, stats.tokens
+
+
+class Seer:
+    """Candidates that come true often, the same in both loops: a function of request and position. One child of a right node
+    is right, four times in five."""
+
+    def __init__(self, monkeypatch, futures):
+        self.futures = futures
+        seer, op = self, fixed_step.next_rows_
+
+        def fill(self, slots, requests, roots, positions):
+            return Filled(
+                [seer.tokens(self.tree, *place) for place in zip(requests, positions, strict=True)], None, None
+            )
+
+        def next_rows_(rows, lengths, prefix_lens, report, *, parents, nodes, **more):
+            op(rows, lengths, prefix_lens, report, parents=parents, nodes=nodes, **more)
+            tree = Tree(parents[:nodes].tolist())
+            for b, length in enumerate(lengths.tolist()):
+                if nodes > 1 and rows[1, b, 1] >= 0:  # it has candidates
+                    rows[1, b, 1:nodes] = torch.tensor(seer.tokens(tree, b, length - 1))
+                    rows[0, b, 1:nodes] = rows[1, b, 1:nodes].clamp(min=0)
+
+        monkeypatch.setattr(TreeFiller, "fill", fill)
+        monkeypatch.setattr(fixed_step, "next_rows_", next_rows_)
+
+    def tokens(self, tree, request, position):
+        numbers, future, right, tokens = random.Random(f"{request}/{position}"), self.futures[request], {0}, {}
+        for node in range(tree.num_nodes):
+            children = tree.children(node)
+            chosen = numbers.choice(children) if children and numbers.random() < 0.8 else None
+            for child in children:
+                place = position + tree.depths[child]
+                if node in right and child == chosen and place < len(future):
+                    tokens[child] = future[place]
+                    right.add(child)
+                else:
+                    tokens[child] = numbers.randrange(VOCABULARY)
+        return [tokens[node] for node in range(1, tree.num_nodes)]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("law", [GREEDY, WARM, MIXED], ids=["greedy", "warm", "mixed"])
+@pytest.mark.parametrize("name", METHODS)
+def test_texts_counts_and_calls_are_those_of_the_loop_that_waits(llama, monkeypatch, name, law, lag):
+    """Ragged prompts; about three in a hundred tokens end a text. The second time candidates come true."""
+    with_lag(monkeypatch, lag)
+    ids, mask = ragged_prompts(6)
+    options = dict(attention_mask=mask, eos_token_id=ENDS, max_new_tokens=25, **law)
+    waiting, _ = both(llama, ids, methods_of(llama)[name], **options)
+    if name == "plain":
+        return
+    Seer(monkeypatch, unpadded(waiting.sequences, mask))
+    seen, ahead = both(llama, ids, methods_of(llama)[name], **options)
+    assert torch.equal(seen.sequences, waiting.sequences)
+    assert ahead.stats.mean_acceptance_length > 1.5
+    assert name == "planned" or sum(ahead.stats.acceptance_histogram[2:]) > 0
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_every_budget(llama, monkeypatch, lag):
+    """Texts of 1 to 12 tokens, which end inside of blocks."""
+    with_lag(monkeypatch, lag)
+    ids, mask = ragged_prompts(3)
+    method = methods_of(llama)["tree"]
+    whole = generate(llama, ids, max_new_tokens=12, attention_mask=mask, eos_token_id=[])
+    Seer(monkeypatch, unpadded(whole.sequences, mask))
+    for tokens in range(1, 13):
+        _, ahead = both(llama, ids, method, max_new_tokens=tokens, attention_mask=mask, eos_token_id=[])
+        assert torch.equal(ahead.sequences, whole.sequences[:, : ids.shape[1] + tokens])
+        assert ahead.stats.surplus_calls <= lag
+
+
+def test_a_step_too_many_is_thrown_away(llama, monkeypatch):
+    """An end token is seen one step late; a length is known beforehand."""
+    with_lag(monkeypatch, 1)
+    ids = ragged_prompts(1)[0]
+    whole = generate(llama, ids, max_new_tokens=12, eos_token_id=[])
+    end = whole.sequences[0, -6].item()
+    _, ahead = both(llama, ids, Plain(), max_new_tokens=12, eos_token_id=[end])
+    assert ahead.stats.surplus_calls == 1 and ahead.lengths[0] < 12
+    _, ahead = both(llama, ids, Plain(), max_new_tokens=12, eos_token_id=[])
+    assert ahead.stats.surplus_calls == 0 and ahead.stats.model_calls == 12
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def put(self, tokens):
+        self.calls.append(("put", tokens.flatten().tolist()))
+
+    def put_step(self, tokens, accepted):
+        self.calls.append(("put_step", tokens, accepted))
+
+    def end(self):
+        self.calls.append(("end",))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_streamers_and_stopping_criteria(llama, monkeypatch, lag):
+    """The same calls in the same order; a criterion ends texts inside of blocks."""
+    with_lag(monkeypatch, lag)
+    ids = ragged_prompts(1)[0]
+    method = methods_of(llama)["tree"]
+    whole = generate(llama, ids, max_new_tokens=20, eos_token_id=[]).sequences
+    Seer(monkeypatch, whole.tolist())
+    for length in range(ids.shape[1] + 1, ids.shape[1] + 12):
+        heard = []
+        for run_ahead in (False, True):
+            recorder, seen = Recorder(), []
+
+            def stopping(text, scores, seen=seen, length=length):
+                seen.append(text.tolist())
+                return text.shape[1] >= length
+
+            got = generate(
+                llama, ids, method, max_new_tokens=20, eos_token_id=[], streamer=recorder, stopping=stopping,
+                run_ahead=run_ahead,
+            )  # fmt: skip
+            assert torch.equal(got.sequences, whole[:, :length])
+            heard.append((recorder.calls, seen, counts_of(got)))
+        assert heard[0] == heard[1]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_sessions(llama, monkeypatch, lag):
+    """A session holds all but the last token of each text, also of those that ended early, and serves again."""
+    with_lag(monkeypatch, lag)
+    ids, mask = ragged_prompts(6)
+    method = methods_of(llama)["tree with transitions"]
+    options = dict(max_new_tokens=16, attention_mask=mask, eos_token_id=ENDS)
+    Seer(monkeypatch, unpadded(generate(llama, ids, **options).sequences, mask))
+    waiting = generate(llama, ids, method, keep_cache=True, run_ahead=False, **options)
+    ahead = generate(llama, ids, method, keep_cache=True, run_ahead=True, **options)
+    lengths = waiting.session.prefix_lens
+    assert torch.equal(ahead.session.prefix_lens, lengths)
+    for b, length in enumerate(lengths.tolist()):
+        for ours, theirs in zip(ahead.session.caches, waiting.session.caches, strict=True):
+            for x, y in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(x[b, :length], y[b, :length])
+    again = generate(llama, ids, method, session=ahead.session, run_ahead=True, **options)
+    assert torch.equal(again.sequences, waiting.sequences)
+
+
+class Mixer:
+    """A model of one layer; the emulator has all ops that it needs."""
+
+    def __init__(self, device):
+        generator = torch.Generator().manual_seed(2)
+        self.embedding, *self.weights = (
+            torch.randn(rows, 64, generator=generator).to(device) for rows in (VOCABULARY, 64, 64, 64)
+        )
+
+    def __call__(self, rows, positions, attend, wanted):
+        x = rows + (positions[:, None] * torch.arange(1, 65, device=rows.device)).float().cos()
+        x = rows + attend(0, *((x @ weight / 8)[:, None] for weight in self.weights))[:, 0] * 4
+        return (x if wanted is None else x[wanted]) @ self.embedding.T
+
+
+@pytest.mark.quick_on("best", "emulated")
+@pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_on_every_backend(backend, monkeypatch, rank, law):
+    with_lag(monkeypatch, 1)
+    ids, mask = (x.to(backend.device) for x in ragged_prompts(3, longest=7))
+    model = Mixer(backend.device)
+    slots = LookaheadEmbedding(2, 64, rank=rank, vocabulary=VOCABULARY).to(backend.device)
+    for parameter in slots.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    for method in (Plain(), PaSS(slots, tree=Tree.from_branching((2, 1)), rows=9)):
+        both(model, ids, method, max_new_tokens=6, attention_mask=mask, eos_token_id=ENDS, **law)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "reason"),
+    [
+        (NGram(), {}, "candidates do not come from look-ahead slots alone"),
+        ("two passes", {}, "the root has no look-ahead slots in every step"),
+        ("auto", {}, "drafting pauses by measured times"),
+        ("with ngrams", {}, "candidates do not come from look-ahead slots alone"),
+        (Plain(), dict(logits_processor=lambda ids, scores: scores), "logits processors run on the host"),
+        (Plain(), dict(temperature=1.0, rule="rejection"), "rule 'rejection' is not 'coupled'"),
+        ("draft model", dict(rule="longest_branch"), "rule 'longest_branch' is not 'coupled'"),
+    ],
+    ids=str,
+)
+def test_the_loop_that_waits_keeps_what_the_host_decides(llama, monkeypatch, method, options, reason):
+    from pass_ext.decoding.planning.step_times import StepTimes
+
+    monkeypatch.setattr(
+        "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.0))
+    )
+    slots = slots_for(llama)
+    method = {
+        "two passes": PaSS(slots, passes=2, tree=Tree.chain(2), rows=24),
+        "auto": PaSS(slots),
+        "with ngrams": PaSS(slots, tree=Tree.chain(2), rows=24, ngram=NGram()),
+        "draft model": MultiCandidate(llama, (2,)),
+    }.get(method, method)  # fmt: skip
+    ids = ragged_prompts(1)[0]
+    with pytest.raises(ValueError, match=f"generate: run_ahead must be False or None, because {reason}.*, got True"):
+        generate(llama, ids, method, max_new_tokens=4, run_ahead=True, **options)
+    assert generate(llama, ids, method, max_new_tokens=4, **options).stats.ahead_calls == 0
+
+
+def test_the_default_is_the_loop_that_costs_less(llama):
+    """On the CPU: one text, of whose rows no step needs fewer than all."""
+    ids, mask = ragged_prompts(2)
+    tree = Tree.chain(2).with_lookahead({0: 2, 1: 2, 2: 2})
+    slots = slots_for(llama)
+    for method, rows, ahead in (
+        (Plain(), 1, True),
+        (Plain(), 2, False),
+        (PaSS(slots, tree=tree, rows=24), 1, True),
+        (PaSS(slots, tree=tree, rows=24), 2, False),
+        (PaSS(slots, tree=Tree.chain(2).with_lookahead({0: 2, 2: 2}), rows=24), 1, False),
+        (NGram(), 1, False),
+    ):
+        got = generate(llama, ids[:rows], method, max_new_tokens=5, attention_mask=mask[:rows])
+        assert (got.stats.ahead_calls > 0) == ahead, (method, rows)
+
+
+def test_a_text_that_has_ended_rests(llama, monkeypatch):
+    """The device learns of the end: its rows stay, and its length and caches are left alone."""
+    with_lag(monkeypatch, 1)
+    ids, mask = ragged_prompts(2)
+    whole = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[])
+    end = whole.sequences[0, ids.shape[1] + 2].item()
+    assert end not in whole.sequences[1, ids.shape[1] :].tolist()
+    lengths, advance = [], FixedStep._advance
+
+    def recorded(self, *arguments):
+        advance(self, *arguments)
+        lengths.append(self._lengths.tolist())
+
+    monkeypatch.setattr(FixedStep, "_advance", recorded)
+    got = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[end], run_ahead=True)
+    assert got.lengths[0] < 5 and got.lengths[1] == 30
+    prompts = mask.sum(1).tolist()
+    assert lengths[-1] == [prompts[0] + got.lengths[0] + 1, prompts[1] + 30], "one token behind the end, and no more"
+
+
+# ---- no host read ----
+
+
+class HostRead(AssertionError):
+    pass
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails at every op whose result or shape the host has to wait for, and counts the ops."""
+
+    READS = (
+        "_local_scalar_dense",
+        "item",
+        "nonzero",
+        "is_nonzero",
+        "equal",
+        "masked_select",
+        "unique",
+        "_unique2",
+        "where",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        by_mask = name == "index" and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        if by_mask or (name in self.READS and not (name == "where" and len(args) == 3)):
+            raise HostRead(str(func))
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def no_host_reads(monkeypatch):
+    """Fails if the host reads a tensor while a step runs."""
+    step, modes = FixedStep._run, []
+
+    def refused(*_):
+        raise HostRead("a tensor's numbers were read")
+
+    def run(self):
+        with monkeypatch.context() as patch, NoHostReads() as mode:
+            for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu"):
+                patch.setattr(torch.Tensor, name, refused)
+            step(self)
+        modes.append(mode)
+
+    monkeypatch.setattr(FixedStep, "_run", run)
+    return modes
+
+
+@pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_reads_nothing_on_the_host(llama, no_host_reads, name, law):
+    ids, mask = ragged_prompts(3)
+    generate(llama, ids, methods_of(llama)[name], max_new_tokens=6, attention_mask=mask, run_ahead=True, **law)
+    assert len(no_host_reads) > 2
+    assert all(len(mode.ops) == len(no_host_reads[0].ops) for mode in no_host_reads), "every step is the same"
+
+
+VIEWS = {"view", "_unsafe_view", "slice", "select", "expand", "unsqueeze", "alias", "detach"}
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_step_is_few_ops(no_host_reads, monkeypatch, rank):
+    """Outside the model: look-ahead rows in, accept, commit, draft, next rows; each is one launch or two on a GPU."""
+    slots = LookaheadEmbedding(2, 64, rank=rank, vocabulary=VOCABULARY)
+    method = PaSS(slots, tree=Tree.from_branching((2, 1)).with_lookahead({0: 2, 1: 2}), rows=9)
+    call = Mixer.__call__
+
+    def uncounted(self, *arguments):
+        with _disable_current_modes():
+            return call(self, *arguments)
+
+    monkeypatch.setattr(Mixer, "__call__", uncounted)
+    generate(Mixer("cpu"), ragged_prompts(1)[0], method, max_new_tokens=6, run_ahead=True, eos_token_id=[])
+    launched = [op.split(".")[1] for op in no_host_reads[-1].ops if op.split(".")[1] not in VIEWS]
+    assert launched == ["lookahead_embed", "accept_tree", "cache_commit_", "draft_sample", "next_rows_"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_a_step_runs_where_no_numbers_are(law, rank):
+    """On the meta device any read of a tensor is an error."""
+    device, requests = torch.device("meta"), 2
+    model = Decoder()
+    model.embedding = Decoder.embedding.to(device)
+    adapted = packed_model(Decoder())
+    adapted.model, adapted.table = model, model.embedding
+    lookahead = LookaheadEmbedding(3, 64, rank=rank).to(device)
+    session = Session(adapted, requests, 50)
+    session.set_slots(lookahead.weight.detach(), None)
+    session._add_layer(*[torch.empty(1, 1, 64, device=device)] * 2, (64, 64))
+    tree = Tree.from_branching((2, 1))
+    sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))
+    sampling = type(sampling)(**{name: v if v is None else v.to(device) for name, v in sampling.keywords().items()})
+    plan = FixedPlan(tree, ((0, 3), (2, 3)), 3, Offers(lookahead, tree, model.embedding))
+    step = FixedStep(session, plan, sampling, records=False)
+    step.begin([4, 5], [20, 20], sampling)
+    step.accept_prompts(torch.empty(requests * 4, 9, device=device))
+    step()
+    with pytest.raises(Exception, match="meta"):
+        step.report.tolist()
+
+
+# ---- on a GPU ----
+
+
+@pytest.fixture
+def no_synchronisation(monkeypatch):
+    """Steps fail if they synchronise."""
+    step = FixedStep.__call__
+
+    def run(self):
+        capturing = self._records and self._graph is None
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default" if capturing else "error")
+        try:
+            step(self)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    monkeypatch.setattr(FixedStep, "__call__", run)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_on_a_gpu_never_synchronise(cuda, no_synchronisation, name, law, graphs):
+    """The third step becomes a graph, which a session used again replays from its first step on."""
+    model = small_model("llama").to(cuda.device)
+    ids, mask = (x.to(cuda.device) for x in ragged_prompts(4))
+    method = methods_of(model)[name]
+    options = dict(max_new_tokens=25, attention_mask=mask, eos_token_id=ENDS, cuda_graphs=graphs, **law)
+    both(model, ids, method, **options)
+    assert generate(model, ids, method, **options).stats.ahead_calls > 0, "the default on a GPU"
+    first = generate(model, ids, method, keep_cache=True, **options)
+    other = dict(options, seeds=77) if law else options
+    again = generate(model, ids.flip(1), method, session=first.session, **dict(other, attention_mask=mask.flip(1)))
+    alone = generate(model, ids.flip(1), method, run_ahead=False, **dict(other, attention_mask=mask.flip(1)))
+    assert torch.equal(again.sequences, alone.sequences)
+    assert bool(first.session.fixed_steps) == graphs

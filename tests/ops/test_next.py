@@ -1,0 +1,225 @@
+"""next_rows_ on every backend against the reference: trees, transition scores, races, limits, and what does not exist."""
+
+import random
+
+import pytest
+import torch
+
+import pass_ext
+from pass_ext import Tree, reference
+from pass_ext.testing import assert_same_bits
+
+STATE = ("rows", "lengths", "prefix_lens", "report")
+VOCABULARY = 300
+TREES = {
+    "root": Tree.chain(0),
+    "chain": Tree.chain(4).with_lookahead({0: 4, 4: 4}),
+    "bushy": Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7]).with_lookahead({0: 5, 1: 5, 8: 5}),
+    "star": Tree([-1, *[0] * 130, 1, 1, 130]),
+    "deep and wide": Tree.from_branching((3, 3, 2, 1, 1)),
+}
+
+
+def int32(values, backend):
+    return torch.tensor(values, dtype=torch.int32, device=backend.device)
+
+
+def a_step(backend, tree, requests=3, *, count=8, rank=None, seed=0, sampled=False, filters=False, judged=4, slots=12):
+    """Arguments of a step whose accepted nodes, groups, tokens and limits are random; the limits allow candidates."""
+    numbers, width = random.Random(seed), 3
+    torch.manual_seed(seed)
+    rows = torch.randint(-1, VOCABULARY, (3, requests, len(tree)))
+    accepted = [numbers.randrange(width) for _ in range(requests)]
+    lengths = [numbers.randint(1, 50) for _ in range(requests)]
+    arguments = dict(
+        rows=rows, lengths=torch.tensor(lengths), prefix_lens=torch.full((requests,), -7, dtype=torch.int32),
+        report=torch.full((requests, 3 + width + seed % 3), -9), limits=torch.tensor([n + 20 for n in lengths]),
+        parents=torch.tensor(tree.parents, dtype=torch.int32), nodes=tree.num_nodes,
+        emitted=torch.randint(0, VOCABULARY, (requests, width)),
+        path=torch.randint(0, judged, (requests, width), dtype=torch.int32),
+        num_accepted=torch.tensor(accepted, dtype=torch.int32), status=torch.zeros(requests, dtype=torch.int32),
+        groups=torch.tensor([numbers.choice((-1, 0, 3, 6)) if i else 6 for i in range(judged)], dtype=torch.int32),
+        offered=torch.stack([torch.randperm(VOCABULARY)[:count] for _ in range(requests * slots)]).view(requests, slots, count),
+    )  # fmt: skip
+    if rank is not None:
+        arguments["scores"] = torch.randn(requests, slots, count).sort(descending=True).values
+        arguments["left"], arguments["right"] = torch.randn(2, VOCABULARY, rank).unbind()
+    if sampled:
+        arguments |= dict(temperature=torch.linspace(0.0, 1.3, requests), seeds=torch.arange(requests) + 11)
+    if filters:
+        arguments["top_k"] = torch.tensor([0, 1, 5, 40] * requests, dtype=torch.int32)[:requests]
+        arguments["top_p"] = torch.tensor([0.3, 1.0, 0.9, 0.7, 1e-9] * requests)[:requests]
+        arguments["min_p"] = torch.tensor([0.0, 0.02, 0.3] * requests)[:requests]
+    return {name: value.to(backend.device) if torch.is_tensor(value) else value for name, value in arguments.items()}
+
+
+def copied(arguments):
+    return {name: value.clone() if torch.is_tensor(value) else value for name, value in arguments.items()}
+
+
+def check(arguments):
+    """The state after the op is that of the reference, to the bit -> the state."""
+    wanted = {name: value.cpu() if torch.is_tensor(value) else value for name, value in copied(arguments).items()}
+    reference.next_rows_(**wanted)
+    pass_ext.next_rows_(**arguments)
+    for name in STATE:
+        assert_same_bits(arguments[name].cpu(), wanted[name])
+    return {name: arguments[name].cpu() for name in STATE}
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", ["in order", "scored", "raced", "filtered"])
+def test_rows_are_those_of_the_reference(backend, tree, kind):
+    drafted = 0
+    for seed, (count, rank) in enumerate([(1, 1), (3, 0), (8, 5), (33, 31), (64, 32), (100, 65)]):
+        arguments = a_step(
+            backend, TREES[tree], 1 + seed, count=count, rank=None if kind == "in order" else rank, seed=seed,
+            sampled=kind in ("raced", "filtered"), filters=kind == "filtered",
+        )  # fmt: skip
+        state = check(arguments)
+        drafted += int((state["rows"][1, :, 1 : TREES[tree].num_nodes] >= 0).sum())
+        assert (state["rows"][2] >= state["prefix_lens"][:, None]).all()
+    assert (drafted > 10) == (tree != "root")
+
+
+def test_a_step_after_a_step(backend):
+    """The state of one call is the next one's; the report says what the step before had drafted."""
+    arguments = a_step(backend, TREES["bushy"], 2, rank=4, seed=1)
+    for seed in range(2, 6):
+        state = check(arguments)
+        drafted = (state["rows"][1, :, 1:] >= 0).sum(1)
+        fresh = a_step(backend, TREES["bushy"], 2, rank=4, seed=seed)
+        more = {name: value for name, value in fresh.items() if name not in (*STATE, "limits")}
+        arguments = {**arguments, **more, "limits": arguments["lengths"] + 20}
+        expected = copied(arguments)
+        pass_ext.next_rows_(**expected)
+        assert expected["report"][:, 2].tolist() == drafted.tolist()
+
+
+def test_texts_end_at_their_limits(backend):
+    """Behind the limit nothing moves; one token before it candidates would be wasted."""
+    for room in range(-1, 6):
+        arguments = a_step(backend, TREES["chain"], 4, seed=room + 9)
+        arguments["limits"] = arguments["lengths"] + room
+        arguments["path"][:] = 0
+        before, root = arguments["lengths"].clone(), arguments["rows"][0, :, 0].clone()
+        gained = arguments["num_accepted"].long() + 1
+        state = check(arguments)
+        if room <= 0:
+            assert state["lengths"].tolist() == before.tolist() and state["report"][:, 0].tolist() == [-1] * 4
+            assert state["rows"][0, :, 0].tolist() == root.tolist()
+        else:
+            assert state["lengths"].tolist() == (before + gained).tolist()
+        has_candidates = (state["rows"][1, :, 1:5] >= 0).all(1)
+        assert has_candidates.tolist() == [room - n > 1 for n in gained.tolist()]
+        assert (state["rows"][1, :, 1:5].amax(1) >= 0).tolist() == has_candidates.tolist()
+        arguments["limits"].zero_()
+        ended = check(arguments)
+        assert ended["lengths"].tolist() == state["lengths"].tolist(), "a limit of 0 ends a text at once"
+
+
+def test_an_accept_result_without_a_token_moves_nothing(backend):
+    """A request without rows, and one whose logits were no distribution."""
+    arguments = a_step(backend, TREES["bushy"], 3, rank=3)
+    arguments["num_accepted"] = int32([-1, 1, 0], backend)
+    arguments["emitted"][1, 1] = -1
+    arguments["status"] = int32([0, 1, 0], backend)
+    before = arguments["lengths"].tolist()
+    state = check(arguments)
+    assert state["lengths"].tolist() == [*before[:2], before[2] + 1]
+    assert (state["rows"][1, :2, 1 : TREES["bushy"].num_nodes] == -1).all()
+    assert state["report"][:, :2].tolist() == [[-1, 0], [1, 1], [0, 0]]
+
+
+def test_a_slot_of_the_models_own_logits_offers_the_token_that_the_target_draws(backend):
+    """Scores without transitions (a rank of 0) race as in the accept rule."""
+    torch.manual_seed(3)
+    logits, tree = 4 * torch.randn(3, VOCABULARY, device=backend.device), Tree.chain(3)
+    arguments = a_step(backend, tree, 1, count=64, rank=0, slots=3, judged=1)
+    offered, scores = pass_ext.draft_sample(logits, 64, mode="top")
+    arguments |= dict(groups=int32([0], backend), offered=offered[None], scores=scores[None])
+    arguments["path"].zero_()
+    arguments |= dict(temperature=torch.tensor([0.8]), seeds=torch.tensor([5]))
+    check(arguments)
+    at = arguments["lengths"] + torch.arange(3, device=backend.device)
+    drawn, _ = pass_ext.draft_sample(logits, 1, mode="coupled", temperature=0.8, seeds=5, positions=at)
+    assert arguments["rows"][1, 0, 1:4].tolist() == drawn[:, 0].tolist()
+
+
+def test_strided_tables_and_tokens_that_they_lack(backend):
+    """Tables as views; tokens of a padded head outside of them, and NaN or -inf among the scores, are no candidates."""
+    arguments = a_step(backend, TREES["bushy"], 3, count=40, rank=7, seed=4)
+    joined = torch.full((VOCABULARY, 20), float("nan"), device=backend.device)
+    joined[:, 2:9], joined[:, 12:19] = arguments["left"], arguments["right"]
+    arguments |= dict(left=joined[:, 2:9], right=joined[:, 12:19])
+    for value in (float("nan"), float("-inf")):
+        arguments["scores"][:, :, 3] = value
+    arguments["offered"][:, :, 5] = VOCABULARY + 3
+    arguments["offered"][:, :, 6] = -1
+    state = check(arguments)
+    assert (state["rows"][1] < VOCABULARY).all()
+    arguments["emitted"].fill_(VOCABULARY)  # a root without transitions
+    assert (check(arguments)["rows"][1, :, 1 : TREES["bushy"].num_nodes] == -1).all()
+
+
+def test_no_requests(backend):
+    arguments = a_step(backend, TREES["bushy"], 1)
+    none = {name: value[:0] for name, value in arguments.items() if name not in ("rows", "parents", "nodes", "groups")}
+    check(arguments | none | dict(rows=arguments["rows"][:, :0]))
+
+
+WRONG = {
+    "lengths": lambda a: a["lengths"].fill_(2**31 - 1),
+    "parents": lambda a: a["parents"].index_fill_(0, torch.tensor([2], device=a["parents"].device), 2),
+    "groups": lambda a: a["groups"].fill_(12),
+    "num_accepted": lambda a: a["num_accepted"].fill_(3),
+    "path": lambda a: a["path"].fill_(4),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_values_out_of_range_are_refused_or_offer_nothing(backend, name):
+    arguments = a_step(backend, TREES["bushy"], 2, rank=3)
+    WRONG[name](arguments)
+    if backend.name.startswith("cpu"):
+        with pytest.raises(RuntimeError, match=f"pass_ext::next_rows_: {name} must be"):
+            pass_ext.next_rows_(**arguments)
+        return
+    pass_ext.next_rows_(**arguments)
+    tokens = arguments["rows"][1, :, 1 : TREES["bushy"].num_nodes]
+    assert ((tokens >= -1) & (tokens < VOCABULARY)).all()
+    assert name in ("lengths", "parents") or (tokens == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(rows=torch.zeros(2, 3, 15, dtype=torch.int64)), r"rows must have shape \[3, B, R\]"),
+        (dict(nodes=0), "nodes must be in"),
+        (dict(nodes=99), "nodes must be in"),
+        (dict(report=torch.zeros(3, 5, dtype=torch.int64)), "report must have 6 to"),
+        (dict(limits=torch.zeros(3)), "limits must be int64"),
+        (dict(emitted=torch.zeros(3, 4, dtype=torch.int64)), "emitted must have shape"),
+        (dict(groups=None), "offered and groups must come together"),
+        (dict(scores=None), "scores, left and right must come together"),
+        (dict(right=torch.zeros(VOCABULARY, 4)), "right must have 3 "),
+        (dict(left=torch.zeros(VOCABULARY, 3).double()), "left must be float32"),
+        (dict(seeds=torch.zeros(2, dtype=torch.int64)), "seeds must have 3 "),
+        (dict(offered=torch.zeros(3, 2, 1025, dtype=torch.int64)), "offered must have at most 1024 tokens"),
+        (dict(lengths=torch.zeros(6, dtype=torch.int64)[::2]), "lengths must be contiguous"),
+    ],
+)
+def test_misuse_is_refused(changed, message):
+    from pass_ext.testing import cpu_backends
+
+    arguments = a_step(cpu_backends()[-1], TREES["bushy"], 3, rank=3) | changed
+    with pytest.raises(RuntimeError, match=f"pass_ext::next_rows_: {message}"):
+        pass_ext.next_rows_(**arguments)
+
+
+def test_gradients_are_refused(backend):
+    arguments = a_step(backend, TREES["chain"], 1, rank=3)
+    arguments["left"].requires_grad_()
+    with pytest.raises(RuntimeError, match="next_rows_: no gradient is implemented"):
+        pass_ext.next_rows_(**arguments)
