@@ -6,7 +6,7 @@ The job is one layer of one step: B requests, each with a prefix in the cache an
 have the same lengths, which SDPA needs and ours does not. The cache is [B, Hkv, slots, D]. What all layers of a step share is
 made untimed: the `visible` words of ours; for SDPA a dense mask [B, 1, nodes, keys] in the type of the queries, more than a
 decoder would give it; for FlexAttention its block mask and compiled kernel; for FlashInfer its plan; a copy in pages for the
-libraries that need pages. The contenders (contenders/attention.py, attention_libraries.py):
+libraries that need pages. The contenders (contenders/attention.py, contenders/attention_libraries.py):
 
 * SDPA: `enable_gqa`, with the kernel that PyTorch chooses. "folded": the query heads of a key head as its rows, so that no
   kernel needs to know of groups. "repeated": every key head copied for each of its query heads. On a GPU each with every
@@ -38,7 +38,6 @@ from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
 from benchmarks.harness.results import line_name, lines_of
-from benchmarks.ops.attention_libraries import FLASHINFER, LIBRARIES, XQA, why_absent
 from benchmarks.ops.contenders.attention import (
     CONTENDERS,
     DENSE,
@@ -48,6 +47,7 @@ from benchmarks.ops.contenders.attention import (
     SDPA,
     AttentionContender,
 )
+from benchmarks.ops.contenders.attention_libraries import FLASHINFER, LIBRARIES, XQA, why_absent
 from benchmarks.ops.inputs.attention_steps import Spec, Step, excess, make_step, make_trees, reference
 from benchmarks.ops.inputs.distributions import require
 

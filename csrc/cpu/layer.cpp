@@ -3,7 +3,7 @@
 // the bits of linear_rows and the step ops called one by one.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
+#include <string>
 #include <tuple>
 
 #include "cpu/buffer.h"
@@ -44,12 +44,13 @@ struct NormOptions {
 
 // out = the rows of x, normed; out may be x.
 template <typename T>
-void norm(const char* op, T* out, const T* x, int64_t rows, const Tensor& weight, const NormOptions& options) {
+void norm(const char* op, const char* argument, T* out, const T* x, int64_t rows, const Tensor& weight,
+          const NormOptions& options) {
   StepNorm<T> problem{};
   problem.rows = rows;
   problem.dim = weight.size(0);
   problem.x = contiguous_rows(x, problem.dim);
-  problem.weight = data_of<T>(op, "norm", weight);
+  problem.weight = data_of<T>(op, argument, weight);
   problem.out = out;
   problem.eps = options.eps;
   problem.form = options.form;
@@ -58,9 +59,10 @@ void norm(const char* op, T* out, const T* x, int64_t rows, const Tensor& weight
 
 template <typename T>
 LinearRows<T> product_of(const char* op, const Linear& linear, const T* x, T* out, int64_t rows) {
+  const std::string name = linear.name;
   return {x,
-          data_of<T>(op, linear.name, linear.weight),
-          linear.bias ? data_of<T>(op, linear.name, *linear.bias) : nullptr,
+          data_of<T>(op, name + "_weight", linear.weight),
+          linear.bias ? data_of<T>(op, name + "_bias", *linear.bias) : nullptr,
           out,
           rows,
           linear.weight.size(1),
@@ -121,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_before_attention(const Tensor& input, c
     const T* read = data_of<T>(op, "x", x);
     if (input_norm) {
       T* const normed = room.take(rows * width);
-      norm(op, normed, read, rows, *input_norm, options);
+      norm(op, "input_norm", normed, read, rows, *input_norm, options);
       read = normed;
     }
     T* const queries = cos ? room.take(rows * q.outputs()) : output_of<T>(q_out);
@@ -130,8 +132,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_before_attention(const Tensor& input, c
                                       product_of(op, v, read, output_of<T>(v_out), rows)};
     multiply(products, 3);
     if (q_norm && q_norm->size(0) > 0)
-      norm(op, queries, queries, rows * q.outputs() / q_norm->size(0), *q_norm, options);
-    if (k_norm && k_norm->size(0) > 0) norm(op, keys, keys, rows * k.outputs() / k_norm->size(0), *k_norm, options);
+      norm(op, "q_norm", queries, queries, rows * q.outputs() / q_norm->size(0), *q_norm, options);
+    if (k_norm && k_norm->size(0) > 0)
+      norm(op, "k_norm", keys, keys, rows * k.outputs() / k_norm->size(0), *k_norm, options);
     if (!cos) return;
     const auto rotate = [&](auto factor) {
       using S = type_of<decltype(factor)>;
@@ -192,7 +195,7 @@ Tensor layer_after_attention(const Tensor& attended, const Tensor& residual, con
     const int64_t numbers = rows * width;
     Rows<T> room(2 * numbers + rows * gate.outputs());
     // to = before + the product, normed or scaled
-    const auto add_product = [&](T* to, const Linear& linear, const T* from, const T* before,
+    const auto add_product = [&](T* to, const Linear& linear, const T* from, const T* before, const char* argument,
                                  const OptionalTensor& weight) {
       LinearRows<T> product = product_of(op, linear, from, to, rows);
       if (!weight) {
@@ -201,21 +204,22 @@ Tensor layer_after_attention(const Tensor& attended, const Tensor& residual, con
       }
       multiply(&product, 1);
       if (!weight) return;
-      norm(op, to, to, rows, *weight, options);
+      norm(op, argument, to, to, rows, *weight, options);
       add_on_cpu(to, before, to, numbers);
     };
     T* const middle = room.take(numbers);
-    add_product(middle, o, data_of<T>(op, "attended", x), data_of<T>(op, "residual", stream), attention_norm);
+    add_product(middle, o, data_of<T>(op, "attended", x), data_of<T>(op, "residual", stream), "attention_norm",
+                attention_norm);
     const T* read = middle;
     if (mlp_norm) {
       T* const normed = room.take(numbers);
-      norm(op, normed, middle, rows, *mlp_norm, options);
+      norm(op, "mlp_norm", normed, middle, rows, *mlp_norm, options);
       read = normed;
     }
     T* const hidden = room.take(rows * gate.outputs());
     multiply(GatedRows<T>{product_of<T>(op, gate, read, nullptr, rows), product_of<T>(op, up, read, nullptr, rows),
                           hidden, static_cast<Activation>(activation)});
-    add_product(output_of<T>(out), down, hidden, middle, output_norm);
+    add_product(output_of<T>(out), down, hidden, middle, "output_norm", output_norm);
   });
   return out;
 }

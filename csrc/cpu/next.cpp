@@ -3,10 +3,11 @@
 #include "host/next.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <vector>
+
+#include "cpu/workers.h"
 
 #define PASS_EXT_KERNELS "cpu/next_kernels-inl.h"
 #include "cpu/each_isa.h"
@@ -139,10 +140,7 @@ void next_on_cpu(const NextProblem& problem, const Tensor&) {
   };
   const int64_t products = int64_t{problem.nodes} * problem.count * std::max(problem.rank, 1);
   const int64_t requests_per_task = std::max<int64_t>(1, kProductsPerTask / std::max<int64_t>(1, products));
-  if (problem.requests <= requests_per_task)
-    run(0, problem.requests);
-  else
-    torch::stable::parallel_for(0, problem.requests, requests_per_task, run);
+  for_ranges(problem.requests, requests_per_task, run);
 }
 
 }  // namespace

@@ -10,18 +10,16 @@
 // the count is 0: so no thread touches a job that has ended.
 #include "cpu/workers.h"
 
+#include <pthread.h>
+#include <time.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <thread>
-#if defined(__linux__) || defined(__APPLE__)
-#include <pthread.h>
-#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -107,6 +105,20 @@ struct Job {
   }
 };
 
+// std::condition_variable waits by a symbol that is younger than the libstdc++ of the wheels' oldest systems.
+class Condition {
+ public:
+  template <typename Predicate>
+  void wait(std::unique_lock<std::mutex>& lock, Predicate&& is_true) {
+    while (!is_true()) pthread_cond_wait(&condition_, lock.mutex()->native_handle());
+  }
+  void notify_one() { pthread_cond_signal(&condition_); }
+  void notify_all() { pthread_cond_broadcast(&condition_); }
+
+ private:
+  pthread_cond_t condition_ = PTHREAD_COND_INITIALIZER;
+};
+
 struct alignas(64) Slot {
   std::atomic<Job*> job{nullptr};
   std::atomic<int> inside{0};  // workers that may look at the job
@@ -134,7 +146,7 @@ class Pool {
   std::atomic<uint64_t> opened_{0};  // jobs so far
   std::atomic<int> asleep_{0}, workers_{0};
   std::mutex mutex_;
-  std::condition_variable work_came_, worker_left_;
+  Condition work_came_, worker_left_;
 
   void grow(int workers) {
     if (workers_.load(std::memory_order_relaxed) >= workers) return;
@@ -208,10 +220,8 @@ class Pool {
 // Never destroyed: workers may be asleep in it when the process ends. A forked child has no workers and gets a new one.
 std::atomic<Pool*>& pool() {
   static std::atomic<Pool*> pool{new Pool};
-#if defined(__linux__) || defined(__APPLE__)
   static const int registered = pthread_atfork(nullptr, nullptr, [] { ::pass_ext::pool().store(new Pool); });
   (void)registered;
-#endif
   return pool;
 }
 
@@ -227,8 +237,8 @@ class Avoidance {
            Clock::now().time_since_epoch().count() < until_.load(std::memory_order_relaxed);
   }
 
-  // A job on torch's threads waited so long for the last of them. Each long wait doubles the avoidance, many short ones
-  // halve it.
+  // In a job on torch's threads the caller waited so long for the last of them, or had no processor itself. Each long
+  // wait doubles the avoidance, many short ones halve it.
   void learn(Clock::duration wait) {
     const Clock::duration former{span_.load(std::memory_order_relaxed)};
     if (wait < kLongWait) {
@@ -248,16 +258,30 @@ class Avoidance {
 };
 Avoidance avoidance;
 
+// The time in which this thread had a processor.
+std::chrono::nanoseconds own_time() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+}
+
 void run_on_torch_threads(const Pieces& pieces, int threads) {
   Job job(pieces, threads);
+  const auto begun = Avoidance::Clock::now();
+  const auto own_begun = own_time();
+  auto own_alone = own_begun;
   Avoidance::Clock::time_point alone{};  // when the caller found no further piece
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     in_piece = true;
     for (int64_t place = begin; place < end; ++place) job.work(static_cast<int>(place));
     in_piece = false;
-    if (begin == 0) alone = Avoidance::Clock::now();
+    if (begin == 0) {
+      alone = Avoidance::Clock::now();
+      own_alone = own_time();
+    }
   });
-  avoidance.learn(Avoidance::Clock::now() - alone);
+  const auto waited = Avoidance::Clock::now() - alone, lost = (alone - begun) - (own_alone - own_begun);
+  avoidance.learn(std::max<Avoidance::Clock::duration>(waited, lost));
   if (job.error) std::rethrow_exception(job.error);
 }
 

@@ -66,6 +66,11 @@ def layer_calls(module: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
+def is_layer_call(layer: nn.Module) -> bool:
+    """True inside ``layer_calls`` for a layer whose forward it replaced; the layer computes what it did."""
+    return hasattr(vars(layer).get("forward"), "layer_call")
+
+
 class _Parts(NamedTuple):
     """What the two ops need of a layer."""
 
@@ -137,6 +142,7 @@ def _forward(layer: nn.Module, known: _Layer) -> Callable[..., Any]:
         out = known.after(call.attend(parts.layer, q, k, v, **known.attention), rows)[None]
         return (out,) if known.returns_tuple else out
 
+    forward.layer_call = True  # type: ignore[attr-defined]
     return forward
 
 

@@ -2,7 +2,7 @@
 
 All four kernels read pages. The copies into pages, the plans and the masks are made untimed. A library at an unknown version
 may crash a process or leave the GPU unusable, so `why_absent` tries each in another process: `python -m
-benchmarks.ops.attention_libraries NAME`.
+benchmarks.ops.contenders.attention_libraries NAME`.
 """
 
 import functools
@@ -31,7 +31,7 @@ def why_absent(contender: str, package: str) -> str | None:
     """The reason why a library is not measured here; None if it is right on a small step."""
     if importlib.util.find_spec(package) is None:
         return "not installed"
-    command = [sys.executable, "-m", "benchmarks.ops.attention_libraries", contender]
+    command = [sys.executable, "-m", "benchmarks.ops.contenders.attention_libraries", contender]
     try:
         tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:

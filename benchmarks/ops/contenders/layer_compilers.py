@@ -1,6 +1,6 @@
 """The decoder layers of a call without their attention, 30 layers of SmolLM2-135M: PyTorch as it is, PyTorch compiled
 (`torch.compile`, AOTInductor), the single ops of pass_ext, and its layer ops.
-`python -m benchmarks.ops.layer_compilers --help`.
+`python -m benchmarks.ops.contenders.layer_compilers --help`.
 
 Every layer has weights of its own, so they come from memory as in a model. All ways run in turn; medians of the rounds.
 """
@@ -142,14 +142,14 @@ def page(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     head = f"{machine['cpu']['model']}, {machine['cpu']['torch_threads']} threads, {versions}, {result['date'][:10]}"
     note = (
-        "Written by `python -m benchmarks.ops.layer_compilers`: 30 layers of SmolLM2-135M without attention, bfloat16, "
-        "medians."
+        "Written by `python -m benchmarks.ops.contenders.layer_compilers`: 30 layers of SmolLM2-135M without attention, "
+        "bfloat16, medians."
     )
     return "\n".join(["# A layer's halves, compiled or fused by hand", "", note, "", head, "", *lines, ""])
 
 
 def main() -> None:
-    """Entry point of `python -m benchmarks.ops.layer_compilers`."""
+    """Entry point of `python -m benchmarks.ops.contenders.layer_compilers`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder; default: benchmarks/results/<machine>")
     options = parser.parse_args()
