@@ -55,6 +55,21 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "Tensor? offered, Tensor? scores, Tensor? left, Tensor? right, Tensor? temperature, Tensor? top_k, "
       "Tensor? top_p, Tensor? min_p, Tensor? seeds) -> ()");
 
+  // shard
+  library.def(
+      "shard_local(Tensor target_logits, Tensor tokens, Tensor parents, Tensor cu_nodes, int rule, "
+      "Tensor? draft_logits, Tensor? draft_rows, Tensor? allowed, Tensor? draft_allowed, Tensor? seeds, "
+      "int vocab_start, int slices, int round, Tensor? state) -> Tensor");
+  library.def(
+      "shard_combine(Tensor target_logits, Tensor tokens, Tensor parents, Tensor cu_nodes, int max_depth, int rule, "
+      "Tensor? draft_logits, Tensor? draft_rows, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
+      "Tensor? draft_temperature, Tensor? draft_top_k, Tensor? draft_top_p, Tensor? draft_min_p, Tensor? seeds, "
+      "Tensor? positions, int vocab_size, int round, int next, Tensor answers, Tensor? state) "
+      "-> (Tensor state, Tensor emitted, Tensor path, Tensor num_accepted, Tensor status)");
+  library.def(
+      "shard_best(Tensor logits, Tensor state, int k, int mode, Tensor? temperature, Tensor? allowed, Tensor? seeds, "
+      "Tensor? positions, Tensor? nodes, int vocab_start) -> Tensor");
+
   // linear
   library.def("linear_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
 

@@ -18,6 +18,7 @@ from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.next import next_rows_
 from pass_ext.ops.rules import RULES
+from pass_ext.ops.shard import shard_best, shard_combine, shard_local
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
 from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
@@ -86,6 +87,9 @@ __all__ = [
     "pack_trees",
     "plan",
     "set_debug",
+    "shard_best",
+    "shard_combine",
+    "shard_local",
     "status",
     "step_gate",
     "step_rms_norm",
@@ -125,6 +129,8 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     """Loads the names of ``_LATER``."""
+    if name == "distributed":
+        return import_module("pass_ext.distributed")
     if name in _LATER:
         value = globals()[name] = getattr(import_module(f"pass_ext.{_LATER[name]}"), name)
         return value

@@ -1,4 +1,6 @@
-"""``load_checkpoint``: a transformers causal model and its tokenizer, from a GGUF file or anything ``from_pretrained`` takes.
+"""``load_checkpoint``: a transformers causal model and its tokenizer, from a GGUF file or anything ``from_pretrained``
+takes; and
+``cache_folder``, where converted models and measured step times are kept.
 
 transformers reads a GGUF file slowly, so a small converted model is cached in ``cache_folder()``; a damaged cache entry is
 converted again. transformers is imported inside the functions: ``import pass_ext`` works without it.
@@ -10,6 +12,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -17,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from pass_ext.cache_folder import cache_folder
 
 MAX_CACHED_BYTES = 2 << 30
 _log = logging.getLogger("pass_ext")
@@ -140,3 +141,23 @@ def _remove(damaged: Path) -> None:
         shutil.rmtree(damaged)
     else:
         damaged.unlink(missing_ok=True)
+
+
+def cache_folder() -> Path:
+    """The folder of measured step times and converted models: ``$PASS_EXT_CACHE``, else pass_ext in ``$XDG_CACHE_HOME`` or
+    ``~/.cache``. It may not exist yet. A leading ~ is expanded."""
+    if ours := os.environ.get("PASS_EXT_CACHE"):
+        return _expanded("PASS_EXT_CACHE", ours)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return _expanded("XDG_CACHE_HOME", shared) / "pass_ext"
+    return _expanded("HOME", "~/.cache/pass_ext")
+
+
+def _expanded(variable: str, folder: str) -> Path:
+    """The folder with ~ and ~user expanded. A shell expands them only at the start of a word, a service or IDE never."""
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"the cache folder {folder!r} (from ${variable}) has a home folder that cannot be found"
+        ) from error

@@ -30,14 +30,16 @@ struct Noise {
   uint64_t seed;
   int64_t position;
   Purpose purpose;
-  uint32_t node;  // distinguishes draws of one request at one position: the tree node concerned
-  uint32_t draw;  // distinguishes repeated draws from one row
+  uint32_t node;             // distinguishes draws of one request at one position: the tree node concerned
+  uint32_t draw;             // distinguishes repeated draws from one row
+  uint32_t first_group = 0;  // the number in the vocabulary of the row's first group: not 0 in a shard of a row
 };
 
 enum class NoiseLevel : uint32_t { group, token };
 
 PASS_EXT_HOST_DEVICE PhiloxBlock counter_of(const Noise& noise, NoiseLevel level, uint32_t block) {
   const uint64_t position = static_cast<uint64_t>(noise.position);
+  block += noise.first_group * (level == NoiseLevel::token ? kBlocksPerGroup : 1);
   return {{block | noise.draw << 20,
            static_cast<uint32_t>(noise.purpose) << 1 | static_cast<uint32_t>(level) | noise.node << 8,
            static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32)}};

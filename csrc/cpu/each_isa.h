@@ -18,6 +18,7 @@
 #include "core/lookahead.h"
 #include "core/next.h"
 #include "core/scalar.h"
+#include "core/shard.h"
 #include "core/step.h"
 #include "cpu/attention.h"
 #include "cpu/isa.h"

@@ -12,8 +12,8 @@
 namespace pass_ext {
 namespace {
 
-constexpr int32_t kSliceGroups = 128;    // 8,192 tokens: the least that a task reads
-constexpr int64_t kFewCandidates = 512;  // sorted at once; more are first divided into bins
+constexpr int32_t kSliceGroups = kSliceColumns / kGroup;  // 8,192 tokens: the least that a task reads
+constexpr int64_t kFewCandidates = 512;                   // sorted at once; more are first divided into bins
 constexpr int32_t kBins = 2048;
 constexpr int32_t kPadding = 16;  // no vector is longer
 
@@ -111,6 +111,37 @@ double CpuRows::mass_above(const Maxima& maxima, const Distribution& distributio
     above += partial_[slices + slice];
   }
   return mass;
+}
+
+Candidate CpuRows::peak(const LogitRow& row) {
+  const Maxima& maxima = maxima_of(row);
+  if (!maxima.good) return {float_of(0x7fc00000u), -1};
+  int32_t group, place;
+  PASS_EXT_AT_ISA(find_largest(maxima.values.data(), static_cast<int32_t>(maxima.values.size()), &group));
+  if (group < 0) return {-kInfinity, -1};
+  const int32_t first = group * kGroup, last = std::min(first + kGroup, row.vocabulary);
+  for (place = first; place < last && logit_at(row, place) != maxima.values[group]; ++place) {
+  }
+  return {maxima.values[group], place};
+}
+
+void CpuRows::slice_masses(const LogitRow& row, const Distribution& distribution, bool everything, double* masses) {
+  const Maxima& maxima = maxima_of(row);
+  for_each_slice(groups_of(row.vocabulary), [&](int32_t slice, int32_t begin, int32_t end) {
+    double above;
+    if (everything)
+      PASS_EXT_AT_ISA(sum_mass_above(row, distribution, maxima.values.data(), distribution.maximum, begin, end,
+                                     masses + slice, &above));
+    else
+      PASS_EXT_AT_ISA(sum_mass(row, distribution, maxima.values.data(), begin, end, masses + slice));
+  });
+}
+
+void CpuRows::select_bins(const LogitRow& row, const Distribution& distribution, int32_t start,
+                          const SelectRange& range, bool by_mass, uint64_t* bins) {
+  const Maxima& maxima = maxima_of(row);
+  PASS_EXT_AT_ISA(
+      add_select_bins(row, distribution, maxima.values.data(), groups_of(row.vocabulary), start, range, by_mass, bins));
 }
 
 Distribution CpuRows::describe(const LogitRow& row, const SamplingParameters& parameters, bool needs_mass) {
@@ -242,17 +273,21 @@ Removed CpuRows::removed_of(const Judge& judge, const AcceptRequest& request) {
   return {removed_ids_.data(), removed_cuts_.data(), static_cast<int32_t>(removed_ids_.size())};
 }
 
+void CpuRows::slice_residual_sums(const Judge& judge, const Removed& removed, double* sums) {
+  for_each_slice(groups_of(judge.p_row.vocabulary), [&](int32_t slice, int32_t begin, int32_t end) {
+    PASS_EXT_AT_ISA(sum_residual(judge, removed, begin, end, sums + 2 * slice, sums + 2 * slice + 1));
+  });
+}
+
 ResidualSums CpuRows::residual_sums(const Judge& judge, const AcceptRequest& request) {
   const Removed removed = removed_of(judge, request);
-  const int32_t groups = groups_of(judge.p_row.vocabulary), slices = groups / kSliceGroups + 1;
+  const int32_t slices = groups_of(judge.p_row.vocabulary) / kSliceGroups + 1;
   partial_.assign(2 * slices, 0.0);
-  for_each_slice(groups, [&](int32_t slice, int32_t begin, int32_t end) {
-    PASS_EXT_AT_ISA(sum_residual(judge, removed, begin, end, &partial_[slice], &partial_[slices + slice]));
-  });
+  slice_residual_sums(judge, removed, partial_.data());
   ResidualSums sums{0.0, 0.0};
   for (int32_t slice = 0; slice < slices; ++slice) {
-    sums.weight += partial_[slice];
-    sums.remaining += partial_[slices + slice];
+    sums.weight += partial_[2 * slice];
+    sums.remaining += partial_[2 * slice + 1];
   }
   return sums;
 }
@@ -291,8 +326,12 @@ void CpuRows::visit_groups(int32_t groups, int32_t count, const Visit& visit) {
 
 int32_t CpuRows::draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
                       const Noise& noise) {
-  const Maxima& maxima = maxima_of(judge.p_row);
   const Removed removed = rejected ? removed_of(judge, request) : Removed{nullptr, nullptr, 0};
+  return race(judge, weight, removed, noise).id;
+}
+
+Candidate CpuRows::race(const Judge& judge, const Weight& weight, const Removed& removed, const Noise& noise) {
+  const Maxima& maxima = maxima_of(judge.p_row);
   const int32_t groups = groups_of(judge.p_row.vocabulary);
   const bool is_plain = weight.kind == Weight::plain;
   bounds_.resize(groups + kPadding);
@@ -318,11 +357,10 @@ int32_t CpuRows::draw(const Judge& judge, const Weight& weight, const AcceptRequ
     }
     return best_score;
   });
-  return best_id;
+  return {best_score, best_id};
 }
 
-void CpuRows::best(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t count,
-                   int64_t* tokens, float* logprobs) {
+int32_t CpuRows::rank(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t count) {
   const Maxima& maxima = maxima_of(row);
   const int32_t groups = groups_of(row.vocabulary);
   bounds_.resize(groups + kPadding);
@@ -349,6 +387,12 @@ void CpuRows::best(const LogitRow& row, const Distribution& distribution, const 
       if (filled == count) threshold = candidates_[count - 1].logit;
     }
   });
+  return filled;
+}
+
+void CpuRows::best(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t count,
+                   int64_t* tokens, float* logprobs) {
+  const int32_t filled = rank(row, distribution, noise, count);
   for (int32_t i = 0; i < filled; ++i) {
     tokens[i] = candidates_[i].id;
     logprobs[i] = log_weight(distribution, logit_at(row, candidates_[i].id)) - distribution.log_mass;

@@ -11,6 +11,7 @@
 #include "core/accept.h"
 #include "core/distribution.h"
 #include "core/draft.h"
+#include "core/shard.h"
 
 namespace pass_ext {
 
@@ -68,8 +69,25 @@ class CpuRows {
   // The `count` best of a race, or without noise of the logits, and their log probabilities. -1 and -inf fill the rest.
   void best(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t count, int64_t* tokens,
             float* logprobs);
+  // The same, with the scores.
+  int32_t rank(const LogitRow& row, const Distribution& distribution, const Noise* noise, int32_t count);
+  const Candidate& ranked(int32_t place) const { return candidates_[place]; }  // `logit` holds the score
   void fill(int64_t* tokens, float* logprobs, int32_t begin, int32_t end);
   void concentrate(float* logprobs, int32_t count, bool everywhere);
+
+  // Parts of sums and searches over a row, for a shard of its columns (core/shard.h).
+
+  // The largest logit and its id, the lowest of equals; NaN if a logit is NaN or +inf; id -1 if all are -inf.
+  Candidate peak(const LogitRow& row);
+  // Per slice: the sum over the support, or of `everything` as top-p sees it.
+  void slice_masses(const LogitRow& row, const Distribution& distribution, bool everything, double* masses);
+  // Adds the counts, or integer masses, of the tokens with a key in the range, which `start` columns lie in front of.
+  void select_bins(const LogitRow& row, const Distribution& distribution, int32_t start, const SelectRange& range,
+                   bool by_mass, uint64_t* bins);
+  // Per slice: two numbers, those of ResidualSums.
+  void slice_residual_sums(const Judge& judge, const Removed& removed, double* sums);
+  // The best token of a race over the weights, and its score.
+  Candidate race(const Judge& judge, const Weight& weight, const Removed& removed, const Noise& noise);
 
  private:
   // The largest logit of each group of a row, stored for the two rows used last.

@@ -282,6 +282,25 @@ void collect(const LogitRow& row, const Distribution& distribution, const float*
   *count = filled;
 }
 
+// Adds 1, or its integer mass, to the bin of every token with a key in the range. The row's first id is `start`.
+void add_select_bins(const LogitRow& row, const Distribution& distribution, const float* maxima, int32_t groups,
+                     int32_t start, const SelectRange& range, bool by_mass, uint64_t* bins) {
+  const float floor = logit_of_select_key(range.low);
+  const int shift = range.shift();
+  for (int32_t group = 0; group < groups; ++group) {
+    if (maxima[group] < floor) continue;
+    float z[kGroup];
+    load_group(row, group, z);
+    for (int i = 0; i < kGroup; ++i) {
+      if (!(z[i] >= floor)) continue;
+      const uint64_t key = select_key(z[i], start + group * kGroup + i);
+      if (key < range.low || key > range.high) continue;
+      bins[(range.high - key) >> shift] +=
+          by_mass ? integer_mass(exponential(log_weight(distribution, z[i]))) : uint64_t{1};
+    }
+  }
+}
+
 // p and q of one group. Without q: zeros.
 inline void load_probabilities(const LogitRow& row, const Distribution& distribution, int32_t group, float* to) {
   float z[kGroup];

@@ -87,7 +87,7 @@ inline void check_draft_logits(const AcceptArguments& arguments, int64_t dim, co
 inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const Tensor& tokens, const Tensor& parents,
                                         const Tensor& cu_nodes, int64_t max_depth, const OptionalTensor& draft_rows,
                                         AcceptProblem& problem) {
-  constexpr const char* op = "accept_tree";
+  const char* const op = arguments.op;
   const Tensor& target = arguments.target_logits;
   check_logits(op, "target_logits", target, 2, "[N, V]");
   check_rule(arguments);

@@ -11,6 +11,7 @@
 namespace pass_ext {
 
 struct DraftArguments {
+  const char* op;
   const Tensor& logits;
   int64_t k, mode;
   SamplingArguments sampling;
@@ -21,7 +22,7 @@ using DraftResult = std::tuple<Tensor, Tensor>;  // tokens, logprobs
 
 // Makes the outputs and packs the problem.
 inline DraftResult prepare_draft(const DraftArguments& arguments, DraftProblem& problem) {
-  constexpr const char* op = "draft_sample";
+  const char* const op = arguments.op;
   const Tensor& logits = arguments.logits;
   check_logits(op, "logits", logits, 2, "[R, V]");
   if (arguments.k < 1 || arguments.k > kMaxTreeNodes)
@@ -56,8 +57,8 @@ DraftResult draft_sample(const Tensor& logits, int64_t k, int64_t mode, const Op
                          const OptionalTensor& allowed, const OptionalTensor& seeds, const OptionalTensor& positions,
                          const OptionalTensor& nodes) {
   DraftProblem problem{};
-  const DraftResult result =
-      prepare_draft({logits, k, mode, {temperature, top_k, top_p, min_p}, allowed, seeds, positions, nodes}, problem);
+  const DraftResult result = prepare_draft(
+      {"draft_sample", logits, k, mode, {temperature, top_k, top_p, min_p}, allowed, seeds, positions, nodes}, problem);
   run(problem, logits);
   return result;
 }

@@ -2,7 +2,7 @@
 
 import argparse
 
-from pass_ext.cache_folder import cache_folder
+from pass_ext.checkpoint import cache_folder
 from pass_ext.demo.extras import end_without
 
 LOOKAHEAD_HELP = (

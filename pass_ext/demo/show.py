@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 import pass_ext
-from pass_ext.cache_folder import cache_folder
+from pass_ext.checkpoint import cache_folder
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.planning.for_lookahead import pass_plan
 from pass_ext.demo.agreement import TIE, Agreement, agreement

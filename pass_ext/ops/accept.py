@@ -206,20 +206,19 @@ def _noise(
 
 def _call(op: Any, *arguments: Any) -> AcceptResult:
     result = AcceptResult(*call(op, *arguments))  # accepting has no gradient
-    if _library.debug_enabled() and not torch.compiler.is_compiling():
-        _raise_on_status(op, result.status)
+    raise_on_status(op._schema.name.split("::")[1], result.status)
     return result
 
 
-def _raise_on_status(op: Any, status: Tensor) -> None:
-    """Raises RuntimeError if a request has a status. Synchronises with the device, so it runs in debug mode only."""
+def raise_on_status(op: str, status: Tensor) -> None:
+    """Raises RuntimeError if a request has a status. Synchronises with the device, so it does so in debug mode only."""
+    if not _library.debug_enabled() or torch.compiler.is_compiling():
+        return
     bad = status.nonzero().flatten().tolist()
     if bad:
         code = int(status[bad[0]])
         reasons = " and ".join(text for bit, text in STATUS.items() if code & bit)
-        raise RuntimeError(
-            f"pass_ext::{op._schema.name.split('::')[1]}: request {bad[0]}: {reasons} (of {len(bad)} in all)"
-        )
+        raise RuntimeError(f"pass_ext::{op}: request {bad[0]}: {reasons} (of {len(bad)} in all)")
 
 
 def _fake(requests: Any, width: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from support.small_models import small_model
 
 from pass_ext import checkpoint
-from pass_ext.cache_folder import cache_folder
-from pass_ext.checkpoint import load_checkpoint, plain_copy
+from pass_ext.checkpoint import cache_folder, load_checkpoint, plain_copy
 
 HIDDEN, LAYERS, FFN, VOCABULARY = 32, 2, 64, 258
 

@@ -40,19 +40,19 @@ BANNED = re.compile(r"ATen/|c10/|torch/extension\.h|torch/torch\.h|pybind11|Pyth
 # Room of pass_ext -> rooms that it may import besides its own, from the ground up: each line names rooms of lines above it.
 # Imports inside functions and for types count too.
 MAY_IMPORT = {
-    "cache_folder": (),
     "reference": (),
     "_library": (),
     "ops": ("_library",),
+    "distributed": ("_library", "ops"),
     "testing": ("_library",),
-    "checkpoint": ("cache_folder",),
+    "checkpoint": (),
     "tree": ("ops",),
     "modules": ("ops",),
-    "decoding": ("cache_folder", "_library", "ops", "tree", "modules"),
+    "decoding": ("checkpoint", "_library", "ops", "distributed", "tree", "modules"),
     "integrations": ("_library", "ops", "tree", "modules", "decoding"),
     "training": ("ops", "checkpoint", "tree", "modules", "decoding"),
     "pass_ext": ("_library", "ops", "tree", "modules", "decoding", "integrations"),  # the face: pass_ext/__init__.py
-    "demo": ("cache_folder", "checkpoint", "decoding", "pass_ext"),
+    "demo": ("checkpoint", "decoding", "pass_ext"),
     "__main__": ("_library", "checkpoint", "training", "pass_ext", "demo"),
 }
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.

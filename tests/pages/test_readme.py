@@ -189,7 +189,7 @@ def private_names(code):
     """Names below pass_ext that the code uses and that no public face has."""
     from pass_ext.integrations import transformers
 
-    faces = {"pass_ext": {*pass_ext.__all__, "integrations"}, INTEGRATION: {*transformers.__all__}}
+    faces = {"pass_ext": {*pass_ext.__all__, "integrations", "distributed"}, INTEGRATION: {*transformers.__all__}}
     used = {("pass_ext", name) for name in re.findall(r"\bpass_ext\.(\w+)", code)}
     used |= {(INTEGRATION, name) for name in re.findall(rf"\b{re.escape(INTEGRATION)}\.(\w+)", code)}
     for module, names in re.findall(r"^\s*from (pass_ext[\w.]*) import ([\w, ]+)", code, flags=re.MULTILINE):

@@ -400,6 +400,78 @@ def accept_chain(draw: Draw):
     check_accepted(result, tokens, arguments["target_logits"].shape[2], arguments["target_logits"].shape[1] - 1)
 
 
+def shard_step(draw: Draw, rounds: tuple[str, ...]) -> tuple[dict, dict, Tensor | None]:
+    """A step on one shard after the rounds before the last of these: arguments of both shard ops, and the state."""
+    sizes, width, start = draw.sizes(), draw.width(), draw.pick((0, 0, 8192))
+    nodes, dtype = sum(sizes), draw.pick(FLOATS)
+    tree = dict(
+        target_logits=draw.floats(nodes, width, dtype=dtype),
+        tokens=draw.integers(-1, start + width, nodes, dtype=torch.int64),
+        parents=draw.parents(sizes), cu_nodes=draw.bounds(sizes),
+        rule=draw.pick(("coupled", "rejection", "rejection_with_replacement", "traversal")),
+        draft_logits=draw.floats(nodes, width, dtype=dtype),
+    )  # fmt: skip
+    local = dict(allowed=masks(draw, width, nodes), draft_allowed=masks(draw, width, nodes), vocab_start=start,
+                 slices=9, seeds=noise(draw, len(sizes))["seeds"])  # fmt: skip
+    combine = dict(max_depth=draw.pick((0, 1, 3, 8)), vocab_size=start + width, **law(draw, len(sizes)),
+                   seeds=local["seeds"], positions=torch.arange(len(sizes)))  # fmt: skip
+    state = None
+    for this, following in pairwise(rounds):
+        answers = pass_ext.shard_local(**tree, **local, round=this, state=state)[None]
+        state, _ = pass_ext.shard_combine(**tree, **combine, answers=answers, round=this, next=following, state=state)
+    return {**tree, **local}, {**tree, **combine}, state
+
+
+SHARD_ROUNDS = ("peaks", *["counts"] * 6, "top_p", *["nucleus"] * 6, "masses", "residuals", "races")
+
+
+@case
+def shard_local(draw: Draw):
+    count = draw.pick(range(1, len(SHARD_ROUNDS) + 1))
+    local, _, state = shard_step(draw, SHARD_ROUNDS[:count])
+    arguments = draw.damaged(dict(**local, round=SHARD_ROUNDS[count - 1], state=state))
+    answers = yield arguments
+    shape = pass_ext.ops.shard.answer_shape(count - 1 if count == 1 else 0, len(local["target_logits"]), 9)
+    demand(answers.dtype == torch.int64 and (count > 1 or answers.shape == shape), f"answers are {list(answers.shape)}")
+
+
+@case
+def shard_combine(draw: Draw):
+    count = draw.pick(range(1, len(SHARD_ROUNDS) + 1))
+    local, combine, state = shard_step(draw, SHARD_ROUNDS[:count])
+    this = SHARD_ROUNDS[count - 1]
+    answers = pass_ext.shard_local(**local, round=this, state=state)[None]
+    following = (*SHARD_ROUNDS, "finish")[count]
+    arguments = draw.damaged(dict(**combine, answers=answers, round=this, next=following, state=state))
+    _, result = yield arguments
+    if following == "finish":
+        bounds, tokens = arguments["cu_nodes"].tolist(), arguments["tokens"].tolist()
+        own = [tokens[max(a, 0) : max(b, 0)] for a, b in pairwise(bounds)]
+        check_accepted(result, own, arguments["vocab_size"], arguments["max_depth"])
+
+
+@case
+def shard_best(draw: Draw):
+    rows, width = draw.size(), draw.width()
+    logits = draw.floats(rows, width, dtype=draw.pick(FLOATS))
+    numbers = [torch.full((rows,), n, dtype=torch.int32) for n in (-1, 0)]
+    tree = dict(tokens=numbers[1].long(), parents=numbers[0], cu_nodes=torch.arange(rows + 1, dtype=torch.int32),
+                rule="rejection")  # fmt: skip
+    state = None
+    for this, following in (("peaks", "masses"), ("masses", "races")):
+        answers = pass_ext.shard_local(logits, **tree, vocab_start=0, slices=9, round=this, state=state)[None]
+        state, _ = pass_ext.shard_combine(
+            logits, **tree, max_depth=0, answers=answers, vocab_size=width, round=this, next=following, state=state
+        )
+    arguments = draw.damaged(dict(
+        logits=logits, state=state, k=draw.pick((1, 2, 5, 33)), mode=draw.pick(pass_ext.ops.draft.MODES), vocab_start=0,
+        allowed=masks(draw, width, rows), **noise(draw, rows),
+    ))  # fmt: skip
+    words = yield arguments
+    ids = words.view(torch.int32)[..., 1] if words.numel() else words
+    demand(bool(((ids >= -1) & (ids < 1 << 22)).all()), "an id is outside the vocabulary")
+
+
 @case
 def linear_rows(draw: Draw):
     wide, outs, dtype = draw.width(), draw.pick((0, 1, 3, 16, 33)), draw.pick(FLOATS)

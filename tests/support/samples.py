@@ -1,6 +1,7 @@
 """Arguments of every op, for opcheck and for tests of all ops: a generator of argument tuples, named like its op."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 
@@ -226,3 +227,48 @@ def layer_after_attention(device):
             1, 1.0,
         )  # fmt: skip
     yield attended[:0], residual[:0], o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 1.0
+
+
+def shard_case(device, rule=1):
+    """Arguments of a step on two ranks' shards, and the ranks' logits; the first rank's are whole slices."""
+    integers = dict(dtype=torch.int32, device=device)
+    target, draft = (torch.randn(5, 8200, device=device) for _ in range(2))
+    tokens = torch.tensor([0, 3, 4, 0, 9], device=device)
+    parents, cu_nodes = torch.tensor([-1, 0, 0, -1, 0], **integers), torch.tensor([0, 3, 5], **integers)
+    seeds = torch.tensor([1, 2], device=device)
+    numbers = [torch.tensor(v, dtype=torch.float32, device=device) for v in ([0.7, 1.0], [0.0, 0.01])]
+    law = [numbers[0], None, None, numbers[1]]
+    return (tokens, parents, cu_nodes), target, draft, [*law, *law], seeds
+
+
+def shard_rounds(device):
+    """(local arguments of each rank, combine arguments) of each round of a step."""
+    tree, target, draft, law, seeds = shard_case(device)
+    state, order = None, [0, 4, 5, 6, 7]
+    for this, following in pairwise(order):
+        cuts = ((0, 8192), (8192, 8200))
+        local = [(target[:, a:b], *tree, 1, draft[:, a:b], None, None, None, seeds, a, 1, this, state) for a, b in cuts]
+        answers = torch.stack([torch.ops.pass_ext.shard_local(*arguments) for arguments in local])
+        combine = (target, *tree, 1, 1, draft, None, *law, seeds, seeds, 8200, this, following, answers, state)
+        yield local, combine
+        state = torch.ops.pass_ext.shard_combine(*combine)[0]
+
+
+@sample
+def shard_local(device):
+    for local, _ in shard_rounds(device):
+        yield from local
+
+
+@sample
+def shard_combine(device):
+    for _, combine in shard_rounds(device):
+        yield combine
+
+
+@sample
+def shard_best(device):
+    *_, (_, combine) = shard_rounds(device)
+    logits, state, seeds = combine[0], combine[-1], torch.arange(5, device=device)
+    for mode in range(4):
+        yield logits, state, 3, mode, None, None, seeds, seeds, None, 0

@@ -21,6 +21,7 @@ from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.levels import draw_children, drawing_mode, levels_of
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import PaSS
+from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.planning.for_lookahead import pass_plan
 from pass_ext.decoding.planning.lookahead_tree import Plan
 from pass_ext.decoding.sampling import BatchSampling
@@ -65,7 +66,9 @@ class LookaheadDrafter(Drafter):
         self.tree = Tree(plan.tree.parents[: plan.tree.num_nodes])
         self.groups = tuple(plan.groups.items())
         self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
-        self._filler = TreeFiller(lookahead, self.tree, table, context.sampling, context.rule)
+        self._filler = TreeFiller(
+            lookahead, self.tree, table, context.sampling, context.rule, context.target.logit_shards
+        )
 
     @property
     def offers(self) -> Offers:
@@ -181,14 +184,21 @@ class TreeFiller:
         table: the model's input embeddings.
         sampling: of the batch.
         rule: how the candidates will be judged.
+        shards: the ranks that hold the columns of the slots' logits; None: this process has all.
     """
 
     def __init__(
-        self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, sampling: BatchSampling, rule: str
+        self,
+        lookahead: LookaheadEmbedding,
+        tree: Tree,
+        table: Tensor,
+        sampling: BatchSampling,
+        rule: str,
+        shards: LogitShards | None = None,
     ) -> None:
         self.tree = tree
         self.offers = Offers(lookahead, tree, table)
-        self._sampling = sampling
+        self._sampling, self._shards = sampling, shards
         self._mode = drawing_mode(sampling, rule)
         self._levels = levels_of(tree, table.device)
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
@@ -205,6 +215,8 @@ class TreeFiller:
         device = slots.device
         sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
         places = torch.tensor(positions, device=device)
+        if self._shards is not None:
+            slots = self._shards.whole(slots)
         if self._mode == "coupled":
             return Filled(self._offered(slots, roots, sampling, places), None, None)
         # The extra entry `num_nodes` takes the surplus candidates of parents with fewer children.

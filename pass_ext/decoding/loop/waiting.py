@@ -50,6 +50,9 @@ class WaitingLoop(Loop):
             0 if self._rule == LONGEST_BRANCH else 1
         )  # 1: the target adds a token behind the accepted ones
         self._packs = TreePacks(context.device)
+        self._shards = context.target.logit_shards
+        if self._shards is not None:
+            self._shards.share(self._sampling.seeds)
 
     def run_steps(self) -> None:
         """As ``Loop``."""
@@ -69,6 +72,7 @@ class WaitingLoop(Loop):
         texts = self.texts.tokens
         steps = [self._drafting.first(text) for text in texts]
         logits, self.calls = read_prompts(self.session, texts, self._known, self._drafting.prompt_slots)
+        logits = self._usable(logits)
         if self._target_adds:
             return self._extend(steps, logits, self._accept(steps, logits))
         # The first step reads each prompt's last token again, as the root of its tree.
@@ -84,7 +88,13 @@ class WaitingLoop(Loop):
         """``[N, V]``, the target's logits of all rows."""
         ids = [token for step in steps if step is not None for token in step.ids]
         self.calls += 1
-        return self.session.call(self._packs(_trees(steps)), self._on_device(ids))
+        return self._usable(self.session.call(self._packs(_trees(steps)), self._on_device(ids)))
+
+    def _usable(self, logits: Tensor) -> Tensor:
+        """The logits, with the columns of all ranks where something reads whole rows."""
+        if self._shards is not None and (self._processors or self._rule == LONGEST_BRANCH):
+            return self._shards.whole(logits)
+        return logits
 
     def _accept(self, steps: Steps, logits: Tensor) -> AcceptResult:
         if self._processors:
@@ -108,7 +118,8 @@ class WaitingLoop(Loop):
             logits = logits[: len(nodes)] if nodes[-1] == len(nodes) - 1 else logits[self._on_device(nodes)]
         draft_logits = self._drafting.draft_logits
         packed = self._packs(trees)
-        return accept_tree(
+        accept = accept_tree if self._shards is None or not self._shards.hold(logits) else self._shards.accept_tree
+        return accept(
             logits,
             self._on_device(tokens),
             packed.parents,

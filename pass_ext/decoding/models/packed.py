@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops.lookahead import lookahead_embed
 
@@ -69,6 +70,8 @@ class Adapted:
     """The longest text that the model is made for."""
     rope_limit: int | None = None
     """The longest text with unchanged rotary frequencies; None: any length."""
+    logit_shards: LogitShards | None = None
+    """Under tensor parallelism, the ranks that hold the columns of the logits; None: this process has all."""
     known_positions: int | None = None
     """Rows of the model's table of positions, the most that it can embed; None: it has no such table."""
 

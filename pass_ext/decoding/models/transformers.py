@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.early_exit_draft import unwrapped
+from pass_ext.decoding.models.logit_shards import logit_shards_of
 from pass_ext.decoding.models.packed import Adapted, Attend
 from pass_ext.decoding.models.patching.attachment import attached, attachment_of
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
@@ -46,6 +47,7 @@ class TransformersModel(Adapted):
         self.rope_limit = _rope_limit(text)
         self.known_positions = _known_positions(model, self.most_positions)
         self._kept = _kept_by_cache(text)
+        self.logit_shards = logit_shards_of(unwrapped(model))
         self._ran = False
 
     def _check(self) -> None:

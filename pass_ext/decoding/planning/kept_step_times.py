@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from pass_ext.cache_folder import cache_folder
+from pass_ext.checkpoint import cache_folder
 from pass_ext.decoding.planning.cpu_watch import CpuUse
 
 FORMAT = 2

@@ -38,6 +38,11 @@ def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
 
     A callable without a config cannot be recognised in another process, so it is measured once per object.
     """
+    if model.logit_shards is not None:
+        raise ValueError(
+            f"{model.name}: rows must be a number under tensor parallelism, such as PaSS(slots, rows=24), got 'auto': "
+            "ranks that measure their own step times would choose different trees"
+        )
     fingerprint, key = _fingerprint(model), _key(model, graphs)
     if key in _times and key not in _doubted:
         return _times[key]

@@ -11,7 +11,7 @@ import torch
 
 from pass_ext import _library
 from pass_ext._library import limit_cpu_isa
-from pass_ext.cache_folder import cache_folder
+from pass_ext.checkpoint import cache_folder
 from pass_ext.decoding.planning import cpu_watch, kept_step_times, step_times
 from pass_ext.decoding.planning.cpu_watch import CpuUse, CpuWatch
 from pass_ext.decoding.planning.step_times import StepTimes, measure

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 import pass_ext
 from pass_ext import _library, reference
 from pass_ext.ops.draft import MODES
+from pass_ext.ops.shard import ROUNDS
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
 OPS = _library.op_names()
@@ -63,6 +64,8 @@ def keywords_of(op, sample):
         keywords["rule"] = list(pass_ext.RULES)[keywords["rule"]]
     if "form" in keywords:
         keywords["form"] = NORM_FORMS[keywords["form"]]
+    for name in {"round", "next"} & keywords.keys():
+        keywords[name] = ROUNDS[keywords[name]]
     if "activation" in keywords:
         keywords["activation"] = ACTIVATIONS[keywords["activation"]]
     if op == "cache_commit_":
@@ -437,7 +440,7 @@ def test_out_of_memory_says_op_shape_and_bytes(call, message):
 # ---- integers ----
 
 # Integer arguments that an op takes in any integer dtype: all except words of bits.
-WORDS = {"visible", "allowed", "draft_allowed"}
+WORDS = {"visible", "allowed", "draft_allowed", "answers", "state"}
 STATE = {"next_rows_": ("rows", "lengths", "prefix_lens", "report")}
 """The first arguments of an op that writes into them, so that they have one dtype."""
 

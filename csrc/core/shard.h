@@ -1,0 +1,453 @@
+// The accept step when each rank of a group holds some columns of the logits. Ranks answer questions about their
+// columns, all answers go to all ranks, and each rank runs the same walk (core/accept.h) on the same answers:
+//
+//   peaks      the largest logit of each row and its id; the logits of the drafted tokens
+//   counts     top-k: how many tokens of a row lie in each bin of a range of keys; halving by 2^9 finds the k-th
+//   top_p      sum of exp((z - max) scale) over each slice of 8,192 columns, before top-p
+//   nucleus    top-p: the mass of the tokens in each bin, an integer
+//   masses     the sums over the slices of the support
+//   residuals  sums of (p - beta q)+ and of q over the slices, for the nodes where the walk asks for them
+//   races      the best token of each race, by its id in the whole vocabulary
+//
+// Slices, bins, maxima and races do not depend on the split into ranks, and the slices are added in their order in the
+// whole vocabulary. So the results have the bits of one rank that holds all columns, if every rank's columns begin at a
+// multiple of 8,192.
+//
+// A walk that needs sums nobody knows yet gets NaN, which rejects whatever depends on it; the next walk knows them. No
+// sums are asked for at numbers that were not known.
+#pragma once
+
+#include <cstdint>
+
+#include "core/accept.h"
+#include "core/draft.h"
+
+namespace pass_ext {
+
+constexpr int32_t kSliceColumns = 8192;  // as in cpu/rows.cpp
+
+// The order of ROUNDS in pass_ext/ops/shard.py.
+enum class Round : int32_t { peaks, counts, top_p, nucleus, masses, residuals, races, finish };
+
+constexpr int kSelectBits = 9, kSelectBins = 1 << kSelectBits;
+constexpr int kIdBits = 22;  // kMostVocabulary in host/distribution.h
+
+// A token's place in the order of filters, logit descending and id ascending, as an integer of 54 bits.
+PASS_EXT_HOST_DEVICE uint64_t select_key(float logit, int32_t id) {
+  constexpr uint32_t last = (1u << kIdBits) - 1;
+  return static_cast<uint64_t>(ordered_bits(logit)) << kIdBits | (last - static_cast<uint32_t>(id));
+}
+PASS_EXT_HOST_DEVICE float logit_of_select_key(uint64_t key) {
+  return float_of_ordered(static_cast<uint32_t>(key >> kIdBits));
+}
+PASS_EXT_HOST_DEVICE int32_t id_of_select_key(uint64_t key) {
+  constexpr uint32_t last = (1u << kIdBits) - 1;
+  return static_cast<int32_t>(last - (static_cast<uint32_t>(key) & last));
+}
+
+// The range of keys in which a cut is looked for, both ends included.
+struct SelectRange {
+  uint64_t low, high;
+  uint64_t before;  // the measures of the keys above
+  uint64_t needed;
+
+  PASS_EXT_HOST_DEVICE int shift() const {
+    int bits = 0;
+    while (bits < 64 && (high - low) >> bits != 0) ++bits;
+    return bits > kSelectBits ? bits - kSelectBits : 0;
+  }
+};
+
+// What all ranks know about a row. Slot i is node i's target row, slot nodes + i the row that its children were drawn
+// from.
+struct ShardSlot {
+  Distribution distribution;
+  int32_t top_k;
+  float top_p, min_p;
+  double kept;  // the mass that top-p left; 0: not known
+  SelectRange range;
+  int32_t is_selecting;  // 1: the range is not yet one key
+  int32_t is_used;
+};
+
+// What all ranks know about a node, and what the last walk asked there.
+struct ShardNode {
+  float p_logit, q_logit;  // of its token, in its parent's rows
+  float cut;
+  int32_t asked;         // residual sums asked for at this node in one walk
+  double weight_sum;     // one answer: the node keeps that of its parent's question with its number among the children
+  double remaining_sum;  // NaN: not known
+  int32_t asks;          // residual sums: the node that keeps the answer; -1: none
+  float beta;
+  int32_t draws;  // 1: a race is asked for
+  int32_t kind;
+  float first, second;
+  int32_t rejected, purpose;
+  int64_t position;
+  int32_t winner[2];  // the race's, and that of a race over p without anything rejected; -1: none
+  int32_t depth, request;
+};
+
+// The state is a tensor of int64; pass_ext/ops/shard.py knows its size.
+static_assert(sizeof(ShardSlot) == 88 && sizeof(ShardNode) == 88, "words of the state");
+
+struct ShardState {
+  ShardSlot* slots;  // [2 nodes]
+  ShardNode* nodes;  // [nodes]
+};
+
+PASS_EXT_HOST_DEVICE int64_t state_words(int64_t nodes) {
+  return nodes * static_cast<int64_t>(2 * sizeof(ShardSlot) + sizeof(ShardNode)) / 8;
+}
+PASS_EXT_HOST_DEVICE ShardState state_at(int64_t* words, int64_t nodes) {
+  ShardSlot* const slots = reinterpret_cast<ShardSlot*>(words);
+  return {slots, reinterpret_cast<ShardNode*>(slots + 2 * nodes)};
+}
+
+// Words of an answer: int64 each, a double, an integer, or a float and an int32.
+PASS_EXT_HOST_DEVICE int64_t answer_slots(Round round, int64_t nodes) {
+  return round == Round::residuals || round == Round::races ? nodes : 2 * nodes;
+}
+PASS_EXT_HOST_DEVICE int64_t answer_width(Round round, int64_t slices) {
+  switch (round) {
+    case Round::counts:
+    case Round::nucleus: return kSelectBins;
+    case Round::top_p:
+    case Round::masses: return slices;
+    case Round::residuals: return 2 * slices;
+    default: return 2;
+  }
+}
+
+PASS_EXT_HOST_DEVICE uint64_t word_of(float value, int32_t id) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(id)) << 32 | bits_of(value);
+}
+PASS_EXT_HOST_DEVICE float float_of_word(uint64_t word) { return float_of(static_cast<uint32_t>(word)); }
+PASS_EXT_HOST_DEVICE int32_t id_of_word(uint64_t word) { return static_cast<int32_t>(word >> 32); }
+
+PASS_EXT_HOST_DEVICE double double_of_word(uint64_t word) {
+  double value;
+  static_assert(sizeof value == sizeof word, "");
+  __builtin_memcpy(&value, &word, sizeof value);
+  return value;
+}
+PASS_EXT_HOST_DEVICE uint64_t word_of_double(double value) {
+  uint64_t word;
+  __builtin_memcpy(&word, &value, sizeof word);
+  return word;
+}
+
+// The distribution over columns that begin at `start`: its tie is an id of theirs.
+PASS_EXT_HOST_DEVICE Distribution local_distribution(Distribution distribution, int32_t start) {
+  if (distribution.tie == INT32_MAX) return distribution;
+  distribution.tie = distribution.tie < start ? -1 : distribution.tie - start;
+  return distribution;
+}
+
+// True if a row is a distribution whose numbers a round has to find.
+PASS_EXT_HOST_DEVICE bool is_asked(const ShardSlot& slot, Round round) {
+  if (slot.is_used == 0 || slot.distribution.status != 0) return false;
+  if (round == Round::counts || round == Round::nucleus) return slot.is_selecting != 0;
+  if (round == Round::top_p) return slot.top_p < 1.0f;
+  return round == Round::masses && !(slot.kept > 0.0);
+}
+
+// All ranks' answers to one round: [ranks, answer_slots, answer_width].
+struct Answers {
+  const uint64_t* words;
+  int64_t ranks, slots, width;
+
+  PASS_EXT_HOST_DEVICE const uint64_t* at(int64_t rank, int64_t slot) const {
+    return words + (rank * slots + slot) * width;
+  }
+  // The sum of doubles `first`, `first` + `step`, … of a slot, rank by rank: the order of the slices in the vocabulary.
+  PASS_EXT_HOST_DEVICE double sum(int64_t slot, int64_t first, int64_t step) const {
+    double total = 0.0;
+    for (int64_t rank = 0; rank < ranks; ++rank)
+      for (int64_t i = first; i < width; i += step) total += double_of_word(at(rank, slot)[i]);
+    return total;
+  }
+};
+
+// The `Rows` of core/accept.h for a walk on answers, by one thread.
+class ShardRows {
+ public:
+  // judges: memory for one per node of the request. `is_final`: races have been answered.
+  PASS_EXT_HOST_DEVICE ShardRows(const ShardState& state, const AcceptRequest& request, Judge* judges, bool is_final)
+      : state_(state), request_(request), judges_(judges), is_final_(is_final) {}
+
+  PASS_EXT_HOST_DEVICE bool is_leader() const { return true; }
+
+  template <typename Predicate>
+  PASS_EXT_HOST_DEVICE int32_t first_node(int32_t from, int32_t count, const Predicate& predicate) const {
+    for (int32_t i = from; i < count; ++i)
+      if (predicate(i)) return i;
+    return -1;
+  }
+
+  PASS_EXT_HOST_DEVICE void reset_cuts(int32_t nodes) {
+    for (int32_t i = 0; i < nodes; ++i) node(i).cut = kNotCut;
+  }
+  PASS_EXT_HOST_DEVICE float cut(int32_t i) const { return node(i).cut; }
+  PASS_EXT_HOST_DEVICE void set_cut(int32_t i, float value) { node(i).cut = value; }
+  PASS_EXT_HOST_DEVICE void save(int32_t i, const Judge& judge) { judges_[i] = judge; }
+  PASS_EXT_HOST_DEVICE const Judge& saved(int32_t i) const { return judges_[i]; }
+
+  PASS_EXT_HOST_DEVICE Distribution describe(const LogitRow& row, const SamplingParameters&, bool) const {
+    return state_.slots[row.slot].distribution;
+  }
+  // Only logits of drafted tokens are asked for, in the rows of their parents.
+  PASS_EXT_HOST_DEVICE float logit(const LogitRow& row, int32_t id) const {
+    const bool is_target = row.slot < request_.problem.nodes;
+    const int64_t packed = is_target ? row.slot : row.slot - request_.problem.nodes;
+    const int32_t parent = static_cast<int32_t>(packed - request_.first);
+    const int32_t child = first_node(
+        parent + 1, request_.nodes, [&](int32_t i) { return request_.parent(i) == parent && request_.token(i) == id; });
+    return child < 0 ? -kInfinity : is_target ? node(child).p_logit : node(child).q_logit;
+  }
+
+  PASS_EXT_HOST_DEVICE ResidualSums residual_sums(const Judge& judge, const AcceptRequest&) {
+    ShardNode& asking = node(judge.node);
+    int32_t number = asking.asked++;
+    const int32_t child = first_node(judge.node + 1, request_.nodes,
+                                     [&](int32_t i) { return request_.parent(i) == judge.node && number-- == 0; });
+    const ShardNode& keeper = node(child);
+    if (keeper.weight_sum == keeper.weight_sum) return {keeper.weight_sum, keeper.remaining_sum};
+    if (asking.asks < 0) {
+      asking.asks = static_cast<int32_t>(request_.first) + child;
+      asking.beta = static_cast<float>(judge.beta);
+    }
+    return {keeper.weight_sum, keeper.weight_sum};
+  }
+
+  // The rules that need these are not verified from shards.
+  PASS_EXT_HOST_DEVICE double entropy(const Judge&) const { return 0.0; }
+  PASS_EXT_HOST_DEVICE void overlap_sums(const Judge&, const float*, double* sums) const {
+    for (int i = 0; i < kOverlaps; ++i) sums[i] = 0.0;
+  }
+
+  PASS_EXT_HOST_DEVICE int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest&, bool rejected,
+                                    const Noise& noise) {
+    ShardNode& at = node(judge.node);
+    const bool is_second = has_drawn_ && noise.purpose != Purpose::coupled;
+    has_drawn_ = true;
+    if (is_final_) return at.winner[is_second];
+    if (is_second) return -1;
+    at.draws = 1;
+    at.kind = weight.kind;
+    at.first = weight.first;
+    at.second = weight.second;
+    at.rejected = rejected;
+    at.purpose = static_cast<int32_t>(noise.purpose);
+    at.position = noise.position;
+    return -1;
+  }
+
+ private:
+  PASS_EXT_HOST_DEVICE ShardNode& node(int32_t i) const { return state_.nodes[request_.first + i]; }
+
+  ShardState state_;
+  AcceptRequest request_;
+  Judge* judges_;
+  bool is_final_, has_drawn_ = false;
+};
+
+// ---- combining: the same on all ranks ----
+
+// The range of a selection: everything at or above `floor` in the support.
+PASS_EXT_HOST_DEVICE void begin_selection(ShardSlot& slot, float floor, uint64_t needed) {
+  const Distribution& distribution = slot.distribution;
+  constexpr uint64_t lowest_finite = static_cast<uint64_t>(0x00800000u) << kIdBits;
+  constexpr int32_t last_id = (1 << kIdBits) - 1;
+  SelectRange range{lowest_finite, select_key(distribution.maximum, 0), 0, needed};
+  if (floor > -kInfinity && select_key(floor, last_id) > range.low) range.low = select_key(floor, last_id);
+  if (distribution.cut > -kInfinity && select_key(distribution.cut, distribution.tie) > range.low)
+    range.low = select_key(distribution.cut, distribution.tie);
+  slot.range = range;
+  slot.is_selecting = 1;
+}
+
+// Narrows the range to the first bin at which the measures reach what is needed, or to the last that is not empty. Cuts
+// the distribution when the range is one key. `by_mass`: top-p.
+PASS_EXT_HOST_DEVICE void narrow(ShardSlot& slot, const Answers& answers, int64_t index, bool by_mass) {
+  SelectRange& range = slot.range;
+  const int shift = range.shift();
+  uint64_t before = range.before, last_before = before, last_measure = 0;
+  int bin = -1, last = 0;
+  for (int i = 0; i < kSelectBins && bin < 0; ++i) {
+    uint64_t measure = 0;
+    for (int64_t rank = 0; rank < answers.ranks; ++rank) measure += answers.at(rank, index)[i];
+    if (measure == 0) continue;
+    last = i;
+    last_before = before;
+    last_measure = measure;
+    before += measure;
+    if (before >= range.needed) bin = i;
+  }
+  if (bin < 0 && !by_mass) {  // fewer than k tokens: all stay
+    slot.is_selecting = 0;
+    return;
+  }
+  range.high -= static_cast<uint64_t>(last) << shift;
+  const uint64_t width = (uint64_t{1} << shift) - 1;
+  if (range.high - range.low > width) range.low = range.high - width;
+  range.before = last_before;
+  if (range.high != range.low) return;
+  slot.distribution.cut = logit_of_select_key(range.high);
+  slot.distribution.tie = id_of_select_key(range.high);
+  slot.is_selecting = 0;
+  if (by_mass) slot.kept = static_cast<double>(last_before + last_measure) / static_cast<double>(kMassUnit);
+}
+
+// Top-p's range, from the mass that it sees: as in CpuRows::cut_top_p.
+PASS_EXT_HOST_DEVICE void begin_nucleus(ShardSlot& slot, double mass, int32_t vocabulary) {
+  const Distribution& distribution = slot.distribution;
+  const uint64_t needed = mass_to_reach(slot.top_p, mass);
+  const float spare = static_cast<float>((1.0 - static_cast<double>(slot.top_p)) * mass / vocabulary * 0.99);
+  const float floor = distribution.maximum + logarithm(maximum(spare, 0x1p-60f)) / distribution.scale;
+  begin_selection(slot, minimum(floor, distribution.maximum), needed > 0 ? needed : 1);
+}
+
+// A row before any answer.
+PASS_EXT_HOST_DEVICE void begin_slot(const SamplingParameters& parameters, ShardSlot& slot) {
+  slot = {};
+  slot.distribution = {-kInfinity, parameters.scale, -kInfinity, -1, 0.0f, 0.0f, 0};
+  slot.top_k = parameters.top_k;
+  slot.top_p = parameters.top_p;
+  slot.min_p = parameters.min_p;
+  slot.is_used = 1;
+}
+
+// Takes the answers of one round about one row.
+PASS_EXT_HOST_DEVICE void take_row(const Answers& answers, Round round, int64_t index, int32_t vocabulary,
+                                   ShardSlot& slot) {
+  Distribution& distribution = slot.distribution;
+  if (round == Round::peaks) {
+    int32_t id = -1;
+    bool bad = false;
+    for (int64_t rank = 0; rank < answers.ranks; ++rank) {
+      const uint64_t word = answers.at(rank, index)[0];
+      const float largest = float_of_word(word);
+      bad = bad || !(largest < kInfinity);
+      if (!(largest > distribution.maximum)) continue;
+      distribution.maximum = largest;
+      id = id_of_word(word);
+    }
+    if (bad)
+      distribution.status = kBadLogits;
+    else if (id < 0)
+      distribution.status = kEmptySupport;
+    if (distribution.status != 0 || slot.top_k != 1) return;
+    distribution.cut = distribution.maximum;
+    distribution.tie = id;
+    return;
+  }
+  if (!is_asked(slot, round)) return;
+  if (round == Round::counts || round == Round::nucleus)
+    narrow(slot, answers, index, round == Round::nucleus);
+  else if (round == Round::top_p)
+    begin_nucleus(slot, answers.sum(index, 0, 1), vocabulary);
+  else
+    set_mass(distribution, answers.sum(index, 0, 1));
+}
+
+// Prepares a row for the next round.
+PASS_EXT_HOST_DEVICE void prepare_row(Round round, Round next, ShardSlot& slot) {
+  if (slot.is_used == 0 || slot.distribution.status != 0) return;
+  if (next == Round::counts && round == Round::peaks && slot.top_k > 1)
+    begin_selection(slot, -kInfinity, static_cast<uint64_t>(slot.top_k));
+  const bool is_filtering = next == Round::counts || next == Round::top_p || next == Round::nucleus;
+  if (!is_filtering && slot.min_p > 0.0f) {
+    if (cut_at_floor(slot.distribution, slot.min_p)) slot.kept = 0.0;
+    slot.min_p = 0.0f;
+  }
+  if (next == Round::masses && slot.kept > 0.0) set_mass(slot.distribution, slot.kept);
+}
+
+// Takes the answers of one round about one node: the logits of its token, its residual sums, its race.
+PASS_EXT_HOST_DEVICE void take_node(const Answers& answers, Round round, int64_t index, int64_t nodes,
+                                    const ShardState& state) {
+  ShardNode& node = state.nodes[index];
+  if (round == Round::peaks) {  // one rank has the token, the others answer -inf
+    node.p_logit = node.q_logit = -kInfinity;
+    for (int64_t rank = 0; rank < answers.ranks; ++rank) {
+      node.p_logit = maximum(node.p_logit, float_of_word(answers.at(rank, index)[1]));
+      node.q_logit = maximum(node.q_logit, float_of_word(answers.at(rank, nodes + index)[1]));
+    }
+  } else if (round == Round::residuals && node.asks >= 0 && node.asks < nodes) {
+    state.nodes[node.asks].weight_sum = answers.sum(index, 0, 2);
+    state.nodes[node.asks].remaining_sum = answers.sum(index, 1, 2);
+  } else if (round == Round::races && node.draws != 0) {
+    for (int i = 0; i < 2; ++i) {
+      float best = -kInfinity;
+      node.winner[i] = -1;
+      for (int64_t rank = 0; rank < answers.ranks; ++rank) {
+        const uint64_t word = answers.at(rank, index)[i];
+        if (!(float_of_word(word) > best)) continue;  // ranks ascend: the lowest id wins a tie
+        best = float_of_word(word);
+        node.winner[i] = id_of_word(word);
+      }
+    }
+  }
+}
+
+// Asks for the target's own token at every node.
+PASS_EXT_HOST_DEVICE void ask_coupled_races(const ShardState& state, const AcceptRequest& request) {
+  const AcceptProblem& problem = request.problem;
+  if (problem.target_sampling.temperature == nullptr || is_greedy(problem.target_sampling.temperature[request.index]))
+    return;
+  for (int32_t i = 0; i < request.nodes && i < kMaxTreeNodes; ++i) {
+    ShardNode& node = state.nodes[request.first + i];
+    const int32_t parent = request.parent(i);
+    if (i > 0 && (parent < 0 || parent >= i)) continue;
+    node.depth = i == 0 ? 0 : state.nodes[request.first + parent].depth + 1;
+    if (node.depth > problem.max_depth) continue;
+    node.draws = 1;
+    node.kind = Weight::plain;
+    node.rejected = 0;
+    node.purpose = static_cast<int32_t>(Purpose::coupled);
+    node.position = noise_at(problem, request.index, Purpose::coupled, node.depth).position;
+  }
+}
+
+// One request's part of combining: takes the answers to `round`, then asks what `next` needs, or finishes.
+PASS_EXT_HOST_DEVICE void combine_request(const ShardState& state, const AcceptProblem& problem, int64_t index,
+                                          const Answers& answers, Round round, Round next, bool divided,
+                                          Judge* judges) {
+  const AcceptRequest request = request_of(problem, index);
+  for (int32_t i = 0; divided && i < request.nodes; ++i) {
+    const int64_t packed = request.first + i;
+    if (round == Round::peaks) {
+      const int32_t vocabulary = problem.target.vocabulary, draft_index = request.draft_index(i);
+      begin_slot(parameters_of(problem.target_sampling, index, vocabulary, 0.0f), state.slots[packed]);
+      begin_slot(parameters_of(problem.draft_sampling, index, vocabulary, 0.0f), state.slots[problem.nodes + packed]);
+      state.slots[problem.nodes + packed].is_used = draft_index >= 0 && draft_index < problem.draft_row_count;
+      state.nodes[packed] = {};
+      state.nodes[packed].weight_sum = state.nodes[packed].remaining_sum = static_cast<double>(float_of(0x7fc00000u));
+      state.nodes[packed].winner[0] = state.nodes[packed].winner[1] = -1;
+      state.nodes[packed].request = static_cast<int32_t>(index);
+    }
+    for (int side = 0; side < 2; ++side) {
+      const int64_t slot = packed + side * problem.nodes;
+      if (answers.slots > problem.nodes) take_row(answers, round, slot, problem.target.vocabulary, state.slots[slot]);
+      prepare_row(round, next, state.slots[slot]);
+    }
+  }
+  for (int32_t i = 0; divided && i < request.nodes; ++i)
+    take_node(answers, round, request.first + i, problem.nodes, state);
+  for (int32_t i = 0; divided && i < request.nodes; ++i) {
+    ShardNode& node = state.nodes[request.first + i];
+    node.asks = -1;
+    node.asked = node.draws = 0;
+  }
+  const bool is_walked = next == Round::residuals || next == Round::races || next == Round::finish;
+  if (!is_walked) return;
+  if (next == Round::races && problem.rule == Rule::coupled) {
+    if (divided) ask_coupled_races(state, request);
+    return;
+  }
+  ShardRows rows(state, request, judges, next == Round::finish);
+  AcceptWalk<ShardRows>(rows, request).run(divided);
+}
+
+}  // namespace pass_ext

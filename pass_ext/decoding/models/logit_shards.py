@@ -1,0 +1,91 @@
+"""``LogitShards``: a model's logits under tensor parallelism, whose columns the ranks hold: accepting, drafting, gathering.
+
+transformers hands out columns if the plan says ``lm_head: colwise``; with ``colwise_gather_output`` every rank has all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pass_ext.ops.accept import AcceptResult
+
+
+class LogitShards:
+    """The columns of a vocabulary on the ranks of a group, in equal parts, as torch.chunk divides.
+
+    Args:
+        group: the process group.
+        vocab_size: the columns of all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, vocab_size: int) -> None:
+        self.group, self.vocab_size = group, vocab_size
+        self.start = min(dist.get_rank(group) * -(-vocab_size // dist.get_world_size(group)), vocab_size)
+
+    def hold(self, logits: Tensor) -> bool:
+        """True if the logits are columns of this rank, not those of all."""
+        return logits.shape[-1] < self.vocab_size
+
+    def accept_tree(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        parents: Tensor,
+        cu_nodes: Tensor,
+        max_depth: int,
+        *,
+        draft_logits: Tensor | None = None,
+        **keywords: Any,
+    ) -> AcceptResult:
+        """``pass_ext.accept_tree`` on this rank's columns of the target's logits; the draft's may be those of all ranks."""
+        from pass_ext import distributed
+
+        if draft_logits is not None and not self.hold(draft_logits):
+            draft_logits = draft_logits[:, self.start : self.start + logits.shape[-1]]
+        return distributed.accept_tree(
+            logits, tokens, parents, cu_nodes, max_depth, draft_logits=draft_logits, **self._where(), **keywords
+        )
+
+    def draft_sample(self, logits: Tensor, k: int, **keywords: Any) -> tuple[Tensor, Tensor]:
+        """``pass_ext.draft_sample`` on this rank's columns."""
+        from pass_ext import distributed
+
+        return distributed.draft_sample(logits, k, **self._where(), **keywords)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The columns of all ranks; one exchange, unless they are there already."""
+        if not self.hold(logits):
+            return logits
+        rows, most = logits.flatten(0, -2), -(-self.vocab_size // dist.get_world_size(self.group))
+        padded = torch.nn.functional.pad(rows, (0, most - rows.shape[1])).contiguous()
+        parts = padded.new_empty(dist.get_world_size(self.group), *padded.shape)
+        dist.all_gather(
+            list(parts.view(len(parts), -1).view(torch.uint8)), padded.view(-1).view(torch.uint8), group=self.group
+        )
+        columns = parts.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+        return columns.reshape(*logits.shape[:-1], self.vocab_size)
+
+    def share(self, numbers: Tensor | None) -> None:
+        """Overwrites numbers, such as fresh seeds, by those of the group's first rank."""
+        if numbers is not None:
+            dist.broadcast(numbers, group_src=0, group=self.group)
+
+    def _where(self) -> dict[str, Any]:
+        return {"group": self.group, "vocab_size": self.vocab_size}
+
+
+def logit_shards_of(model: Any) -> LogitShards | None:
+    """The shards of a model whose output weights are divided by rows; None for a model on one rank."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    placements = getattr(weight, "placements", ())
+    dims = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
+    if weight is None or len(dims) != 1:
+        return None
+    return LogitShards(weight.device_mesh.get_group(dims[0]), weight.shape[0])

@@ -1,0 +1,208 @@
+"""``shard_local``, ``shard_combine`` and ``shard_best``: the accept step and drafting on some columns of the logits.
+
+Ranks of a group hold the columns. Each answers a round's question about its own with ``shard_local``; all ranks get all answers
+and make of them, with ``shard_combine``, what they know afterwards. ``pass_ext.distributed`` exchanges the answers. The
+rounds and
+formulas: csrc/core/shard.h. Kernels: csrc/cpu/shard.cpp.
+"""
+
+import torch
+from torch import Tensor
+
+from pass_ext.ops.accept import AcceptResult
+from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.integers import integers
+from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.draft import MODES
+from pass_ext.ops.rules import RULES
+
+ROUNDS = ("peaks", "counts", "top_p", "nucleus", "masses", "residuals", "races", "finish")
+"""The questions, in the order of ``enum class Round`` in csrc/core/shard.h; "finish" asks nothing."""
+SLICE_COLUMNS = 8192
+"""Columns that are summed in one piece. A rank's first column is a multiple of this."""
+SELECT_BINS = 512
+SELECT_ROUNDS = 6
+"""Rounds of counts, or of nucleus: each narrows 54 bits of logit and id by 9."""
+
+_RULE_NAMES, _SUMMED = tuple(RULES), ("counts", "nucleus")
+_SLOT_WORDS, _NODE_WORDS = 11, 11
+
+_local_op = torch.ops.pass_ext.shard_local.default
+_combine_op = torch.ops.pass_ext.shard_combine.default
+_best_op = torch.ops.pass_ext.shard_best.default
+
+
+def is_summed(round: str) -> bool:
+    """True for answers that are counts or integer masses: the ranks' answers may be added instead of gathered."""
+    return round in _SUMMED
+
+
+def shard_local(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    cu_nodes: Tensor,
+    *,
+    rule: str,
+    vocab_start: int,
+    slices: int,
+    round: str,
+    state: Tensor | None = None,
+    draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    allowed: Tensor | None = None,
+    draft_allowed: Tensor | None = None,
+    seeds: Tensor | None = None,
+) -> Tensor:
+    """Answers one round's question about the columns of this rank.
+
+    Args:
+        target_logits, draft_logits: ``[N, C]`` and ``[R, C]``, this rank's columns of the logits.
+        tokens, parents, cu_nodes, draft_rows, seeds: those of ``accept_tree``, already in the dtypes named there.
+        allowed, draft_allowed: masks of this rank's columns, ``[N, ceil(C / 32)]`` and ``[R, ceil(C / 32)]``.
+        rule: a rule of ``accept_tree`` other than "kseq" and "typical".
+        vocab_start: the id of the first column, a multiple of 8,192.
+        slices: the most slices of 8,192 columns that any rank has.
+        round: one of ``ROUNDS``.
+        state: that of ``shard_combine``; None in the first round, "peaks".
+
+    Returns:
+        int64 ``[slots, width]``: doubles, integers, or floats with ids, bit by bit. "counts" and "nucleus" may be added over
+        the ranks, the others are gathered. What the state does not ask for is 0.
+    """
+    op = "shard_local"
+    answers: Tensor = call(
+        _local_op, target_logits, integers(op, "tokens", tokens, torch.int64), integers(op, "parents", parents),
+        integers(op, "cu_nodes", cu_nodes), _index(op, "rule", rule, _RULE_NAMES), draft_logits,
+        integers(op, "draft_rows", draft_rows), allowed, draft_allowed, integers(op, "seeds", seeds, torch.int64),
+        vocab_start, slices, _index(op, "round", round, ROUNDS), state,
+    )  # fmt: skip
+    return answers
+
+
+def shard_combine(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    cu_nodes: Tensor,
+    max_depth: int,
+    answers: Tensor,
+    *,
+    rule: str,
+    vocab_size: int,
+    round: str,
+    next: str,
+    state: Tensor | None = None,
+    draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    draft_temperature: Tensor | None = None,
+    draft_top_k: Tensor | None = None,
+    draft_top_p: Tensor | None = None,
+    draft_min_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, AcceptResult]:
+    """Takes all ranks' answers to one round, and prepares the next. It reads no logits, and is the same on all ranks.
+
+    Args:
+        target_logits, draft_logits: as in ``shard_local``; only their shapes are used.
+        answers: int64 ``[ranks, slots, width]``, in the order of the ranks' columns; ``[1, slots, width]`` if they were added.
+        vocab_size: the columns of all ranks together.
+        round, next: of ``ROUNDS``; ``next`` is "finish" behind the last.
+        state: that of the round before; None behind "peaks".
+        temperature and the other sampling parameters: ``[B]`` or None, the draft's without the target's in place of None.
+
+    The other arguments are those of ``accept_tree``.
+
+    Returns:
+        ``(state, result)``. The state is opaque, int64; the result is right if ``next`` is "finish".
+    """
+    op = "shard_combine"
+    state, *result = call(
+        _combine_op, target_logits, integers(op, "tokens", tokens, torch.int64), integers(op, "parents", parents),
+        integers(op, "cu_nodes", cu_nodes), max_depth, _index(op, "rule", rule, _RULE_NAMES), draft_logits,
+        integers(op, "draft_rows", draft_rows), temperature, integers(op, "top_k", top_k), top_p, min_p,
+        draft_temperature, integers(op, "draft_top_k", draft_top_k), draft_top_p, draft_min_p,
+        integers(op, "seeds", seeds, torch.int64), integers(op, "positions", positions, torch.int64),
+        vocab_size, _index(op, "round", round, ROUNDS), _index(op, "next", next, ROUNDS), answers, state,
+    )  # fmt: skip
+    return state, AcceptResult(*result)
+
+
+def shard_best(
+    logits: Tensor,
+    state: Tensor,
+    k: int,
+    *,
+    mode: str,
+    vocab_start: int,
+    temperature: Tensor | None = None,
+    allowed: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    nodes: Tensor | None = None,
+) -> Tensor:
+    """The k best tokens of each row among the columns of this rank, as ``draft_sample`` ranks them.
+
+    Args:
+        logits: ``[R, C]``, this rank's columns.
+        state: that of ``shard_combine`` behind "masses", for R requests of one node each.
+        vocab_start: the id of the first column, a multiple of 8,192.
+        temperature: ``[R]`` float32 or None; a row whose temperature is 0 is ranked without noise.
+
+    The other arguments are those of ``draft_sample``.
+
+    Returns:
+        int64 ``[R, k, 2]``: float score | int32 id, then float log probability, bit by bit. Id -1 behind the last token.
+    """
+    op = "shard_best"
+    best: Tensor = call(
+        _best_op, logits, state, k, _index(op, "mode", mode, MODES), temperature, allowed,
+        integers(op, "seeds", seeds, torch.int64), integers(op, "positions", positions, torch.int64),
+        integers(op, "nodes", nodes), vocab_start,
+    )  # fmt: skip
+    return best
+
+
+def answer_shape(round: int, nodes: int, slices: int) -> tuple[int, int]:
+    """The shape of ``shard_local``'s answers in the round with this number."""
+    name = ROUNDS[round]
+    if name in _SUMMED:
+        return 2 * nodes, SELECT_BINS
+    if name in ("top_p", "masses"):
+        return 2 * nodes, slices
+    return (nodes, 2 * slices) if name == "residuals" else (nodes if name == "races" else 2 * nodes, 2)
+
+
+def _index(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
+    if name not in names:
+        raise ValueError(f"pass_ext::{op}: {argument} must be one of {', '.join(names)}, got {name!r}")
+    return names.index(name)
+
+
+@register_fake("shard_local")
+def _local_shape(target_logits, tokens, parents, cu_nodes, rule, *rest):  # type: ignore[no-untyped-def]
+    *_, slices, round, _ = rest
+    return target_logits.new_empty(answer_shape(round, target_logits.shape[0], slices), dtype=torch.int64)
+
+
+@register_fake("shard_combine")
+def _combine_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
+    requests = cu_nodes.shape[0] - 1
+    words = target_logits.shape[0] * (2 * _SLOT_WORDS + _NODE_WORDS)
+    return (
+        target_logits.new_empty((words,), dtype=torch.int64),
+        target_logits.new_empty((requests, max_depth + 1), dtype=torch.int64),
+        target_logits.new_empty((requests, max_depth + 1), dtype=torch.int32),
+        target_logits.new_empty((requests,), dtype=torch.int32),
+        target_logits.new_empty((requests,), dtype=torch.int32),
+    )
+
+
+@register_fake("shard_best")
+def _best_shape(logits: Tensor, state: Tensor, k: int, *rest: object) -> Tensor:
+    return logits.new_empty((logits.shape[0], k, 2), dtype=torch.int64)

@@ -1,0 +1,271 @@
+"""shard_local, shard_combine and shard_best: ranks simulated in one process take the decisions of the op on all columns, to the
+bit, whatever the split; a rank whose columns lie one to the side is noticed.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from shard_cases import (
+    FILTERS,
+    RULES,
+    any_layout,
+    drafts_on_ranks,
+    equal_layout,
+    random_drafts,
+    random_step,
+    same,
+)
+from support.samples import shard_case
+
+import pass_ext
+from pass_ext.distributed.exchange import Move, run_together
+from pass_ext.distributed.layout import Layout, checked_layout
+from pass_ext.distributed.rounds import residual_rounds, residual_rounds_of_chain
+from pass_ext.distributed.shards import Shard
+from pass_ext.ops.shard import SELECT_ROUNDS, SLICE_COLUMNS
+
+CASES = 60  # of each rule and filter
+MORE = 1000
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(backend, one_thread):
+    if not backend.name.startswith("cpu"):
+        pytest.skip("the shard ops have CPU kernels only")
+
+
+def check_steps(seeds, **options):
+    emitted = 0
+    for seed in seeds:
+        step = random_step(seed, **options)
+        expected = step.whole()
+        emitted += int(expected.num_accepted.sum())
+        for ranks in (1, 2, 3, 4):
+            layout = any_layout(step.target.shape[1], ranks, step.chance)
+            results, _ = step.on_ranks(layout)
+            assert same(results, expected), (seed, options, layout, expected, results[0])
+    return emitted
+
+
+# ---- the same decisions ----
+
+
+@pytest.mark.quick_on("best")
+@pytest.mark.parametrize("filter", ["temperature", "top_k", "top_p", "min_p", "all"])
+@pytest.mark.parametrize("rule", RULES)
+def test_ranks_decide_like_the_op_on_all_columns(rule, filter):
+    filters = list(FILTERS) if filter == "all" else ["temperature", filter]
+    assert check_steps(range(CASES), rule=rule, filters=filters) > 0
+
+
+@pytest.mark.slow  # test_ranks_decide_like_the_op_on_all_columns shows the same
+def test_thousands_of_steps_decide_alike():
+    check_steps(range(1000, 1000 + MORE))
+
+
+@pytest.mark.quick_on("best")
+def test_drafts_are_those_of_all_columns():
+    for seed in range(150):
+        chance, logits, k, mode, sampling, rest = random_drafts(seed)
+        expected = pass_ext.draft_sample(logits, k, mode=mode, **sampling, **rest)
+        for ranks in (1, 2, 3, 4):
+            layout = any_layout(logits.shape[1], ranks, chance)
+            results, _ = drafts_on_ranks(logits, k, mode, sampling, rest, layout)
+            assert same(results, expected), (seed, layout, expected, results[0])
+
+
+def test_greedy_steps_and_gathered_ones():
+    for seed in range(40):
+        step = random_step(seed, rule="rejection")
+        layout = any_layout(step.target.shape[1], 3, step.chance)
+        results, exchanges = step.on_ranks(layout, gather_below=1000)
+        assert same(results, step.whole()) and len(exchanges) == 1
+        step.sampling, step.draft_sampling = dict.fromkeys(FILTERS), {}
+        results, exchanges = step.on_ranks(layout)
+        assert same(results, step.whole()) and len(exchanges) == 1 + (not layout.is_aligned)
+
+
+@pytest.mark.parametrize("rule", ["kseq", "typical"])
+def test_rules_that_need_all_columns_gather_them(rule):
+    step = random_step(5, rule="rejection_with_replacement", vocabulary=300)
+    step.keywords["rule"] = rule
+    results, exchanges = step.on_ranks(equal_layout(300, 2))
+    assert same(results, step.whole()) and len(exchanges) == 1
+
+
+# ---- faults ----
+
+
+def test_a_shard_off_by_one_column_shows():
+    """Each fault shows in most steps: a draw depends on its columns alone, an accepted token on its own."""
+    seen = 0
+    for seed in range(40):
+        step = random_step(seed, vocabulary=300)
+        results, _ = step.on_ranks(equal_layout(300, 2), shift=seed % 2)
+        seen += not same(results, step.whole())
+    assert seen >= 20, seen
+
+
+def test_answers_in_the_wrong_order_show():
+    """Ranks that say they hold each other's columns."""
+    seen = 0
+    for seed in range(40):
+        step = random_step(seed, vocabulary=16384)
+        step.target = step.target.roll(8192, 1)
+        rolled = step.target.roll(8192, 1)
+        results, _ = step.on_ranks(equal_layout(16384, 2))
+        step.target = rolled
+        seen += not same(results, step.whole())
+    assert seen >= 20, seen
+
+
+# ---- exchanges ----
+
+
+@pytest.mark.parametrize(
+    ("rule", "filters", "count"),
+    [
+        ("coupled", ["temperature"], 2),
+        ("coupled", ["temperature", "top_k"], 2 + SELECT_ROUNDS),
+        ("rejection", ["temperature", "min_p"], 3),
+        ("rejection", ["temperature", "top_p"], 3 + 1 + SELECT_ROUNDS),
+        ("block", ["temperature"], 4),
+    ],
+)
+def test_the_number_of_exchanges_is_that_of_the_docstring(rule, filters, count):
+    layout = Layout((0, 8192), (8192, 8300))
+    generator = torch.Generator().manual_seed(1)
+    step = random_step(3, rule=rule, filters=filters, vocabulary=8300)
+    nodes = 4
+    step.target, step.draft = (torch.randn(nodes, 8300, generator=generator) for _ in range(2))
+    chain = torch.arange(-1, nodes - 1, dtype=torch.int32)
+    step.tree = (torch.randint(0, 8300, (nodes,)), chain, torch.tensor([0, nodes], dtype=torch.int32), nodes - 1)
+    step.sampling = {name: None if value is None else value[:1] for name, value in step.sampling.items()}
+    step.draft_sampling = {}
+    step.keywords = {"rule": rule, "seeds": 5, "positions": 7}
+    results, exchanges = step.on_ranks(layout)
+    assert same(results, step.whole()) and len(exchanges) == count
+    _, exchanges = step.on_ranks(Layout((0, 8000), (8000, 8300)))
+    assert len(exchanges) == count + 1 and isinstance(exchanges[0][0], Move)
+
+
+def test_sizes_of_exchanges_do_not_depend_on_values():
+    def sizes(seed):
+        step = random_step(7, rule="traversal", filters=list(FILTERS), vocabulary=9000)
+        step.target = torch.randn(step.target.shape, generator=torch.Generator().manual_seed(seed))
+        _, exchanges = step.on_ranks(equal_layout(9000, 2))
+        return [(type(wish), wish.tensor.shape) for wishes in exchanges[1:] for wish in wishes]
+
+    assert sizes(1) == sizes(2)
+
+
+def test_rounds_of_residual_sums():
+    wide = [-1, 0, 0, 0, 0, 1, 1]  # four children of the root, two of the first
+    assert residual_rounds("rejection", wide, [0, 7]) == 3
+    assert residual_rounds("traversal", wide, [0, 7]) == 3
+    assert residual_rounds("rejection", [-1, 0, 0, 2, 2], [0, 5]) == 2  # below the second child
+    assert residual_rounds("traversal", [-1, 0, 0, 2, 2], [0, 5]) == 3
+    for rule in ("rejection", "block", "traversal", "coupled"):
+        for length in range(5):
+            chain = list(range(-1, length))
+            assert residual_rounds(rule, chain, [0, length + 1]) == residual_rounds_of_chain(rule, length)
+    assert residual_rounds("traversal", [5, 1, -7, 2], [3, -1, 9, 4]) >= 0  # no tree at all
+
+
+# ---- columns ----
+
+
+def test_columns_move_to_the_slices_that_they_belong_to():
+    for vocabulary, borders in (
+        (128256, (0, 64128, 128256)),
+        (20000, (0, 100, 9000, 9001, 20000)),
+        (300, (0, 150, 300)),
+    ):
+        before = Layout(borders[:-1], borders[1:])
+        after = before.aligned()
+        assert after.vocab_size == vocabulary and after.is_aligned
+        assert all(a == b for a, b in zip(after.ends, after.starts[1:], strict=False)) and after.starts[0] == 0
+        matrix = torch.arange(2 * vocabulary, dtype=torch.float32).view(2, vocabulary)
+        ranks = [
+            Shard(rank, before, (matrix[:, begin:end], matrix[:, begin:end].bfloat16()), (None, None)).aligned()
+            for rank, (begin, end) in enumerate(pairwise(borders))
+        ]
+        moved, _ = run_together(ranks)
+        for shard in moved:
+            begin = shard.start
+            assert torch.equal(shard.logits[0], matrix[:, begin : begin + shard.columns])
+            assert torch.equal(shard.logits[1], matrix[:, begin : begin + shard.columns].bfloat16())
+
+
+def test_aligned_columns_stay():
+    assert Layout((0, 2 * SLICE_COLUMNS), (2 * SLICE_COLUMNS, 20000)).is_aligned
+    assert not Layout((0, 100), (100, 20000)).is_aligned
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([(0, 10, 20), (11, 9, 20)], "vocab_start must be 10 on rank 1.*got 11"),
+        ([(0, 10, 20), (10, 9, 20)], "target_logits must have 20 columns on all ranks together.*got 19"),
+        ([(0, 10, 20), (10, 10, 21)], "vocab_size must be the same on all ranks, rank 0 has 20, got 21 on rank 1"),
+        ([(5, 10, 15)], "vocab_start must be 0 on rank 0"),
+    ],
+)
+def test_columns_that_make_up_no_vocabulary_are_refused(shards, message):
+    with pytest.raises(ValueError, match=message):
+        checked_layout(shards)
+
+
+def test_padded_columns_are_not_read():
+    assert checked_layout([(0, 16, 20), (16, 16, 20)]) == Layout((0, 16), (16, 20))
+    assert checked_layout([(0, 16, 20), (16, 16, 20), (32, 16, 20)]) == Layout((0, 16, 20), (16, 20, 20))
+    step = random_step(11, rule="rejection", vocabulary=300)
+    expected = step.whole()
+    step.target, step.draft = (
+        None if logits is None else torch.cat([logits, torch.full((len(logits), 20), torch.nan, dtype=logits.dtype)], 1)
+        for logits in (step.target, step.draft)
+    )
+    step.keywords |= {"allowed": None, "draft_allowed": None}
+    results, _ = step.on_ranks(Layout((0, 150), (150, 320)))
+    assert not same(results, expected)  # NaN is seen where it is no padding
+    layout = Layout((0, 150), (150, 300))
+    from pass_ext.distributed.accept import tree_steps
+
+    expected = random_step(11, rule="rejection", vocabulary=300)
+    expected.keywords |= {"allowed": None, "draft_allowed": None}
+    ranks = [
+        tree_steps(
+            rank, layout, step.target[:, begin:end], *step.tree,
+            draft_logits=None if step.draft is None else step.draft[:, begin:end],
+            target=tuple(step.sampling.values()), draft=tuple(step.draft_sampling.get(name) for name in FILTERS),
+            **step.keywords,
+        )
+        for rank, (begin, end) in enumerate(((0, 150), (150, 320)))
+    ]  # fmt: skip
+    assert same(run_together(ranks)[0], expected.whole())
+
+
+# ---- refusals of the ops ----
+
+
+def test_refusals():
+    tree, target, draft, _, seeds = shard_case("cpu")
+    local = dict(rule="rejection", vocab_start=0, slices=2, round="peaks", draft_logits=draft, seeds=seeds)
+    with pytest.raises(RuntimeError, match=r"shard_local: vocab_start must be a multiple of 8192 .*got 5"):
+        pass_ext.shard_local(target, *tree, **(local | {"vocab_start": 5}))
+    with pytest.raises(RuntimeError, match="shard_local: rule must be one that is verified from shards, got 'typical'"):
+        pass_ext.shard_local(target, *tree, **(local | {"rule": "typical"}))
+    with pytest.raises(RuntimeError, match="shard_local: state must be given after the first round"):
+        pass_ext.shard_local(target, *tree, **(local | {"round": "masses"}))
+    with pytest.raises(ValueError, match=r"shard_local: round must be one of peaks, .*got 'sums'"):
+        pass_ext.shard_local(target, *tree, **(local | {"round": "sums"}))
+    answers = pass_ext.shard_local(target, *tree, **local)[None]
+    combine = dict(rule="rejection", vocab_size=8200, round="peaks", next="masses", draft_logits=draft)
+    with pytest.raises(RuntimeError, match="shard_combine: vocab_size must be at least"):
+        pass_ext.shard_combine(target, *tree, 1, answers, **(combine | {"vocab_size": 100}))
+    with pytest.raises(RuntimeError, match=r"shard_combine: answers must have 10 .*in dimension 1"):
+        pass_ext.shard_combine(target, *tree, 1, answers[:, :3].contiguous(), **combine)
+    state, _ = pass_ext.shard_combine(target, *tree, 1, answers, **combine)
+    with pytest.raises(RuntimeError, match="shard_best: state must have"):
+        pass_ext.shard_best(target[:2], state, 1, mode="top", vocab_start=0)

@@ -1,0 +1,68 @@
+"""docs/distributed.md: its tables are those of the script, whose counts are those of the protocol; its examples run
+under torchrun.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.paths import ROOT
+
+sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
+
+from benchmarks.pages import shards
+from pass_ext.distributed.accept import chain_steps
+from pass_ext.distributed.exchange import Add, Gather, Move, run_together
+from pass_ext.distributed.layout import equal_parts
+
+needs_examples = pytest.mark.skipif(not (ROOT / "examples").exists(), reason="an sdist has no examples")
+
+
+def test_the_page_has_the_tables_of_the_script():
+    assert shards.tables() in shards.PAGE.read_text()
+
+
+@pytest.mark.parametrize(("ranks", "filters"), [(2, False), (3, True)])
+def test_counts_are_those_of_the_protocol(ranks, filters):
+    vocabulary, requests = 17000, 2
+    layout, generator = equal_parts(vocabulary, ranks), torch.Generator().manual_seed(0)
+    target, draft = (torch.randn(requests, n, vocabulary, generator=generator).bfloat16() for n in (4, 3))
+    tokens = torch.zeros(requests, 3, dtype=torch.int64)
+    law = (0.8, 5, 0.9, None) if filters else (0.8, None, None, None)
+    steps = [
+        chain_steps(
+            rank, layout, target[..., first:last], tokens, draft_logits=draft[..., first:last], rule="rejection",
+            target=law, seeds=1,
+        )
+        for rank, (first, last) in enumerate(zip(layout.starts, layout.ends, strict=True))
+    ]  # fmt: skip
+    _, exchanges = run_together(steps)
+    rounds = shards.FILTERED if filters else shards.REJECTION
+    counted = shards.count_shards(layout, 4 * requests, rounds)
+    assert counted.exchanges == len(exchanges)
+    sent = {kind: sum(w[0].tensor.nbytes for w in exchanges if isinstance(w[0], kind)) for kind in (Gather, Add)}
+    received = sent[Gather] * (ranks - 1) + sent[Add] * 2 * (ranks - 1) / ranks
+    moved = counted.bytes - received
+    assert isinstance(exchanges[0][0], Move) and 0 < moved < vocabulary * 4 * requests * 4
+
+
+@needs_examples
+@pytest.mark.parametrize("name", ["data_parallel", "tensor_parallel"])
+def test_examples_run_under_torchrun(name):
+    pytest.importorskip("transformers.distributed", reason="tensor parallelism needs transformers 5")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(ROOT / "examples" / f"{name}.py")], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    if name == "tensor_parallel":
+        assert sum("equals one process's text" in line for line in lines) == 2, done.stdout
+    else:
+        assert [line.split(":")[0] for line in lines] == list("01234")
