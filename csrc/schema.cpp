@@ -85,7 +85,8 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "Tensor? k_bias, Tensor v_weight, Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, "
       "int head_dim, float eps, int form) -> (Tensor q, Tensor k, Tensor v)");
   library.def(
-      "layer_after_attention(Tensor attended, Tensor residual, Tensor o_weight, Tensor? o_bias, Tensor? attention_norm, "
+      "layer_after_attention(Tensor attended, Tensor residual, Tensor o_weight, Tensor? o_bias, Tensor? "
+      "attention_norm, "
       "Tensor? mlp_norm, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, "
       "Tensor? down_bias, Tensor? output_norm, float eps, int form, int activation, float scale) -> Tensor");
 }
