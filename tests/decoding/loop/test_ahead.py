@@ -245,7 +245,7 @@ def test_on_every_backend(backend, monkeypatch, rank, law):
         (Plain(), dict(temperature=1.0, rule="rejection"), "rule 'rejection' is not 'coupled'"),
         ("draft model", dict(rule="longest_branch"), "rule 'longest_branch' is not 'coupled'"),
     ],
-    ids=str,
+    ids=lambda value: None if isinstance(value, dict) else str(value),
 )
 def test_the_loop_that_waits_keeps_what_the_host_decides(llama, monkeypatch, method, options, reason):
     from pass_ext.decoding.planning.step_times import StepTimes
