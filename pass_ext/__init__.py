@@ -12,12 +12,12 @@ from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.accept import STATUS, AcceptResult, accept_chain, accept_tree
 from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
+from pass_ext.ops.common.rules import RULES
 from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.layer import layer_after_attention, layer_before_attention
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.next import next_rows_
-from pass_ext.ops.rules import RULES
 from pass_ext.ops.shard import shard_best, shard_combine, shard_local
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
 from pass_ext.ops.tree import tree_mask, tree_prepare

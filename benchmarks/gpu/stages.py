@@ -111,7 +111,7 @@ def all_stages(architecture: str) -> list[Stage]:
         ),
         Stage(
             "smoke",
-            {family: _pytest("tests/ops/test_smoke.py", "-k", f"of_{family}") for family in FAMILIES},
+            {family: _pytest("tests/ops/every_op/test_smoke.py", "-k", f"of_{family}") for family in FAMILIES},
             60,
             {SECONDS: "30"},
             restarts=4,

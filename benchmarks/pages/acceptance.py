@@ -31,7 +31,7 @@ from benchmarks.pages.acceptance_means import (
     VOCABULARY,
     measure,
 )
-from pass_ext.ops.rules import ACCEPT_RULES
+from pass_ext.ops.common.rules import ACCEPT_RULES
 
 NAME = "benchmarks.pages.acceptance"
 PAGE, PICTURE = Path("docs/ops/accept.md"), Path("docs/ops/accept-tree.svg")

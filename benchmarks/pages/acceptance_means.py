@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pass_ext
 from pass_ext import Tree
-from pass_ext.ops.rules import ACCEPT_RULES
+from pass_ext.ops.common.rules import ACCEPT_RULES
 
 SEED, REQUESTS, CHUNK, VOCABULARY = 0, 20_000, 250, 1000
 TARGET_SPREAD, DRAFT_NOISE, TEMPERATURE = 2.5, 0.8, 1.0

@@ -32,7 +32,7 @@
 
 namespace pass_ext {
 
-// The order of ACCEPT_RULES in pass_ext/ops/rules.py.
+// The order of ACCEPT_RULES in pass_ext/ops/common/rules.py.
 enum class Rule : int32_t { coupled, rejection, rejection_with_replacement, block, traversal, kseq, typical };
 
 constexpr int kOverlaps = 7;  // values of rho tried in one sweep over a row

@@ -12,7 +12,7 @@ from pass_ext.distributed.rounds import residual_rounds, residual_rounds_of_chai
 from pass_ext.distributed.steps import Trees
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.parameters import Parameter, parameter_tensor
-from pass_ext.ops.rules import ACCEPT_RULES
+from pass_ext.ops.common.rules import ACCEPT_RULES
 
 Sampling = Sequence[Parameter]  # temperature, top_k, top_p, min_p
 NAMES = (("temperature", torch.float32), ("top_k", torch.int32), ("top_p", torch.float32), ("min_p", torch.float32))

@@ -14,7 +14,7 @@ from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.common.parameters import Parameter, parameter_tensor, seeds_for
-from pass_ext.ops.rules import RULES
+from pass_ext.ops.common.rules import RULES
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
 """The bits of ``AcceptResult.status``."""
@@ -206,7 +206,8 @@ def _noise(
 
 def _call(op: Any, *arguments: Any) -> AcceptResult:
     result = AcceptResult(*call(op, *arguments))  # accepting has no gradient
-    raise_on_status(op._schema.name.split("::")[1], result.status)
+    if not torch.compiler.is_compiling():  # dynamo does not trace the name
+        raise_on_status(op._schema.name.split("::")[1], result.status)
     return result
 
 

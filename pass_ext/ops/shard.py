@@ -13,8 +13,8 @@ from pass_ext.ops.accept import AcceptResult
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.rules import RULES
 from pass_ext.ops.draft import MODES
-from pass_ext.ops.rules import RULES
 
 ROUNDS = ("peaks", "counts", "top_p", "nucleus", "masses", "residuals", "races", "finish")
 """The questions, in the order of ``enum class Round`` in csrc/core/shard.h; "finish" asks nothing."""

@@ -80,6 +80,7 @@ LIMITS = (
     Limit("draft_kernel*", ALL, "code", 192_000, "a function for each pass over a row; a draw runs a part of them"),
     Limit("attention_kernel*", ALL, "code", 226_000, "a main loop unrolled over a tile, and the merge, today"),
     Limit("scan_rows_kernel*", ALL, "code", 203_000, "the scan for three types (35,000), and a row's end, noise drawn or not"),
+    Limit("next_kernel*", ALL, "code", 56_000, "offers by products, by noise or in order, unrolled in one kernel; once a step"),
     Limit("*", ALL, "code", 44_000, "mask_kernel's, the largest of the others"),
 
     # Instructions.

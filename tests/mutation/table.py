@@ -76,6 +76,9 @@ _CPP = _files_of_families() | {
     "cpu/next.cpp": (["next"], ["tests/ops/test_next.py"]),
     "cpu/next_kernels-inl.h": (["next"], ["tests/ops/test_next.py"]),
     "core/step-inl.h": (["step"], ["tests/ops/test_step.py"]),
+    "core/shard.h": (["shard"], ["tests/ops/shard/test_shard.py"]),
+    "cpu/shard.cpp": (["shard"], ["tests/ops/shard/test_shard.py"]),
+    "cpu/accept_checks.h": (["accept", "shard"], _ACCEPT),
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
 
@@ -96,6 +99,7 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/early_stop": ["tests/decoding/drafting/test_early_flag.py"],
+    "models/logit_shards": ["tests/decoding/test_tensor_parallel.py"],
     "models/patching/layer_calls": ["tests/decoding/models/test_layer_calls.py"],
     "models/patching/few_rows": ["tests/ops/test_linear.py", "-k", "not thread"],
     "loop/ahead": _AHEAD,

@@ -142,7 +142,8 @@ class Offers:
     """
 
     def __init__(self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor) -> None:
-        self.transition = _transition_tables(lookahead, table) if lookahead.rank else None
+        tables = _transition_tables(lookahead, table) if lookahead.rank else None
+        self.transition = None if tables is None else (tables[0].detach(), tables[1].detach())
         widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
         self.count = min(widest if self.transition is None else max(_SHORTLIST, widest), table.shape[0])
 

@@ -18,7 +18,7 @@ from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.integrations.sglang.refusals import refusal
 from pass_ext.integrations.sglang.rules import rule_of_step
 from pass_ext.integrations.sglang.verification import Drafts, verify
-from pass_ext.ops.rules import RULES
+from pass_ext.ops.common.rules import RULES
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-from pass_ext.ops.rules import ACCEPT_RULES, RULES
+from pass_ext.ops.common.rules import ACCEPT_RULES, RULES
 
 RULE_VARIABLE = "PASS_EXT_SGLANG_RULE"
 """The environment variable with the user's rule."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pass_ext.ops.rules import RULES
+from pass_ext.ops.common.rules import RULES
 
 KEY = "pass_ext"
 

@@ -7,7 +7,7 @@ from pass_ext import RULES, reference
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.integrations.vllm.sampling import chains as module
 from pass_ext.integrations.vllm.sampling.chains import PackedChains, accept_chains
-from pass_ext.ops.rules import ACCEPT_RULES
+from pass_ext.ops.common.rules import ACCEPT_RULES
 
 CPU = torch.device("cpu")
 VOCABULARY = 50

@@ -7,7 +7,7 @@ import torch
 
 from pass_ext import draft_sample, reference
 from pass_ext.integrations.vllm.sampling.runner_v2 import CoupledDraw, PackedAccept
-from pass_ext.ops.rules import ACCEPT_RULES
+from pass_ext.ops.common.rules import ACCEPT_RULES
 
 VOCABULARY, PLACES, STEPS = 60, 7, 4
 DRAFTS = [3, 0, 4, 1, 2]

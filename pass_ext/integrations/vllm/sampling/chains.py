@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import accept_tree
-from pass_ext.ops.rules import ACCEPT_RULES
+from pass_ext.ops.common.rules import ACCEPT_RULES
 
 
 @dataclass(frozen=True)

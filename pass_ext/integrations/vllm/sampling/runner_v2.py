@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pass_ext.integrations.vllm.versions import LOG
 from pass_ext.ops.accept import accept_tree
+from pass_ext.ops.common.rules import ACCEPT_RULES
 from pass_ext.ops.draft import draft_sample
-from pass_ext.ops.rules import ACCEPT_RULES
 
 # vLLM's optional arguments behind num_speculative_steps, in its order
 OPTIONS = (
