@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -95,17 +96,16 @@ def counted_rows() -> Iterator[list[int]]:
     from pass_ext.decoding.session.session import Session
 
     counts: list[int] = []
-    before = Session.call
 
-    def call(self: Any, trees: Any, ids: Any, *others: Any, **named: Any) -> Any:
-        counts.append(len(ids))
-        return before(self, trees, ids, *others, **named)
+    def counting(before: Any) -> Any:
+        def call(self: Any, trees: Any, ids: Any, *others: Any, **named: Any) -> Any:
+            counts.append(len(ids))
+            return before(self, trees, ids, *others, **named)
 
-    Session.call = call  # type: ignore[method-assign]
-    try:
+        return call
+
+    with patch.multiple(Session, call=counting(Session.call), call_at=counting(Session.call_at)):
         yield counts
-    finally:
-        Session.call = before  # type: ignore[method-assign]
 
 
 def _kind(name: str) -> str | None:
