@@ -14,9 +14,15 @@
 #include <time.h>
 #include <torch/csrc/stable/ops.h>
 
+#if defined(__linux__)
+#include <dirent.h>
+#include <sched.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -127,6 +133,23 @@ struct alignas(64) Slot {
 
 thread_local bool in_piece = false;
 
+// Lets this thread run wherever a thread of the process may. OpenMP may have bound the thread that it was made by to
+// one processor (OMP_PROC_BIND), and two threads there would take turns.
+void leave_binding() {
+#if defined(__linux__)
+  cpu_set_t all, mask;
+  CPU_ZERO(&all);
+  DIR* const threads = opendir("/proc/self/task");
+  if (threads == nullptr) return;
+  while (const dirent* entry = readdir(threads)) {
+    const int thread = std::atoi(entry->d_name);
+    if (thread > 0 && sched_getaffinity(thread, sizeof mask, &mask) == 0) CPU_OR(&all, &all, &mask);
+  }
+  closedir(threads);
+  sched_setaffinity(0, sizeof all, &all);
+#endif
+}
+
 class Pool {
  public:
   void run(const Pieces& pieces, int threads) {
@@ -185,6 +208,7 @@ class Pool {
 
   // A worker's life.
   void serve() {
+    leave_binding();
     in_piece = true;  // jobs that pieces bring run alone
     uint64_t seen = 0;
     for (;;) {

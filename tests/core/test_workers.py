@@ -95,6 +95,33 @@ def test_a_forked_process_gets_threads_of_its_own(pool):
     pytest.fail("the forked process hangs")
 
 
+BOUND = """
+import os, torch, pass_ext
+from pass_ext import _library
+torch.set_num_threads(2)
+x, weight = torch.randn(2, 576), torch.randn(3000, 576)
+pass_ext.linear_rows(x, weight)  # OpenMP binds its threads
+_library.always_pool(True)
+before = set(os.listdir("/proc/self/task"))
+for _ in range(200):
+    pass_ext.linear_rows(x, weight)
+worker, = set(os.listdir("/proc/self/task")) - before
+print(len(os.sched_getaffinity(0)), len(os.sched_getaffinity(int(worker))))
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two processors"
+)
+def test_the_pools_threads_are_not_bound_to_their_callers_processor():
+    """OMP_PROC_BIND binds the caller, and a new thread inherits that."""
+    environment = os.environ | {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"}
+    run = subprocess.run(
+        [sys.executable, "-c", BOUND], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert run.stdout.split() == ["1", "2"]
+
+
 ON_ONE_PROCESSOR = """
 import os, time, torch, pass_ext
 from pass_ext import _library
