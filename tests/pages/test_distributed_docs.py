@@ -63,6 +63,6 @@ def test_examples_run_under_torchrun(name):
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     if name == "tensor_parallel":
-        assert sum("equals one process's text" in line for line in lines) == 2, done.stdout
+        assert done.stdout.count("equals one process's text") == 2, done.stdout  # ranks may share a line
     else:
         assert [line.split(":")[0] for line in lines] == list("01234")
