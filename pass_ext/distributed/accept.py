@@ -1,8 +1,7 @@
 """``accept_tree`` and ``accept_chain`` for ranks that hold some columns of the logits each.
 
 Every rank gets the same result, that of the op on all columns: emitted tokens, path, counts and status, to the bit. Logits
-never
-travel, except the few columns that ``Layout`` moves and rows that ``gather_below`` gathers.
+never travel, except the few columns that ``Layout`` moves and rows that ``gather_below`` gathers.
 """
 
 from __future__ import annotations

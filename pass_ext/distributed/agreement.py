@@ -18,8 +18,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 def agreed(op: str, arguments: Mapping[str, Any]) -> Steps[None]:
     """Raises ValueError on every rank if a rank's arguments are not those of rank 0; names both. Does nothing outside debug
-    mode.
-    One exchange of 8 bytes for each argument."""
+    mode. One exchange of 8 bytes for each argument."""
     if not _library.debug_enabled():
         return
     prints = _fingerprints(arguments)

@@ -1,6 +1,5 @@
 """One rank under torchrun: ``tensor_parallel_job.py FOLDER`` decodes with a divided model and writes ``RANK.json``: every
-method's
-text, and that of one process."""
+method's text, and that of one process."""
 
 import json
 import os
@@ -71,6 +70,10 @@ def main(folder):
         pass_ext.generate(model, PROMPTS, pass_ext.PaSS(slots), **shared)
     except ValueError as error:
         texts["rows"] = str(error)
+    try:
+        pass_ext.generate(model, PROMPTS, pass_ext.PaSS(slots_for(whole, rank=4), rows=12), **shared)
+    except ValueError as error:
+        texts["transitions"] = str(error)
     assert packed_model(whole).logit_shards is None and packed_model(model).logit_shards is not None
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(texts))
     dist.destroy_process_group()

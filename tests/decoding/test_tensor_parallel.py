@@ -50,3 +50,4 @@ def test_fresh_seeds_are_the_same_on_all_ranks(ranks):
 def test_trees_chosen_by_measured_times_are_refused(ranks):
     for texts in ranks:
         assert "rows must be a number under tensor parallelism" in texts["rows"]
+        assert "that of llama is divided among ranks: use slots of rank 0" in texts["transitions"]

@@ -115,9 +115,10 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
     target = context.target
     method.lookahead.check_fits(target.table)
     if method.lookahead.rank and not target.has_table:
+        state = "quantised or offloaded" if target.logit_shards is None else "divided among ranks"
         raise ValueError(
             f"PaSS: look-ahead slots with transitions (rank {method.lookahead.rank}) compute with the model's embedding "
-            f"table, and that of {target.name} is quantised or offloaded: use slots of rank 0"
+            f"table, and that of {target.name} is {state}: use slots of rank 0"
         )
     plan, times = pass_plan(method, target, len(context.texts), graphs=context.graphs)
     if plan.is_plain:
@@ -139,9 +140,13 @@ class Offers:
         lookahead: the embeddings.
         tree: of candidates.
         table: the model's input embeddings.
+        shards: the ranks that hold the columns of the logits; None: this process has all.
     """
 
-    def __init__(self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor) -> None:
+    def __init__(
+        self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, shards: LogitShards | None = None
+    ) -> None:
+        self._draw = draft_sample if shards is None else shards.draft_sample
         tables = _transition_tables(lookahead, table) if lookahead.rank else None
         self.transition = None if tables is None else (tables[0].detach(), tables[1].detach())
         widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
@@ -168,9 +173,9 @@ class Offers:
         """
         if self.transition is None:  # every parent of a level has the same candidates: the best, in order
             law = sampling.keywords()
-            tokens, _ = draft_sample(logits, self.count, mode="coupled", positions=positions, **law)
+            tokens, _ = self._draw(logits, self.count, mode="coupled", positions=positions, **law)
             return {"offered": tokens.view(requests, -1, self.count)}
-        tokens, scores = draft_sample(logits, self.count, mode="top")
+        tokens, scores = self._draw(logits, self.count, mode="top")
         left, right = self.transition
         shape = requests, -1, self.count
         return {"offered": tokens.view(shape), "scores": scores.view(shape), "left": left, "right": right}
@@ -198,7 +203,7 @@ class TreeFiller:
         shards: LogitShards | None = None,
     ) -> None:
         self.tree = tree
-        self.offers = Offers(lookahead, tree, table)
+        self.offers = Offers(lookahead, tree, table, shards)
         self._sampling, self._shards = sampling, shards
         self._mode = drawing_mode(sampling, rule)
         self._levels = levels_of(tree, table.device)
@@ -216,10 +221,10 @@ class TreeFiller:
         device = slots.device
         sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
         places = torch.tensor(positions, device=device)
-        if self._shards is not None:
-            slots = self._shards.whole(slots)
         if self._mode == "coupled":
             return Filled(self._offered(slots, roots, sampling, places), None, None)
+        if self._shards is not None:
+            slots = self._shards.whole(slots)
         # The extra entry `num_nodes` takes the surplus candidates of parents with fewer children.
         tokens = torch.full((len(requests), self.tree.num_nodes + 1), -1, device=device)
         tokens[:, 0] = torch.tensor(roots, device=device)

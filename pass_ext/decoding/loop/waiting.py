@@ -118,7 +118,7 @@ class WaitingLoop(Loop):
             logits = logits[: len(nodes)] if nodes[-1] == len(nodes) - 1 else logits[self._on_device(nodes)]
         draft_logits = self._drafting.draft_logits
         packed = self._packs(trees)
-        accept = accept_tree if self._shards is None or not self._shards.hold(logits) else self._shards.accept_tree
+        accept = accept_tree if self._shards is None else self._shards.accept_tree
         return accept(
             logits,
             self._on_device(tokens),

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pass_ext.ops.accept import AcceptResult
+from pass_ext.ops.accept import AcceptResult, accept_tree
+from pass_ext.ops.draft import draft_sample
 
 
 class LogitShards:
@@ -41,9 +42,12 @@ class LogitShards:
         draft_logits: Tensor | None = None,
         **keywords: Any,
     ) -> AcceptResult:
-        """``pass_ext.accept_tree`` on this rank's columns of the target's logits; the draft's may be those of all ranks."""
+        """``pass_ext.accept_tree`` on this rank's columns of the target's logits, or on those of all ranks; the draft's may be
+        either too."""
         from pass_ext import distributed
 
+        if not self.hold(logits):
+            return accept_tree(logits, tokens, parents, cu_nodes, max_depth, draft_logits=draft_logits, **keywords)
         if draft_logits is not None and not self.hold(draft_logits):
             draft_logits = draft_logits[:, self.start : self.start + logits.shape[-1]]
         return distributed.accept_tree(
@@ -51,9 +55,11 @@ class LogitShards:
         )
 
     def draft_sample(self, logits: Tensor, k: int, **keywords: Any) -> tuple[Tensor, Tensor]:
-        """``pass_ext.draft_sample`` on this rank's columns."""
+        """``pass_ext.draft_sample`` on this rank's columns, or on those of all ranks."""
         from pass_ext import distributed
 
+        if not self.hold(logits):
+            return draft_sample(logits, k, **keywords)
         return distributed.draft_sample(logits, k, **self._where(), **keywords)
 
     def whole(self, logits: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ class Adapted:
     name = ""
     generation_config: Any = None
     has_table: bool = True
-    """False: ``table`` has shape, dtype and device but no values, because the model's table is quantised or offloaded."""
+    """False: ``table`` has shape, dtype and device but no values, because the model's table is quantised, offloaded or
+    divided among ranks."""
     shared_model: Any = None
     """The model whose first ``shares_layers`` layers this model runs, so that their keys and values are equal."""
     shares_layers: int = 0

@@ -35,22 +35,23 @@ _NORMS: dict[frozenset[str], tuple[str, str, str, str]] = {
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }  # fmt: skip
 _INERT = (nn.Dropout, nn.Identity)  # in eval mode
+_SETTINGS = (bool, int, float, str, type(None))
 
 _checked: MutableMapping[nn.Module, _Layer] = WeakKeyDictionary()
-"""Layers with their results of the first call, which hold for all generations while the weights are the same objects."""
+"""Layers with their results of the first call, which hold for all generations while weights and numbers are the same."""
 
 
 @contextmanager
 def layer_calls(module: nn.Module) -> Iterator[None]:
     """Replaces the forward of every decoder layer that can be taken apart, and restores it at the end, also after an error.
 
-    Layers with hooks on their parts, or with parts of unknown types (adapters, quantised weights), stay as they are. Calls
-    outside a generation, with many rows, that record gradients or are compiled compute as before; so do all calls of a layer
-    whose weights are replaced meanwhile.
+    Layers with hooks on their parts, or with parts of unknown types (adapters, quantised weights), stay as they are; all layers
+    do while torch has hooks for every module. Calls outside a generation, with many rows, that record gradients or are compiled
+    compute as before; so do all calls of a layer whose weights are replaced meanwhile.
     """
     changed: list[nn.Module] = []
     try:
-        if not torch.is_autocast_enabled("cpu"):
+        if not (torch.is_autocast_enabled("cpu") or nn.modules.module._has_any_global_hook()):
             for layer in list(module.modules()):
                 parts = _parts_of(layer)
                 if parts is None:
@@ -80,13 +81,16 @@ class _Parts(NamedTuple):
     """Arguments of layer_after_attention behind residual."""
     sources: tuple[tuple[dict[str, Any], str, Any], ...]
     """(a module's parameters, a name, the tensor when the layer was taken apart)"""
+    settings: tuple[Any, ...]
+    """Numbers, words and truths among the attributes of the layer's modules: eps, scaling, a window …"""
     layer: int
     dtype: torch.dtype
 
     def equal(self, other: _Parts) -> bool:
-        """True if both are of the same tensors and numbers."""
-        tensors = all(mine[2] is theirs[2] for mine, theirs in zip(self.sources, other.sources, strict=False))
-        return tensors and len(self.sources) == len(other.sources) and self.layer == other.layer
+        """True if both are of the same tensors and settings."""
+        if len(self.sources) != len(other.sources) or self.settings != other.settings:
+            return False
+        return all(mine[2] is theirs[2] for mine, theirs in zip(self.sources, other.sources, strict=True))
 
     def are_current(self) -> bool:
         """True if no weight was replaced."""
@@ -224,13 +228,17 @@ def _parts_of(layer: nn.Module) -> _Parts | None:
     if scale != 1.0 and (attention_norm is not None or output_norm is not None):
         return None
     after = (*o, attention_norm, mlp_norm, *gate, *up, *down, output_norm, eps, form, gated.activation, scale)
+    modules = list(layer.modules())
     sources = tuple(
         (part._parameters, name, tensor)
-        for part in layer.modules()
+        for part in modules
         for name, tensor in part._parameters.items()
         if tensor is not None
     )
-    return _Parts(before, after, sources, index, o[0].dtype)
+    settings = tuple(
+        (i, *item) for i, part in enumerate(modules) for item in vars(part).items() if isinstance(item[1], _SETTINGS)
+    )
+    return _Parts(before, after, sources, settings, index, o[0].dtype)
 
 
 def _is_untouched(part: nn.Module) -> bool:
