@@ -206,7 +206,7 @@ def test_changed_numbers_are_used(setting):
     former = generate(model, ids, **OPTIONS).sequences
     for layer in model.model.layers:
         if setting == "eps":
-            layer.input_layernorm.variance_epsilon = 30.0
+            layer.input_layernorm.variance_epsilon = layer.post_attention_layernorm.variance_epsilon = 30.0
         elif setting == "scaling":
             layer.self_attn.scaling *= 9
         else:
