@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 2 examples/data_parallel.py
 
 Rank r takes prompts r, r + ranks, …; rank 0 gathers the texts. Seeds belong to prompts, so the texts do not depend on the
-number of
-processes.
+number of processes.
 """
 
 import torch

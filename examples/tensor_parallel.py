@@ -2,11 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-It makes a small Llama with random weights, loads it divided by transformers with ``lm_head: colwise``, so that no rank ever
-has all
-logits, and decodes with a draft model. Every rank prints the same text; rank 0 compares it with that of one process. Runs on
-CPUs with
-gloo, on GPUs with nccl. SLURM and Ray start the same program: docs/distributed.md.
+It makes a small Llama with random weights, loads it divided by transformers with ``lm_head: colwise``, so that no rank ever has
+all logits, and decodes with a draft model. Every rank prints the same text; rank 0 compares it with that of one process. Runs
+on CPUs with gloo, on GPUs with nccl. SLURM and Ray start the same program: docs/distributed.md.
 """
 
 import os

@@ -1,6 +1,5 @@
-"""``load_checkpoint``: a transformers causal model and its tokenizer, from a GGUF file or anything ``from_pretrained``
-takes; and
-``cache_folder``, where converted models and measured step times are kept.
+"""``load_checkpoint``: a transformers causal model and its tokenizer, from a GGUF file or anything ``from_pretrained`` takes;
+and ``cache_folder``, where converted models and measured step times are kept.
 
 transformers reads a GGUF file slowly, so a small converted model is cached in ``cache_folder()``; a damaged cache entry is
 converted again. transformers is imported inside the functions: ``import pass_ext`` works without it.

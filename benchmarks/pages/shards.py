@@ -1,12 +1,10 @@
 """Counts the exchanges and bytes of one accept step on shards against gathering all logits, and writes the tables and the
-picture of
-docs/distributed.md. `python -m benchmarks.pages.shards` counts; `--measure` also times both on two gloo processes here.
+picture of docs/distributed.md. `python -m benchmarks.pages.shards` counts; `--measure` also times both on two gloo processes
+here.
 
-A chain of K = 3 drafts with rule rejection, temperature alone, bf16 logits of target and draft; a request has 4 rows. Bytes
-are those
-that one rank receives: gathering (ranks - 1) times what a rank sends, adding by a ring 2 (ranks - 1) / ranks of it. The
-columns that
-move count at the rank that receives most. Seconds by the model
+A chain of K = 3 drafts with rule rejection, temperature alone, bf16 logits of target and draft; a request has 4 rows. Bytes are
+those that one rank receives: gathering (ranks - 1) times what a rank sends, adding by a ring 2 (ranks - 1) / ranks of it. The
+columns that move count at the rank that receives most. Seconds by the model
 
     t = exchanges * latency + bytes / bandwidth
 

@@ -1,6 +1,5 @@
-"""generate under transformers' tensor parallelism: two ranks, started by torchrun, hold the columns of the logits; every
-method gives
-on both the text of one process.
+"""generate under transformers' tensor parallelism: two ranks, started by torchrun, hold the columns of the logits; every method
+gives on both the text of one process.
 """
 
 import json
