@@ -138,12 +138,14 @@ def guided(guide: Guide, candidates: Candidates, levels: int, *, drawn: bool, le
     ends = pruned.leaves if leaves_only else sorted({0, *pruned.leaves})
     groups = {number[node]: slots for node, slots in candidates.groups if node in number}
     for node, chain in forced_chains(guide, pruned, tokens, ends, levels, _MOST_FORCED).items():
-        path = [tokens[v] for v in pruned.path(node)[1:]]
         before = len(parents)
-        parents, tokens = join(parents, tokens, [[*path, *chain]])
-        rows += [-1] * (len(parents) - before)
-        if node in pruned.leaves:
+        if pruned.children(node):  # the root: the chain joins its children
+            parents, tokens = join(parents, tokens, [chain])
+        else:  # not by its tokens: draws with replacement may give two nodes the same path
+            parents += [node, *range(before, before + len(chain) - 1)]
+            tokens += chain
             rows[node] = -1
+        rows += [-1] * (len(parents) - before)
         if before < len(parents) and node in groups:
             groups[len(parents) - 1] = groups.pop(node)
     return replace(

@@ -91,7 +91,7 @@ class Judged:
 def replayed(replay, filters):
     """A ``draw_children`` that replays the choices of a script."""
 
-    def draw(logits, width, mode, sampling, places, depth, parents):
+    def draw(logits, width, mode, sampling, places, depth, parents, allowed=None):
         tokens = []
         for row in logits:
             q = process(row.double(), **filters).probs.tolist()

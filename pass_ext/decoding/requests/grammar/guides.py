@@ -85,16 +85,18 @@ def guides_of(
         raise ValueError(
             f"generate: grammar must be one for all, or one or None for each of the {requests} requests, got {len(each)}"
         )
-    for one in each:
-        missing = [name for name in _METHODS if not callable(getattr(one, name, None))]
-        if one is not None and (missing or isinstance(one, type)):
+    for entry in each:
+        missing = [name for name in _METHODS if not callable(getattr(entry, name, None))]
+        if entry is not None and (missing or isinstance(entry, type)):
+            came = f"the class {entry.__name__}" if isinstance(entry, type) else type(entry).__name__
+            came += " without " * bool(missing) + ", ".join(missing)
             raise TypeError(
-                f"generate: grammar must be like pass_ext.Grammar, got {type(one).__name__} without "
-                f"{', '.join(missing) or 'a place in a text'}; pass_ext.integrations.grammar has xgrammar's and llguidance's"
+                f"generate: grammar must be like pass_ext.Grammar, got {came}; "
+                "pass_ext.integrations.grammar has xgrammar's and llguidance's"
             )
-    if all(one is None for one in each):
+    if all(entry is None for entry in each):
         return None
-    return Guides([None if one is None else Guide(one, vocabulary, ends) for one in each], vocabulary, device)
+    return Guides([None if entry is None else Guide(entry, vocabulary, ends) for entry in each], vocabulary, device)
 
 
 GrammarArgument = Grammar | Sequence[Grammar | None] | None
