@@ -35,7 +35,8 @@ class Drafting:
         """The masks that they were drawn under."""
         self._needs_draft_logits = context.needs_draft_logits
         self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0)
-        self.max_depth += _MOST_FORCED if context.guides is not None else 0
+        self._most_forced = _MOST_FORCED if context.guides is not None and getattr(method, "drafts", True) else 0
+        self.max_depth += self._most_forced
         self.deepest_row = max((drafter.deepest_row for drafter in self.drafters), default=0)
         self.deepest_row = max(self.deepest_row, self.max_depth)
         self.prompt_slots = max((drafter.prompt_slots for drafter in self.drafters), default=0)
@@ -96,7 +97,8 @@ class Drafting:
         if guide is None:
             return candidates
         drawn = self.draft_logits is not None
-        return guided(guide, candidates, levels, drawn=drawn, leaves_only=drawn or self._context.chains_only)
+        leaves_only = drawn or self._context.chains_only
+        return guided(guide, candidates, levels, self._most_forced, drawn=drawn, leaves_only=leaves_only)
 
     def _paused(self, batch: Batch, kind: bool) -> Batch:
         """The batch as drafters of this kind see it: without levels where they pause."""
@@ -117,13 +119,16 @@ def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
     return Candidates(Tree(parents), tokens[1:], first.draft_rows, groups, seconds)
 
 
-def guided(guide: Guide, candidates: Candidates, levels: int, *, drawn: bool, leaves_only: bool) -> Candidates:
+def guided(
+    guide: Guide, candidates: Candidates, levels: int, most_forced: int, *, drawn: bool, leaves_only: bool
+) -> Candidates:
     """The candidates that a grammar allows, and the tokens that it forces behind the root and the leaves.
 
     A node's look-ahead slots move to the end of the chain behind it, where the next step begins if the chain is right.
 
     Args:
         levels: how deep candidates may be.
+        most_forced: the most tokens of all chains.
         drawn: some candidates were drawn from a distribution that the rule divides by.
         leaves_only: no chain behind a root that has children: a node's children are all drawn, or the rule takes chains.
     """
@@ -137,7 +142,7 @@ def guided(guide: Guide, candidates: Candidates, levels: int, *, drawn: bool, le
     pruned = Tree(parents)
     ends = pruned.leaves if leaves_only else sorted({0, *pruned.leaves})
     groups = {number[node]: slots for node, slots in candidates.groups if node in number}
-    for node, chain in forced_chains(guide, pruned, tokens, ends, levels, _MOST_FORCED).items():
+    for node, chain in forced_chains(guide, pruned, tokens, ends, levels, most_forced).items():
         before = len(parents)
         if pruned.children(node):  # the root: the chain joins its children
             parents, tokens = join(parents, tokens, [chain])

