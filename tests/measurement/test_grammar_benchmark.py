@@ -1,4 +1,4 @@
-"""The grammar benchmark: its page shows its results, committed pages are up to date, its check tells valid texts from others."""
+"""The grammar benchmark: its page shows its results, committed pages are up to date, its check knows valid texts."""
 
 import json
 

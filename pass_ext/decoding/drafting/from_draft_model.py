@@ -139,7 +139,7 @@ class ModelDrafter(Drafter):
             if guides is not None:  # the masks depend on the tokens so far, so the host waits for these
                 allowed = guides.below(self.tree, going, tokens[at].tolist(), level.numbers)
             drawn, logprobs = draw_children(
-                logits, width, self._mode, sampling, places[at], depth + 1, level.parents, allowed
+                logits, width, self._mode, sampling, places[at], depth + 1, level.parents, allowed=allowed
             )
             tokens[at[:, None, None], level.children] = drawn.view(len(going), -1, width)
             if self._mode != "coupled":

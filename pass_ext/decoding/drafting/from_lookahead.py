@@ -279,7 +279,7 @@ class TreeFiller:
             if self._guides is not None:
                 allowed = self._guides.below(self.tree, requests, tokens.tolist(), level.numbers)
                 drawn_under.append(allowed)
-            best, _ = draw_children(logits, width, self._mode, sampling, places, i + 1, level.parents, allowed)
+            best, _ = draw_children(logits, width, self._mode, sampling, places, i + 1, level.parents, allowed=allowed)
             tokens[:, level.children] = best.view(-1, count, width)
             rows[:, level.parents] = first + torch.arange(len(logits), device=slots.device).view(-1, count)
             first += len(logits)

@@ -246,7 +246,7 @@ def test_coupled_is_the_targets_own_text(shape, decision):
     accepted = 0
     for noise in itertools.product(torch.tensor(orders, dtype=torch.float64), repeat=3):
 
-        def draw(logits, width, mode, sampling, places, depth, parents, noise=noise):
+        def draw(logits, width, mode, sampling, places, depth, parents, allowed=None, noise=noise):
             assert mode == "coupled"
             scores = logits.double().log_softmax(-1) - noise[depth - 1].log()
             tokens = scores.topk(min(width, VOCABULARY)).indices
