@@ -1,8 +1,11 @@
-"""A tiny grammar for tests: a finite automaton over tokens; and plain decoding under it, computed without trees."""
+"""Grammars for tests: a finite automaton over tokens, plain decoding under it, computed without trees; and a byte-level
+tokenizer with the vocabulary of the small models, for the grammar libraries.
+"""
 
 import math
 
 import torch
+from support.small_models import VOCABULARY
 
 from pass_ext import Grammar, allow_tokens, draft_sample
 
@@ -110,3 +113,30 @@ def distribution_of_texts(model, prompt, vocabulary, new_tokens, temperature, gr
             row[place, [token for token in range(vocabulary) if token not in allowed]] = -math.inf
     chances = logits.softmax(-1).nan_to_num(0.0)
     return chances.gather(2, texts[:, :, None])[:, :, 0].prod(1)
+
+
+# ---- a tokenizer: one token for each printable character but the space, a few merged ones in place of rare characters ----
+
+MERGED = ('{"', '":', "na", "me", "name")
+RARE = "~`^|\\"
+LETTERS = [chr(code) for code in range(33, 127) if chr(code) not in RARE]
+
+
+def small_tokenizer():
+    """Tokens 0 to 2 are padding, beginning and end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<pad>", "<s>", "</s>", *LETTERS, *MERGED]
+    merges = [("{", '"'), ('"', ":"), ("n", "a"), ("m", "e"), ("na", "me")]
+    tokenizer = Tokenizer(models.BPE({piece: id for id, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    assert len(pieces) == VOCABULARY
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )

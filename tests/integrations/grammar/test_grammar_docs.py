@@ -8,12 +8,12 @@ import sys
 import pytest
 from support.code_blocks import blocks_of, run_blocks
 from support.generation import slots_for
+from support.grammars import small_tokenizer
 from support.paths import ROOT
 
 pytest.importorskip("transformers")
 
 from support.small_models import VOCABULARY, prompts, small_model
-from support.small_tokenizer import small_tokenizer
 
 import pass_ext
 from pass_ext.integrations.grammar import LLGuidance
@@ -56,7 +56,7 @@ def test_llguidance_forces_tokens_of_a_canonical_tokenizer(names):
     compact = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
     grammar = LLGuidance(hf.from_tokenizer(names["tokenizer"], n_vocab=VOCABULARY), compact)
     forced = grammar.forced()
-    assert names["tokenizer"].decode(forced) == '{"name' and all(grammar.accept(token) for token in forced)
+    assert names["tokenizer"].decode(forced) == '{"name":"' and all(grammar.accept(token) for token in forced)
 
 
 def test_the_grammar_of_ones_own_counts_down(names):
