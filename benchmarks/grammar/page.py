@@ -11,7 +11,7 @@ from benchmarks.harness import markdown
 PLAIN = "Plain"
 HEADER = """# Texts that follow a grammar
 
-Written by `python -m benchmarks.grammar` from `grammar.json` beside this page; do not edit. Held-out prompts ask for three
+Written by `python -m benchmarks.grammar` from the result of the same name beside this page; do not edit. Held-out prompts ask for three
 kinds of JSON objects (schemas) and a line (regular expression); benchmarks/grammar/tasks.py has them. One text at a time;
 methods take turns on each prompt.
 
@@ -20,6 +20,10 @@ token. *calls*: of the model per text, the prompt's included; Plain makes one pe
 never find anything. *against Plain*: its seconds over the method's, the median over texts, with the 10th and 90th percentile.
 *grammar, ms per call*: time inside the library for one call of the model: masks, moves and forced tokens. *masks per call*:
 rows of candidates and roots that have one.
+"""
+ROUNDED = """
+In bfloat16 a model's logits depend on the number of rows in a call, so two nearly tied tokens may change places between methods;
+`--dtype float32` measures the same without that.
 """
 
 
@@ -32,7 +36,7 @@ def render(result: dict[str, Any]) -> str:
         f"Measured {result['date'][:10]} at commit {result['commit']}, on {machine['cpu']['model']}, "
         f"{machine['cpu']['cores']} cores, {machine['cpu']['torch_threads']} threads used; {versions}; {settings['model']} in "
         f"{settings['dtype']}; at most {settings['length']} tokens; seeds are the prompts' places.",
-        "",
+        ROUNDED if settings["dtype"] == "bfloat16" else "",
     ]
     rows = result["rows"]
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
@@ -79,12 +83,12 @@ def _tasks(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def write(root: Path, *, check: bool) -> list[str]:
-    """Writes the page of every grammar.json; with `check` returns a sentence for each that differs, and writes nothing."""
+    """Writes the page of every grammar*.json; with `check` returns a sentence for each that differs, and writes nothing."""
     wrong = []
-    for file in sorted(root.glob("benchmarks/results/*/grammar.json")):
+    for file in sorted(root.glob("benchmarks/results/*/grammar*.json")):
         page, text = file.with_suffix(".md"), render(json.loads(file.read_text()))
         if not check:
             page.write_text(text)
         elif not page.exists() or page.read_text() != text:
-            wrong.append(f"{page.relative_to(root)} does not show grammar.json")
+            wrong.append(f"{page.relative_to(root)} does not show {file.name}")
     return wrong
