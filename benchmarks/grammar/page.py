@@ -11,9 +11,9 @@ from benchmarks.harness import markdown
 PLAIN = "Plain"
 HEADER = """# Texts that follow a grammar
 
-Written by `python -m benchmarks.grammar` from the result of the same name beside this page; do not edit. Held-out prompts ask for three
-kinds of JSON objects (schemas) and a line (regular expression); benchmarks/grammar/tasks.py has them. One text at a time;
-methods take turns on each prompt.
+Written by `python -m benchmarks.grammar` from the result of the same name beside this page; do not edit. Held-out prompts
+ask for three kinds of JSON objects (schemas) and a line (regular expression); benchmarks/grammar/tasks.py has them. One text
+at a time; methods take turns on each prompt.
 
 *valid*: texts that a check without the grammar libraries accepts. *same*: texts equal to Plain's for the same seed, token by
 token. *calls*: of the model per text, the prompt's included; Plain makes one per token, *forced tokens alone* are n-grams that
@@ -22,8 +22,8 @@ never find anything. *against Plain*: its seconds over the method's, the median 
 rows of candidates and roots that have one.
 """
 ROUNDED = """
-In bfloat16 a model's logits depend on the number of rows in a call, so two nearly tied tokens may change places between methods;
-`--dtype float32` measures the same without that.
+In bfloat16 a model's logits depend on the rows of a call, so two nearly tied tokens may change places between methods;
+`--dtype float32` measures the same almost without that.
 """
 
 
