@@ -18,7 +18,7 @@ from pass_ext.decoding.requests.grammar.guide import Guide
 from pass_ext.decoding.requests.grammar.trees import allowed_nodes, forced_chains
 from pass_ext.decoding.rules import LONGEST_BRANCH
 from pass_ext.decoding.session.session import Session
-from pass_ext.tree import Tree
+from pass_ext.tree import MAX_TREE_NODES, Tree
 
 _ROOT = Tree.chain(0)
 _MOST_FORCED = 16  # tokens that a grammar forces, in one step of one request
@@ -142,7 +142,8 @@ def guided(
     pruned = Tree(parents)
     ends = pruned.leaves if leaves_only else sorted({0, *pruned.leaves})
     groups = {number[node]: slots for node, slots in candidates.groups if node in number}
-    for node, chain in forced_chains(guide, pruned, tokens, ends, levels, most_forced).items():
+    most = min(most_forced, MAX_TREE_NODES - len(parents) - sum(groups.values()))
+    for node, chain in forced_chains(guide, pruned, tokens, ends, levels, most).items():
         before = len(parents)
         if pruned.children(node):  # the root: the chain joins its children
             parents, tokens = join(parents, tokens, [chain])
