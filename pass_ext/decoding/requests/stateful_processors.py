@@ -52,7 +52,7 @@ def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
         way = (
             ""
             if counts
-            else "; give its grammar as grammar=, or it method Plain() and one prompt, where it meets no candidates"
+            else "; give its grammar as grammar=, or give it method Plain() and one prompt, where it meets no candidates"
         )
         raise ValueError(
             "generate: logits_processor must compute its result from ids and logits alone, because it is called for every "

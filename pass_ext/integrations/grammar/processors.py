@@ -42,9 +42,10 @@ def grammars_of(processors: Sequence[Any], texts: int) -> tuple[list[Grammar | N
 
 
 def _grammars(processor: Any, texts: int) -> list[Grammar | None] | None:
-    """The processor's grammars; None if it is none of the known kinds. A subclass may do something else, so it is none."""
+    """The processor's grammars; None if it is none of the known kinds, or holds its grammar elsewhere. A subclass may do something
+    else, so it is none."""
     name = processor_name(type(processor))
-    if name == _XGRAMMAR:
+    if name == _XGRAMMAR and hasattr(processor, "compiled_grammars"):
         compiled = list(processor.compiled_grammars)
         # After its first call the list has one entry per text of that call, all equal if one was given.
         if len(compiled) > 1 and all(other is compiled[0] for other in compiled):
@@ -55,8 +56,8 @@ def _grammars(processor: Any, texts: int) -> list[Grammar | None] | None:
                 f"{len(compiled)}"
             )
         return [XGrammar(grammar) for grammar in compiled * (1 if len(compiled) == texts else texts)]
-    if name == _OUTLINES_XGRAMMAR:
+    if name == _OUTLINES_XGRAMMAR and hasattr(processor, "compiled_grammar"):
         return [XGrammar(processor.compiled_grammar)] * texts
-    if name == _OUTLINES_LLGUIDANCE:
+    if name == _OUTLINES_LLGUIDANCE and hasattr(processor, "llg_tokenizer"):
         return [LLGuidance(processor.llg_tokenizer, processor.grammar)] * texts
     return None
