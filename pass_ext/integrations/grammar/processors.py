@@ -42,8 +42,8 @@ def grammars_of(processors: Sequence[Any], texts: int) -> tuple[list[Grammar | N
 
 
 def _grammars(processor: Any, texts: int) -> list[Grammar | None] | None:
-    """The processor's grammars; None if it is none of the known kinds, or holds its grammar elsewhere. A subclass may do something
-    else, so it is none."""
+    """The processor's grammars; None if it is none of the known kinds, or holds its grammar elsewhere. A subclass may do
+    something else, so it is none."""
     name = processor_name(type(processor))
     if name == _XGRAMMAR and hasattr(processor, "compiled_grammars"):
         compiled = list(processor.compiled_grammars)
