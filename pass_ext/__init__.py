@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pass_ext.decoding.models.packed import PackedModel
     from pass_ext.decoding.planning.calibration import calibrate
     from pass_ext.decoding.planning.plan import plan
+    from pass_ext.decoding.requests.grammar.protocol import Grammar, allow_tokens
     from pass_ext.decoding.sampling import SamplingParams
     from pass_ext.decoding.stats import GenerationStats
     from pass_ext.integrations.transformers.generate import custom_generate
@@ -58,6 +59,7 @@ __all__ = [
     "ExitAdapter",
     "Generation",
     "GenerationStats",
+    "Grammar",
     "LookaheadEmbedding",
     "MultiCandidate",
     "NGram",
@@ -72,6 +74,7 @@ __all__ = [
     "__version__",
     "accept_chain",
     "accept_tree",
+    "allow_tokens",
     "attention_merge",
     "attention_tree",
     "cache_commit_",
@@ -112,6 +115,7 @@ _LATER = {
     "ExitAdapter": "modules.exit_adapter",
     "Generation": "decoding.generation",
     "GenerationStats": "decoding.stats",
+    "Grammar": "decoding.requests.grammar.protocol",
     "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",
     "PackedModel": "decoding.models.packed",
@@ -120,6 +124,7 @@ _LATER = {
     "Proposal": "decoding.drafting.step",
     "SamplingParams": "decoding.sampling",
     "Speculative": "decoding.methods",
+    "allow_tokens": "decoding.requests.grammar.protocol",
     "calibrate": "decoding.planning.calibration",
     "custom_generate": "integrations.transformers.generate",
     "generate": "decoding.generation",

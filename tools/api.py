@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pass_ext
+import pass_ext.integrations.grammar
 import pass_ext.integrations.transformers
 from tools.command import run
 
@@ -71,7 +72,7 @@ def first_paragraph(value: Any) -> str:
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    for module in (pass_ext, pass_ext.integrations.transformers):
+    for module in (pass_ext, pass_ext.integrations.grammar, pass_ext.integrations.transformers):
         parts += [f"## {module.__name__}\n", *(entry(module, name) for name in names_of(module))]
     return "\n".join(parts)
 

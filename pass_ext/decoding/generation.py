@@ -21,6 +21,7 @@ from pass_ext.decoding.loop.waiting import WaitingLoop
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.requests.config_processor import config_processor
+from pass_ext.decoding.requests.grammar.guides import GrammarArgument, guides_of
 from pass_ext.decoding.requests.listener import Listener
 from pass_ext.decoding.requests.prompts import read_prompts
 from pass_ext.decoding.requests.stateful_processors import Processor, check_stateless, flat_processors, processor_name
@@ -61,6 +62,7 @@ def generate(
     streamer: Any = None,
     stopping: Callable[[Tensor, Any], Any] | None = None,
     logits_processor: Processor | Sequence[Processor] | None = None,
+    grammar: GrammarArgument = None,
     generation_config: Any = None,
     generator: torch.Generator | None = None,
     past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None = None,
@@ -91,6 +93,9 @@ def generate(
         stopping: as transformers' stopping criteria, called with ``(ids [1, n], None)`` after every token.
         logits_processor: a processor or a list, as transformers' processors, called with ``(ids [rows, n], logits [rows, V])``
             for every node, after those of the generation_config. They must keep no state between calls.
+        grammar: a ``pass_ext.Grammar`` that every new text follows, or one or None for each; ``pass_ext.integrations.grammar``
+            has xgrammar's and llguidance's. An end token is allowed only where the text is complete; where the grammar allows
+            no further token and there is no end token, the text ends. Processors come first, temperature and filters after.
         generation_config: transformers' ``GenerationConfig``; None: the model's own; ``GenerationConfig()``: no processors. All
             processors that it asks for and that change greedy texts too are applied: penalties, bans, biases, minimal lengths,
             forced tokens. ``guidance_scale`` and ``watermarking_config`` are refused. Sampling (``do_sample``, ``temperature``,
@@ -101,8 +106,9 @@ def generate(
             Its caches and CUDA graphs are used again, and its texts are overwritten.
         cuda_graphs: on CUDA, steps of a repeated shape are replayed; pays with a ``session`` that is used again.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
-            same. Refused where the host decides between steps: with logits processors, methods other than ``Plain`` and
-            ``PaSS`` with a fixed number of rows, and sampled rules other than "coupled". None: where it is possible and pays.
+            same. Refused where the host decides between steps: with logits processors, grammars, methods other than ``Plain``
+            and ``PaSS`` with a fixed number of rows, and sampled rules other than "coupled". None: where it is possible and
+            pays.
         sampling: ``SamplingParams(temperature=..., ...)`` instead of the sampling arguments above.
 
     Returns:
@@ -138,14 +144,20 @@ def generate(
             "generate: rule 'longest_branch' takes no logits_processor, because it draws a first level before processors run; "
             f"{'the generation_config' if from_config else 'logits_processor'} asks for {', '.join(names)}"
         )
+    guides = guides_of(grammar, len(prompts.texts), adapted.table.shape[0], ends, adapted.table.device)
+    if rule == LONGEST_BRANCH and guides is not None:
+        raise ValueError(
+            "generate: grammar must be None with rule 'longest_branch', which draws a first level without masks, got "
+            f"{type(grammar).__name__}"
+        )
     check_stateless(processors, one_text=isinstance(method, Plain) and len(prompts.texts) == 1)
     listener = Listener(streamer, stopping)
     # Inference tensors would break a session that is used again outside the caller's inference mode.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as stack:
-        context = DraftContext(adapted, [list(text) for text in prompts.texts], batch, rule, cuda_graphs)
+        context = DraftContext(adapted, [list(text) for text in prompts.texts], batch, rule, cuda_graphs, guides)
         drafting = Drafting(method, context)
         stack.enter_context(drafting.attached())
-        texts = Texts(context.texts, max_new_tokens, ends, listener, drafting.max_depth)
+        texts = Texts(context.texts, max_new_tokens, ends, listener, drafting.max_depth, guides)
         plan = runs_ahead(context, fixed_plan(context, drafting, processors), run_ahead)
         run: Loop = (
             WaitingLoop(context, drafting, texts, processors)

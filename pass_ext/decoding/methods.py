@@ -26,6 +26,9 @@ MAX_DRAFT_LEVELS = 32  # calls of a draft model per step
 class Plain:
     """One token per call: the baseline, with the same loop and kernels as the other methods."""
 
+    drafts: ClassVar[bool] = False
+    """False: no candidates, not even the tokens that a grammar forces, which all other methods draft."""
+
 
 @dataclass(frozen=True)
 class NGram:

@@ -35,6 +35,7 @@ _SPECULATIVE = [
     "or longer_than_what or may_differ or at_temperature_0 or other_tokenizers",
 ]
 
+_GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_grammar_laws.py", "-k", "not faults"]
 _AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
@@ -167,6 +168,10 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "planning/lookahead_tree": ["tests/decoding/planning/test_planner.py", "tests/decoding/planning/test_pass_plan.py"],
     "requests/processors": _GENERATE,
+    "requests/grammar/guide": _GRAMMAR,
+    "requests/grammar/guides": _GRAMMAR,
+    "requests/grammar/protocol": _GRAMMAR,
+    "requests/grammar/trees": _GRAMMAR,
     "requests/prompts": _GENERATE,
     "rules": _SPECULATIVE,
     "profiling": _GENERATE,

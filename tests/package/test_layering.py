@@ -69,7 +69,7 @@ DECODING_FLOORS = (
 BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
-    ("pages", "kernel_time", "serving"),
+    ("pages", "kernel_time", "serving", "grammar"),
     ("gpu", "contenders"),
 )
 MOST_SIDE_BY_SIDE = 12

@@ -24,6 +24,7 @@ from pass_ext.decoding.drafting.step import Batch, Proposal
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.measured import doubt, measured_times
 from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
@@ -83,6 +84,8 @@ class DraftContext:
     """How candidates are judged."""
     graphs: bool = False
     """True: calls of the target with a repeated shape are CUDA graphs."""
+    guides: Guides | None = None
+    """The grammars of the texts; None: none has one."""
 
     @property
     def device(self) -> torch.device:

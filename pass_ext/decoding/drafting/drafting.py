@@ -14,11 +14,14 @@ from pass_ext.decoding.drafting.of_method import drafters_of
 from pass_ext.decoding.drafting.pace import Pauses
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal, Step, join
 from pass_ext.decoding.methods import Method
+from pass_ext.decoding.requests.grammar.guide import Guide
+from pass_ext.decoding.requests.grammar.trees import allowed_nodes, forced_chains
 from pass_ext.decoding.rules import LONGEST_BRANCH
 from pass_ext.decoding.session.session import Session
-from pass_ext.tree import Tree
+from pass_ext.tree import MAX_TREE_NODES, Tree
 
 _ROOT = Tree.chain(0)
+_MOST_FORCED = 16  # tokens that a grammar forces, in one step of one request
 
 
 class Drafting:
@@ -28,8 +31,12 @@ class Drafting:
         self.drafters = drafters_of(method, context)
         self.draft_logits: Tensor | None = None
         """``[R, V]``, the logits that the last candidates were drawn from."""
+        self.draft_allowed: Tensor | None = None
+        """The masks that they were drawn under."""
         self._needs_draft_logits = context.needs_draft_logits
         self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0)
+        self._most_forced = _MOST_FORCED if context.guides is not None and getattr(method, "drafts", True) else 0
+        self.max_depth += self._most_forced
         self.deepest_row = max((drafter.deepest_row for drafter in self.drafters), default=0)
         self.deepest_row = max(self.deepest_row, self.max_depth)
         self.prompt_slots = max((drafter.prompt_slots for drafter in self.drafters), default=0)
@@ -70,8 +77,11 @@ class Drafting:
         self._kinds = [any(candidates[b] is not None for candidates in together) for b in range(len(batch.texts))]
         # Where the rule needs draft logits, all candidates are of one drafter: check_origins.
         self.draft_logits = proposals[0].draft_logits if proposals and self._needs_draft_logits else None
+        self.draft_allowed = proposals[0].draft_allowed if self.draft_logits is not None else None
         return [
-            Step(text[-1], merged(text[-1], [p.candidates[b] for p in proposals])) if batch.remaining[b] else None
+            Step(text[-1], self._guided(b, merged(text[-1], [p.candidates[b] for p in proposals]), batch.levels[b]))
+            if batch.remaining[b]
+            else None
             for b, text in enumerate(batch.texts)
         ]
 
@@ -81,6 +91,14 @@ class Drafting:
             drafter.learn(gained)
         if self._pauses is not None and self._pauses.add(steps, gained, self._kinds):
             self._context.doubt_measured_times()
+
+    def _guided(self, request: int, candidates: Candidates, levels: int) -> Candidates:
+        guide = None if self._context.guides is None else self._context.guides.of(request)
+        if guide is None:
+            return candidates
+        drawn = self.draft_logits is not None
+        leaves_only = drawn or self._context.chains_only
+        return guided(guide, candidates, levels, self._most_forced, drawn=drawn, leaves_only=leaves_only)
 
     def _paused(self, batch: Batch, kind: bool) -> Batch:
         """The batch as drafters of this kind see it: without levels where they pause."""
@@ -99,6 +117,50 @@ def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
         return replace(first, groups=groups, seconds=seconds)
     parents, tokens = join(first.tree.parents, [root, *first.tokens], chains)
     return Candidates(Tree(parents), tokens[1:], first.draft_rows, groups, seconds)
+
+
+def guided(
+    guide: Guide, candidates: Candidates, levels: int, most_forced: int, *, drawn: bool, leaves_only: bool
+) -> Candidates:
+    """The candidates that a grammar allows, and the tokens that it forces behind the root and the leaves.
+
+    A node's look-ahead slots move to the end of the chain behind it, where the next step begins if the chain is right.
+
+    Args:
+        levels: how deep candidates may be.
+        most_forced: the most tokens of all chains.
+        drawn: some candidates were drawn from a distribution that the rule divides by.
+        leaves_only: no chain behind a root that has children: a node's children are all drawn, or the rule takes chains.
+    """
+    tree, tokens = candidates.tree, [-1, *candidates.tokens]
+    rows = list(candidates.draft_rows or ()) if drawn else []
+    rows += [-1] * (tree.num_nodes - len(rows))
+    kept = allowed_nodes(guide, tree, tokens, [row < 0 for row in rows])
+    number = {node: place for place, node in enumerate(kept)}
+    parents = [number[tree.parents[node]] if node else -1 for node in kept]
+    tokens, rows = [tokens[node] for node in kept], [rows[node] for node in kept]
+    pruned = Tree(parents)
+    ends = pruned.leaves if leaves_only else sorted({0, *pruned.leaves})
+    groups = {number[node]: slots for node, slots in candidates.groups if node in number}
+    most = min(most_forced, MAX_TREE_NODES - len(parents) - sum(groups.values()))
+    for node, chain in forced_chains(guide, pruned, tokens, ends, levels, most).items():
+        before = len(parents)
+        if pruned.children(node):  # the root: the chain joins its children
+            parents, tokens = join(parents, tokens, [chain])
+        else:  # not by its tokens: draws with replacement may give two nodes the same path
+            parents += [node, *range(before, before + len(chain) - 1)]
+            tokens += chain
+            rows[node] = -1
+        rows += [-1] * (len(parents) - before)
+        if before < len(parents) and node in groups:
+            groups[len(parents) - 1] = groups.pop(node)
+    return replace(
+        candidates,
+        tree=Tree(parents),
+        tokens=tokens[1:],
+        draft_rows=rows if drawn else None,
+        groups=tuple(sorted(groups.items())),
+    )
 
 
 def _check(drafter: Drafter, proposal: Any, requests: int) -> None:

@@ -117,6 +117,8 @@ class ModelDrafter(Drafter):
         tokens = torch.full((len(depths), nodes + 1), -1, device=self._device)
         draft_rows = [[-1] * nodes for _ in depths]
         drawn_from: list[Tensor] = []
+        drawn_under: list[Tensor] = []
+        guides = self._context.guides
         places = uploaded([len(text) - 1 for text in self._texts], self._device)
         flag = EarlyFlag(len(depths), self.tree.max_depth, self._device)
         begin = 0
@@ -133,7 +135,12 @@ class ModelDrafter(Drafter):
             logits, hidden = self._calls.level(self._slices[depth], going, tokens, level.numbers)
             at = uploaded(going, self._device)
             sampling, width = self._sampling.of_requests(at), level.children.shape[1]
-            drawn, logprobs = draw_children(logits, width, self._mode, sampling, places[at], depth + 1, level.parents)
+            allowed = None
+            if guides is not None:  # the masks depend on the tokens so far, so the host waits for these
+                allowed = guides.below(self.tree, going, tokens[at].tolist(), level.numbers)
+            drawn, logprobs = draw_children(
+                logits, width, self._mode, sampling, places[at], depth + 1, level.parents, allowed=allowed
+            )
             tokens[at[:, None, None], level.children] = drawn.view(len(going), -1, width)
             if self._mode != "coupled":
                 before = sum(len(rows) for rows in drawn_from)
@@ -141,6 +148,7 @@ class ModelDrafter(Drafter):
                     for i, parent in enumerate(level.numbers):
                         draft_rows[b][parent] = before + place * len(level.numbers) + i
                 drawn_from.append(logits)
+                drawn_under += [] if allowed is None else [allowed]
             if self._decision is not None and depth + 1 < self.tree.max_depth:
                 requests = at.repeat_interleave(len(level.parents))
                 scores = self._scores(DraftLevel(logits, hidden, drawn, logprobs, requests, depth + 1))
@@ -151,7 +159,11 @@ class ModelDrafter(Drafter):
             self._candidates(min(depth, reached[b]), drafted[b], draft_rows[b] if drawn_from else None)
             for b, depth in enumerate(depths)
         ]
-        return Proposal(candidates, torch.cat(drawn_from) if drawn_from else None)
+        return Proposal(
+            candidates,
+            torch.cat(drawn_from) if drawn_from else None,
+            torch.cat(drawn_under) if drawn_under else None,
+        )
 
     def _candidates(self, levels: int, tokens: list[int], draft_rows: list[int] | None) -> Candidates | None:
         """The candidates in the first ``levels`` levels of the tree. tokens: of the nodes, the root's first."""

@@ -24,6 +24,7 @@ from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.planning.for_lookahead import pass_plan
 from pass_ext.decoding.planning.lookahead_tree import Plan
+from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
@@ -44,6 +45,8 @@ class Filled(NamedTuple):
     """``[R, V]``, the logits that tokens were drawn from, for rules that need them."""
     draft_rows: list[list[int]] | None
     """For each request and node the row of ``draft_logits`` that its children were drawn from, or -1."""
+    draft_allowed: Tensor | None = None
+    """``[R, ceil(V / 32)]``, the masks that tokens were drawn under."""
 
 
 class LookaheadDrafter(Drafter):
@@ -67,7 +70,7 @@ class LookaheadDrafter(Drafter):
         self.groups = tuple(plan.groups.items())
         self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
         self._filler = TreeFiller(
-            lookahead, self.tree, table, context.sampling, context.rule, context.target.logit_shards
+            lookahead, self.tree, table, context.sampling, context.rule, context.target.logit_shards, context.guides
         )
 
     @property
@@ -100,7 +103,7 @@ class LookaheadDrafter(Drafter):
         for i, b in enumerate(requests):
             draft_rows = filled.draft_rows[i] if filled.draft_rows else None
             candidates[b] = Candidates(self.tree, filled.tokens[i], draft_rows, self.groups)
-        return Proposal(candidates, filled.draft_logits)
+        return Proposal(candidates, filled.draft_logits, filled.draft_allowed)
 
 
 def lookahead_drafters(method: PaSS, context: DraftContext) -> list[Drafter]:
@@ -191,6 +194,7 @@ class TreeFiller:
         sampling: of the batch.
         rule: how the candidates will be judged.
         shards: the ranks that hold the columns of the slots' logits; None: this process has all.
+        guides: the grammars of the texts; None: none has one.
     """
 
     def __init__(
@@ -201,10 +205,11 @@ class TreeFiller:
         sampling: BatchSampling,
         rule: str,
         shards: LogitShards | None = None,
+        guides: Guides | None = None,
     ) -> None:
         self.tree = tree
         self.offers = Offers(lookahead, tree, table, shards)
-        self._sampling, self._shards = sampling, shards
+        self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)
         self._levels = levels_of(tree, table.device)
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
@@ -221,14 +226,14 @@ class TreeFiller:
         device = slots.device
         sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
         places = torch.tensor(positions, device=device)
-        if self._mode == "coupled":
+        if self._mode == "coupled" and self._guides is None:
             return Filled(self._offered(slots, roots, sampling, places), None, None)
         if self._shards is not None:
             slots = self._shards.whole(slots)
         # The extra entry `num_nodes` takes the surplus candidates of parents with fewer children.
         tokens = torch.full((len(requests), self.tree.num_nodes + 1), -1, device=device)
         tokens[:, 0] = torch.tensor(roots, device=device)
-        return self._drawn(slots, tokens, sampling, places)
+        return self._drawn(slots, requests, tokens, sampling, places)
 
     def _offered(self, slots: Tensor, roots: Sequence[int], sampling: BatchSampling, places: Tensor) -> list[list[int]]:
         """The best of the offered tokens below every parent: ``next_rows_`` moves each request to its root."""
@@ -255,9 +260,12 @@ class TreeFiller:
         )
         return rows[1, :, 1:].tolist()
 
-    def _drawn(self, slots: Tensor, tokens: Tensor, sampling: BatchSampling, places: Tensor) -> Filled:
-        """Draws separately below every parent, and keeps the logits of the draws."""
+    def _drawn(
+        self, slots: Tensor, requests: Sequence[int], tokens: Tensor, sampling: BatchSampling, places: Tensor
+    ) -> Filled:
+        """Draws separately below every parent, under its mask, and keeps the logits of the draws for rules that need them."""
         drawn_from: list[Tensor] = []
+        drawn_under: list[Tensor] = []
         rows = torch.full((len(slots), self.tree.num_nodes), -1, device=slots.device)
         first = 0
         for i, level in enumerate(self._levels):
@@ -267,12 +275,19 @@ class TreeFiller:
                 left, right = self.offers.transition
                 logits = logits + left[tokens[:, level.parents].clamp(min=0)] @ right.t()
             logits = logits.flatten(0, 1).contiguous()
-            best, _ = draw_children(logits, width, self._mode, sampling, places, i + 1, level.parents)
+            allowed = None
+            if self._guides is not None:
+                allowed = self._guides.below(self.tree, requests, tokens.tolist(), level.numbers)
+                drawn_under.append(allowed)
+            best, _ = draw_children(logits, width, self._mode, sampling, places, i + 1, level.parents, allowed=allowed)
             tokens[:, level.children] = best.view(-1, count, width)
             rows[:, level.parents] = first + torch.arange(len(logits), device=slots.device).view(-1, count)
             first += len(logits)
             drawn_from.append(logits)
-        return Filled(tokens[:, 1 : self.tree.num_nodes].tolist(), torch.cat(drawn_from), rows.tolist())
+        filled = tokens[:, 1 : self.tree.num_nodes].tolist()
+        if self._mode == "coupled":
+            return Filled(filled, None, None)
+        return Filled(filled, torch.cat(drawn_from), rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
 
 
 def _transition_tables(lookahead: LookaheadEmbedding, table: Tensor) -> tuple[Tensor, Tensor]:

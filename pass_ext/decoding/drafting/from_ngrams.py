@@ -7,11 +7,13 @@ Everything runs on the host. Nothing is drawn, so any rule may judge the proposa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pass_ext.decoding.drafting.drafter import N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import NGram
+from pass_ext.decoding.requests.grammar.guide import Guide
+from pass_ext.decoding.requests.grammar.guides import Guides
 
 _MOST_PLACES = 32
 """How many places of one n-gram are searched, the latest first: a frequent n-gram may have thousands that continue alike."""
@@ -54,16 +56,24 @@ class NGramIndex:
                 ending.append(number)
             self._ending = ending
 
-    def proposals(self, tokens: int, branches: int) -> list[list[int]]:
+    def proposals(
+        self, tokens: int, branches: int, allowed: Callable[[Sequence[int]], int] | None = None
+    ) -> list[list[int]]:
         """Up to ``branches`` distinct continuations of ``tokens`` tokens each: those after longer n-grams first, and the latest
-        first. Past the text's end a continuation repeats itself, so a repetition goes on."""
+        first. Past the text's end a continuation repeats itself, so a repetition goes on.
+
+        allowed: how many tokens of a continuation a grammar allows; it is cut there. None: all.
+        """
         if tokens < 1:
             return []
         chains: dict[tuple[int, ...], None] = {}
         for end in self._earlier_places():
             if len(chains) >= branches:
                 break
-            chains.setdefault(self._continuation(end, tokens))
+            chain = self._continuation(end, tokens)
+            chain = chain if allowed is None else chain[: allowed(chain)]
+            if chain:
+                chains.setdefault(chain)
         return [list(chain) for chain in chains]
 
     def _earlier_places(self) -> Iterator[int]:
@@ -84,28 +94,33 @@ class NGramDrafter(Drafter):
     Args:
         method: the settings.
         requests: the number of requests.
+        guides: the grammars of the texts; None: none has one.
     """
 
     name = N_GRAM
     pauses = False
 
-    def __init__(self, method: NGram, requests: int) -> None:
+    def __init__(self, method: NGram, requests: int, guides: Guides | None = None) -> None:
         self.max_depth = method.tokens
         self._method = method
+        self._guides = [None if guides is None else guides.of(request) for request in range(requests)]
         self._indices = [NGramIndex(method.longest, method.shortest) for _ in range(requests)]
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""
-        return Proposal(list(map(self._candidates, self._indices, batch.texts, batch.levels)))
+        return Proposal(list(map(self._candidates, self._indices, self._guides, batch.texts, batch.levels)))
 
-    def _candidates(self, index: NGramIndex, text: Sequence[int], levels: int) -> Candidates | None:
+    def _candidates(
+        self, index: NGramIndex, guide: Guide | None, text: Sequence[int], levels: int
+    ) -> Candidates | None:
         if levels == 0:
             return None
         index.extend(text[len(index) :])
-        chains = index.proposals(min(self._method.tokens, levels), self._method.branches)
+        allowed = None if guide is None else guide.allowed_count
+        chains = index.proposals(min(self._method.tokens, levels), self._method.branches, allowed)
         return Candidates.from_chains(chains) if chains else None
 
 
 def ngram_drafters(method: NGram | None, context: DraftContext) -> list[Drafter]:
     """The drafter of ``NGram``; an empty list for None."""
-    return [] if method is None else [NGramDrafter(method, len(context.texts))]
+    return [] if method is None else [NGramDrafter(method, len(context.texts), context.guides)]

@@ -49,7 +49,14 @@ def drawing_mode(sampling: BatchSampling, rule: str) -> str:
 
 
 def draw_children(
-    logits: Tensor, width: int, mode: str, sampling: BatchSampling, places: Tensor, depth: int, parents: Tensor
+    logits: Tensor,
+    width: int,
+    mode: str,
+    sampling: BatchSampling,
+    places: Tensor,
+    depth: int,
+    parents: Tensor,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws ``width`` children below every parent.
 
@@ -59,6 +66,7 @@ def draw_children(
         places: ``[n]``, the text positions of their roots.
         depth: the children's depth.
         parents: ``[P]``, the parents' node numbers.
+        allowed: ``[n * P, ceil(V / 32)]`` int32 words, the tokens that a grammar allows; None: all.
 
     Returns:
         ``(tokens, logprobs)``, ``[n * P, width]``; -1 beyond the support.
@@ -67,6 +75,6 @@ def draw_children(
     parameters = sampling.repeated(count).keywords()
     if mode == "coupled":
         positions = (places + depth).repeat_interleave(count)
-        return draft_sample(logits, width, mode=mode, positions=positions, **parameters)
+        return draft_sample(logits, width, mode=mode, positions=positions, allowed=allowed, **parameters)
     positions, nodes = (places + 1).repeat_interleave(count), parents.repeat(len(places))
-    return draft_sample(logits, width, mode=mode, positions=positions, nodes=nodes, **parameters)
+    return draft_sample(logits, width, mode=mode, positions=positions, nodes=nodes, allowed=allowed, **parameters)

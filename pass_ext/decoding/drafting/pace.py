@@ -136,7 +136,7 @@ class Pauses:
             if step is None:
                 continue
             rows, drafted = len(step.tree), 0.0
-            if rows > 1:
+            if rows > 1 and kind in self._paces:  # tokens that a grammar forces are drafted without a drafter
                 self._last[kind][b] = rows, step.candidates.seconds
                 drafted = (self._times.at(len(trees) * rows) + step.candidates.seconds) * ratio
             for other, paces in self._paces.items():

@@ -70,10 +70,12 @@ class Proposal:
     Args:
         candidates: one for each request; None: no candidates.
         draft_logits: ``[R, V]``, exactly the logits that candidates were drawn from; None: nothing was drawn.
+        draft_allowed: ``[R, ceil(V / 32)]`` int32 words, the masks that they were drawn under; None: without masks.
     """
 
     candidates: Sequence[Candidates | None]
     draft_logits: Tensor | None = None
+    draft_allowed: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ def fixed_plan(context: DraftContext, drafting: Drafting, processors: Sequence[P
     """The rows of every step; or why the host must read each step before the next, in words that follow "because"."""
     if processors:
         return "logits processors run on the host"
+    if context.guides is not None:
+        return "a grammar's masks are made on the host"
     if context.target.logit_shards is not None:
         return "the columns of the logits are divided among ranks"
     if context.rule == LONGEST_BRANCH or (context.is_sampled and context.rule != "coupled"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.requests.listener import Listener
 from pass_ext.decoding.stats import AcceptanceCounts
 from pass_ext.ops.accept import STATUS
@@ -19,6 +20,7 @@ class Texts:
         ends: tokens that end a text.
         listener: streamer and stopping criteria.
         max_accepted: the most tokens that one step can accept.
+        guides: the grammars of the texts; None: none has one.
     """
 
     def __init__(
@@ -28,13 +30,14 @@ class Texts:
         ends: frozenset[int],
         listener: Listener,
         max_accepted: int,
+        guides: Guides | None = None,
     ) -> None:
         self.tokens = tokens
         self.limits = [len(text) + max_new_tokens for text in tokens]
         self.remaining = [max_new_tokens for _ in tokens]
         """Tokens that each request still has to write; 0: it has ended."""
         self.counts = AcceptanceCounts(max(1, max_accepted))
-        self._ends, self._listener = ends, listener
+        self._ends, self._listener, self._guides = ends, listener, guides
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -63,8 +66,13 @@ class Texts:
         new = new[: self.limits[request] - len(text)]
         end = next((i for i, token in enumerate(new) if token in self._ends), None)
         new = new if end is None else new[: end + 1]
+        guide = None if self._guides is None else self._guides.of(request)
+        allowed, finished = (len(new), False) if guide is None else guide.advance(new)
+        new = new[:allowed]
         count, stopped = self._listener.feed(request, text, new, accepted)
         text += new[:count]
-        self.remaining[request] = self.limits[request] - len(text) if end is None and not stopped else 0
+        self.remaining[request] = (
+            self.limits[request] - len(text) if end is None and not stopped and not finished else 0
+        )
         self.counts.add(min(accepted, count), drafted)
         return count

@@ -92,7 +92,8 @@ class WaitingLoop(Loop):
 
     def _usable(self, logits: Tensor) -> Tensor:
         """The logits, with the columns of all ranks where something reads whole rows."""
-        if self._shards is not None and (self._processors or self._rule == LONGEST_BRANCH):
+        whole = self._processors or self._rule == LONGEST_BRANCH or self._context.guides is not None
+        if self._shards is not None and whole:
             return self._shards.whole(logits)
         return logits
 
@@ -110,6 +111,7 @@ class WaitingLoop(Loop):
         trees = _trees(steps)
         tokens = [token for step in steps if step for token in step.accept_tokens]
         draft_rows = [row for step in steps if step for row in step.accept_draft_rows]
+        guides = self._context.guides
         # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
         if self._context.needs_draft_logits:
             nodes = [row for row, is_node in enumerate(_are_nodes(steps)) if is_node]
@@ -128,6 +130,14 @@ class WaitingLoop(Loop):
             rule=self._rule_for(draft_logits),
             draft_logits=draft_logits,
             draft_rows=None if draft_logits is None else self._on_device(draft_rows),
+            allowed=None
+            if guides is None
+            else guides.of_nodes(
+                trees,
+                [step.accept_tokens if step else [] for step in steps],
+                slots=not self._context.needs_draft_logits,
+            ),
+            draft_allowed=self._drafting.draft_allowed,
             positions=self._on_device([len(text) for text in self.texts.tokens]),
             **self._sampling.keywords(),
         )

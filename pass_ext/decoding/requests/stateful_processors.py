@@ -16,6 +16,8 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 # Processors of these packages follow one text: they advance by one token with every call.
 _FOLLOW_A_TEXT = ("formatron", "outlines", "transformers_cfg", "xgrammar")
+# Matchers of xgrammar, llguidance and guidance follow one text; a processor that holds some does so too.
+_MATCHERS = ("GrammarMatcher", "LLInterpreter", "LLMatcher")
 # transformers' processors with these words in their names run the model or count their calls.
 _COUNT_CALLS = ("Guidance", "SynthID", "Whisper", "Codebooks", "Delay")
 
@@ -44,15 +46,26 @@ def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
         check_stateless(getattr(processor, "processors", ()), one_text=one_text)
         counts = any(part in type(processor).__name__ for part in _COUNT_CALLS)
         kinds = type(getattr(processor, "__self__", processor)).__mro__
-        follows = any(kind.__module__.split(".")[0] in _FOLLOW_A_TEXT for kind in kinds)
+        follows = any(kind.__module__.split(".")[0] in _FOLLOW_A_TEXT for kind in kinds) or _holds_matcher(processor)
         if not counts and (one_text or not follows):
             continue
-        way = "" if counts else "; give it method Plain() and one prompt, where it meets no candidates"
+        way = (
+            ""
+            if counts
+            else "; give its grammar as grammar=, or give it method Plain() and one prompt, where it meets no candidates"
+        )
         raise ValueError(
             "generate: logits_processor must compute its result from ids and logits alone, because it is called for every "
             f"candidate of every text, got {processor_name(processor)}, which keeps state between calls or runs the "
             f"model{way}"
         )
+
+
+def _holds_matcher(processor: Any) -> bool:
+    """True if an attribute of the processor is a matcher, or a list of some."""
+    values = list(getattr(processor, "__dict__", {}).values())
+    values += [item for value in values if isinstance(value, (list, tuple)) for item in value[:1]]
+    return any(type(value).__name__ in _MATCHERS for value in values)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.requests.node_processor import NodeProcessor
 from pass_ext.decoding.stats import GenerationStats
+from pass_ext.integrations.grammar.processors import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
 from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters
 
@@ -55,7 +56,8 @@ class CustomGenerate:
 
     transformers also drops ``tokenizer=``: instead of ``stop_strings=`` give
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. Criteria run after each token on one text at a time; logits
-    processors run on every candidate, so they must not store state between calls.
+    processors run on every candidate, so they must not store state between calls. Those of xgrammar and outlines that hold a
+    grammar are replaced by the grammar itself, as ``generate(grammar=...)`` takes it.
     """
 
     def __init__(
@@ -101,7 +103,8 @@ class CustomGenerate:
                 f"custom_generate: {model.config.model_type} caches {cache_format}, which pass_ext cannot read or write: give "
                 "no past_key_values, and with return_dict_in_generate use_cache=False"
             )
-        parameters, processors = sampling_parameters(logits_processor, sample=bool(generation_config.do_sample))
+        grammars, others = grammars_of(logits_processor, len(input_ids))
+        parameters, processors = sampling_parameters(others, sample=bool(generation_config.do_sample))
         padding = _padding(input_ids, mask)
         pad = generation_config._pad_token_tensor
         result = generate(
@@ -120,6 +123,7 @@ class CustomGenerate:
             streamer=self._streamer if pass_ext_streamer is None else pass_ext_streamer,
             stopping=NodeCriteria(criteria, padding) if criteria else None,
             logits_processor=NodeProcessor(processors, padding) if processors else None,
+            grammar=grammars,
             generation_config=GenerationConfig(),  # transformers has turned its own into processors
             generator=self._generator,
             past=past,

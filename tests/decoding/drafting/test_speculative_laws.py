@@ -91,7 +91,7 @@ class Judged:
 def replayed(replay, filters):
     """A ``draw_children`` that replays the choices of a script."""
 
-    def draw(logits, width, mode, sampling, places, depth, parents):
+    def draw(logits, width, mode, sampling, places, depth, parents, allowed=None):
         tokens = []
         for row in logits:
             q = process(row.double(), **filters).probs.tolist()
@@ -246,7 +246,7 @@ def test_coupled_is_the_targets_own_text(shape, decision):
     accepted = 0
     for noise in itertools.product(torch.tensor(orders, dtype=torch.float64), repeat=3):
 
-        def draw(logits, width, mode, sampling, places, depth, parents, noise=noise):
+        def draw(logits, width, mode, sampling, places, depth, parents, allowed=None, noise=noise):
             assert mode == "coupled"
             scores = logits.double().log_softmax(-1) - noise[depth - 1].log()
             tokens = scores.topk(min(width, VOCABULARY)).indices

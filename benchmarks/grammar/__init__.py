@@ -1,0 +1,1 @@
+"""Texts that follow a grammar: valid, the same with and without drafts, in fewer calls."""

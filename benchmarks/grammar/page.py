@@ -1,0 +1,94 @@
+"""The page of grammar results: valid texts, equal texts, calls per text, seconds, and the cost of the masks."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.harness import markdown
+
+PLAIN = "Plain"
+HEADER = """# Texts that follow a grammar
+
+Written by `python -m benchmarks.grammar` from the result of the same name beside this page; do not edit. Held-out prompts
+ask for three kinds of JSON objects (schemas) and a line (regular expression); benchmarks/grammar/tasks.py has them. One text
+at a time; methods take turns on each prompt.
+
+*valid*: texts that a check without the grammar libraries accepts. *same*: texts equal to Plain's for the same seed, token by
+token. *calls*: of the model per text, the prompt's included; Plain makes one per token, *forced tokens alone* are n-grams that
+never find anything. *against Plain*: its seconds over the method's, the median over texts, with the 10th and 90th percentile.
+*grammar, ms per call*: time inside the library for one call of the model: masks, moves and forced tokens. *masks per call*:
+rows of candidates and roots that have one.
+"""
+ROUNDED = """
+In bfloat16 a model's logits depend on the rows of a call, so two nearly tied tokens may change places between methods;
+`--dtype float32` measures the same almost without that.
+"""
+
+
+def render(result: dict[str, Any]) -> str:
+    """The page."""
+    settings, machine = result["settings"], result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
+    lines = [
+        HEADER,
+        f"Measured {result['date'][:10]} at commit {result['commit']}, on {machine['cpu']['model']}, "
+        f"{machine['cpu']['cores']} cores, {machine['cpu']['torch_threads']} threads used; {versions}; {settings['model']} in "
+        f"{settings['dtype']}; at most {settings['length']} tokens; seeds are the prompts' places.",
+        ROUNDED if settings["dtype"] == "bfloat16" else "",
+    ]
+    rows = result["rows"]
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        for library in dict.fromkeys(row["library"] for row in rows):
+            part = [row for row in rows if row["temperature"] == temperature and row["library"] == library]
+            title = "greedy" if temperature == 0 else f"temperature {temperature}"
+            lines += [f"## {library}, {title}", "", *_methods(part), ""]
+    lines += ["## By task", "", "Calls per text, greedy texts and sampled ones together.", "", *_tasks(rows), ""]
+    return "\n".join(lines)
+
+
+def _methods(rows: Sequence[dict[str, Any]]) -> list[str]:
+    plain = {row["prompt"]: row for row in rows if row["method"] == PLAIN}
+    lines = []
+    for name in dict.fromkeys(row["method"] for row in rows):
+        runs = [row for row in rows if row["method"] == name]
+        gains = sorted(plain[row["prompt"]]["seconds"] / row["seconds"] for row in runs)
+        calls = sum(row["calls"] for row in runs)
+        lines.append(
+            [
+                name,
+                f"{sum(row['valid'] for row in runs)} of {len(runs)}",
+                f"{sum(row['tokens'] == plain[row['prompt']]['tokens'] for row in runs)} of {len(runs)}",
+                f"{mean(len(row['tokens']) for row in runs):.1f}",
+                f"{mean(row['calls'] for row in runs):.1f}",
+                f"{median(gains):.2f} ({gains[len(gains) // 10]:.2f}–{gains[-1 - len(gains) // 10]:.2f})",
+                f"{1000 * sum(row['grammar_seconds'] for row in runs) / calls:.2f}",
+                f"{sum(row['masks'] for row in runs) / calls:.1f}",
+            ]
+        )
+    heads = ["", "valid", "same", "tokens", "calls", "against Plain", "grammar, ms per call", "masks per call"]
+    return markdown.table(heads, lines)
+
+
+def _tasks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lines = []
+    for library in dict.fromkeys(row["library"] for row in rows):
+        for task in dict.fromkeys(row["task"] for row in rows):
+            runs = [row for row in rows if row["task"] == task and row["library"] == library]
+            cells = [mean(row["calls"] for row in runs if row["method"] == name) for name in methods]
+            lines.append([library, task, *(f"{cell:.1f}" for cell in cells)])
+    return markdown.table(["library", "task", *methods], lines, left=2)
+
+
+def write(root: Path, *, check: bool) -> list[str]:
+    """Writes the page of every grammar*.json; with `check` returns a sentence for each that differs, and writes nothing."""
+    wrong = []
+    for file in sorted(root.glob("benchmarks/results/*/grammar*.json")):
+        page, text = file.with_suffix(".md"), render(json.loads(file.read_text()))
+        if not check:
+            page.write_text(text)
+        elif not page.exists() or page.read_text() != text:
+            wrong.append(f"{page.relative_to(root)} does not show {file.name}")
+    return wrong

@@ -1,0 +1,10 @@
+"""Grammars of other libraries for ``pass_ext.generate(grammar=…)``: ``XGrammar`` and ``LLGuidance``.
+
+``grammars_of(processors)`` makes them from logits processors for transformers, as ``custom_generate`` does.
+"""
+
+from pass_ext.integrations.grammar.llguidance import LLGuidance
+from pass_ext.integrations.grammar.processors import grammars_of
+from pass_ext.integrations.grammar.xgrammar import XGrammar
+
+__all__ = ["LLGuidance", "XGrammar", "grammars_of"]
