@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ from benchmarks.harness import picture
 from benchmarks.harness.markdown import replace_part, table
 from pass_ext.distributed.layout import Layout, equal_parts
 from pass_ext.distributed.rounds import rounds_of
-from pass_ext.ops.shard import ROUNDS, answer_shape, is_summed
+from pass_ext.ops.shard import answer_shape, is_summed
 
 ROOT = Path(__file__).parents[2]
 PAGE, PICTURE = ROOT / "docs" / "distributed.md", ROOT / "docs" / "distributed.svg"
@@ -65,8 +66,10 @@ def count_shards(layout: Layout, rows: int, rounds: list[str], element_size: int
         )
         received += most * rows * element_size * (2 if drafts else 1)
     for name in rounds:
-        slots, width = answer_shape(ROUNDS.index(name), rows, aligned.slices)
-        sent = slots * width * 8
+        shape, dtype = answer_shape(
+            name, nodes=rows, requests=-(-rows // 4), slices=aligned.slices, rule="rejection", has_draft=drafts
+        )
+        sent = math.prod(shape) * dtype.itemsize
         received += sent * (2 * (ranks - 1) / ranks if is_summed(name) else ranks - 1)
     return Count(exchanges, received)
 

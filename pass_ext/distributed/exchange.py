@@ -128,7 +128,7 @@ def _replies(wishes: list[Exchange]) -> list[Any]:
     if isinstance(first, Gather):
         return [torch.stack([wish.tensor for wish in wishes])] * len(wishes)  # type: ignore[union-attr]
     if isinstance(first, Add):
-        return [torch.stack([wish.tensor for wish in wishes]).sum(0)[None]] * len(wishes)  # type: ignore[union-attr]
+        return [torch.stack([wish.tensor for wish in wishes]).sum(0, dtype=first.tensor.dtype)[None]] * len(wishes)  # type: ignore[union-attr]
     parcels = [_parcels(wish, rank) for rank, wish in enumerate(wishes)]  # type: ignore[arg-type]
     return [_unpacked(wish, [row[rank] for row in parcels], rank) for rank, wish in enumerate(wishes)]  # type: ignore[arg-type]
 
