@@ -25,6 +25,8 @@ SELECT_ROUNDS = 6
 
 _RULE_NAMES, _SUMMED = tuple(RULES), ("counts", "nucleus")
 _SLOT_WORDS, _NODE_WORDS = 11, 11
+BEST_WORDS = 3
+"""Words of a token that ``shard_best`` answers."""
 
 _local_op = torch.ops.pass_ext.shard_local.default
 _combine_op = torch.ops.pass_ext.shard_combine.default
@@ -167,6 +169,11 @@ def shard_best(
     return best
 
 
+def state_words(nodes: int) -> int:
+    """The words of a state, int64 each."""
+    return nodes * (2 * _SLOT_WORDS + _NODE_WORDS)
+
+
 def answer_shape(
     round: str, *, nodes: int, requests: int, slices: int, rule: str, has_draft: bool
 ) -> tuple[tuple[int, int], torch.dtype]:
@@ -200,9 +207,8 @@ def _local_shape(target_logits, tokens, parents, cu_nodes, rule, draft_logits, *
 @register_fake("shard_combine")
 def _combine_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
     requests = cu_nodes.shape[0] - 1
-    words = target_logits.shape[0] * (2 * _SLOT_WORDS + _NODE_WORDS)
     return (
-        target_logits.new_empty((words,), dtype=torch.int64),
+        target_logits.new_empty((state_words(target_logits.shape[0]),), dtype=torch.int64),
         target_logits.new_empty((requests, max_depth + 1), dtype=torch.int64),
         target_logits.new_empty((requests, max_depth + 1), dtype=torch.int32),
         target_logits.new_empty((requests,), dtype=torch.int32),
@@ -212,4 +218,4 @@ def _combine_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest): 
 
 @register_fake("shard_best")
 def _best_shape(logits: Tensor, state: Tensor, k: int, *rest: object) -> Tensor:
-    return logits.new_empty((logits.shape[0], k, 3), dtype=torch.int32)
+    return logits.new_empty((logits.shape[0], k, BEST_WORDS), dtype=torch.int32)
