@@ -69,7 +69,7 @@ def accept_tree(
         vocab_size: the columns of all ranks together. Columns behind it are padding and not read. None, with vocab_start None:
             the columns are counted, in an exchange of 24 bytes.
         gather_below: steps of fewer rows gather the logits of all ranks and call the op on them: fewer exchanges, more bytes
-            (docs/distributed.md has the table). Rules "kseq" and "typical" always do, and CUDA tensors.
+            (docs/distributed.md has the table). Rules "kseq" and "typical" always do.
         allowed, draft_allowed: masks of this rank's columns, ``[N, ceil(C / 32)]`` and ``[R, ceil(C / 32)]``.
         seeds: needed unless all requests are greedy: ranks that draw fresh seeds would disagree.
 
@@ -180,7 +180,7 @@ def tree_steps(
     both = draft_logits is not None
     matrices = (target_logits,) if draft_logits is None else (target_logits, draft_logits)
     shard = Shard(rank, layout, matrices, (allowed, draft_allowed)[: len(matrices)]).without_padding()
-    if rule in _GATHERED_RULES or len(target_logits) < gather_below or target_logits.device.type != "cpu":
+    if rule in _GATHERED_RULES or len(target_logits) < gather_below:
         accepted = yield from gathered_accept_steps(
             lambda logits, drafts=None: whole.accept_tree(
                 logits, trees.tokens, trees.parents, trees.cu_nodes, max_depth, rule=rule, draft_logits=drafts,
