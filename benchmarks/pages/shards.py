@@ -53,6 +53,14 @@ class Count:
         return self.exchanges * link[0] + self.bytes / link[1]
 
 
+def answer_bytes(round: str, rows: int, slices: int, drafts: bool = True) -> int:
+    """The bytes of a rank's answer to a round, about requests of 4 rows."""
+    shape, dtype = answer_shape(
+        round, nodes=rows, requests=-(-rows // 4), slices=slices, rule="rejection", has_draft=drafts
+    )
+    return math.prod(shape) * dtype.itemsize
+
+
 def count_shards(layout: Layout, rows: int, rounds: list[str], element_size: int = BF16, drafts: bool = True) -> Count:
     """A step on shards: every round's answers, and the columns that move."""
     ranks, exchanges, received = len(layout.starts), len(rounds), 0.0
@@ -66,12 +74,14 @@ def count_shards(layout: Layout, rows: int, rounds: list[str], element_size: int
         )
         received += most * rows * element_size * (2 if drafts else 1)
     for name in rounds:
-        shape, dtype = answer_shape(
-            name, nodes=rows, requests=-(-rows // 4), slices=aligned.slices, rule="rejection", has_draft=drafts
-        )
-        sent = math.prod(shape) * dtype.itemsize
+        sent = answer_bytes(name, rows, aligned.slices, drafts)
         received += sent * (2 * (ranks - 1) / ranks if is_summed(name) else ranks - 1)
     return Count(exchanges, received)
+
+
+def sent_bytes(layout: Layout, rows: int, rounds: list[str]) -> float:
+    """The bytes that a rank sends for a row, a row of the target with the draft's beside it, without the columns that move."""
+    return sum(answer_bytes(name, rows, layout.aligned().slices) for name in rounds) / rows
 
 
 def count_gather(layout: Layout, rows: int, element_size: int = BF16, drafts: bool = True) -> Count:
@@ -115,6 +125,12 @@ def tables() -> str:
             ]
             body.append([str(ranks), str(count_shards(layout, 1, REJECTION).exchanges), *cells])
         lines += table(["ranks", "exchanges", *(f"{rows:,} rows" for rows in ROWS)], body)
+    lines += ["", "Bytes that a rank sends for a row of 4 in a request, without the columns that move:", ""]
+    body = [
+        [f"{vocabulary:,}", *(f"{sent_bytes(equal_parts(vocabulary, ranks), 4, REJECTION):.0f}" for ranks in RANKS)]
+        for vocabulary in VOCABULARIES
+    ]
+    lines += table(["V", *(f"{ranks} ranks" for ranks in RANKS)], body)
     lines += [
         "",
         "Rows from which shards are faster by the model, a value for `gather_below` (–: not up to 4,096):",
