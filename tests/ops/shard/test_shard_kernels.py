@@ -8,6 +8,7 @@ from shard_cases import FILTERS, RULES, any_layout, drafts_on_ranks, random_draf
 from torch.utils._python_dispatch import _disable_current_modes
 
 import pass_ext
+from pass_ext import reference
 from pass_ext.distributed import steps
 from pass_ext.distributed.layout import Layout
 from pass_ext.testing import assert_same_bits
@@ -67,6 +68,51 @@ def compared(backend, monkeypatch):
     return calls
 
 
+def numbers_of(words, this):
+    """An answer's words as the reference has them."""
+    if this in ("counts", "nucleus"):
+        return words.double()
+    floats = words.view(torch.float32).double()
+    if this in SUMS:
+        return floats
+    ids = torch.arange(words.shape[-1]) % (3 if this in ("peaks", "best") else 2) == 1
+    return torch.where(ids, words.double(), floats)
+
+
+def is_near(actual, expected, this):
+    """Ids and counts exactly; floats, and masses in bins, to the rounding of floats."""
+    if this in ("counts", "races", "peaks", "best"):
+        step = 3 if this in ("peaks", "best") else 2
+        exact = actual == expected if this == "counts" else (actual == expected)[..., 1::step]
+        if not bool(exact.all()):
+            return False
+    return torch.allclose(actual, expected, rtol=2e-5, atol=2e-5 if this not in ("counts", "nucleus") else 1e5, equal_nan=True)
+
+
+@pytest.fixture
+def specified(backend, monkeypatch):
+    """Answers of the backend are compared with the reference."""
+    calls = {}
+
+    def watch(name):
+        function, reference_of = getattr(steps, name), getattr(reference, name)
+
+        def call(*arguments, **keywords):
+            there = {key: moved(value, backend.device) for key, value in keywords.items()}
+            words = function(*moved(list(arguments), backend.device), **there).cpu()
+            with _disable_current_modes():
+                expected, this = reference_of(*arguments, **keywords), keywords.get("round", "best")
+                assert is_near(numbers_of(words, this), expected, this), (this, numbers_of(words, this), expected)
+            calls[this] = calls.get(this, 0) + 1
+            return words
+
+        monkeypatch.setattr(steps, name, call)
+
+    watch("shard_local")
+    watch("shard_best")
+    return calls
+
+
 def on_cpu(function, *arguments, **keywords):
     with _disable_current_modes():
         return function(*arguments, **keywords)
@@ -95,6 +141,25 @@ def test_best_tokens_are_those_of_the_cpu(compared):
         rest["allowed"] = None
         drafts_on_ranks(logits, min(k, 4), mode, sampling, rest, any_layout(logits.shape[1], 2, chance))
     assert compared["shard_best"] > 0
+
+
+@pytest.mark.quick_on("cpu")  # the other backends have the CPU's bits
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_are_those_of_the_reference(specified, rule):
+    for seed in range(6):
+        step = on_cpu(random_step, 40 + seed, rule=rule, filters=list(FILTERS) if seed % 2 else None, vocabulary=300)
+        step.on_ranks(any_layout(300, 1 + seed % 3, step.chance))
+    assert {"peaks", "counts", "nucleus", "races"} <= set(specified) and (rule == "coupled" or "masses" in specified)
+    assert rule not in ("traversal", "block") or "residuals" in specified
+
+
+@pytest.mark.quick_on("cpu")
+def test_best_tokens_are_those_of_the_reference(specified):
+    for seed in range(40):
+        chance, logits, k, mode, sampling, rest = on_cpu(random_drafts, seed)
+        rest["allowed"] = None
+        drafts_on_ranks(logits[:, :300], k, mode, sampling, rest, any_layout(logits[:, :300].shape[1], 2, chance))
+    assert specified["best"] > 0
 
 
 @pytest.mark.parametrize("rule", RULES)
