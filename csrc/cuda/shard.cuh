@@ -75,12 +75,24 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_peaks_kernel(PASS_EX
   answer[2] = bits_of(has_owner ? logit_of_token(shard, found.request, found.node, found.side) : -kInfinity);
 }
 
+// 64-bit sums in shared memory, as two words: one atomic of 64 bits would be a loop of compare-and-swap.
+struct SelectBins {
+  uint32_t low[kSelectBins], high[kSelectBins];
+
+  PASS_EXT_DEVICE void add(int bin, uint64_t measure) {
+    const uint32_t first = static_cast<uint32_t>(measure);
+    const uint32_t carry = atomic_add(&low[bin], first) + first < first ? 1 : 0;
+    const uint32_t second = static_cast<uint32_t>(measure >> 32) + carry;
+    if (second != 0) atomic_add(&high[bin], second);
+  }
+};
+
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_bins_kernel(PASS_EXT_PARAMETER ShardProblem shard) {
-  PASS_EXT_SHARED(unsigned long long, bins, kSelectBins);
+  PASS_EXT_SHARED(SelectBins, bins, 1);
   PASS_EXT_SHARED(int32_t, owner, 1);
   const int64_t slot = block_index().x;
   const FoundRow found = find_row(shard, slot, owner);
-  for (int32_t i = thread_rank(); i < kSelectBins; i += kShardThreads) bins[i] = 0;
+  for (int32_t i = thread_rank(); i < kSelectBins; i += kShardThreads) bins->low[i] = bins->high[i] = 0;
   sync_block();
   if (found.is_there && is_asked(shard.state.slots[slot], shard.round)) {
     const Distribution distribution = shard.state.slots[slot].distribution;
@@ -93,16 +105,16 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_bins_kernel(PASS_EXT
       const uint64_t key = select_key(z, shard.start + id);
       if (key < range.low || key > range.high) return;
       const uint64_t measure = by_mass ? integer_mass(exponential(log_weight(distribution, z))) : 1;
-      atomic_add(&bins[(range.high - key) >> shift], static_cast<unsigned long long>(measure));
+      bins->add(static_cast<int>((range.high - key) >> shift), measure);
     });
   }
   sync_block();
   for (int32_t i = thread_rank(); i < kSelectBins; i += kShardThreads) {
     const int64_t place = slot * kSelectBins + i;
     if (shard.shape.is_wide)
-      static_cast<uint64_t*>(shard.answers)[place] = bins[i];
+      static_cast<uint64_t*>(shard.answers)[place] = static_cast<uint64_t>(bins->high[i]) << 32 | bins->low[i];
     else
-      static_cast<uint32_t*>(shard.answers)[place] = static_cast<uint32_t>(bins[i]);
+      static_cast<uint32_t*>(shard.answers)[place] = bins->low[i];
   }
 }
 

@@ -86,7 +86,7 @@ def _exchanged(wish: Exchange, group: dist.ProcessGroup | None) -> Any:
         flat = tensor.view(-1).view(torch.uint8)  # every backend takes bytes
         out = flat.new_empty(dist.get_world_size(group), len(flat))
         dist.all_gather(list(out), flat, group=group)
-        return out.view(-1).view(tensor.dtype).view(-1, *tensor.shape)
+        return out.view(-1).view(tensor.dtype).view(len(out), *tensor.shape)  # -1 has no meaning for an empty batch
     if isinstance(wish, Add):
         total = wish.tensor.clone()
         dist.all_reduce(total, group=group)

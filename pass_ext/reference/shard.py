@@ -160,7 +160,10 @@ def shard_local(
             z = row_of(node, 0)
             assert z is not None
             noise = exponentials(
-                0 if seeds is None else int(seeds[owner]), asked[node].position, asked[node].purpose, vocab_start + columns
+                0 if seeds is None else int(seeds[owner]),
+                asked[node].position,
+                asked[node].purpose,
+                vocab_start + columns,
             )[vocab_start:].log()
             p = slots[node].weights(z, ids)
             first = weights_left(node, asked[node].first) if asked[node].is_residual else p.clone()
@@ -171,7 +174,9 @@ def shard_local(
             if rule != "coupled" and (asked[node].is_residual or asked[node].rejected):
                 kinds.append(p)
             for i, weights in enumerate(kinds):
-                races[node if rule == "coupled" else owner, 2 * i : 2 * i + 2] = _peak(weights.log() - noise, vocab_start)
+                races[node if rule == "coupled" else owner, 2 * i : 2 * i + 2] = _peak(
+                    weights.log() - noise, vocab_start
+                )
         return races
     if round == "residuals":
         sums = torch.zeros(count, 2 * slices, dtype=torch.float64)

@@ -171,7 +171,9 @@ def test_a_nucleus_whose_last_token_hangs_on_the_last_bits_of_the_mass():
         top_p = (high.view(torch.int32) + steps).view(torch.float32)
         sampling = {"temperature": torch.ones(rows), "top_k": None, "top_p": top_p, "min_p": None}
         expected = pass_ext.draft_sample(logits, k, mode="top", **sampling)
-        results, _ = drafts_on_ranks(logits, k, "top", sampling, {"allowed": None}, Layout((0, 8192), (8192, vocabulary)))
+        results, _ = drafts_on_ranks(
+            logits, k, "top", sampling, {"allowed": None}, Layout((0, 8192), (8192, vocabulary))
+        )
         assert same(results, expected), steps
 
 
@@ -203,6 +205,37 @@ def test_the_number_of_exchanges_is_that_of_the_docstring(rule, filters, count):
     assert same(results, step.whole()) and len(exchanges) == count
     _, exchanges = step.on_ranks(Layout((0, 8000), (8000, 8300)))
     assert len(exchanges) == count + 1 and isinstance(exchanges[0][0], Move)
+
+
+@pytest.mark.parametrize(("rule", "sums"), [("rejection", 5), ("rejection_with_replacement", 5), ("traversal", 6)])
+def test_the_number_of_exchanges_of_a_tree_is_that_of_the_docstring(rule, sums):
+    """Branching (4, 2, 2), as the docstring counts it."""
+    generator, tree = torch.Generator().manual_seed(1), pass_ext.Tree.from_branching((4, 2, 2))
+    nodes = tree.num_nodes
+    target, draft = (torch.randn(nodes, 300, generator=generator) for _ in range(2))
+    tokens, bounds = torch.randint(0, 300, (nodes,)), torch.tensor([0, nodes], dtype=torch.int32)
+    packed = (tokens, torch.tensor(tree.parents, dtype=torch.int32), bounds, 3)
+    sampling = {name: torch.ones(1) if name == "temperature" else None for name in FILTERS}
+    step = Step(target, draft, packed, {"rule": rule, "seeds": torch.tensor([3])}, sampling, {}, None)
+    results, exchanges = step.on_ranks(Layout((0, 300), (300, 300)))
+    assert same(results, step.whole()) and len(exchanges) == 3 + sums
+    assert residual_rounds(rule, tree.parents, [0, nodes]) == sums
+
+
+@pytest.mark.parametrize(
+    ("filters", "count"),
+    [({}, 3), ({"top_k": 5}, 9), ({"top_p": 0.5}, 10), ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, 16)],
+)
+def test_the_number_of_exchanges_of_drafting_is_that_of_the_docstring(filters, count):
+    logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(1))
+    sampling = {"temperature": torch.ones(2)} | {name: None for name in FILTERS if name != "temperature"}
+    for name, number in filters.items():
+        sampling[name] = torch.tensor([number] * 2, dtype=torch.int32 if name == "top_k" else torch.float32)
+    rest = {"allowed": None, "seeds": torch.tensor([1, 2])}
+    for layout, moves in ((Layout((0, 8192), (8192, 9000)), 0), (Layout((0, 8000), (8000, 9000)), 1)):
+        results, exchanges = drafts_on_ranks(logits, 3, "without", sampling, rest, layout)
+        assert len(exchanges) == count + moves
+        assert same(results, pass_ext.draft_sample(logits, 3, mode="without", **sampling, seeds=rest["seeds"]))
 
 
 def test_sizes_of_exchanges_do_not_depend_on_values():

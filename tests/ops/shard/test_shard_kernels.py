@@ -55,7 +55,9 @@ def compared(backend, monkeypatch):
                 expected = function(*arguments, **keywords)
             there = {key: moved(value, backend.device) for key, value in keywords.items()}
             actual = function(*moved(list(arguments), backend.device), **there)
-            actual = actual.cpu() if isinstance(actual, torch.Tensor) else (actual[0].cpu(), [x.cpu() for x in actual[1]])
+            actual = (
+                actual.cpu() if isinstance(actual, torch.Tensor) else (actual[0].cpu(), [x.cpu() for x in actual[1]])
+            )
             compare(actual, expected, keywords)
             calls[name] = calls.get(name, 0) + 1
             return expected
@@ -86,7 +88,9 @@ def is_near(actual, expected, this):
         exact = actual == expected if this == "counts" else (actual == expected)[..., 1::step]
         if not bool(exact.all()):
             return False
-    return torch.allclose(actual, expected, rtol=2e-5, atol=2e-5 if this not in ("counts", "nucleus") else 1e5, equal_nan=True)
+    return torch.allclose(
+        actual, expected, rtol=2e-5, atol=2e-5 if this not in ("counts", "nucleus") else 1e5, equal_nan=True
+    )
 
 
 @pytest.fixture
@@ -171,7 +175,11 @@ def test_decisions_do_not_depend_on_the_split(backend, rule):
         if seed:  # a slice is the least that a rank holds
             layouts = [Layout((0,), (300,)), Layout((0, 300), (300, 300))]
         else:
-            layouts = [Layout((0,), (9000,)), Layout((0, 8192), (8192, 9000)), Layout((0, 8192, 9000), (8192, 9000, 9000))]
+            layouts = [
+                Layout((0,), (9000,)),
+                Layout((0, 8192), (8192, 9000)),
+                Layout((0, 8192, 9000), (8192, 9000, 9000)),
+            ]
         results = [there.on_ranks(layout)[0] for layout in layouts]
         for result in results:
             assert same(result, results[0][0]), (seed, result, results[0])
