@@ -5,8 +5,8 @@ A round is a line. "peaks", "masses" and "races" are `shard_local`'s sweeps over
 behind "masses", for 8 ranks; "best" drafts 4 tokens of each row with `shard_best`. What ranks exchange, and when gathering is
 faster: `python -m benchmarks.pages.shards`.
 
-* torch: peaks: `max` of both rows, the drafted tokens' logits gathered. masses: `exp(z - max)` in float32, summed over slices of
-  8,192. races: argmax of logits over exponential noise. best: `topk` over the same. It has no program for "combine".
+* torch: peaks: `max` of both rows, the drafted tokens' logits gathered. masses: `exp(z - max)` in float32, summed over slices
+  of 8,192. races: argmax of logits over exponential noise. best: `topk` over the same. It has no program for "combine".
 * accept_tree: the op on these columns alone, as if they were all: the whole step, for comparison.
 
 Peaks must be equal; masses equal to 1e-5; the races draw other noise, so that their tokens are only checked to be columns.

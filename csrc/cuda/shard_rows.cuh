@@ -15,29 +15,33 @@ namespace pass_ext::gpu {
 constexpr int kShardThreads = 256;
 constexpr int kLoadsAtOnce = 8;
 
-template <typename T, typename Function>
-PASS_EXT_DEVICE void each_logit_of(const LogitRow& row, int32_t begin, int32_t end, const Function& function) {
+template <typename T>
+PASS_EXT_DEVICE void load_logits(const LogitRow& row, int32_t first, int32_t step, int32_t end,
+                                 float (&z)[kLoadsAtOnce]) {
   const T* const logits = static_cast<const T*>(row.logits);
-  const int32_t step = static_cast<int32_t>(block_size().x);
-  for (int32_t first = begin + static_cast<int32_t>(thread_rank()); first < end; first += kLoadsAtOnce * step) {
-    float z[kLoadsAtOnce];
 #pragma unroll
-    for (int i = 0; i < kLoadsAtOnce; ++i) {
-      const int32_t id = first + i * step;
-      z[i] = id < end && is_allowed(row, id) ? to_float(logits[id]) : -kInfinity;
-    }
-#pragma unroll
-    for (int i = 0; i < kLoadsAtOnce; ++i)
-      if (first + i * step < end) function(first + i * step, z[i]);
+  for (int i = 0; i < kLoadsAtOnce; ++i) {
+    const int32_t id = first + i * step;
+    z[i] = id < end && is_allowed(row, id) ? to_float(logits[id]) : -kInfinity;
   }
 }
 
 // function(id, logit) for every column in [begin, end), by the threads of a block; a thread's ids ascend.
 template <typename Function>
 PASS_EXT_DEVICE void each_logit(const LogitRow& row, int32_t begin, int32_t end, const Function& function) {
-  if (row.type == LogitType::bfloat16) return each_logit_of<bfloat16>(row, begin, end, function);
-  if (row.type == LogitType::float16) return each_logit_of<float16>(row, begin, end, function);
-  each_logit_of<float>(row, begin, end, function);
+  const int32_t step = static_cast<int32_t>(block_size().x);
+  for (int32_t first = begin + static_cast<int32_t>(thread_rank()); first < end; first += kLoadsAtOnce * step) {
+    float z[kLoadsAtOnce];
+    if (row.type == LogitType::bfloat16)
+      load_logits<bfloat16>(row, first, step, end, z);
+    else if (row.type == LogitType::float16)
+      load_logits<float16>(row, first, step, end, z);
+    else
+      load_logits<float>(row, first, step, end, z);
+#pragma unroll
+    for (int i = 0; i < kLoadsAtOnce; ++i)
+      if (first + i * step < end) function(first + i * step, z[i]);
+  }
 }
 
 // The children of a node that the walk has deleted and that are columns of this rank, in any order.

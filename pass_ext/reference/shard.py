@@ -7,7 +7,8 @@
                      at cut c counts (p - c q)+, and nothing at an infinite cut
     races            the best token of argmax(ln weight - ln E) and its score, E by global id: noise.py
 
-A state says what is asked: maxima, cuts, ranges, betas. Its layout is that of ``ShardSlot`` and ``ShardNode`` in csrc/core/shard.h.
+A state says what is asked: maxima, cuts, ranges, betas. Its layout is that of ``ShardSlot`` and ``ShardNode`` in
+csrc/core/shard.h.
 ``shard_combine`` has no reference of its own: on all ranks together it is accept_tree.
 """
 
@@ -260,7 +261,7 @@ def _by_slice(terms: Tensor, slices: int) -> Tensor:
 
 
 def _in_bins(z: Tensor, ids: Tensor, slot: Slot, *, by_mass: bool) -> Tensor:
-    """Counts or masses of the tokens whose key lies in the slot's range; a key's bin is its distance from the range's high end."""
+    """Counts or masses of the tokens whose key lies in the slot's range; a bin is a distance from the range's high end."""
     bits = (z.float() + 0.0).view(torch.int32).long() & 0xFFFFFFFF
     ordered = torch.where(bits >> 31 == 1, ~bits & 0xFFFFFFFF, bits | 1 << 31)
     keys = ordered << ID_BITS | (1 << ID_BITS) - 1 - ids

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 
 import pytest
 import torch
@@ -109,7 +108,6 @@ def test_the_ray_program_is_python_and_ray_is_an_extra():
     names = {node.value for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Constant)}
     files = [name for name in names if isinstance(name, str) and name.endswith(".py")]
     assert files and all((ROOT / name).is_file() for name in files if (ROOT / "examples").exists())
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["ray"] == ["ray"] and "pass_ext[ray]" in shards.PAGE.read_text()
+    assert '\nray = ["ray"]\n' in (ROOT / "pyproject.toml").read_text() and "pass_ext[ray]" in shards.PAGE.read_text()
     variables = set(re.findall(r"(\w+)=", program.split("update(")[1].split(")\n")[0]))
     assert {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= variables
