@@ -58,7 +58,8 @@ LIMITS = (
     Limit("shard_races_kernel", ALL, "stack", 328, "arguments by address: a race's row, distributions and noise"),
     Limit("shard_best_kernel", ALL, "stack", 168, "the same"),
     Limit("shard_combine_kernel", ALL, "stack", 112, "spilled registers of the walk, by one thread of a block"),
-    Limit("shard_peaks_kernel", BOTH, "stack", 8, "two spilled registers behind the sweep"),
+    Limit("shard_bins_kernel", "sm_90", "stack", 8, "two spilled registers behind the sweep"),
+    Limit("shard_masses_kernel", "sm_100", "stack", 8, "the same"),
     Limit("attention_kernel*256, 4*", "sm_100", "stack", 40, "head_dim 256 needs all 255 registers; ten more do not fit"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
@@ -91,6 +92,7 @@ LIMITS = (
     Limit("shard_combine_kernel", ALL, "code", 184_000, "the walks of three routes, by one thread of a block"),
     Limit("shard_races_kernel", ALL, "code", 70_000, "a race over p and one over the residual; once a step"),
     Limit("shard_best_kernel", ALL, "code", 48_500, "a race"),
+    Limit("shard_residuals_kernel", ALL, "code", 58_500, "p, q and the deleted children, for eight tokens at once"),
     Limit("*", ALL, "code", 44_000, "mask_kernel's, the largest of the others"),
 
     # Instructions.
