@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pass_ext.reference.distribution import is_allowed
-from pass_ext.reference.noise import Purpose, exponentials
+from pass_ext.reference.common.distribution import is_allowed
+from pass_ext.reference.common.noise import Purpose, exponentials
 
 SLICE, BINS, ID_BITS, UNIT = 8192, 512, 22, 2.0**40
 _WORDS = 11  # int64 of a slot, and of a node

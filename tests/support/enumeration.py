@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from pass_ext.reference.accept import RULES, Walk
-from pass_ext.reference.distribution import process
-from pass_ext.reference.noise import Purpose
+from pass_ext.reference.common.distribution import process
+from pass_ext.reference.common.noise import Purpose
 
 EXACT = 1e-12
 FAULTY = 1e-3
