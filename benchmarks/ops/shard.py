@@ -28,7 +28,7 @@ from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
 from benchmarks.harness.results import line_name, lines_of
-from benchmarks.ops.inputs.distributions import require
+from benchmarks.ops.contenders.inputs.distributions import require
 from pass_ext.ops.shard import SLICE_COLUMNS
 
 TORCH, WHOLE = "torch", "accept_tree"
