@@ -22,7 +22,7 @@ from benchmarks import ROOT
 from benchmarks.kernel_code.bounds import MULTIPROCESSORS, VOCABULARY
 from benchmarks.kernel_time.costs import COSTS, middle
 from benchmarks.kernel_time.host_code import weights_of
-from benchmarks.ops.inputs.distributions import FILTERS, TEMPERATURE, make_logits
+from benchmarks.ops.contenders.inputs.distributions import FILTERS, TEMPERATURE, make_logits
 
 sys.path.append(str(ROOT / "tests"))  # at the end: an installed pass_ext stays
 

@@ -68,7 +68,7 @@ from benchmarks.ops.contenders.accept import (
     usual_walk,
     with_transformers,
 )
-from benchmarks.ops.inputs.distributions import (
+from benchmarks.ops.contenders.inputs.distributions import (
     FILTERS,
     TEMPERATURE,
     make_draft_logits,

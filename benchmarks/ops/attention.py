@@ -48,8 +48,8 @@ from benchmarks.ops.contenders.attention import (
     AttentionContender,
 )
 from benchmarks.ops.contenders.attention_libraries import FLASHINFER, LIBRARIES, XQA, why_absent
-from benchmarks.ops.inputs.attention_steps import Spec, Step, excess, make_step, make_trees, reference
-from benchmarks.ops.inputs.distributions import require
+from benchmarks.ops.contenders.inputs.attention_steps import Spec, Step, excess, make_step, make_trees, reference
+from benchmarks.ops.contenders.inputs.distributions import require
 
 HEADS = [(32, 8, 128), (28, 4, 128), (9, 3, 64)]  # query heads, key heads, their size
 # A layer with a sliding window; FlashAttention 2, which does not split the keys of several queries, publishes 45 to 49 µs.

@@ -29,7 +29,7 @@ from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import DTYPES, Aim, Plan
 from benchmarks.harness.results import line_name, lines_of
-from benchmarks.ops.inputs.distributions import (
+from benchmarks.ops.contenders.inputs.distributions import (
     FILTERS,
     TEMPERATURE,
     lean_probs,

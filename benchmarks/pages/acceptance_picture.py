@@ -12,8 +12,8 @@ from benchmarks.harness import picture
 from benchmarks.pages.acceptance_means import draft
 from pass_ext import Tree
 from pass_ext.reference.accept import Judge
-from pass_ext.reference.distribution import process
-from pass_ext.reference.noise import coin
+from pass_ext.reference.common.distribution import process
+from pass_ext.reference.common.noise import coin
 
 WORDS = [
     *("cat", "dog", "bird", "fox"),

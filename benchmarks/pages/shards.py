@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ from benchmarks.harness import picture
 from benchmarks.harness.markdown import replace_part, table
 from pass_ext.distributed.layout import Layout, equal_parts
 from pass_ext.distributed.rounds import rounds_of
-from pass_ext.ops.shard import ROUNDS, answer_shape, is_summed
+from pass_ext.ops.shard import answer_shape, is_summed
 
 ROOT = Path(__file__).parents[2]
 PAGE, PICTURE = ROOT / "docs" / "distributed.md", ROOT / "docs" / "distributed.svg"
@@ -52,6 +53,14 @@ class Count:
         return self.exchanges * link[0] + self.bytes / link[1]
 
 
+def answer_bytes(round: str, rows: int, slices: int, drafts: bool = True) -> int:
+    """The bytes of a rank's answer to a round, about requests of 4 rows."""
+    shape, dtype = answer_shape(
+        round, nodes=rows, requests=-(-rows // 4), slices=slices, rule="rejection", has_draft=drafts
+    )
+    return math.prod(shape) * dtype.itemsize
+
+
 def count_shards(layout: Layout, rows: int, rounds: list[str], element_size: int = BF16, drafts: bool = True) -> Count:
     """A step on shards: every round's answers, and the columns that move."""
     ranks, exchanges, received = len(layout.starts), len(rounds), 0.0
@@ -65,10 +74,14 @@ def count_shards(layout: Layout, rows: int, rounds: list[str], element_size: int
         )
         received += most * rows * element_size * (2 if drafts else 1)
     for name in rounds:
-        slots, width = answer_shape(ROUNDS.index(name), rows, aligned.slices)
-        sent = slots * width * 8
+        sent = answer_bytes(name, rows, aligned.slices, drafts)
         received += sent * (2 * (ranks - 1) / ranks if is_summed(name) else ranks - 1)
     return Count(exchanges, received)
+
+
+def sent_bytes(layout: Layout, rows: int, rounds: list[str]) -> float:
+    """The bytes that a rank sends for a row, a row of the target with the draft's beside it, without the columns that move."""
+    return sum(answer_bytes(name, rows, layout.aligned().slices) for name in rounds) / rows
 
 
 def count_gather(layout: Layout, rows: int, element_size: int = BF16, drafts: bool = True) -> Count:
@@ -112,6 +125,12 @@ def tables() -> str:
             ]
             body.append([str(ranks), str(count_shards(layout, 1, REJECTION).exchanges), *cells])
         lines += table(["ranks", "exchanges", *(f"{rows:,} rows" for rows in ROWS)], body)
+    lines += ["", "Bytes that a rank sends for a row of 4 in a request, without the columns that move:", ""]
+    body = [
+        [f"{vocabulary:,}", *(f"{sent_bytes(equal_parts(vocabulary, ranks), 4, REJECTION):.0f}" for ranks in RANKS)]
+        for vocabulary in VOCABULARIES
+    ]
+    lines += table(["V", *(f"{ranks} ranks" for ranks in RANKS)], body)
     lines += [
         "",
         "Rows from which shards are faster by the model, a value for `gather_below` (–: not up to 4,096):",

@@ -11,7 +11,7 @@
 //
 // Slices, bins, maxima and races do not depend on the split into ranks, and the slices are added in their order in the
 // whole vocabulary. So the results have the bits of one rank that holds all columns, if every rank's columns begin at a
-// multiple of 8,192.
+// multiple of 8,192. A slice's sum is a float, and the slices are added as doubles.
 //
 // A walk that needs sums nobody knows yet gets NaN, which rejects whatever depends on it; the next walk knows them. No
 // sums are asked for at numbers that were not known.
@@ -104,37 +104,35 @@ PASS_EXT_HOST_DEVICE ShardState state_at(int64_t* words, int64_t nodes) {
   return {slots, reinterpret_cast<ShardNode*>(slots + 2 * nodes)};
 }
 
-// Words of an answer: int64 each, a double, an integer, or a float and an int32.
-PASS_EXT_HOST_DEVICE int64_t answer_slots(Round round, int64_t nodes) {
-  return round == Round::residuals || round == Round::races ? nodes : 2 * nodes;
-}
-PASS_EXT_HOST_DEVICE int64_t answer_width(Round round, int64_t slices) {
+// The shape of a round's answers: [slots, width] words of 32 bits, or of 64 for masses in bins.
+//   peaks              a row: its largest logit, the id, the logit of the node's token in the parent's row
+//   counts, nucleus    a row: its bins
+//   top_p, masses      a row: its slices
+//   residuals          a node: two sums for each slice
+//   races              a node under "coupled", else a request: score and id of the best; then those over p alone
+// Rows are the nodes' target rows, then, with draft logits, the rows that their children were drawn from.
+struct AnswerShape {
+  int64_t slots, width;
+  bool is_wide;
+
+  PASS_EXT_HOST_DEVICE int64_t bytes() const { return slots * width * (is_wide ? 8 : 4); }
+};
+
+constexpr int kPeakWords = 3, kRaceWords = 2;
+
+PASS_EXT_HOST_DEVICE AnswerShape answer_shape(const AcceptProblem& problem, Round round, int64_t slices) {
+  const int64_t rows = problem.nodes * (problem.has_draft ? 2 : 1);
   switch (round) {
-    case Round::counts:
-    case Round::nucleus: return kSelectBins;
+    case Round::counts: return {rows, kSelectBins, false};
+    case Round::nucleus: return {rows, kSelectBins, true};
     case Round::top_p:
-    case Round::masses: return slices;
-    case Round::residuals: return 2 * slices;
-    default: return 2;
+    case Round::masses: return {rows, slices, false};
+    case Round::residuals: return {problem.nodes, 2 * slices, false};
+    case Round::races:
+      if (problem.rule == Rule::coupled) return {problem.nodes, kRaceWords, false};
+      return {problem.requests, 2 * kRaceWords, false};
+    default: return {rows, kPeakWords, false};
   }
-}
-
-PASS_EXT_HOST_DEVICE uint64_t word_of(float value, int32_t id) {
-  return static_cast<uint64_t>(static_cast<uint32_t>(id)) << 32 | bits_of(value);
-}
-PASS_EXT_HOST_DEVICE float float_of_word(uint64_t word) { return float_of(static_cast<uint32_t>(word)); }
-PASS_EXT_HOST_DEVICE int32_t id_of_word(uint64_t word) { return static_cast<int32_t>(word >> 32); }
-
-PASS_EXT_HOST_DEVICE double double_of_word(uint64_t word) {
-  double value;
-  static_assert(sizeof value == sizeof word, "");
-  __builtin_memcpy(&value, &word, sizeof value);
-  return value;
-}
-PASS_EXT_HOST_DEVICE uint64_t word_of_double(double value) {
-  uint64_t word;
-  __builtin_memcpy(&word, &value, sizeof word);
-  return word;
 }
 
 // The distribution over columns that begin at `start`: its tie is an id of theirs.
@@ -152,19 +150,110 @@ PASS_EXT_HOST_DEVICE bool is_asked(const ShardSlot& slot, Round round) {
   return round == Round::masses && !(slot.kept > 0.0);
 }
 
-// All ranks' answers to one round: [ranks, answer_slots, answer_width].
-struct Answers {
-  const uint64_t* words;
-  int64_t ranks, slots, width;
+// One rank's columns of a problem.
+struct ShardProblem {
+  AcceptProblem problem;
+  int32_t start;
+  int64_t slices;
+  Round round;
+  ShardState state;  // read only; not there in the first round
+  void* answers;
+  AnswerShape shape;
 
-  PASS_EXT_HOST_DEVICE const uint64_t* at(int64_t rank, int64_t slot) const {
-    return words + (rank * slots + slot) * width;
+  // The words of a slot in an answer of 32-bit words.
+  PASS_EXT_HOST_DEVICE uint32_t* words_at(int64_t slot) const {
+    return static_cast<uint32_t*>(answers) + slot * shape.width;
   }
-  // The sum of doubles `first`, `first` + `step`, … of a slot, rank by rank: the order of the slices in the vocabulary.
+};
+
+// The rows that a question is about: the node's target row (side 0), or the row that its children were drawn from.
+PASS_EXT_HOST_DEVICE bool has_row(const AcceptRequest& request, int32_t node, int side) {
+  if (side == 0) return true;
+  const int32_t index = request.draft_index(node);
+  return index >= 0 && index < request.problem.draft_row_count;
+}
+PASS_EXT_HOST_DEVICE LogitRow row_of(const AcceptRequest& request, int32_t node, int side) {
+  return side == 0 ? request.target_row(node) : request.draft_row(node, request.draft_index(node));
+}
+
+// The logit of a node's token in a row of its parent, if the token is a column of this rank.
+PASS_EXT_HOST_DEVICE float logit_of_token(const ShardProblem& shard, const AcceptRequest& request, int32_t node,
+                                          int side) {
+  const int32_t parent = node == 0 ? -1 : request.parent(node);
+  if (parent < 0 || parent >= node || !has_row(request, parent, side)) return -kInfinity;
+  const LogitRow row = row_of(request, parent, side);
+  const int64_t id = request.token(node) - shard.start;
+  return id < 0 || id >= row.vocabulary ? -kInfinity : logit_at(row, static_cast<int32_t>(id));
+}
+
+// p and q over this rank's columns.
+PASS_EXT_HOST_DEVICE Judge judge_at(const ShardProblem& shard, const AcceptRequest& request, int32_t node) {
+  const ShardSlot* const slots = shard.state.slots + request.first + node;
+  const ShardSlot& draft = slots[shard.problem.nodes];
+  Judge judge{};
+  judge.node = node;
+  judge.p_row = request.target_row(node);
+  judge.p = local_distribution(slots->distribution, shard.start);
+  judge.has_q = draft.is_used != 0 && draft.distribution.status == 0;
+  if (!judge.has_q) return judge;
+  judge.q_row = request.draft_row(node, request.draft_index(node));
+  judge.q = local_distribution(draft.distribution, shard.start);
+  return judge;
+}
+
+// The noise of a race over this rank's columns.
+PASS_EXT_HOST_DEVICE Noise noise_of_race(const ShardProblem& shard, int64_t request, const ShardNode& asked) {
+  const uint64_t seed = shard.problem.seeds == nullptr ? 0 : static_cast<uint64_t>(shard.problem.seeds[request]);
+  return {seed, asked.position, static_cast<Purpose>(asked.purpose), 0, 0, static_cast<uint32_t>(shard.start / kGroup)};
+}
+
+// The words of a token that shard_best() answers: score, id, log probability.
+constexpr int kBestWords = 3;
+
+// The best of a shard's tokens for drafting.
+struct ShardBest {
+  DraftProblem draft;
+  int32_t start;
+  const ShardSlot* slots;
+  uint32_t* words;  // [rows, count, kBestWords]
+
+  PASS_EXT_HOST_DEVICE void write(int64_t index, int32_t place, float score, int32_t id, float log_probability) const {
+    uint32_t* const to = words + (index * draft.count + place) * kBestWords;
+    to[0] = bits_of(score);
+    to[1] = static_cast<uint32_t>(id);
+    to[2] = bits_of(log_probability);
+  }
+};
+
+// All ranks' answers to one round: [ranks, slots, width].
+struct Answers {
+  const void* words;
+  int64_t ranks;
+  AnswerShape shape;
+
+  PASS_EXT_HOST_DEVICE const uint32_t* at(int64_t rank, int64_t slot) const {
+    return static_cast<const uint32_t*>(words) + (rank * shape.slots + slot) * shape.width;
+  }
+  PASS_EXT_HOST_DEVICE float number(int64_t rank, int64_t slot, int64_t place) const {
+    return float_of(at(rank, slot)[place]);
+  }
+  PASS_EXT_HOST_DEVICE int32_t id(int64_t rank, int64_t slot, int64_t place) const {
+    return static_cast<int32_t>(at(rank, slot)[place]);
+  }
+  // The count or mass of a bin on all ranks.
+  PASS_EXT_HOST_DEVICE uint64_t measure(int64_t slot, int bin) const {
+    uint64_t total = 0;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      const int64_t place = (rank * shape.slots + slot) * shape.width + bin;
+      total += shape.is_wide ? static_cast<const uint64_t*>(words)[place] : static_cast<const uint32_t*>(words)[place];
+    }
+    return total;
+  }
+  // The sum of numbers `first`, `first` + `step`, … of a slot, rank by rank: the order of the slices in the vocabulary.
   PASS_EXT_HOST_DEVICE double sum(int64_t slot, int64_t first, int64_t step) const {
     double total = 0.0;
     for (int64_t rank = 0; rank < ranks; ++rank)
-      for (int64_t i = first; i < width; i += step) total += double_of_word(at(rank, slot)[i]);
+      for (int64_t i = first; i < shape.width; i += step) total += static_cast<double>(number(rank, slot, i));
     return total;
   }
 };
@@ -267,36 +356,42 @@ PASS_EXT_HOST_DEVICE void begin_selection(ShardSlot& slot, float floor, uint64_t
   slot.is_selecting = 1;
 }
 
-// Narrows the range to the first bin at which the measures reach what is needed, or to the last that is not empty. Cuts
-// the distribution when the range is one key. `by_mass`: top-p.
-PASS_EXT_HOST_DEVICE void narrow(ShardSlot& slot, const Answers& answers, int64_t index, bool by_mass) {
-  SelectRange& range = slot.range;
-  const int shift = range.shift();
-  uint64_t before = range.before, last_before = before, last_measure = 0;
-  int bin = -1, last = 0;
-  for (int i = 0; i < kSelectBins && bin < 0; ++i) {
-    uint64_t measure = 0;
-    for (int64_t rank = 0; rank < answers.ranks; ++rank) measure += answers.at(rank, index)[i];
+// The first bin at which the measures reach what is needed, or the last that is not empty.
+struct ReachedBin {
+  int32_t bin;
+  bool is_enough;
+  uint64_t before, measure;  // of the bins in front, and its own
+};
+
+PASS_EXT_HOST_DEVICE ReachedBin find_bin(const Answers& answers, int64_t index, const SelectRange& range) {
+  ReachedBin found{0, false, range.before, 0};
+  uint64_t before = range.before;
+  for (int bin = 0; bin < kSelectBins && !found.is_enough; ++bin) {
+    const uint64_t measure = answers.measure(index, bin);
     if (measure == 0) continue;
-    last = i;
-    last_before = before;
-    last_measure = measure;
+    found = {bin, before + measure >= range.needed, before, measure};
     before += measure;
-    if (before >= range.needed) bin = i;
   }
-  if (bin < 0 && !by_mass) {  // fewer than k tokens: all stay
+  return found;
+}
+
+// Narrows the range to a bin. Cuts the distribution when the range is one key. `by_mass`: top-p.
+PASS_EXT_HOST_DEVICE void narrow(ShardSlot& slot, const ReachedBin& found, bool by_mass) {
+  SelectRange& range = slot.range;
+  if (!found.is_enough && !by_mass) {  // fewer than k tokens: all stay
     slot.is_selecting = 0;
     return;
   }
-  range.high -= static_cast<uint64_t>(last) << shift;
+  const int shift = range.shift();
+  range.high -= static_cast<uint64_t>(found.bin) << shift;
   const uint64_t width = (uint64_t{1} << shift) - 1;
   if (range.high - range.low > width) range.low = range.high - width;
-  range.before = last_before;
+  range.before = found.before;
   if (range.high != range.low) return;
   slot.distribution.cut = logit_of_select_key(range.high);
   slot.distribution.tie = id_of_select_key(range.high);
   slot.is_selecting = 0;
-  if (by_mass) slot.kept = static_cast<double>(last_before + last_measure) / static_cast<double>(kMassUnit);
+  if (by_mass) slot.kept = static_cast<double>(found.before + found.measure) / static_cast<double>(kMassUnit);
 }
 
 // Top-p's range, from the mass that it sees: as in CpuRows::cut_top_p.
@@ -318,7 +413,7 @@ PASS_EXT_HOST_DEVICE void begin_slot(const SamplingParameters& parameters, Shard
   slot.is_used = 1;
 }
 
-// Takes the answers of one round about one row.
+// Takes the answers of one round about one row, but for bins.
 PASS_EXT_HOST_DEVICE void take_row(const Answers& answers, Round round, int64_t index, int32_t vocabulary,
                                    ShardSlot& slot) {
   Distribution& distribution = slot.distribution;
@@ -326,12 +421,11 @@ PASS_EXT_HOST_DEVICE void take_row(const Answers& answers, Round round, int64_t 
     int32_t id = -1;
     bool bad = false;
     for (int64_t rank = 0; rank < answers.ranks; ++rank) {
-      const uint64_t word = answers.at(rank, index)[0];
-      const float largest = float_of_word(word);
+      const float largest = answers.number(rank, index, 0);
       bad = bad || !(largest < kInfinity);
       if (!(largest > distribution.maximum)) continue;
       distribution.maximum = largest;
-      id = id_of_word(word);
+      id = answers.id(rank, index, 1);
     }
     if (bad)
       distribution.status = kBadLogits;
@@ -343,9 +437,7 @@ PASS_EXT_HOST_DEVICE void take_row(const Answers& answers, Round round, int64_t 
     return;
   }
   if (!is_asked(slot, round)) return;
-  if (round == Round::counts || round == Round::nucleus)
-    narrow(slot, answers, index, round == Round::nucleus);
-  else if (round == Round::top_p)
+  if (round == Round::top_p)
     begin_nucleus(slot, answers.sum(index, 0, 1), vocabulary);
   else
     set_mass(distribution, answers.sum(index, 0, 1));
@@ -365,27 +457,29 @@ PASS_EXT_HOST_DEVICE void prepare_row(Round round, Round next, ShardSlot& slot) 
 }
 
 // Takes the answers of one round about one node: the logits of its token, its residual sums, its race.
-PASS_EXT_HOST_DEVICE void take_node(const Answers& answers, Round round, int64_t index, int64_t nodes,
+PASS_EXT_HOST_DEVICE void take_node(const Answers& answers, Round round, const AcceptProblem& problem, int64_t index,
                                     const ShardState& state) {
   ShardNode& node = state.nodes[index];
   if (round == Round::peaks) {  // one rank has the token, the others answer -inf
     node.p_logit = node.q_logit = -kInfinity;
     for (int64_t rank = 0; rank < answers.ranks; ++rank) {
-      node.p_logit = maximum(node.p_logit, float_of_word(answers.at(rank, index)[1]));
-      node.q_logit = maximum(node.q_logit, float_of_word(answers.at(rank, nodes + index)[1]));
+      node.p_logit = maximum(node.p_logit, answers.number(rank, index, 2));
+      if (problem.has_draft) node.q_logit = maximum(node.q_logit, answers.number(rank, problem.nodes + index, 2));
     }
-  } else if (round == Round::residuals && node.asks >= 0 && node.asks < nodes) {
+  } else if (round == Round::residuals && node.asks >= 0 && node.asks < problem.nodes) {
     state.nodes[node.asks].weight_sum = answers.sum(index, 0, 2);
     state.nodes[node.asks].remaining_sum = answers.sum(index, 1, 2);
   } else if (round == Round::races && node.draws != 0) {
-    for (int i = 0; i < 2; ++i) {
+    const bool is_coupled = problem.rule == Rule::coupled;
+    const int64_t slot = is_coupled ? index : node.request;
+    for (int i = 0; i < (is_coupled ? 1 : 2); ++i) {
       float best = -kInfinity;
       node.winner[i] = -1;
       for (int64_t rank = 0; rank < answers.ranks; ++rank) {
-        const uint64_t word = answers.at(rank, index)[i];
-        if (!(float_of_word(word) > best)) continue;  // ranks ascend: the lowest id wins a tie
-        best = float_of_word(word);
-        node.winner[i] = id_of_word(word);
+        const float score = answers.number(rank, slot, kRaceWords * i);
+        if (!(score > best)) continue;  // ranks ascend: the lowest id wins a tie
+        best = score;
+        node.winner[i] = answers.id(rank, slot, kRaceWords * i + 1);
       }
     }
   }
@@ -410,44 +504,83 @@ PASS_EXT_HOST_DEVICE void ask_coupled_races(const ShardState& state, const Accep
   }
 }
 
-// One request's part of combining: takes the answers to `round`, then asks what `next` needs, or finishes.
-PASS_EXT_HOST_DEVICE void combine_request(const ShardState& state, const AcceptProblem& problem, int64_t index,
-                                          const Answers& answers, Round round, Round next, bool divided,
+// Everything that combining reads and writes.
+struct ShardCombination {
+  AcceptProblem problem;
+  Answers answers;
+  Round round, next;
+  const int64_t* former;  // null in the first round
+  int64_t* state;
+  int64_t words;
+};
+
+// A row and its node before any answer.
+PASS_EXT_HOST_DEVICE void begin_node(const ShardState& state, const AcceptRequest& request, int32_t i) {
+  const AcceptProblem& problem = request.problem;
+  const int64_t packed = request.first + i, index = request.index;
+  const int32_t vocabulary = problem.target.vocabulary, draft_index = request.draft_index(i);
+  begin_slot(parameters_of(problem.target_sampling, index, vocabulary, 0.0f), state.slots[packed]);
+  ShardSlot& draft = state.slots[problem.nodes + packed];
+  begin_slot(parameters_of(problem.draft_sampling, index, vocabulary, 0.0f), draft);
+  draft.is_used = draft_index >= 0 && draft_index < problem.draft_row_count;
+  ShardNode& node = state.nodes[packed];
+  node = {};
+  node.weight_sum = node.remaining_sum = static_cast<double>(float_of(0x7fc00000u));
+  node.winner[0] = node.winner[1] = -1;
+  node.request = static_cast<int32_t>(index);
+}
+
+// One request's part of combining: takes the answers to `round`, then asks what `next` needs, or finishes. All threads
+// of `Team` call it. A team has
+//   each(count, function)      function(i) for every i below count, each by one thread
+//   narrow_each(count, ...)    the same for bins: narrow() where is_asked says so
+//   alone(function)            function() by one thread
+//   sync()                     the threads see each other's writes
+template <typename Team>
+PASS_EXT_HOST_DEVICE void combine_request(Team& team, const ShardState& state, const AcceptProblem& problem,
+                                          int64_t index, const Answers& answers, Round round, Round next, bool divided,
                                           Judge* judges) {
   const AcceptRequest request = request_of(problem, index);
-  for (int32_t i = 0; divided && i < request.nodes; ++i) {
-    const int64_t packed = request.first + i;
-    if (round == Round::peaks) {
-      const int32_t vocabulary = problem.target.vocabulary, draft_index = request.draft_index(i);
-      begin_slot(parameters_of(problem.target_sampling, index, vocabulary, 0.0f), state.slots[packed]);
-      begin_slot(parameters_of(problem.draft_sampling, index, vocabulary, 0.0f), state.slots[problem.nodes + packed]);
-      state.slots[problem.nodes + packed].is_used = draft_index >= 0 && draft_index < problem.draft_row_count;
-      state.nodes[packed] = {};
-      state.nodes[packed].weight_sum = state.nodes[packed].remaining_sum = static_cast<double>(float_of(0x7fc00000u));
-      state.nodes[packed].winner[0] = state.nodes[packed].winner[1] = -1;
-      state.nodes[packed].request = static_cast<int32_t>(index);
-    }
-    for (int side = 0; side < 2; ++side) {
-      const int64_t slot = packed + side * problem.nodes;
-      if (answers.slots > problem.nodes) take_row(answers, round, slot, problem.target.vocabulary, state.slots[slot]);
-      prepare_row(round, next, state.slots[slot]);
-    }
+  const int32_t count = divided ? request.nodes : 0;
+  const bool is_about_rows = round != Round::residuals && round != Round::races;
+  if (round == Round::peaks) team.each(count, [&](int32_t i) { begin_node(state, request, i); });
+  team.sync();
+  for (int side = 0; side < (problem.has_draft ? 2 : 1); ++side) {
+    const int64_t first = request.first + side * problem.nodes;
+    if (round == Round::counts || round == Round::nucleus)
+      team.narrow_each(count, state.slots + first, answers, first, round);
+    else if (is_about_rows)
+      team.each(count, [&](int32_t i) {
+        take_row(answers, round, first + i, problem.target.vocabulary, state.slots[first + i]);
+      });
   }
-  for (int32_t i = 0; divided && i < request.nodes; ++i)
-    take_node(answers, round, request.first + i, problem.nodes, state);
-  for (int32_t i = 0; divided && i < request.nodes; ++i) {
+  team.sync();
+  for (int side = 0; side < 2; ++side)
+    team.each(count,
+              [&](int32_t i) { prepare_row(round, next, state.slots[request.first + side * problem.nodes + i]); });
+  team.each(count, [&](int32_t i) { take_node(answers, round, problem, request.first + i, state); });
+  team.sync();
+  team.each(count, [&](int32_t i) {
     ShardNode& node = state.nodes[request.first + i];
     node.asks = -1;
     node.asked = node.draws = 0;
-  }
+  });
+  team.sync();
   const bool is_walked = next == Round::residuals || next == Round::races || next == Round::finish;
   if (!is_walked) return;
   if (next == Round::races && problem.rule == Rule::coupled) {
-    if (divided) ask_coupled_races(state, request);
+    if (divided) team.alone([&] { ask_coupled_races(state, request); });
     return;
   }
-  ShardRows rows(state, request, judges, next == Round::finish);
-  AcceptWalk<ShardRows>(rows, request).run(divided);
+  team.alone([&] {
+    ShardRows rows(state, request, judges, next == Round::finish);
+    AcceptWalk<ShardRows> walk(rows, request);
+    switch (route_of(problem.rule)) {
+      case Route::coupled: return walk.template run<Route::coupled>(divided);
+      case Route::traversal: return walk.template run<Route::traversal>(divided);
+      default: return walk.template run<Route::down>(divided);
+    }
+  });
 }
 
 }  // namespace pass_ext

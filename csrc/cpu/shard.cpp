@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "cpu/accept_checks.h"
@@ -40,81 +41,66 @@ struct LocalRemoved {
   }
 };
 
-// p and q over this rank's columns.
-Judge judge_at(const ShardProblem& shard, const AcceptRequest& request, int32_t node) {
-  const ShardSlot* const slots = shard.state.slots + request.first + node;
-  const ShardSlot& draft = slots[shard.problem.nodes];
-  Judge judge{};
-  judge.node = node;
-  judge.p_row = request.target_row(node);
-  judge.p = local_distribution(slots->distribution, shard.start);
-  judge.has_q = draft.is_used != 0 && draft.distribution.status == 0;
-  if (!judge.has_q) return judge;
-  judge.q_row = request.draft_row(node, request.draft_index(node));
-  judge.q = local_distribution(draft.distribution, shard.start);
-  return judge;
+// Sums and bins of a row, before they become words of an answer.
+struct RowNumbers {
+  std::vector<double> sums;
+  std::vector<uint64_t> bins;
+};
+
+template <typename To, typename From>
+void store_as(To* to, const std::vector<From>& from) {
+  for (size_t i = 0; i < from.size(); ++i) to[i] = static_cast<To>(from[i]);
 }
 
-void answer_row(const ShardProblem& shard, const LogitRow& row, const ShardSlot& slot, CpuRows& rows,
-                uint64_t* answer) {
+void answer_row(const ShardProblem& shard, const LogitRow& row, int64_t index, CpuRows& rows) {
+  thread_local RowNumbers numbers;
+  const ShardSlot& slot = shard.state.slots[index];
   if (!is_asked(slot, shard.round)) return;
   const Distribution distribution = local_distribution(slot.distribution, shard.start);
-  if (shard.round == Round::counts || shard.round == Round::nucleus)
-    return rows.select_bins(row, distribution, shard.start, slot.range, shard.round == Round::nucleus, answer);
+  const int64_t place = index * shard.shape.width;
+  if (shard.round == Round::counts || shard.round == Round::nucleus) {
+    numbers.bins.assign(kSelectBins, 0);
+    rows.select_bins(row, distribution, shard.start, slot.range, shard.shape.is_wide, numbers.bins.data());
+    if (shard.shape.is_wide) return store_as(static_cast<uint64_t*>(shard.answers) + place, numbers.bins);
+    return store_as(static_cast<uint32_t*>(shard.answers) + place, numbers.bins);
+  }
   const bool everything = shard.round == Round::top_p && distribution.cut == -kInfinity;
-  rows.slice_masses(row, distribution, everything, reinterpret_cast<double*>(answer));
-}
-
-// The logit of a node's token in a row of its parent, if the token is a column of this rank.
-float logit_of_token(const ShardProblem& shard, const AcceptRequest& request, int32_t node, const LogitRow& row) {
-  const int64_t id = request.token(node) - shard.start;
-  return id < 0 || id >= row.vocabulary ? -kInfinity : logit_at(row, static_cast<int32_t>(id));
+  numbers.sums.assign(shard.slices, 0.0);
+  rows.slice_masses(row, distribution, everything, numbers.sums.data());
+  store_as(static_cast<float*>(shard.answers) + place, numbers.sums);
 }
 
 void answer_peaks(const ShardProblem& shard, const AcceptRequest& request, int32_t node, CpuRows& rows) {
-  const AcceptProblem& problem = shard.problem;
-  const int32_t parent = node == 0 ? -1 : request.parent(node);
-  const bool has_parent = parent >= 0 && parent < node;
-  for (int side = 0; side < 2; ++side) {
-    const auto is_row = [&](int32_t i) {
-      const int32_t index = request.draft_index(i);
-      return side == 0 || (index >= 0 && index < problem.draft_row_count);
-    };
-    const auto row_of = [&](int32_t i) {
-      return side == 0 ? request.target_row(i) : request.draft_row(i, request.draft_index(i));
-    };
-    uint64_t* const answer = shard.answers + (request.first + node + side * problem.nodes) * 2;
+  for (int side = 0; side < (shard.problem.has_draft ? 2 : 1); ++side) {
+    uint32_t* const answer = shard.words_at(request.first + node + side * shard.problem.nodes);
     Candidate peak{-kInfinity, -1};
-    if (is_row(node)) peak = rows.peak(row_of(node));
-    answer[0] = word_of(peak.logit, peak.id < 0 ? -1 : peak.id + shard.start);
-    answer[1] =
-        word_of(has_parent && is_row(parent) ? logit_of_token(shard, request, node, row_of(parent)) : -kInfinity, 0);
+    if (has_row(request, node, side)) peak = rows.peak(row_of(request, node, side));
+    answer[0] = bits_of(peak.logit);
+    answer[1] = static_cast<uint32_t>(peak.id < 0 ? -1 : peak.id + shard.start);
+    answer[2] = bits_of(logit_of_token(shard, request, node, side));
   }
 }
 
 void answer_race(const ShardProblem& shard, const AcceptRequest& request, int32_t node, CpuRows& rows,
                  LocalRemoved& removed) {
   const ShardNode& asked = shard.state.nodes[request.first + node];
-  uint64_t* const answer = shard.answers + (request.first + node) * 2;
-  answer[0] = answer[1] = word_of(-kInfinity, -1);
+  const bool is_coupled = shard.problem.rule == Rule::coupled;
+  uint32_t* const answer = shard.words_at(is_coupled ? request.first + node : request.index);
   if (asked.draws == 0 || shard.state.slots[request.first + node].distribution.status != 0) return;
   const Judge judge = judge_at(shard, request, node);
   if (!(rows.peak(judge.p_row).logit < kInfinity))
     return;  // its rank said so in the first round, and stopped the request
-  const Noise noise{shard.problem.seeds == nullptr ? 0 : static_cast<uint64_t>(shard.problem.seeds[request.index]),
-                    asked.position,
-                    static_cast<Purpose>(asked.purpose),
-                    0,
-                    0,
-                    static_cast<uint32_t>(shard.start / kGroup)};
+  const Noise noise = noise_of_race(shard, request.index, asked);
   const Removed none{nullptr, nullptr, 0};
   const Weight weight{static_cast<Weight::Kind>(asked.kind), asked.first, asked.second};
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < (is_coupled ? 1 : 2); ++i) {
     if (i == 1 && weight.kind == Weight::plain && asked.rejected == 0) return;
     const bool is_first = i == 0;
     const Candidate best = rows.race(judge, is_first ? weight : Weight{Weight::plain, 0, 0},
                                      is_first && asked.rejected != 0 ? removed.of(shard, request, node) : none, noise);
-    if (best.id >= 0) answer[i] = word_of(best.logit, best.id + shard.start);
+    if (best.id < 0) continue;
+    answer[kRaceWords * i] = bits_of(best.logit);
+    answer[kRaceWords * i + 1] = static_cast<uint32_t>(best.id + shard.start);
   }
 }
 
@@ -128,19 +114,28 @@ void answer_node(const ShardProblem& shard, const AcceptRequest& request, int32_
     Judge judge = judge_at(shard, request, node);
     if (!judge.has_q) return;
     judge.beta = shard.state.nodes[packed].beta;
-    double* const sums = reinterpret_cast<double*>(shard.answers + packed * 2 * shard.slices);
-    return rows.slice_residual_sums(judge, removed.of(shard, request, node), sums);
+    thread_local std::vector<double> sums;
+    sums.assign(2 * shard.slices, 0.0);
+    rows.slice_residual_sums(judge, removed.of(shard, request, node), sums.data());
+    return store_as(reinterpret_cast<float*>(shard.words_at(packed)), sums);
   }
-  const int64_t width = answer_width(shard.round, shard.slices);
-  answer_row(shard, request.target_row(node), shard.state.slots[packed], rows, shard.answers + packed * width);
-  if (shard.state.slots[nodes + packed].is_used != 0)
-    answer_row(shard, request.draft_row(node, request.draft_index(node)), shard.state.slots[nodes + packed], rows,
-               shard.answers + (nodes + packed) * width);
+  answer_row(shard, request.target_row(node), packed, rows);
+  if (shard.problem.has_draft && shard.state.slots[nodes + packed].is_used != 0)
+    answer_row(shard, request.draft_row(node, request.draft_index(node)), nodes + packed, rows);
+}
+
+// What a rank answers that has nothing to say: no token, or zeros.
+void answer_nothing(const ShardProblem& shard) {
+  std::memset(shard.answers, 0, shard.shape.bytes());
+  const int words = shard.round == Round::peaks ? kPeakWords : shard.round == Round::races ? kRaceWords : 0;
+  uint32_t* const answers = static_cast<uint32_t*>(shard.answers);
+  for (int64_t i = 0; words > 0 && i < shard.shape.slots * shard.shape.width; ++i)
+    answers[i] = i % words == 1 ? static_cast<uint32_t>(-1) : bits_of(-kInfinity);
 }
 
 void shard_local_on_cpu(const ShardProblem& shard, const Tensor&) {
   const AcceptProblem& problem = shard.problem;
-  std::fill_n(shard.answers, answer_slots(shard.round, problem.nodes) * answer_width(shard.round, shard.slices), 0);
+  answer_nothing(shard);
   if (shard.round == Round::finish || !divides(problem)) return;
   std::vector<int32_t> owner(problem.nodes, -1);
   for (int64_t index = 0; index < problem.requests; ++index)
@@ -153,6 +148,24 @@ void shard_local_on_cpu(const ShardProblem& shard, const Tensor&) {
   });
 }
 
+// The team of combine_request() on the CPU.
+struct SingleThread {
+  template <typename Function>
+  void each(int32_t count, const Function& function) const {
+    for (int32_t i = 0; i < count; ++i) function(i);
+  }
+  void narrow_each(int32_t count, ShardSlot* slots, const Answers& answers, int64_t first, Round round) const {
+    for (int32_t i = 0; i < count; ++i)
+      if (is_asked(slots[i], round))
+        narrow(slots[i], find_bin(answers, first + i, slots[i].range), round == Round::nucleus);
+  }
+  template <typename Function>
+  void alone(const Function& function) const {
+    function();
+  }
+  void sync() const {}
+};
+
 void shard_combine_on_cpu(const ShardCombination& combination, const Tensor&) {
   const AcceptProblem& problem = combination.problem;
   check_positions("shard_combine", problem);
@@ -164,16 +177,16 @@ void shard_combine_on_cpu(const ShardCombination& combination, const Tensor&) {
     std::copy_n(combination.former, combination.words, combination.state);
   const ShardState state = state_at(combination.state, problem.nodes);
   std::vector<Judge> judges(kMaxTreeNodes);
+  SingleThread team;
   for (int64_t index = 0; index < problem.requests; ++index)
-    combine_request(state, problem, index, combination.answers, combination.round, combination.next, divided,
+    combine_request(team, state, problem, index, combination.answers, combination.round, combination.next, divided,
                     judges.data());
 }
 
 void shard_best_on_cpu(const ShardBest& best, const Tensor&) {
   const DraftProblem& draft = best.draft;
   for_each_request(draft.rows, [&](int64_t index, bool alone) {
-    uint64_t* const words = best.words + index * draft.count * 2;
-    for (int32_t i = 0; i < draft.count; ++i) words[2 * i] = words[2 * i + 1] = word_of(-kInfinity, -1);
+    for (int32_t i = 0; i < draft.count; ++i) best.write(index, i, -kInfinity, -1, -kInfinity);
     const Distribution distribution = local_distribution(best.slots[index].distribution, best.start);
     if (distribution.status != 0) return;
     const LogitRow row = row_at(draft.logits, index * draft.logits.stride, index, index);
@@ -188,8 +201,7 @@ void shard_best_on_cpu(const ShardBest& best, const Tensor&) {
       for (int32_t i = 0; i < filled; ++i) {
         const Candidate& candidate = rows.ranked(i);
         const float logprob = log_weight(distribution, logit_at(row, candidate.id)) - distribution.log_mass;
-        words[2 * (begin + i)] = word_of(candidate.logit, candidate.id + best.start);
-        words[2 * (begin + i) + 1] = word_of(logprob, 0);
+        best.write(index, begin + i, candidate.logit, candidate.id + best.start, logprob);
       }
     }
   });

@@ -41,15 +41,9 @@ inline void check_start(const char* op, int64_t start, const Tensor& logits, int
            ", got ", start);
 }
 
-// One rank's columns of a problem.
-struct ShardProblem {
-  AcceptProblem problem;
-  int32_t start;
-  int64_t slices;
-  Round round;
-  ShardState state;  // read only; not there in the first round
-  uint64_t* answers;
-};
+inline ScalarType type_of_answers(const AnswerShape& shape) {
+  return shape.is_wide ? ScalarType::Long : ScalarType::Int;
+}
 
 using RunShardLocal = void (*)(const ShardProblem& shard, const Tensor& logits);
 
@@ -86,24 +80,15 @@ Tensor shard_local(const Tensor& target_logits, const Tensor& tokens, const Tens
   shard.slices = slices;
   const int64_t* words = state_of(op, state, target_logits, nodes, shard.round != Round::peaks);
   if (words != nullptr) shard.state = state_at(const_cast<int64_t*>(words), nodes);
-  const Tensor answers = empty_of_shape(
-      op, target_logits, {answer_slots(shard.round, nodes), answer_width(shard.round, slices)}, ScalarType::Long);
-  shard.answers = reinterpret_cast<uint64_t*>(output_of<int64_t>(answers));
+  shard.shape = answer_shape(shard.problem, shard.round, slices);
+  const Tensor answers =
+      empty_of_shape(op, target_logits, {shard.shape.slots, shard.shape.width}, type_of_answers(shard.shape));
+  shard.answers = output_of<void>(answers);
   run(shard, target_logits);
   return answers;
 }
 
 using ShardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // state, then an AcceptResult
-
-// Everything that combining reads and writes.
-struct ShardCombination {
-  AcceptProblem problem;
-  Answers answers;
-  Round round, next;
-  const int64_t* former;  // null in the first round
-  int64_t* state;
-  int64_t words;
-};
 
 using RunShardCombine = void (*)(const ShardCombination& combination, const Tensor& logits);
 
@@ -141,16 +126,19 @@ ShardResult shard_combine(const Tensor& target_logits, const Tensor& tokens, con
     refuse(op, "vocab_size must be at least that of target_logits, and at most ", kMostVocabulary, ", got ",
            vocab_size);
   problem.target.vocabulary = problem.draft.vocabulary = static_cast<int32_t>(vocab_size);
-  check_dtype(op, "answers", answers, {ScalarType::Long});
+  AnswerShape shape = answer_shape(problem, combination.round, 0);
+  check_dtype(op, "answers", answers, {type_of_answers(shape)});
   check_dim(op, "answers", answers, 3, "[ranks, slots, width]");
   check_same_device(op, "answers", answers, "target_logits", target_logits);
-  check_size(op, "answers", answers, 1, answer_slots(combination.round, problem.nodes), "the slots of this round");
+  check_size(op, "answers", answers, 1, shape.slots, "the slots of this round");
   const int64_t width = answers.size(2);
   if (!answers.is_contiguous() || width % (combination.round == Round::residuals ? 2 : 1) != 0 ||
-      (answer_width(combination.round, 0) != 0 && width != answer_width(combination.round, 0)))
+      (shape.width != 0 && width != shape.width))
     refuse(op, "answers must be contiguous, with the width of this round, got ", describe(answers));
-  combination.answers = {reinterpret_cast<const uint64_t*>(data_of<int64_t>(op, "answers", answers)), answers.size(0),
-                         answers.size(1), width};
+  shape.width = width;
+  combination.answers = {shape.is_wide ? static_cast<const void*>(data_of<int64_t>(op, "answers", answers))
+                                       : data_of<int32_t>(op, "answers", answers),
+                         answers.size(0), shape};
   combination.former = state_of(op, state, target_logits, problem.nodes, combination.round != Round::peaks);
   combination.words = state_words(problem.nodes);
   const Tensor next_state = empty_of_shape(op, target_logits, {combination.words}, ScalarType::Long);
@@ -158,14 +146,6 @@ ShardResult shard_combine(const Tensor& target_logits, const Tensor& tokens, con
   run(combination, target_logits);
   return {next_state, std::get<0>(result), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
 }
-
-// The best of a shard's tokens for drafting.
-struct ShardBest {
-  DraftProblem draft;
-  int32_t start;
-  const ShardSlot* slots;
-  uint64_t* words;  // [rows, count, 2]: score and id, log probability
-};
 
 using RunShardBest = void (*)(const ShardBest& best, const Tensor& logits);
 
@@ -181,8 +161,8 @@ Tensor shard_best(const Tensor& logits, const Tensor& state, int64_t k, int64_t 
   best.start = static_cast<int32_t>(vocab_start);
   const int64_t rows = best.draft.rows;
   best.slots = state_at(const_cast<int64_t*>(state_of("shard_best", state, logits, rows, true)), rows).slots;
-  const Tensor words = empty_of_shape("shard_best", logits, {rows, k, 2}, ScalarType::Long);
-  best.words = reinterpret_cast<uint64_t*>(output_of<int64_t>(words));
+  const Tensor words = empty_of_shape("shard_best", logits, {rows, k, kBestWords}, ScalarType::Int);
+  best.words = reinterpret_cast<uint32_t*>(output_of<int32_t>(words));
   run(best, logits);
   return words;
 }

@@ -69,7 +69,7 @@ def accept_tree(
         vocab_size: the columns of all ranks together. Columns behind it are padding and not read. None, with vocab_start None:
             the columns are counted, in an exchange of 24 bytes.
         gather_below: steps of fewer rows gather the logits of all ranks and call the op on them: fewer exchanges, more bytes
-            (docs/distributed.md has the table). Rules "kseq" and "typical" always do, and CUDA tensors.
+            (docs/distributed.md has the table). Rules "kseq" and "typical" always do.
         allowed, draft_allowed: masks of this rank's columns, ``[N, ceil(C / 32)]`` and ``[R, ceil(C / 32)]``.
         seeds: needed unless all requests are greedy: ranks that draw fresh seeds would disagree.
 
@@ -97,7 +97,7 @@ def accept_tree(
     layout = layout_of(columns)
     steps = tree_steps(
         columns.rank, layout, columns.local, tokens, parents, cu_nodes, max_depth, gather_below=gather_below, rule=rule,
-        draft_logits=_local(draft_logits), draft_rows=draft_rows,
+        draft_logits=_drafts("accept_tree", columns, draft_logits), draft_rows=draft_rows,
         target=(temperature, top_k, top_p, min_p),
         draft=(draft_temperature, draft_top_k, draft_top_p, draft_min_p),
         allowed=allowed, draft_allowed=draft_allowed, seeds=seeds, positions=positions, threshold=threshold, alpha=alpha,
@@ -136,7 +136,7 @@ def accept_chain(
     layout = layout_of(columns)
     steps = chain_steps(
         columns.rank, layout, columns.local, draft_tokens, gather_below=gather_below, rule=rule,
-        draft_logits=_local(draft_logits),
+        draft_logits=_drafts("accept_chain", columns, draft_logits),
         target=(temperature, top_k, top_p, min_p),
         draft=(draft_temperature, draft_top_k, draft_top_p, draft_min_p),
         allowed=allowed, draft_allowed=draft_allowed, seeds=seeds, positions=positions, threshold=threshold, alpha=alpha,
@@ -171,6 +171,13 @@ def tree_steps(
     """The steps of ``accept_tree`` on one rank; ``target`` and ``draft``: temperature, top_k, top_p and min_p."""
     check_rule(op, rule, draft_logits is not None)
     yield from agreed(op, locals())
+    if rule == "coupled":  # does not read them
+        draft_logits = draft_rows = None
+    width = layout.ends[rank] - layout.starts[rank]
+    if draft_logits is not None and draft_logits.shape[-1] < width:
+        raise ValueError(
+            f"pass_ext.distributed.{op}: draft_logits must have {width} columns on rank {rank}, got {draft_logits.shape[-1]}"
+        )
     if draft_rows is None and draft_logits is not None and len(draft_logits) == len(target_logits):
         draft_rows = torch.arange(len(target_logits), device=target_logits.device)
     trees = trees_of(
@@ -180,7 +187,7 @@ def tree_steps(
     both = draft_logits is not None
     matrices = (target_logits,) if draft_logits is None else (target_logits, draft_logits)
     shard = Shard(rank, layout, matrices, (allowed, draft_allowed)[: len(matrices)]).without_padding()
-    if rule in _GATHERED_RULES or len(target_logits) < gather_below or target_logits.device.type != "cpu":
+    if rule in _GATHERED_RULES or len(target_logits) < gather_below:
         accepted = yield from gathered_accept_steps(
             lambda logits, drafts=None: whole.accept_tree(
                 logits, trees.tokens, trees.parents, trees.cu_nodes, max_depth, rule=rule, draft_logits=drafts,
@@ -233,5 +240,5 @@ def chain_steps(
     )
 
 
-def _local(logits: Tensor | None) -> Tensor | None:
-    return None if logits is None else Columns.of(logits)
+def _drafts(op: str, columns: Columns, logits: Tensor | None) -> Tensor | None:
+    return None if logits is None else columns.of(op, "draft_logits", logits)

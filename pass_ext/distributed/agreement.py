@@ -43,6 +43,8 @@ def _fingerprints(arguments: Mapping[str, Any]) -> dict[str, int]:
         elif name in _LOCAL[1:]:
             described = None if value is None else (str(value.dtype), tuple(value.shape[:-1]))
             prints[f"the shape or dtype of {name}"] = _hash(described)
+        elif name == "layout":
+            prints["vocab_start or vocab_size"] = _hash(value)
         elif name != "rank":
             prints[name] = _hash(value)
     return prints

@@ -90,7 +90,7 @@ def draft_steps(
         "nodes": column("nodes", nodes, torch.int32),
     }
     shard = Shard(rank, layout, (logits,), (allowed,)).without_padding()
-    if rows < gather_below or device.type != "cpu":
+    if rows < gather_below:
         (all_logits,) = yield from shard.whole()
         law: dict[str, Any] = {name: value for (name, _), value in zip(NAMES, sampling, strict=True)} | noise
         return whole.draft_sample(all_logits, k, mode=mode, **law)

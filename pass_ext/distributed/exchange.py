@@ -86,7 +86,7 @@ def _exchanged(wish: Exchange, group: dist.ProcessGroup | None) -> Any:
         flat = tensor.view(-1).view(torch.uint8)  # every backend takes bytes
         out = flat.new_empty(dist.get_world_size(group), len(flat))
         dist.all_gather(list(out), flat, group=group)
-        return out.view(-1).view(tensor.dtype).view(-1, *tensor.shape)
+        return out.view(-1).view(tensor.dtype).view(len(out), *tensor.shape)  # -1 has no meaning for an empty batch
     if isinstance(wish, Add):
         total = wish.tensor.clone()
         dist.all_reduce(total, group=group)
@@ -128,7 +128,7 @@ def _replies(wishes: list[Exchange]) -> list[Any]:
     if isinstance(first, Gather):
         return [torch.stack([wish.tensor for wish in wishes])] * len(wishes)  # type: ignore[union-attr]
     if isinstance(first, Add):
-        return [torch.stack([wish.tensor for wish in wishes]).sum(0)[None]] * len(wishes)  # type: ignore[union-attr]
+        return [torch.stack([wish.tensor for wish in wishes]).sum(0, dtype=first.tensor.dtype)[None]] * len(wishes)  # type: ignore[union-attr]
     parcels = [_parcels(wish, rank) for rank, wish in enumerate(wishes)]  # type: ignore[arg-type]
     return [_unpacked(wish, [row[rank] for row in parcels], rank) for rank, wish in enumerate(wishes)]  # type: ignore[arg-type]
 

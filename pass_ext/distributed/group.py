@@ -24,10 +24,17 @@ class Columns:
     start: int | Sequence[int] | None
     vocab_size: int | None
 
-    @staticmethod
-    def of(logits: Tensor) -> Tensor:
-        """The local columns of a plain tensor or a DTensor."""
-        return logits.to_local() if isinstance(logits, DTensor) else logits
+    def of(self, op: str, argument: str, logits: Tensor) -> Tensor:
+        """The local columns of another argument, a plain tensor or a DTensor that is divided as the target's logits are."""
+        if not isinstance(logits, DTensor):
+            return logits
+        other = _columns_of_dtensor(op, argument, logits)
+        if other.group != self.group or other.vocab_size != self.vocab_size:
+            raise ValueError(
+                f"pass_ext.distributed.{op}: {argument} must be divided as target_logits, {self.vocab_size} columns over one "
+                f"group, got {other.vocab_size} columns with placements {logits.placements}"
+            )
+        return other.local
 
 
 def columns_of(
@@ -39,7 +46,7 @@ def columns_of(
 ) -> Columns:
     """The columns of this rank; a DTensor says itself where they lie."""
     if isinstance(logits, DTensor):
-        return _columns_of_dtensor(op, logits)
+        return _columns_of_dtensor(op, "logits" if op == "draft_sample" else "target_logits", logits)
     if not dist.is_initialized():
         raise RuntimeError(
             f"pass_ext.distributed.{op}: group must be a process group, got none: call torch.distributed.init_process_group "
@@ -52,14 +59,14 @@ def columns_of(
     return Columns(logits, group, dist.get_rank(group), vocab_start, vocab_size)
 
 
-def _columns_of_dtensor(op: str, logits: DTensor) -> Columns:
+def _columns_of_dtensor(op: str, argument: str, logits: DTensor) -> Columns:
     mesh, last = logits.device_mesh, logits.dim() - 1
     dims = [i for i, placement in enumerate(logits.placements) if isinstance(placement, Shard)]
     others = [p for p in logits.placements if not isinstance(p, Shard) and not p.is_replicate()]
     shards = [logits.placements[i].dim % logits.dim() for i in dims]  # type: ignore[attr-defined]
     if shards != [last] or others:
         raise ValueError(
-            f"pass_ext.distributed.{op}: target_logits must be a DTensor sharded on its last dimension alone, got placements "
+            f"pass_ext.distributed.{op}: {argument} must be a DTensor sharded on its last dimension alone, got placements "
             f"{logits.placements}"
         )
     group = mesh.get_group(dims[0])
@@ -73,6 +80,11 @@ def layout_of(columns: Columns) -> Layout:
     if columns.start is None and vocabulary is not None:
         layout = equal_parts(vocabulary, ranks)
     elif isinstance(columns.start, Sequence) and vocabulary is not None:
+        if len(columns.start) != ranks:
+            raise ValueError(
+                f"pass_ext.distributed: vocab_start must have a first column for each of {ranks} ranks, got "
+                f"{list(columns.start)}"
+            )
         shards = zip(columns.start, [*columns.start[1:], vocabulary], strict=True)
         layout = checked_layout([(start, end - start, vocabulary) for start, end in shards])
     else:

@@ -12,11 +12,10 @@ from pass_ext.distributed.exchange import Add, Gather, Steps
 from pass_ext.distributed.rounds import rounds_of
 from pass_ext.distributed.shards import Shard
 from pass_ext.ops.accept import AcceptResult
-from pass_ext.ops.shard import ROUNDS, answer_shape, is_summed, shard_best, shard_combine, shard_local
+from pass_ext.ops.shard import answer_shape, is_summed, shard_best, shard_combine, shard_local
 
 SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
-_NO_PEAK = -1 << 32 | 0xFF800000  # id -1, logit -inf
-_NO_LOGIT = 0xFF800000
+_NO_TOKEN = (-(1 << 23), -1, -(1 << 23))  # logit -inf, id -1, log probability or another logit -inf
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,15 @@ def best_steps(trees: Trees, shard: Shard, k: int, **drafting: Any) -> Steps[tup
     if shard.columns:
         words = shard_best(shard.logits[0], state, k, vocab_start=shard.start, allowed=shard.allowed[0], **drafting)
     else:
-        words = state.new_full((rows, k, 2), _NO_PEAK)
+        words = state.new_tensor(_NO_TOKEN, dtype=torch.int32).expand(rows, k, 3)
     return merged_best((yield Gather(words)), drafting["mode"])
 
 
 def merged_best(words: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    """Tokens and log probabilities ``[R, k]`` from the words of all ranks, ``[ranks, R, k, 2]``: the best scores, the lowest id
+    """Tokens and log probabilities ``[R, k]`` from the words of all ranks, ``[ranks, R, k, 3]``: the best scores, the lowest id
     of equals."""
-    floats, ids = words.view(torch.float32), words.view(torch.int32)
-    scores, tokens, logprobs = floats[..., 0], ids[..., 1], floats[..., 2]
+    floats = words.view(torch.float32)
+    scores, tokens, logprobs = floats[..., 0], words[..., 1], floats[..., 2]
     k = words.shape[2]
     if mode == "with":  # every place is a race of its own
         best = scores.argmax(0, keepdim=True)
@@ -116,13 +115,14 @@ def _combined(trees: Trees, shard: Shard, rounds: list[str], last: str) -> Steps
 def _answers(trees: Trees, shard: Shard, round: str, state: Tensor | None) -> Tensor:
     target, *drafts = shard.logits
     if not shard.columns:
-        shape = answer_shape(ROUNDS.index(round), len(target), shard.layout.slices)
+        shape, dtype = answer_shape(
+            round, nodes=len(target), requests=len(trees.cu_nodes) - 1, slices=shard.layout.slices, rule=trees.rule,
+            has_draft=bool(drafts),
+        )  # fmt: skip
         if round not in ("peaks", "races"):
-            return trees.tokens.new_zeros(shape)
-        words = trees.tokens.new_full(shape, _NO_PEAK)
-        if round == "peaks":
-            words[:, 1] = _NO_LOGIT
-        return words
+            return trees.tokens.new_zeros(shape, dtype=dtype)
+        no_token = trees.tokens.new_tensor(_NO_TOKEN[: 3 if round == "peaks" else 2], dtype=dtype)
+        return no_token.repeat(shape[0], shape[1] // len(no_token))
     return shard_local(
         target, trees.tokens, trees.parents, trees.cu_nodes, rule=trees.rule, vocab_start=shard.start,
         slices=shard.layout.slices, round=round, state=state, draft_logits=drafts[0] if drafts else None,

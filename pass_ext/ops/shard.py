@@ -25,6 +25,8 @@ SELECT_ROUNDS = 6
 
 _RULE_NAMES, _SUMMED = tuple(RULES), ("counts", "nucleus")
 _SLOT_WORDS, _NODE_WORDS = 11, 11
+BEST_WORDS = 3
+"""Words of a token that ``shard_best`` answers."""
 
 _local_op = torch.ops.pass_ext.shard_local.default
 _combine_op = torch.ops.pass_ext.shard_combine.default
@@ -66,8 +68,8 @@ def shard_local(
         state: that of ``shard_combine``; None in the first round, "peaks".
 
     Returns:
-        int64 ``[slots, width]``: doubles, integers, or floats with ids, bit by bit. "counts" and "nucleus" may be added over
-        the ranks, the others are gathered. What the state does not ask for is 0.
+        int32 ``[slots, width]``: counts, or floats and ids bit by bit; int64 masses for "nucleus". "counts" and "nucleus" may
+        be added over the ranks, the others are gathered. What the state does not ask for is 0, or no token.
     """
     op = "shard_local"
     answers: Tensor = call(
@@ -109,7 +111,7 @@ def shard_combine(
 
     Args:
         target_logits, draft_logits: as in ``shard_local``; only their shapes are used.
-        answers: int64 ``[ranks, slots, width]``, in the order of the ranks' columns; ``[1, slots, width]`` if they were added.
+        answers: ``[ranks, slots, width]``, in the order of the ranks' columns; ``[1, slots, width]`` if they were added.
         vocab_size: the columns of all ranks together.
         round, next: of ``ROUNDS``; ``next`` is "finish" behind the last.
         state: that of the round before; None behind "peaks".
@@ -156,7 +158,7 @@ def shard_best(
     The other arguments are those of ``draft_sample``.
 
     Returns:
-        int64 ``[R, k, 2]``: float score | int32 id, then float log probability, bit by bit. Id -1 behind the last token.
+        int32 ``[R, k, 3]``: score, id and log probability, the floats bit by bit. Id -1 behind the last token.
     """
     op = "shard_best"
     best: Tensor = call(
@@ -167,14 +169,23 @@ def shard_best(
     return best
 
 
-def answer_shape(round: int, nodes: int, slices: int) -> tuple[int, int]:
-    """The shape of ``shard_local``'s answers in the round with this number."""
-    name = ROUNDS[round]
-    if name in _SUMMED:
-        return 2 * nodes, SELECT_BINS
-    if name in ("top_p", "masses"):
-        return 2 * nodes, slices
-    return (nodes, 2 * slices) if name == "residuals" else (nodes if name == "races" else 2 * nodes, 2)
+def state_words(nodes: int) -> int:
+    """The words of a state, int64 each."""
+    return nodes * (2 * _SLOT_WORDS + _NODE_WORDS)
+
+
+def answer_shape(
+    round: str, *, nodes: int, requests: int, slices: int, rule: str, has_draft: bool
+) -> tuple[tuple[int, int], torch.dtype]:
+    """The shape and dtype of ``shard_local``'s answers; those of ``answer_shape`` in csrc/core/shard.h."""
+    rows = nodes * (2 if has_draft else 1)
+    if round in _SUMMED:
+        return (rows, SELECT_BINS), torch.int64 if round == "nucleus" else torch.int32
+    if round == "races":
+        return ((nodes, 2) if rule == "coupled" else (requests, 4)), torch.int32
+    if round == "residuals":
+        return (nodes, 2 * slices), torch.int32
+    return (rows, slices if round in ("top_p", "masses") else 3), torch.int32
 
 
 def _index(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
@@ -184,17 +195,20 @@ def _index(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
 
 
 @register_fake("shard_local")
-def _local_shape(target_logits, tokens, parents, cu_nodes, rule, *rest):  # type: ignore[no-untyped-def]
+def _local_shape(target_logits, tokens, parents, cu_nodes, rule, draft_logits, *rest):  # type: ignore[no-untyped-def]
     *_, slices, round, _ = rest
-    return target_logits.new_empty(answer_shape(round, target_logits.shape[0], slices), dtype=torch.int64)
+    shape, dtype = answer_shape(
+        ROUNDS[round], nodes=target_logits.shape[0], requests=cu_nodes.shape[0] - 1, slices=slices,
+        rule=_RULE_NAMES[rule], has_draft=draft_logits is not None,
+    )  # fmt: skip
+    return target_logits.new_empty(shape, dtype=dtype)
 
 
 @register_fake("shard_combine")
 def _combine_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
     requests = cu_nodes.shape[0] - 1
-    words = target_logits.shape[0] * (2 * _SLOT_WORDS + _NODE_WORDS)
     return (
-        target_logits.new_empty((words,), dtype=torch.int64),
+        target_logits.new_empty((state_words(target_logits.shape[0]),), dtype=torch.int64),
         target_logits.new_empty((requests, max_depth + 1), dtype=torch.int64),
         target_logits.new_empty((requests, max_depth + 1), dtype=torch.int32),
         target_logits.new_empty((requests,), dtype=torch.int32),
@@ -204,4 +218,4 @@ def _combine_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest): 
 
 @register_fake("shard_best")
 def _best_shape(logits: Tensor, state: Tensor, k: int, *rest: object) -> Tensor:
-    return logits.new_empty((logits.shape[0], k, 2), dtype=torch.int64)
+    return logits.new_empty((logits.shape[0], k, BEST_WORDS), dtype=torch.int32)

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pass_ext.reference.distribution import BAD_TREE, Distribution, is_greedy, process
-from pass_ext.reference.noise import Purpose, coin, exponentials
+from pass_ext.reference.common.distribution import BAD_TREE, Distribution, is_greedy, process
+from pass_ext.reference.common.noise import Purpose, coin, exponentials
 
 MAX_TREE_NODES = 1024  # in one request
 RULES = {

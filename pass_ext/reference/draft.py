@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pass_ext.reference.distribution import is_greedy, log_process
-from pass_ext.reference.noise import Purpose, exponentials
+from pass_ext.reference.common.distribution import is_greedy, log_process
+from pass_ext.reference.common.noise import Purpose, exponentials
 
 
 class Drafts(NamedTuple):

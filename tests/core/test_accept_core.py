@@ -6,7 +6,6 @@ of floats, and the mean number of accepted drafts must equal the reference's.
 from functools import cache
 
 import pytest
-import torch
 from support.enumeration import (
     CASES,
     CHAINS,
@@ -15,14 +14,12 @@ from support.enumeration import (
     FAULTY,
     FIXED,
     SHAPES,
+    distribution_of_walk,
     emitted_distribution,
     make,
-    outcomes,
     worlds,
 )
 from support.native import ROOT, build_module
-
-from pass_ext.reference.accept import RULES
 
 NEARLY = 1e-5  # probabilities are floats
 
@@ -34,37 +31,8 @@ def core():
     return build_module("_accept_core", {folder / "accept_core.cpp": ""}, flags)
 
 
-def distribution_of_core(drafts, rule):
-    """The distribution of the emitted text and the mean number of accepted drafts, as ``emitted_distribution`` for the
-    reference.
-    """
-    masses, mean = {}, 0.0
-    size, vocabulary = len(drafts.parents), drafts.vocabulary
-
-    def drawn(replay):
-        tree = drafts.with_chance(replay)
-        return tree, [-1, *(tree.token(node) for node in range(1, size))]
-
-    for probability, (tree, tokens), _ in outcomes(drawn):
-        logits = torch.zeros(2, size, vocabulary)
-        for node in range(size):
-            text = tree.text(node)
-            if all(0 <= token < vocabulary for token in text):
-                logits[:, node] = torch.stack([distribution.probs for distribution in drafts.world.at(text)]).log()
-        has_row = [int(node not in drafts.no_row) for node in range(size)]
-        endings = core().outcomes(
-            list(RULES).index(rule), drafts.parents, tokens, *logits.numpy(), has_row, drafts.max_depth
-        )
-        for coins, stop, last in endings:
-            text = tree.text(stop)
-            mean += probability * coins * len(text)
-            for token, p in enumerate(last):
-                masses[(*text, token)] = masses.get((*text, token), 0.0) + probability * coins * p
-    return drafts.world.completed(masses, drafts.max_depth + 1), mean
-
-
 def assert_exact(drafts, rule):
-    distribution, mean = distribution_of_core(drafts, rule)
+    distribution, mean = distribution_of_walk(drafts, rule, core().outcomes)
     truth = drafts.world.joint(drafts.max_depth + 1)
     assert 0.5 * sum(abs(distribution[text] - truth[text]) for text in truth) < NEARLY
     assert abs(mean - emitted_distribution(drafts, rule)[1]) < NEARLY
@@ -112,6 +80,6 @@ def test_drafts_of_another_distribution_show():
     others = make(world, "rejection", [-1, 0, 0], fixed={1: 0})
     truth = world.joint(2)
     for drawn, is_exact in ((drafts, True), (others, False)):
-        distribution, _ = distribution_of_core(drawn, "rejection")
+        distribution, _ = distribution_of_walk(drawn, "rejection", core().outcomes)
         distance = 0.5 * sum(abs(distribution[text] - truth[text]) for text in truth)
         assert distance < NEARLY if is_exact else distance > FAULTY

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pass_ext.reference.noise import GROUP, Purpose, coin, exponential, exponentials, philox4x32
+from pass_ext.reference.common.noise import GROUP, Purpose, coin, exponential, exponentials, philox4x32
 
 # Known answers published with Philox: counter, key, result.
 ANSWERS = [

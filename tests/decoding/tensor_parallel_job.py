@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import pass_ext
+from pass_ext.decoding.drafting.from_lookahead import _transition_tables, lookahead_drafter
 from pass_ext.decoding.models.adapt import packed_model
 
 PROMPTS = torch.tensor([[1, 5, 9, 20], [7, 7, 3, 11]])
@@ -43,7 +45,7 @@ def main(folder):
     config = DistributedConfig(tp_plan={**plan, "lm_head": "colwise"})
     model = AutoModelForCausalLM.from_pretrained(target, distributed_config=config)
 
-    slots = slots_for(whole)
+    slots, bound = slots_for(whole), slots_for(whole, rank=4)
     warm = dict(temperature=0.8, seeds=[1, 2])
     runs = {
         "plain": (pass_ext.Plain(), {}),
@@ -52,6 +54,9 @@ def main(folder):
         "PaSS": (pass_ext.PaSS(slots, rows=12), warm),
         "PaSS, greedy": (pass_ext.PaSS(slots, rows=12), {}),
         "PaSS, rejection": (pass_ext.PaSS(slots, rows=12), warm | {"rule": "rejection"}),
+        "PaSS, transitions": (pass_ext.PaSS(bound, rows=12), warm),
+        "PaSS, transitions, greedy": (pass_ext.PaSS(bound, rows=12), {}),
+        "PaSS, transitions, rejection": (pass_ext.PaSS(bound, rows=12), warm | {"rule": "rejection"}),
         "draft model": (pass_ext.Speculative(draft, length=3), warm | {"rule": "block"}),
         "tree": (pass_ext.MultiCandidate(draft, branching=(3, 2)), warm | {"top_k": 50}),
         "tree, traversal": (pass_ext.MultiCandidate(draft, branching=(2, 2)), warm | {"rule": "traversal"}),
@@ -70,11 +75,15 @@ def main(folder):
         pass_ext.generate(model, PROMPTS, pass_ext.PaSS(slots), **shared)
     except ValueError as error:
         texts["rows"] = str(error)
+    divided, alone = packed_model(model), packed_model(whole)
+    assert alone.logit_shards is None and divided.logit_shards is not None
+    tables = [_transition_tables(bound, each.table, each.logit_shards) for each in (divided, alone)]
+    texts["tables"] = [torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*tables, strict=True)]
+    divided.logit_shards.table_part = None  # as of a table that is divided in another way
     try:
-        pass_ext.generate(model, PROMPTS, pass_ext.PaSS(slots_for(whole, rank=4), rows=12), **shared)
+        lookahead_drafter(pass_ext.PaSS(bound), SimpleNamespace(target=divided), pauses=False)
     except ValueError as error:
         texts["transitions"] = str(error)
-    assert packed_model(whole).logit_shards is None and packed_model(model).logit_shards is not None
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(texts))
     dist.destroy_process_group()
 

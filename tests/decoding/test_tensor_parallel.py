@@ -36,7 +36,7 @@ def test_every_method_gives_the_text_of_one_process(ranks):
         (rank, name)
         for rank, texts in enumerate(ranks)
         for name, text in texts.items()
-        if isinstance(text, list) and name not in ("columns", "fresh seeds") and text[0] != text[1]
+        if isinstance(text, list) and name not in ("columns", "tables", "fresh seeds") and text[0] != text[1]
     ]
     assert wrong == []
     assert ranks[0]["plain"] == ranks[1]["plain"] != ranks[0]["plain, warm"] == ranks[1]["plain, warm"]
@@ -49,4 +49,9 @@ def test_fresh_seeds_are_the_same_on_all_ranks(ranks):
 def test_trees_chosen_by_measured_times_are_refused(ranks):
     for texts in ranks:
         assert "rows must be a number under tensor parallelism" in texts["rows"]
-        assert "that of llama is divided among ranks: use slots of rank 0" in texts["transitions"]
+
+
+def test_transitions_are_computed_from_a_divided_table(ranks):
+    for texts in ranks:
+        assert texts["tables"] == [True, True]
+        assert "not divided among the ranks as the logits are: use slots of rank 0" in texts["transitions"]

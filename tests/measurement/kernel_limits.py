@@ -55,6 +55,11 @@ LIMITS = (
     Limit("commit_kernel*", "sm_90", "stack", 8, "one spilled address in the kind for units of one byte"),
     Limit("sum_slots_kernel*", ALL, "stack", 8, "two spilled registers in the wide kinds for float16"),
     Limit("next_kernel*", BOTH, "stack", 16, "a dozen spilled registers in the race, once a parent"),
+    Limit("shard_races_kernel", ALL, "stack", 328, "arguments by address: a race's row, distributions and noise"),
+    Limit("shard_best_kernel", ALL, "stack", 168, "the same"),
+    Limit("shard_combine_kernel", ALL, "stack", 112, "spilled registers of the walk, by one thread of a block"),
+    Limit("shard_bins_kernel", "sm_90", "stack", 8, "two spilled registers behind the sweep"),
+    Limit("shard_masses_kernel", "sm_100", "stack", 8, "the same"),
     Limit("attention_kernel*256, 4*", "sm_100", "stack", 40, "head_dim 256 needs all 255 registers; ten more do not fit"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
@@ -70,6 +75,9 @@ LIMITS = (
     Limit("norm_kernel*", ALL, "registers", 56, "1,152 threads: nine blocks of 128"),
     Limit("rotary_kernel*", ALL, "registers", 50, "1,280 threads: ten blocks of 128"),
     Limit("gate_kernel*", ALL, "registers", 40, "1,536 threads: twelve blocks of 128"),
+    Limit("shard_races_kernel", ALL, "registers", 80, "three blocks of 256 threads"),
+    Limit("shard_best_kernel", ALL, "registers", 80, "three blocks of 256 threads"),
+    Limit("shard_combine_kernel", ALL, "registers", 96, "five blocks of 128 threads: a walk, by one of them"),
     Limit("*", ALL, "registers", 64, "1,024 threads, half of a multiprocessor's"),
 
     # Code: an instruction that no cache holds is fetched from device memory. Limits leave a tenth of room: compilers differ.
@@ -81,6 +89,10 @@ LIMITS = (
     Limit("attention_kernel*", ALL, "code", 226_000, "a main loop unrolled over a tile, and the merge, today"),
     Limit("scan_rows_kernel*", ALL, "code", 203_000, "the scan for three types (35,000), and a row's end, noise drawn or not"),
     Limit("next_kernel*", ALL, "code", 56_000, "offers by products, by noise or in order, unrolled in one kernel; once a step"),
+    Limit("shard_combine_kernel", ALL, "code", 184_000, "the walks of three routes, by one thread of a block"),
+    Limit("shard_races_kernel", ALL, "code", 70_000, "a race over p and one over the residual; once a step"),
+    Limit("shard_best_kernel", ALL, "code", 48_500, "a race"),
+    Limit("shard_residuals_kernel", ALL, "code", 58_500, "p, q and the deleted children, for eight tokens at once"),
     Limit("*", ALL, "code", 44_000, "mask_kernel's, the largest of the others"),
 
     # Instructions.

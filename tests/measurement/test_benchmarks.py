@@ -99,7 +99,7 @@ def test_quick_attention_bench_names_absent_contenders_and_reasons(tmp_path, ren
 @pytest.mark.parametrize("window", [-1, 2048])
 def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness, window):
     from benchmarks.ops.contenders.attention import ours, sdpa
-    from benchmarks.ops.inputs import attention_steps as steps
+    from benchmarks.ops.contenders.inputs import attention_steps as steps
 
     spec = steps.Spec(heads=4, kv_heads=2, head_dim=64, batch=2, prefix=8192, nodes=33, window=window)
     trees = steps.make_trees(spec, torch.bfloat16, "cpu")
@@ -116,7 +116,7 @@ def test_attention_is_held_against_a_reference_that_sees_one_wrong_bit(harness, 
 def test_wrong_slow_and_failing_contenders_are_absent_with_a_reason(harness, monkeypatch):
     from benchmarks.ops import attention as bench
     from benchmarks.ops.contenders import attention as ways
-    from benchmarks.ops.inputs import attention_steps as steps
+    from benchmarks.ops.contenders.inputs import attention_steps as steps
 
     def fail(step):
         raise NotImplementedError("no such kernel")

@@ -77,7 +77,7 @@ _CPP = _files_of_families() | {
     "cpu/next.cpp": (["next"], ["tests/ops/test_next.py"]),
     "cpu/next_kernels-inl.h": (["next"], ["tests/ops/test_next.py"]),
     "core/step-inl.h": (["step"], ["tests/ops/test_step.py"]),
-    "core/shard.h": (["shard"], ["tests/ops/shard/test_shard.py"]),
+    "core/shard.h": (["shard"], ["tests/ops/shard/test_shard.py", "tests/core/test_shard_core.py"]),
     "cpu/shard.cpp": (["shard"], ["tests/ops/shard/test_shard.py"]),
     "cpu/accept_checks.h": (["accept", "shard"], _ACCEPT),
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),

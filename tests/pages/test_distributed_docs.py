@@ -2,7 +2,10 @@
 under torchrun.
 """
 
+import ast
 import os
+import re
+import shlex
 import subprocess
 import sys
 
@@ -66,3 +69,45 @@ def test_examples_run_under_torchrun(name):
         assert done.stdout.count("equals one process's text") == 2, done.stdout  # ranks may share a line
     else:
         assert [line.split(":")[0] for line in lines] == list("01234")
+
+
+# ---- launch lines ----
+
+SRUN_FLAGS = {"--nodes", "--ntasks-per-node"}  # of srun(1), which is no Python program
+
+
+def launch_lines():
+    """The commands of the page's console block, each in one line."""
+    block = shards.PAGE.read_text().split("```console\n")[1].split("```")[0]
+    return [line for line in block.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+
+
+def torchrun_words(line):
+    """The words behind torchrun, without shell expressions."""
+    words = shlex.split(re.sub(r"\$\(.*?\)|\$\w+", "0", line))
+    inner = next((word for word in words if word.startswith("torchrun ")), None)
+    return shlex.split(inner) if inner else words
+
+
+def test_launch_lines_name_files_and_flags_that_exist():
+    from torch.distributed.run import get_args_parser
+
+    parser, lines = get_args_parser(), launch_lines()
+    assert [line.split()[0] for line in lines] == ["torchrun", "torchrun", "srun"]
+    for line in lines:
+        program, *arguments = torchrun_words(line)
+        assert program == "torchrun"
+        options = parser.parse_args(arguments)  # ends the test at an unknown flag
+        assert (ROOT / options.training_script).is_file() or not (ROOT / "examples").exists(), line
+    flags = {word for word in lines[2].split(" bash ")[0].split() if word.startswith("--")}
+    assert flags == SRUN_FLAGS
+
+
+def test_the_ray_program_is_python_and_ray_is_an_extra():
+    program = shards.PAGE.read_text().split("<!-- ray -->\n```text\n")[1].split("```")[0]
+    names = {node.value for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Constant)}
+    files = [name for name in names if isinstance(name, str) and name.endswith(".py")]
+    assert files and all((ROOT / name).is_file() for name in files if (ROOT / "examples").exists())
+    assert '\nray = ["ray"]\n' in (ROOT / "pyproject.toml").read_text() and "pass_ext[ray]" in shards.PAGE.read_text()
+    variables = set(re.findall(r"(\w+)=", program.split("update(")[1].split(")\n")[0]))
+    assert {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= variables

@@ -431,8 +431,11 @@ def shard_local(draw: Draw):
     local, _, state = shard_step(draw, SHARD_ROUNDS[:count])
     arguments = draw.damaged(dict(**local, round=SHARD_ROUNDS[count - 1], state=state))
     answers = yield arguments
-    shape = pass_ext.ops.shard.answer_shape(count - 1 if count == 1 else 0, len(local["target_logits"]), 9)
-    demand(answers.dtype == torch.int64 and (count > 1 or answers.shape == shape), f"answers are {list(answers.shape)}")
+    shape, dtype = pass_ext.ops.shard.answer_shape(
+        SHARD_ROUNDS[count - 1], nodes=len(arguments["target_logits"]), requests=len(arguments["cu_nodes"]) - 1,
+        slices=arguments["slices"], rule=arguments["rule"], has_draft=arguments["draft_logits"] is not None,
+    )  # fmt: skip
+    demand(answers.dtype == dtype and answers.shape == shape, f"answers are {list(answers.shape)}")
 
 
 @case
@@ -468,7 +471,7 @@ def shard_best(draw: Draw):
         allowed=masks(draw, width, rows), **noise(draw, rows),
     ))  # fmt: skip
     words = yield arguments
-    ids = words.view(torch.int32)[..., 1] if words.numel() else words
+    ids = words[..., 1]
     demand(bool(((ids >= -1) & (ids < 1 << 22)).all()), "an id is outside the vocabulary")
 
 

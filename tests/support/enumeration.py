@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pass_ext.reference.accept import Walk
-from pass_ext.reference.distribution import process
-from pass_ext.reference.noise import Purpose
+from pass_ext.reference.accept import RULES, Walk
+from pass_ext.reference.common.distribution import process
+from pass_ext.reference.common.noise import Purpose
 
 EXACT = 1e-12
 FAULTY = 1e-3
@@ -179,6 +179,35 @@ def emitted_distribution(drafts, rule, chance=Replay):
         distribution = {token: 1.0} if replay.law is None else dict(enumerate(replay.law))
         for last, p in distribution.items():
             masses[(*text, last)] = masses.get((*text, last), 0.0) + probability * p
+    return drafts.world.completed(masses, drafts.max_depth + 1), mean
+
+
+def distribution_of_walk(drafts, rule, endings_of):
+    """The distribution of the emitted text and the mean number of accepted drafts, as ``emitted_distribution``, of a compiled
+    walk. ``endings_of`` lists (probability, last node, distribution of the token behind it) for every way that coins can fall.
+    """
+    masses, mean = {}, 0.0
+    size, vocabulary = len(drafts.parents), drafts.vocabulary
+
+    def drawn(replay):
+        tree = drafts.with_chance(replay)
+        return tree, [-1, *(tree.token(node) for node in range(1, size))]
+
+    for probability, (tree, tokens), _ in outcomes(drawn):
+        logits = torch.zeros(2, size, vocabulary)
+        for node in range(size):
+            text = tree.text(node)
+            if all(0 <= token < vocabulary for token in text):
+                logits[:, node] = torch.stack([distribution.probs for distribution in drafts.world.at(text)]).log()
+        has_row = [int(node not in drafts.no_row) for node in range(size)]
+        endings = endings_of(
+            list(RULES).index(rule), drafts.parents, tokens, *logits.numpy(), has_row, drafts.max_depth
+        )
+        for coins, stop, last in endings:
+            text = tree.text(stop)
+            mean += probability * coins * len(text)
+            for token, p in enumerate(last):
+                masses[(*text, token)] = masses.get((*text, token), 0.0) + probability * coins * p
     return drafts.world.completed(masses, drafts.max_depth + 1), mean
 
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from benchmarks.ops.inputs.distributions import FILTERS, TEMPERATURE, lean_draw, lean_probs, usual_draw, usual_probs
+from benchmarks.ops.contenders.inputs.distributions import (
+    FILTERS,
+    TEMPERATURE,
+    lean_draw,
+    lean_probs,
+    usual_draw,
+    usual_probs,
+)
 from pass_ext import Tree
 
 BRANCHING = {

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness.cases import OURS, Contender
-from benchmarks.ops.inputs.attention_steps import Step, as_heads, fold, unfold
+from benchmarks.ops.contenders.inputs.attention_steps import Step, as_heads, fold, unfold
 from pass_ext.ops.attention import attention_merge, attention_tree
 
 SDPA, FOLDED, MERGED = "SDPA", "SDPA, folded", "torch flash + merge"

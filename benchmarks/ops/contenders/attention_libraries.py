@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import ROOT
 from benchmarks.ops.contenders.attention import GPU, AttentionContender
-from benchmarks.ops.inputs.attention_steps import PAGE, Spec, Step, excess, make_step, make_trees, reference
+from benchmarks.ops.contenders.inputs.attention_steps import PAGE, Spec, Step, excess, make_step, make_trees, reference
 
 FLASHINFER, XQA, VLLM, SGLANG = "FlashInfer", "FlashInfer XQA", "vLLM", "SGLang"
 SMALL = Spec(heads=8, kv_heads=2, head_dim=128, batch=1, prefix=500, nodes=20)

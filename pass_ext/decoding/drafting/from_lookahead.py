@@ -117,8 +117,9 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
     """The drafter of the plan; None if no plan is expected to gain anything. pauses: True: pauses by the plan's step times."""
     target = context.target
     method.lookahead.check_fits(target.table)
-    if method.lookahead.rank and not target.has_table:
-        state = "quantised or offloaded" if target.logit_shards is None else "divided among ranks"
+    shards = target.logit_shards
+    if method.lookahead.rank and not target.has_table and (shards is None or shards.table_part is None):
+        state = "quantised or offloaded" if shards is None else "not divided among the ranks as the logits are"
         raise ValueError(
             f"PaSS: look-ahead slots with transitions (rank {method.lookahead.rank}) compute with the model's embedding "
             f"table, and that of {target.name} is {state}: use slots of rank 0"
@@ -150,7 +151,7 @@ class Offers:
         self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, shards: LogitShards | None = None
     ) -> None:
         self._draw = draft_sample if shards is None else shards.draft_sample
-        tables = _transition_tables(lookahead, table) if lookahead.rank else None
+        tables = _transition_tables(lookahead, table, shards) if lookahead.rank else None
         self.transition = None if tables is None else (tables[0].detach(), tables[1].detach())
         widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
         self.count = min(widest if self.transition is None else max(_SHORTLIST, widest), table.shape[0])
@@ -290,8 +291,14 @@ class TreeFiller:
         return Filled(filled, torch.cat(drawn_from), rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
 
 
-def _transition_tables(lookahead: LookaheadEmbedding, table: Tensor) -> tuple[Tensor, Tensor]:
+def _transition_tables(
+    lookahead: LookaheadEmbedding, table: Tensor, shards: LogitShards | None
+) -> tuple[Tensor, Tensor]:
     """The transition tables. Computing them costs more than a step, so they are cached until one of their inputs changes."""
+    if shards is not None and shards.table_part is not None:
+        # Not cached: ranks that disagreed about a change would wait for each other.
+        left, right = lookahead.transition_tables(shards.table_part)
+        return shards.whole_rows(left), shards.whole_rows(right)
     left, right = lookahead.transition_left, lookahead.transition_right
     parts = [x for x in (table, left, right) if x is not None]
     if any(x.is_inference() for x in parts):  # inference tensors have no version to notice a change by

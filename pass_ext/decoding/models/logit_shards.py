@@ -21,10 +21,11 @@ class LogitShards:
     Args:
         group: the process group.
         vocab_size: the columns of all ranks.
+        table_part: this rank's rows of the embedding table, where the same ranks hold it in equal parts too.
     """
 
-    def __init__(self, group: dist.ProcessGroup, vocab_size: int) -> None:
-        self.group, self.vocab_size = group, vocab_size
+    def __init__(self, group: dist.ProcessGroup, vocab_size: int, table_part: Tensor | None = None) -> None:
+        self.group, self.vocab_size, self.table_part = group, vocab_size, table_part
         self.start = min(dist.get_rank(group) * -(-vocab_size // dist.get_world_size(group)), vocab_size)
 
     def hold(self, logits: Tensor) -> bool:
@@ -75,6 +76,10 @@ class LogitShards:
         columns = parts.transpose(0, 1).flatten(1)[:, : self.vocab_size]
         return columns.reshape(*logits.shape[:-1], self.vocab_size)
 
+    def whole_rows(self, part: Tensor) -> Tensor:
+        """The rows of all ranks, from a matrix of this rank's; one exchange."""
+        return self.whole(part.t()).t().contiguous()
+
     def share(self, numbers: Tensor | None) -> None:
         """Overwrites numbers, such as fresh seeds, by those of the group's first rank."""
         if numbers is not None:
@@ -94,4 +99,16 @@ def logit_shards_of(model: Any) -> LogitShards | None:
     dims = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
     if weight is None or len(dims) != 1:
         return None
-    return LogitShards(weight.device_mesh.get_group(dims[0]), weight.shape[0])
+    group = weight.device_mesh.get_group(dims[0])
+    return LogitShards(group, weight.shape[0], _table_part(model.get_input_embeddings().weight, group, weight.shape[0]))
+
+
+def _table_part(table: Any, group: dist.ProcessGroup, vocab_size: int) -> Tensor | None:
+    """This rank's rows of a table that the group holds in equal parts; None for another table."""
+    placements = getattr(table, "placements", ())
+    if len(placements) != 1 or not placements[0].is_shard(0) or table.shape[0] != vocab_size:
+        return None
+    if dist.get_process_group_ranks(table.device_mesh.get_group(0)) != dist.get_process_group_ranks(group):
+        return None
+    part: Tensor = table.to_local()
+    return part

@@ -21,8 +21,8 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.reference.accept import Walk
-from pass_ext.reference.distribution import process
-from pass_ext.reference.noise import Purpose
+from pass_ext.reference.common.distribution import process
+from pass_ext.reference.common.noise import Purpose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

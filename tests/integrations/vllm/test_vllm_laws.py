@@ -13,7 +13,7 @@ from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.integrations.vllm.sampling import chains, runner_v2
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.reference.accept import TensorRequest, Walk
-from pass_ext.reference.distribution import process
+from pass_ext.reference.common.distribution import process
 
 VOCABULARY, DRAFTS = 3, 2
 TARGET = dict(temperature=0.75, top_k=2, top_p=0.9375)  # the same in single precision

@@ -17,7 +17,7 @@ from support.enumeration import Drafts, Replay, outcomes
 
 import pass_ext
 from pass_ext.reference.accept import Walk
-from pass_ext.reference.distribution import process
+from pass_ext.reference.common.distribution import process
 from pass_ext.testing import cpu_backends
 
 BEST_CPU = cpu_backends()[-1].name

@@ -34,7 +34,7 @@ from support.enumeration import (
 import pass_ext.reference.accept as accept_module
 from pass_ext.reference import accept_tree, draft_sample
 from pass_ext.reference.accept import RULES, Judge, Walk
-from pass_ext.reference.noise import Purpose
+from pass_ext.reference.common.noise import Purpose
 
 # ---- everything that can happen ----
 

@@ -24,6 +24,8 @@ def test_same_as_on_the_cpu(backend, case):
     op, dtype = case
     if op in _library.CPU_ONLY and not backend.name.startswith("cpu"):
         pytest.skip(_library.CPU_ONLY[op])
+    if op in ("shard_local", "shard_combine") and not backend.name.startswith("cpu"):
+        pytest.skip("their integers hold the bits of sums in another order: test_shard_kernels.py compares the numbers")
     torch.manual_seed(0)
     overload = getattr(torch.ops.pass_ext, op).default
 

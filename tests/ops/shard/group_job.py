@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from shard_cases import FILTERS, any_layout, equal_layout, mask_columns, random_drafts, random_step
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import pass_ext
 from pass_ext import distributed
@@ -89,8 +89,26 @@ def chains(rank, ranks):
             sharded = [DTensor.from_local(x[..., part], mesh, [Shard(2)], run_check=False, shape=x.shape, stride=x.stride())
                        for x in (target, draft)]  # fmt: skip
             from_dtensors = distributed.accept_chain(sharded[0], tree, draft_logits=sharded[1], **law)
+            if rule == "rejection" and ranks == 2:
+                starts = [0, layout.starts[1]]
+                listed = distributed.accept_chain(
+                    target[..., part],
+                    tree,
+                    draft_logits=draft[..., part],
+                    vocab_start=starts,
+                    vocab_size=vocabulary,
+                    **law,
+                )
+                wrong += [] if is_same(listed, expected) else [["list of first columns", vocabulary, rule]]
             results = {"plain": plain, "padded": with_padding, "DTensor": from_dtensors}
             wrong += [[name, vocabulary, rule] for name, result in results.items() if not is_same(result, expected)]
+    empty = target[:0, :, part]
+    nothing = distributed.accept_chain(
+        empty, tree[:0], draft_logits=draft[:0, :, part], rule="block", temperature=1.0, seeds=1
+    )
+    wrong += [] if nothing.emitted.shape == (0, 4) else [["empty batch"]]
+    tokens, _ = distributed.draft_sample(empty.flatten(0, 1), 2, mode="top")
+    wrong += [] if tokens.shape == (0, 2) else [["empty rows"]]
     return {"wrong": wrong}
 
 
@@ -105,6 +123,8 @@ def disagreements(rank, ranks):
         "seeds": lambda keywords: keywords.update(seeds=keywords["seeds"] + 1),
         "temperature": lambda keywords: keywords.update(temperature=0.25),
         "positions": lambda keywords: keywords.update(positions=None),
+        "gather_below": lambda keywords: keywords.update(gather_below=1000),
+        "the shape or dtype of target_logits": lambda keywords: None,
     }.items():
         part = slice(layout.starts[rank], layout.ends[rank])
         keywords = keywords_of(step, part.start, part.stop)
@@ -112,7 +132,9 @@ def disagreements(rank, ranks):
             change(keywords)
         try:
             draft = None if step.draft is None else step.draft[:, part]
-            distributed.accept_tree(step.target[:, part], *step.tree, draft_logits=draft, **keywords)
+            other = is_last and name == "the shape or dtype of target_logits"
+            target = step.target.double() if other else step.target
+            distributed.accept_tree(target[:, part], *step.tree, draft_logits=draft, **keywords)
         except ValueError as error:
             messages[name] = str(error)
     try:
@@ -120,6 +142,29 @@ def disagreements(rank, ranks):
         distributed.accept_tree(step.target[:, part], *step.tree, vocab_start=start, vocab_size=300)
     except ValueError as error:
         messages["vocab_start"] = str(error)
+    mesh = init_device_mesh("cpu", (ranks,))
+    divided = DTensor.from_local(
+        step.target[:, part], mesh, [Shard(1)], run_check=False, shape=step.target.shape, stride=(300, 1)
+    )
+    replicated = DTensor.from_local(step.target, mesh, [Replicate()], run_check=False)
+    for name, arguments in {
+        "placements": dict(draft_logits=replicated, rule="rejection"),
+        "too few first columns": dict(vocab_start=[0], vocab_size=300),
+        "narrow drafts": dict(draft_logits=step.target[:, :3], rule="rejection"),
+    }.items():
+        logits = divided if name == "placements" else step.target[:, part]
+        pass_ext.set_debug(False)
+        try:
+            distributed.accept_tree(logits, *step.tree, temperature=1.0, seeds=1, **arguments)
+        except ValueError as error:
+            messages[name] = str(error)
+        pass_ext.set_debug(True)
+    try:
+        distributed.accept_tree(
+            step.target[:, part], *step.tree, vocab_start=[0, 150 if rank else 149], vocab_size=300 if rank else 299
+        )
+    except ValueError as error:
+        messages["layout"] = str(error)
     try:
         distributed.draft_sample(step.target[:, part], 2 + is_last, mode="top")
     except ValueError as error:

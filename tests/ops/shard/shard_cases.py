@@ -40,7 +40,7 @@ def mask_columns(words, begin, end):
     """The mask words of some columns."""
     if words is None:
         return None
-    places = torch.arange(32)
+    places = torch.arange(32, device=words.device)
     bits = (words[:, :, None] >> places & 1).flatten(1)[:, begin:end]
     bits = torch.nn.functional.pad(bits, (0, -(end - begin) % 32)).view(len(words), -1, 32).long()
     sums = (bits << places).sum(-1)
@@ -71,6 +71,15 @@ class Step:
         return pass_ext.accept_tree(
             self.target, *self.tree, draft_logits=self.draft, **self.keywords, **self.sampling, **drafts
         )
+
+    def on(self, device):
+        """The step with its tensors on a device."""
+
+        def moved(value):
+            return value.to(device) if isinstance(value, torch.Tensor) else value
+
+        numbers = [{k: moved(v) for k, v in d.items()} for d in (self.keywords, self.sampling, self.draft_sampling)]
+        return Step(moved(self.target), moved(self.draft), tuple(map(moved, self.tree)), *numbers, self.chance)
 
     def on_ranks(self, layout, shift=None, **gathering):
         """The results of all ranks and the exchanges. ``shift``: a rank whose columns lie one to the side."""

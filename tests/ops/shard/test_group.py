@@ -54,9 +54,16 @@ def test_chains_from_parts_padding_and_dtensors(group):
 def test_disagreeing_ranks_are_named(group):
     of_two(group)
     messages = group[0]["disagreements"]["messages"]
-    for name in ("rule", "seeds", "temperature", "positions", "k"):
+    shape = "the shape or dtype of target_logits"
+    for name in ("rule", "seeds", "temperature", "positions", "gather_below", shape, "k"):
         assert f"{name} must be the same on all ranks, got another on rank 1" in messages[name], messages
     assert "vocab_start must be 150 on rank 1" in messages["vocab_start"]
+    assert "vocab_start or vocab_size must be the same on all ranks" in messages["layout"]
+    for seen in group:
+        messages = seen["disagreements"]["messages"] if seen else messages
+        assert "draft_logits must be a DTensor sharded on its last dimension alone" in messages["placements"]
+        assert "vocab_start must have a first column for each of 2 ranks, got [0]" in messages["too few first columns"]
+        assert "draft_logits must have 150 columns on rank" in messages["narrow drafts"]
     assert "seeds must be given, the same on all ranks" in messages["no seeds"]
 
 

@@ -9,6 +9,7 @@ import torch
 from shard_cases import (
     FILTERS,
     RULES,
+    Step,
     any_layout,
     drafts_on_ranks,
     equal_layout,
@@ -32,7 +33,7 @@ MORE = 1000
 @pytest.fixture(autouse=True)
 def on_cpu(backend, one_thread):
     if not backend.name.startswith("cpu"):
-        pytest.skip("the shard ops have CPU kernels only")
+        pytest.skip("test_shard_kernels.py compares the kernels with the CPU's")
 
 
 def check_steps(seeds, **options):
@@ -120,6 +121,62 @@ def test_answers_in_the_wrong_order_show():
     assert seen >= 20, seen
 
 
+# ---- data on which a small fault decides ----
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_a_cut_through_equal_logits_of_the_draft(rule):
+    """Top-k cuts q among tokens of one logit, all columns of the second rank: its sums behind a rejected child depend on the
+    last token's id among its own columns."""
+    vocabulary, first, equal, kept = 8800, 8192, 400, 40
+    generator, accepted = torch.Generator().manual_seed(0), []
+    draft = torch.full((4, vocabulary), -30.0)
+    draft[:, first : first + equal] = 0.0
+    for seed in range(60):
+        target = torch.full((4, vocabulary), -30.0)
+        target[:, first : first + equal] = torch.randn(4, equal, generator=generator)
+        target[:, first : first + kept] += 2.5
+        drawn, _ = pass_ext.draft_sample(draft[:1], 3, mode="without", temperature=1.0, top_k=kept, seeds=seed)
+        parents, bounds = torch.tensor([-1, 0, 0, 0], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32)
+        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), drawn[0]])
+        step = Step(
+            target, draft, (tokens, parents, bounds, 1), {"rule": rule, "seeds": torch.tensor([seed])},
+            {"temperature": torch.ones(1), "top_k": None, "top_p": None, "min_p": None},
+            {"top_k": torch.tensor([kept], dtype=torch.int32)}, None,
+        )  # fmt: skip
+        expected = step.whole()
+        accepted.append(int(expected.path[0, 1]) if expected.num_accepted[0] else 0)
+        results, _ = step.on_ranks(Layout((0, first), (first, vocabulary)))
+        assert same(results, expected), (seed, expected, results[0])
+    assert {2, 3} <= set(accepted)
+
+
+def test_a_nucleus_whose_last_token_hangs_on_the_last_bits_of_the_mass():
+    """The smallest top-p, to the bit, at which one token more belongs to the nucleus; and the floats around it."""
+    rows, vocabulary, k = 8, 9000, 64
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(2)) * 2.0
+
+    def size(top_p):
+        tokens, _ = pass_ext.draft_sample(logits, k, mode="top", temperature=1.0, top_p=top_p)
+        return (tokens >= 0).sum(1)
+
+    low, high = torch.full((rows,), 0.02), torch.full((rows,), 0.2)
+    sizes = size(low)
+    assert (sizes < size(high)).all() and (size(high) < k).all()
+    while (high.view(torch.int32) - low.view(torch.int32) > 1).any():
+        middle = ((low.view(torch.int32) + high.view(torch.int32)) // 2).view(torch.float32)
+        is_larger = size(middle) > sizes
+        low, high = torch.where(is_larger, low, middle), torch.where(is_larger, middle, high)
+    for steps in range(-12, 13):
+        top_p = (high.view(torch.int32) + steps).view(torch.float32)
+        sampling = {"temperature": torch.ones(rows), "top_k": None, "top_p": top_p, "min_p": None}
+        expected = pass_ext.draft_sample(logits, k, mode="top", **sampling)
+        results, _ = drafts_on_ranks(
+            logits, k, "top", sampling, {"allowed": None}, Layout((0, 8192), (8192, vocabulary))
+        )
+        assert same(results, expected), steps
+
+
 # ---- exchanges ----
 
 
@@ -148,6 +205,37 @@ def test_the_number_of_exchanges_is_that_of_the_docstring(rule, filters, count):
     assert same(results, step.whole()) and len(exchanges) == count
     _, exchanges = step.on_ranks(Layout((0, 8000), (8000, 8300)))
     assert len(exchanges) == count + 1 and isinstance(exchanges[0][0], Move)
+
+
+@pytest.mark.parametrize(("rule", "sums"), [("rejection", 5), ("rejection_with_replacement", 5), ("traversal", 6)])
+def test_the_number_of_exchanges_of_a_tree_is_that_of_the_docstring(rule, sums):
+    """Branching (4, 2, 2), as the docstring counts it."""
+    generator, tree = torch.Generator().manual_seed(1), pass_ext.Tree.from_branching((4, 2, 2))
+    nodes = tree.num_nodes
+    target, draft = (torch.randn(nodes, 300, generator=generator) for _ in range(2))
+    tokens, bounds = torch.randint(0, 300, (nodes,)), torch.tensor([0, nodes], dtype=torch.int32)
+    packed = (tokens, torch.tensor(tree.parents, dtype=torch.int32), bounds, 3)
+    sampling = {name: torch.ones(1) if name == "temperature" else None for name in FILTERS}
+    step = Step(target, draft, packed, {"rule": rule, "seeds": torch.tensor([3])}, sampling, {}, None)
+    results, exchanges = step.on_ranks(Layout((0, 300), (300, 300)))
+    assert same(results, step.whole()) and len(exchanges) == 3 + sums
+    assert residual_rounds(rule, tree.parents, [0, nodes]) == sums
+
+
+@pytest.mark.parametrize(
+    ("filters", "count"),
+    [({}, 3), ({"top_k": 5}, 9), ({"top_p": 0.5}, 10), ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, 16)],
+)
+def test_the_number_of_exchanges_of_drafting_is_that_of_the_docstring(filters, count):
+    logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(1))
+    sampling = {"temperature": torch.ones(2)} | {name: None for name in FILTERS if name != "temperature"}
+    for name, number in filters.items():
+        sampling[name] = torch.tensor([number] * 2, dtype=torch.int32 if name == "top_k" else torch.float32)
+    rest = {"allowed": None, "seeds": torch.tensor([1, 2])}
+    for layout, moves in ((Layout((0, 8192), (8192, 9000)), 0), (Layout((0, 8000), (8000, 9000)), 1)):
+        results, exchanges = drafts_on_ranks(logits, 3, "without", sampling, rest, layout)
+        assert len(exchanges) == count + moves
+        assert same(results, pass_ext.draft_sample(logits, 3, mode="without", **sampling, seeds=rest["seeds"]))
 
 
 def test_sizes_of_exchanges_do_not_depend_on_values():

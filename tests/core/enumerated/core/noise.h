@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -10,13 +12,15 @@
 
 namespace pass_ext {
 
+constexpr int kGroup = 64;
+
 enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft };
 
 struct Noise {
   uint64_t seed;
   int64_t position;
   Purpose purpose;
-  uint32_t node, draw;
+  uint32_t node, draw, first_group = 0;
 };
 
 // Choices so far, as {taken, number of options}. Behind the end of the script the first option is taken and noted.
@@ -24,6 +28,9 @@ struct Script {
   std::vector<std::pair<size_t, size_t>> choices;
   size_t made = 0;
   double probability = 1.0;
+  // A walk on shards is repeated with the same coins: node -> its bound and how the coin fell.
+  bool repeats = false;
+  std::map<int, std::pair<double, bool>> fallen;
 
   // The place of the chosen option; impossible options are not counted.
   size_t choose(const std::vector<double>& probabilities) {
@@ -40,6 +47,7 @@ struct Script {
   bool next() {
     made = 0;
     probability = 1.0;
+    fallen.clear();
     while (!choices.empty() && choices.back().first + 1 == choices.back().second) choices.pop_back();
     if (choices.empty()) return false;
     ++choices.back().first;
@@ -52,14 +60,23 @@ inline Script* script = nullptr;
 // factor u, u uniform in [0, 1)
 struct Coin {
   double factor;
+  int node;
 };
-inline Coin operator*(double factor, Coin coin) { return {factor * coin.factor}; }
+inline Coin operator*(double factor, Coin coin) { return {factor * coin.factor, coin.node}; }
 inline Coin operator*(Coin coin, double factor) { return factor * coin; }
 inline bool operator<(Coin coin, double bound) {
   const double ratio = bound / coin.factor, below = ratio < 0.0 ? 0.0 : ratio > 1.0 ? 1.0 : ratio;
-  return script->choose({below, 1.0 - below}) == 0;
+  if (!(below > 0.0)) return script->repeats ? false : script->choose({0.0, 1.0}) == 0;  // NaN: not known yet
+  const auto place = script->repeats ? script->fallen.find(coin.node) : script->fallen.end();
+  if (place == script->fallen.end()) {
+    const bool is_below = script->choose({below, 1.0 - below}) == 0;
+    if (script->repeats) script->fallen[coin.node] = {below, is_below};
+    return is_below;
+  }
+  if (place->second.first != below) throw std::runtime_error("a coin was thrown twice, with different bounds");
+  return place->second.second;
 }
 
-inline Coin coin(uint64_t, int64_t, int) { return {1.0}; }
+inline Coin coin(uint64_t, int64_t, int node) { return {1.0, node}; }
 
 }  // namespace pass_ext

@@ -230,7 +230,7 @@ def law_of_texts(folder, length):
     """The model's exact distribution of texts after LAW_PROMPT, by transformers, in the order of ``itertools.product``."""
     from transformers import LlamaForCausalLM
 
-    from pass_ext.reference.distribution import process
+    from pass_ext.reference.common.distribution import process
 
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     filters = dict(temperature=LAW["temperature"], top_k=LAW["top_k"], top_p=LAW["top_p"])

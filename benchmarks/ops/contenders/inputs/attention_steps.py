@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.inputs.distributions import require
+from benchmarks.ops.contenders.inputs.distributions import require
 
 PAGE = 64  # slots of a page; every cache is rounded up to whole pages
 # Unit roundoff of the bound. Float32 gets a larger one, because contenders may approximate exponentials.

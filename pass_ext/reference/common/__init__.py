@@ -1,0 +1,1 @@
+"""What the references share: distributions and random numbers."""

@@ -1,0 +1,204 @@
+"""The kernels of the shard ops on every backend, beside the CPU's at the best instruction set: the same answers to the bit,
+slices' sums to rounding, and the same decisions on any number of ranks.
+"""
+
+import pytest
+import torch
+from shard_cases import FILTERS, RULES, any_layout, drafts_on_ranks, random_drafts, random_step, same
+from torch.utils._python_dispatch import _disable_current_modes
+
+import pass_ext
+from pass_ext import reference
+from pass_ext.distributed import steps
+from pass_ext.distributed.layout import Layout
+from pass_ext.testing import assert_same_bits
+
+SUMS = ("top_p", "masses", "residuals")
+SMALL = (5, 65, 300)
+
+
+def moved(value, device):
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(part, device) for part in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def compare_answers(actual, expected, keywords):
+    if keywords.get("round") in SUMS:
+        actual, expected = actual.view(torch.float32), expected.view(torch.float32)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-30)
+    elif keywords.get("round") == "peaks":  # -0 is 0
+        numbers = [words.view(torch.float32)[:, ::2] + 0.0 for words in (actual, expected)]
+        assert_same_bits(numbers[0], numbers[1])
+        assert_same_bits(actual[:, 1], expected[:, 1])
+    else:
+        assert_same_bits(actual, expected)
+
+
+def compare_states(actual, expected, keywords):
+    assert_same_bits(actual[0], expected[0])
+    if keywords["next"] == "finish":
+        for part, expected_part in zip(actual[1], expected[1], strict=True):
+            assert_same_bits(part, expected_part)
+
+
+@pytest.fixture
+def compared(backend, monkeypatch):
+    """Every call of a shard op runs on the backend and on the CPU; steps go on with the CPU's answers. Counts the calls."""
+    calls = {}
+
+    def watch(name, compare):
+        function = getattr(steps, name)
+
+        def call(*arguments, **keywords):
+            with _disable_current_modes():
+                expected = function(*arguments, **keywords)
+            there = {key: moved(value, backend.device) for key, value in keywords.items()}
+            actual = function(*moved(list(arguments), backend.device), **there)
+            actual = (
+                actual.cpu() if isinstance(actual, torch.Tensor) else (actual[0].cpu(), [x.cpu() for x in actual[1]])
+            )
+            compare(actual, expected, keywords)
+            calls[name] = calls.get(name, 0) + 1
+            return expected
+
+        monkeypatch.setattr(steps, name, call)
+
+    watch("shard_local", compare_answers)
+    watch("shard_combine", compare_states)
+    watch("shard_best", compare_answers)
+    return calls
+
+
+def numbers_of(words, this):
+    """An answer's words as the reference has them."""
+    if this in ("counts", "nucleus"):
+        return words.double()
+    floats = words.view(torch.float32).double()
+    if this in SUMS:
+        return floats
+    ids = torch.arange(words.shape[-1]) % (3 if this in ("peaks", "best") else 2) == 1
+    return torch.where(ids, words.double(), floats)
+
+
+def is_near(actual, expected, this):
+    """Ids and counts exactly; floats, and masses in bins, to the rounding of floats."""
+    if this in ("counts", "races", "peaks", "best"):
+        step = 3 if this in ("peaks", "best") else 2
+        exact = actual == expected if this == "counts" else (actual == expected)[..., 1::step]
+        if not bool(exact.all()):
+            return False
+    return torch.allclose(
+        actual, expected, rtol=2e-5, atol=2e-5 if this not in ("counts", "nucleus") else 1e5, equal_nan=True
+    )
+
+
+@pytest.fixture
+def specified(backend, monkeypatch):
+    """Answers of the backend are compared with the reference."""
+    calls = {}
+
+    def watch(name):
+        function, reference_of = getattr(steps, name), getattr(reference, name)
+
+        def call(*arguments, **keywords):
+            there = {key: moved(value, backend.device) for key, value in keywords.items()}
+            words = function(*moved(list(arguments), backend.device), **there).cpu()
+            with _disable_current_modes():
+                expected, this = reference_of(*arguments, **keywords), keywords.get("round", "best")
+                assert is_near(numbers_of(words, this), expected, this), (this, numbers_of(words, this), expected)
+            calls[this] = calls.get(this, 0) + 1
+            return words
+
+        monkeypatch.setattr(steps, name, call)
+
+    watch("shard_local")
+    watch("shard_best")
+    return calls
+
+
+def on_cpu(function, *arguments, **keywords):
+    with _disable_current_modes():
+        return function(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("filter", ["temperature", "top_k", "top_p", "all"])
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_and_states_are_those_of_the_cpu(compared, rule, filter):
+    filters = list(FILTERS) if filter == "all" else ["temperature", filter]
+    for seed in range(3):
+        step = on_cpu(random_step, seed, rule=rule, filters=filters, vocabulary=SMALL[seed])
+        step.on_ranks(any_layout(SMALL[seed], 1 + seed % 2, step.chance))
+    assert compared["shard_local"] > 0 < compared["shard_combine"]
+
+
+def test_answers_about_several_slices(compared):
+    for seed, rule in enumerate(("coupled", "rejection", "traversal")):
+        step = on_cpu(random_step, 20 + seed, rule=rule, vocabulary=16500)
+        step.on_ranks(Layout((0, 8192), (8192, 16500)))
+
+
+def test_best_tokens_are_those_of_the_cpu(compared):
+    for seed in range(12):
+        chance, logits, k, mode, sampling, rest = on_cpu(random_drafts, seed)
+        logits = logits[:, :300]
+        rest["allowed"] = None
+        drafts_on_ranks(logits, min(k, 4), mode, sampling, rest, any_layout(logits.shape[1], 2, chance))
+    assert compared["shard_best"] > 0
+
+
+@pytest.mark.quick_on("cpu")  # the other backends have the CPU's bits
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_are_those_of_the_reference(specified, rule):
+    for seed in range(6):
+        step = on_cpu(random_step, 40 + seed, rule=rule, filters=list(FILTERS) if seed % 2 else None, vocabulary=300)
+        step.on_ranks(any_layout(300, 1 + seed % 3, step.chance))
+    assert {"peaks", "counts", "nucleus", "races"} <= set(specified) and (rule == "coupled" or "masses" in specified)
+    assert rule not in ("traversal", "block") or "residuals" in specified
+
+
+@pytest.mark.quick_on("cpu")
+def test_best_tokens_are_those_of_the_reference(specified):
+    for seed in range(40):
+        chance, logits, k, mode, sampling, rest = on_cpu(random_drafts, seed)
+        rest["allowed"] = None
+        drafts_on_ranks(logits[:, :300], k, mode, sampling, rest, any_layout(logits[:, :300].shape[1], 2, chance))
+    assert specified["best"] > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_decisions_do_not_depend_on_the_split(backend, rule):
+    """To the bit among the splits; those of the unsharded ops, here without near ties."""
+    for seed in range(3):
+        step = on_cpu(random_step, 100 + seed, rule=rule, vocabulary=9000 if seed == 0 else 300)
+        there = step.on(backend.device)
+        if seed:  # a slice is the least that a rank holds
+            layouts = [Layout((0,), (300,)), Layout((0, 300), (300, 300))]
+        else:
+            layouts = [
+                Layout((0,), (9000,)),
+                Layout((0, 8192), (8192, 9000)),
+                Layout((0, 8192, 9000), (8192, 9000, 9000)),
+            ]
+        results = [there.on_ranks(layout)[0] for layout in layouts]
+        for result in results:
+            assert same(result, results[0][0]), (seed, result, results[0])
+        assert same(results[0], there.whole()), seed
+        assert same([[part.cpu() for part in results[0][0]]], on_cpu(step.whole)), seed
+
+
+def test_nothing_to_accept_and_nothing_to_draft(backend):
+    device = backend.device
+    tree = (
+        torch.zeros(0, dtype=torch.int64, device=device),
+        torch.zeros(0, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    logits = torch.zeros(0, 70, device=device)
+    answers = pass_ext.shard_local(logits, *tree, rule="rejection", vocab_start=0, slices=1, round="peaks")
+    assert answers.shape == (0, 3)
+    state, result = pass_ext.shard_combine(
+        logits, *tree, 2, answers[None], rule="rejection", vocab_size=70, round="peaks", next="masses"
+    )
+    assert state.shape == (0,) and result.emitted.shape == (0, 3)
+    assert pass_ext.shard_best(logits, state, 2, mode="top", vocab_start=0).shape == (0, 2, 3)
