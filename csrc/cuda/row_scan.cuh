@@ -28,10 +28,11 @@ struct ChunkSum {
   float maximum, sum;
 };
 
-// A row's summary: maxima [groups], chunks [chunks].
+// A row's summary: maxima [groups], -inf behind the row's last group; chunks [chunks].
 struct RowSummary {
   float* maxima;
   ChunkSum* chunks;
+  int32_t groups;
 };
 
 // What a scan computes of a row.
@@ -62,8 +63,7 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
   const ScanSettings settings = read_settings();
   if (log_firsts != nullptr && settings.races) {
     const int32_t group = chunk * kGroupsPerChunk + lane;
-    if (lane < kGroupsPerChunk && group < groups_of(row.vocabulary))
-      log_firsts[group] = log_first(settings.noise, group);
+    if (lane < kGroupsPerChunk && group < summary.groups) log_firsts[group] = log_first(settings.noise, group);
   }
   float z[kPieces][kPiece];
   bool good = true;
@@ -81,7 +81,7 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
 #pragma unroll
     for (int step = kLanesPerGroup / 2; step > 0; step /= 2) piece = larger(piece, shuffle_xor(piece, step));
     const int32_t group = chunk * kGroupsPerChunk + k * (32 / kLanesPerGroup) + lane / kLanesPerGroup;
-    if (lane % kLanesPerGroup == 0 && group < groups_of(row.vocabulary)) summary.maxima[group] = piece;
+    if (lane % kLanesPerGroup == 0 && group < summary.groups) summary.maxima[group] = piece;
     largest = larger(largest, piece);
   }
 #pragma unroll

@@ -16,6 +16,7 @@
 #include "cuda/row_pieces.cuh"
 #include "cuda/row_scan.cuh"
 #include "cuda/row_select.cuh"
+#include "cuda/row_shortlist.cuh"
 
 namespace pass_ext::gpu {
 
@@ -26,6 +27,7 @@ constexpr int64_t kMaxChunksPerWarp = 4;  // scanned one after the other
 constexpr int64_t kMaxRowsBeforehand = 2048;
 constexpr int32_t kGroupsInShared = 4096;  // bounds of a race in shared memory: 262,144 tokens
 constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int32_t kSupport = 64;  // tokens of a filtered row that a later draw finds in a list
 
 // Global memory of one problem. `rows` is the number of rows that are scanned and finished beforehand. If it is 0, a
 // block scans a row when it first reads it, and has memory for the summaries of two.
@@ -36,11 +38,14 @@ struct RowsWorkspace {
   float* bounds;                // [the larger of rows and blocks, groups] if shared memory is too small
   Distribution* distributions;  // [rows]
   int32_t* winners;             // [rows], rule coupled: the token that the target draws
+  uint64_t* supports;           // [rows, kSupport] keys of filtered rows with so few tokens, for later draws; or null
+  int32_t* support_sizes;       // [rows]; 0: the row has more
   Judge* judges;                // [nodes]
   int32_t* divided;             // [1]: 1 if cu_nodes divides the rows, else 0
   int32_t* counters;            // [rows], zero before and after: blocks that have scanned a row
   int64_t rows;
-  int32_t groups, chunks_per_row, scan_blocks;
+  int32_t groups;  // rounded up to a multiple of four, so that four of a row are read at once
+  int32_t chunks_per_row, scan_blocks;
 };
 
 // The sizes of a RowsWorkspace. All but that of `judges` are limited by what the GPU works on at once, not by the
@@ -49,6 +54,7 @@ struct RowsPlan {
   int64_t rows, blocks, nodes;
   int32_t groups, chunks_per_row, scan_blocks;  // for each row
   bool draws;                                   // the scan draws the noise of the rows' races
+  bool lists_supports = false;                  // rows are filtered, and drawn from after the scan
 
   int64_t summaries() const { return rows > 0 ? rows : 2 * blocks; }
   int64_t bounds() const { return groups <= kGroupsInShared ? 0 : rows > blocks ? rows : blocks; }
@@ -82,6 +88,9 @@ struct RowsPlan {
     if (!draws) workspace.log_firsts = nullptr;
     take(workspace.bounds, bounds() * groups);
     take(workspace.winners, rows);
+    take(workspace.supports, lists_supports ? rows * kSupport : 0);
+    if (!lists_supports) workspace.supports = nullptr;
+    take(workspace.support_sizes, lists_supports ? rows : 0);
     take(workspace.divided, 1);
     return used;
   }
@@ -123,7 +132,7 @@ inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64
   return {beforehand ? rows : 0,
           requests < blocks ? requests : blocks,
           nodes,
-          groups_of(vocabulary),
+          (groups_of(vocabulary) + 3) / 4 * 4,
           chunks_of(vocabulary),
           beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0,
           beforehand && races && rows * scans_of_row(vocabulary) <= kMaxDrawingWaves * resident_scans(multiprocessors)};
@@ -137,7 +146,9 @@ struct RowShared {
   union {
     uint64_t listed[kListed];
     float bounds[kGroupsInShared];
+    Shortlist shortlist;
   };
+  ShortlistScratch shortlist_scratch;
   SelectScratch select;
   BlockScratch block;
   uint32_t reached;  // ordered_bits of the best score that any warp has found in a race; 0: none
@@ -147,7 +158,8 @@ PASS_EXT_DEVICE RowShared& row_shared() { return *dynamic_shared<RowShared>(); }
 
 // `index`: the summary's index in the workspace.
 PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t index) {
-  return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row};
+  return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row,
+          workspace.groups};
 }
 
 PASS_EXT_DEVICE float* log_firsts_of(const RowsWorkspace& workspace, int64_t index) {
@@ -185,7 +197,8 @@ class BlockRows {
       distribution.status = kEmptySupport;
     if (distribution.status != 0) return distribution;
     double mass = needs_sum ? total_mass(summary, distribution) : 0.0;
-    if (filtered) {
+    listed_ = -1;
+    if (filtered && !cut_on_shortlist(row, summary, parameters, mass, distribution)) {
       if (parameters.top_k > 0) cut_top_k(row, summary, parameters.top_k, distribution);
       if (parameters.top_p < 1.0f) {
         if (!needs_sum) mass = mass_of(row, summary, distribution);
@@ -203,6 +216,7 @@ class BlockRows {
   // Writes the `count` best tokens of a race and their log-probabilities; -1 and -inf if there are fewer.
   PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Distribution& distribution, const Noise* noise,
                                  int32_t count, int64_t* tokens, float* logprobs) {
+    if (listed_ >= 0) return best_of_shortlist(distribution, noise, count, tokens, logprobs);
     if constexpr (scan == Scan::beforehand) {
       if (workspace_.log_firsts != nullptr && noise != nullptr && noise->draw == 0)
         bound_drawn_groups(row, distribution);
@@ -214,7 +228,7 @@ class BlockRows {
     Best last{kInfinity, -1};
     int32_t place = 0;
     for (; place < count; ++place) {
-      last = next_best(row, noise, last, PlainScore{row, distribution});
+      last = next_best(row, noise, last, PlainScore{distribution});
       if (last.id < 0) break;
       if (is_leader()) {
         tokens[place] = last.id;
@@ -228,11 +242,21 @@ class BlockRows {
   // support; -1 if none.
   PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
     static_assert(scan == Scan::beforehand, "a scan on the way draws no ln first_g");
+    if (listed_ >= 0) return best_of_keys(row_shared().shortlist.keys, listed_, noise, PlainScore{distribution}).id;
     if (workspace_.log_firsts != nullptr)
       bound_drawn_groups(row, distribution);
     else
       bound_groups(summary_of(workspace_, row.slot), distribution, &noise, 0.0f);
-    return next_best(row, &noise, {kInfinity, -1}, PlainScore{row, distribution}).id;
+    return next_best(row, &noise, {kInfinity, -1}, PlainScore{distribution}).id;
+  }
+
+  // Lists the support of the row described last for draws in a later launch.
+  PASS_EXT_DEVICE void keep_support(int64_t slot) {
+    const bool is_short = listed_ >= 0 && listed_ <= kSupport;
+    if (is_leader()) workspace_.support_sizes[slot] = is_short ? listed_ : 0;
+    if (is_short)
+      for (int32_t i = first_index(); i < listed_; i += stride())
+        workspace_.supports[slot * kSupport + i] = row_shared().shortlist.keys[i];
   }
 
   PASS_EXT_DEVICE void fill(int64_t* tokens, float* logprobs, int32_t begin, int32_t end) {
@@ -448,11 +472,9 @@ class BlockRows {
 
   // A token's score in a race; -inf outside the distribution's support.
   struct PlainScore {
-    const LogitRow& row;
     const Distribution& distribution;
 
-    PASS_EXT_DEVICE float operator()(int32_t id, float log_e) const {
-      const float z = logit_at(row, id);
+    PASS_EXT_DEVICE float operator()(int32_t id, float z, float log_e) const {
       return in_support(distribution, z, id) ? race_score(z, distribution.maximum, distribution.scale, log_e)
                                              : -kInfinity;
     }
@@ -524,7 +546,7 @@ class BlockRows {
     sync_block();
   }
 
-  // One warp: the best token of a group behind `last`. score(id, ln E) is -inf for a token that does not race.
+  // One warp: the best token of a group behind `last`. score(id, logit, ln E) is -inf for a token that does not race.
   template <typename Score>
   PASS_EXT_DEVICE_CALL Best best_of_group(const LogitRow& row, const Noise* noise, int32_t group, const Best& last,
                                           const Score& score) {
@@ -547,7 +569,7 @@ class BlockRows {
     for (int k = 0; k < 2; ++k) {
       const int32_t id = group * kGroup + lane + 32 * k;
       if (id >= row.vocabulary) continue;
-      const Best token{score(id, log_e[k]), id};
+      const Best token{score(id, logit_at(row, id), log_e[k]), id};
       if (token.score > -kInfinity && is_better(last, token) && (best.id < 0 || is_better(token, best))) best = token;
     }
     return best_of_warp(best);
@@ -584,8 +606,80 @@ class BlockRows {
     return best_of_block(row_shared().block, best);
   }
 
+  // The best token of a list of keys in a race. score: see best_of_group.
+  template <typename Score>
+  PASS_EXT_DEVICE Best best_of_keys(const uint64_t* keys, int32_t count, const Noise& noise, const Score& score) {
+    Best best{-kInfinity, -1};
+    for (int32_t i = first_index(); i < count; i += stride()) {
+      const uint64_t key = keys[i];
+      const int32_t id = id_of_key(key);
+      const Best token{score(id, logit_of_key(key), log_noise(noise, id)), id};
+      if (token.score > -kInfinity && (best.id < 0 || is_better(token, best))) best = token;
+    }
+    return best_of_block(row_shared().block, best);
+  }
+
+  // `best` for a row whose support is the beginning of the shortlist.
+  PASS_EXT_DEVICE_CALL void best_of_shortlist(const Distribution& distribution, const Noise* noise, int32_t count,
+                                              int64_t* tokens, float* logprobs) {
+    Shortlist& list = row_shared().shortlist;
+    sync_block();
+    for (int32_t i = first_index(); i < listed_; i += stride()) {
+      const int32_t id = id_of_key(list.keys[i]);
+      const float log_e = noise == nullptr ? 0.0f : log_noise(*noise, id);
+      list.found[i] = {key_of(PlainScore{distribution}(id, logit_of_key(list.keys[i]), log_e), id), 1};
+    }
+    sync_block();
+    for (int32_t i = first_index(); i < listed_; i += stride()) {
+      const int32_t place = place_of(list, listed_, list.found[i]).before;
+      if (place >= count) continue;
+      const bool races = list.found[i].key >= kLowestKey;  // its score is above -inf
+      tokens[place] = races ? id_of_key(list.keys[i]) : -1;
+      logprobs[place] =
+          races ? log_weight(distribution, logit_of_key(list.keys[i])) - distribution.log_mass : -kInfinity;
+    }
+    fill(tokens, logprobs, listed_, count);
+  }
+
+  // Applies the filters on a shortlist and computes the mass of what they leave. Returns false, and the distribution is
+  // as it was, if they need more tokens than the list has.
+  PASS_EXT_DEVICE bool cut_on_shortlist(const LogitRow& row, const RowSummary& summary,
+                                        const SamplingParameters& parameters, double& mass,
+                                        Distribution& distribution) {
+    const bool is_counted = parameters.top_k > 0, is_weighed = parameters.top_p < 1.0f;
+    if (!(is_counted || is_weighed) || parameters.top_k > kMostWanted) return false;
+    const Shortlist& list = row_shared().shortlist;
+    const int32_t wanted = is_counted ? parameters.top_k : kWantedOfTopP;
+    const ShortlistSize size = make_shortlist(row_shared().shortlist, row_shared().shortlist_scratch, row,
+                                              summary.maxima, distribution, wanted);
+    if (size.tokens < 0) return false;
+    int32_t count = is_counted && size.tokens > wanted ? wanted : size.tokens;
+    bool is_cut = count < size.tokens || (is_counted && count == wanted);
+    if (is_weighed) {
+      const double whole = is_counted ? list.up_to[count - 1] * (1.0 / kMassUnit) : mass;
+      unsigned long long needed = mass_to_reach(parameters.top_p, whole);
+      if (needed < 1) needed = 1;
+      if (needed > list.up_to[count - 1]) {
+        if (!is_counted && !size.is_whole) return false;
+        needed = list.up_to[count - 1];
+      }
+      count = 1 + first_index_with(count, [&](int32_t i) { return list.up_to[i] >= needed; });
+      is_cut = true;
+    }
+    if (is_cut) {
+      distribution.cut = logit_of_key(list.keys[count - 1]);
+      distribution.tie = id_of_key(list.keys[count - 1]);
+    }
+    if (parameters.min_p > 0.0f && cut_at_floor(distribution, parameters.min_p))
+      count = first_index_with(count, [&](int32_t i) { return logit_of_key(list.keys[i]) < distribution.cut; });
+    mass = list.up_to[count - 1] * (1.0 / kMassUnit);
+    listed_ = count;
+    return true;
+  }
+
   const RowsWorkspace& workspace_;
   int64_t area_;
+  int32_t listed_ = -1;  // the length of the support of the row described last, if the shortlist begins with it
   int64_t summary_slot_[2] = {-1, -1};
   bool summary_has_sum_[2] = {false, false};
   int next_summary_ = 0;
