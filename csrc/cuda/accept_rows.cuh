@@ -61,7 +61,6 @@ unsigned walk_threads(int32_t vocabulary) {
 template <Route route, Scan scan>
 class JobRows : public BlockRows<scan> {
   using Base = BlockRows<scan>;
-  using typename Base::PlainScore;
 
  public:
   using Base::is_leader;
@@ -104,9 +103,7 @@ class JobRows : public BlockRows<scan> {
   }
 
  private:
-  using Base::bound_groups;
   using Base::first_index;
-  using Base::next_best;
   using Base::stride;
   using Base::summary_of_row;
 
@@ -181,9 +178,9 @@ class JobRows : public BlockRows<scan> {
               ->best_of_keys(this->workspace_.supports + judge.p_row.slot * kSupport,
                              this->workspace_.support_sizes[judge.p_row.slot], noise, score)
               .id;
-      bound_groups(summary_of_row(judge.p_row, judge.p.scale, false), judge.p, &noise,
-                   is_plain ? 0.0f : -judge.p.log_mass);
-      return next_best(judge.p_row, &noise, {kInfinity, -1}, score).id;
+      const float* const maxima =
+          this->bound_race(judge.p_row, judge.p, &noise, false, is_plain ? 0.0f : -judge.p.log_mass);
+      return this->next_best(judge.p_row, maxima, judge.p, &noise, {kInfinity, -1}, score).id;
     };
     if constexpr (!has(JobKind::residual_sums)) return best(PlainScore{judge.p});
     const auto score = [&](int32_t id, float z, float log_e) {

@@ -76,11 +76,11 @@ PASS_EXT_DEVICE float ranked_of_warps(const ShortlistScratch& scratch, int32_t r
 }
 
 // function(i, four neighbouring maxima from group i on) for this thread's share of the groups; those behind the row's
-// last are -inf.
-template <typename Function>
+// last are -inf. `kLoads` are under way at once.
+template <int kLoads, typename Function>
 PASS_EXT_DEVICE void for_each_four_groups(const float* maxima, int32_t groups, int32_t threads,
                                           const Function& function) {
-#pragma unroll 4
+#pragma unroll kLoads
   for (int32_t i = static_cast<int32_t>(thread_rank()) * 4; i < groups; i += threads * 4) {
     const Bytes16 four = load16(maxima + i);
     const float largest[4] = {float_of(four.word[0]), float_of(four.word[1]), float_of(four.word[2]),
@@ -156,7 +156,7 @@ PASS_EXT_DEVICE_CALL ShortlistSize make_shortlist(Shortlist& list, ShortlistScra
   if (thread == 0) scratch.groups = scratch.tokens = 0;
   if (thread < kSets) {
     float value = -kInfinity;
-    for_each_four_groups(maxima, groups, kSets, [&](int32_t, const float (&largest)[4]) {
+    for_each_four_groups<4>(maxima, groups, kSets, [&](int32_t, const float (&largest)[4]) {
       value = larger(value, larger(larger(largest[0], largest[1]), larger(largest[2], largest[3])));
     });
     rank_sets(scratch, value, rank);
@@ -164,7 +164,7 @@ PASS_EXT_DEVICE_CALL ShortlistSize make_shortlist(Shortlist& list, ShortlistScra
   sync_block();
   const float floor = ranked_of_warps(scratch, (wanted + rank - 1) / rank);
   const auto is_high = [&](float z) { return z >= floor && z > -kInfinity; };
-  for_each_four_groups(maxima, groups, stride, [&](int32_t group, const float (&largest)[4]) {
+  for_each_four_groups<1>(maxima, groups, stride, [&](int32_t group, const float (&largest)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (is_high(largest[i])) {
@@ -175,13 +175,11 @@ PASS_EXT_DEVICE_CALL ShortlistSize make_shortlist(Shortlist& list, ShortlistScra
   sync_block();
   if (scratch.groups > kShortlist) return {-1, false};
   for_each_listed_piece(row, list.groups, scratch.groups, [&](int32_t first, const float (&z)[kPiece]) {
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i)
-      if (is_high(z[i])) {
-        const int32_t place = atomic_add(&scratch.tokens, 1);
-        if (place < kShortlist)
-          list.found[place] = {key_of(z[i], first + i), integer_mass(exponential(log_weight(distribution, z[i])))};
-      }
+    for_each_element(z, is_high, [&](int i, float logit) {
+      const int32_t place = atomic_add(&scratch.tokens, 1);
+      if (place < kShortlist)
+        list.found[place] = {key_of(logit, first + i), integer_mass(exponential(log_weight(distribution, logit)))};
+    });
   });
   sync_block();
   const int32_t count = scratch.tokens;

@@ -14,6 +14,7 @@
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/row_pieces.cuh"
+#include "cuda/row_race.cuh"
 #include "cuda/row_scan.cuh"
 #include "cuda/row_select.cuh"
 #include "cuda/row_shortlist.cuh"
@@ -148,10 +149,12 @@ struct RowShared {
     float bounds[kGroupsInShared];
     Shortlist shortlist;
   };
-  ShortlistScratch shortlist_scratch;
-  SelectScratch select;
+  union {
+    SelectScratch select;
+    ShortlistScratch shortlist_scratch;
+    RaceScratch race;
+  };
   BlockScratch block;
-  uint32_t reached;  // ordered_bits of the best score that any warp has found in a race; 0: none
 };
 
 PASS_EXT_DEVICE RowShared& row_shared() { return *dynamic_shared<RowShared>(); }
@@ -217,18 +220,13 @@ class BlockRows {
   PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Distribution& distribution, const Noise* noise,
                                  int32_t count, int64_t* tokens, float* logprobs) {
     if (listed_ >= 0) return best_of_shortlist(distribution, noise, count, tokens, logprobs);
-    if constexpr (scan == Scan::beforehand) {
-      if (workspace_.log_firsts != nullptr && noise != nullptr && noise->draw == 0)
-        bound_drawn_groups(row, distribution);
-      else
-        bound_groups(summary_of(workspace_, row.slot), distribution, noise, 0.0f);
-    } else {
-      bound_groups(summary_of_row(row, distribution.scale, false), distribution, noise, 0.0f);
-    }
+    const bool is_drawn =
+        scan == Scan::beforehand && workspace_.log_firsts != nullptr && noise != nullptr && noise->draw == 0;
+    const float* const maxima = bound_race(row, distribution, noise, is_drawn, 0.0f);
     Best last{kInfinity, -1};
     int32_t place = 0;
     for (; place < count; ++place) {
-      last = next_best(row, noise, last, PlainScore{distribution});
+      last = next_best(row, maxima, distribution, noise, last, PlainScore{distribution});
       if (last.id < 0) break;
       if (is_leader()) {
         tokens[place] = last.id;
@@ -243,11 +241,8 @@ class BlockRows {
   PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
     static_assert(scan == Scan::beforehand, "a scan on the way draws no ln first_g");
     if (listed_ >= 0) return best_of_keys(row_shared().shortlist.keys, listed_, noise, PlainScore{distribution}).id;
-    if (workspace_.log_firsts != nullptr)
-      bound_drawn_groups(row, distribution);
-    else
-      bound_groups(summary_of(workspace_, row.slot), distribution, &noise, 0.0f);
-    return next_best(row, &noise, {kInfinity, -1}, PlainScore{distribution}).id;
+    const float* const maxima = bound_race(row, distribution, &noise, workspace_.log_firsts != nullptr, 0.0f);
+    return next_best(row, maxima, distribution, &noise, {kInfinity, -1}, PlainScore{distribution}).id;
   }
 
   // Lists the support of the row described last for draws in a later launch.
@@ -392,8 +387,11 @@ class BlockRows {
         float z[kPiece];
         convert(row.type, raw[0], z);
         if (row.allowed != nullptr) forbid(load_allowed(row, first), z);
-        for (int i = 0; i < kPiece; ++i)
-          if (in_support(distribution, z[i], first + i)) sum += exponential(log_weight(distribution, z[i]));
+        for_each_element(
+            z, [&](float logit) { return logit >= distribution.cut; },
+            [&](int i, float logit) {
+              if (in_support(distribution, logit, first + i)) sum += exponential(log_weight(distribution, logit));
+            });
       }
 #pragma unroll
       for (int i = 1; i < kPieces; ++i) {
@@ -429,8 +427,9 @@ class BlockRows {
         return;
       }
       for_each_high_piece(row, summary, selection.floor, [&](int32_t first, const float (&z)[kPiece]) {
-        for (int i = 0; i < kPiece; ++i)
-          if (z[i] >= selection.floor) take(key_of(z[i], first + i));
+        for_each_element(
+            z, [&](float logit) { return logit >= selection.floor; },
+            [&](int i, float logit) { take(key_of(logit, first + i)); });
       });
     };
     return select_key(row_shared().select, row_shared().listed, needed, range, selection.crowded, measure, for_each);
@@ -470,140 +469,26 @@ class BlockRows {
     distribution.tie = id_of_key(selected.key);
   }
 
-  // A token's score in a race; -inf outside the distribution's support.
-  struct PlainScore {
-    const Distribution& distribution;
-
-    PASS_EXT_DEVICE float operator()(int32_t id, float z, float log_e) const {
-      return in_support(distribution, z, id) ? race_score(z, distribution.maximum, distribution.scale, log_e)
-                                             : -kInfinity;
-    }
-  };
-
-  // An upper bound on the scores of a group's tokens in a race: see cpu/rows_kernels-inl.h. -inf if none can win.
-  PASS_EXT_DEVICE static float bound_of_group(const Distribution& distribution, float largest, float log_e,
-                                              float offset) {
-    const float reached = race_score(largest, distribution.maximum, distribution.scale, log_e) + (offset + 0.001f);
-    return largest >= distribution.cut ? reached : -kInfinity;  // -inf also if `largest` is -inf
+  // Bounds the groups of a row for a race, or without noise for a ranking; returns their largest logits. `is_drawn`:
+  // the scan has drawn the noise.
+  PASS_EXT_DEVICE const float* bound_race(const LogitRow& row, const Distribution& distribution, const Noise* noise,
+                                          bool is_drawn, float offset) {
+    const float* const maxima = summary_of_row(row, distribution.scale, false).maxima;
+    if constexpr (scan == Scan::beforehand)
+      if (is_drawn) {
+        bound_drawn_groups(maxima, log_firsts_of(workspace_, row.slot), workspace_.groups, bounds(), distribution);
+        return maxima;
+      }
+    bound_groups(maxima, workspace_.groups, bounds(), distribution, noise, offset);
+    return maxima;
   }
 
-  // Writes the groups' bounds for a race whose ln first_g the scan has drawn.
-  PASS_EXT_DEVICE void bound_drawn_groups(const LogitRow& row, const Distribution& distribution) {
-    constexpr int kAtOnce = 8;  // pairs of loads
-    const float* const maxima = summary_of(workspace_, row.slot).maxima;
-    const float* const log_firsts = log_firsts_of(workspace_, row.slot);
-    const int32_t groups = workspace_.groups;
-    sync_block();
-    for (int32_t base = first_index(); base < groups; base += kAtOnce * stride()) {
-      float largest[kAtOnce], log_e[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int32_t group = base + k * stride();
-        largest[k] = group < groups ? maxima[group] : -kInfinity;
-        log_e[k] = group < groups ? log_firsts[group] : 0.0f;
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        if (base + k * stride() < groups)
-          bounds()[base + k * stride()] = bound_of_group(distribution, largest[k], log_e[k], 0.0f);
-    }
-    sync_block();
-  }
-
-  // Writes the groups' bounds for a race, or without noise for a ranking; adds `offset` to each. Each warp has
-  // a scheduler to itself here, and no other warp hides the latency of its arithmetic: so a thread computes the bounds
-  // of several groups side by side.
-  PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Distribution& distribution,
-                                         const Noise* noise, float offset) {
-    constexpr int kAtOnce = 4;
-    const int32_t groups = workspace_.groups;
-    const float cut = distribution.cut;
-    const Noise race_noise = noise == nullptr ? Noise{} : *noise;
-    sync_block();
-    for (int32_t base = first_index(); base < groups; base += kAtOnce * stride()) {
-      float largest[kAtOnce], bound[kAtOnce];
-      bool races = false;
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int32_t group = base + k * stride();
-        largest[k] = group < groups ? summary.maxima[group] : -kInfinity;
-        bound[k] = -kInfinity;
-        races = races || (largest[k] >= cut && largest[k] > -kInfinity);
-      }
-      if (races) {
-        float log_e[kAtOnce] = {};
-        if (noise != nullptr) {
-#pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) log_e[k] = log_first(race_noise, base + k * stride());
-        }
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) bound[k] = bound_of_group(distribution, largest[k], log_e[k], offset);
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        if (base + k * stride() < groups) bounds()[base + k * stride()] = bound[k];
-    }
-    sync_block();
-  }
-
-  // One warp: the best token of a group behind `last`. score(id, logit, ln E) is -inf for a token that does not race.
+  // The best token of the race that was bounded last, behind `last`; id -1 if there is none.
   template <typename Score>
-  PASS_EXT_DEVICE_CALL Best best_of_group(const LogitRow& row, const Noise* noise, int32_t group, const Best& last,
-                                          const Score& score) {
-    const int32_t lane = static_cast<int32_t>(lane_index());
-    float log_e[2] = {0.0f, 0.0f};
-    if (noise != nullptr) {
-      const PhiloxBlock drawn =
-          philox4x32(counter_of(*noise, NoiseLevel::group, static_cast<uint32_t>(group)), noise->seed);
-      const float first = exponential_variate(drawn.word[0]) * (1.0f / kGroup);
-      const uint32_t block = static_cast<uint32_t>(group * kBlocksPerGroup + lane % kBlocksPerGroup);
-      const PhiloxBlock tokens = philox4x32(counter_of(*noise, NoiseLevel::token, block), noise->seed);
-      for (int k = 0; k < 2; ++k) {
-        const int32_t place = lane + 32 * k;
-        const float e =
-            first + exponential_variate(lane < kBlocksPerGroup ? tokens.word[2 * k] : tokens.word[2 * k + 1]);
-        log_e[k] = logarithm(static_cast<int32_t>(drawn.word[1] % kGroup) == place ? first : e);
-      }
-    }
-    Best best{-kInfinity, -1};
-    for (int k = 0; k < 2; ++k) {
-      const int32_t id = group * kGroup + lane + 32 * k;
-      if (id >= row.vocabulary) continue;
-      const Best token{score(id, logit_at(row, id), log_e[k]), id};
-      if (token.score > -kInfinity && is_better(last, token) && (best.id < 0 || is_better(token, best))) best = token;
-    }
-    return best_of_warp(best);
-  }
-
-  // The best token of a race behind `last`, id -1 if there is none. Each warp scores its groups in the order of their
-  // bounds, until none can beat the best token that any warp has found. The score of a group's best token becomes the
-  // group's bound, for it is exact. A later `last` may exclude that token and lower the bound far: so the group with
-  // the highest bound need not hold the best token.
-  template <typename Score>
-  PASS_EXT_DEVICE_CALL Best next_best(const LogitRow& row, const Noise* noise, const Best& last, const Score& score) {
-    uint32_t& reached = row_shared().reached;
-    if (is_leader()) reached = 0;
-    sync_block();
-    Best best{-kInfinity, -1};
-    for (;;) {
-      Best bound{-kInfinity, INT32_MAX};
-#pragma unroll 4
-      for (int32_t group = first_index(); group < workspace_.groups; group += stride()) {
-        const Best candidate{bounds()[group], group};
-        if (is_better(candidate, bound)) bound = candidate;
-      }
-      bound = best_of_warp(bound);
-      if (bound.score == -kInfinity || (best.id >= 0 && !is_better(bound, {best.score, best.id / kGroup}))) break;
-      uint32_t known = 0;
-      if (lane() == 0) known = atomic_max(&reached, best.id < 0 ? 0u : ordered_bits(best.score));
-      if (ordered_bits(bound.score) < shuffle(known, 0)) break;
-      const Best other = best_of_group(row, noise, bound.id, last, score);
-      sync_warp();  // all lanes have read the bound
-      if (lane() == 0) bounds()[bound.id] = other.score;
-      sync_warp();
-      if (other.id >= 0 && (best.id < 0 || is_better(other, best))) best = other;
-    }
-    return best_of_block(row_shared().block, best);
+  PASS_EXT_DEVICE Best next_best(const LogitRow& row, const float* maxima, const Distribution& distribution,
+                                 const Noise* noise, const Best& last, const Score& score) {
+    return best_of_race(row_shared().race, row_shared().block, row, maxima, bounds(), workspace_.groups,
+                        distribution.scale, noise, last, score);
   }
 
   // The best token of a list of keys in a race. score: see best_of_group.
