@@ -13,7 +13,6 @@
 #include "cuda/primitives.cuh"
 #include "cuda/row_pieces.cuh"
 #include "cuda/row_scan.cuh"
-#include "cuda/row_shortlist.cuh"
 
 namespace pass_ext::gpu {
 
@@ -60,16 +59,27 @@ PASS_EXT_DEVICE float bound_of_token(float bound, float gap) {
 // A block writes the groups' bounds for a race whose ln first_g the scan has drawn. `groups`: a multiple of four.
 PASS_EXT_DEVICE void bound_drawn_groups(const float* maxima, const float* log_firsts, int32_t groups, float* bounds,
                                         const Distribution& distribution) {
-  const int32_t stride = static_cast<int32_t>(block_size().x);
+  constexpr int kAtOnce = 4;  // pairs of loads, all under way before the first bound
+  const int32_t stride = static_cast<int32_t>(block_size().x) * 4;
   sync_block();
-#pragma unroll 4
-  for (int32_t group = static_cast<int32_t>(thread_rank()) * 4; group < groups; group += stride * 4) {
-    const Bytes16 largest = load16(maxima + group), log_e = load16(log_firsts + group);
-    Bytes16 bound;
+  for (int32_t base = static_cast<int32_t>(thread_rank()) * 4; base < groups; base += kAtOnce * stride) {
+    Bytes16 largest[kAtOnce], log_e[kAtOnce];
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      bound.word[k] = bits_of(bound_of_group(distribution, float_of(largest.word[k]), float_of(log_e.word[k]), 0.0f));
-    store16(bounds + group, bound);
+    for (int k = 0; k < kAtOnce; ++k)
+      if (base + k * stride < groups) largest[k] = load16(maxima + base + k * stride);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      if (base + k * stride < groups) log_e[k] = load16(log_firsts + base + k * stride);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (base + k * stride >= groups) continue;
+      Bytes16 bound;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        bound.word[i] =
+            bits_of(bound_of_group(distribution, float_of(largest[k].word[i]), float_of(log_e[k].word[i]), 0.0f));
+      store16(bounds + base + k * stride, bound);
+    }
   }
   sync_block();
 }
@@ -110,6 +120,10 @@ PASS_EXT_DEVICE_CALL void bound_groups(const float* maxima, int32_t groups, floa
   sync_block();
 }
 
+PASS_EXT_DEVICE void keep_better(Best& best, const Best& other) {
+  if (other.id >= 0 && (best.id < 0 || is_better(other, best))) best = other;
+}
+
 // One warp: the best token of a group behind `last`. score(id, logit, ln E) is -inf for a token that does not race.
 template <typename Score>
 PASS_EXT_DEVICE_CALL Best best_of_group(const LogitRow& row, const Noise* noise, int32_t group, const Best& last,
@@ -138,23 +152,16 @@ PASS_EXT_DEVICE_CALL Best best_of_group(const LogitRow& row, const Noise* noise,
     const int32_t id = group * kGroup + lane + 32 * k;
     if (!(z[k] > -kInfinity)) continue;
     const Best token{score(id, z[k], log_e[k]), id};
-    if (token.score > -kInfinity && is_better(last, token) && (best.id < 0 || is_better(token, best))) best = token;
+    if (token.score > -kInfinity && is_better(last, token)) keep_better(best, token);
   }
   return best_of_warp(best);
 }
 
-// One token against the best so far, if it is behind `last`.
+// One token's score; id -1 if it does not race or is not behind `last`.
 template <typename Score>
-PASS_EXT_DEVICE_CALL void score_token(const Noise* noise, const Best& last, const Score& score, int32_t id, float z,
-                                      Best& best) {
+PASS_EXT_DEVICE_CALL Best score_token(const Noise* noise, const Best& last, const Score& score, int32_t id, float z) {
   const Best token{score(id, z, noise == nullptr ? 0.0f : log_noise(*noise, id)), id};
-  if (token.score > -kInfinity && is_better(last, token) && (best.id < 0 || is_better(token, best))) best = token;
-}
-
-// function(i, four neighbouring bounds from group i on) for this thread's share of the groups.
-template <typename Function>
-PASS_EXT_DEVICE void for_each_four_bounds(const float* bounds, int32_t groups, const Function& function) {
-  for_each_four_groups<1>(bounds, groups, static_cast<int32_t>(block_size().x), function);
+  return token.score > -kInfinity && is_better(last, token) ? token : Best{-kInfinity, -1};
 }
 
 // A block finds the best token of a race behind `last`; id -1 if there is none. `maxima` and `bounds` of the groups, a
@@ -164,6 +171,7 @@ PASS_EXT_DEVICE_CALL Best best_of_race(RaceScratch& scratch, BlockScratch& block
                                        const float* maxima, const float* bounds, int32_t groups, float scale,
                                        const Noise* noise, const Best& last, const Score& score) {
   const bool is_first_lane = lane_index() == 0;
+  const int32_t threads = static_cast<int32_t>(block_size().x);
   if (thread_rank() == 0) {
     scratch.reached = 0;
     scratch.groups = scratch.tokens = 0;
@@ -173,7 +181,7 @@ PASS_EXT_DEVICE_CALL Best best_of_race(RaceScratch& scratch, BlockScratch& block
   float reached = -kInfinity;
   for (;;) {
     Best bound{-kInfinity, INT32_MAX};  // the highest of the warp's share, behind the group examined last
-    for_each_four_bounds(bounds, groups, [&](int32_t group, const float (&four)[4]) {
+    for_each_four_groups<1>(bounds, groups, threads, [&](int32_t group, const float (&four)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Best candidate{four[i], group + i};
@@ -182,13 +190,12 @@ PASS_EXT_DEVICE_CALL Best best_of_race(RaceScratch& scratch, BlockScratch& block
     });
     examined = best_of_warp(bound);
     if (examined.score > -kInfinity && examined.score >= reached) {
-      const Best other = best_of_group(row, noise, examined.id, last, score);
-      if (other.id >= 0 && (best.id < 0 || is_better(other, best))) best = other;
+      keep_better(best, best_of_group(row, noise, examined.id, last, score));
       if (is_first_lane && best.id >= 0) atomic_max(&scratch.reached, ordered_bits(best.score));
     }
     sync_block();
     reached = scratch.reached == 0 ? -kInfinity : float_of_ordered(scratch.reached);
-    for_each_four_bounds(bounds, groups, [&](int32_t group, const float (&four)[4]) {
+    for_each_four_groups<1>(bounds, groups, threads, [&](int32_t group, const float (&four)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (four[i] > -kInfinity && four[i] >= reached && is_better(examined, {four[i], group + i})) {
@@ -212,13 +219,13 @@ PASS_EXT_DEVICE_CALL Best best_of_race(RaceScratch& scratch, BlockScratch& block
       if (place < kRacingTokens)
         scratch.token_list[place] = {first + i, logit};
       else
-        score_token(noise, last, score, first + i, logit, best);
+        keep_better(best, score_token(noise, last, score, first + i, logit));
     });
   });
   sync_block();
   const int32_t count = scratch.tokens < kRacingTokens ? scratch.tokens : kRacingTokens;
-  for (int32_t i = static_cast<int32_t>(thread_rank()); i < count; i += static_cast<int32_t>(block_size().x))
-    score_token(noise, last, score, scratch.token_list[i].id, scratch.token_list[i].logit, best);
+  for (int32_t i = static_cast<int32_t>(thread_rank()); i < count; i += threads)
+    keep_better(best, score_token(noise, last, score, scratch.token_list[i].id, scratch.token_list[i].logit));
   return best_of_block(block, best);
 }
 

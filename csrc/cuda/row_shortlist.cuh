@@ -19,7 +19,6 @@ constexpr int kShortlist = 512;        // tokens of a list, and groups in which 
 constexpr int kSets = 128;             // no block that describes a row has fewer threads
 constexpr int32_t kMostWanted = 96;    // with more, the smallest of the sets decides, and the list grows too long
 constexpr int32_t kWantedOfTopP = 64;  // where top-p alone must say how many tokens remain
-constexpr int32_t kWantedAtOnce = 4;   // pieces that a thread loads before it looks at the first
 
 struct alignas(16) ListedToken {
   uint64_t key;             // key_of its logit, later of its score in a race
@@ -73,50 +72,6 @@ PASS_EXT_DEVICE float ranked_of_warps(const ShortlistScratch& scratch, int32_t r
     if (at_least >= rank) result = larger(result, values[i]);
   }
   return result;
-}
-
-// function(i, four neighbouring maxima from group i on) for this thread's share of the groups; those behind the row's
-// last are -inf. `kLoads` are under way at once.
-template <int kLoads, typename Function>
-PASS_EXT_DEVICE void for_each_four_groups(const float* maxima, int32_t groups, int32_t threads,
-                                          const Function& function) {
-#pragma unroll kLoads
-  for (int32_t i = static_cast<int32_t>(thread_rank()) * 4; i < groups; i += threads * 4) {
-    const Bytes16 four = load16(maxima + i);
-    const float largest[4] = {float_of(four.word[0]), float_of(four.word[1]), float_of(four.word[2]),
-                              float_of(four.word[3])};
-    function(i, largest);
-  }
-}
-
-// function(first id, eight logits) for this thread's share of the pieces of `count` groups, listed in shared memory.
-template <typename Function>
-PASS_EXT_DEVICE void for_each_listed_piece(const LogitRow& row, const int32_t* groups, int32_t count,
-                                           const Function& function) {
-  const int32_t stride = static_cast<int32_t>(block_size().x), pieces = count * kLanesPerGroup;
-  for (int32_t base = static_cast<int32_t>(thread_rank()); base < pieces; base += kWantedAtOnce * stride) {
-    RawPiece raw[kWantedAtOnce];
-    int32_t first[kWantedAtOnce];
-#pragma unroll
-    for (int k = 0; k < kWantedAtOnce; ++k) {
-      const int32_t piece = base + k * stride;
-      first[k] = piece < pieces ? groups[piece / kLanesPerGroup] * kGroup + piece % kLanesPerGroup * kPiece : -1;
-      if (first[k] >= 0) raw[k] = load_raw(row, first[k]);
-    }
-#pragma unroll 1
-    for (int k = 0; k < kWantedAtOnce && first[0] >= 0; ++k) {  // each moves to the front: one copy of the code below
-      float z[kPiece];
-      convert(row.type, raw[0], z);
-      if (row.allowed != nullptr) forbid(load_allowed(row, first[0]), z);
-      function(first[0], z);
-#pragma unroll
-      for (int i = 1; i < kWantedAtOnce; ++i) {
-        first[i - 1] = first[i];
-        raw[i - 1] = raw[i];
-      }
-      first[kWantedAtOnce - 1] = -1;
-    }
-  }
 }
 
 // The number of listed tokens before a key, and the mass up to it.
