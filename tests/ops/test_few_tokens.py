@@ -120,7 +120,8 @@ def test_a_residual_of_one_token_is_found_among_groups_that_promise_more(gpu, vo
     step = {
         "target_logits": target, "draft_logits": q.log().float().expand(len(seeds), 1, vocabulary).contiguous(),
         "draft_tokens": torch.full((len(seeds), 1), 11), "temperature": torch.ones(len(seeds)),
-        "draft_temperature": torch.ones(len(seeds)), "seeds": torch.tensor(seeds), "positions": torch.zeros(len(seeds), dtype=torch.int64),
+        "draft_temperature": torch.ones(len(seeds)), "seeds": torch.tensor(seeds),
+        "positions": torch.zeros(len(seeds), dtype=torch.int64),
     }  # fmt: skip
     expected, actual = (on(backend, pass_ext.accept_chain, step, rule="rejection") for backend in (CPU, gpu))
     assert expected[0][:, 0].tolist() == [left] * len(seeds), "the residual is one token"
