@@ -20,17 +20,27 @@ FILTERS = (
     (0, 0.9, 0.0), (0, 0.99999, 0.0), (0, 0.0, 0.0), (20, 1.0, 0.1), (0, 0.95, 0.02), (0, 1.0, 0.05), (7, 0.6, 0.5), OFF,
 )  # fmt: skip
 """(top-k, top-p, min-p) of a row."""
+MODES = (("coupled", 1), ("top", 12), ("without", 5), ("with", 3))
 KINDS = ("peaked", "flat", "ties", "equal", "few", "masked")
 
 
-@pytest.fixture(params=testing.cuda_backends() or ["beforehand", "on the way"], ids=lambda b: getattr(b, "name", b))
+LARGE, SMALL = "large GPU", "small GPU"
+"""The emulator of a GPU that scans these rows beforehand, and of one whose blocks scan what they come to."""
+
+
+@pytest.fixture
 def gpu(request, monkeypatch):
-    """A GPU, or the emulator of a large GPU, which scans rows beforehand, or of a small one, which does not."""
-    if not isinstance(request.param, str):
-        return request.param
-    multiprocessors = 132 if request.param == "beforehand" else 1
+    """A GPU, or the emulator of a GPU of this size."""
+    if testing.cuda_backends():
+        return testing.cuda_backends()[0]
+    multiprocessors = 132 if request.param == LARGE else 1
     monkeypatch.setattr(launching, "multiprocessors", lambda: multiprocessors)
     return testing.rerouted_backend("emulated", KERNELS)
+
+
+def cases(values, on_small):
+    """(size of the GPU, value): all values on a large one, and those of ``on_small`` on a small one too."""
+    return [(LARGE, value) for value in values] + [(SMALL, value) for value in on_small]
 
 
 def on(backend, op, tensors, **options):
@@ -64,19 +74,21 @@ def sampling_of(filters):
     return sampling | {"temperature": torch.full((len(filters),), 0.8)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("gpu", "kind"), cases(KINDS, ("peaked", "masked")), indirect=["gpu"])
 def test_filters_leave_the_tokens_that_they_leave_on_the_cpu(gpu, kind):
     logits, allowed = rows_of(kind, len(FILTERS))
     tensors = {"logits": logits, **sampling_of(FILTERS), "seeds": torch.arange(len(FILTERS)) * 7}
     if allowed is not None:
         tensors["allowed"] = allowed
-    for mode, k in (("coupled", 1), ("without", 5), ("with", 3), ("top", 12)):
+    for mode, k in MODES[: 2 if kind == "equal" else None]:
         expected, actual = (on(backend, pass_ext.draft_sample, tensors, k=k, mode=mode) for backend in (CPU, gpu))
         assert torch.equal(actual[0], expected[0]), (mode, (actual[0] != expected[0]).any(1).nonzero().flatten())
         torch.testing.assert_close(actual[1], expected[1], atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq", "typical", "coupled"])
+@pytest.mark.parametrize(
+    ("gpu", "rule"), cases(("rejection", "traversal", "kseq", "typical", "coupled"), ("rejection",)), indirect=["gpu"]
+)
 def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
     """Supports of one token, of 64, of more than a list holds, and of all tokens."""
     filters = ((1, 1.0, 0.0), (64, 1.0, 0.0), (65, 1.0, 0.0), (50, 0.9, 0.0), (0, 0.9, 0.0), (0, 0.9999, 0.0), OFF)
@@ -88,7 +100,7 @@ def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
     sampling |= (
         {f"draft_{name}": value for name, value in sampling.items()} if rule not in ("coupled", "typical") else {}
     )
-    for seed in range(6):
+    for seed in range(3):
         step = {"target_logits": target, "seeds": torch.full((requests,), seed), **sampling}
         drawn = [
             on(CPU, pass_ext.draft_sample, {"logits": draft[:, i], "temperature": torch.full((requests,), 0.8),
@@ -102,7 +114,7 @@ def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
         assert all(map(torch.equal, actual, expected)), seed
 
 
-@pytest.mark.parametrize("vocabulary", [6_000, 30_000])
+@pytest.mark.parametrize(("gpu", "vocabulary"), cases((6_000, 30_000), (30_000,)), indirect=["gpu"])
 def test_a_residual_of_one_token_is_found_among_groups_that_promise_more(gpu, vocabulary):
     """p is q but for 2 % at one token: behind a rejection only this token is left, and nearly all groups have higher bounds.
 
