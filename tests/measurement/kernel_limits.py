@@ -48,7 +48,7 @@ BOTH, ALL = "sm_80 sm_90", "sm_80 sm_90 sm_100"
 LIMITS = (
     # Stack: 0 is right for every kernel. The other limits are today's numbers, so that they can only shrink.
     Limit("accept_kernel<coupled, beforehand>", ALL, "stack", 0, "the default rule: one warp, on the scan's results"),
-    Limit("accept_kernel*beforehand>", ALL, "stack", 544, "arguments by address, and saved registers: a walk's records, a race"),
+    Limit("accept_kernel*beforehand>", ALL, "stack", 544, "arguments by address, and saved registers: walk and race"),
     Limit("accept_kernel*", ALL, "stack", 1_200, "the same, and the description of a row with its shortlist; once a step"),
     Limit("draft_kernel*", ALL, "stack", 840, "arguments by address, and saved registers: a distribution, a row"),
     Limit("scan_rows_kernel*", ALL, "stack", 648, "the same, in the block that finishes a row; the scan itself has none"),
@@ -79,7 +79,7 @@ LIMITS = (
     Limit("accept_kernel*", ALL, "code", 358_000, "a walk, a scan, and a function for each job; a step runs a part of them"),
     Limit("draft_kernel*", ALL, "code", 228_000, "a function for each pass over a row; a draw runs a part of them"),
     Limit("attention_kernel*", ALL, "code", 226_000, "a main loop unrolled over a tile, and the merge, today"),
-    Limit("scan_rows_kernel*", ALL, "code", 258_000, "the scan for three types (35,000), and a row's end: filters on short and long lists"),
+    Limit("scan_rows_kernel*", ALL, "code", 258_000, "the scan for three types (35,000), and a row's end: filters, races"),
     Limit("next_kernel*", ALL, "code", 56_000, "offers by products, by noise or in order, unrolled in one kernel; once a step"),
     Limit("*", ALL, "code", 44_000, "mask_kernel's, the largest of the others"),
 
