@@ -91,10 +91,19 @@ def test_filters_leave_the_tokens_that_they_leave_on_the_cpu(gpu, kind):
 )
 def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
     """Supports of one token, of 64, of more than a list holds, and of all tokens."""
-    filters = ((1, 1.0, 0.0), (64, 1.0, 0.0), (65, 1.0, 0.0), (50, 0.9, 0.0), (0, 0.9, 0.0), (0, 0.9999, 0.0), OFF)
+    filters = (
+        (1, 1.0, 0.0),
+        (64, 1.0, 0.0),
+        (65, 1.0, 0.0),
+        (50, 0.9, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.9999, 0.0),
+        OFF,
+        *8 * [(96, 1.0, 0.0)],
+    )
     requests, drafts, vocabulary = len(filters), 2, 3000
     random = torch.Generator().manual_seed(5)
-    target = torch.randn(requests, drafts + 1, vocabulary, generator=random) * 3
+    target = torch.randn(requests, drafts + 1, vocabulary, generator=random)
     draft = target[:, :drafts] + torch.randn(requests, drafts, vocabulary, generator=random) * 0.7
     sampling = sampling_of(filters)
     sampling |= (
