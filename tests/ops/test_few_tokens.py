@@ -56,7 +56,7 @@ def rows_of(kind, rows):
     if kind == "peaked":
         logits[:, torch.randperm(vocabulary, generator=random)[:64]] += 8
     if kind == "ties":
-        logits = logits.round()
+        logits = (logits * 0.47).round()  # more tokens reach the floor than a list holds
     if kind == "equal":
         logits = torch.ones_like(logits)
     if kind != "masked":
@@ -91,17 +91,8 @@ def test_filters_leave_the_tokens_that_they_leave_on_the_cpu(gpu, kind):
 )
 def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
     """Supports of one token, of 64, of more than a list holds, and of all tokens."""
-    filters = (
-        (1, 1.0, 0.0),
-        (64, 1.0, 0.0),
-        (65, 1.0, 0.0),
-        (50, 0.9, 0.0),
-        (0, 0.9, 0.0),
-        (0, 0.9999, 0.0),
-        OFF,
-        *8 * [(96, 1.0, 0.0)],
-    )
-    requests, drafts, vocabulary = len(filters), 2, 3000
+    filters = ((1, 1.0, 0.0), (64, 1.0, 0.0), (50, 0.9, 0.0), (0, 0.9, 0.0), OFF, *4 * [(96, 1.0, 0.0)])
+    requests, drafts, vocabulary = len(filters), 1, 33_000
     random = torch.Generator().manual_seed(5)
     target = torch.randn(requests, drafts + 1, vocabulary, generator=random)
     draft = target[:, :drafts] + torch.randn(requests, drafts, vocabulary, generator=random) * 0.7
@@ -109,7 +100,7 @@ def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
     sampling |= (
         {f"draft_{name}": value for name, value in sampling.items()} if rule not in ("coupled", "typical") else {}
     )
-    for seed in range(3):
+    for seed in range(2):
         step = {"target_logits": target, "seeds": torch.full((requests,), seed), **sampling}
         drawn = [
             on(CPU, pass_ext.draft_sample, {"logits": draft[:, i], "temperature": torch.full((requests,), 0.8),
