@@ -56,7 +56,7 @@ def rows_of(kind, rows):
     if kind == "peaked":
         logits[:, torch.randperm(vocabulary, generator=random)[:64]] += 8
     if kind == "ties":
-        logits = (logits * 0.47).round()  # more tokens reach the floor than a list holds
+        logits = (logits * 0.49).round()  # more tokens reach the floor than a list holds
     if kind == "equal":
         logits = torch.ones_like(logits)
     if kind != "masked":
