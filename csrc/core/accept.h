@@ -79,9 +79,8 @@ PASS_EXT_HOST_DEVICE constexpr Route route_of(Rule rule) {
 // The noise of the race or of the final draw, `depth` levels below a request's root. Computed unsigned, so that a
 // position past the end of int64 wraps to its beginning.
 PASS_EXT_HOST_DEVICE Noise noise_at(const AcceptProblem& problem, int64_t request, Purpose purpose, int32_t depth) {
-  const uint64_t seed = problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[request]);
-  const uint64_t position = problem.positions == nullptr ? 0 : static_cast<uint64_t>(problem.positions[request]);
-  return {seed, static_cast<int64_t>(position + static_cast<uint64_t>(depth)), purpose, 0, 0};
+  const NoiseKey key = noise_key(problem.seeds, problem.positions, request);
+  return {key.seed, static_cast<int64_t>(key.position + static_cast<uint64_t>(depth)), purpose, 0, 0};
 }
 
 // True if a request's range in cu_nodes is invalid: then cu_nodes does not divide the rows.

@@ -77,14 +77,19 @@ PASS_EXT_HOST_DEVICE bool is_greedy(float temperature) { return !(temperature > 
 // `default_temperature` stands for a null array.
 PASS_EXT_HOST_DEVICE SamplingParameters parameters_of(const SamplingParameterArrays& arrays, int64_t request,
                                                       int32_t vocabulary, float default_temperature) {
-  const float temperature = arrays.temperature == nullptr ? default_temperature : arrays.temperature[request];
+  // All loads come first, so that none waits for a decision about another.
+  const void* const words[4] = {arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p};
+  uint32_t word[4] = {bits_of(default_temperature), 0, bits_of(1.0f), 0};
+  for (int i = 0; i < 4; ++i)
+    if (words[i] != nullptr) __builtin_memcpy(&word[i], static_cast<const char*>(words[i]) + 4 * request, 4);
+  const float temperature = float_of(word[0]), top_p = float_of(word[2]), min_p = float_of(word[3]);
+  const int32_t top_k = static_cast<int32_t>(word[1]);
   if (is_greedy(temperature)) return {1.0f, 1, 1.0f, 0.0f};
   const float inverse = 1.0f / temperature;
   SamplingParameters parameters{minimum(maximum(inverse, 0x1p-96f), 0x1p96f), 0, 1.0f, 0.0f};
-  if (arrays.top_k != nullptr && arrays.top_k[request] > 0 && arrays.top_k[request] < vocabulary)
-    parameters.top_k = arrays.top_k[request];
-  if (arrays.top_p != nullptr && arrays.top_p[request] < 1.0f) parameters.top_p = maximum(arrays.top_p[request], 0.0f);
-  if (arrays.min_p != nullptr && arrays.min_p[request] > 0.0f) parameters.min_p = minimum(arrays.min_p[request], 1.0f);
+  if (top_k > 0 && top_k < vocabulary) parameters.top_k = top_k;
+  if (top_p < 1.0f) parameters.top_p = maximum(top_p, 0.0f);
+  if (min_p > 0.0f) parameters.min_p = minimum(min_p, 1.0f);
   return parameters;
 }
 

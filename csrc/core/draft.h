@@ -52,8 +52,8 @@ PASS_EXT_HOST_DEVICE bool is_race(DraftMode mode, bool greedy) { return mode != 
 // The noise of a row's first race. Each race that is drawn anew has the next `draw`.
 PASS_EXT_HOST_DEVICE Noise draft_noise(const DraftProblem& problem, int64_t index) {
   const bool is_coupled = problem.mode == DraftMode::coupled;
-  return {problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[index]),
-          problem.positions == nullptr ? 0 : problem.positions[index], is_coupled ? Purpose::coupled : Purpose::draft,
+  const NoiseKey key = noise_key(problem.seeds, problem.positions, index);
+  return {key.seed, static_cast<int64_t>(key.position), is_coupled ? Purpose::coupled : Purpose::draft,
           is_coupled || problem.nodes == nullptr ? 0u : static_cast<uint32_t>(problem.nodes[index]), 0};
 }
 

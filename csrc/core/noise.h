@@ -35,6 +35,19 @@ struct Noise {
   uint32_t first_group = 0;  // the number in the vocabulary of the row's first group: not 0 in a shard of a row
 };
 
+// A request's seed and position; 0 for a null array. Both loads are under way at once.
+struct NoiseKey {
+  uint64_t seed, position;
+};
+
+PASS_EXT_HOST_DEVICE NoiseKey noise_key(const int64_t* seeds, const int64_t* positions, int64_t request) {
+  const int64_t* const arrays[2] = {seeds, positions};
+  uint64_t values[2] = {0, 0};
+  for (int i = 0; i < 2; ++i)
+    if (arrays[i] != nullptr) values[i] = static_cast<uint64_t>(arrays[i][request]);
+  return {values[0], values[1]};
+}
+
 enum class NoiseLevel : uint32_t { group, token };
 
 PASS_EXT_HOST_DEVICE PhiloxBlock counter_of(const Noise& noise, NoiseLevel level, uint32_t block) {

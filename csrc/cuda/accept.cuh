@@ -52,6 +52,7 @@ struct AcceptSource {
     const Distribution distribution = rows.describe(row, parameters_of_row(row.slot), needs_mass(row.slot));
     if (rows.is_leader()) workspace.distributions[row.slot] = distribution;
     if (distribution.status != 0) return;
+    if (workspace.supports != nullptr && row.slot < problem.nodes) rows.keep_support(row.slot);
     // Computed again: keeping the settings would take registers that the scan needs.
     const ScanSettings settings = scan_settings(row.slot);
     if (!settings.races) return;
@@ -162,8 +163,12 @@ inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
   const bool uses_draft = problem.has_draft && problem.rule != Rule::coupled && problem.rule != Rule::typical;
   const int64_t rows_of_node = uses_draft ? 2 : 1;
   const int64_t levels = 1 + (problem.max_depth < 3 ? problem.max_depth : 3);  // a guess at the levels a walk visits
-  return plan_rows(problem.nodes * rows_of_node, problem.requests, levels * rows_of_node, problem.nodes,
-                   problem.target.vocabulary, problem.rule == Rule::coupled, multiprocessors);
+  RowsPlan plan = plan_rows(problem.nodes * rows_of_node, problem.requests, levels * rows_of_node, problem.nodes,
+                            problem.target.vocabulary, problem.rule == Rule::coupled, multiprocessors);
+  const SamplingParameterArrays& sampling = problem.target_sampling;
+  plan.lists_supports =
+      plan.rows > 0 && problem.rule != Rule::coupled && (sampling.top_k != nullptr || sampling.top_p != nullptr);
+  return plan;
 }
 
 template <Route route>

@@ -61,7 +61,6 @@ unsigned walk_threads(int32_t vocabulary) {
 template <Route route, Scan scan>
 class JobRows : public BlockRows<scan> {
   using Base = BlockRows<scan>;
-  using typename Base::PlainScore;
 
  public:
   using Base::is_leader;
@@ -104,9 +103,7 @@ class JobRows : public BlockRows<scan> {
   }
 
  private:
-  using Base::bound_groups;
   using Base::first_index;
-  using Base::next_best;
   using Base::stride;
   using Base::summary_of_row;
 
@@ -174,25 +171,33 @@ class JobRows : public BlockRows<scan> {
                                const Noise& noise) {
     if (rejected) collect_removed(judge, request);
     const bool is_plain = weight.kind == Weight::plain;
-    const RowSummary summary = summary_of_row(judge.p_row, judge.p.scale, false);
-    bound_groups(summary, judge.p, &noise, is_plain ? 0.0f : -judge.p.log_mass);
-    if constexpr (!has(JobKind::residual_sums))
-      return next_best(judge.p_row, &noise, {kInfinity, -1}, PlainScore{judge.p_row, judge.p}).id;
-    const auto score = [&](int32_t id, float log_e) {
+    const auto best = [&](const auto& score) {
+      if constexpr (scan == Scan::beforehand)
+        if (this->workspace_.supports != nullptr && this->workspace_.support_sizes[judge.p_row.slot] > 0)
+          return this
+              ->best_of_keys(this->workspace_.supports + judge.p_row.slot * kSupport,
+                             this->workspace_.support_sizes[judge.p_row.slot], noise, score)
+              .id;
+      const float* const maxima =
+          this->bound_race(judge.p_row, judge.p, &noise, false, is_plain ? 0.0f : -judge.p.log_mass);
+      return this->next_best(judge.p_row, maxima, judge.p, &noise, {kInfinity, -1}, score).id;
+    };
+    if constexpr (!has(JobKind::residual_sums)) return best(PlainScore{judge.p});
+    const auto score = [&](int32_t id, float z, float log_e) {
       float cut = kNotCut;
       if (rejected)
         for (int32_t k = 0; k < accept_shared().removed_count; ++k)
           if (accept_shared().removed_ids[k] == id) cut = accept_shared().removed_cuts[k];
       if (cut == kInfinity) return -kInfinity;
-      if (is_plain) return PlainScore{judge.p_row, judge.p}(id, log_e);
-      const float p = probability(judge.p, logit_at(judge.p_row, id), id);
+      if (is_plain) return PlainScore{judge.p}(id, z, log_e);
+      const float p = probability(judge.p, z, id);
       const float q = judge.has_q ? probability(judge.q, logit_at(judge.q_row, id), id) : 0.0f;
       const float left = cut != kNotCut                ? residual_weight(p, q, cut)
                          : weight.kind == Weight::kseq ? kseq_weight(p, q, weight.first, weight.second)
                                                        : residual_weight(p, q, weight.first);
       return left < 0x1p-126f ? -kInfinity : logarithm(left) - log_e;
     };
-    return next_best(judge.p_row, &noise, {kInfinity, -1}, score).id;
+    return best(score);
   }
 
   // function(first id, eight logits): one thread per piece.

@@ -65,13 +65,7 @@ PASS_EXT_DEVICE_CALL double sum_of_block(BlockScratch& scratch, double value) {
 // For one thread. True if it is the last of `expected` threads to call this with `counter`: then it sees what the
 // others wrote before their calls, and the counter is zero again.
 PASS_EXT_DEVICE bool comes_last(int32_t* counter, int32_t expected) {
-  fence_device();
-  const bool last = atomic_add(counter, 1) + 1 == expected;
-  if (last) {
-    atomic_exchange(counter, 0);
-    fence_device();
-  }
-  return last;
+  return count_arrival(counter, expected) + 1 == expected;
 }
 
 // The same for whole blocks: all threads of the last block see what all threads of the others wrote. `answer` is shared

@@ -57,6 +57,17 @@ PASS_EXT_DEVICE void sync_warp(unsigned mask = kFullWarp) { __syncwarp(mask); }
 // block merges". __threadfence would also order them among all fences of the device, which costs more and is not
 // needed.
 PASS_EXT_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Counts an arrival at a counter in global memory and returns how many came before; the `expected`-th sets the counter
+// back to 0. Both halves of "last block merges" in one instruction: it releases what the thread knows to be written,
+// and acquires what those before it released. A relaxed atomic between two fences costs a second MEMBAR.
+PASS_EXT_DEVICE int32_t count_arrival(int32_t* counter, int32_t expected) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(expected - 1)
+               : "memory");
+  return static_cast<int32_t>(before);
+}
 
 // ---- within a warp; every lane of `mask` must call it. None of these orders memory: that needs sync_warp ----
 

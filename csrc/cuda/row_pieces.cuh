@@ -143,6 +143,23 @@ PASS_EXT_DEVICE void forbid(uint32_t allowed, float (&z)[kPiece]) {
   for (int i = 0; i < kPiece; ++i) z[i] = allowed >> i & 1u ? z[i] : -kInfinity;
 }
 
+// function(i, z[i]) for the elements that meet condition(z[i]), in order. There is one copy of the function's code, not
+// eight: few elements pass, and code that no cache holds costs more than the search for the next element.
+template <typename Condition, typename Function>
+PASS_EXT_DEVICE void for_each_element(const float (&z)[kPiece], const Condition& condition, const Function& function) {
+  unsigned passing = 0;
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) passing |= condition(z[i]) ? 1u << i : 0u;
+#pragma unroll 1
+  for (; passing != 0; passing &= passing - 1) {
+    const int place = first_set_bit(passing);
+    float element = z[0];
+#pragma unroll
+    for (int i = 1; i < kPiece; ++i) element = i == place ? z[i] : element;  // an index would put z into local memory
+    function(place, element);
+  }
+}
+
 // Eight logits from `first` on, a multiple of 8; -inf for tokens that are not allowed or lie behind the row's end.
 PASS_EXT_DEVICE void load_piece(const LogitRow& row, int32_t first, float (&z)[kPiece]) {
   const RawPiece raw = load_raw(row, first);

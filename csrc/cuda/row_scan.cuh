@@ -28,10 +28,11 @@ struct ChunkSum {
   float maximum, sum;
 };
 
-// A row's summary: maxima [groups], chunks [chunks].
+// A row's summary: maxima [groups], -inf behind the row's last group; chunks [chunks].
 struct RowSummary {
   float* maxima;
   ChunkSum* chunks;
+  int32_t groups;
 };
 
 // What a scan computes of a row.
@@ -62,8 +63,7 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
   const ScanSettings settings = read_settings();
   if (log_firsts != nullptr && settings.races) {
     const int32_t group = chunk * kGroupsPerChunk + lane;
-    if (lane < kGroupsPerChunk && group < groups_of(row.vocabulary))
-      log_firsts[group] = log_first(settings.noise, group);
+    if (lane < kGroupsPerChunk && group < summary.groups) log_firsts[group] = log_first(settings.noise, group);
   }
   float z[kPieces][kPiece];
   bool good = true;
@@ -81,7 +81,7 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
 #pragma unroll
     for (int step = kLanesPerGroup / 2; step > 0; step /= 2) piece = larger(piece, shuffle_xor(piece, step));
     const int32_t group = chunk * kGroupsPerChunk + k * (32 / kLanesPerGroup) + lane / kLanesPerGroup;
-    if (lane % kLanesPerGroup == 0 && group < groups_of(row.vocabulary)) summary.maxima[group] = piece;
+    if (lane % kLanesPerGroup == 0 && group < summary.groups) summary.maxima[group] = piece;
     largest = larger(largest, piece);
   }
 #pragma unroll
@@ -113,6 +113,51 @@ PASS_EXT_DEVICE void scan_chunk_of_any_type(LogitRow row, int32_t chunk, const R
   } else {
     row.type = LogitType::float32;
     scan_chunk(row, chunk, summary, log_firsts, read_settings);
+  }
+}
+
+// function(i, four neighbouring numbers of groups, from group i on) for this thread's share of the groups; `kLoads` are
+// under way at once.
+template <int kLoads, typename Function>
+PASS_EXT_DEVICE void for_each_four_groups(const float* maxima, int32_t groups, int32_t threads,
+                                          const Function& function) {
+#pragma unroll kLoads
+  for (int32_t i = static_cast<int32_t>(thread_rank()) * 4; i < groups; i += threads * 4) {
+    const Bytes16 four = load16(maxima + i);
+    const float largest[4] = {float_of(four.word[0]), float_of(four.word[1]), float_of(four.word[2]),
+                              float_of(four.word[3])};
+    function(i, largest);
+  }
+}
+
+// function(first id, eight logits) for this thread's share of the pieces of `count` groups, listed in shared memory.
+template <typename Function>
+PASS_EXT_DEVICE void for_each_listed_piece(const LogitRow& row, const int32_t* groups, int32_t count,
+                                           const Function& function) {
+  constexpr int32_t kAtOnce = 4;  // pieces that a thread loads before it looks at the first
+  const int32_t stride = static_cast<int32_t>(block_size().x), pieces = count * kLanesPerGroup;
+  for (int32_t base = static_cast<int32_t>(thread_rank()); base < pieces; base += kAtOnce * stride) {
+    RawPiece raw[kAtOnce];
+    int32_t first[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int32_t piece = base + k * stride;
+      first[k] = piece < pieces ? groups[piece / kLanesPerGroup] * kGroup + piece % kLanesPerGroup * kPiece : -1;
+      if (first[k] >= 0) raw[k] = load_raw(row, first[k]);
+    }
+#pragma unroll 1
+    for (int k = 0; k < kAtOnce && first[0] >= 0; ++k) {  // each moves to the front: one copy of the code below
+      float z[kPiece];
+      convert(row.type, raw[0], z);
+      if (row.allowed != nullptr) forbid(load_allowed(row, first[0]), z);
+      function(first[0], z);
+#pragma unroll
+      for (int i = 1; i < kAtOnce; ++i) {
+        first[i - 1] = first[i];
+        raw[i - 1] = raw[i];
+      }
+      first[kAtOnce - 1] = -1;
+    }
   }
 }
 

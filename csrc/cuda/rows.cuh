@@ -14,8 +14,10 @@
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/row_pieces.cuh"
+#include "cuda/row_race.cuh"
 #include "cuda/row_scan.cuh"
 #include "cuda/row_select.cuh"
+#include "cuda/row_shortlist.cuh"
 
 namespace pass_ext::gpu {
 
@@ -26,6 +28,7 @@ constexpr int64_t kMaxChunksPerWarp = 4;  // scanned one after the other
 constexpr int64_t kMaxRowsBeforehand = 2048;
 constexpr int32_t kGroupsInShared = 4096;  // bounds of a race in shared memory: 262,144 tokens
 constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int32_t kSupport = 64;  // tokens of a filtered row that a later draw finds in a list
 
 // Global memory of one problem. `rows` is the number of rows that are scanned and finished beforehand. If it is 0, a
 // block scans a row when it first reads it, and has memory for the summaries of two.
@@ -36,11 +39,14 @@ struct RowsWorkspace {
   float* bounds;                // [the larger of rows and blocks, groups] if shared memory is too small
   Distribution* distributions;  // [rows]
   int32_t* winners;             // [rows], rule coupled: the token that the target draws
+  uint64_t* supports;           // [rows, kSupport] keys of filtered rows with so few tokens, for later draws; or null
+  int32_t* support_sizes;       // [rows]; 0: the row has more
   Judge* judges;                // [nodes]
   int32_t* divided;             // [1]: 1 if cu_nodes divides the rows, else 0
   int32_t* counters;            // [rows], zero before and after: blocks that have scanned a row
   int64_t rows;
-  int32_t groups, chunks_per_row, scan_blocks;
+  int32_t groups;  // rounded up to a multiple of four, so that four of a row are read at once
+  int32_t chunks_per_row, scan_blocks;
 };
 
 // The sizes of a RowsWorkspace. All but that of `judges` are limited by what the GPU works on at once, not by the
@@ -49,6 +55,7 @@ struct RowsPlan {
   int64_t rows, blocks, nodes;
   int32_t groups, chunks_per_row, scan_blocks;  // for each row
   bool draws;                                   // the scan draws the noise of the rows' races
+  bool lists_supports = false;                  // rows are filtered, and drawn from after the scan
 
   int64_t summaries() const { return rows > 0 ? rows : 2 * blocks; }
   int64_t bounds() const { return groups <= kGroupsInShared ? 0 : rows > blocks ? rows : blocks; }
@@ -82,6 +89,9 @@ struct RowsPlan {
     if (!draws) workspace.log_firsts = nullptr;
     take(workspace.bounds, bounds() * groups);
     take(workspace.winners, rows);
+    take(workspace.supports, lists_supports ? rows * kSupport : 0);
+    if (!lists_supports) workspace.supports = nullptr;
+    take(workspace.support_sizes, lists_supports ? rows : 0);
     take(workspace.divided, 1);
     return used;
   }
@@ -123,7 +133,7 @@ inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64
   return {beforehand ? rows : 0,
           requests < blocks ? requests : blocks,
           nodes,
-          groups_of(vocabulary),
+          (groups_of(vocabulary) + 3) / 4 * 4,
           chunks_of(vocabulary),
           beforehand ? scan_blocks_of(rows, vocabulary, multiprocessors) : 0,
           beforehand && races && rows * scans_of_row(vocabulary) <= kMaxDrawingWaves * resident_scans(multiprocessors)};
@@ -137,17 +147,22 @@ struct RowShared {
   union {
     uint64_t listed[kListed];
     float bounds[kGroupsInShared];
+    Shortlist shortlist;
   };
-  SelectScratch select;
+  union {
+    SelectScratch select;
+    ShortlistScratch shortlist_scratch;
+    RaceScratch race;
+  };
   BlockScratch block;
-  uint32_t reached;  // ordered_bits of the best score that any warp has found in a race; 0: none
 };
 
 PASS_EXT_DEVICE RowShared& row_shared() { return *dynamic_shared<RowShared>(); }
 
 // `index`: the summary's index in the workspace.
 PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t index) {
-  return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row};
+  return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row,
+          workspace.groups};
 }
 
 PASS_EXT_DEVICE float* log_firsts_of(const RowsWorkspace& workspace, int64_t index) {
@@ -185,7 +200,8 @@ class BlockRows {
       distribution.status = kEmptySupport;
     if (distribution.status != 0) return distribution;
     double mass = needs_sum ? total_mass(summary, distribution) : 0.0;
-    if (filtered) {
+    listed_ = -1;
+    if (filtered && !cut_on_shortlist(row, summary, parameters, mass, distribution)) {
       if (parameters.top_k > 0) cut_top_k(row, summary, parameters.top_k, distribution);
       if (parameters.top_p < 1.0f) {
         if (!needs_sum) mass = mass_of(row, summary, distribution);
@@ -203,18 +219,14 @@ class BlockRows {
   // Writes the `count` best tokens of a race and their log-probabilities; -1 and -inf if there are fewer.
   PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Distribution& distribution, const Noise* noise,
                                  int32_t count, int64_t* tokens, float* logprobs) {
-    if constexpr (scan == Scan::beforehand) {
-      if (workspace_.log_firsts != nullptr && noise != nullptr && noise->draw == 0)
-        bound_drawn_groups(row, distribution);
-      else
-        bound_groups(summary_of(workspace_, row.slot), distribution, noise, 0.0f);
-    } else {
-      bound_groups(summary_of_row(row, distribution.scale, false), distribution, noise, 0.0f);
-    }
+    if (listed_ >= 0) return best_of_shortlist(distribution, noise, count, tokens, logprobs);
+    const bool is_drawn =
+        scan == Scan::beforehand && workspace_.log_firsts != nullptr && noise != nullptr && noise->draw == 0;
+    const float* const maxima = bound_race(row, distribution, noise, is_drawn, 0.0f);
     Best last{kInfinity, -1};
     int32_t place = 0;
     for (; place < count; ++place) {
-      last = next_best(row, noise, last, PlainScore{row, distribution});
+      last = next_best(row, maxima, distribution, noise, last, PlainScore{distribution});
       if (last.id < 0) break;
       if (is_leader()) {
         tokens[place] = last.id;
@@ -228,11 +240,18 @@ class BlockRows {
   // support; -1 if none.
   PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
     static_assert(scan == Scan::beforehand, "a scan on the way draws no ln first_g");
-    if (workspace_.log_firsts != nullptr)
-      bound_drawn_groups(row, distribution);
-    else
-      bound_groups(summary_of(workspace_, row.slot), distribution, &noise, 0.0f);
-    return next_best(row, &noise, {kInfinity, -1}, PlainScore{row, distribution}).id;
+    if (listed_ >= 0) return best_of_keys(row_shared().shortlist.keys, listed_, noise, PlainScore{distribution}).id;
+    const float* const maxima = bound_race(row, distribution, &noise, workspace_.log_firsts != nullptr, 0.0f);
+    return next_best(row, maxima, distribution, &noise, {kInfinity, -1}, PlainScore{distribution}).id;
+  }
+
+  // Lists the support of the row described last for draws in a later launch.
+  PASS_EXT_DEVICE void keep_support(int64_t slot) {
+    const bool is_short = listed_ >= 0 && listed_ <= kSupport;
+    if (is_leader()) workspace_.support_sizes[slot] = is_short ? listed_ : 0;
+    if (is_short)
+      for (int32_t i = first_index(); i < listed_; i += stride())
+        workspace_.supports[slot * kSupport + i] = row_shared().shortlist.keys[i];
   }
 
   PASS_EXT_DEVICE void fill(int64_t* tokens, float* logprobs, int32_t begin, int32_t end) {
@@ -368,8 +387,11 @@ class BlockRows {
         float z[kPiece];
         convert(row.type, raw[0], z);
         if (row.allowed != nullptr) forbid(load_allowed(row, first), z);
-        for (int i = 0; i < kPiece; ++i)
-          if (in_support(distribution, z[i], first + i)) sum += exponential(log_weight(distribution, z[i]));
+        for_each_element(
+            z, [&](float logit) { return logit >= distribution.cut; },
+            [&](int i, float logit) {
+              if (in_support(distribution, logit, first + i)) sum += exponential(log_weight(distribution, logit));
+            });
       }
 #pragma unroll
       for (int i = 1; i < kPieces; ++i) {
@@ -405,8 +427,9 @@ class BlockRows {
         return;
       }
       for_each_high_piece(row, summary, selection.floor, [&](int32_t first, const float (&z)[kPiece]) {
-        for (int i = 0; i < kPiece; ++i)
-          if (z[i] >= selection.floor) take(key_of(z[i], first + i));
+        for_each_element(
+            z, [&](float logit) { return logit >= selection.floor; },
+            [&](int i, float logit) { take(key_of(logit, first + i)); });
       });
     };
     return select_key(row_shared().select, row_shared().listed, needed, range, selection.crowded, measure, for_each);
@@ -446,146 +469,102 @@ class BlockRows {
     distribution.tie = id_of_key(selected.key);
   }
 
-  // A token's score in a race; -inf outside the distribution's support.
-  struct PlainScore {
-    const LogitRow& row;
-    const Distribution& distribution;
-
-    PASS_EXT_DEVICE float operator()(int32_t id, float log_e) const {
-      const float z = logit_at(row, id);
-      return in_support(distribution, z, id) ? race_score(z, distribution.maximum, distribution.scale, log_e)
-                                             : -kInfinity;
-    }
-  };
-
-  // An upper bound on the scores of a group's tokens in a race: see cpu/rows_kernels-inl.h. -inf if none can win.
-  PASS_EXT_DEVICE static float bound_of_group(const Distribution& distribution, float largest, float log_e,
-                                              float offset) {
-    const float reached = race_score(largest, distribution.maximum, distribution.scale, log_e) + (offset + 0.001f);
-    return largest >= distribution.cut ? reached : -kInfinity;  // -inf also if `largest` is -inf
+  // Bounds the groups of a row for a race, or without noise for a ranking; returns their largest logits. `is_drawn`:
+  // the scan has drawn the noise.
+  PASS_EXT_DEVICE const float* bound_race(const LogitRow& row, const Distribution& distribution, const Noise* noise,
+                                          bool is_drawn, float offset) {
+    const float* const maxima = summary_of_row(row, distribution.scale, false).maxima;
+    if constexpr (scan == Scan::beforehand)
+      if (is_drawn) {
+        bound_drawn_groups(maxima, log_firsts_of(workspace_, row.slot), workspace_.groups, bounds(), distribution);
+        return maxima;
+      }
+    bound_groups(maxima, workspace_.groups, bounds(), distribution, noise, offset);
+    return maxima;
   }
 
-  // Writes the groups' bounds for a race whose ln first_g the scan has drawn.
-  PASS_EXT_DEVICE void bound_drawn_groups(const LogitRow& row, const Distribution& distribution) {
-    constexpr int kAtOnce = 8;  // pairs of loads
-    const float* const maxima = summary_of(workspace_, row.slot).maxima;
-    const float* const log_firsts = log_firsts_of(workspace_, row.slot);
-    const int32_t groups = workspace_.groups;
-    sync_block();
-    for (int32_t base = first_index(); base < groups; base += kAtOnce * stride()) {
-      float largest[kAtOnce], log_e[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int32_t group = base + k * stride();
-        largest[k] = group < groups ? maxima[group] : -kInfinity;
-        log_e[k] = group < groups ? log_firsts[group] : 0.0f;
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        if (base + k * stride() < groups)
-          bounds()[base + k * stride()] = bound_of_group(distribution, largest[k], log_e[k], 0.0f);
-    }
-    sync_block();
-  }
-
-  // Writes the groups' bounds for a race, or without noise for a ranking; adds `offset` to each. Each warp has
-  // a scheduler to itself here, and no other warp hides the latency of its arithmetic: so a thread computes the bounds
-  // of several groups side by side.
-  PASS_EXT_DEVICE_CALL void bound_groups(const RowSummary& summary, const Distribution& distribution,
-                                         const Noise* noise, float offset) {
-    constexpr int kAtOnce = 4;
-    const int32_t groups = workspace_.groups;
-    const float cut = distribution.cut;
-    const Noise race_noise = noise == nullptr ? Noise{} : *noise;
-    sync_block();
-    for (int32_t base = first_index(); base < groups; base += kAtOnce * stride()) {
-      float largest[kAtOnce], bound[kAtOnce];
-      bool races = false;
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int32_t group = base + k * stride();
-        largest[k] = group < groups ? summary.maxima[group] : -kInfinity;
-        bound[k] = -kInfinity;
-        races = races || (largest[k] >= cut && largest[k] > -kInfinity);
-      }
-      if (races) {
-        float log_e[kAtOnce] = {};
-        if (noise != nullptr) {
-#pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) log_e[k] = log_first(race_noise, base + k * stride());
-        }
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) bound[k] = bound_of_group(distribution, largest[k], log_e[k], offset);
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        if (base + k * stride() < groups) bounds()[base + k * stride()] = bound[k];
-    }
-    sync_block();
-  }
-
-  // One warp: the best token of a group behind `last`. score(id, ln E) is -inf for a token that does not race.
+  // The best token of the race that was bounded last, behind `last`; id -1 if there is none.
   template <typename Score>
-  PASS_EXT_DEVICE_CALL Best best_of_group(const LogitRow& row, const Noise* noise, int32_t group, const Best& last,
-                                          const Score& score) {
-    const int32_t lane = static_cast<int32_t>(lane_index());
-    float log_e[2] = {0.0f, 0.0f};
-    if (noise != nullptr) {
-      const PhiloxBlock drawn =
-          philox4x32(counter_of(*noise, NoiseLevel::group, static_cast<uint32_t>(group)), noise->seed);
-      const float first = exponential_variate(drawn.word[0]) * (1.0f / kGroup);
-      const uint32_t block = static_cast<uint32_t>(group * kBlocksPerGroup + lane % kBlocksPerGroup);
-      const PhiloxBlock tokens = philox4x32(counter_of(*noise, NoiseLevel::token, block), noise->seed);
-      for (int k = 0; k < 2; ++k) {
-        const int32_t place = lane + 32 * k;
-        const float e =
-            first + exponential_variate(lane < kBlocksPerGroup ? tokens.word[2 * k] : tokens.word[2 * k + 1]);
-        log_e[k] = logarithm(static_cast<int32_t>(drawn.word[1] % kGroup) == place ? first : e);
-      }
-    }
-    Best best{-kInfinity, -1};
-    for (int k = 0; k < 2; ++k) {
-      const int32_t id = group * kGroup + lane + 32 * k;
-      if (id >= row.vocabulary) continue;
-      const Best token{score(id, log_e[k]), id};
-      if (token.score > -kInfinity && is_better(last, token) && (best.id < 0 || is_better(token, best))) best = token;
-    }
-    return best_of_warp(best);
+  PASS_EXT_DEVICE Best next_best(const LogitRow& row, const float* maxima, const Distribution& distribution,
+                                 const Noise* noise, const Best& last, const Score& score) {
+    return best_of_race(row_shared().race, row_shared().block, row, maxima, bounds(), workspace_.groups,
+                        distribution.scale, noise, last, score);
   }
 
-  // The best token of a race behind `last`, id -1 if there is none. Each warp scores its groups in the order of their
-  // bounds, until none can beat the best token that any warp has found. The score of a group's best token becomes the
-  // group's bound, for it is exact. A later `last` may exclude that token and lower the bound far: so the group with
-  // the highest bound need not hold the best token.
+  // The best token of a list of keys in a race. score: see best_of_group.
   template <typename Score>
-  PASS_EXT_DEVICE_CALL Best next_best(const LogitRow& row, const Noise* noise, const Best& last, const Score& score) {
-    uint32_t& reached = row_shared().reached;
-    if (is_leader()) reached = 0;
-    sync_block();
+  PASS_EXT_DEVICE Best best_of_keys(const uint64_t* keys, int32_t count, const Noise& noise, const Score& score) {
     Best best{-kInfinity, -1};
-    for (;;) {
-      Best bound{-kInfinity, INT32_MAX};
-#pragma unroll 4
-      for (int32_t group = first_index(); group < workspace_.groups; group += stride()) {
-        const Best candidate{bounds()[group], group};
-        if (is_better(candidate, bound)) bound = candidate;
-      }
-      bound = best_of_warp(bound);
-      if (bound.score == -kInfinity || (best.id >= 0 && !is_better(bound, {best.score, best.id / kGroup}))) break;
-      uint32_t known = 0;
-      if (lane() == 0) known = atomic_max(&reached, best.id < 0 ? 0u : ordered_bits(best.score));
-      if (ordered_bits(bound.score) < shuffle(known, 0)) break;
-      const Best other = best_of_group(row, noise, bound.id, last, score);
-      sync_warp();  // all lanes have read the bound
-      if (lane() == 0) bounds()[bound.id] = other.score;
-      sync_warp();
-      if (other.id >= 0 && (best.id < 0 || is_better(other, best))) best = other;
+    for (int32_t i = first_index(); i < count; i += stride()) {
+      const uint64_t key = keys[i];
+      const int32_t id = id_of_key(key);
+      const Best token{score(id, logit_of_key(key), log_noise(noise, id)), id};
+      if (token.score > -kInfinity && (best.id < 0 || is_better(token, best))) best = token;
     }
     return best_of_block(row_shared().block, best);
   }
 
+  // `best` for a row whose support is the beginning of the shortlist.
+  PASS_EXT_DEVICE_CALL void best_of_shortlist(const Distribution& distribution, const Noise* noise, int32_t count,
+                                              int64_t* tokens, float* logprobs) {
+    Shortlist& list = row_shared().shortlist;
+    sync_block();
+    for (int32_t i = first_index(); i < listed_; i += stride()) {
+      const int32_t id = id_of_key(list.keys[i]);
+      const float log_e = noise == nullptr ? 0.0f : log_noise(*noise, id);
+      list.found[i] = {key_of(PlainScore{distribution}(id, logit_of_key(list.keys[i]), log_e), id), 1};
+    }
+    sync_block();
+    for (int32_t i = first_index(); i < listed_; i += stride()) {
+      const int32_t place = place_of(list, listed_, list.found[i]).before;
+      if (place >= count) continue;
+      const bool races = list.found[i].key >= kLowestKey;  // its score is above -inf
+      tokens[place] = races ? id_of_key(list.keys[i]) : -1;
+      logprobs[place] =
+          races ? log_weight(distribution, logit_of_key(list.keys[i])) - distribution.log_mass : -kInfinity;
+    }
+    fill(tokens, logprobs, listed_, count);
+  }
+
+  // Applies the filters on a shortlist and computes the mass of what they leave. Returns false, and the distribution is
+  // as it was, if they need more tokens than the list has.
+  PASS_EXT_DEVICE bool cut_on_shortlist(const LogitRow& row, const RowSummary& summary,
+                                        const SamplingParameters& parameters, double& mass,
+                                        Distribution& distribution) {
+    const bool is_counted = parameters.top_k > 0, is_weighed = parameters.top_p < 1.0f;
+    if (!(is_counted || is_weighed) || parameters.top_k > kMostWanted) return false;
+    const Shortlist& list = row_shared().shortlist;
+    const int32_t wanted = is_counted ? parameters.top_k : kWantedOfTopP;
+    const ShortlistSize size = make_shortlist(row_shared().shortlist, row_shared().shortlist_scratch, row,
+                                              summary.maxima, distribution, wanted);
+    if (size.tokens < 0) return false;
+    int32_t count = is_counted && size.tokens > wanted ? wanted : size.tokens;
+    bool is_cut = count < size.tokens || (is_counted && count == wanted);
+    if (is_weighed) {
+      const double whole = is_counted ? list.up_to[count - 1] * (1.0 / kMassUnit) : mass;
+      unsigned long long needed = mass_to_reach(parameters.top_p, whole);
+      if (needed < 1) needed = 1;
+      if (needed > list.up_to[count - 1]) {
+        if (!is_counted && !size.is_whole) return false;
+        needed = list.up_to[count - 1];
+      }
+      count = 1 + first_index_with(count, [&](int32_t i) { return list.up_to[i] >= needed; });
+      is_cut = true;
+    }
+    if (is_cut) {
+      distribution.cut = logit_of_key(list.keys[count - 1]);
+      distribution.tie = id_of_key(list.keys[count - 1]);
+    }
+    if (parameters.min_p > 0.0f && cut_at_floor(distribution, parameters.min_p))
+      count = first_index_with(count, [&](int32_t i) { return logit_of_key(list.keys[i]) < distribution.cut; });
+    mass = list.up_to[count - 1] * (1.0 / kMassUnit);
+    listed_ = count;
+    return true;
+  }
+
   const RowsWorkspace& workspace_;
   int64_t area_;
+  int32_t listed_ = -1;  // the length of the support of the row described last, if the shortlist begins with it
   int64_t summary_slot_[2] = {-1, -1};
   bool summary_has_sum_[2] = {false, false};
   int next_summary_ = 0;

@@ -110,6 +110,22 @@ inline PASS_EXT_KERNEL last_arriver_kernel(const float* in, float* partial, unsi
   out[0] = total;
 }
 
+// The same by count_arrival alone; each block also writes how many came before it.
+inline PASS_EXT_KERNEL arrivals_kernel(const int* in, int* partial, int32_t* counter, int* out) {
+  PASS_EXT_SHARED(int, before, 1);
+  const unsigned block = block_index().x, blocks = grid_size().x;
+  if (thread_index().x == 1) partial[block] = in[block];
+  sync_block();
+  if (thread_index().x == 0) before[0] = count_arrival(counter, static_cast<int32_t>(blocks));
+  sync_block();
+  if (thread_index().x != 1) return;
+  out[1 + block] = before[0];
+  if (before[0] + 1 != static_cast<int>(blocks)) return;
+  int total = 0;
+  for (unsigned i = 0; i < blocks; ++i) total += partial[i];
+  out[0] = total;
+}
+
 inline PASS_EXT_KERNEL copy16_kernel(const int* in, int* out) {
   const unsigned i = 4 * thread_rank();
   const Bytes16 a = load16(in + i), b = load16_streaming(in + i);

@@ -28,6 +28,9 @@ void run_primitive(const std::string& name, Address in, Address out, Address out
   } else if (name == "last_arriver") {
     launch("last_arriver", last_arriver_kernel, {{unsigned(a)}, {64}}, {}, as<float>(in), as<float>(out2),
            as<unsigned>(out3), as<float>(out));
+  } else if (name == "arrivals") {
+    launch("arrivals", arrivals_kernel, {{unsigned(a)}, {64}}, {}, as<int>(in), as<int>(out2), as<int32_t>(out3),
+           as<int>(out));
   } else if (name == "copy16") {
     launch("copy16", copy16_kernel, {{1}, {32}}, {}, as<int>(in), as<int>(out));
   } else if (name == "copy4") {

@@ -136,6 +136,20 @@ def test_the_last_block_sees_what_the_others_published():
         torch.testing.assert_close(got[0], given.sum(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("blocks", [1, 9])
+def test_a_counter_of_arrivals_hands_over_and_begins_anew(blocks):
+    given = integers(blocks)
+    for seed in range(4):
+        results = [
+            torch.zeros(1 + blocks, dtype=torch.int32),
+            torch.zeros(blocks, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+        ]
+        total, _, counter = run("arrivals", given, results, blocks, seed=seed, contents=("out", "out", "inout"))
+        assert total[0] == given.sum() and sorted(total[1:].tolist()) == list(range(blocks))
+        assert counter.tolist() == [0]
+
+
 def test_sixteen_bytes_at_once():
     given = integers(128)
     assert torch.equal(run("copy16", given, [torch.zeros_like(given)]), 2 * given)

@@ -128,6 +128,11 @@ template <typename T>
 T atomic_compare_and_swap(T* address, T expected, T desired) {
   return atomic_update(address, [=](T former) { return former == expected ? desired : former; });
 }
+inline int32_t count_arrival(int32_t* counter, int32_t expected) {
+  emulator::check_global("count_arrival", counter);
+  emulator::fence();
+  return atomic_update(counter, [expected](int32_t before) { return before + 1 >= expected ? 0 : before + 1; });
+}
 
 // ---- 16 bytes ----
 

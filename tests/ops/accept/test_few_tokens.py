@@ -1,0 +1,140 @@
+"""The GPU's short ways to few tokens: filters on a list of the highest, races that score only what can win.
+
+Each test compares with the CPU op, token for token, where a list is long enough, too short, too long, or full of ties.
+"""
+
+import pytest
+import torch
+from emulator.ops import KERNELS, launching
+from support.steps import to
+
+import pass_ext
+from pass_ext import testing
+from pass_ext.reference.noise import coin
+from pass_ext.testing import cpu_backends
+
+CPU = cpu_backends()[-1]
+OFF = (0, 1.0, 0.0)
+FILTERS = (
+    (1, 1.0, 0.0), (50, 1.0, 0.0), (50, 0.9, 0.0), (96, 0.99, 0.0), (97, 0.99, 0.0), (300, 0.5, 0.0), (0, 0.3, 0.0),
+    (0, 0.9, 0.0), (0, 0.99999, 0.0), (0, 0.0, 0.0), (20, 1.0, 0.1), (0, 0.95, 0.02), (0, 1.0, 0.05), (7, 0.6, 0.5), OFF,
+)  # fmt: skip
+"""(top-k, top-p, min-p) of a row."""
+MODES = (("coupled", 1), ("top", 12), ("without", 5), ("with", 3))
+KINDS = ("peaked", "flat", "ties", "equal", "few", "masked")
+
+
+LARGE, SMALL = "large GPU", "small GPU"
+"""The emulator of a GPU that scans these rows beforehand, and of one whose blocks scan what they come to."""
+
+
+@pytest.fixture
+def gpu(request, monkeypatch):
+    """A GPU, or the emulator of a GPU of this size."""
+    if testing.cuda_backends():
+        return testing.cuda_backends()[0]
+    multiprocessors = 132 if request.param == LARGE else 1
+    monkeypatch.setattr(launching, "multiprocessors", lambda: multiprocessors)
+    return testing.rerouted_backend("emulated", KERNELS)
+
+
+def cases(values, on_small):
+    """(size of the GPU, value): all values on a large one, and those of ``on_small`` on a small one too."""
+    return [(LARGE, value) for value in values] + [(SMALL, value) for value in on_small]
+
+
+def on(backend, op, tensors, **options):
+    with backend.active():
+        return [tensor.cpu() for tensor in op(**to(tensors, backend.device), **options)]
+
+
+def rows_of(kind, rows):
+    """Rows of logits, and the allowed tokens (one of 256) or None."""
+    random = torch.Generator().manual_seed(KINDS.index(kind))
+    vocabulary = 33 if kind == "few" else 35_000
+    logits = torch.randn(rows, vocabulary, generator=random) * (3 if kind == "flat" else 1.5)
+    if kind == "peaked":
+        logits[:, torch.randperm(vocabulary, generator=random)[:64]] += 8
+    if kind == "ties":
+        logits = (logits * 0.49).round()  # more tokens reach the floor than a list holds
+    if kind == "equal":
+        logits = torch.ones_like(logits)
+    if kind != "masked":
+        return logits, None
+    words = torch.randint(-(2**31), 2**31, (8, rows, -(-vocabulary // 32)), generator=random).int()
+    return logits, words[0] & words[1] & words[2] & words[3] & words[4] & words[5] & words[6] & words[7]
+
+
+def sampling_of(filters):
+    values = zip(*filters, strict=True)
+    dtypes = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+    sampling = {
+        name: torch.tensor(value, dtype=dtype) for (name, dtype), value in zip(dtypes.items(), values, strict=True)
+    }
+    return sampling | {"temperature": torch.full((len(filters),), 0.8)}
+
+
+@pytest.mark.parametrize(("gpu", "kind"), cases(KINDS, ("peaked", "masked")), indirect=["gpu"])
+def test_filters_leave_the_tokens_that_they_leave_on_the_cpu(gpu, kind):
+    logits, allowed = rows_of(kind, len(FILTERS))
+    tensors = {"logits": logits, **sampling_of(FILTERS), "seeds": torch.arange(len(FILTERS)) * 7}
+    if allowed is not None:
+        tensors["allowed"] = allowed
+    for mode, k in MODES[: 2 if kind == "equal" else None]:
+        expected, actual = (on(backend, pass_ext.draft_sample, tensors, k=k, mode=mode) for backend in (CPU, gpu))
+        assert torch.equal(actual[0], expected[0]), (mode, (actual[0] != expected[0]).any(1).nonzero().flatten())
+        torch.testing.assert_close(actual[1], expected[1], atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rule"), cases(("rejection", "traversal", "kseq", "typical", "coupled"), ("rejection",)), indirect=["gpu"]
+)
+def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
+    """Supports of one token, of 64, of more than a list holds, and of all tokens."""
+    filters = ((1, 1.0, 0.0), (64, 1.0, 0.0), (50, 0.9, 0.0), (0, 0.9, 0.0), OFF, *4 * [(96, 1.0, 0.0)])
+    requests, drafts, vocabulary = len(filters), 1, 33_000
+    random = torch.Generator().manual_seed(5)
+    target = torch.randn(requests, drafts + 1, vocabulary, generator=random)
+    draft = target[:, :drafts] + torch.randn(requests, drafts, vocabulary, generator=random) * 0.7
+    sampling = sampling_of(filters)
+    sampling |= (
+        {f"draft_{name}": value for name, value in sampling.items()} if rule not in ("coupled", "typical") else {}
+    )
+    for seed in range(2):
+        step = {"target_logits": target, "seeds": torch.full((requests,), seed), **sampling}
+        drawn = [
+            on(CPU, pass_ext.draft_sample, {"logits": draft[:, i], "temperature": torch.full((requests,), 0.8),
+               "seeds": torch.full((requests,), seed + 100 * i)}, k=1, mode="without")[0]
+            for i in range(drafts)
+        ]  # fmt: skip
+        step["draft_tokens"] = torch.cat(drawn, 1)
+        if rule not in ("coupled", "typical"):
+            step["draft_logits"] = draft
+        expected, actual = (on(backend, pass_ext.accept_chain, step, rule=rule) for backend in (CPU, gpu))
+        assert all(map(torch.equal, actual, expected)), seed
+
+
+@pytest.mark.parametrize(("gpu", "vocabulary"), cases((6_000, 30_000), (30_000,)), indirect=["gpu"])
+def test_a_residual_of_one_token_is_found_among_groups_that_promise_more(gpu, vocabulary):
+    """p is q but for 2 % at one token: behind a rejection only this token is left, and nearly all groups have higher bounds.
+
+    The small row has more tokens than the list of those that can win; in the large one warps score group after group.
+    """
+    share, left = 0.02, vocabulary - 77
+    random = torch.Generator().manual_seed(vocabulary)
+    draft = torch.randn(vocabulary, generator=random).double() * 0.3
+    draft[left] = -60.0
+    q = draft.softmax(-1)
+    p = q * (1 - share)
+    p[left] += share
+    seeds = [seed for seed in range(1000) if float(coin(seed, 0, 1)) > 0.985][:3]
+    target = p.log().float().expand(len(seeds), 2, vocabulary).contiguous()
+    step = {
+        "target_logits": target, "draft_logits": q.log().float().expand(len(seeds), 1, vocabulary).contiguous(),
+        "draft_tokens": torch.full((len(seeds), 1), 11), "temperature": torch.ones(len(seeds)),
+        "draft_temperature": torch.ones(len(seeds)), "seeds": torch.tensor(seeds),
+        "positions": torch.zeros(len(seeds), dtype=torch.int64),
+    }  # fmt: skip
+    expected, actual = (on(backend, pass_ext.accept_chain, step, rule="rejection") for backend in (CPU, gpu))
+    assert expected[0][:, 0].tolist() == [left] * len(seeds), "the residual is one token"
+    assert all(map(torch.equal, actual, expected))
