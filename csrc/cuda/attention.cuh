@@ -17,7 +17,6 @@ namespace pass_ext::gpu {
 // queries fill the registers.
 struct AttentionScratch {
   ScheduleScratch schedule;
-  int32_t answer;
   int32_t has_non_finite;  // a masked tile of this segment had a value that is not finite
 };
 
@@ -63,9 +62,10 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
   }
 }
 
-// Computes all tiles of a segment. The block's result is then in shared memory, in Shape::kKeyWarps parts.
+// Computes all tiles of a segment, whose place is `part`, or null if no other block shares the unit. True: the block's
+// result is in `part`. False: it is in shared memory, in Shape::kKeyWarps parts.
 template <typename Shape>
-PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& scratch) {
+PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, AttentionScratch& scratch, float* part) {
   const Segment& segment = scratch.schedule.segment;
   constexpr SharedTiles<Shape> shared{};
   constexpr int kAhead = Shape::kStages - 1;  // tiles in flight while another is multiplied
@@ -116,11 +116,15 @@ PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& s
   }
   copy_async_wait<0>();
   sync_block();  // the ring is empty
-  if (has_rows) state.store();
+  const bool is_stored = Shape::kKeyWarps == 1 && part != nullptr && !scratch.has_non_finite;
+  if (has_rows)
+    state.store(is_stored ? part : shared.parts() + warp_index() / Shape::kRowWarps * Shape::kPart);
+  if (is_stored) return true;
   sync_block();
   if (scratch.has_non_finite) {
     restore_non_finite<Shape>(problem, segment);
   }
+  return false;
 }
 
 // Writes the rows of q that no request owns: before the first bound, behind the last, and those of a request beyond
@@ -162,14 +166,11 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
   for (int32_t step = team.in_step == 0 ? 0 : team.begin(team.index); step < share_end;) {
     find_segment<Shape>(problem, scratch.schedule, team, first_steps, step, most);
     if (segment.rows > 0) {
-      attend<Shape>(problem, scratch);
-      RowTotals* const totals = reinterpret_cast<RowTotals*>(SharedTiles<Shape>{}.behind_parts());
-      const int64_t slot = 2 * block_index().x + (segment.begin == 0 ? 1 : 0);
-      const bool is_whole = segment.is_whole();
-      merge_warps<Shape>(problem, segment, totals, {is_whole ? nullptr : work.parts + slot * Shape::kPart});
-      if (!is_whole)
+      float* const part = segment.is_whole() ? nullptr : part_of_segment<Shape>(work, segment);
+      if (!attend<Shape>(problem, scratch, part)) merge_warps<Shape>(problem, segment, {part});
+      if (part != nullptr)
         merge_members<Shape>(problem, segment, work, team, team.team_of(segment.unit_begin),
-                             team.team_of(segment.unit_begin + segment.tiles - 1), totals, &scratch.answer);
+                             team.team_of(segment.unit_begin + segment.tiles - 1));
     }
     step = segment.unit_begin + segment.end;
     sync_block();  // shared memory is free again

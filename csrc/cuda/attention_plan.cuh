@@ -35,7 +35,7 @@ decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& 
 struct AttentionPlan {
   unsigned blocks;
   int64_t parts;     // floats
-  int64_t counters;  // int32, zero: two for each block
+  int64_t counters;  // int32, zero
   int32_t most_in_step;
 };
 
@@ -71,7 +71,7 @@ inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t mos
     const int64_t blocks = between(most_steps<Shape>(problem) / kLeastTilesOfBlock, 1, most_blocks);
     int32_t most = 1;
     while (most < kMostInStep && most < tiles_of_rows && (most + 1) * (most + 2) / 2 <= blocks) ++most;
-    return {static_cast<unsigned>(blocks), 2 * blocks * Shape::kPart, 2 * blocks, most};
+    return {static_cast<unsigned>(blocks), 2 * blocks * Shape::kPart, kCountersOfBlock * blocks, most};
   });
 }
 

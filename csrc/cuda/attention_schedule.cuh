@@ -17,10 +17,12 @@ namespace pass_ext::gpu {
 constexpr int kAttentionThreads = 128;
 constexpr int kAttentionWarps = kAttentionThreads / 32;
 constexpr int32_t kLeastTilesOfBlock = 2;
+constexpr int32_t kMostBlocks = 512;
+constexpr int32_t kCountersOfBlock = 2 * kAttentionWarps;  // attention_parts.cuh
 constexpr int kMostInStep = 8;  // blocks of a team: 512 rows to a key compute for longer than the key takes to read
 
-// Memory that blocks share: parts [2 grid] in global memory, places 2 i and 2 i + 1 for block i, and counters [2 grid],
-// zero before and after every launch.
+// Memory that blocks share: parts [2 grid] in global memory, places 2 i and 2 i + 1 for block i, and counters [grid,
+// kCountersOfBlock], zero before and after every launch.
 struct SharedWork {
   float* parts;
   int32_t* counters;

@@ -66,11 +66,8 @@ PASS_EXT_DEVICE_CALL double sum_of_block(BlockScratch& scratch, double value) {
 // others wrote before their calls, and the counter is zero again.
 PASS_EXT_DEVICE bool comes_last(int32_t* counter, int32_t expected) {
   fence_device();
-  const bool last = atomic_add(counter, 1) + 1 == expected;
-  if (last) {
-    atomic_exchange(counter, 0);
-    fence_device();
-  }
+  const bool last = atomic_count(counter, expected) + 1 == expected;
+  if (last) fence_device();
   return last;
 }
 

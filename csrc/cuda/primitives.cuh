@@ -119,6 +119,10 @@ template <typename T>
 PASS_EXT_DEVICE T atomic_compare_and_swap(T* address, T expected, T desired) {
   return atomicCAS(address, expected, desired);
 }
+// Adds 1, or, if that makes `count`, sets 0: the counter is ready for the next launch without another access.
+PASS_EXT_DEVICE int32_t atomic_count(int32_t* address, int32_t count) {
+  return static_cast<int32_t>(atomicInc(reinterpret_cast<unsigned*>(address), static_cast<unsigned>(count) - 1));
+}
 
 // ---- 16 bytes at once; addresses 16-byte aligned ----
 

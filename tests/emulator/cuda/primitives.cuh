@@ -128,6 +128,9 @@ template <typename T>
 T atomic_compare_and_swap(T* address, T expected, T desired) {
   return atomic_update(address, [=](T former) { return former == expected ? desired : former; });
 }
+inline int32_t atomic_count(int32_t* address, int32_t count) {
+  return atomic_update(address, [count](int32_t former) { return former + 1 >= count ? 0 : former + 1; });
+}
 
 // ---- 16 bytes ----
 
