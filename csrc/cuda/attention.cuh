@@ -76,13 +76,16 @@ PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, AttentionScratch& s
 #pragma unroll
   for (int i = 0; i < Shape::kStages; ++i) outer[i] = address.find(segment.begin + i);
   Queries<Shape> queries;
-  queries.load(problem, segment);
-  const uint64_t first_word = load_first_word<Shape>(problem, segment);
+  uint64_t first_word = 0;
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     address.put(segment.begin + i, outer[i]);
     sync_block();
     if (segment.begin + i < segment.end) copy_tile<Shape>(problem, segment.begin + i);
+    if (i == 0) {  // behind the first keys, which take as long to come
+      queries.load(problem, segment);
+      first_word = load_first_word<Shape>(problem, segment);
+    }
     copy_async_commit();
   }
   address.put(segment.begin + kAhead, outer[kAhead]);
@@ -117,8 +120,7 @@ PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, AttentionScratch& s
   copy_async_wait<0>();
   sync_block();  // the ring is empty
   const bool is_stored = Shape::kKeyWarps == 1 && part != nullptr && !scratch.has_non_finite;
-  if (has_rows)
-    state.store(is_stored ? part : shared.parts() + warp_index() / Shape::kRowWarps * Shape::kPart);
+  if (has_rows) state.store(is_stored ? part : shared.parts() + warp_index() / Shape::kRowWarps * Shape::kPart);
   if (is_stored) return true;
   sync_block();
   if (scratch.has_non_finite) {
@@ -160,7 +162,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
   const Segment& segment = scratch.schedule.segment;
   const int32_t most = Shape::kRowWarps == 1 ? 1 : work.most_in_step;
   RequestSteps first_steps;
-  const Team team = join_team<Shape>(problem, scratch.schedule, most, first_steps);
+  const Team team = join_team<Shape>(problem, scratch.schedule, most, work.multiprocessors, first_steps);
   const int32_t share_end = team.in_step == 0 ? 0 : team.begin(team.index + 1);
 #pragma unroll 1
   for (int32_t step = team.in_step == 0 ? 0 : team.begin(team.index); step < share_end;) {

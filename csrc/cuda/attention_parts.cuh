@@ -47,16 +47,27 @@ PASS_EXT_DEVICE void store_totals(float* part_row, int dim, const RowTotals& tot
   store16(part_row + dim, {{bits_of(totals.maximum), bits_of(totals.rounded), bits_of(totals.exact), 0}});
 }
 
+// Parts that are merged: the first, and the others at equal distances.
+template <typename Shape>
+struct PartPlaces {
+  float* base;
+  int32_t distance;  // floats
+  int32_t first;     // of the first part behind `base`
+
+  PASS_EXT_DEVICE float* at(int part) const { return base + (part == 0 ? first : part * distance); }
+};
+
 // The place of merged rows: a part, which may be one of those that are merged, or, if null, the result.
 struct MergeTarget {
   float* part;
 };
 
-// Shared memory of a warp that merges: for each row of its slice, the weights of the parts, and the factor of the sum.
+// Shared memory of a warp that merges.
 template <typename Shape>
 struct SliceScratch {
   static constexpr int kRows = Shape::kRows / kSlices;
-  float weights[kRows][kMostParts + 4];  // the last four: the factor, and a gap against bank conflicts
+  float weights[kRows][kMostParts + 4];  // of each part; then the factor of the sum, and a gap against bank conflicts
+  int64_t places[kRows];                 // of the rows in the result
 };
 
 template <typename Shape>
@@ -67,12 +78,12 @@ PASS_EXT_DEVICE SliceScratch<Shape>& slice_scratch() {
 
 // Computes the weights of `parts` parts for the rows of the warp's slice, and their totals. Lanes share a row: each
 // takes every kLanes-th part. The totals are complete in all lanes of a row.
-template <typename Shape, typename PartOf>
-PASS_EXT_DEVICE RowTotals weigh_parts(SliceScratch<Shape>& scratch, int first_row, int rows, int parts,
-                                      const PartOf& part_of) {
+template <typename Shape>
+PASS_EXT_DEVICE RowTotals weigh_parts(SliceScratch<Shape>& scratch, int first_row, int parts,
+                                      const PartPlaces<Shape>& parts_at) {
   constexpr int kSliceRows = SliceScratch<Shape>::kRows, kLanes = 32 / kSliceRows, kAtOnce = 16 / kLanes;
   const int row = static_cast<int>(lane_index()) % kSliceRows, place = static_cast<int>(lane_index()) / kSliceRows;
-  const int offset = (first_row + (row < rows ? row : 0)) * Shape::kPartStride + Shape::kDim;
+  const int offset = (first_row + row) * Shape::kPartStride + Shape::kDim;
   RowTotals total;
 #pragma unroll 1
   for (int first = place; first < parts; first += kAtOnce * kLanes) {
@@ -80,7 +91,7 @@ PASS_EXT_DEVICE RowTotals weigh_parts(SliceScratch<Shape>& scratch, int first_ro
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int part = first + k * kLanes;
-      line[k] = load16(part_of(part < parts ? part : first) + offset);  // a load for certain needs fewest registers
+      line[k] = load16(parts_at.at(part < parts ? part : first) + offset);  // a load for certain needs fewest registers
     }
     float highest = total.maximum;
 #pragma unroll
@@ -114,73 +125,78 @@ PASS_EXT_DEVICE RowTotals weigh_parts(SliceScratch<Shape>& scratch, int first_ro
   return total;
 }
 
-// One warp merges its slice of `parts` parts. Each lane owns 16 bytes of kItems lines, and loads them from `at_once`
-// parts before it uses any. Parts in shared memory are as many as that.
-template <typename Shape, int at_once, typename PartOf>
+// One warp merges its slice of `parts` parts, all rows of it: those behind the segment's last are there, and not
+// written to the result. Each lane owns 16 bytes of kItems lines, and loads them from `at_once` parts before it uses
+// any; only the base of a part is computed for them.
+template <typename Shape, int at_once>
 PASS_EXT_DEVICE void merge_slice(const AttentionProblem& problem, const Segment& segment, int parts,
-                                 const PartOf& part_of, const MergeTarget& target) {
+                                 const PartPlaces<Shape>& parts_at, const MergeTarget& target) {
   using T = typename Shape::T;
-  constexpr int kSliceRows = SliceScratch<Shape>::kRows, kColumns = Shape::kDim / 4, kItems = 4;
+  constexpr int kSliceRows = SliceScratch<Shape>::kRows, kColumns = Shape::kDim / 4;  // of 16 bytes
+  constexpr int kRowsAtOnce = kColumns <= 16 ? 2 : 1;                                 // that lanes lie beside
+  constexpr int kRowItems = (kColumns + 31) / 32;                                     // of a lane in a row
+  constexpr int kAllItems = kSliceRows / kRowsAtOnce * kRowItems, kItems = kAllItems < 4 ? kAllItems : 4;
+  static_assert(kColumns % (32 / kRowsAtOnce) == 0 || kColumns == 24);
   const int lane = static_cast<int>(lane_index()), first_row = static_cast<int>(warp_index()) * kSliceRows;
-  const int rows = segment.rows - first_row < kSliceRows ? segment.rows - first_row : kSliceRows;
+  const int rows = segment.rows - first_row;
   if (rows <= 0) return;
   SliceScratch<Shape>& scratch = slice_scratch<Shape>();
-  const RowTotals total = weigh_parts<Shape>(scratch, first_row, rows, parts, part_of);
+  const RowTotals total = weigh_parts<Shape>(scratch, first_row, parts, parts_at);
   sync_warp();  // all lanes have read the totals of the parts: the merged ones may overwrite them
-  if (lane < rows) {
-    const int row = first_row + lane;
+  if (lane < kSliceRows) {
     if (target.part != nullptr) {
-      store_totals(target.part + row * Shape::kPartStride, Shape::kDim, total);
-    } else {
-      problem.lse[row_offset(problem, segment, row)] = log_of_total(total.maximum, total.exact);
+      store_totals(target.part + (first_row + lane) * Shape::kPartStride, Shape::kDim, total);
+    } else if (lane < rows) {
+      const int64_t place = row_offset(problem, segment, first_row + lane);
+      problem.lse[place] = log_of_total(total.maximum, total.exact);
+      scratch.places[lane] = place;
       scratch.weights[lane][kMostParts] = total.rounded == 0.0f ? 0.0f : 1.0f / total.rounded;
     }
   }
   sync_warp();
+  if (lane % (32 / kRowsAtOnce) < kColumns) {
+    const int row_of_lane = lane / (32 / kRowsAtOnce), column_of_lane = lane % (32 / kRowsAtOnce) * 4;
+    const auto row_of = [&](int item) { return row_of_lane + item / kRowItems * kRowsAtOnce; };
+    const auto column_of = [&](int item) { return column_of_lane + item % kRowItems * 128; };
 #pragma unroll 1
-  for (int begin = lane; begin < rows * kColumns; begin += 32 * kItems) {
-    int row[kItems], column[kItems];
-    float sums[kItems][4] = {};
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int item = begin + 32 * i < rows * kColumns ? begin + 32 * i : begin;
-      row[i] = item / kColumns;
-      column[i] = item % kColumns * 4;
-    }
+    for (int begin = 0; begin < kAllItems; begin += kItems) {
+      const int begin_row = begin / kRowItems * kRowsAtOnce;
+      const int offset = (first_row + begin_row + row_of_lane) * Shape::kPartStride + column_of_lane;
+      float sums[kItems][4] = {};
 #pragma unroll 1
-    for (int first = 0; first < parts; first += at_once) {
-      Bytes16 line[at_once][kItems];
+      for (int first = 0; first < parts; first += at_once) {
+        Bytes16 line[at_once][kItems];
 #pragma unroll
-      for (int k = 0; k < at_once; ++k) {
-        const float* const from = part_of(first + k < parts ? first + k : first) + first_row * Shape::kPartStride;
+        for (int k = 0; k < at_once; ++k) {
+          const float* const from = parts_at.at(first + k < parts ? first + k : first) + offset;
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) line[k][i] = load16(from + row[i] * Shape::kPartStride + column[i]);
+          for (int i = 0; i < kItems; ++i)
+            line[k][i] = load16(from + i / kRowItems * kRowsAtOnce * Shape::kPartStride + i % kRowItems * 128);
+        }
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          const Bytes16 weights = load16(&scratch.weights[begin_row + row_of(i)][first]);
+#pragma unroll
+          for (int k = 0; k < at_once; ++k) {
+            if (first + k >= parts) continue;
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+              sums[i][j] = fused(float_of(weights.word[k]), float_of(line[k][i].word[j]), sums[i][j]);
+          }
+        }
       }
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        const Bytes16 weights = load16(&scratch.weights[row[i]][first]);
-#pragma unroll
-        for (int k = 0; k < at_once; ++k) {
-          if (first + k >= parts) continue;
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            sums[i][j] = fused(float_of(weights.word[k]), float_of(line[k][i].word[j]), sums[i][j]);
+        const int row = begin_row + row_of(i), column = column_of(i);
+        if (target.part != nullptr) {
+          store16(target.part + (first_row + row) * Shape::kPartStride + column,
+                  {{bits_of(sums[i][0]), bits_of(sums[i][1]), bits_of(sums[i][2]), bits_of(sums[i][3])}});
+        } else if (row < rows && column < problem.head_dim) {
+          const float factor = scratch.weights[row][kMostParts];
+          T* const to = static_cast<T*>(problem.out) + scratch.places[row] * problem.head_dim + column;
+          *reinterpret_cast<uint64_t*>(to) = pack2<T>(sums[i][0] * factor, sums[i][1] * factor) |
+                                             uint64_t{pack2<T>(sums[i][2] * factor, sums[i][3] * factor)} << 32;
         }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (begin + 32 * i >= rows * kColumns) continue;
-      const int index = first_row + row[i];
-      if (target.part != nullptr) {
-        store16(target.part + index * Shape::kPartStride + column[i],
-                {{bits_of(sums[i][0]), bits_of(sums[i][1]), bits_of(sums[i][2]), bits_of(sums[i][3])}});
-      } else if (column[i] < problem.head_dim) {
-        const float inverse = scratch.weights[row[i]][kMostParts];
-        T* const to = static_cast<T*>(problem.out) + row_offset(problem, segment, index) * problem.head_dim + column[i];
-        *reinterpret_cast<uint64_t*>(to) =
-            pack2<T>(sums[i][0] * inverse, sums[i][1] * inverse) |
-            uint64_t{pack2<T>(sums[i][2] * inverse, sums[i][3] * inverse)} << 32;
       }
     }
   }
@@ -190,8 +206,8 @@ PASS_EXT_DEVICE void merge_slice(const AttentionProblem& problem, const Segment&
 // Merges the parts of the block's own warps, which are in shared memory.
 template <typename Shape>
 PASS_EXT_DEVICE void merge_warps(const AttentionProblem& problem, const Segment& segment, const MergeTarget& target) {
-  const auto part_of = [](int k) { return SharedTiles<Shape>{}.parts() + k * Shape::kPart; };
-  merge_slice<Shape, Shape::kKeyWarps>(problem, segment, Shape::kKeyWarps, part_of, target);
+  merge_slice<Shape, Shape::kKeyWarps>(problem, segment, Shape::kKeyWarps,
+                                       {SharedTiles<Shape>{}.parts(), Shape::kPart, 0}, target);
 }
 
 // For whole warps, as comes_last: for the reads and writes of all lanes.
@@ -226,21 +242,18 @@ PASS_EXT_DEVICE void merge_members(const AttentionProblem& problem, const Segmen
   const int32_t members = last - first + 1, size = group_size_of<Shape>(members), groups = (members + size - 1) / size;
   const int32_t group = (team.index - first) / size, group_first = group * size;
   const int32_t group_members = members - group_first < size ? members - group_first : size;
-  const int64_t first_block = team.block_of(first);
-  const auto member_part = [&](int32_t member) {
-    return work.parts + (2 * (first_block + int64_t{member} * team.in_step) + (member == 0 ? 1 : 0)) * Shape::kPart;
-  };
+  const int64_t first_block = team.block_of(first), group_block = team.block_of(first + group_first);
 #pragma unroll 1
   for (bool is_of_groups = group_members == 1;; is_of_groups = true) {
     const bool is_final = is_of_groups || groups == 1;
-    int32_t* const counter = work.counters + (is_of_groups ? kCountersOfBlock * first_block + kSlices
-                                                           : kCountersOfBlock * team.block_of(first + group_first)) +
-                             slice;
+    const int64_t block = is_of_groups ? first_block : group_block;
     const int32_t parts = is_of_groups ? groups : group_members;
-    if (!warp_comes_last(counter, parts)) return;
-    const int32_t begin = is_of_groups ? 0 : group_first, stride = is_of_groups ? size : 1;
-    merge_slice<Shape, kPartsAtOnce>(problem, segment, parts, [&](int k) { return member_part(begin + k * stride); },
-                                     {is_final ? nullptr : member_part(group_first)});
+    if (!warp_comes_last(work.counters + kCountersOfBlock * block + (is_of_groups ? kSlices : 0) + slice, parts))
+      return;
+    const PartPlaces<Shape> line{work.parts + 2 * block * Shape::kPart,
+                                 (is_of_groups ? size : 1) * team.in_step * 2 * Shape::kPart,
+                                 block == first_block ? Shape::kPart : 0};
+    merge_slice<Shape, kPartsAtOnce>(problem, segment, parts, line, {is_final ? nullptr : line.at(0)});
     if (is_final) return;
   }
 }
