@@ -66,8 +66,9 @@ struct MergeTarget {
 template <typename Shape>
 struct SliceScratch {
   static constexpr int kRows = Shape::kRows / kSlices;
-  float weights[kRows][kMostParts + 4];  // of each part; then the factor of the sum, and a gap against bank conflicts
-  int64_t places[kRows];                 // of the rows in the result
+  alignas(16) float weights[kMostParts][kRows];  // of a part's rows
+  float factors[kRows];                          // of the rows' sums in the result
+  int64_t offsets[kRows];                        // of the rows in the result
 };
 
 template <typename Shape>
@@ -80,8 +81,9 @@ PASS_EXT_DEVICE SliceScratch<Shape>& slice_scratch() {
 // takes every kLanes-th part. The totals are complete in all lanes of a row.
 template <typename Shape>
 PASS_EXT_DEVICE RowTotals weigh_parts(SliceScratch<Shape>& scratch, int first_row, int parts,
-                                      const PartPlaces<Shape>& parts_at) {
-  constexpr int kSliceRows = SliceScratch<Shape>::kRows, kLanes = 32 / kSliceRows, kAtOnce = 16 / kLanes;
+                                      const PartPlaces<Shape>& places) {
+  constexpr int kSliceRows = SliceScratch<Shape>::kRows, kLanes = 32 / kSliceRows;
+  constexpr int kAtOnce = kMergedAtOnce<Shape> / kLanes;  // parts of a lane
   const int row = static_cast<int>(lane_index()) % kSliceRows, place = static_cast<int>(lane_index()) / kSliceRows;
   const int offset = (first_row + row) * Shape::kPartStride + Shape::kDim;
   RowTotals total;
@@ -91,7 +93,7 @@ PASS_EXT_DEVICE RowTotals weigh_parts(SliceScratch<Shape>& scratch, int first_ro
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int part = first + k * kLanes;
-      line[k] = load16(parts_at.at(part < parts ? part : first) + offset);  // a load for certain needs fewest registers
+      line[k] = load16(places.at(part < parts ? part : first) + offset);  // a load for certain needs fewest registers
     }
     float highest = total.maximum;
 #pragma unroll
@@ -105,7 +107,7 @@ PASS_EXT_DEVICE RowTotals weigh_parts(SliceScratch<Shape>& scratch, int first_ro
       const float maximum = float_of(line[k].word[0]), weight = exp2_approximate(maximum - highest);
       total.rounded = fused(weight, float_of(line[k].word[1]), total.rounded);
       total.exact = fused(weight, float_of(line[k].word[2]), total.exact);
-      scratch.weights[row][first + k * kLanes] = maximum;
+      scratch.weights[first + k * kLanes][row] = maximum;
     }
   }
   float highest = total.maximum;
@@ -120,80 +122,82 @@ PASS_EXT_DEVICE RowTotals weigh_parts(SliceScratch<Shape>& scratch, int first_ro
     total.exact += shuffle_xor(total.exact, distance);
   }
 #pragma unroll 1
-  for (int part = place; part < (parts + 3) / 4 * 4; part += kLanes)  // merge_slice reads four at a time
-    scratch.weights[row][part] = part < parts ? exp2_approximate(scratch.weights[row][part] - highest) : 0.0f;
+  for (int part = place; part < parts; part += kLanes)
+    scratch.weights[part][row] = exp2_approximate(scratch.weights[part][row] - highest);
   return total;
 }
 
 // One warp merges its slice of `parts` parts, all rows of it: those behind the segment's last are there, and not
-// written to the result. Each lane owns 16 bytes of kItems lines, and loads them from `at_once` parts before it uses
-// any; only the base of a part is computed for them.
-template <typename Shape, int at_once>
+// written to the result. A lane owns 16 bytes of several rows, at fixed distances in every part, and has 16 loads on
+// their way before it uses any.
+template <typename Shape>
 PASS_EXT_DEVICE void merge_slice(const AttentionProblem& problem, const Segment& segment, int parts,
-                                 const PartPlaces<Shape>& parts_at, const MergeTarget& target) {
+                                 const PartPlaces<Shape>& places, const MergeTarget& target) {
   using T = typename Shape::T;
   constexpr int kSliceRows = SliceScratch<Shape>::kRows, kColumns = Shape::kDim / 4;  // of 16 bytes
-  constexpr int kRowsAtOnce = kColumns <= 16 ? 2 : 1;                                 // that lanes lie beside
+  constexpr int kRowsAtOnce = kColumns <= 16 ? 2 : 1, kRowLanes = 32 / kRowsAtOnce;   // rows side by side
   constexpr int kRowItems = (kColumns + 31) / 32;                                     // of a lane in a row
-  constexpr int kAllItems = kSliceRows / kRowsAtOnce * kRowItems, kItems = kAllItems < 4 ? kAllItems : 4;
-  static_assert(kColumns % (32 / kRowsAtOnce) == 0 || kColumns == 24);
+  constexpr int kAllItems = kSliceRows / kRowsAtOnce * kRowItems, kItems = kAllItems < 16 ? kAllItems : 16;
+  constexpr int kAtOnce = 16 / kItems;  // parts
+  static_assert(kColumns % kRowLanes == 0 || kColumns == 24);
   const int lane = static_cast<int>(lane_index()), first_row = static_cast<int>(warp_index()) * kSliceRows;
   const int rows = segment.rows - first_row;
   if (rows <= 0) return;
   SliceScratch<Shape>& scratch = slice_scratch<Shape>();
-  const RowTotals total = weigh_parts<Shape>(scratch, first_row, parts, parts_at);
+  const RowTotals total = weigh_parts<Shape>(scratch, first_row, parts, places);
   sync_warp();  // all lanes have read the totals of the parts: the merged ones may overwrite them
   if (lane < kSliceRows) {
     if (target.part != nullptr) {
       store_totals(target.part + (first_row + lane) * Shape::kPartStride, Shape::kDim, total);
     } else if (lane < rows) {
-      const int64_t place = row_offset(problem, segment, first_row + lane);
-      problem.lse[place] = log_of_total(total.maximum, total.exact);
-      scratch.places[lane] = place;
-      scratch.weights[lane][kMostParts] = total.rounded == 0.0f ? 0.0f : 1.0f / total.rounded;
+      const int64_t index = row_offset(problem, segment, first_row + lane);
+      scratch.offsets[lane] = index * problem.head_dim;
+      scratch.factors[lane] = total.rounded == 0.0f ? 0.0f : 1.0f / total.rounded;
+      problem.lse[index] = log_of_total(total.maximum, total.exact);
     }
   }
   sync_warp();
-  if (lane % (32 / kRowsAtOnce) < kColumns) {
-    const int row_of_lane = lane / (32 / kRowsAtOnce), column_of_lane = lane % (32 / kRowsAtOnce) * 4;
-    const auto row_of = [&](int item) { return row_of_lane + item / kRowItems * kRowsAtOnce; };
-    const auto column_of = [&](int item) { return column_of_lane + item % kRowItems * 128; };
+  if (kColumns % kRowLanes == 0 || lane < kColumns) {
+    const int row_of_lane = lane / kRowLanes, column_of_lane = lane % kRowLanes * 4;
 #pragma unroll 1
     for (int begin = 0; begin < kAllItems; begin += kItems) {
-      const int begin_row = begin / kRowItems * kRowsAtOnce;
-      const int offset = (first_row + begin_row + row_of_lane) * Shape::kPartStride + column_of_lane;
+      const int begin_row = begin / kRowItems * kRowsAtOnce + row_of_lane;
+      const int offset = (first_row + begin_row) * Shape::kPartStride + column_of_lane;
+      const auto row_of = [](int item) { return item / kRowItems * kRowsAtOnce; };  // behind begin_row
+      const auto column_of = [](int item) { return item % kRowItems * 128; };       // behind column_of_lane
       float sums[kItems][4] = {};
 #pragma unroll 1
-      for (int first = 0; first < parts; first += at_once) {
-        Bytes16 line[at_once][kItems];
+      for (int first = 0; first < parts; first += kAtOnce) {
+        Bytes16 line[kAtOnce][kItems];
 #pragma unroll
-        for (int k = 0; k < at_once; ++k) {
-          const float* const from = parts_at.at(first + k < parts ? first + k : first) + offset;
+        for (int k = 0; k < kAtOnce; ++k) {
+          const float* const from = places.at(first + k < parts ? first + k : first) + offset;
 #pragma unroll
-          for (int i = 0; i < kItems; ++i)
-            line[k][i] = load16(from + i / kRowItems * kRowsAtOnce * Shape::kPartStride + i % kRowItems * 128);
+          for (int i = 0; i < kItems; ++i) line[k][i] = load16(from + row_of(i) * Shape::kPartStride + column_of(i));
         }
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          const Bytes16 weights = load16(&scratch.weights[begin_row + row_of(i)][first]);
+        for (int k = 0; k < kAtOnce; ++k) {
+          if (first + k >= parts) continue;
 #pragma unroll
-          for (int k = 0; k < at_once; ++k) {
-            if (first + k >= parts) continue;
+          for (int i = 0; i < kItems; ++i) {
+            const float weight = scratch.weights[first + k][begin_row + row_of(i)];
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-              sums[i][j] = fused(float_of(weights.word[k]), float_of(line[k][i].word[j]), sums[i][j]);
+            for (int j = 0; j < 4; ++j) sums[i][j] = fused(weight, float_of(line[k][i].word[j]), sums[i][j]);
           }
         }
       }
+      if (target.part != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int row = begin_row + row_of(i), column = column_of(i);
-        if (target.part != nullptr) {
-          store16(target.part + (first_row + row) * Shape::kPartStride + column,
+        for (int i = 0; i < kItems; ++i)
+          store16(target.part + offset + row_of(i) * Shape::kPartStride + column_of(i),
                   {{bits_of(sums[i][0]), bits_of(sums[i][1]), bits_of(sums[i][2]), bits_of(sums[i][3])}});
-        } else if (row < rows && column < problem.head_dim) {
-          const float factor = scratch.weights[row][kMostParts];
-          T* const to = static_cast<T*>(problem.out) + scratch.places[row] * problem.head_dim + column;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          const int row = begin_row + row_of(i), column = column_of_lane + column_of(i);
+          if (row >= rows || column >= problem.head_dim) continue;
+          const float factor = scratch.factors[row];
+          T* const to = static_cast<T*>(problem.out) + scratch.offsets[row] + column;
           *reinterpret_cast<uint64_t*>(to) = pack2<T>(sums[i][0] * factor, sums[i][1] * factor) |
                                              uint64_t{pack2<T>(sums[i][2] * factor, sums[i][3] * factor)} << 32;
         }
@@ -206,8 +210,7 @@ PASS_EXT_DEVICE void merge_slice(const AttentionProblem& problem, const Segment&
 // Merges the parts of the block's own warps, which are in shared memory.
 template <typename Shape>
 PASS_EXT_DEVICE void merge_warps(const AttentionProblem& problem, const Segment& segment, const MergeTarget& target) {
-  merge_slice<Shape, Shape::kKeyWarps>(problem, segment, Shape::kKeyWarps,
-                                       {SharedTiles<Shape>{}.parts(), Shape::kPart, 0}, target);
+  merge_slice<Shape>(problem, segment, Shape::kKeyWarps, {SharedTiles<Shape>{}.parts(), Shape::kPart, 0}, target);
 }
 
 // For whole warps, as comes_last: for the reads and writes of all lanes.
@@ -236,7 +239,6 @@ template <typename Shape>
 PASS_EXT_DEVICE void merge_members(const AttentionProblem& problem, const Segment& segment, const SharedWork& work,
                                    const Team& team, int32_t first, int32_t last) {
   static_assert(kCountersOfBlock == 2 * kSlices);
-  constexpr int kPartsAtOnce = 4;
   const int slice = static_cast<int>(warp_index());
   if (slice * SliceScratch<Shape>::kRows >= segment.rows) return;
   const int32_t members = last - first + 1, size = group_size_of<Shape>(members), groups = (members + size - 1) / size;
@@ -253,7 +255,7 @@ PASS_EXT_DEVICE void merge_members(const AttentionProblem& problem, const Segmen
     const PartPlaces<Shape> line{work.parts + 2 * block * Shape::kPart,
                                  (is_of_groups ? size : 1) * team.in_step * 2 * Shape::kPart,
                                  block == first_block ? Shape::kPart : 0};
-    merge_slice<Shape, kPartsAtOnce>(problem, segment, parts, line, {is_final ? nullptr : line.at(0)});
+    merge_slice<Shape>(problem, segment, parts, line, {is_final ? nullptr : line.at(0)});
     if (is_final) return;
   }
 }

@@ -68,9 +68,8 @@ struct RequestSteps {
 };
 
 template <typename Shape>
-PASS_EXT_DEVICE RequestSteps steps_of(const AttentionProblem& problem, int64_t request, int32_t most) {
-  if (request >= problem.requests) return {};
-  const RequestTiles tiles = tiles_of<Shape>(problem, request_of(problem, request), most);
+PASS_EXT_DEVICE RequestSteps steps_of(const AttentionProblem& problem, const AttentionRequest& request, int32_t most) {
+  const RequestTiles tiles = tiles_of<Shape>(problem, request, most);
   return {tiles.in_step, problem.kv_heads * tiles.parts * tiles.keys};
 }
 
@@ -120,14 +119,16 @@ PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch&
   const bool is_single = problem.requests == 1;
   first_steps = {};
   if (is_single) {  // every thread knows all work, without a barrier
-    first_steps = steps_of<Shape>(problem, 0, most);
+    const AttentionRequest request = request_of(problem, 0);
+    first_steps = steps_of<Shape>(problem, request, most);
+    if (thread_rank() == 0) scratch.segment.request = request;
   } else {
     if (thread_rank() <= kMostInStep) scratch.steps[thread_rank()] = 0;
     if (thread_rank() == 0) scratch.chunk = scratch.before = 0;
     sync_block();
 #pragma unroll 1
     for (int64_t b = thread_rank(); b < problem.requests; b += kAttentionThreads) {
-      const RequestSteps request_steps = steps_of<Shape>(problem, b, most);
+      const RequestSteps request_steps = steps_of<Shape>(problem, request_of(problem, b), most);
       if (b < kAttentionThreads) first_steps = request_steps;
       if (request_steps.steps > 0) atomic_add(&scratch.steps[request_steps.in_step], request_steps.steps);
     }
@@ -175,12 +176,12 @@ PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch&
 }
 
 // The segment that begins at step `step` of the team's requests and ends at the latest with the team's share. It lies
-// in request `index`, whose first step is `request_begin`.
+// in `request`, whose first step is `request_begin`.
 template <typename Shape>
-PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, int64_t index, int32_t request_begin,
-                                   const Team& team, int32_t step, int32_t most) {
+PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, const AttentionRequest& request,
+                                   int32_t request_begin, const Team& team, int32_t step, int32_t most) {
   Segment segment;
-  segment.request = request_of(problem, index);
+  segment.request = request;
   const RequestTiles tiles = tiles_of<Shape>(problem, segment.request, most);
   const int32_t unit = (step - request_begin) / tiles.keys;
   segment.head = tiles.parts == 1 ? unit : unit / tiles.parts;
@@ -201,7 +202,7 @@ template <typename Shape>
 PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScratch& scratch, const Team& team,
                                   RequestSteps first_steps, int32_t step, int32_t most) {
   if (problem.requests == 1) {
-    if (thread_rank() == 0) scratch.segment = segment_at<Shape>(problem, 0, 0, team, step, most);
+    if (thread_rank() == 0) scratch.segment = segment_at<Shape>(problem, scratch.segment.request, 0, team, step, most);
     sync_block();
     return;
   }
@@ -209,7 +210,10 @@ PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScrat
 #pragma unroll 1
   for (int64_t chunk = scratch.chunk; chunk < problem.requests && before <= step; chunk += kAttentionThreads) {
     const int64_t request = chunk + thread_rank();
-    const RequestSteps candidate = chunk == 0 ? first_steps : steps_of<Shape>(problem, request, most);
+    const RequestSteps candidate = chunk == 0 ? first_steps
+                                   : request < problem.requests
+                                       ? steps_of<Shape>(problem, request_of(problem, request), most)
+                                       : RequestSteps{};
     const int32_t count = candidate.in_step == team.in_step ? candidate.steps : 0;
     int32_t up_to = count;  // steps up to this request: first within its warp, then from the very first
 #pragma unroll
@@ -226,7 +230,7 @@ PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScrat
       before += scratch.sums[warp];
     }
     if (up_to - count <= step && step < up_to) {
-      scratch.segment = segment_at<Shape>(problem, request, up_to - count, team, step, most);
+      scratch.segment = segment_at<Shape>(problem, request_of(problem, request), up_to - count, team, step, most);
       scratch.chunk = static_cast<int32_t>(chunk);
       scratch.before = chunk_begin;
     }
