@@ -1,8 +1,8 @@
 """Runs steps of one request on the emulator and writes the page of estimated microseconds at batch 1.
 
 `python -m benchmarks.kernel_time` records (some ten minutes), saves benchmarks/results/kernel-time/<commit>.json and writes the
-page; `--render` writes it from the saved results, `--check` compares it. `--only TEXT` records the steps whose name contains the
-text, and keeps the newest result's numbers of all others.
+page; `--render` writes it from the saved results, `--check` compares it. `--only TEXT` records the steps whose name contains
+the text, and keeps the newest result's numbers of all others.
 """
 
 import argparse
