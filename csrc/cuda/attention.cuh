@@ -62,10 +62,10 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
   }
 }
 
-// Computes all tiles of a segment, whose place is `part`, or null if no other block shares the unit. True: the block's
-// result is in `part`. False: it is in shared memory, in Shape::kKeyWarps parts.
+// Computes all tiles of a segment. True: the block's result is in its part. False: it is in shared memory, in
+// Shape::kKeyWarps parts.
 template <typename Shape>
-PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, AttentionScratch& scratch, float* part) {
+PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, const SharedWork& work, AttentionScratch& scratch) {
   const Segment& segment = scratch.schedule.segment;
   constexpr SharedTiles<Shape> shared{};
   constexpr int kAhead = Shape::kStages - 1;  // tiles in flight while another is multiplied
@@ -119,8 +119,10 @@ PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, AttentionScratch& s
   }
   copy_async_wait<0>();
   sync_block();  // the ring is empty
-  const bool is_stored = Shape::kKeyWarps == 1 && part != nullptr && !scratch.has_non_finite;
-  if (has_rows) state.store(is_stored ? part : shared.parts() + warp_index() / Shape::kRowWarps * Shape::kPart);
+  const bool is_stored = Shape::kKeyWarps == 1 && !segment.is_whole() && !scratch.has_non_finite;
+  if (has_rows)
+    state.store(is_stored ? part_of_segment<Shape>(work, segment)
+                          : shared.parts() + warp_index() / Shape::kRowWarps * Shape::kPart);
   if (is_stored) return true;
   sync_block();
   if (scratch.has_non_finite) {
@@ -168,9 +170,10 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
   for (int32_t step = team.in_step == 0 ? 0 : team.begin(team.index); step < share_end;) {
     find_segment<Shape>(problem, scratch.schedule, team, first_steps, step, most);
     if (segment.rows > 0) {
-      float* const part = segment.is_whole() ? nullptr : part_of_segment<Shape>(work, segment);
-      if (!attend<Shape>(problem, scratch, part)) merge_warps<Shape>(problem, segment, {part});
-      if (part != nullptr)
+      const bool is_stored = attend<Shape>(problem, work, scratch), is_whole = segment.is_whole();
+      if (!is_stored)
+        merge_warps<Shape>(problem, segment, {is_whole ? nullptr : part_of_segment<Shape>(work, segment)});
+      if (!is_whole)
         merge_members<Shape>(problem, segment, work, team, team.team_of(segment.unit_begin),
                              team.team_of(segment.unit_begin + segment.tiles - 1));
     }

@@ -162,6 +162,10 @@ PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& pr
 // `exact` adds them before rounding, for the lse. Each lane has added its own columns only.
 template <typename Shape>
 struct RowState {
+  struct alignas(8) Pair {  // one store
+    float low, high;
+  };
+
   float out[Shape::kDim / 8][4];
   float maximum[2], rounded[2], exact[2];
 
@@ -247,8 +251,7 @@ struct RowState {
       float* const row = part + (first_row_of_warp<Shape>() + g + 8 * half) * Shape::kPartStride;
 #pragma unroll
       for (int block = 0; block < Shape::kDim / 8; ++block)
-        *reinterpret_cast<uint64_t*>(row + 8 * block + 2 * t) =
-            bits_of(out[block][2 * half]) | uint64_t{bits_of(out[block][2 * half + 1])} << 32;
+        *reinterpret_cast<Pair*>(row + 8 * block + 2 * t) = {out[block][2 * half], out[block][2 * half + 1]};
       for (int step = 1; step < 4; step *= 2) {
         rounded[half] += shuffle_xor(rounded[half], step);
         exact[half] += shuffle_xor(exact[half], step);
