@@ -159,17 +159,17 @@ class ControlFlow:
                     ways[behind + loads] = way
         return self.instructions(best[order[0]].get(count, ((0, 0), []))[1])
 
-    def loads_in_flight(self, *, called: bool = True) -> tuple[int, int]:
+    def loads_in_flight(self, *, called: bool = True, wide: bool = True) -> tuple[int, int]:
         """Wide loads issued before the first use of any: the shortest such run and the longest; (0, 0) without wide loads.
-        ``called=False`` leaves out the functions that the kernel calls.
+        ``called=False`` leaves out the functions that the kernel calls; ``wide=False`` takes loads of any width.
 
         Where paths meet, the shortest run goes on from the path with the fewest loads in flight, the longest from the path
         with the most. A path takes each jump back at most once.
         """
-        longest = max(self._runs(max, called), default=0)
-        return min(self._runs(min, called), default=longest), longest
+        longest = max(self._runs(max, called, wide), default=0)
+        return min(self._runs(min, called, wide), default=longest), longest
 
-    def _runs(self, choose: Callable[..., _InFlight], called: bool) -> list[int]:
+    def _runs(self, choose: Callable[..., _InFlight], called: bool, wide: bool) -> list[int]:
         runs: list[int] = []
         order, back = self._whole_order() if called else self._own_order()
         after: dict[int, _InFlight] = {}
@@ -178,7 +178,7 @@ class ControlFlow:
             after = {}
             for block in order:
                 ways = [(before if (b, block) in back else after).get(b) for b in self.predecessors[block]]
-                state = choose((way for way in ways if way), key=_InFlight.count, default=_InFlight()).copy()
+                state = choose((way for way in ways if way), key=_InFlight.count, default=_InFlight(wide)).copy()
                 runs += filter(None, map(state.advance, self.blocks[block]))
                 after[block] = state
         return runs
@@ -209,10 +209,12 @@ class _InFlight:
     """Wide loads whose results no instruction has used yet.
 
     Attributes:
+        wide: False if loads of any width count.
         waiting: register -> address of the load that sets it.
         issued: True if a load followed the last use of a load's result.
     """
 
+    wide: bool
     waiting: dict[int, int] = field(default_factory=dict)
     issued: bool = False
 
@@ -220,18 +222,19 @@ class _InFlight:
         return len(set(self.waiting.values()))
 
     def copy(self) -> _InFlight:
-        return _InFlight(dict(self.waiting), self.issued)
+        return _InFlight(self.wide, dict(self.waiting), self.issued)
 
     def advance(self, instruction: Instruction) -> int:
         """The length of the run of loads that this instruction ends by using one of them; 0 if it ends none."""
-        if not (self.waiting or instruction.is_wide_load):
+        counts = instruction.is_wide_load if self.wide else instruction.base == "LDG"
+        if not (self.waiting or counts):
             return 0
         written = instruction.writes()
         arrived = {self.waiting[r] for r in instruction.reads() | written if r in self.waiting}
         run = self.count() if arrived and self.issued else 0
-        self.issued = instruction.is_wide_load or (self.issued and not arrived)
+        self.issued = counts or (self.issued and not arrived)
         self.waiting = {r: load for r, load in self.waiting.items() if load not in arrived}
-        if instruction.is_wide_load:
+        if counts:
             self.waiting |= dict.fromkeys(written, instruction.address)
         return run
 

@@ -1,7 +1,8 @@
 """Runs steps of one request on the emulator and writes the page of estimated microseconds at batch 1.
 
 `python -m benchmarks.kernel_time` records (some ten minutes), saves benchmarks/results/kernel-time/<commit>.json and writes the
-page; `--render` writes it from the saved results, `--check` compares it.
+page; `--render` writes it from the saved results, `--check` compares it. `--only TEXT` records the steps whose name contains
+the text, and keeps the newest result's numbers of all others.
 """
 
 import argparse
@@ -24,11 +25,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="record nothing")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
+    parser.add_argument("--only", default="", help="a text in the names of the steps to record")
+    parser.add_argument(
+        "--library", type=Path, default=None, help=f"holds the kernels; by default {LIBRARY} in the root"
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()
     target = options.root / page.PAGE
     if not (options.render or options.check):
-        page.save(record(options.root), options.root)
+        page.save(record(options.root, options.library or options.root / LIBRARY, options.only), options.root)
     text = page.render(page.read_results(options.root))
     if not options.check:
         target.write_text(text)
@@ -39,20 +44,36 @@ def main() -> int:
     return 1
 
 
-def record(root: Path) -> dict[str, Any]:
-    """The result: the critical paths of every step, and the ratios and tiles that turn them into times."""
-    from benchmarks.kernel_time.ratios import measure_ratios  # builds the emulator
+def record(root: Path, library: Path, only: str = "") -> dict[str, Any]:
+    """The result: the critical paths of every step, and the ratios and tiles that turn them into times. ``only``: of the steps
+    whose name contains it; the others and the ratios are those of the newest result.
+    """
+    from benchmarks.kernel_time.ratios import measure_merges, measure_ratios  # builds the emulator
     from benchmarks.kernel_time.steps import record_all
 
     kernel_code = read_kernel_code(root)[-1]
-    tiles = {name: kernel_code["kernels"][f"attention_kernel<{shape}>"]["hot"]["path"] for name, shape in TILES.items()}
-    steps = record_all()
+    hot = {name: kernel_code["kernels"][f"attention_kernel<{shape}>"]["hot"] for name, shape in TILES.items()}
+    tiles = {name: {"instructions": loop["path"], "products": loop["classes"]["matrix"]} for name, loop in hot.items()}
+    merges = measure_merges(library)
+    steps = record_all({shape: merge.in_flight for shape, merge in merges.items()}, only)
     for step in steps:
         for launch in (*step["least"], *step["most"]):
-            for part in ("whole", "to_atomic", "to_product"):
+            for part in ("whole", "to_atomic", "to_product", "to_last_product"):
                 launch[part] = {event: count for event, count in launch[part].items() if count}
-    ratios = measure_ratios(root / LIBRARY, kernel_code)
-    return {"date": now(), "commit": commit_of_kernels(), "ratios": ratios, "tiles": tiles, "steps": steps}
+    newest = page.read_results(root)[-1] if only else {"steps": []}
+    ratios = newest["ratios"] if only else measure_ratios(library, kernel_code)
+    recorded = {(step["kind"], step["name"]): step for step in steps}
+    kept = {(step["kind"], step["name"]): step for step in newest["steps"]}
+    steps = [recorded.get(step, kept.get(step)) for step in {**kept, **recorded}]
+    return {
+        "date": now(),
+        "commit": commit_of_kernels(),
+        "ratios": ratios,
+        "tiles": tiles,
+        "merges": {shape: merge._asdict() for shape, merge in merges.items()},
+        "steps": steps,
+        "kept": {"commit": newest["commit"], "but": only} if only else None,
+    }
 
 
 if __name__ == "__main__":

@@ -50,6 +50,9 @@ COSTS = {
 LAUNCH = Range(1.0, 2.0)
 """Microseconds of a launch in a CUDA graph: from the end of the kernel before it to its first instruction, and its end.
 Assumed."""
+PORT = Range(64.0, 32.0)
+"""Bytes that a multiprocessor reads from L2 in a cycle, for the low time and for the high. Assumed: two sectors of 32 bytes,
+and one."""
 COLD = Range(0.0, 100.0)
 """Cycles for each 128 bytes of code that run for the first time, a cost stated apart. Low: an instruction cache holds them.
 High: a third of a load from L2, as if the next lines came along. Assumed."""

@@ -12,13 +12,15 @@ from benchmarks.kernel_time.costs import (
     COLD,
     COSTS,
     LAUNCH,
+    PORT,
     Range,
     cold_code,
     difference,
     time_of,
     with_bytes,
 )
-from benchmarks.kernel_time.steps import ATTENTION, FILTERED, GROUP, KEY_HEADS, MULTIPROCESSORS, RESIDENT_BLOCKS
+from benchmarks.kernel_time.ratios import BYTES_OF_TURN
+from benchmarks.kernel_time.steps import ATTENTION, FILTERED, KEY_HEADS, MULTIPROCESSORS, RESIDENT_BLOCKS, shape_of
 
 RESULTS = Path("benchmarks/results/kernel-time")
 PAGE = Path("benchmarks/results/kernel-time/README.md")
@@ -41,7 +43,10 @@ METHOD = """## Method
 - **Instructions** are those of the emulator, in basic blocks of the host's compiler, scaled. The scale of the scan of a row
   comes from the machine code. All other code has a scale between that of the scan and that of the loop that bounds the groups
   of a race (below). This is an assumption: no other part is known on both sides.
-- **Low** is the longer of the path and of the bytes at {bandwidth:.1f} TB/s; **high** is their sum.
+- **Attention**: *high* joins loads in as many turns of a loop as the kernel's machine code has loads on their way before it
+  uses any (below): its loops are unrolled so far.
+- **Low** is the longer of the path and of the bytes at {bandwidth:.1f} TB/s; **high** is their sum. What kernels have written
+  is read from L2, not from memory.
 - **Cold code** is stated apart: the most that a step's instructions cost if no cache holds them.
 - *Underestimated*: diverging lanes of a warp run side by side here; arrays in local memory cost nothing; all blocks begin at
   once, however many there are; double precision is as fast as single. *Overestimated*: every instruction of the path waits
@@ -96,14 +101,24 @@ class Estimates:
     def attention_parts(self, name: str, least: dict[str, Any], most: dict[str, Any]) -> tuple[Range, Range, Range]:
         """The times until the first tile arrives, for the tiles of a block, and for merging the blocks' results."""
         first = time_of(_all(least["to_product"]), _all(most["to_product"]), self.rest)
-        keys, rows, window = ATTENTION[name]
-        path = self.result["tiles"]["16 rows" if rows * GROUP <= 16 else "64 rows"]
-        tiles = -(-((window if window > 0 else keys) + rows) // 64 // least["blocks"]) + 1
-        issue = 1e6 / CLOCK * tiles * path
-        together = 1 if least["blocks"] * KEY_HEADS <= MULTIPROCESSORS else RESIDENT_BLOCKS
+        tile = self.result["tiles"][shape_of(name)]
+        issue = 1e6 / CLOCK * tile["instructions"] * most["whole"]["matrix_product"] / tile["products"]
+        together = 1 if least["multiplying"] * KEY_HEADS <= MULTIPROCESSORS else RESIDENT_BLOCKS
         middle = with_bytes(Range(issue, issue * 2 * together), KEY_HEADS * most["bytes"])
-        behind = [difference(_all(side["whole"]), side["to_atomic"]) for side in (least, most)]
-        return first, middle, time_of(*behind, self.rest)
+        return first, middle, self.merging(name, least, most)
+
+    def merging(self, name: str, least: dict[str, Any], most: dict[str, Any]) -> Range:
+        """The time from a block's last product to the end: the path, and the bytes of other blocks' parts."""
+        merge = self.result["merges"][shape_of(name)]
+        turns = most["handed_over"] / BYTES_OF_TURN
+        sides = []
+        for side, launch in enumerate((least, most)):
+            counts: dict[str, float] = dict(difference(_all(launch["whole"]), launch["to_last_product"]))
+            other = max(counts["instruction"] - turns * merge["emulator"], 0.0)
+            sides.append(counts | {"instruction": turns * merge["gpu"] + other * self.rest[side]})
+        path = time_of(*sides, Range(1.0, 1.0))
+        port = Range(*(1e6 * most["handed_over"] / width / CLOCK for width in PORT))
+        return Range(max(path.low, port.low), path.high + port.high)
 
 
 def _all(counts: dict[str, int]) -> dict[str, int]:
@@ -115,7 +130,13 @@ def render(results: list[dict[str, Any]]) -> str:
     if not results:
         return f"{HEADER}\nThere is no result yet.\n"
     estimates = Estimates(results[-1])
-    parts = [HEADER, f"Kernels of commit {results[-1]['commit']}.\n", METHOD.format(bandwidth=BANDWIDTH / 1e12)]
+    kept = results[-1].get("kept")
+    older = (
+        f' Only steps named "{kept["but"]}" were recorded; the others are those of commit {kept["commit"]}.'
+        if kept
+        else ""
+    )
+    parts = [HEADER, f"Kernels of commit {results[-1]['commit']}.{older}\n", METHOD.format(bandwidth=BANDWIDTH / 1e12)]
     parts += ["## Steps\n", *_steps(estimates), "\n## Cost of a level\n", *_levels(estimates)]
     parts += ["\n## Filters\n", *_filters(estimates), "\n## Attention in parts\n", *_attention(estimates)]
     parts += [f"\n{LIMITS}"]
@@ -125,6 +146,7 @@ def render(results: list[dict[str, Any]]) -> str:
 
 LIMITS = """## What takes the time
 
+<<<<<<< HEAD
 - **A race**: one block alone finishes it. It bounds every group of 64 tokens, with random numbers that the scan has drawn if
   it knew the race. Each of its warps scores the tokens of one group, and their best dismisses most others. The tokens of the
   rest that can still win are scored side by side. A race that begins anew, as under `rejection`, draws the numbers of all
@@ -134,6 +156,15 @@ LIMITS = """## What takes the time
   one too long for shared memory are narrowed from 256 bins as before; no step here does that.
 - **Attention** computes its share, then the addresses of its keys, then its queries before its first product; each depends on
   the one before. Merging reads the parts of all members.
+=======
+- **A race**: one block alone finishes it. The block bounds every group of 64 tokens, with random numbers that the scan has
+  drawn if it knew the race. Then it examines the few groups that can win, in sequence. Each takes two random numbers, some
+  logarithms and a load. A race that begins anew, as under `rejection`, draws the numbers of all groups itself.
+- **Filters** narrow 2,004 groups, then their tokens, then those of top-p, each from 256 bins, with a barrier after every step.
+- **Attention** reads lengths, computes its share, then the addresses of its keys, and reads these before its first product;
+  each depends on the one before. The queries come beside the first keys. At 8,192 and 32,768 keys the tiles are bound by
+  bytes. Merging is bound by instructions, the parts that pass one multiprocessor's port, and two hand-overs.
+>>>>>>> attn14
 - **A level** costs little: the walk reads the scan's results. Its price is the final draw under `rejection`.
 """
 
@@ -238,18 +269,33 @@ def _attention(estimates: Estimates) -> list[str]:
             least, most = step["least"][0], step["most"][0]
             parts = estimates.attention_parts(name, least, most)
             atomics = least["whole"].get("atomic", 0)
-            rows.append([name, str(least["blocks"] * KEY_HEADS), *(_range(part) for part in parts),
+            tiles = most["whole"]["matrix_product"] // estimates.result["tiles"][shape_of(name)]["products"]
+            rows.append([name, str(least["multiplying"] * KEY_HEADS), str(tiles), *(_range(part) for part in parts),
                          f"{least['to_product'].get('instruction', 0) * estimates.rest.low:,.0f} – "
                          f"{most['to_product'].get('instruction', 0) * estimates.rest.high:,.0f}",
-                         f"{_rounds(least['to_product'])} – {_rounds(most['to_product'])}", str(atomics)])  # fmt: skip
-    columns = ["step", "blocks", "before the first product, µs", "tiles, µs", "merging, µs",
-               "instructions before it", "rounds of loads from L2 or memory before it", "atomics on the path"]  # fmt: skip
+                         f"{_rounds(least['to_product'])} – {_rounds(most['to_product'])}", f"{_merging_rounds(least)} – "
+                         f"{_merging_rounds(most)}", f"{most['handed_over'] / 1024:,.0f}", str(atomics)])  # fmt: skip
+    columns = ["step", "blocks with tiles", "tiles of a block", "before the first product, µs", "tiles, µs",
+               "merging, µs", "instructions before the product", "rounds of loads from L2 or memory before it",
+               "rounds behind the last product", "KB of parts that a block reads", "atomics on the path"]  # fmt: skip
     return [
         "Tiles: the instructions of a warp's turn of the loop ([kernel code](../kernel-code/README.md)), low: one a cycle, "
-        "high: one in two cycles and shared between the blocks of a multiprocessor; and all bytes at full bandwidth. Two "
-        "atomics on the path are one level of merging: the last block counts itself, then resets the counter.\n",
+        "high: one in two cycles and shared between the blocks of a multiprocessor; and all bytes at full bandwidth. Merging: "
+        "from the last product to the end. An atomic on the path is a level of merging. The block that comes last of all "
+        f"reads the parts of its group and of all groups, low at {PORT.low:g} bytes a cycle beside its path, high at "
+        f"{PORT.high:g} on top.\n",
         *_table(columns, rows),
-    ]
+        "\nInstructions of one turn of the merge's loop, in which each lane loads 16 bytes from 16 places, per warp; and loads "
+        "on their way before the first is used, read from the machine code (sm_90):\n",
+        *_table(["shape", "GPU", "emulator", "loads of any width", "loads of 16 bytes"], [
+            [shape, f"{merge['gpu']:,.0f}", f"{merge['emulator']:,.0f}", *map(str, merge["in_flight"])]
+            for shape, merge in estimates.result["merges"].items()
+        ]),
+    ]  # fmt: skip
+
+
+def _merging_rounds(launch: dict[str, Any]) -> int:
+    return _rounds(launch["whole"]) - _rounds(launch["to_last_product"])
 
 
 def _rounds(counts: dict[str, int]) -> int:

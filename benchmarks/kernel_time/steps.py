@@ -10,7 +10,7 @@ heads are equal and share nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +63,9 @@ class Machine:
         self.weights = weights_of(Path(self.module.__file__))
         self.cycles = {event: middle(event) for event in COSTS}
 
-    def record(self, step: Step, most: bool) -> list[dict[str, Any]]:
-        self.module.record_paths(self.cycles, most, self.weights)
+    def record(self, step: Step, most: bool, turns: tuple[int, int] | None = None) -> list[dict[str, Any]]:
+        """``turns``: those of a loop whose loads are one round, and those of loads of 16 bytes."""
+        self.module.record_paths(self.cycles, most, self.weights, **({"turns": turns} if turns else {}))
         try:
             result = step.run()
         finally:
@@ -74,15 +75,24 @@ class Machine:
         return list(launches)
 
 
-def record_all(only: str = "") -> list[dict[str, Any]]:
-    """Every step whose name contains ``only``, with loads in the fewest possible rounds and in the most."""
+def shape_of(name: str) -> str:
+    """The shape of the kernel that runs a step of attention: the rows of its tiles."""
+    return "16 rows" if ATTENTION[name][1] * GROUP <= 16 else "64 rows"
+
+
+def record_all(in_flight: Mapping[str, tuple[int, int]], only: str = "") -> list[dict[str, Any]]:
+    """Every step whose name contains ``only``, with loads in the fewest possible rounds and in the most.
+
+    ``in_flight``: shape of attention -> its loads in flight, of any width and of 16 bytes.
+    """
     machine = Machine()
     launching.multiprocessors = lambda: MULTIPROCESSORS
     records = []
     for step in (*draft_steps(), *accept_steps(), *attention_steps()):
         if only in f"{step.kind}, {step.name}":
             print(f"{step.kind}, {step.name}", flush=True)
-            paths = {side: machine.record(step, side == "most") for side in ("least", "most")}
+            turns = in_flight[shape_of(step.name)] if step.kind == "attention" else None
+            paths = {side: machine.record(step, side == "most", turns) for side in ("least", "most")}
             records.append({"kind": step.kind, "name": step.name, **paths})
     return records
 
@@ -182,24 +192,23 @@ def _tree_step(rule: str, target: Tensor, tree: pass_ext.Tree) -> Step:
 def attention_steps() -> Iterator[Step]:
     """attention_tree of a chain of rows behind a prefix, with one key head."""
     for name, (keys, rows, window) in ATTENTION.items():
-        random = torch.Generator().manual_seed(SEED)
-        q = torch.randn(rows, GROUP, HEAD_DIM, generator=random).bfloat16()
-        caches = [torch.randn(1, keys + rows, 1, HEAD_DIM, generator=random).bfloat16() for _ in range(2)]
-        bounds, prefix = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
-        parents = torch.arange(-1, rows - 1, dtype=torch.int32)
-        visible, depths = pass_ext.tree_prepare(parents, bounds, rows)
-        plain = pass_ext.attention_tree(
-            q, *caches, prefix, bounds, visible, rows, depths=depths if window >= 0 else None, window=window
-        )[0]  # fmt: skip
-        blocks = RESIDENT_BLOCKS * MULTIPROCESSORS // KEY_HEADS
-        arguments = (q, *caches, prefix, bounds, visible, rows, None, None, None, depths, None, 0.0, window)
+        yield attention_step(name, keys, rows, window, RESIDENT_BLOCKS * MULTIPROCESSORS // KEY_HEADS)
 
-        def run(arguments: Any = arguments, blocks: int = blocks) -> Any:
-            return attention.attention_tree(*arguments, blocks=blocks)
 
-        yield Step(
-            "attention",
-            name,
-            run,
-            lambda result, plain=plain: bool((result[0].float() - plain.float()).abs().max() < 0.05),
-        )
+def attention_step(name: str, keys: int, rows: int, window: int, blocks: int) -> Step:
+    """A step of attention with one key head on `blocks` blocks, `RESIDENT_BLOCKS` on a multiprocessor."""
+    random = torch.Generator().manual_seed(SEED)
+    q = torch.randn(rows, GROUP, HEAD_DIM, generator=random).bfloat16()
+    caches = [torch.randn(1, keys + rows, 1, HEAD_DIM, generator=random).bfloat16() for _ in range(2)]
+    bounds, prefix = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
+    parents = torch.arange(-1, rows - 1, dtype=torch.int32)
+    visible, depths = pass_ext.tree_prepare(parents, bounds, rows)
+    plain = pass_ext.attention_tree(
+        q, *caches, prefix, bounds, visible, rows, depths=depths if window >= 0 else None, window=window
+    )[0]  # fmt: skip
+    arguments = (q, *caches, prefix, bounds, visible, rows, None, None, None, depths, None, 0.0, window)
+
+    def run() -> Any:
+        return attention.attention_tree(*arguments, blocks=blocks, multiprocessors=blocks // RESIDENT_BLOCKS)
+
+    return Step("attention", name, run, lambda result: bool((result[0].float() - plain.float()).abs().max() < 0.05))

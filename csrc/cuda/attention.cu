@@ -52,6 +52,8 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
   });
 }
 
+static_assert(gpu::kMostBlocks * gpu::kCountersOfBlock <= kCountersOfSlot);
+
 void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
   check_alignment(problem);
   if (problem.rows == 0 || problem.heads == 0) return;
@@ -60,7 +62,8 @@ void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
     gpu::launch_plain_attention(problem, scope.stream());
   } else {
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
-    const gpu::AttentionPlan plan = gpu::plan_attention(problem, between(resident, 1, kCountersOfSlot / 2));
+    const gpu::AttentionPlan plan =
+        gpu::plan_attention(problem, between(resident, 1, gpu::kMostBlocks), scope.multiprocessors());
     const Tensor parts = empty_of_shape("attention_tree", q, {plan.parts}, ScalarType::Float);
     int32_t* const counters = CounterSlots::of_device(scope.device()).slot_for("attention_tree", scope.stream());
     gpu::launch_attention(problem, plan, {output_of<float>(parts), counters}, scope.stream());

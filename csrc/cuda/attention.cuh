@@ -17,7 +17,6 @@ namespace pass_ext::gpu {
 // queries fill the registers.
 struct AttentionScratch {
   ScheduleScratch schedule;
-  int32_t answer;
   int32_t has_non_finite;  // a masked tile of this segment had a value that is not finite
 };
 
@@ -63,9 +62,10 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
   }
 }
 
-// Computes all tiles of a segment. The block's result is then in shared memory, in Shape::kKeyWarps parts.
+// Computes all tiles of a segment. True: the block's result is in its part. False: it is in shared memory, in
+// Shape::kKeyWarps parts.
 template <typename Shape>
-PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& scratch) {
+PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, const SharedWork& work, AttentionScratch& scratch) {
   const Segment& segment = scratch.schedule.segment;
   constexpr SharedTiles<Shape> shared{};
   constexpr int kAhead = Shape::kStages - 1;  // tiles in flight while another is multiplied
@@ -76,13 +76,16 @@ PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& s
 #pragma unroll
   for (int i = 0; i < Shape::kStages; ++i) outer[i] = address.find(segment.begin + i);
   Queries<Shape> queries;
-  queries.load(problem, segment);
-  const uint64_t first_word = load_first_word<Shape>(problem, segment);
+  uint64_t first_word = 0;
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     address.put(segment.begin + i, outer[i]);
     sync_block();
     if (segment.begin + i < segment.end) copy_tile<Shape>(problem, segment.begin + i);
+    if (i == 0) {  // behind the first keys, which take as long to come
+      queries.load(problem, segment);
+      first_word = load_first_word<Shape>(problem, segment);
+    }
     copy_async_commit();
   }
   address.put(segment.begin + kAhead, outer[kAhead]);
@@ -116,11 +119,16 @@ PASS_EXT_DEVICE void attend(const AttentionProblem& problem, AttentionScratch& s
   }
   copy_async_wait<0>();
   sync_block();  // the ring is empty
-  if (has_rows) state.store();
+  const bool is_stored = Shape::kKeyWarps == 1 && !segment.is_whole() && !scratch.has_non_finite;
+  if (has_rows)
+    state.store(is_stored ? part_of_segment<Shape>(work, segment)
+                          : shared.parts() + warp_index() / Shape::kRowWarps * Shape::kPart);
+  if (is_stored) return true;
   sync_block();
   if (scratch.has_non_finite) {
     restore_non_finite<Shape>(problem, segment);
   }
+  return false;
 }
 
 // Writes the rows of q that no request owns: before the first bound, behind the last, and those of a request beyond
@@ -156,20 +164,18 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
   const Segment& segment = scratch.schedule.segment;
   const int32_t most = Shape::kRowWarps == 1 ? 1 : work.most_in_step;
   RequestSteps first_steps;
-  const Team team = join_team<Shape>(problem, scratch.schedule, most, first_steps);
+  const Team team = join_team<Shape>(problem, scratch.schedule, most, work.multiprocessors, first_steps);
   const int32_t share_end = team.in_step == 0 ? 0 : team.begin(team.index + 1);
 #pragma unroll 1
   for (int32_t step = team.in_step == 0 ? 0 : team.begin(team.index); step < share_end;) {
     find_segment<Shape>(problem, scratch.schedule, team, first_steps, step, most);
     if (segment.rows > 0) {
-      attend<Shape>(problem, scratch);
-      RowTotals* const totals = reinterpret_cast<RowTotals*>(SharedTiles<Shape>{}.behind_parts());
-      const int64_t slot = 2 * block_index().x + (segment.begin == 0 ? 1 : 0);
-      const bool is_whole = segment.is_whole();
-      merge_warps<Shape>(problem, segment, totals, {is_whole ? nullptr : work.parts + slot * Shape::kPart});
+      const bool is_stored = attend<Shape>(problem, work, scratch), is_whole = segment.is_whole();
+      if (!is_stored)
+        merge_warps<Shape>(problem, segment, {is_whole ? nullptr : part_of_segment<Shape>(work, segment)});
       if (!is_whole)
         merge_members<Shape>(problem, segment, work, team, team.team_of(segment.unit_begin),
-                             team.team_of(segment.unit_begin + segment.tiles - 1), totals, &scratch.answer);
+                             team.team_of(segment.unit_begin + segment.tiles - 1));
     }
     step = segment.unit_begin + segment.end;
     sync_block();  // shared memory is free again

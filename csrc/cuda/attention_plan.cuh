@@ -35,8 +35,8 @@ decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& 
 struct AttentionPlan {
   unsigned blocks;
   int64_t parts;     // floats
-  int64_t counters;  // int32, zero: two for each block
-  int32_t most_in_step;
+  int64_t counters;  // int32, zero
+  int32_t most_in_step, multiprocessors;
 };
 
 // The key tiles of all requests and key heads, as far as shapes say; kernels count them in int32.
@@ -61,9 +61,9 @@ void check_steps(const AttentionProblem& problem) {
         std::to_string(problem.slots) + " slots: " + std::to_string(steps));
 }
 
-// Plans a grid of at most `most_blocks`, the number that fits on the GPU at once, and no more than can have work by
-// shapes alone. Teams are small enough for one of each size to fit into the grid.
-inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t most_blocks) {
+// Plans a grid of at most `most_blocks`, the number that fits on the GPU's multiprocessors at once, and no more than
+// can have work by shapes alone. Teams are small enough for one of each size to fit into the grid.
+inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t most_blocks, int32_t multiprocessors) {
   return with_attention_shape(problem, [&](auto shape) -> AttentionPlan {
     using Shape = decltype(shape);
     check_steps<Shape>(problem);
@@ -71,7 +71,7 @@ inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t mos
     const int64_t blocks = between(most_steps<Shape>(problem) / kLeastTilesOfBlock, 1, most_blocks);
     int32_t most = 1;
     while (most < kMostInStep && most < tiles_of_rows && (most + 1) * (most + 2) / 2 <= blocks) ++most;
-    return {static_cast<unsigned>(blocks), 2 * blocks * Shape::kPart, 2 * blocks, most};
+    return {static_cast<unsigned>(blocks), 2 * blocks * Shape::kPart, kCountersOfBlock * blocks, most, multiprocessors};
   });
 }
 
@@ -79,6 +79,7 @@ inline void launch_attention(const AttentionProblem& problem, const AttentionPla
                              Stream stream) {
   SharedWork shared = work;
   shared.most_in_step = plan.most_in_step;
+  shared.multiprocessors = plan.multiprocessors;
   with_attention_shape(problem, [&](auto shape) {
     using Shape = decltype(shape);
     launch("attention_tree", attention_kernel_of<Shape>(),

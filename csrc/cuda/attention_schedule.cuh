@@ -17,14 +17,20 @@ namespace pass_ext::gpu {
 constexpr int kAttentionThreads = 128;
 constexpr int kAttentionWarps = kAttentionThreads / 32;
 constexpr int32_t kLeastTilesOfBlock = 2;
+// Blocks whose shares would be shorter stay away, down to one block on a multiprocessor. One keeps two tiles on their
+// way, 64 KB at 128 columns, which is enough for its part of the bandwidth; two blocks would leave twice the parts.
+constexpr int32_t kShortShare = 8;
+constexpr int32_t kMostBlocks = 512;
+constexpr int32_t kCountersOfBlock = 2 * kAttentionWarps;  // attention_parts.cuh
 constexpr int kMostInStep = 8;  // blocks of a team: 512 rows to a key compute for longer than the key takes to read
 
-// Memory that blocks share: parts [2 grid] in global memory, places 2 i and 2 i + 1 for block i, and counters [2 grid],
-// zero before and after every launch.
+// Memory that blocks share: parts [2 grid] in global memory, places 2 i and 2 i + 1 for block i, and counters [grid,
+// kCountersOfBlock], zero before and after every launch.
 struct SharedWork {
   float* parts;
   int32_t* counters;
-  int32_t most_in_step;  // the plan's most blocks of a team
+  int32_t most_in_step;     // the plan's most blocks of a team
+  int32_t multiprocessors;  // the plan's fewest blocks, if each has kLeastTilesOfBlock
 };
 
 using AttentionKernel = void(AttentionProblem, SharedWork);
@@ -62,9 +68,8 @@ struct RequestSteps {
 };
 
 template <typename Shape>
-PASS_EXT_DEVICE RequestSteps steps_of(const AttentionProblem& problem, int64_t request, int32_t most) {
-  if (request >= problem.requests) return {};
-  const RequestTiles tiles = tiles_of<Shape>(problem, request_of(problem, request), most);
+PASS_EXT_DEVICE RequestSteps steps_of(const AttentionProblem& problem, const AttentionRequest& request, int32_t most) {
+  const RequestTiles tiles = tiles_of<Shape>(problem, request, most);
   return {tiles.in_step, problem.kv_heads * tiles.parts * tiles.keys};
 }
 
@@ -106,36 +111,54 @@ struct ScheduleScratch {
   Segment segment;
 };
 
-// Finds the block's share. `first_steps` becomes the work of request thread_rank(), which find_segment needs.
+// Finds the block's share. `first_steps` becomes the work of request thread_rank(), or of the only request, which
+// find_segment needs.
 template <typename Shape>
 PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch& scratch, int32_t most,
-                               RequestSteps& first_steps) {
-  if (thread_rank() <= kMostInStep) scratch.steps[thread_rank()] = 0;
-  if (thread_rank() == 0) scratch.chunk = scratch.before = 0;
-  sync_block();
+                               int32_t multiprocessors, RequestSteps& first_steps) {
+  const bool is_single = problem.requests == 1;
   first_steps = {};
+  if (is_single) {  // every thread knows all work, without a barrier
+    const AttentionRequest request = request_of(problem, 0);
+    first_steps = steps_of<Shape>(problem, request, most);
+    if (thread_rank() == 0) scratch.segment.request = request;
+  } else {
+    if (thread_rank() <= kMostInStep) scratch.steps[thread_rank()] = 0;
+    if (thread_rank() == 0) scratch.chunk = scratch.before = 0;
+    sync_block();
 #pragma unroll 1
-  for (int64_t b = thread_rank(); b < problem.requests; b += kAttentionThreads) {
-    const RequestSteps request_steps = steps_of<Shape>(problem, b, most);
-    if (b < kAttentionThreads) first_steps = request_steps;
-    if (request_steps.steps > 0) atomic_add(&scratch.steps[request_steps.in_step], request_steps.steps);
+    for (int64_t b = thread_rank(); b < problem.requests; b += kAttentionThreads) {
+      const RequestSteps request_steps = steps_of<Shape>(problem, request_of(problem, b), most);
+      if (b < kAttentionThreads) first_steps = request_steps;
+      if (request_steps.steps > 0) atomic_add(&scratch.steps[request_steps.in_step], request_steps.steps);
+    }
+    sync_block();
   }
-  sync_block();
+  const auto steps_with = [&](int32_t in_step) {
+    return !is_single ? scratch.steps[in_step] : in_step == first_steps.in_step ? first_steps.steps : 0;
+  };
   const int32_t grid = static_cast<int32_t>(grid_size().x), block = static_cast<int32_t>(block_index().x);
   // Each number of blocks in step that has work gets one team. The other blocks are divided by work, rounded down.
-  int32_t left = grid;
+  int32_t least = 0;
   float work = 0.0f;
 #pragma unroll 1
   for (int32_t in_step = 1; in_step <= most; ++in_step) {
-    const int32_t steps = scratch.steps[in_step];
+    const int32_t steps = steps_with(in_step);
     if (steps == 0) continue;
-    left -= in_step;
+    least += in_step;
     work += static_cast<float>(in_step) * static_cast<float>(steps);
   }
+  int32_t blocks = grid;
+  if (work < static_cast<float>(kShortShare) * static_cast<float>(grid)) {
+    const int32_t busy = static_cast<int32_t>(work) / kShortShare;
+    blocks = busy > multiprocessors ? busy : multiprocessors < grid ? multiprocessors : grid;
+    if (blocks < least) blocks = least;
+  }
+  const int32_t left = blocks - least;
   Team team{};
 #pragma unroll 1
   for (int32_t in_step = 1; in_step <= most; ++in_step) {
-    const int32_t steps = scratch.steps[in_step];
+    const int32_t steps = steps_with(in_step);
     if (steps == 0) continue;
     // 1 + 2^-20: 64 may come out as 63.99. The sum over all stays below left + 1, because a grid has at most 512
     // blocks.
@@ -153,12 +176,12 @@ PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch&
 }
 
 // The segment that begins at step `step` of the team's requests and ends at the latest with the team's share. It lies
-// in request `index`, whose first step is `request_begin`.
+// in `request`, whose first step is `request_begin`.
 template <typename Shape>
-PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, int64_t index, int32_t request_begin,
-                                   const Team& team, int32_t step, int32_t most) {
+PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, const AttentionRequest& request,
+                                   int32_t request_begin, const Team& team, int32_t step, int32_t most) {
   Segment segment;
-  segment.request = request_of(problem, index);
+  segment.request = request;
   const RequestTiles tiles = tiles_of<Shape>(problem, segment.request, most);
   const int32_t unit = (step - request_begin) / tiles.keys;
   segment.head = tiles.parts == 1 ? unit : unit / tiles.parts;
@@ -178,11 +201,19 @@ PASS_EXT_DEVICE Segment segment_at(const AttentionProblem& problem, int64_t inde
 template <typename Shape>
 PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScratch& scratch, const Team& team,
                                   RequestSteps first_steps, int32_t step, int32_t most) {
+  if (problem.requests == 1) {
+    if (thread_rank() == 0) scratch.segment = segment_at<Shape>(problem, scratch.segment.request, 0, team, step, most);
+    sync_block();
+    return;
+  }
   int32_t before = scratch.before;
 #pragma unroll 1
   for (int64_t chunk = scratch.chunk; chunk < problem.requests && before <= step; chunk += kAttentionThreads) {
     const int64_t request = chunk + thread_rank();
-    const RequestSteps candidate = chunk == 0 ? first_steps : steps_of<Shape>(problem, request, most);
+    const RequestSteps candidate = chunk == 0 ? first_steps
+                                   : request < problem.requests
+                                       ? steps_of<Shape>(problem, request_of(problem, request), most)
+                                       : RequestSteps{};
     const int32_t count = candidate.in_step == team.in_step ? candidate.steps : 0;
     int32_t up_to = count;  // steps up to this request: first within its warp, then from the very first
 #pragma unroll
@@ -199,7 +230,7 @@ PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScrat
       before += scratch.sums[warp];
     }
     if (up_to - count <= step && step < up_to) {
-      scratch.segment = segment_at<Shape>(problem, request, up_to - count, team, step, most);
+      scratch.segment = segment_at<Shape>(problem, request_of(problem, request), up_to - count, team, step, most);
       scratch.chunk = static_cast<int32_t>(chunk);
       scratch.before = chunk_begin;
     }

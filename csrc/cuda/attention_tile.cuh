@@ -43,7 +43,8 @@ struct AttentionShape {
   // A part of a result: each row's sums, kDim floats, and behind them its totals (attention_parts.cuh).
   static constexpr int kPartStride = dim + 8;
   static constexpr int kPart = kRows * kPartStride;
-  static_assert((kKeyWarps * kPart + 3 * kRows) * 4 <= kRingBytes + kQueryBytes, "parts take the ring's place");
+  static constexpr int kBytesBehindParts = kRingBytes + kQueryBytes - kKeyWarps * kPart * 4;
+  static_assert(kBytesBehindParts >= 8 * kRows, "parts, and eight bytes a row, take the ring's place");
 };
 
 // The offset of a 16-byte chunk of a row in a tile. Eight consecutive rows at one chunk, which load_matrices reads
@@ -67,7 +68,7 @@ struct SharedTiles {
     return reinterpret_cast<const T**>(dynamic_shared<char>() + Shape::kRingBytes + Shape::kQueryBytes) +
            tile % 2 * 2 * Shape::kKeys;
   }
-  // For use after the ring is empty: the warps' parts of the result, and room for three floats a row.
+  // For use after the ring is empty: the warps' parts of the result, and kBytesBehindParts.
   PASS_EXT_DEVICE float* parts() const { return dynamic_shared<float>(); }
   PASS_EXT_DEVICE float* behind_parts() const { return parts() + Shape::kKeyWarps * Shape::kPart; }
 };

@@ -162,6 +162,10 @@ PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& pr
 // `exact` adds them before rounding, for the lse. Each lane has added its own columns only.
 template <typename Shape>
 struct RowState {
+  struct alignas(8) Pair {  // one store
+    float low, high;
+  };
+
   float out[Shape::kDim / 8][4];
   float maximum[2], rounded[2], exact[2];
 
@@ -239,18 +243,15 @@ struct RowState {
     }
   }
 
-  // Stores the rows in shared memory, as one of the parts of the segment's result.
-  PASS_EXT_DEVICE void store() {
+  // Stores the rows in a part of the segment's result, in shared or global memory.
+  PASS_EXT_DEVICE void store(float* part) {
     const int g = static_cast<int>(lane_index() / 4), t = static_cast<int>(lane_index() % 4);
-    float* const part = SharedTiles<Shape>{}.parts() + warp_index() / Shape::kRowWarps * Shape::kPart;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float* const row = part + (first_row_of_warp<Shape>() + g + 8 * half) * Shape::kPartStride;
 #pragma unroll
-      for (int block = 0; block < Shape::kDim / 8; ++block) {
-        row[8 * block + 2 * t] = out[block][2 * half];
-        row[8 * block + 2 * t + 1] = out[block][2 * half + 1];
-      }
+      for (int block = 0; block < Shape::kDim / 8; ++block)
+        *reinterpret_cast<Pair*>(row + 8 * block + 2 * t) = {out[block][2 * half], out[block][2 * half + 1]};
       for (int step = 1; step < 4; step *= 2) {
         rounded[half] += shuffle_xor(rounded[half], step);
         exact[half] += shuffle_xor(exact[half], step);

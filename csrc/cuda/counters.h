@@ -24,7 +24,7 @@
 
 namespace pass_ext {
 
-constexpr int64_t kCountersOfSlot = 2048;
+constexpr int64_t kCountersOfSlot = 4096;
 
 class CounterSlots {  // one per device
  public:

@@ -12,7 +12,6 @@ const char* const kEventNames[kEvents] = {"instruction", "memory_load",   "l2_lo
 
 namespace {
 
-constexpr int kTurnsOfRound = 4, kTurnsOfWideRound = 8;
 constexpr uintptr_t kLine = 128;
 constexpr size_t kAtomic = static_cast<size_t>(Event::atomic);
 
@@ -45,6 +44,8 @@ void PathRecorder::begin_launch(const char* name, uint32_t blocks, uint32_t thre
 void PathRecorder::begin_block(uint32_t threads) {
   threads_.assign(threads, Thread());
   block_lines_.clear();
+  handed_over_ = 0;
+  multiplies_ = false;
 }
 
 void PathRecorder::end_thread(unsigned rank) {
@@ -93,10 +94,15 @@ void PathRecorder::join_warp(unsigned first, unsigned mask, Event event) {
     if (mask >> lane & 1)
       if (const Path& path = threads_[first + lane].path; !longest || path.cycles > longest->cycles) longest = &path;
   Path path = *longest;
+  if (event == Event::matrix_product && !multiplies_) {
+    ++launches_.back().multiplying;
+    multiplies_ = true;
+  }
   if (event == Event::matrix_product)
     for (unsigned lane = 0; lane < 32; ++lane)
       if (mask >> lane & 1) mark(threads_[first + lane].has_product, launches_.back().to_product, path);
   if (event != Event::count) count(path, event);
+  if (event == Event::matrix_product) launches_.back().to_last_product = longer(launches_.back().to_last_product, path);
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (!(mask >> lane & 1)) continue;
     threads_[first + lane].path = path;
@@ -116,7 +122,7 @@ void PathRecorder::join_block(unsigned threads) {
 
 void PathRecorder::load(Thread& thread, Round& round, Event event, bool is_wide) {
   const bool same_place = round.place == thread.place, same_turn = round.turn == thread.turn;
-  const bool goes_on = round.turns < (is_wide ? kTurnsOfWideRound : kTurnsOfRound);
+  const bool goes_on = round.turns < (is_wide ? settings_.wide_turns : settings_.turns);
   const bool joins = round.event >= 0 && (!settings_.most || (same_place && (same_turn || goes_on)));
   if (!joins) {
     count(thread.path, event);
@@ -142,15 +148,17 @@ void PathRecorder::load_shared(unsigned rank, bool is_wide) {
 // after their hand-over.
 Event PathRecorder::level_of(const Thread& thread, const void* address, bool is_written) {
   const uintptr_t line = line_of(address);
-  const bool was_read = !launch_lines_.insert(line).second;
+  const bool was_read = !is_written && !launch_lines_.insert(line).second;
   if (!block_lines_.insert(line).second) return Event::l1_load;
   const bool is_in_l2 = is_written || earlier_lines_.count(line) || (was_read && thread.path.counts[kAtomic] > 0);
   return is_in_l2 ? Event::l2_load : Event::memory_load;
 }
 
-void PathRecorder::load_global(unsigned rank, const void* address, bool is_written, bool is_wide) {
+void PathRecorder::load_global(unsigned rank, const void* address, bool is_written, size_t bytes) {
   Thread& thread = threads_[rank];
-  load(thread, thread.global, level_of(thread, address, is_written), is_wide);
+  if (is_written) handed_over_ += bytes;
+  launches_.back().handed_over = std::max(launches_.back().handed_over, handed_over_);
+  load(thread, thread.global, level_of(thread, address, is_written), bytes == 16);
 }
 
 // Blocks that updated the address have handed over: this thread continues with the longest of their paths and its own.

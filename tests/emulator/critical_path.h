@@ -4,8 +4,9 @@
 //   longest of their paths; a launch's path is the longest path of its threads.
 // All blocks begin at once. Lanes that take different branches run side by side here; on a GPU they take turns.
 // A load costs nothing if it joins a round of earlier loads. Fewest rounds: it joins all loads since threads last
-// waited for each other. Most rounds (PathSettings::most): it joins loads of the same basic block, in up to four turns
-// of a loop, about as far as compilers unroll; up to eight turns for loads of 16 bytes, written to unroll.
+// waited for each other. Most rounds (PathSettings::most): it joins loads of the same basic block, in up to `turns`
+// turns of a loop, or `wide_turns` for loads of 16 bytes: by default four, about as far as compilers unroll, and eight,
+// because these are written to unroll.
 #pragma once
 
 #include <array>
@@ -44,19 +45,24 @@ struct Path {
 };
 
 struct PathSettings {
-  std::array<double, kEvents> cycles{};             // per event: they decide which path is the longest
-  bool most = false;                                // count loads in the most rounds, not in the fewest
+  std::array<double, kEvents> cycles{};  // per event: they decide which path is the longest
+  bool most = false;                     // count loads in the most rounds, not in the fewest
+  int turns = 4, wide_turns = 8;
   std::unordered_map<uintptr_t, uint32_t> weights;  // return address of a basic block's hook -> its instructions
 };
 
-// The record of one launch. to_product: the longest path up to a thread's first matrix product. to_atomic: the longest
+// The record of one launch. to_product: the longest path up to a thread's first matrix product, to_last_product: up to
+// any. to_atomic: the longest
 // path up to a thread's first atomic on global memory, by which blocks hand over.
+// handed_over: the most bytes that a block loads of what kernels wrote; they pass its multiprocessor's port.
 struct LaunchPath {
   std::string name;
   uint32_t blocks = 0, threads = 0;
-  Path whole, to_product, to_atomic;
+  Path whole, to_product, to_last_product, to_atomic;
   uint64_t code = 0;   // instructions of all basic blocks that ran
-  uint64_t lines = 0;  // lines of 128 bytes read from global memory
+  uint64_t lines = 0;  // lines of 128 bytes read from global memory that no kernel wrote
+  uint64_t handed_over = 0;
+  uint32_t multiplying = 0;  // blocks with a matrix product
 };
 
 class PathRecorder {
@@ -78,7 +84,7 @@ class PathRecorder {
   void join_warp(unsigned first, unsigned mask, Event event);
   void join_block(unsigned count);
   void load_shared(unsigned rank, bool is_wide);
-  void load_global(unsigned rank, const void* address, bool is_written, bool is_wide);
+  void load_global(unsigned rank, const void* address, bool is_written, size_t bytes);
   void update_global(unsigned rank, const void* address);
   double begin_copy(unsigned rank, const void* address, bool is_written);  // returns the copy's arrival, in cycles
   void wait_for_copy(unsigned rank, double arrival);
@@ -109,6 +115,8 @@ class PathRecorder {
   std::vector<Thread> threads_;
   std::map<const void*, Path> published_;
   std::unordered_set<uintptr_t> block_lines_, launch_lines_, earlier_lines_, code_;
+  uint64_t handed_over_ = 0;
+  bool multiplies_ = false;
 };
 
 }  // namespace emulator

@@ -573,7 +573,7 @@ static void record_access(const void* address, size_t bytes, Access kind) {
   if (place == Place::shared && kind == Access::read) e.paths.load_shared(e.current_rank, bytes == 16);
   if (place == Place::shared && kind == Access::atomic) e.paths.add(e.current_rank, Event::shared_atomic);
   if (place != Place::read_only && place != Place::written) return;
-  if (kind == Access::read) e.paths.load_global(e.current_rank, address, place == Place::written, bytes == 16);
+  if (kind == Access::read) e.paths.load_global(e.current_rank, address, place == Place::written, bytes);
   if (kind == Access::atomic) e.paths.update_global(e.current_rank, address);
 }
 

@@ -89,6 +89,11 @@ inline PASS_EXT_KERNEL atomics_kernel(const int* in, int* ints, float* sum, unsi
   atomic_add(wide, 1ull << 33);
 }
 
+// Each thread counts once and keeps the number that it found.
+inline PASS_EXT_KERNEL counter_kernel(int* counter, int* found, int count) {
+  found[thread_index().x] = count_arrival(counter, count);
+}
+
 // Sum over blocks by the last block to arrive: each block's partial sum, fence, ticket; the last one adds them in
 // order.
 inline PASS_EXT_KERNEL last_arriver_kernel(const float* in, float* partial, unsigned* tickets, float* out) {

@@ -25,6 +25,8 @@ void run_primitive(const std::string& name, Address in, Address out, Address out
   } else if (name == "atomics") {
     launch("atomics", atomics_kernel, {{1}, {96}}, {}, as<int>(in), as<int>(out), as<float>(out2),
            as<unsigned long long>(out3));
+  } else if (name == "counter") {
+    launch("counter", counter_kernel, {{1}, {unsigned(a)}}, {}, as<int>(out), as<int>(out2), int(b));
   } else if (name == "last_arriver") {
     launch("last_arriver", last_arriver_kernel, {{unsigned(a)}, {64}}, {}, as<float>(in), as<float>(out2),
            as<unsigned>(out3), as<float>(out));

@@ -17,13 +17,14 @@ from benchmarks.kernel_time.host_code import weights_in, weights_of
 CYCLES = {event: middle(event) for event in COSTS}
 
 
-def path_of(chased=0, shuffles=1, barriers=1, most=True, weights=None, name="path", blocks=None):
+def path_of(chased=0, shuffles=1, barriers=1, most=True, weights=None, name="path", blocks=None, turns=(4, 8)):
     """The record of one launch of a primitive kernel."""
-    source = torch.zeros(512, dtype=torch.int32)
+    memory = torch.zeros(512 + 32, dtype=torch.int32)
+    source = memory[-memory.data_ptr() % 128 // 4 :][:512]  # begins with a line
     outputs = [torch.zeros(64, dtype=torch.int32) for _ in range(3)]
     buffers = {"in": (source, "in")} | {f"out{i}": (tensor, "inout") for i, tensor in enumerate(outputs)}
     with emulator.session(buffers) as machine:
-        machine.record_paths(CYCLES, most, weights or {})
+        machine.record_paths(CYCLES, most, weights or {}, turns)
         arguments = (chased, shuffles, barriers) if blocks is None else (blocks, 0, 0)
         try:
             machine.run_primitive(name, source.data_ptr(), *(tensor.data_ptr() for tensor in outputs), *arguments)
@@ -67,6 +68,21 @@ def test_the_last_block_continues_with_the_longest_path():
     assert single["whole"] == nine["whole"], "blocks run side by side"
     assert single["whole"]["atomic"] == 1 and single["to_atomic"]["atomic"] == 0
     assert single["whole"]["fence"] > single["to_atomic"]["fence"] - 1 >= 0
+
+
+def test_what_other_blocks_wrote_is_no_byte_from_memory_and_passes_a_port():
+    single, nine = (path_of(name="last_arriver", blocks=blocks) for blocks in (1, 9))
+    assert single["bytes"] == 128 and nine["bytes"] == 9 * 128, "each block reads a line; partial sums were written"
+    assert single["handed_over"] == 4 and nine["handed_over"] == 9 * 4
+    assert single["multiplying"] == 0
+
+
+def test_loads_of_one_block_of_code_join_in_so_many_turns():
+    """A block adds 32 numbers in a loop; the last one adds nine partial sums in another."""
+    for turns in (1, 3, 9, 32):
+        counts = path_of(name="last_arriver", blocks=9, turns=(turns, 1))["whole"]
+        rounds = counts["memory_load"] + counts["l2_load"] + counts["l1_load"]
+        assert rounds == -(-32 // turns) + -(-9 // turns)
 
 
 def test_instructions_grow_with_the_turns_of_a_loop():

@@ -121,6 +121,19 @@ def test_atomics():
         assert total == 48.0 and wide == 96 << 33
 
 
+@pytest.mark.parametrize("count", [1, 4, 10])
+def test_a_counter_begins_anew_at_its_end(count):
+    counter, found = run(
+        "counter",
+        integers(1),
+        [torch.zeros(1, dtype=torch.int32), torch.full((10,), -1, dtype=torch.int32)],
+        10,
+        count,
+        contents=("inout", "inout", "out"),
+    )
+    assert sorted(found.tolist()) == sorted(i % count for i in range(10)) and counter == 10 % count
+
+
 def test_the_last_block_sees_what_the_others_published():
     given = torch.randn(9, 32, generator=generator)
     tickets = torch.zeros(1, dtype=torch.int32)

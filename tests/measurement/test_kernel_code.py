@@ -271,6 +271,12 @@ def test_loads_in_flight_of_a_straight_line(lines, runs):
     assert ControlFlow(listing(*lines)).loads_in_flight() == runs
 
 
+def test_narrow_loads_in_flight_count_if_asked_for():
+    code = listing("LDG.E R16,[R20.64]", *LOAD, "STG.E.128 [R2.64],R12", "FADD R0,R16,R16")
+    assert ControlFlow(code).loads_in_flight(wide=False) == (4, 4)
+    assert ControlFlow(code).loads_in_flight() == (3, 3)
+
+
 def test_loads_in_flight_on_two_paths_are_those_of_each():
     """bfloat16 has one load before its use, float32 two; jumps are to multiples of 16."""
     code = listing(

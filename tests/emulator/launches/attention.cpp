@@ -46,11 +46,15 @@ pass_ext::AttentionProblem attention_problem(const Arguments& given) {
   return problem;
 }
 
+pass_ext::gpu::AttentionPlan attention_plan(const Arguments& given, const pass_ext::AttentionProblem& problem) {
+  return pass_ext::gpu::plan_attention(problem, given("most_blocks"), static_cast<int32_t>(given("multiprocessors")));
+}
+
 // The number of floats that the parts take, or of counters.
 int64_t attention_workspace(const Arguments& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
   if (problem.type == pass_ext::FloatType::float32) return 0;
-  const auto plan = pass_ext::gpu::plan_attention(problem, given("most_blocks"));
+  const auto plan = attention_plan(given, problem);
   return given("wants_parts") ? plan.parts : plan.counters;
 }
 
@@ -60,7 +64,7 @@ void attention_tree(const Arguments& given) {
   problem.softcap = static_cast<float>(given.number("softcap"));
   if (problem.rows == 0 || problem.heads == 0) return;
   if (problem.type == pass_ext::FloatType::float32) return pass_ext::gpu::launch_plain_attention(problem, {});
-  pass_ext::gpu::launch_attention(problem, pass_ext::gpu::plan_attention(problem, given("most_blocks")),
+  pass_ext::gpu::launch_attention(problem, attention_plan(given, problem),
                                   {given.at<float>("parts"), given.at<int32_t>("counters")}, {});
 }
 

@@ -21,11 +21,14 @@ def strides_of(name: str, rows: Tensor | None) -> dict[str, int]:
 
 def attention_tree(
     q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
-    window, blocks=None, seed=None, record=None,
+    window, blocks=None, seed=None, record=None, multiprocessors=None,
 ):  # fmt: skip
-    """``record``: a dict that gets the number of "accesses", and the "copies" of 16 bytes to shared memory as
+    """``blocks``: those that fit on the GPU at once; ``multiprocessors``: of them, by default one for each block.
+
+    ``record``: a dict that gets the number of "accesses", and the "copies" of 16 bytes to shared memory as
     (block, groups that the thread had committed before, address).
     """
+    blocks = next(GRIDS) if blocks is None else blocks
     q = q.contiguous()
     rows, heads, head_dim = q.shape
     caches = dict(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
@@ -43,7 +46,7 @@ def attention_tree(
         max_nodes=max_nodes, slots=pages_of_one * k_cache.shape[1], page_size=k_cache.shape[1], pages=k_cache.shape[0],
         table_stride=0 if block_table is None else block_table.stride(0), window=window, type=FLOAT_TYPES[q.dtype],
         visible_stride=visible.stride(0),
-        most_blocks=next(GRIDS) if blocks is None else blocks,
+        most_blocks=blocks, multiprocessors=blocks if multiprocessors is None else multiprocessors,
         scale=float(head_dim**-0.5 if scale is None else scale), softcap=float(softcap),
     )  # fmt: skip
     with session({}) as machine:

@@ -481,9 +481,10 @@ def test_the_plan_counts_in_64_bits_what_a_schedule_counts_in_32():
         slots=64 * (2**17 - 1) - 1,
         type=1,
         most_blocks=264,
+        multiprocessors=132,
     )
     with emulator.session({}) as machine:
-        assert machine.attention_workspace(fits) == 2 * 264
+        assert machine.attention_workspace(fits) == 8 * 264
         with pytest.raises(
             RuntimeError, match=r"must multiply to less than 2\^31 on CUDA, got 16384 requests.*: 2147483648"
         ):

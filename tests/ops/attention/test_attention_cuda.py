@@ -216,6 +216,50 @@ def test_a_unit_that_many_blocks_share(members, nodes, group):
         assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("members", "nodes", "group"), [(5, 3, 1), (17, 16, 1), (10, 13, 3), (4, 5, 4)],
+    ids=["16 rows", "16 rows in groups", "64 rows in groups", "some of 64 rows"],
+)  # fmt: skip
+def test_every_kernel_merges_the_parts_of_blocks(dim, members, nodes, group):
+    """A lane's columns and the rows of a warp's slice are other ones in every kernel; some slices have no rows."""
+    tile = 64 if dim <= 128 else 32
+    case = Case([2 * tile * members - nodes], [nodes], dim, heads=group, seed=dim)
+    record = {}
+    case.check(*case.run(blocks=members, seed=1, record=record))
+    assert len({block for block, _, _ in record["copies"]}) == members
+
+
+def test_parts_of_very_different_weight_are_merged():
+    """The largest score lies in one block's part, and all others weigh nothing beside it."""
+    for place in (0, 300, 1130):
+        case = Case([128 * 9 - 16], [16], heads=4, seed=7)
+        case.keys[0][place] = 20 * case.q[3, 1]  # row 13 sees it, others may or may not
+        case.k_cache[0, : len(case.keys[0])] = case.keys[0]
+        case.check(*case.run(blocks=9))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "busy"), [([8], 4), ([32], 8), ([96], 12), ([200], 16), ([20, 12], 8)],
+    ids=["fewest tiles", "one a multiprocessor", "between", "all", "two requests"],
+)  # fmt: skip
+def test_short_shares_go_to_one_block_of_a_multiprocessor(tiles, busy):
+    """16 blocks fit on 8 multiprocessors: a block has two tiles at least, and more blocks than 8 have eight each."""
+    case = Case([64 * count - 3 for count in tiles], [3] * len(tiles), heads=2)
+    record = {}
+    case.check(*case.run(blocks=16, multiprocessors=8, record=record))
+    assert len({block for block, _, _ in record["copies"]}) == busy
+
+
+def test_a_team_of_every_size_stays_on_few_multiprocessors():
+    """Requests of one to three tiles of rows need six blocks, though one multiprocessor would do for so little work."""
+    nodes = [3, 20, 40]
+    case = Case([10] * 3, nodes, heads=4, seed=5)
+    record = {}
+    case.check(*case.run(blocks=16, multiprocessors=1, record=record))
+    assert len({block for block, _, _ in record["copies"]}) == 6
+
+
 def bytes_from_memory(copies, steps=1):
     """(read from memory, copied at all, distinct). A read comes from memory if no block has copied the same in the last
     ``steps`` steps.
