@@ -24,6 +24,7 @@ CPU_ONLY = {
     "linear_rows": "this op is for the CPU; on a GPU use torch.nn.functional.linear",
     "layer_before_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
     "layer_after_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
+    "layer_stack": "this op is for the CPU; on a GPU use attention_tree and torch.nn.functional.linear between the step ops",
     "shard_local": "no CUDA kernel yet; pass_ext.distributed gathers CUDA logits instead",
     "shard_combine": "no CUDA kernel yet; pass_ext.distributed gathers CUDA logits instead",
     "shard_best": "no CUDA kernel yet; pass_ext.distributed gathers CUDA logits instead",

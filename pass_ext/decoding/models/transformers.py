@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.early_exit_draft import unwrapped
 from pass_ext.decoding.models.logit_shards import logit_shards_of
-from pass_ext.decoding.models.packed import Adapted, Attend
+from pass_ext.decoding.models.packed import Adapted, Attend, SlotOffsets
 from pass_ext.decoding.models.patching.attachment import attached, attachment_of
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
-from pass_ext.decoding.models.patching.row_attention import our_call
+from pass_ext.decoding.models.patching.row_attention import OurCall, our_call
 from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops.lookahead import lookahead_embed
@@ -97,7 +97,7 @@ class TransformersModel(Adapted):
         return attached(unwrapped(self.model))
 
     def __call__(
-        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
+        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: SlotOffsets | None = None
     ) -> Tensor:
         """Calls the model on packed rows, as ``Adapted``."""
         shifted = None if offsets is None else self._layer_offsets(offsets)
@@ -107,7 +107,7 @@ class TransformersModel(Adapted):
         try:
             if shifted is not None:
                 shifted.offsets = offsets
-            with our_call(attend, self.name, self._kept, seen):
+            with our_call(OurCall(attend, self.name, self._kept, seen, self.layers, offsets)):
                 output = self.model(
                     inputs_embeds=rows[None],
                     attention_mask=seen,
@@ -142,16 +142,17 @@ class TransformersModel(Adapted):
             f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
         )
 
-    def _layer_offsets(self, offsets: Tensor) -> LayerOffsets:
+    def _layer_offsets(self, offsets: SlotOffsets) -> LayerOffsets:
         """The hooks that add the offsets; refuses offsets that do not fit the model's layers."""
         text = self.model.config.get_text_config(decoder=True)
-        if len(offsets) != text.num_hidden_layers:
+        layers, _, width = offsets.deep.shape
+        if layers != text.num_hidden_layers:
             raise ValueError(
-                f"these look-ahead slots are for {len(offsets)} layers, {self.name} has {text.num_hidden_layers}"
+                f"these look-ahead slots are for {layers} layers, {self.name} has {text.num_hidden_layers}"
             )
-        if offsets.shape[2] != text.hidden_size:
+        if width != text.hidden_size:
             raise ValueError(
-                f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {offsets.shape[2]}"
+                f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {width}"
             )
         return attachment_of(unwrapped(self.model)).offsets
 

@@ -1,0 +1,127 @@
+"""``LayerStack``: a model's decoder layers as one call of ``layer_stack``, once a call has shown that nothing lies between them.
+
+In such a call each layer, computed alone, was given the very tensor that the layer before it returned, and the first one's
+rotary embedding. From then on the first layer computes all, and the others pass its result on.
+"""
+
+from __future__ import annotations
+
+from threading import local
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pass_ext.decoding.models.patching.layer_parts import LayerParts
+from pass_ext.decoding.models.patching.row_attention import OurCall
+from pass_ext.ops import layer as registration  # noqa: F401
+
+_stack = torch.ops.pass_ext.layer_stack.default
+
+
+class KnownLayer(Protocol):
+    """A layer's parts, and what its first call showed."""
+
+    parts: LayerParts
+    is_right: bool | None
+    rotates: bool
+    attention: dict[str, Any]
+
+
+class _Plan(NamedTuple):
+    """What ``layer_stack`` needs of the layers, in the order of its arguments."""
+
+    weights: list[Tensor]
+    parts: int
+    rotates: list[int]
+    windows: list[int]
+    numbers: tuple[Any, ...]
+    """Head size, eps, form, activation, scale, attention's scale and softcap."""
+
+
+class LayerStack:
+    """The layers of one model that ``layer_calls`` replaces."""
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[nn.Module, KnownLayer]] = []
+        self._in_order = True
+        self._plans: dict[int, _Plan | None] = {}
+        self._of_thread = local()
+
+    def add(self, layer: nn.Module, known: KnownLayer) -> None:
+        """Adds a layer; all must come, in the order of their indices."""
+        self._in_order = self._in_order and known.parts.layer == len(self._layers)
+        self._layers.append((layer, known))
+
+    def has_result(self, hidden_states: Tensor) -> bool:
+        """True if the first layer has computed all layers, and this is its result."""
+        return getattr(self._of_thread, "result", None) is hidden_states
+
+    def run(self, call: OurCall, hidden_states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor | None:
+        """Computes all layers, if that is known to be right for this call; else None."""
+        self._of_thread.result = None
+        plan = None if call.layers is None else self._plans.get(call.layers)
+        arguments = getattr(call.attend, "of_all_layers", None)
+        if plan is None or arguments is None or call.layers is None or not self._are_untouched(call.layers):
+            return None
+        caches = arguments(call.layers, plan.numbers[0])
+        if caches is None:
+            return None
+        offsets = call.offsets
+        out, keys, values = _stack(
+            hidden_states[0], plan.weights, plan.parts, *caches, rotation[0][0], rotation[1][0], plan.rotates, plan.windows,
+            None if offsets is None else offsets.ids, None if offsets is None else offsets.deep, *plan.numbers,
+        )  # fmt: skip
+        call.attend.take(keys, values)  # type: ignore[attr-defined]
+        self._of_thread.result = out[None]
+        return self._of_thread.result  # type: ignore[no-any-return]
+
+    def saw(self, call: OurCall, index: int, hidden_states: Tensor, rotation: Any, out: Tensor) -> None:
+        """Notes that a layer was computed alone: its input, before offsets, and its output."""
+        state = self._of_thread
+        if index == 0:
+            state.call, state.rotation, state.follows = call, rotation, True
+        elif getattr(state, "call", None) is call:
+            state.follows &= hidden_states is state.last and rotation is state.rotation and index == state.index + 1
+        state.index, state.last = index, out
+        if call.layers == index + 1 and getattr(state, "call", None) is call:
+            if state.follows and self._in_order and call.layers not in self._plans:
+                self._plans[call.layers] = _plan_of([known for _, known in self._layers[: call.layers]])
+            state.call = state.rotation = state.last = None
+
+    def _are_untouched(self, count: int) -> bool:
+        """True if these layers compute what they did when the stack was shown to be right."""
+        return all(
+            hasattr(layer.__dict__.get("forward"), "layer_call")
+            and not layer._forward_hooks
+            and all(getattr(hook, "adds_offsets", False) for hook in layer._forward_pre_hooks.values())
+            and known.parts.are_current()
+            for layer, known in self._layers[:count]
+        )
+
+
+def _plan_of(layers: list[KnownLayer]) -> _Plan | None:
+    """The arguments for these layers; None if they differ in what ``layer_stack`` takes once."""
+    weights: list[Tensor] = []
+    alike = set()
+    for known in layers:
+        (before, (head_dim, eps, form)), after = known.parts.before, known.parts.after
+        tensors = (*before, *after[:-4])
+        weights += [tensor for tensor in tensors if tensor is not None]
+        scale = known.attention.get("scale")
+        alike.add(
+            (
+                sum(1 << i for i, tensor in enumerate(tensors) if tensor is not None),
+                (head_dim, eps, form, *after[-2:], head_dim**-0.5 if scale is None else scale,
+                 known.attention.get("softcap", 0.0)),
+                after[-4:-2] == (eps, form),
+                bool(known.is_right),
+            )
+        )  # fmt: skip
+    if len(alike) != 1:
+        return None
+    parts, numbers, *are_right = alike.pop()
+    if not all(are_right):
+        return None
+    windows = [known.attention.get("window", -1) for known in layers]
+    return _Plan(weights, parts, [int(known.rotates) for known in layers], windows, numbers)
