@@ -7,7 +7,7 @@ registered attention function (``row_attention``) passes queries, keys and value
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from pass_ext.decoding.models.early_exit_draft import unwrapped
 from pass_ext.decoding.models.logit_shards import logit_shards_of
 from pass_ext.decoding.models.packed import Adapted, Attend, SlotOffsets
 from pass_ext.decoding.models.patching.attachment import attached, attachment_of
+from pass_ext.decoding.models.patching.direct_call import DirectCall
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.decoding.models.patching.row_attention import OurCall, our_call
 from pass_ext.decoding.models.peft_adapters import lost_adapter
@@ -103,19 +104,16 @@ class TransformersModel(Adapted):
         shifted = None if offsets is None else self._layer_offsets(offsets)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
+        direct = self._direct()
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         try:
             if shifted is not None:
                 shifted.offsets = offsets
-            with our_call(OurCall(attend, self.name, self._kept, seen, self.layers, offsets)):
-                output = self.model(
-                    inputs_embeds=rows[None],
-                    attention_mask=seen,
-                    position_ids=positions[None],
-                    use_cache=False,
-                    logits_to_keep=0 if wanted is None else wanted,
-                    return_dict=True,
-                )
+            call = OurCall(attend, self.name, self._kept, seen, self.layers, offsets)
+            with our_call(call):
+                logits = None if direct is None else direct.run(call, rows, positions, wanted)
+                if logits is None:
+                    logits = self._called(direct, call, rows, positions, wanted)
         except _MACHINE:
             raise
         except Exception as error:
@@ -126,10 +124,32 @@ class TransformersModel(Adapted):
             if shifted is not None:
                 shifted.offsets = None
         self._ran = True
-        logits = output.logits[0]
         if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
             return logits[wanted]
         return logits
+
+    def _called(
+        self, direct: DirectCall | None, call: OurCall, rows: Tensor, positions: Tensor, wanted: Tensor | None
+    ) -> Tensor:
+        """The model's own call."""
+        with nullcontext() if direct is None else direct.watched(call, rows, positions) as check:
+            logits: Tensor = self.model(
+                inputs_embeds=rows[None],
+                attention_mask=call.seen,
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if wanted is None else wanted,
+                return_dict=True,
+            ).logits[0]
+            if check is not None:
+                check(logits)
+        return logits
+
+    def _direct(self) -> DirectCall | None:
+        """The call without the model's Python; None where a wrapper or ranks have a part in it."""
+        if self.model is not unwrapped(self.model) or self.logit_shards is not None:
+            return None
+        return attachment_of(self.model).direct
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""

@@ -30,7 +30,7 @@ _checked: MutableMapping[nn.Module, _Layer] = WeakKeyDictionary()
 
 
 @contextmanager
-def layer_calls(module: nn.Module) -> Iterator[None]:
+def layer_calls(module: nn.Module) -> Iterator[LayerStack]:
     """Replaces the forward of every decoder layer that can be taken apart, and restores it at the end, also after an error.
 
     Layers with hooks on their parts, or with parts of unknown types (adapters, quantised weights), stay as they are; all layers
@@ -51,7 +51,7 @@ def layer_calls(module: nn.Module) -> Iterator[None]:
                 layer.forward = _forward(layer, known, stack)
                 stack.add(layer, known)
                 changed.append(layer)
-        yield
+        yield stack
     finally:
         for layer in changed:
             del layer.forward

@@ -6,12 +6,14 @@ rotary embedding. From then on the first layer computes all, and the others pass
 
 from __future__ import annotations
 
+from operator import is_
 from threading import local
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS
 from pass_ext.decoding.models.patching.layer_parts import LayerParts
 from pass_ext.decoding.models.patching.row_attention import OurCall
 from pass_ext.ops import layer as registration  # noqa: F401
@@ -37,6 +39,23 @@ class _Plan(NamedTuple):
     windows: list[int]
     numbers: tuple[Any, ...]
     """Head size, eps, form, activation, scale, attention's scale and softcap."""
+    unchanged: _Unchanged
+
+
+class _Unchanged:
+    """Whether layers still compute what they did: no further hooks, and all forwards and weights the same objects."""
+
+    def __init__(self, layers: list[tuple[nn.Module, KnownLayer]]) -> None:
+        entries = [(layer.__dict__, "forward", layer.__dict__.get("forward")) for layer, _ in layers]
+        entries += [source for _, known in layers for source in known.parts.sources]
+        self._dictionaries, self._names, self._values = zip(*entries, strict=True)
+        self._hooks = [layer._forward_hooks for layer, _ in layers]
+        self._pre_hooks = [layer._forward_pre_hooks for layer, _ in layers]
+
+    def __bool__(self) -> bool:
+        if any(self._hooks) or not all(map(is_, map(dict.get, self._dictionaries, self._names), self._values)):
+            return False
+        return all(hasattr(hook, "adds_offsets") for hooks in self._pre_hooks if hooks for hook in hooks.values())
 
 
 class LayerStack:
@@ -47,6 +66,22 @@ class LayerStack:
         self._in_order = True
         self._plans: dict[int, _Plan | None] = {}
         self._of_thread = local()
+
+    @property
+    def ends(self) -> tuple[Tensor, Any, Tensor] | None:
+        """The first layer's input, its rotary embedding and the last layer's output, in this thread's last run."""
+        return getattr(self._of_thread, "ends", None)
+
+    def is_ready(self, call: OurCall, rows: Tensor) -> bool:
+        """True if ``run`` can compute so many rows ``[N, d]``."""
+        plan = None if call.layers is None else self._plans.get(call.layers)
+        return (
+            plan is not None
+            and 0 < len(rows) <= MAX_FEW_ROWS
+            and rows.dtype is plan.weights[0].dtype
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        )
 
     def add(self, layer: nn.Module, known: KnownLayer) -> None:
         """Adds a layer; all must come, in the order of their indices."""
@@ -62,7 +97,7 @@ class LayerStack:
         self._of_thread.result = None
         plan = None if call.layers is None else self._plans.get(call.layers)
         arguments = getattr(call.attend, "of_all_layers", None)
-        if plan is None or arguments is None or call.layers is None or not self._are_untouched(call.layers):
+        if plan is None or arguments is None or call.layers is None or not plan.unchanged:
             return None
         caches = arguments(call.layers, plan.numbers[0])
         if caches is None:
@@ -73,8 +108,9 @@ class LayerStack:
             None if offsets is None else offsets.ids, None if offsets is None else offsets.deep, *plan.numbers,
         )  # fmt: skip
         call.attend.take(keys, values)  # type: ignore[attr-defined]
-        self._of_thread.result = out[None]
-        return self._of_thread.result  # type: ignore[no-any-return]
+        result = self._of_thread.result = out[None]
+        self._of_thread.ends = hidden_states, rotation, result
+        return result
 
     def saw(self, call: OurCall, index: int, hidden_states: Tensor, rotation: Any, out: Tensor) -> None:
         """Notes that a layer was computed alone: its input, before offsets, and its output."""
@@ -86,25 +122,15 @@ class LayerStack:
         state.index, state.last = index, out
         if call.layers == index + 1 and getattr(state, "call", None) is call:
             if state.follows and self._in_order and call.layers not in self._plans:
-                self._plans[call.layers] = _plan_of([known for _, known in self._layers[: call.layers]])
+                self._plans[call.layers] = _plan_of(self._layers[: call.layers])
             state.call = state.rotation = state.last = None
 
-    def _are_untouched(self, count: int) -> bool:
-        """True if these layers compute what they did when the stack was shown to be right."""
-        return all(
-            hasattr(layer.__dict__.get("forward"), "layer_call")
-            and not layer._forward_hooks
-            and all(getattr(hook, "adds_offsets", False) for hook in layer._forward_pre_hooks.values())
-            and known.parts.are_current()
-            for layer, known in self._layers[:count]
-        )
 
-
-def _plan_of(layers: list[KnownLayer]) -> _Plan | None:
+def _plan_of(layers: list[tuple[nn.Module, KnownLayer]]) -> _Plan | None:
     """The arguments for these layers; None if they differ in what ``layer_stack`` takes once."""
     weights: list[Tensor] = []
     alike = set()
-    for known in layers:
+    for _, known in layers:
         (before, (head_dim, eps, form)), after = known.parts.before, known.parts.after
         tensors = (*before, *after[:-4])
         weights += [tensor for tensor in tensors if tensor is not None]
@@ -123,5 +149,5 @@ def _plan_of(layers: list[KnownLayer]) -> _Plan | None:
     parts, numbers, *are_right = alike.pop()
     if not all(are_right):
         return None
-    windows = [known.attention.get("window", -1) for known in layers]
-    return _Plan(weights, parts, [int(known.rotates) for known in layers], windows, numbers)
+    windows = [known.attention.get("window", -1) for _, known in layers]
+    return _Plan(weights, parts, [int(known.rotates) for _, known in layers], windows, numbers, _Unchanged(layers))
