@@ -109,11 +109,19 @@ inline void check_layer(const char* op, int64_t index, const LayerTensors& layer
 }
 
 // Refuses a cache that has not the shape and dtype of the first one.
-inline void check_layer_cache(const char* op, const char* name, int64_t index, const Tensor& cache,
-                              const Tensor& first) {
-  const std::string argument = std::string(name) + " of layer " + std::to_string(index);
-  check_like(op, argument.c_str(), cache, "layer 0's", first);
+inline void check_layer_cache(const char* op, int64_t index, const Tensor& cache, const Tensor& first) {
+  const std::string argument = "caches[" + std::to_string(index) + "]";
+  check_like(op, argument.c_str(), cache, "caches[0]", first);
   check_contiguous_rows(op, argument.c_str(), cache);
+}
+
+// Rows or positions, [n] int64.
+inline void check_places(const char* op, const char* argument, const OptionalTensor& places, const Tensor& x) {
+  if (!places) return;
+  check_dtype(op, argument, *places, {ScalarType::Long});
+  check_dim(op, argument, *places, 1, "[n]");
+  check_contiguous_rows(op, argument, *places);
+  check_same_device(op, argument, *places, "x", x);
 }
 
 // ids [N] and deep [layers, slots, d] come together.

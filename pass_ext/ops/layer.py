@@ -159,7 +159,7 @@ def layer_after_attention(
 def layer_stack(
     x: Tensor,
     layers: Sequence[LayerWeights],
-    caches: Sequence[tuple[Tensor, Tensor]],
+    caches: Sequence[tuple[Tensor, Tensor]] | Tensor,
     prefix_lens: Tensor,
     cu_nodes: Tensor,
     visible: Tensor,
@@ -169,57 +169,68 @@ def layer_stack(
     depths: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    positions: Tensor | None = None,
     rotates: Sequence[bool] | None = None,
     windows: Sequence[int] | None = None,
     ids: Tensor | None = None,
     deep: Tensor | None = None,
+    final_norm: Tensor | None = None,
+    head: Tensor | None = None,
+    wanted: Tensor | None = None,
     eps: float = 1e-6,
     form: str = "llama",
     activation: str = "silu",
     scale: float = 1.0,
     attention_scale: float | None = None,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """A model's decoder layers over the packed rows of a step: ``layer_before_attention``, ``attention_tree`` and
-    ``layer_after_attention`` of every layer, with their bits.
+    ``layer_after_attention`` of every layer, and ``step_rms_norm`` and ``linear_rows`` behind them, with their bits.
 
     Args:
         x: ``[N, d]`` bfloat16, float16 or float32.
         layers: the weights, all with the same optional parts.
-        caches: keys and values ``[B, S, Hk, D]`` of each layer, for ``attention_tree``; they are only read.
+        caches: keys and values ``[B, S, Hk, D]`` of each layer, for ``attention_tree``; they are only read. Or one tensor of
+            all, ``[2 * layers, B, S, Hk, D]``, a layer's keys in front of its values.
         prefix_lens, cu_nodes, visible, max_nodes, depths: the step's trees, as in ``attention_tree``.
         head_dim: D.
         cos, sin: ``[N, D']`` as in ``step_rotary``; None: no rotary embedding.
+        positions: ``[N]`` int64, each row's place in ``cos`` and ``sin``, which then are ``[P, D']``; None: its own number.
         rotates: whether each layer has the rotary embedding; None: all.
         windows: each layer's window as in ``attention_tree``, -1 for none; None: no layer has one.
         ids, deep: ``[N]`` and ``[layers, L, d]``: rows whose id is -1 - i add ``deep[l, i]`` to the input of layer l.
+        final_norm: ``[d]``, weight of a norm behind the last layer; None: none.
+        head: ``[V, d]``, weight of the output layer; None: none.
+        wanted: ``[W]`` int64, the rows that norm and output layer are computed of; None: all.
         eps, form, activation, scale: as in both other ops, the same for all layers.
         attention_scale, softcap: ``scale`` and ``softcap`` of ``attention_tree``.
 
     Returns:
-        ``(out [N, d], k_new [layers, N, Hk, D], v_new [layers, N, Hk, D])``, the keys and values ready for ``cache_commit_``.
+        ``(out [N or W, V or d], new [2 * layers, N, Hk, D])``: the new rows' keys and values of each layer, as
+        ``cache_commit_`` takes them.
 
     A row has the same bits whatever the other requests are. For the CPU only. No gradients, reverse or forward: the op raises
     if an input requires one.
     """
     op = "layer_stack"
     layers = [LayerWeights(*layer) for layer in layers]
-    flat = [cache for pair in caches for cache in pair]
+    flat = [caches] if isinstance(caches, Tensor) else [cache for pair in caches for cache in pair]
     present = {tuple(getattr(layer, name) is not None for name in _ORDER) for layer in layers}
     if len(present) > 1:
         raise ValueError("pass_ext::layer_stack: layers must all have the same optional parts, got layers that differ")
     weights = [tensor for layer in layers for name in _ORDER if (tensor := getattr(layer, name)) is not None]
-    refuse_gradients(op, x, deep, *weights, *flat)
+    refuse_gradients(op, x, deep, final_norm, head, *weights, *flat)
     parts = sum(1 << i for i, is_there in enumerate(present.pop() if present else ()) if is_there)
     count = len(layers)
-    out, k_new, v_new = call(
-        _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin,
+    out, new = call(
+        _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,
         [1] * count if rotates is None else [int(each) for each in rotates],
-        [-1] * count if windows is None else list(windows), ids, deep, head_dim, eps, index_of(op, "form", form, NORM_FORMS),
+        [-1] * count if windows is None else list(windows), ids, deep, final_norm, head, wanted,
+        head_dim, eps, index_of(op, "form", form, NORM_FORMS),
         index_of(op, "activation", activation, ACTIVATIONS), scale,
         head_dim**-0.5 if attention_scale is None else attention_scale, softcap,
     )  # fmt: skip
-    return out, k_new, v_new
+    return out, new
 
 
 @register_fake("layer_before_attention")
@@ -245,9 +256,11 @@ def _after_shape(
 @register_fake("layer_stack")
 def _stack_shape(
     x: Tensor, weights: list[Tensor], parts: int, caches: list[Tensor], prefix_lens: Tensor, cu_nodes: Tensor,
-    visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None, rotates: list[int],
-    windows: list[int], ids: Tensor | None, deep: Tensor | None, head_dim: int, eps: float, form: int, activation: int,
-    scale: float, attention_scale: float, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = (len(windows), x.shape[0], *caches[0].shape[2:])
-    return x.new_empty(x.shape), x.new_empty(shape), x.new_empty(shape)
+    visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    positions: Tensor | None, rotates: list[int], windows: list[int], ids: Tensor | None, deep: Tensor | None,
+    final_norm: Tensor | None, head: Tensor | None, wanted: Tensor | None, head_dim: int, eps: float, form: int,
+    activation: int, scale: float, attention_scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows = x.shape[0] if wanted is None else wanted.shape[0]
+    width = x.shape[1] if head is None else head.shape[0]
+    return x.new_empty((rows, width)), x.new_empty((2 * len(windows), x.shape[0], *caches[0].shape[-2:]))

@@ -105,15 +105,17 @@ class TransformersModel(Adapted):
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
         direct = self._direct()
-        seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         try:
+            if direct is not None:
+                logits = direct.run(attend, self.layers, rows, positions, offsets, wanted)
+                if logits is not None:
+                    return logits
+            seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
             if shifted is not None:
                 shifted.offsets = offsets
             call = OurCall(attend, self.name, self._kept, seen, self.layers, offsets)
             with our_call(call):
-                logits = None if direct is None else direct.run(call, rows, positions, wanted)
-                if logits is None:
-                    logits = self._called(direct, call, rows, positions, wanted)
+                logits = self._called(direct, call, rows, positions, wanted)
         except _MACHINE:
             raise
         except Exception as error:

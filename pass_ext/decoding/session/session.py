@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pass_ext.decoding.models.packed import Adapted, SlotOffsets
 from pass_ext.decoding.session.graphs import RecordedCalls
-from pass_ext.decoding.session.step_attention import StepAttention, head_dim_for, padded
+from pass_ext.decoding.session.step_attention import NewRows, StepAttention, head_dim_for, padded
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
 
@@ -45,11 +45,11 @@ class Session:
         self.deep: Tensor | None = None
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
-        self._flat: list[Tensor] = []
+        self._stack: Tensor | None = None  # all caches, if all layers' are alike
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
         self.fixed_steps: dict[Any, Any] = {}
         """Recorded steps of fixed plans, by their shape and parameters."""
-        self._new: list[tuple[Tensor, Tensor]] = []
+        self._new: NewRows = []
         self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
 
     @property
@@ -79,7 +79,7 @@ class Session:
 
     def _forward(
         self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
         attention = StepAttention(self, trees)
         if positions is None:
@@ -88,18 +88,18 @@ class Session:
         rows = self.model.embed(ids, self.slots)
         offsets = None if self.deep is None else SlotOffsets(ids, self.deep)
         logits = self.model(rows, positions, attention, wanted, offsets)
-        new = attention.new
-        if len(new) != len(self.caches) or not new:
+        layers = attention.layers
+        if layers != len(self.caches) or not layers:
             raise ValueError(
-                f"{self.model.name or 'the model'}: {len(new)} layers attended, {len(self.caches)} in the first call or in "
+                f"{self.model.name or 'the model'}: {layers} layers attended, {len(self.caches)} in the first call or in "
                 "`past`: every layer that mixes rows must do so by attention, each time"
             )
-        if attention.is_first and self.model.layers not in (None, len(new)):
+        if attention.is_first and self.model.layers not in (None, layers):
             raise ValueError(
-                f"{self.model.name}: {len(new)} of {self.model.layers} layers attended; every layer must, by attention that "
+                f"{self.model.name}: {layers} of {self.model.layers} layers attended; every layer must, by attention that "
                 "takes transformers' AttentionInterface"
             )
-        return logits, new
+        return logits, attention.new_rows()
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Adds the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
@@ -108,8 +108,7 @@ class Session:
 
     def store(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Puts these keys and values behind the texts; the texts' lengths ``prefix_lens`` stay as they are."""
-        new = [rows for layer in self._new for rows in layer]
-        cache_commit_(self.flat_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
+        cache_commit_(self.all_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=self._new)
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Drops the keys and values behind the first ``lengths[b]`` tokens of each text."""
@@ -169,16 +168,25 @@ class Session:
                 cache[:, :length] = x
         self.prefix_lens.fill_(length)
 
-    def flat_caches(self) -> list[Tensor]:
-        """Keys and values of layer 0, of layer 1 …"""
-        if len(self._flat) != 2 * len(self.caches):
-            self._flat = [cache for layer in self.caches for cache in layer]
-        return self._flat
+    def all_caches(self) -> list[Tensor] | Tensor:
+        """Keys and values of layer 0, of layer 1 …: ``[2 * layers, B, room, KV heads, D]`` if they are alike, else a list."""
+        if self._stack is not None and len(self._stack) == 2 * len(self.caches):
+            return self._stack
+        return [cache for layer in self.caches for cache in layer]
 
     def add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
         """Allocates the caches of a layer for rows like these, ``[N, KV heads, padded D]``."""
-        room = self.requests, self.room
+        layer, shape = len(self.caches), (self.requests, self.room, *keys.shape[1:])
         self.head_dims.append(dims)
+        is_alike = keys.shape == values.shape and keys.dtype == values.dtype
+        if layer == 0 and is_alike and self.model.layers is not None:
+            self._stack = keys.new_empty(2 * self.model.layers, *shape, device=self.device)
+        stack = self._stack
+        if stack is not None and is_alike and stack[0].shape == shape and stack.dtype == keys.dtype and 2 * layer < len(stack):
+            self.caches.append((stack[2 * layer], stack[2 * layer + 1]))
+            return
+        self._stack = None  # the layers before keep their parts of it
+        room = self.requests, self.room
         self.caches.append(
             (
                 keys.new_empty(*room, *keys.shape[1:], device=self.device),

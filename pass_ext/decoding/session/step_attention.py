@@ -16,18 +16,26 @@ if TYPE_CHECKING:
     from pass_ext.decoding.session.session import Session
 
 
+NewRows = list[Tensor] | Tensor
+"""Keys and values of a call's rows, ``[N, KV heads, D]`` of layer 0, of layer 1 …; or all in one tensor."""
+
+
 class StepAttention:
     """``attend`` of one call, as a ``PackedModel`` takes it.
 
     Attributes:
-        new: keys and values of the rows, ``[N, KV heads, D]`` each, by layer.
+        layers: how many have attended.
         is_first: the session has no caches yet; this call makes them.
+        room: text positions that the caches hold.
     """
 
     def __init__(self, session: Session, trees: PackedTrees) -> None:
-        self.new: list[tuple[Tensor, Tensor]] = []
+        self.layers = 0
         self.is_first = not session.caches
+        self.room = session.room
         self._session, self._trees = session, trees
+        self._new: list[Tensor] = []
+        self._stacked: Tensor | None = None
 
     def __call__(
         self,
@@ -42,10 +50,8 @@ class StepAttention:
     ) -> Tensor:
         """As ``Attend``."""
         session, trees = self._session, self._trees
-        if layer != len(self.new):
-            raise ValueError(
-                f"layers must attend once each and in order: expected layer {len(self.new)}, got {layer}"
-            )
+        if layer != self.layers:
+            raise ValueError(f"layers must attend once each and in order: expected layer {self.layers}, got {layer}")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         dims = k.shape[-1], v.shape[-1]
         width = head_dim_for(max(dims))
@@ -55,7 +61,8 @@ class StepAttention:
         elif layer == len(session.caches):
             raise ValueError(f"the model has more layers than {layer}, which `past` is of")
         session.check_rows(layer, k, v)
-        self.new.append((k, v))
+        self._new += k, v
+        self.layers += 1
         out, _ = attention_tree(
             q, *session.caches[layer], session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
             k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
@@ -68,15 +75,20 @@ class StepAttention:
         heads of this size."""
         session, trees = self._session, self._trees
         is_alike = len(session.head_dims) == layers and all(dims == (head_dim, head_dim) for dims in session.head_dims)
-        if self.new or self.is_first or not is_alike or head_dim not in HEAD_DIMS:
+        if self.layers or self.is_first or not is_alike or head_dim not in HEAD_DIMS:
             return None
+        caches = session.all_caches()
         return (
-            session.flat_caches(), session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, trees.depths,
+            [caches] if isinstance(caches, Tensor) else caches, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, trees.depths,
         )  # fmt: skip
 
-    def take(self, keys: Tensor, values: Tensor) -> None:
-        """Takes the keys and values ``[layers, N, KV heads, D]`` that ``layer_stack`` made."""
-        self.new += zip(keys.unbind(), values.unbind(), strict=True)
+    def take(self, new: Tensor) -> None:
+        """Takes the keys and values ``[2 * layers, N, KV heads, D]`` that ``layer_stack`` made."""
+        self._stacked, self.layers = new, len(new) // 2
+
+    def new_rows(self) -> NewRows:
+        """Keys and values of the rows, of all layers that have attended."""
+        return self._new if self._stacked is None else self._stacked
 
 
 def head_dim_for(needed: int) -> int:

@@ -40,10 +40,10 @@ class Attachment:
             hooks.enter_context(_attention(model))
             hooks.enter_context(_evaluation(model))
             stack = hooks.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet
+            self.direct = DirectCall(model, stack)
             hooks.enter_context(step_modules(model, when=in_our_call))
             hooks.enter_context(few_rows_linear(model, when=in_our_call))
             self._hooks = hooks.pop_all()
-        self.direct = DirectCall(model, stack)
 
     @property
     def offsets(self) -> LayerOffsets:
@@ -62,8 +62,11 @@ class Attachment:
 def attached(model: Any) -> Iterator[None]:
     """Patches the model inside the context; nested contexts share the patches."""
     with _lock:
-        attachment = _attachments.get(id(model)) or Attachment(model)
-        _attachments[id(model)] = attachment
+        attachment = _attachments.get(id(model))
+        if attachment is None:
+            attachment = _attachments[id(model)] = Attachment(model)
+        else:
+            attachment.direct.forget_changed()
         attachment.users += 1
     try:
         yield

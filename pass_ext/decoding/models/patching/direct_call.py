@@ -16,41 +16,76 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.patching.layer_stack import LayerStack
+from pass_ext.decoding.models.packed import Attend, SlotOffsets
+from pass_ext.decoding.models.patching.layer_stack import LayerEnds, LayerStack
 from pass_ext.decoding.models.patching.row_attention import OurCall
+from pass_ext.decoding.models.patching.step_modules import norm_of
+from pass_ext.decoding.models.plain_tensors import is_plain
+from pass_ext.tree import MAX_TREE_NODES
+
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies do not depend on the text's length."""
 
 
 class DirectCall:
     """The parts of a model, and whether nothing else computes in a call.
 
     Args:
-        model: attached.
+        model: whose norm and head nothing has replaced yet.
         stack: its layers.
     """
 
     def __init__(self, model: Any, stack: LayerStack) -> None:
         self._stack = stack
-        self._parts = _parts_of(model)
+        parts = _parts_of(model)
+        self._parts = None if parts is None or any(parts.forwards()) else parts
         self._is_right: bool | None = None  # None: not yet shown
+        self._forwards: list[Any] = []  # of norm and head when it was shown
+        self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
+        self._has_table = False
 
-    def run(self, call: OurCall, rows: Tensor, positions: Tensor, wanted: Tensor | None) -> Tensor | None:
+    def forget_changed(self) -> None:
+        """Has what was shown shown again, if a part has changed since."""
+        self._stack.forget_changed()
+        if self._parts is None or not self._is_right:
+            return
+        parts = _parts_of(self._parts.model)
+        if parts is None or not parts.equal(self._parts) or parts.forwards() != self._forwards:
+            self._is_right, self._table, self._has_table = None, None, False
+            self._parts = parts
+
+    def run(
+        self,
+        attend: Attend,
+        layers: int | None,
+        rows: Tensor,
+        positions: Tensor,
+        offsets: SlotOffsets | None,
+        wanted: Tensor | None,
+    ) -> Tensor | None:
         """Logits ``[N or len(wanted), V]``; None: the model must be called."""
         parts = self._parts
-        if not self._is_right or parts is None or not parts.are_reached() or not self._stack.is_ready(call, rows):
+        if not self._is_right or parts is None or not parts.are_reached() or not self._stack.can_run(layers, rows):
             return None
-        x = rows[None]
-        hidden = self._stack.run(call, x, parts.rotary(x, positions[None]))
-        if hidden is None:
-            return None
-        hidden = parts.norm(hidden)
-        logits: Tensor = parts.head(hidden if wanted is None else hidden[:, wanted])
-        return logits[0]
+        ends = LayerEnds(parts.norm_weight, parts.head_weight, wanted)
+        if not self._has_table:
+            cos, sin = parts.rotary(rows[None], positions[None])
+            return self._stack.run(attend, layers, rows, cos[0], sin[0], None, offsets, ends)
+        cos, sin = self._rotations(rows, getattr(attend, "room", 0))
+        return self._stack.run(attend, layers, rows, cos, sin, positions, offsets, ends)
 
     @contextmanager
     def watched(self, call: OurCall, rows: Tensor, positions: Tensor) -> Iterator[Callable[[Tensor], None]]:
         """A call of the model inside, after which the function that is given must get its logits ``[N, V]``."""
         parts = self._parts
-        if self._is_right is not None or parts is None or not parts.are_reached() or not self._stack.is_ready(call, rows):
+        form = self._stack.norm_form(call.layers)
+        if (
+            self._is_right is not None
+            or parts is None
+            or parts.norm_form != form
+            or not parts.are_reached()
+            or not self._stack.can_run(call.layers, rows)
+        ):
             yield lambda logits: None
             return
         flow: list[_Step] = []
@@ -58,6 +93,9 @@ class DirectCall:
 
         def check(logits: Tensor) -> None:
             self._is_right = self._is_shown(flow, _Value(rows, former), positions, logits)
+            self._forwards = parts.forwards()
+            if self._is_right:
+                self._has_table = self._is_in_table(rows, positions, flow[0].output, getattr(call.attend, "room", 0))
 
         with ExitStack() as hooks:
             for name in ("rotary", "norm", "head"):
@@ -81,20 +119,50 @@ class DirectCall:
             and head.value().is_in(logits)
         )
 
+    def _is_in_table(self, rows: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], room: int) -> bool:
+        """True if the rotary embedding of positions does not depend on which others are computed beside them."""
+        if self._parts is None or getattr(self._parts.rotary, "rope_type", None) not in _FIXED_ROPES:
+            return False
+        table = self._rotations(rows, room)
+        return all(torch.equal(known[positions], part[0]) for known, part in zip(table, rotation, strict=True))
+
+    def _rotations(self, rows: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions of a text in a cache with this room, and of a tree behind it."""
+        length = room + MAX_TREE_NODES
+        if self._table is None or len(self._table[0]) < length:
+            assert self._parts is not None
+            cos, sin = self._parts.rotary(rows[None], torch.arange(length, device=rows.device)[None])
+            self._table = cos[0], sin[0]
+        return self._table
+
 
 class _Parts(NamedTuple):
-    """The modules that ``DirectCall`` calls, and those that it does not."""
+    """The modules of a call."""
 
+    norm_weight: Tensor
+    norm_form: tuple[float, int]
+    """eps and form."""
+    head_weight: Tensor
     rotary: nn.Module
     norm: nn.Module
     head: nn.Module
-    outer: tuple[nn.Module, ...]
-    """The model and its decoder."""
+    decoder: nn.Module
+    model: nn.Module
+
+    def equal(self, other: _Parts) -> bool:
+        """True if both are the same modules with the same tensors and numbers."""
+        return self.norm_form == other.norm_form and all(
+            mine is theirs for i, (mine, theirs) in enumerate(zip(self, other, strict=True)) if i != 1
+        )
+
+    def forwards(self) -> list[Any]:
+        """The forwards of norm and head, if they are not their classes'."""
+        return [part.__dict__.get("forward") for part in (self.norm, self.head)]
 
     def are_reached(self) -> bool:
-        """True if no hook and no other forward has come to the outer modules."""
-        return not any(
-            part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ for part in self.outer
+        """True if no hook and no other forward has come to the modules since."""
+        return not any(part._forward_hooks or part._forward_pre_hooks for part in self[3:]) and not any(
+            "forward" in part.__dict__ for part in (self.decoder, self.model)
         )
 
 
@@ -104,9 +172,12 @@ def _parts_of(model: Any) -> _Parts | None:
         return None
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     rotary, norm = getattr(decoder, "rotary_emb", None), getattr(decoder, "norm", None)
-    if not all(isinstance(part, nn.Module) for part in (rotary, norm, head)):
+    if not isinstance(rotary, nn.Module) or not isinstance(norm, nn.Module) or type(head) is not nn.Linear:
         return None
-    return _Parts(rotary, norm, head, (model, decoder))
+    known = norm_of(norm)
+    if known is None or head.bias is not None or not is_plain(head.weight) or not head.weight.is_cpu:
+        return None
+    return _Parts(known.weight, (known.eps, known.form), head.weight, rotary, norm, head, decoder, model)
 
 
 class _Value(NamedTuple):

@@ -106,7 +106,7 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             or len(rotation) != 2
             or named.get("past_key_values") is not None
         )
-        if is_ours and parts.layer == 0 and (out := stack.run(call, hidden_states, rotation)) is not None:
+        if is_ours and parts.layer == 0 and (out := stack.run_first(call, hidden_states, rotation)) is not None:
             return (out,) if known.returns_tuple else out
         given = hidden_states
         if call.offsets is not None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS
 from pass_ext.decoding.models.patching.layer_parts import LayerParts
 from pass_ext.decoding.models.patching.row_attention import OurCall
@@ -58,6 +59,14 @@ class _Unchanged:
         return all(hasattr(hook, "adds_offsets") for hooks in self._pre_hooks if hooks for hook in hooks.values())
 
 
+class LayerEnds(NamedTuple):
+    """What ``layer_stack`` computes behind the layers; all None: nothing."""
+
+    final_norm: Tensor | None = None
+    head: Tensor | None = None
+    wanted: Tensor | None = None
+
+
 class LayerStack:
     """The layers of one model that ``layer_calls`` replaces."""
 
@@ -72,9 +81,14 @@ class LayerStack:
         """The first layer's input, its rotary embedding and the last layer's output, in this thread's last run."""
         return getattr(self._of_thread, "ends", None)
 
-    def is_ready(self, call: OurCall, rows: Tensor) -> bool:
-        """True if ``run`` can compute so many rows ``[N, d]``."""
-        plan = None if call.layers is None else self._plans.get(call.layers)
+    def norm_form(self, layers: int | None) -> tuple[float, int] | None:
+        """eps and form of the layers' norms, if a call has shown that so many layers can be one call; else None."""
+        plan = None if layers is None else self._plans.get(layers)
+        return None if plan is None else plan.numbers[1:3]
+
+    def can_run(self, layers: int | None, rows: Tensor) -> bool:
+        """True if so many layers can be one call for rows ``[N, d]`` like these."""
+        plan = None if layers is None else self._plans.get(layers)
         return (
             plan is not None
             and 0 < len(rows) <= MAX_FEW_ROWS
@@ -82,6 +96,11 @@ class LayerStack:
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
         )
+
+    def forget_changed(self) -> None:
+        """Has what was shown shown again, if a layer has changed since."""
+        if any(plan is not None and not plan.unchanged for plan in self._plans.values()):
+            self._plans.clear()
 
     def add(self, layer: nn.Module, known: KnownLayer) -> None:
         """Adds a layer; all must come, in the order of their indices."""
@@ -92,25 +111,42 @@ class LayerStack:
         """True if the first layer has computed all layers, and this is its result."""
         return getattr(self._of_thread, "result", None) is hidden_states
 
-    def run(self, call: OurCall, hidden_states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor | None:
-        """Computes all layers, if that is known to be right for this call; else None."""
+    def run_first(self, call: OurCall, hidden_states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor | None:
+        """The first layer's call: computes all layers ``[1, N, d]``, if that is known to be right; else None."""
         self._of_thread.result = None
-        plan = None if call.layers is None else self._plans.get(call.layers)
-        arguments = getattr(call.attend, "of_all_layers", None)
-        if plan is None or arguments is None or call.layers is None or not plan.unchanged:
+        if not self.can_run(call.layers, hidden_states[0]):
             return None
-        caches = arguments(call.layers, plan.numbers[0])
-        if caches is None:
+        cos, sin = rotation
+        out = self.run(call.attend, call.layers, hidden_states[0], cos[0], sin[0], None, call.offsets, LayerEnds())
+        if out is None:
             return None
-        offsets = call.offsets
-        out, keys, values = _stack(
-            hidden_states[0], plan.weights, plan.parts, *caches, rotation[0][0], rotation[1][0], plan.rotates, plan.windows,
-            None if offsets is None else offsets.ids, None if offsets is None else offsets.deep, *plan.numbers,
-        )  # fmt: skip
-        call.attend.take(keys, values)  # type: ignore[attr-defined]
         result = self._of_thread.result = out[None]
         self._of_thread.ends = hidden_states, rotation, result
         return result
+
+    def run(
+        self,
+        attend: Attend,
+        layers: int | None,
+        rows: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        offsets: SlotOffsets | None,
+        ends: LayerEnds,
+    ) -> Tensor | None:
+        """``layer_stack`` on rows that ``can_run`` takes; None if the caches do not fit."""
+        plan = None if layers is None else self._plans.get(layers)
+        step = getattr(attend, "of_all_layers", None)
+        caches = None if plan is None or step is None else step(layers, plan.numbers[0])
+        if plan is None or caches is None:
+            return None
+        out, new = _stack(
+            rows, plan.weights, plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows,
+            None if offsets is None else offsets.ids, None if offsets is None else offsets.deep, *ends, *plan.numbers,
+        )  # fmt: skip
+        attend.take(new)  # type: ignore[attr-defined]
+        return out  # type: ignore[no-any-return]
 
     def saw(self, call: OurCall, index: int, hidden_states: Tensor, rotation: Any, out: Tensor) -> None:
         """Notes that a layer was computed alone: its input, before offsets, and its output."""
