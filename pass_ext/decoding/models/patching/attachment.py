@@ -62,11 +62,8 @@ class Attachment:
 def attached(model: Any) -> Iterator[None]:
     """Patches the model inside the context; nested contexts share the patches."""
     with _lock:
-        attachment = _attachments.get(id(model))
-        if attachment is None:
-            attachment = _attachments[id(model)] = Attachment(model)
-        else:
-            attachment.direct.forget_changed()
+        attachment = _attachments.get(id(model)) or Attachment(model)
+        _attachments[id(model)] = attachment
         attachment.users += 1
     try:
         yield

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend, SlotOffsets
+from pass_ext.decoding.models.patching.few_rows import is_plain_linear
 from pass_ext.decoding.models.patching.layer_stack import LayerEnds, LayerStack
 from pass_ext.decoding.models.patching.row_attention import OurCall
 from pass_ext.decoding.models.patching.step_modules import norm_of
-from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.tree import MAX_TREE_NODES
 
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
@@ -37,22 +37,10 @@ class DirectCall:
 
     def __init__(self, model: Any, stack: LayerStack) -> None:
         self._stack = stack
-        parts = _parts_of(model)
-        self._parts = None if parts is None or any(parts.forwards()) else parts
+        self._parts = _parts_of(model)
         self._is_right: bool | None = None  # None: not yet shown
-        self._forwards: list[Any] = []  # of norm and head when it was shown
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         self._has_table = False
-
-    def forget_changed(self) -> None:
-        """Has what was shown shown again, if a part has changed since."""
-        self._stack.forget_changed()
-        if self._parts is None or not self._is_right:
-            return
-        parts = _parts_of(self._parts.model)
-        if parts is None or not parts.equal(self._parts) or parts.forwards() != self._forwards:
-            self._is_right, self._table, self._has_table = None, None, False
-            self._parts = parts
 
     def run(
         self,
@@ -93,7 +81,6 @@ class DirectCall:
 
         def check(logits: Tensor) -> None:
             self._is_right = self._is_shown(flow, _Value(rows, former), positions, logits)
-            self._forwards = parts.forwards()
             if self._is_right:
                 self._has_table = self._is_in_table(rows, positions, flow[0].output, getattr(call.attend, "room", 0))
 
@@ -149,20 +136,13 @@ class _Parts(NamedTuple):
     decoder: nn.Module
     model: nn.Module
 
-    def equal(self, other: _Parts) -> bool:
-        """True if both are the same modules with the same tensors and numbers."""
-        return self.norm_form == other.norm_form and all(
-            mine is theirs for i, (mine, theirs) in enumerate(zip(self, other, strict=True)) if i != 1
-        )
-
-    def forwards(self) -> list[Any]:
-        """The forwards of norm and head, if they are not their classes'."""
-        return [part.__dict__.get("forward") for part in (self.norm, self.head)]
-
     def are_reached(self) -> bool:
-        """True if no hook and no other forward has come to the modules since."""
-        return not any(part._forward_hooks or part._forward_pre_hooks for part in self[3:]) and not any(
-            "forward" in part.__dict__ for part in (self.decoder, self.model)
+        """True if no hook, no other forward and no other weight has come to the modules since."""
+        return (
+            not any(part._forward_hooks or part._forward_pre_hooks for part in self[3:])
+            and not any("forward" in part.__dict__ for part in (self.decoder, self.model))
+            and self.norm._parameters.get("weight") is self.norm_weight
+            and self.head._parameters.get("weight") is self.head_weight
         )
 
 
@@ -172,10 +152,10 @@ def _parts_of(model: Any) -> _Parts | None:
         return None
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     rotary, norm = getattr(decoder, "rotary_emb", None), getattr(decoder, "norm", None)
-    if not isinstance(rotary, nn.Module) or not isinstance(norm, nn.Module) or type(head) is not nn.Linear:
+    if not isinstance(rotary, nn.Module) or not isinstance(norm, nn.Module) or "forward" in vars(norm):
         return None
     known = norm_of(norm)
-    if known is None or head.bias is not None or not is_plain(head.weight) or not head.weight.is_cpu:
+    if known is None or not is_plain_linear(head) or head.bias is not None:
         return None
     return _Parts(known.weight, (known.eps, known.form), head.weight, rotary, norm, head, decoder, model)
 

@@ -97,11 +97,6 @@ class LayerStack:
             and not torch.compiler.is_compiling()
         )
 
-    def forget_changed(self) -> None:
-        """Has what was shown shown again, if a layer has changed since."""
-        if any(plan is not None and not plan.unchanged for plan in self._plans.values()):
-            self._plans.clear()
-
     def add(self, layer: nn.Module, known: KnownLayer) -> None:
         """Adds a layer; all must come, in the order of their indices."""
         self._in_order = self._in_order and known.parts.layer == len(self._layers)
@@ -135,11 +130,11 @@ class LayerStack:
         offsets: SlotOffsets | None,
         ends: LayerEnds,
     ) -> Tensor | None:
-        """``layer_stack`` on rows that ``can_run`` takes; None if the caches do not fit."""
+        """``layer_stack`` on rows that ``can_run`` takes; None if the caches do not fit, or a layer has changed."""
         plan = None if layers is None else self._plans.get(layers)
         step = getattr(attend, "of_all_layers", None)
         caches = None if plan is None or step is None else step(layers, plan.numbers[0])
-        if plan is None or caches is None:
+        if plan is None or caches is None or not plan.unchanged:
             return None
         out, new = _stack(
             rows, plan.weights, plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows,
