@@ -58,6 +58,7 @@ __all__ = [
     "ExitAdapter",
     "Generation",
     "GenerationStats",
+    "LayerWeights",
     "LookaheadEmbedding",
     "MultiCandidate",
     "NGram",

@@ -33,8 +33,10 @@ struct StackedLayer {
 template <typename T>
 StackedLayer<T> pointers_of(const char* op, const LayerTensors& layer) {
   const auto linear = [&](const char* name, const Tensor* weight, const Tensor* bias) {
-    return LayerLinear<T>{data_of<T>(op, name, *weight), bias ? data_of<T>(op, name, *bias) : nullptr, weight->size(0),
-                          weight->size(1), weight->stride(0)};
+    const std::string prefix = name;
+    return LayerLinear<T>{data_of<T>(op, prefix + "_weight", *weight),
+                          bias ? data_of<T>(op, prefix + "_bias", *bias) : nullptr, weight->size(0), weight->size(1),
+                          weight->stride(0)};
   };
   const auto norm = [&](const char* name, const Tensor* weight) {
     return weight ? LayerNorm<T>{data_of<T>(op, name, *weight), weight->size(0)} : LayerNorm<T>{};
@@ -160,6 +162,14 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   const Tensor q = empty_of_shape(op, x, {rows, heads, head_dim});
   check_queries(op, q);
 
+  std::vector<KeyRows> cache_rows;
+  for (int64_t i = 0; i < 2 * count; ++i) {
+    const Tensor& cache = caches.tensor(i);
+    const int64_t front = caches.is_stacked ? 1 : 0;
+    check_dim(op, "caches", cache, front + 4, front ? "[2 layers, B, S, Hk, D]" : "[B, S, Hk, D] each");
+    cache_rows.push_back({caches.address<const void>(op, "caches", i), cache.stride(front), cache.stride(front + 1),
+                          cache.stride(front + 2)});
+  }
   // One problem for all layers, which differ in caches and windows.
   const auto cache_at = [&](int64_t i) {
     return caches.is_stacked ? torch::stable::select(cache_list[0], 0, i) : cache_list[i];
@@ -209,19 +219,13 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       stream = buffers[1];
     }
     const int64_t new_numbers = rows * kv_heads * head_dim;
-    const auto cache_rows = [&](int64_t i) {
-      const Tensor& cache = caches.tensor(i);
-      const int64_t front = cache.dim() - 4;
-      return KeyRows{caches.address<const void>(op, "caches", i), cache.stride(front), cache.stride(front + 1),
-                     cache.stride(front + 2)};
-    };
     const auto run_layer = [&](int64_t l) {
       T* const k = output_of<T>(fresh_rows) + 2 * l * new_numbers;
       T* const v = k + new_numbers;
       if (deep) deep_rows.add(l, const_cast<T*>(stream), width);
       before_attention(stack[l].before, options, rotates[l] ? rotation : Rotation{}, stream, rows, queries, k, v);
-      problem.k_cache = cache_rows(2 * l);
-      problem.v_cache = cache_rows(2 * l + 1);
+      problem.k_cache = cache_rows[2 * l];
+      problem.v_cache = cache_rows[2 * l + 1];
       problem.k_new.data = k;
       problem.v_new.data = v;
       problem.window = static_cast<int32_t>(windows[l]);

@@ -48,15 +48,19 @@ struct TensorStack {
 
   size_t size() const { return is_stacked ? static_cast<size_t>(list[0].size(0)) : list.size(); }
   const Tensor& tensor(size_t index) const { return list[is_stacked ? 0 : index]; }
-  // The address of an item's first element. T: void, or const void for reading only.
+  // The address of an item's first element, items in order. T: void, or const void for reading only.
   template <typename T>
   T* address(const char* op, const char* name, size_t index) const {
     using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
     const int64_t item = static_cast<int64_t>(index);
     if (!is_stacked) return address_of<T>(op, ItemName{name, item}, list[index]);
-    T* const front = address_of<T>(op, name, list[0]);
-    return static_cast<Byte*>(front) + item * list[0].stride(0) * static_cast<int64_t>(list[0].element_size());
+    if (index == 0 || front_ == nullptr)
+      front_ = const_cast<void*>(static_cast<const void*>(address_of<T>(op, ItemName{name, 0}, list[0])));
+    return static_cast<Byte*>(front_) + item * list[0].stride(0) * static_cast<int64_t>(list[0].element_size());
   }
+
+ private:
+  mutable void* front_ = nullptr;  // checked
 };
 
 // The layout of an item of a stack.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS, index_of, refuse_gradients
 
@@ -213,6 +214,12 @@ def layer_stack(
     if an input requires one.
     """
     op = "layer_stack"
+    prefix_lens, cu_nodes = integers(op, "prefix_lens", prefix_lens), integers(op, "cu_nodes", cu_nodes)
+    depths = integers(op, "depths", depths)
+    positions, ids, wanted = (
+        integers(op, name, tensor, torch.int64)
+        for name, tensor in (("positions", positions), ("ids", ids), ("wanted", wanted))
+    )
     layers = [LayerWeights(*layer) for layer in layers]
     flat = [caches] if isinstance(caches, Tensor) else [cache for pair in caches for cache in pair]
     present = {tuple(getattr(layer, name) is not None for name in _ORDER) for layer in layers}

@@ -1,6 +1,7 @@
 """The layer ops as chains of ``linear_rows``, the step ops and ``attention_tree`` of this package."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ def layer_stack(
     if positions is not None and cos is not None and sin is not None:
         cos, sin = cos[positions], sin[positions]
     new: list[Tensor] = []
-    norm = dict(eps=eps, form=form)
+    norm: dict[str, Any] = dict(eps=eps, form=form)
     for index, (weights, (k_cache, v_cache)) in enumerate(zip(layers, pairs, strict=True)):
         if deep is not None and ids is not None:
             x = torch.where((ids < 0)[:, None], x + deep[index][(-1 - ids.long()).clamp(min=0)], x)

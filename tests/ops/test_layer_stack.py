@@ -1,6 +1,8 @@
-"""layer_stack on the CPU at every instruction set: the bits of the layer ops, attention_tree, step_rms_norm and linear_rows called
-one by one, errors against float64, and requests that do not depend on each other.
+"""layer_stack on the CPU at every instruction set: the bits of the layer ops, attention_tree, step_rms_norm and linear_rows
+called one by one, errors against float64, and requests that do not depend on each other.
 """
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -137,7 +139,9 @@ def test_every_end_alone(cpu, end):
 def test_every_number_of_layers(cpu, layers):
     """An even and an odd number: the rows change places in work space from layer to layer."""
     for case in (case_of(torch.bfloat16), case_of(torch.bfloat16, plain=True)):
-        case |= {name: case[name][:layers] for name in ("layers", "caches", "rotates", "windows", "deep") if name in case}
+        case |= {
+            name: case[name][:layers] for name in ("layers", "caches", "rotates", "windows", "deep") if name in case
+        }
         assert_same(pass_ext.layer_stack(**case), by_ops(**case))
 
 
@@ -181,9 +185,7 @@ def test_close_to_float64_as_the_reference_is(cpu, dtype):
         return type(value)(map(doubled, value)) if isinstance(value, list | tuple) else value
 
     exact = reference.layer_stack(**{name: doubled(value) for name, value in case.items()})
-    for ours, near, truth in zip(
-        pass_ext.layer_stack(**case), reference.layer_stack(**case), exact, strict=True
-    ):
+    for ours, near, truth in zip(pass_ext.layer_stack(**case), reference.layer_stack(**case), exact, strict=True):
         assert_error_within(ours, near, truth)
 
 
@@ -191,7 +193,7 @@ def test_a_request_has_the_same_bits_alone(cpu):
     case = case_of(torch.bfloat16) | dict(wanted=None)
     out, new = pass_ext.layer_stack(**case)
     bounds = case["cu_nodes"].tolist()
-    for request, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for request, (first, last) in enumerate(pairwise(bounds)):
         rows = slice(first, last)
         alone = case | {name: case[name][rows] for name in ("x", "depths", "visible", "positions", "ids")}
         alone |= dict(
@@ -248,7 +250,7 @@ def test_errors_name_the_layer(cpu):
     case = case_of(torch.float32)
     layers = list(case["layers"])
     layers[1] = layers[1]._replace(up_weight=torch.ones(99, WIDTH))
-    with pytest.raises(RuntimeError, match="layer_stack: layer 1: up_weight must have 100 .the rows of gate_weight."):
+    with pytest.raises(RuntimeError, match=r"layer_stack: layer 1: up_weight must have 100 .the rows of gate_weight."):
         pass_ext.layer_stack(**case | dict(layers=layers))
     caches = list(case["caches"])
     caches[2] = (caches[2][0], torch.ones(3, 79, KEY_HEADS, DIM))

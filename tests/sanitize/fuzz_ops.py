@@ -608,7 +608,12 @@ def layer_stack(draw: Draw):
     prefixes = [draw.pick((0, 1, 5, 65)) for _ in sizes]
     max_nodes, room = max([1, *sizes]), max([1, *prefixes])
     shapes = dict(
-        q=(64 * heads, width), k=(64, width), v=(64, width), o=(width, 64 * heads), gate=(inner, width), up=(inner, width),
+        q=(64 * heads, width),
+        k=(64, width),
+        v=(64, width),
+        o=(width, 64 * heads),
+        gate=(inner, width),
+        up=(inner, width),
         down=(width, inner),
     )
     biased = [name for name in shapes if draw.chance(0.3)]

@@ -182,7 +182,13 @@ class Session:
         if layer == 0 and is_alike and self.model.layers is not None:
             self._stack = keys.new_empty(2 * self.model.layers, *shape, device=self.device)
         stack = self._stack
-        if stack is not None and is_alike and stack[0].shape == shape and stack.dtype == keys.dtype and 2 * layer < len(stack):
+        if (
+            stack is not None
+            and is_alike
+            and stack[0].shape == shape
+            and stack.dtype == keys.dtype
+            and 2 * layer < len(stack)
+        ):
             self.caches.append((stack[2 * layer], stack[2 * layer + 1]))
             return
         self._stack = None  # the layers before keep their parts of it

@@ -78,9 +78,8 @@ class StepAttention:
         if self.layers or self.is_first or not is_alike or head_dim not in HEAD_DIMS:
             return None
         caches = session.all_caches()
-        return (
-            [caches] if isinstance(caches, Tensor) else caches, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, trees.depths,
-        )  # fmt: skip
+        listed = [caches] if isinstance(caches, Tensor) else caches
+        return listed, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, trees.depths
 
     def take(self, new: Tensor) -> None:
         """Takes the keys and values ``[2 * layers, N, KV heads, D]`` that ``layer_stack`` made."""

@@ -125,7 +125,10 @@ def test_batches_of_ragged_prompts(calls, monkeypatch):
 @pytest.mark.parametrize("rope", [dict(rope_type="dynamic", factor=2.0), dict(rope_type="linear", factor=2.0)], ids=str)
 def test_scaled_rotary_embeddings(rope, calls, monkeypatch):
     """Frequencies that depend on the text's length are computed for each call."""
-    model, ids = model_of("llama", rope_parameters=rope | dict(rope_theta=1e4), max_position_embeddings=64), prompts(1, 7)[0]
+    model, ids = (
+        model_of("llama", rope_parameters=rope | dict(rope_theta=1e4), max_position_embeddings=64),
+        prompts(1, 7)[0],
+    )
     with without_stack(monkeypatch):
         expected = generated(model, ids)
     assert_same_calls(generated(model, ids), expected)

@@ -155,7 +155,7 @@ def _parts_of(model: Any) -> _Parts | None:
     if not isinstance(rotary, nn.Module) or not isinstance(norm, nn.Module) or "forward" in vars(norm):
         return None
     known = norm_of(norm)
-    if known is None or not is_plain_linear(head) or head.bias is not None:
+    if known is None or not is_plain_linear(head) or head._parameters["bias"] is not None:
         return None
     return _Parts(known.weight, (known.eps, known.form), head.weight, rotary, norm, head, decoder, model)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -102,16 +102,16 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             or not 0 < hidden_states.shape[1] <= most
             or hidden_states.dtype is not dtype
             or torch.is_grad_enabled()
-            or not isinstance(rotation, tuple)
-            or len(rotation) != 2
             or named.get("past_key_values") is not None
         )
-        if is_ours and parts.layer == 0 and (out := stack.run_first(call, hidden_states, rotation)) is not None:
-            return (out,) if known.returns_tuple else out
+        if is_ours and parts.layer == 0 and _is_pair(rotation):
+            out = stack.run_first(call, hidden_states, rotation)
+            if out is not None:
+                return (out,) if known.returns_tuple else out
         given = hidden_states
         if call.offsets is not None:
             hidden_states = hidden_states + call.offsets[parts.layer]
-        if not is_ours or not parts.are_current():
+        if not is_ours or not _is_pair(rotation) or not parts.are_current():
             return original(hidden_states, *others, **named)
         rows, cos, sin = hidden_states[0], rotation[0][0], rotation[1][0]
         if known.is_right is None:
@@ -126,6 +126,11 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
 
     forward.layer_call = True  # type: ignore[attr-defined]
     return forward
+
+
+def _is_pair(rotation: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
+    """True for cosines and sines."""
+    return isinstance(rotation, tuple) and len(rotation) == 2
 
 
 def _first_call(
@@ -165,5 +170,3 @@ def _first_call(
             known.is_right = True
             break
     return result
-
-

@@ -75,7 +75,6 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     )
 
 
-
 def adds_its_offsets(layer: nn.Module) -> bool:
     """True for a layer with a forward that adds a call's offsets itself."""
     return not torch.compiler.is_compiling() and hasattr(vars(layer).get("forward"), "layer_call")

@@ -1,4 +1,5 @@
-"""``LayerStack``: a model's decoder layers as one call of ``layer_stack``, once a call has shown that nothing lies between them.
+"""``LayerStack``: a model's decoder layers as one call of ``layer_stack``, once a call has shown that nothing lies between
+them.
 
 In such a call each layer, computed alone, was given the very tensor that the layer before it returned, and the first one's
 rotary embedding. From then on the first layer computes all, and the others pass its result on.
@@ -141,7 +142,7 @@ class LayerStack:
             None if offsets is None else offsets.ids, None if offsets is None else offsets.deep, *ends, *plan.numbers,
         )  # fmt: skip
         attend.take(new)  # type: ignore[attr-defined]
-        return out  # type: ignore[no-any-return]
+        return out
 
     def saw(self, call: OurCall, index: int, hidden_states: Tensor, rotation: Any, out: Tensor) -> None:
         """Notes that a layer was computed alone: its input, before offsets, and its output."""
