@@ -14,7 +14,7 @@ from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.common.rules import RULES
 from pass_ext.ops.draft import draft_sample
-from pass_ext.ops.layer import layer_after_attention, layer_before_attention
+from pass_ext.ops.layer import LayerWeights, layer_after_attention, layer_before_attention, layer_stack
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.next import next_rows_
@@ -60,6 +60,7 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "Grammar",
+    "LayerWeights",
     "LookaheadEmbedding",
     "MultiCandidate",
     "NGram",
@@ -84,6 +85,7 @@ __all__ = [
     "generate",
     "layer_after_attention",
     "layer_before_attention",
+    "layer_stack",
     "linear_rows",
     "lookahead_embed",
     "next_rows_",

@@ -28,8 +28,7 @@ prompt. *same text*: texts equal to Plain's in bfloat16, and to Plain's in float
 """
 NAME = "contenders"
 PART_WORDS = {
-    "products": "products",
-    "attention": "attention",
+    "layers": "layers and head",
     "small": "small ops of the call",
     "loop": "loop outside the model",
 }
@@ -85,9 +84,8 @@ def _parts_section(result: dict[str, Any], measured: Sequence[dict[str, Any]]) -
     words = (
         "\n## A step against the machine\n\n"
         "Milliseconds per call of the model, behind the call on the prompt; in brackets the share of the machine's limit. "
-        "Products, and the norms, rotations and gates that are in one op with them: "
-        "max(bytes of the weights ÷ read bandwidth, flops ÷ peak), attention: bytes of keys and values ÷ read "
-        "bandwidth. "
+        "Layers and head: products and attention, and all that is in one op with them, against "
+        "max(bytes of weights, keys and values ÷ read bandwidth, flops ÷ peak). "
         f"A large read: {limits['read_gb_per_s']:.1f} GB/s; a large product: {limits['gflop_per_s']:.0f} GFLOP/s, both in this "
         "run. Small ops and the loop have no limit but zero.\n\n"
     )

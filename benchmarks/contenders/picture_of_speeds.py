@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.harness import picture
 
 OURS, OTHERS = "#1f5fa8", "#b8b8b8"
-PARTS = ("#1f5fa8", "#7fa6d6", "#d9b38c", "#a0672f")
+PARTS = ("#1f5fa8", "#d9b38c", "#a0672f")
 LIMIT = "#b02020"
 
 
@@ -52,7 +52,7 @@ def _speeds(axes: Any, story: dict[str, Any]) -> None:
 
 
 def _parts(axes: Any, story: dict[str, Any]) -> None:
-    """A bar per contender made of the parts of its step; below it the machine's limit of the products and of attention."""
+    """A bar per contender made of the parts of its step; below it the machine's limit of the layers."""
     longest = max(sum(line["ms"].values()) for line in story["parts"])
     for place, line in enumerate(story["parts"]):
         left = limit = 0.0
@@ -62,7 +62,7 @@ def _parts(axes: Any, story: dict[str, Any]) -> None:
             if milliseconds > 0.07 * longest:
                 share = f", {line['limit_ms'][part] / milliseconds:.0%}" if part in line["limit_ms"] else ""
                 middle = left + milliseconds / 2
-                white = colour in (PARTS[0], PARTS[3])
+                white = colour in (PARTS[0], PARTS[2])
                 axes.text(middle, place, f"{milliseconds:.1f}{share}", ha="center", va="center", size=6.5,
                           color="white" if white else "#222222")  # fmt: skip
             left += milliseconds

@@ -18,7 +18,7 @@ from benchmarks.harness.aims import NOT_MEASURED
 from benchmarks.harness.plan import Aim
 
 Row = dict[str, Any]
-PARTS = ("products", "attention", "small", "loop")
+PARTS = ("layers", "small", "loop")
 METHODS = (names.NGRAM, names.PASS, names.JOINED)
 MOST_MS_OUTSIDE = 2.0
 MOST_MS_LOOP = 0.5

@@ -1,5 +1,6 @@
-"""A decoder layer around its attention, `pass_ext.layer_before_attention` and `layer_after_attention`, against the same work as
-single ops of pass_ext, and as a model's lines in PyTorch. `python -m benchmarks.ops.layer --help`.
+"""A decoder layer around its attention, `pass_ext.layer_before_attention` and `layer_after_attention`, and layers with their
+attention, `pass_ext.layer_stack`, against the same work as single ops of pass_ext, and as a model's lines in PyTorch.
+`python -m benchmarks.ops.layer --help`.
 
 The shapes are those of SmolLM2-135M. Warm: the same layer every time, from the cache that holds it. Cold: the caches are swept,
 as the other layers of a model sweep them. `of_read`: the share of the memory's read bandwidth, by the fewest bytes.
@@ -7,6 +8,7 @@ as the other layers of a model sweep them. `of_read`: the share of the memory's 
 
 import argparse
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -76,9 +78,72 @@ def plain_after(attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tens
     return middle + functional.linear(hidden, down)
 
 
+# ---- four layers with attention ----
+
+LAYERS, KEYS = 4, 256
+
+
+def stack(x: Tensor, cos: Tensor, sin: Tensor, caches: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """pass_ext: one call."""
+    layers = [
+        pass_ext.LayerWeights(*layer[2:], input_norm=layer[0], mlp_norm=layer[1]) for layer in batched(weights, 9)
+    ]
+    lengths, bounds, visible = step_of(len(x))
+    return pass_ext.layer_stack(
+        x, layers, caches, lengths, bounds, visible, len(x), head_dim=HEAD, cos=cos, sin=sin, eps=EPS
+    )
+
+
+def single_stack(x: Tensor, cos: Tensor, sin: Tensor, caches: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """pass_ext: three calls for each layer."""
+    lengths, bounds, visible = step_of(len(x))
+    new: list[Tensor] = []
+    for pair, (first, second, q, k, v, o, gate, up, down) in zip(
+        caches.unflatten(0, (-1, 2)), batched(weights, 9), strict=True
+    ):
+        queries, keys, values = before(x, first, q, k, v, cos, sin)
+        new += keys, values
+        attended, _ = pass_ext.attention_tree(
+            queries, *pair, lengths, bounds, visible, len(x), k_new=keys, v_new=values
+        )
+        x = after(attended.flatten(1), x, second, o, gate, up, down)
+    return x, torch.stack(new)
+
+
+def plain_stack(x: Tensor, cos: Tensor, sin: Tensor, caches: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """As in transformers, with PyTorch's attention over the cache and a chain of rows."""
+    new: list[Tensor] = []
+    rows = torch.arange(len(x))
+    seen = torch.cat([torch.ones(len(x), KEYS, dtype=torch.bool), rows[:, None] >= rows], dim=1)
+    for pair, (first, second, q, k, v, o, gate, up, down) in zip(
+        caches.unflatten(0, (-1, 2)), batched(weights, 9), strict=True
+    ):
+        queries, keys, values = plain_before(x, first, q, k, v, cos, sin)
+        new += keys, values
+        all_keys, all_values = (torch.cat([old[0], rows]) for old, rows in zip(pair, (keys, values), strict=True))
+        attended = functional.scaled_dot_product_attention(
+            *(part.transpose(0, 1)[None] for part in (queries, all_keys, all_values)), attn_mask=seen, enable_gqa=True
+        )
+        x = plain_after(attended[0].transpose(0, 1).flatten(1), x, second, o, gate, up, down)
+    return x, torch.stack(new)
+
+
+@cache
+def step_of(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lengths, bounds and visible rows of one text and a chain of rows behind it."""
+    trees = pass_ext.tree.pack_trees([pass_ext.Tree.chain(rows - 1)], torch.device("cpu"))
+    return torch.tensor([KEYS], dtype=torch.int32), trees.cu_nodes, trees.visible
+
+
+def batched(weights: tuple[Tensor, ...], size: int) -> list[tuple[Tensor, ...]]:
+    """The weights by layer."""
+    return [weights[i : i + size] for i in range(0, len(weights), size)]
+
+
 CONTENDERS = {
     "before": (Contender(OURS, before), Contender(SINGLE, single_before), Contender(PLAIN, plain_before)),
     "after": (Contender(OURS, after), Contender(SINGLE, single_after), Contender(PLAIN, plain_after)),
+    "stack": (Contender(OURS, stack), Contender(SINGLE, single_stack), Contender(PLAIN, plain_stack)),
 }
 
 
@@ -122,7 +187,20 @@ def make_cases(options: argparse.Namespace, sizes: list[tuple[str, int]]) -> Ite
             "after": (random(rows, HEADS * HEAD), random(rows, D), random(D), weight(D, HEADS * HEAD), weight(INNER, D),
                       weight(INNER, D), weight(D, INNER)),
         }  # fmt: skip
-        written = {"before": rows * (HEADS + 2 * KEY_HEADS) * HEAD, "after": rows * D}
+        if half == "stack":
+            layers = [
+                (random(D), random(D), *(weight(heads * HEAD, D) for heads in (HEADS, KEY_HEADS, KEY_HEADS)),
+                 *inputs["after"][3:])
+                for _ in range(LAYERS)
+            ]  # fmt: skip
+            layers = [tuple(tensor.clone() for tensor in layer) for layer in layers]
+            caches = random(2 * LAYERS, 1, KEYS, KEY_HEADS, HEAD)
+            inputs["stack"] = (random(rows, D), *rotation, caches, *(tensor for layer in layers for tensor in layer))
+        written = {
+            "before": rows * (HEADS + 2 * KEY_HEADS) * HEAD,
+            "after": rows * D,
+            "stack": rows * (D + 2 * LAYERS * KEY_HEADS * HEAD),
+        }
         moved = (sum(tensor.numel() for tensor in inputs[half]) + written[half]) * dtype.itemsize
         labels: dict[str, str | int] = {"half": half, "rows": rows}
         yield Case(labels, CONTENDERS[half], [inputs[half]], fewest_bytes=moved, check=check_bits, reads=True)

@@ -20,9 +20,10 @@
 namespace pass_ext {
 namespace {
 
-constexpr int32_t kChunkKeys = 512;  // least keys of a task, if there are so many
-constexpr int32_t kMostChunks = 16;  // per unit
-constexpr double kAloneBelow = 4e6;  // multiplications; below, one thread ends before others have woken up
+constexpr int32_t kChunkKeys = 512;       // least keys of a task, if there are so many
+constexpr int32_t kMostChunks = 16;       // per unit
+constexpr double kAloneBelow = 4e6;       // multiplications; below, one thread ends before others have woken up
+constexpr double kReadyAloneBelow = 2e4;  // if others need not wake up
 
 // Rows of one request and key head. The chunks of their keys are tasks; the last task to end merges them. The cut of
 // the keys depends on the request alone, so neither the batch around it nor the number of threads changes a bit of its
@@ -139,9 +140,16 @@ void Worker::run(Unit& unit, int32_t chunk, Pool& pool) {
   pool.give_back(unit.memory);
 }
 
-// Refuses values out of range. On CUDA this check would need a synchronisation.
-void check_values(const AttentionProblem& problem) {
-  constexpr const char* op = "attention_tree";
+// Rows that belong to no request: out 0, lse -inf.
+void clear_rows(const AttentionProblem& problem, int64_t begin, int64_t end) {
+  const int64_t row_bytes = int64_t{problem.heads} * problem.head_dim * (problem.type == FloatType::float32 ? 4 : 2);
+  std::memset(static_cast<char*>(problem.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
+  std::fill(problem.lse + begin * problem.heads, problem.lse + end * problem.heads, -kInfinity);
+}
+
+}  // namespace
+
+void check_attention_values(const char* op, const AttentionProblem& problem) {
   check_bounds(op, problem.cu_nodes, problem.requests, problem.rows, problem.max_nodes);
   for (int64_t b = 0; b < problem.requests; ++b) {
     const int64_t first = problem.cu_nodes[b], nodes = problem.cu_nodes[b + 1] - first;
@@ -166,15 +174,7 @@ void check_values(const AttentionProblem& problem) {
   }
 }
 
-// Rows that belong to no request: out 0, lse -inf.
-void clear_rows(const AttentionProblem& problem, int64_t begin, int64_t end) {
-  const int64_t row_bytes = int64_t{problem.heads} * problem.head_dim * (problem.type == FloatType::float32 ? 4 : 2);
-  std::memset(static_cast<char*>(problem.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
-  std::fill(problem.lse + begin * problem.heads, problem.lse + end * problem.heads, -kInfinity);
-}
-
-void attend_on_cpu(const AttentionProblem& problem, const Tensor&) {
-  check_values(problem);
+void attend_on_cpu(const AttentionProblem& problem) {
   if (problem.rows == 0 || problem.heads == 0) return;  // the outputs are null
   clear_rows(problem, 0, problem.requests ? problem.cu_nodes[0] : problem.rows);
   if (problem.requests) clear_rows(problem, problem.cu_nodes[problem.requests], problem.rows);
@@ -192,8 +192,17 @@ void attend_on_cpu(const AttentionProblem& problem, const Tensor&) {
     Worker worker(problem.head_dim);
     for (size_t i = next++; i < tasks.size(); i = next++) worker.run(*tasks[i].first, tasks[i].second, pool);
   };
-  const int64_t threads = work < kAloneBelow ? 1 : std::min<int64_t>(tasks.size(), thread_count());
+  const int64_t threads = work < (threads_are_ready() ? kReadyAloneBelow : kAloneBelow)
+                              ? 1
+                              : std::min<int64_t>(tasks.size(), thread_count());
   for_each_piece(std::max<int64_t>(1, threads), run);
+}
+
+namespace {
+
+void check_and_attend(const AttentionProblem& problem, const Tensor&) {
+  check_attention_values("attention_tree", problem);
+  attend_on_cpu(problem);
 }
 
 void merge_on_cpu(const MergeProblem& problem, const Tensor&) {
@@ -206,6 +215,6 @@ void merge_on_cpu(const MergeProblem& problem, const Tensor&) {
 }  // namespace pass_ext
 
 STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
-  library.impl("attention_tree", TORCH_BOX(&pass_ext::attention_tree<pass_ext::attend_on_cpu>));
+  library.impl("attention_tree", TORCH_BOX(&pass_ext::attention_tree<pass_ext::check_and_attend>));
   library.impl("attention_merge", TORCH_BOX(&pass_ext::attention_merge<pass_ext::merge_on_cpu>));
 }

@@ -47,4 +47,9 @@ struct AttentionScratch {
   void* row;          // [head_dim] of any type
 };
 
+// Refuses values out of range. On CUDA this check would need a synchronisation.
+void check_attention_values(const char* op, const AttentionProblem& problem);
+// Fills in problem.out and problem.lse. The values are checked.
+void attend_on_cpu(const AttentionProblem& problem);
+
 }  // namespace pass_ext

@@ -5,6 +5,8 @@
 // processor to another program, and then lasts a time slice. So a job that has waited long sends the next ones, for a
 // while, to the pool, which does not wait for a thread that has not begun.
 //
+// A call of many jobs (with_threads_ready) takes torch's threads once: they look for its jobs until it ends.
+//
 // In the pool a job lies in one of a few slots while it is open; free threads look there, first spinning, then asleep.
 // A thread counts itself in before it looks at a slot's job, and the job's owner, having closed the slot, waits until
 // the count is 0: so no thread touches a job that has ended.
@@ -289,11 +291,23 @@ std::chrono::nanoseconds own_time() {
   return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
 }
 
+// How long a thread waited for others, or had no processor, since this began.
+class Loss {
+ public:
+  Avoidance::Clock::duration of_processor() const {
+    return (Avoidance::Clock::now() - begun_) - (own_time() - own_begun_);
+  }
+  Avoidance::Clock::duration so_far() const { return Avoidance::Clock::now() - begun_; }
+
+ private:
+  Avoidance::Clock::time_point begun_ = Avoidance::Clock::now();
+  std::chrono::nanoseconds own_begun_ = own_time();
+};
+
 void run_on_torch_threads(const Pieces& pieces, int threads) {
   Job job(pieces, threads);
-  const auto begun = Avoidance::Clock::now();
-  const auto own_begun = own_time();
-  auto own_alone = own_begun;
+  const Loss loss;
+  Avoidance::Clock::duration lost{};
   Avoidance::Clock::time_point alone{};  // when the caller found no further piece
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     in_piece = true;
@@ -301,19 +315,74 @@ void run_on_torch_threads(const Pieces& pieces, int threads) {
     in_piece = false;
     if (begin == 0) {
       alone = Avoidance::Clock::now();
-      own_alone = own_time();
+      lost = loss.of_processor();
     }
   });
-  const auto waited = Avoidance::Clock::now() - alone, lost = (alone - begun) - (own_alone - own_begun);
-  avoidance.learn(std::max<Avoidance::Clock::duration>(waited, lost));
+  avoidance.learn(std::max(Avoidance::Clock::now() - alone, lost));
   if (job.error) std::rethrow_exception(job.error);
 }
+
+// torch's threads for the time of one call, which brings its jobs one after the other.
+class Crew {
+ public:
+  explicit Crew(int threads) : threads_(threads) {}
+
+  void run(const Pieces& pieces) {
+    Job job(pieces, static_cast<int>(std::min<int64_t>(threads_, pieces.count)));
+    slot_.job.store(&job);
+    in_piece = true;
+    job.work(0);
+    in_piece = false;
+    slot_.job.store(nullptr);
+    const auto left = [&] { return slot_.inside.load() == 0; };
+    if (!spin(kSpinForLastPieces, left)) {
+      const Loss loss;
+      while (!left()) std::this_thread::yield();
+      longest_wait_ = std::max(longest_wait_, loss.so_far());
+    }
+    if (job.error) std::rethrow_exception(job.error);
+  }
+
+  // A waiting thread's part.
+  void serve() {
+    in_piece = true;
+    while (!over_.load(std::memory_order_acquire)) {
+      const auto came = [&] {
+        return slot_.job.load(std::memory_order_relaxed) != nullptr || over_.load(std::memory_order_relaxed);
+      };
+      if (!spin(kSpin, came)) {
+        std::this_thread::yield();
+        continue;
+      }
+      slot_.inside.fetch_add(1);
+      Job* const job = slot_.job.load();
+      if (job != nullptr) {
+        const int place = job->places.fetch_sub(1);
+        if (place > 0) job->work(place);
+      }
+      slot_.inside.fetch_sub(1);
+    }
+    in_piece = false;
+  }
+
+  void end() { over_.store(true, std::memory_order_release); }
+  Avoidance::Clock::duration longest_wait() const { return longest_wait_; }
+
+ private:
+  const int threads_;
+  Slot slot_;
+  std::atomic<bool> over_{false};
+  Avoidance::Clock::duration longest_wait_{};
+};
+
+thread_local Crew* crew = nullptr;
 
 }  // namespace
 
 int64_t thread_count() { return torch::stable::get_num_threads(); }
 
 void run_pieces(const Pieces& pieces) {
+  if (crew != nullptr && !in_piece && pieces.count > 1) return crew->run(pieces);
   const int threads = static_cast<int>(std::min(thread_count(), pieces.count));
   if (threads > 1 && !in_piece) {
     if (avoidance.is_on())
@@ -323,6 +392,34 @@ void run_pieces(const Pieces& pieces) {
     return;
   }
   for (int64_t piece = 0; piece < pieces.count; ++piece) pieces.run(pieces.function, piece);
+}
+
+bool threads_are_ready() { return crew != nullptr; }
+
+void stand_by(void (*run)(void* function), void* function) {
+  const int threads = static_cast<int>(thread_count());
+  if (threads < 2 || in_piece || crew != nullptr || avoidance.is_on()) return run(function);
+  Crew members(threads);
+  std::exception_ptr error;
+  const Loss loss;
+  Avoidance::Clock::time_point ended{};
+  Avoidance::Clock::duration lost{};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    if (begin != 0) return members.serve();
+    crew = end < threads ? &members : nullptr;  // else no other thread came
+    try {
+      run(function);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    crew = nullptr;
+    members.end();
+    ended = Avoidance::Clock::now();
+    // Interrupts take some of a long call's time.
+    lost = loss.of_processor() - loss.so_far() / 20;
+  });
+  avoidance.learn(std::max({Avoidance::Clock::now() - ended, members.longest_wait(), lost}));
+  if (error) std::rethrow_exception(error);
 }
 
 int64_t range_of(int64_t count, int64_t least) {

@@ -46,6 +46,17 @@ void for_ranges(int64_t count, int64_t least, Function&& function) {
   });
 }
 
+// function() on this thread, while the others stand by: jobs inside begin without the threads being called together
+// and sent away again, which costs as much as a small job.
+void stand_by(void (*run)(void* function), void* function);
+template <typename Function>
+void with_threads_ready(Function&& function) {
+  using F = std::remove_reference_t<Function>;
+  stand_by([](void* f) { (*static_cast<F*>(f))(); }, const_cast<void*>(static_cast<const void*>(&function)));
+}
+// True inside with_threads_ready, if others do stand by: a job pays that is as short as a few microseconds.
+bool threads_are_ready();
+
 // One piece per request if there are enough of them, else one request after the other, each with all threads for its
 // rows: function(index, alone). alone: the request has all threads for itself.
 template <typename Function>

@@ -31,20 +31,24 @@ struct AttentionArguments {
 };
 
 // A cache's rows: [outer, slot, head, head_dim].
-inline KeyRows cache_rows_of(const AttentionArguments& arguments, const char* argument, const Tensor& cache) {
-  constexpr const char* op = "attention_tree";
+inline KeyRows cache_rows_of(const char* op, const char* argument, const Tensor& cache) {
+  return {data_of<void>(op, argument, cache), cache.stride(0), cache.stride(1), cache.stride(2)};
+}
+
+inline KeyRows checked_cache_rows_of(const char* op, const AttentionArguments& arguments, const char* argument,
+                                     const Tensor& cache) {
   const Tensor& q = arguments.q;
   check_dtype(op, argument, cache, {q.scalar_type()});
   check_dim(op, argument, cache, 4, arguments.block_table ? "[pages, page, Hkv, D]" : "[B, S, Hkv, D]");
   check_size(op, argument, cache, 3, q.size(2), "q's head size D");
   check_same_device(op, argument, cache, "q", q);
   check_contiguous_rows(op, argument, cache);
-  return {data_of<void>(op, argument, cache), cache.stride(0), cache.stride(1), cache.stride(2)};
+  return cache_rows_of(op, argument, cache);
 }
 
 // The rows of the nodes themselves: [N, head, head_dim].
-inline KeyRows new_rows_of(const AttentionArguments& arguments, const char* argument, const Tensor& fresh) {
-  constexpr const char* op = "attention_tree";
+inline KeyRows new_rows_of(const char* op, const AttentionArguments& arguments, const char* argument,
+                           const Tensor& fresh) {
   const Tensor& q = arguments.q;
   check_dtype(op, argument, fresh, {q.scalar_type()});
   check_dim(op, argument, fresh, 3, "[N, Hkv, D]");
@@ -65,8 +69,7 @@ inline void check_head_dim(const char* op, const Tensor& q) {
   refuse(op, "q must have a head size of ", sizes, ", got ", describe(q));
 }
 
-inline void check_queries(const Tensor& q) {
-  constexpr const char* op = "attention_tree";
+inline void check_queries(const char* op, const Tensor& q) {
   check_dtype(op, "q", q, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
   check_dim(op, "q", q, 3, "[N, Hq, D]");
   check_head_dim(op, q);
@@ -74,13 +77,18 @@ inline void check_queries(const Tensor& q) {
   check_below(op, "q", q, 1, kMostHeads + 1, "heads");
 }
 
+inline void check_window(const char* op, int64_t window) {
+  if (window < -1 || window == 0 || window > INT32_MAX)
+    refuse(op, "window must be positive, or -1 for none, got ", window);
+}
+
 // Makes the outputs and packs the problem. `q` is contiguous and checked already.
-inline AttentionResult prepare_attention(const AttentionArguments& arguments, AttentionProblem& problem) {
-  constexpr const char* op = "attention_tree";
+inline AttentionResult prepare_attention(const char* op, const AttentionArguments& arguments,
+                                         AttentionProblem& problem) {
   const Tensor &q = arguments.q, &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
   check_max_nodes(op, arguments.max_nodes);
-  problem.k_cache = cache_rows_of(arguments, "k_cache", k_cache);
-  problem.v_cache = cache_rows_of(arguments, "v_cache", v_cache);
+  problem.k_cache = checked_cache_rows_of(op, arguments, "k_cache", k_cache);
+  problem.v_cache = checked_cache_rows_of(op, arguments, "v_cache", v_cache);
   for (int64_t i = 0; i < 3; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i), "as k_cache");
   // Positions count the cache slots, then the nodes, then the rest of a tile of keys, all in int32.
   constexpr int64_t kMostSlots = INT32_MAX - 2 * kMaxTreeNodes;
@@ -92,8 +100,8 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
   if (arguments.k_new.has_value() != arguments.v_new.has_value())
     refuse(op, "k_new and v_new must come together, got only ", arguments.k_new ? "k_new" : "v_new");
   if (arguments.k_new) {
-    problem.k_new = new_rows_of(arguments, "k_new", *arguments.k_new);
-    problem.v_new = new_rows_of(arguments, "v_new", *arguments.v_new);
+    problem.k_new = new_rows_of(op, arguments, "k_new", *arguments.k_new);
+    problem.v_new = new_rows_of(op, arguments, "v_new", *arguments.v_new);
   }
   const Bounds bounds = check_cu_nodes(op, arguments.cu_nodes, "q", q);
   problem.cu_nodes = bounds.cu_nodes;
@@ -117,8 +125,7 @@ inline AttentionResult prepare_attention(const AttentionArguments& arguments, At
   }
   problem.page_size = static_cast<int32_t>(k_cache.size(1));
   problem.pages = static_cast<int32_t>(k_cache.size(0));
-  if (arguments.window < -1 || arguments.window == 0 || arguments.window > INT32_MAX)
-    refuse(op, "window must be positive, or -1 for none, got ", arguments.window);
+  check_window(op, arguments.window);
   problem.window = static_cast<int32_t>(arguments.window);
   if (arguments.depths) {
     const int32_t* depths = check_integers(op, "depths", *arguments.depths, "q", q);
@@ -158,10 +165,12 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
                                const OptionalTensor& k_new, const OptionalTensor& v_new,
                                const OptionalTensor& block_table, const OptionalTensor& depths,
                                std::optional<double> scale, double softcap, int64_t window) {
+  constexpr const char* op = "attention_tree";
   AttentionProblem problem{};
-  check_queries(q);  // before they are copied
-  const Tensor flat_q = contiguous_of("attention_tree", "q", q);
-  const AttentionResult result = prepare_attention({flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes,
+  check_queries(op, q);  // before they are copied
+  const Tensor flat_q = contiguous_of(op, "q", q);
+  const AttentionResult result = prepare_attention(op,
+                                                   {flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes,
                                                     k_new, v_new, block_table, depths, scale, softcap, window},
                                                    problem);
   run(problem, flat_q);

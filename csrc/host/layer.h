@@ -54,4 +54,27 @@ inline void check_rows(const char* op, const char* argument, const Tensor& x, co
   check_dim(op, argument, x, 2, shape);
 }
 
+// cos and sin [N, D'] come together or not at all.
+inline void check_rotation(const char* op, const OptionalTensor& cos, const OptionalTensor& sin, const Tensor& x,
+                           int64_t rows, int64_t head_dim) {
+  if (cos.has_value() != sin.has_value()) refuse(op, "cos and sin must be given together or not at all");
+  if (!cos) return;
+  check_dtype(op, "cos", *cos, {x.scalar_type(), ScalarType::Float});
+  check_dim(op, "cos", *cos, 2, "[N, D']");
+  check_size(op, "cos", *cos, 0, rows, "N, the rows of x");
+  if (cos->size(1) % 2 != 0 || cos->size(1) > head_dim)
+    refuse(op, "cos must have an even number of at most ", head_dim, " (head_dim) in dimension 1, got ",
+           describe(*cos));
+  check_contiguous_rows(op, "cos", *cos);
+  check_same_device(op, "cos", *cos, "x", x);
+  check_like(op, "sin", *sin, "cos", *cos);
+  check_contiguous_rows(op, "sin", *sin);
+}
+
+inline void check_activation(const char* op, int64_t activation, double scale, bool has_norm_behind) {
+  if (activation < 0 || activation >= kActivations)
+    refuse(op, "activation must be in [0, ", kActivations, "), got ", activation);
+  if (scale != 1.0 && has_norm_behind) refuse(op, "scale must be 1 beside attention_norm or output_norm, got ", scale);
+}
+
 }  // namespace pass_ext

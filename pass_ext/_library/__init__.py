@@ -24,6 +24,7 @@ CPU_ONLY = {
     "linear_rows": "this op is for the CPU; on a GPU use torch.nn.functional.linear",
     "layer_before_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
     "layer_after_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
+    "layer_stack": "this op is for the CPU; on a GPU use attention_tree and torch.nn.functional.linear between the step ops",
 }
 """Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent

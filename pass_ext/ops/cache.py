@@ -19,13 +19,13 @@ _op = torch.ops.pass_ext.cache_commit_.default
 
 
 def cache_commit_(
-    caches: Sequence[Tensor],
+    caches: Sequence[Tensor] | Tensor,
     prefix_lens: Tensor,
     cu_nodes: Tensor,
     path: Tensor,
     num_accepted: Tensor,
     *,
-    new: Sequence[Tensor] | None = None,
+    new: Sequence[Tensor] | Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> None:
     """Moves the K/V rows of accepted nodes to the cache slots behind the prefix, in place, in all layers at once.
@@ -38,7 +38,7 @@ def cache_commit_(
             ``[B, Hkv, S, D]`` cache comes through ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a
             ``block_table``. Any dtype; tensors may differ in dtype, heads and D. Tensors of equal layout share one
             launch: in most models that is all of them. The same memory twice is refused: give a cache that layers share
-            once.
+            once. Or one tensor of all of them, with a dimension in front.
         prefix_lens: ``[B]`` int32, committed tokens of each request before this step.
         cu_nodes: ``[B + 1]`` int32; request b owns nodes ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request,
             whose cache is not written.
@@ -46,7 +46,7 @@ def cache_commit_(
             Any order and repeated nodes are legal: the result is as if all rows were read before the first is written.
         num_accepted: ``[B]`` int32.
         new: for each cache tensor the rows of the nodes, ``[N, Hkv, D]`` in its dtype, D contiguous. None: node i's row is
-            in the cache at slot ``prefix_len + i``.
+            in the cache at slot ``prefix_len + i``. One tensor with a dimension in front will do too.
         block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Requests must not share a page that is
             written.
 
@@ -55,15 +55,17 @@ def cache_commit_(
     Integer arguments may have any integer dtype; numbers outside int32 are out of range. No gradients, reverse or forward:
     the op raises if a tensor requires one.
     """
-    caches = list(caches)
+    caches = [caches] if isinstance(caches, Tensor) else list(caches)
+    new = [new] if isinstance(new, Tensor) else new
     if torch.is_grad_enabled() and (_require_grad(caches) or (new is not None and _require_grad(new))):
         raise RuntimeError(
             "pass_ext::cache_commit_: it overwrites caches and no gradient is implemented, but a tensor of caches or new "
             "requires one; call it under torch.no_grad()"
         )
-    if new is not None and len(new) != len(caches):
+    if new is not None and _count(new, 3) != _count(caches, 4):
         raise RuntimeError(
-            f"pass_ext::cache_commit_: new must have one tensor for each of the {len(caches)} caches, got {len(new)}"
+            f"pass_ext::cache_commit_: new must have one tensor for each of the {_count(caches, 4)} caches, got "
+            f"{_count(new, 3)}"
         )
     prefix_lens = integers("cache_commit_", "prefix_lens", prefix_lens)
     cu_nodes = integers("cache_commit_", "cu_nodes", cu_nodes)
@@ -77,6 +79,11 @@ def cache_commit_(
         return
     # Without this a backward that has saved a cache would use its new content without an error.
     torch.autograd.graph.increment_version(caches)
+
+
+def _count(tensors: Sequence[Tensor], dims: int) -> int:
+    """How many tensors of so many dimensions these are: a list, or one tensor with a dimension in front."""
+    return len(tensors[0]) if len(tensors) == 1 and tensors[0].dim() == dims + 1 else len(tensors)
 
 
 def _require_grad(tensors: Sequence[Tensor]) -> bool:
@@ -94,7 +101,7 @@ def check_fits(
 ) -> None:
     """Raises IndexError for bounds, nodes, lengths or pages that the CPU op refuses. Synchronises with the device."""
     bounds, prefixes, accepted, width = cu_nodes.tolist(), prefix_lens.tolist(), num_accepted.tolist(), path.shape[1]
-    most = new[0].shape[0] if new else 2**31 - 1
+    most = new[0].shape[-3] if new else 2**31 - 1
     for b, (first, last) in enumerate(pairwise(bounds)):
         if not 0 <= first <= last <= most:
             raise IndexError(
@@ -113,7 +120,7 @@ def check_fits(
         slots = [prefixes[b] + j for j, node in enumerate(nodes) if node >= 0]
         if new is None:
             slots += [prefixes[b] + node for node in nodes if node >= 0]
-        for outers, size in {(cache.shape[0], cache.shape[1]) for cache in caches} if slots else ():
+        for outers, size in {(cache.shape[-4], cache.shape[-3]) for cache in caches} if slots else ():
             room = size * (1 if block_table is None else block_table.shape[1])
             if max(slots) >= room:
                 raise IndexError(f"pass_ext::cache_commit_: caches must have slot {max(slots)} for request {b} (prefix_lens "

@@ -1,21 +1,60 @@
 """``layer_before_attention`` and ``layer_after_attention``: a decoder layer around its attention, on the CPU, each half as one
-call over the packed rows of a step.
+call over the packed rows of a step. ``layer_stack``: decoder layers with their attention, all in one call.
 
     before   q, k, v = rotated(normed(products of normed(x)))
     after    m = residual + o(attended);  m + down(activation(gate(n)) up(n)),  n = normed(m)
+    stack    x = after(attention_tree(before(x)), x), layer by layer
 
-Kernel: csrc/cpu/layer.cpp, which chains those of ``linear_rows`` and the step ops.
+Kernels: csrc/cpu/layer.h, which chains those of ``linear_rows`` and the step ops.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS, index_of, refuse_gradients
 
 _before_op = torch.ops.pass_ext.layer_before_attention.default
 _after_op = torch.ops.pass_ext.layer_after_attention.default
+_stack_op = torch.ops.pass_ext.layer_stack.default
+
+
+class LayerWeights(NamedTuple):
+    """A decoder layer's tensors, as the arguments of ``layer_before_attention`` and ``layer_after_attention``."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    v_weight: Tensor
+    o_weight: Tensor
+    gate_weight: Tensor
+    up_weight: Tensor
+    down_weight: Tensor
+    input_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    attention_norm: Tensor | None = None
+    output_norm: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+_ORDER = (
+    "input_norm", "q_weight", "q_bias", "k_weight", "k_bias", "v_weight", "v_bias", "q_norm", "k_norm", "o_weight", "o_bias",
+    "attention_norm", "mlp_norm", "gate_weight", "gate_bias", "up_weight", "up_bias", "down_weight", "down_bias",
+    "output_norm",
+)  # fmt: skip
+"""The order of a layer's tensors in the op's list: csrc/host/layer_stack.h, LayerPart."""
 
 
 def layer_before_attention(
@@ -118,6 +157,89 @@ def layer_after_attention(
     return out
 
 
+def layer_stack(
+    x: Tensor,
+    layers: Sequence[LayerWeights],
+    caches: Sequence[tuple[Tensor, Tensor]] | Tensor,
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    visible: Tensor,
+    max_nodes: int,
+    *,
+    head_dim: int,
+    depths: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    rotates: Sequence[bool] | None = None,
+    windows: Sequence[int] | None = None,
+    ids: Tensor | None = None,
+    deep: Tensor | None = None,
+    final_norm: Tensor | None = None,
+    head: Tensor | None = None,
+    wanted: Tensor | None = None,
+    eps: float = 1e-6,
+    form: str = "llama",
+    activation: str = "silu",
+    scale: float = 1.0,
+    attention_scale: float | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """A model's decoder layers over the packed rows of a step: ``layer_before_attention``, ``attention_tree`` and
+    ``layer_after_attention`` of every layer, and ``step_rms_norm`` and ``linear_rows`` behind them, with their bits.
+
+    Args:
+        x: ``[N, d]`` bfloat16, float16 or float32.
+        layers: the weights, all with the same optional parts.
+        caches: keys and values ``[B, S, Hk, D]`` of each layer, for ``attention_tree``; they are only read. Or one tensor of
+            all, ``[2 * layers, B, S, Hk, D]``, a layer's keys in front of its values.
+        prefix_lens, cu_nodes, visible, max_nodes, depths: the step's trees, as in ``attention_tree``.
+        head_dim: D.
+        cos, sin: ``[N, D']`` as in ``step_rotary``; None: no rotary embedding.
+        positions: ``[N]`` int64, each row's place in ``cos`` and ``sin``, which then are ``[P, D']``; None: its own number.
+        rotates: whether each layer has the rotary embedding; None: all.
+        windows: each layer's window as in ``attention_tree``, -1 for none; None: no layer has one.
+        ids, deep: ``[N]`` and ``[layers, L, d]``: rows whose id is -1 - i add ``deep[l, i]`` to the input of layer l.
+        final_norm: ``[d]``, weight of a norm behind the last layer; None: none.
+        head: ``[V, d]``, weight of the output layer; None: none.
+        wanted: ``[W]`` int64, the rows that norm and output layer are computed of; None: all.
+        eps, form, activation, scale: as in both other ops, the same for all layers.
+        attention_scale, softcap: ``scale`` and ``softcap`` of ``attention_tree``.
+
+    Returns:
+        ``(out [N or W, V or d], new [2 * layers, N, Hk, D])``: the new rows' keys and values of each layer, as
+        ``cache_commit_`` takes them.
+
+    A row has the same bits whatever the other requests are. For the CPU only. No gradients, reverse or forward: the op raises
+    if an input requires one.
+    """
+    op = "layer_stack"
+    prefix_lens, cu_nodes = integers(op, "prefix_lens", prefix_lens), integers(op, "cu_nodes", cu_nodes)
+    depths = integers(op, "depths", depths)
+    positions, ids, wanted = (
+        integers(op, name, tensor, torch.int64)
+        for name, tensor in (("positions", positions), ("ids", ids), ("wanted", wanted))
+    )
+    layers = [LayerWeights(*layer) for layer in layers]
+    flat = [caches] if isinstance(caches, Tensor) else [cache for pair in caches for cache in pair]
+    present = {tuple(getattr(layer, name) is not None for name in _ORDER) for layer in layers}
+    if len(present) > 1:
+        raise ValueError("pass_ext::layer_stack: layers must all have the same optional parts, got layers that differ")
+    weights = [tensor for layer in layers for name in _ORDER if (tensor := getattr(layer, name)) is not None]
+    refuse_gradients(op, x, deep, final_norm, head, *weights, *flat)
+    parts = sum(1 << i for i, is_there in enumerate(present.pop() if present else ()) if is_there)
+    count = len(layers)
+    out, new = call(
+        _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,
+        [1] * count if rotates is None else [int(each) for each in rotates],
+        [-1] * count if windows is None else list(windows), ids, deep, final_norm, head, wanted,
+        head_dim, eps, index_of(op, "form", form, NORM_FORMS),
+        index_of(op, "activation", activation, ACTIVATIONS), scale,
+        head_dim**-0.5 if attention_scale is None else attention_scale, softcap,
+    )  # fmt: skip
+    return out, new
+
+
 @register_fake("layer_before_attention")
 def _before_shape(
     x: Tensor, input_norm: Tensor | None, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
@@ -136,3 +258,16 @@ def _after_shape(
     scale: float,
 ) -> Tensor:  # fmt: skip
     return residual.new_empty(residual.shape)
+
+
+@register_fake("layer_stack")
+def _stack_shape(
+    x: Tensor, weights: list[Tensor], parts: int, caches: list[Tensor], prefix_lens: Tensor, cu_nodes: Tensor,
+    visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    positions: Tensor | None, rotates: list[int], windows: list[int], ids: Tensor | None, deep: Tensor | None,
+    final_norm: Tensor | None, head: Tensor | None, wanted: Tensor | None, head_dim: int, eps: float, form: int,
+    activation: int, scale: float, attention_scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows = x.shape[0] if wanted is None else wanted.shape[0]
+    width = x.shape[1] if head is None else head.shape[0]
+    return x.new_empty((rows, width)), x.new_empty((2 * len(windows), x.shape[0], *caches[0].shape[-2:]))

@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def cache_commit_(
-    caches: Sequence[Tensor],
+    caches: Sequence[Tensor] | Tensor,
     prefix_lens: Tensor,
     cu_nodes: Tensor,
     path: Tensor,
     num_accepted: Tensor,
     *,
-    new: Sequence[Tensor] | None = None,
+    new: Sequence[Tensor] | Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> None:
     """Slot prefix + j = row path[b, j] of `new`, or slot prefix + path[b, j], for j = 0 .. num_accepted[b]. Skips -1."""

@@ -1,8 +1,13 @@
-"""The layer ops as chains of ``linear_rows`` and the step ops of this package."""
+"""The layer ops as chains of ``linear_rows``, the step ops and ``attention_tree`` of this package."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pass_ext.ops.layer import LayerWeights
+from pass_ext.reference.attention import attention_tree
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
 
@@ -74,3 +79,62 @@ def layer_after_attention(
     gate, up = linear_rows(x, gate_weight, gate_bias), linear_rows(x, up_weight, up_bias)
     hidden = step_gate(gate, up, activation=activation)
     return middle + scaled(normed(linear_rows(hidden, down_weight, down_bias), output_norm))
+
+
+def layer_stack(
+    x: Tensor,
+    layers: Sequence[LayerWeights],
+    caches: Sequence[tuple[Tensor, Tensor]] | Tensor,
+    prefix_lens: Tensor,
+    cu_nodes: Tensor,
+    visible: Tensor,
+    max_nodes: int,
+    *,
+    head_dim: int,
+    depths: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    rotates: Sequence[bool] | None = None,
+    windows: Sequence[int] | None = None,
+    ids: Tensor | None = None,
+    deep: Tensor | None = None,
+    final_norm: Tensor | None = None,
+    head: Tensor | None = None,
+    wanted: Tensor | None = None,
+    eps: float = 1e-6,
+    form: str = "llama",
+    activation: str = "silu",
+    scale: float = 1.0,
+    attention_scale: float | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """x = after(attention_tree(before(x + deep[l])), x + deep[l]) for every layer; head normed(x[wanted])."""
+    pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches
+    if positions is not None and cos is not None and sin is not None:
+        cos, sin = cos[positions], sin[positions]
+    new: list[Tensor] = []
+    norm: dict[str, Any] = dict(eps=eps, form=form)
+    for index, (weights, (k_cache, v_cache)) in enumerate(zip(layers, pairs, strict=True)):
+        if deep is not None and ids is not None:
+            x = torch.where((ids < 0)[:, None], x + deep[index][(-1 - ids.long()).clamp(min=0)], x)
+        turned = rotates is None or rotates[index]
+        q, k, v = layer_before_attention(
+            x, weights.q_weight, weights.k_weight, weights.v_weight, head_dim=head_dim, q_bias=weights.q_bias,
+            k_bias=weights.k_bias, v_bias=weights.v_bias, input_norm=weights.input_norm, q_norm=weights.q_norm,
+            k_norm=weights.k_norm, cos=cos if turned else None, sin=sin if turned else None, **norm,
+        )  # fmt: skip
+        new += k, v
+        attended, _ = attention_tree(
+            q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new=k, v_new=v, depths=depths,
+            scale=attention_scale, softcap=softcap, window=-1 if windows is None else windows[index],
+        )  # fmt: skip
+        x = layer_after_attention(
+            attended.to(x.dtype).flatten(1), x, weights.o_weight, weights.gate_weight, weights.up_weight,
+            weights.down_weight, o_bias=weights.o_bias, gate_bias=weights.gate_bias, up_bias=weights.up_bias,
+            down_bias=weights.down_bias, attention_norm=weights.attention_norm, mlp_norm=weights.mlp_norm,
+            output_norm=weights.output_norm, activation=activation, scale=scale, **norm,
+        )  # fmt: skip
+    x = x if wanted is None else x[wanted]
+    x = x if final_norm is None else step_rms_norm(x, final_norm, **norm)[0]
+    return x if head is None else linear_rows(x, head), torch.stack(new)

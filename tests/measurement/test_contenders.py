@@ -16,7 +16,7 @@ from benchmarks.contenders import page, process, roster, rounds, summary
 from benchmarks.contenders.process import Worker, WorkerFailed
 from benchmarks.contenders.rounds import Race, raced_text
 from benchmarks.contenders.workers import names
-from benchmarks.contenders.workers.step_parts import sums_of_ops
+from benchmarks.contenders.workers.step_parts import sum_of_layers
 from benchmarks.decoding.prompts import Prompt
 
 LOOKUP = f"{roster.LLAMA}, ngram-mod"
@@ -49,9 +49,9 @@ def result():
     ]
     step = {
         "rows": 4.0,
-        "ms": {"products": 20.0, "attention": 2.0, "small": 1.5, "loop": 0.75},
-        "bytes": {"products": 200e6, "attention": 10e6},
-        "flops": {"products": 1e9},
+        "ms": {"layers": 20.0, "small": 1.5, "loop": 0.75},
+        "bytes": {"layers": 200e6},
+        "flops": {"layers": 1e9},
         "others": 0.0,
     }
     limits = {"read_gb_per_s": 20.0, "gflop_per_s": 200.0, "others": 0.0}
@@ -117,15 +117,12 @@ def test_aims_are_judged_from_undisturbed_rounds():
     assert [aim.met for aim in nothing] == [None] * 5
 
 
-def test_the_limit_of_products_is_bytes_or_flops_whichever_takes_longer():
+def test_the_limit_of_layers_is_bytes_or_flops_whichever_takes_longer():
     measured = result()
     (line,) = summary.parts(measured)
-    assert line["limit_ms"] == {"products": 10.0, "attention": 0.5} and line["share"] == {
-        "products": 0.5,
-        "attention": 0.25,
-    }
-    measured["parts"][names.PLAIN]["flops"]["products"] = 3e9
-    assert summary.parts(measured)[0]["limit_ms"]["products"] == 15.0
+    assert line["limit_ms"] == {"layers": 10.0} and line["share"] == {"layers": 0.5}
+    measured["parts"][names.PLAIN]["flops"]["layers"] = 3e9
+    assert summary.parts(measured)[0]["limit_ms"]["layers"] == 15.0
     del measured["parts"]["limits"]
     assert summary.parts(measured) == []
 
@@ -136,7 +133,7 @@ def test_the_limit_of_products_is_bytes_or_flops_whichever_takes_longer():
 def test_the_page_shows_speeds_shares_and_what_was_left_out():
     text = page.render(result())
     assert "| Plain | 12.5 (5.0–20.0) | 1.00 | 1.50 (1.00–2.00) | 2 of 2 | 0 of 2 |" in text
-    assert "| Plain | 4.0 | 20.00 (50%) | 2.00 (25%) | 1.50 | 0.75 | 24.25 |" in text
+    assert "| Plain | 4.0 | 20.00 (50%) | 1.50 | 0.75 | 22.25 |" in text
     assert "2 rounds, 1 disturbed ones left out; 1 prompts not raced" in text
     assert "Not raced: vLLM: no answer in 9 s: killed" in text
     assert "| torch 2 | avx2 | Plain; PaSS |" in text and "| xllamacpp 1 | – | llama.cpp |" in text
@@ -278,10 +275,11 @@ def test_ops_count_once_and_only_inside_calls_behind_the_prompts():
         event("aten::bmm", 31, 2, attention),
         event("pass_ext::linear_rows", 40, 3, call),
         event("pass_ext::layer_before_attention", 45, 2, call),
+        event("pass_ext::layer_stack", 48, 9, call),
         event("aten::add", 44, 1, call),
         event("aten::mm", 60, 7),
     ]
-    assert sums_of_ops(events, "pass_ext::verify") == {"products": 11.0, "attention": 5.0}
+    assert sum_of_layers(events, "pass_ext::verify") == 25.0
 
 
 # ---- weights and workers ----

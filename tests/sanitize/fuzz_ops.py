@@ -604,6 +604,52 @@ def layer_after_attention(draw: Draw):
         check_close([out], [reference.layer_after_attention(**arguments)], 0.01)
 
 
+@case
+def layer_stack(draw: Draw):
+    sizes, width, inner, dtype = draw.sizes(), draw.width(), draw.width(), draw.pick(FLOATS)
+    heads, kv_heads, layers, rows = draw.pick((1, 2)), 1, draw.pick((1, 2, 3)), sum(sizes)
+    prefixes = [draw.pick((0, 1, 5, 65)) for _ in sizes]
+    max_nodes, room = max([1, *sizes]), max([1, *prefixes])
+    shapes = dict(
+        q=(64 * heads, width),
+        k=(64, width),
+        v=(64, width),
+        o=(width, 64 * heads),
+        gate=(inner, width),
+        up=(inner, width),
+        down=(width, inner),
+    )
+    biased = [name for name in shapes if draw.chance(0.3)]
+    normed = [name for name in ("input_norm", "mlp_norm", "attention_norm", "output_norm") if draw.chance(0.5)]
+    weights = [
+        pass_ext.LayerWeights(
+            **{f"{name}_weight": draw.floats(*shape, dtype=dtype) for name, shape in shapes.items()},
+            **{f"{name}_bias": draw.floats(shapes[name][0], dtype=dtype) for name in biased},
+            **{name: draw.floats(width, dtype=dtype) for name in normed},
+        )
+        for _ in range(layers)
+    ]
+    has_positions, has_deep = draw.chance(0.5), draw.chance(0.3)
+    table = 70 if has_positions else rows
+    cos, sin = (draw.floats(table, 64, dtype=dtype) for _ in range(2))
+    arguments = draw.damaged(dict(
+        x=draw.floats(rows, width, dtype=dtype), layers=weights,
+        caches=draw.floats(2 * layers, len(sizes), room, kv_heads, 64, dtype=dtype), prefix_lens=draw.spoilt(prefixes),
+        cu_nodes=draw.bounds(sizes),
+        visible=draw.integers(-(2**63), 2**63 - 1, rows, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
+        head_dim=64, depths=draw.integers(0, 1, rows), cos=cos, sin=sin,
+        positions=draw.integers(0, 69, rows, dtype=torch.int64) if has_positions else None,
+        windows=[draw.pick((-1, 1, 7)) for _ in range(layers)],
+        ids=draw.integers(-2, 5, rows, dtype=torch.int64) if has_deep else None,
+        deep=draw.floats(layers, 2, width, dtype=dtype) if has_deep else None,
+        final_norm=optional(draw, width, dtype=dtype), head=optional(draw, 7, width, dtype=dtype),
+        wanted=draw.integers(0, rows - 1, 3, dtype=torch.int64) if rows and draw.chance(0.3) else None,
+    ))  # fmt: skip
+    out, new = yield arguments
+    demand(new.shape == (2 * layers, rows, kv_heads, 64), f"new is {list(new.shape)}")
+    demand(out.dtype == dtype, f"out is {out.dtype}")
+
+
 # ---- results against the specification ----
 
 

@@ -229,6 +229,42 @@ def layer_after_attention(device):
     yield attended[:0], residual[:0], o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 1.0
 
 
+@sample
+def layer_stack(device):
+    integers = dict(dtype=torch.int32, device=device)
+    bounds, prefixes, depths = (torch.tensor(v, **integers) for v in ([0, 2, 5], [3, 0], [0, 1, 0, 1, 1]))
+    visible = torch.tensor([[1], [3], [1], [3], [5]], device=device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+
+        def random(*shape, dtype=dtype):
+            return (torch.randn(shape, device=device) * shape[-1] ** -0.5).to(dtype)  # float16 holds the results
+
+        sizes = (128, 64, 64)
+        weights, caches = [], []
+        for _ in range(2):
+            weights += [
+                random(12),
+                *(random(n, 12) for n in sizes),
+                random(12, 128),
+                *(random(20, 12) for _ in range(2)),
+            ]
+            weights += [random(12, 20)]
+            caches += [random(2, 8, 1, 64), random(2, 8, 1, 64)]
+        parts = sum(1 << i for i in (0, 1, 3, 5, 9, 13, 15, 17))
+        shared = (prefixes, bounds, visible, 3)
+        ends = (64, 1e-6, 0, 0, 0.5, 0.1, 0.0)
+        yield random(5, 12), weights, parts, caches, *shared, *[None] * 4, (1, 1), (-1, -1), *[None] * 5, *ends
+        rotation = [random(9, 64) for _ in range(2)]
+        places, ids, wanted = (torch.tensor(v, device=device) for v in ([3, 4, 0, 1, 1], [7, -2, 5, 6, -1], [4, 0]))
+        deep, head = random(2, 2, 12), random(30, 12)
+        yield (
+            random(5, 12), weights, parts, [torch.stack(caches)], *shared, depths, *rotation, places, (1, 0), (2, -1), ids,
+            deep, random(12), head, wanted, *ends[:-1], 5.0,
+        )  # fmt: skip
+    nothing = (prefixes, bounds * 0, visible[:0], 3)
+    yield random(0, 12), weights, parts, caches, *nothing, *[None] * 4, (1, 1), (-1, -1), *[None] * 5, *ends
+
+
 def shard_case(device, rule=1):
     """Arguments of a step on two ranks' shards, and the ranks' logits; the first rank's are whole slices."""
     integers = dict(dtype=torch.int32, device=device)

@@ -1,12 +1,11 @@
 """The parts of a step, and the machine's limits that they are compared with.
 
-    products     the model's linear layers, and norms, rotations and gates in the same op:
-                 max(bytes of the weights / read bandwidth, flops / peak)
-    attention    bytes of keys and values / read bandwidth
+    layers       products and attention, and all that is in one op with them:
+                 max(bytes of weights, keys and values / read bandwidth, flops / peak)
     small        everything else in the model's call
     loop         draft, accept, commit, and the loop itself
 
-Products and attention are sums of their ops under torch's profiler; the call and the loop are timed without it.
+Layers are a sum of ops under torch's profiler; the call and the loop are timed without it.
 """
 
 import re
@@ -24,8 +23,7 @@ from benchmarks.decoding.steps import profile
 from benchmarks.harness import cpu_timing, machine
 from benchmarks.harness.cases import Contender, settings_for
 
-PRODUCTS = re.compile(r"linear|::mm\b|addmm|matmul|::bmm|gemm|pass_ext::layer_")
-ATTENTION = re.compile(r"attention")  # of the names that PRODUCTS does not hold
+LAYERS = re.compile(r"linear|::mm\b|addmm|matmul|::bmm|gemm|attention|pass_ext::layer_")
 CALL = "pass_ext::verify"
 TURNS = 3
 
@@ -44,19 +42,19 @@ def step_parts(model: Any, contender: Contender, prompt: Sequence[int], tokens: 
 
     Each is the median of `TURNS` texts; texts with and without the profiler take turns.
     """
-    ids, timed, profiled = tuple(prompt), list[dict[str, Any]](), list[dict[str, float]]()
+    ids, timed, profiled = tuple(prompt), list[dict[str, Any]](), list[float]()
     activities = [torch.profiler.ProfilerActivity.CPU]
     for _ in range(TURNS):
         timed.append(profile(contender, [Prompt("", "", ids)], GREEDY, tokens, model.device))
         with counted_rows() as counts, torch.profiler.profile(activities=activities) as profiler:
             contender(ids, GREEDY, 0, tokens)
         counts = counts[1:]
-        profiled.append({name: sum_ / len(counts) for name, sum_ in sums_of_ops(profiler.events(), CALL).items()})
+        profiled.append(1e-3 * sum_of_layers(profiler.events(), CALL) / len(counts))
     rows = sum(counts) / len(counts)
     weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     size, config = model.dtype.itemsize, model.config
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
-    products, attention = (1e-3 * median(sums[name] for sums in profiled) for name in ("products", "attention"))
+    layers = median(profiled)
     call, draft, accept, commit, rest = (
         median(times[f"{name}_ms"] for times in timed) for name in ("verify", "draft", "accept", "commit", "rest")
     )
@@ -64,30 +62,28 @@ def step_parts(model: Any, contender: Contender, prompt: Sequence[int], tokens: 
         "calls": len(counts),
         "rows": rows,
         "ms": {
-            "products": products,
-            "attention": attention,
-            "small": call - products - attention,
+            "layers": layers,
+            "small": call - layers,
             "loop": draft + accept + commit + rest,
         },
-        "bytes": {"products": weights * size, "attention": per_token * (len(ids) + tokens / 2)},
-        "flops": {"products": 2 * weights * rows},
+        "bytes": {"layers": weights * size + per_token * (len(ids) + tokens / 2)},
+        "flops": {"layers": 2 * weights * rows},
     }
 
 
-def sums_of_ops(events: Any, call: str) -> dict[str, float]:
-    """Microseconds of products and of attention inside the calls of the model, the first call left out: it reads the prompt.
+def sum_of_layers(events: Any, call: str) -> float:
+    """Microseconds of the layers' ops inside the calls of the model, the first call left out: it reads the prompt.
 
     An op inside another of these ops is part of it and counts once.
     """
     spans = sorted((event.time_range.start, event.time_range.end) for event in events if event.name == call)[1:]
-    sums = {"products": 0.0, "attention": 0.0}
-    for event in events:
-        kind = _kind(event.name)
-        if kind is None or any(_kind(parent.name) for parent in _above(event)):
-            continue
-        if any(begin <= event.time_range.start < end for begin, end in spans):
-            sums[kind] += event.time_range.elapsed_us()
-    return sums
+    return sum(
+        event.time_range.elapsed_us()
+        for event in events
+        if LAYERS.search(event.name)
+        and not any(LAYERS.search(parent.name) for parent in _above(event))
+        and any(begin <= event.time_range.start < end for begin, end in spans)
+    )
 
 
 @contextmanager
@@ -106,12 +102,6 @@ def counted_rows() -> Iterator[list[int]]:
 
     with patch.multiple(Session, call=counting(Session.call), call_at=counting(Session.call_at)):
         yield counts
-
-
-def _kind(name: str) -> str | None:
-    if PRODUCTS.search(name):
-        return "products"
-    return "attention" if ATTENTION.search(name) else None
 
 
 def _above(event: Any) -> Iterator[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft, exit_parts
-from pass_ext.decoding.models.packed import Attend
+from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.decoding.models.transformers import TransformersModel
 
@@ -62,7 +62,7 @@ class EarlyExitModel(TransformersModel):
             yield
 
     def __call__(
-        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
+        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: SlotOffsets | None = None
     ) -> Tensor:
         """Calls the layers as ``Adapted`` does; the logits are as wide as the target's."""
         logits = super().__call__(rows, positions, attend, wanted, offsets)

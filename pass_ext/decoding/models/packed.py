@@ -10,6 +10,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.logit_shards import LogitShards
@@ -32,6 +33,23 @@ class Attend(Protocol):
         window: int = -1,
     ) -> Tensor:
         """q ``[N, heads, D]``, k, v ``[N, KV heads, D]``, positions applied -> ``[N, heads, D of v]``."""
+
+
+class SlotOffsets:
+    """The offsets of a call's rows, from the vectors ``deep [layers, L, d]`` of the slots.
+
+    ``offsets[l]`` is ``[N, d]``: ``deep[l, i]`` for a row with id -1 - i, zeros for tokens.
+    """
+
+    def __init__(self, ids: Tensor, deep: Tensor) -> None:
+        self.ids, self.deep = ids, deep
+        self._dense: Tensor | None = None
+
+    def __getitem__(self, layer: int) -> Tensor:
+        if self._dense is None:
+            known = torch.cat([self.deep.new_zeros(len(self.deep), 1, self.deep.shape[2]), self.deep], dim=1)
+            self._dense = known.index_select(1, (-self.ids).clamp(min=0).long())
+        return self._dense[layer]
 
 
 class PackedModel(Protocol):
@@ -99,10 +117,9 @@ class Adapted:
         return nullcontext()
 
     def __call__(
-        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
+        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: SlotOffsets | None = None
     ) -> Tensor:
-        """Calls the model as a ``PackedModel``. offsets: ``[layers, N, d]``, vectors that look-ahead rows add to every layer's
-        input."""
+        """Calls the model as a ``PackedModel``. offsets: vectors that look-ahead rows add to every layer's input."""
         if offsets is not None:
             raise TypeError(
                 "these look-ahead embeddings shift the input of every layer, which decoding can do in transformers models "

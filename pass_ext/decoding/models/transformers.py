@@ -7,7 +7,7 @@ registered attention function (``row_attention``) passes queries, keys and value
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.early_exit_draft import unwrapped
 from pass_ext.decoding.models.logit_shards import logit_shards_of
-from pass_ext.decoding.models.packed import Adapted, Attend
+from pass_ext.decoding.models.packed import Adapted, Attend, SlotOffsets
 from pass_ext.decoding.models.patching.attachment import attached, attachment_of
+from pass_ext.decoding.models.patching.direct_call import DirectCall
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
-from pass_ext.decoding.models.patching.row_attention import our_call
+from pass_ext.decoding.models.patching.row_attention import OurCall, our_call
 from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops.lookahead import lookahead_embed
@@ -97,25 +98,24 @@ class TransformersModel(Adapted):
         return attached(unwrapped(self.model))
 
     def __call__(
-        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
+        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: SlotOffsets | None = None
     ) -> Tensor:
         """Calls the model on packed rows, as ``Adapted``."""
         shifted = None if offsets is None else self._layer_offsets(offsets)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
-        seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
+        direct = self._direct()
         try:
+            if direct is not None:
+                logits = direct.run(attend, self.layers, rows, positions, offsets, wanted)
+                if logits is not None:
+                    return logits
+            seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
             if shifted is not None:
                 shifted.offsets = offsets
-            with our_call(attend, self.name, self._kept, seen):
-                output = self.model(
-                    inputs_embeds=rows[None],
-                    attention_mask=seen,
-                    position_ids=positions[None],
-                    use_cache=False,
-                    logits_to_keep=0 if wanted is None else wanted,
-                    return_dict=True,
-                )
+            call = OurCall(attend, self.name, self._kept, seen, self.layers, offsets)
+            with our_call(call):
+                logits = self._called(direct, call, rows, positions, wanted)
         except _MACHINE:
             raise
         except Exception as error:
@@ -126,10 +126,32 @@ class TransformersModel(Adapted):
             if shifted is not None:
                 shifted.offsets = None
         self._ran = True
-        logits = output.logits[0]
         if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
             return logits[wanted]
         return logits
+
+    def _called(
+        self, direct: DirectCall | None, call: OurCall, rows: Tensor, positions: Tensor, wanted: Tensor | None
+    ) -> Tensor:
+        """The model's own call."""
+        with nullcontext() if direct is None else direct.watched(call, rows, positions) as check:
+            logits: Tensor = self.model(
+                inputs_embeds=rows[None],
+                attention_mask=call.seen,
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if wanted is None else wanted,
+                return_dict=True,
+            ).logits[0]
+            if check is not None:
+                check(logits)
+        return logits
+
+    def _direct(self) -> DirectCall | None:
+        """The call without the model's Python; None where a wrapper or ranks have a part in it."""
+        if self.model is not unwrapped(self.model) or self.logit_shards is not None:
+            return None
+        return attachment_of(self.model).direct
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""
@@ -142,16 +164,17 @@ class TransformersModel(Adapted):
             f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
         )
 
-    def _layer_offsets(self, offsets: Tensor) -> LayerOffsets:
+    def _layer_offsets(self, offsets: SlotOffsets) -> LayerOffsets:
         """The hooks that add the offsets; refuses offsets that do not fit the model's layers."""
         text = self.model.config.get_text_config(decoder=True)
-        if len(offsets) != text.num_hidden_layers:
+        layers, _, width = offsets.deep.shape
+        if layers != text.num_hidden_layers:
             raise ValueError(
-                f"these look-ahead slots are for {len(offsets)} layers, {self.name} has {text.num_hidden_layers}"
+                f"these look-ahead slots are for {layers} layers, {self.name} has {text.num_hidden_layers}"
             )
-        if offsets.shape[2] != text.hidden_size:
+        if width != text.hidden_size:
             raise ValueError(
-                f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {offsets.shape[2]}"
+                f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {width}"
             )
         return attachment_of(unwrapped(self.model)).offsets
 

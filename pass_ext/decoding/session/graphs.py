@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.session.step_attention import NewRows
 from pass_ext.tree import PackedTrees
 
-Forward = Callable[[PackedTrees, Tensor], tuple[Tensor, list[tuple[Tensor, Tensor]]]]
+Forward = Callable[[PackedTrees, Tensor], tuple[Tensor, NewRows]]
 
 
 @dataclass
@@ -24,9 +25,9 @@ class _Recording:
     trees: PackedTrees
     ids: Tensor
     logits: Tensor
-    new: list[tuple[Tensor, Tensor]]
+    new: NewRows
 
-    def replay(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def replay(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, NewRows]:
         self.ids.copy_(ids)
         for buffer, value in zip(self.trees, trees, strict=True):
             if isinstance(buffer, Tensor) and isinstance(value, Tensor):
@@ -44,7 +45,7 @@ class RecordedCalls:
         self._recordings: dict[tuple[int, ...], _Recording] = {}
         self._pool: Any = None
 
-    def __call__(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def __call__(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, NewRows]:
         """Calls ``forward``. The next replay of the same shape overwrites the result."""
         shape = (len(ids), trees.max_nodes, *trees.visible.shape, len(trees.cu_nodes))
         if shape in self._recordings:

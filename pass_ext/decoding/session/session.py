@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.models.patching.layer_offsets import offsets_of
+from pass_ext.decoding.models.packed import Adapted, SlotOffsets
 from pass_ext.decoding.session.graphs import RecordedCalls
-from pass_ext.ops.attention import HEAD_DIMS, attention_tree
+from pass_ext.decoding.session.step_attention import NewRows, StepAttention, head_dim_for, padded
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
 
@@ -47,10 +45,11 @@ class Session:
         self.deep: Tensor | None = None
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
+        self._stack: Tensor | None = None  # all caches, if all layers' are alike
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
         self.fixed_steps: dict[Any, Any] = {}
         """Recorded steps of fixed plans, by their shape and parameters."""
-        self._new: list[tuple[Tensor, Tensor]] = []
+        self._new: NewRows = []
         self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
 
     @property
@@ -80,57 +79,27 @@ class Session:
 
     def _forward(
         self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
-        new: list[tuple[Tensor, Tensor]] = []
-        first = not self.caches
-
-        def attend(
-            layer: int,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            *,
-            scale: float | None = None,
-            softcap: float = 0.0,
-            window: int = -1,
-        ) -> Tensor:
-            if layer != len(new):
-                raise ValueError(f"layers must attend once each and in order: expected layer {len(new)}, got {layer}")
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
-            dims = k.shape[-1], v.shape[-1]
-            width = _head_dim(max(dims))
-            q, k, v = (_padded(x, width) for x in (q, k, v))
-            if first:
-                self._add_layer(k, v, dims)
-            elif layer == len(self.caches):
-                raise ValueError(f"the model has more layers than {layer}, which `past` is of")
-            self._check_rows(layer, k, v)
-            new.append((k, v))
-            out, _ = attention_tree(
-                q, *self.caches[layer], self.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
-                k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
-                window=window,
-            )  # fmt: skip
-            return out[..., : dims[1]].contiguous()  # models call view() on it
-
+        attention = StepAttention(self, trees)
         if positions is None:
             starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
             positions = (starts + trees.depths).long()
         rows = self.model.embed(ids, self.slots)
-        offsets = None if self.deep is None else offsets_of(ids, self.deep)
-        logits = self.model(rows, positions, attend, wanted, offsets)
-        if len(new) != len(self.caches) or not new:
+        offsets = None if self.deep is None else SlotOffsets(ids, self.deep)
+        logits = self.model(rows, positions, attention, wanted, offsets)
+        layers = attention.layers
+        if layers != len(self.caches) or not layers:
             raise ValueError(
-                f"{self.model.name or 'the model'}: {len(new)} layers attended, {len(self.caches)} in the first call or in "
+                f"{self.model.name or 'the model'}: {layers} layers attended, {len(self.caches)} in the first call or in "
                 "`past`: every layer that mixes rows must do so by attention, each time"
             )
-        if first and self.model.layers not in (None, len(new)):
+        if attention.is_first and self.model.layers not in (None, layers):
             raise ValueError(
-                f"{self.model.name}: {len(new)} of {self.model.layers} layers attended; every layer must, by attention that "
+                f"{self.model.name}: {layers} of {self.model.layers} layers attended; every layer must, by attention that "
                 "takes transformers' AttentionInterface"
             )
-        return logits, new
+        return logits, attention.new_rows()
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Adds the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
@@ -139,9 +108,7 @@ class Session:
 
     def store(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Puts these keys and values behind the texts; the texts' lengths ``prefix_lens`` stay as they are."""
-        flat = [cache for layer in self.caches for cache in layer]
-        new = [rows for layer in self._new for rows in layer]
-        cache_commit_(flat, self.prefix_lens, trees.cu_nodes, path, num_accepted, new=new)
+        cache_commit_(self.all_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=self._new)
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Drops the keys and values behind the first ``lengths[b]`` tokens of each text."""
@@ -192,19 +159,40 @@ class Session:
                         f"past: keys and values of layer {layer} must be [{self.requests}, {length} or more, heads, D], got "
                         f"{list(x.shape)}"
                     )
-            width = _head_dim(max(x.shape[-1] for x in pair))
-            rows = [_padded(x[:, :length], width) for x in pair]
+            width = head_dim_for(max(x.shape[-1] for x in pair))
+            rows = [padded(x[:, :length], width) for x in pair]
             if first:
-                self._add_layer(rows[0][0], rows[1][0], (pair[0].shape[-1], pair[1].shape[-1]))
-            self._check_rows(layer, *(x[0] for x in rows))
+                self.add_layer(rows[0][0], rows[1][0], (pair[0].shape[-1], pair[1].shape[-1]))
+            self.check_rows(layer, *(x[0] for x in rows))
             for cache, x in zip(self.caches[layer], rows, strict=True):
                 cache[:, :length] = x
         self.prefix_lens.fill_(length)
 
-    def _add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
+    def all_caches(self) -> list[Tensor] | Tensor:
+        """Keys and values of layer 0, of layer 1 …: ``[2 * layers, B, room, KV heads, D]`` if they are alike, else a list."""
+        if self._stack is not None and len(self._stack) == 2 * len(self.caches):
+            return self._stack
+        return [cache for layer in self.caches for cache in layer]
+
+    def add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
         """Allocates the caches of a layer for rows like these, ``[N, KV heads, padded D]``."""
-        room = self.requests, self.room
+        layer, shape = len(self.caches), (self.requests, self.room, *keys.shape[1:])
         self.head_dims.append(dims)
+        is_alike = keys.shape == values.shape and keys.dtype == values.dtype
+        if layer == 0 and is_alike and self.model.layers is not None:
+            self._stack = keys.new_empty(2 * self.model.layers, *shape, device=self.device)
+        stack = self._stack
+        if (
+            stack is not None
+            and is_alike
+            and stack[0].shape == shape
+            and stack.dtype == keys.dtype
+            and 2 * layer < len(stack)
+        ):
+            self.caches.append((stack[2 * layer], stack[2 * layer + 1]))
+            return
+        self._stack = None  # the layers before keep their parts of it
+        room = self.requests, self.room
         self.caches.append(
             (
                 keys.new_empty(*room, *keys.shape[1:], device=self.device),
@@ -212,7 +200,7 @@ class Session:
             )
         )
 
-    def _check_rows(self, layer: int, *rows: Tensor) -> None:
+    def check_rows(self, layer: int, *rows: Tensor) -> None:
         """Refuses keys and values of another shape or dtype than the caches, which the first call or ``past`` made."""
         for cache, x in zip(self.caches[layer], rows, strict=True):
             if cache.shape[2:] != x.shape[1:] or cache.dtype != x.dtype:
@@ -233,16 +221,3 @@ class _FirstLayers(Session):
         """As ``Session``."""
         self.caches = self._whole.caches[: self._count]
         return super().call(trees, ids, wanted)
-
-
-def _head_dim(needed: int) -> int:
-    """The smallest head size of the attention kernel that is large enough."""
-    for width in HEAD_DIMS:
-        if width >= needed:
-            return width
-    raise NotImplementedError(f"attention_tree has head sizes up to {HEAD_DIMS[-1]}, this model's is {needed}")
-
-
-def _padded(x: Tensor, width: int) -> Tensor:
-    """Pads rows with zeros, which add nothing to a product."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -18,7 +18,7 @@ from support.small_models import ARCHITECTURES, prompts, small_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pass_ext import PaSS, Tree, generate
-from pass_ext.decoding.models.patching import attachment, layer_calls
+from pass_ext.decoding.models.patching import attachment, layer_calls, layer_stack
 from pass_ext.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,7 +58,7 @@ def calls(monkeypatch):
 @contextmanager
 def without_layer_calls(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(attachment, "layer_calls", lambda model: nullcontext())
+        patch.setattr(attachment, "layer_calls", lambda model: nullcontext(layer_stack.LayerStack()))
         yield
 
 

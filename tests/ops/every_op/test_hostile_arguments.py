@@ -12,11 +12,14 @@ from torch.autograd import forward_ad
 
 import pass_ext
 from pass_ext import _library, reference
+from pass_ext.ops import layer
 from pass_ext.ops.draft import MODES
 from pass_ext.ops.shard import ROUNDS
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
 OPS = _library.op_names()
+# The weights of the samples' layers, in the order of the op's list.
+STACKED = ("input_norm", "q_weight", "k_weight", "v_weight", "o_weight", "gate_weight", "up_weight", "down_weight")
 PUBLIC = [name for name in OPS if name in pass_ext.__all__]
 
 
@@ -50,9 +53,16 @@ def replaced(sample, where, tensor):
     return tuple(changed)
 
 
-def named(op, where):
+def listed(op, where):
     name = arguments_of(op)[where[0]]
     return name if len(where) == 1 else f"{name}[{where[1]}]"
+
+
+def named(op, where):
+    """As in the op's own messages."""
+    if op == "layer_stack" and arguments_of(op)[where[0]] == "weights":
+        return STACKED[where[1] % len(STACKED)]
+    return listed(op, where)
 
 
 def keywords_of(op, sample):
@@ -68,6 +78,15 @@ def keywords_of(op, sample):
         keywords[name] = ROUNDS[keywords[name]]
     if "activation" in keywords:
         keywords["activation"] = ACTIVATIONS[keywords["activation"]]
+    if op == "layer_stack":
+        weights, each = keywords.pop("weights"), len(STACKED)
+        assert keywords.pop("parts") == sum(1 << layer._ORDER.index(name) for name in STACKED)
+        keywords["layers"] = [
+            pass_ext.LayerWeights(**dict(zip(STACKED, weights[i : i + each], strict=True)))
+            for i in range(0, len(weights), each)
+        ]
+        caches = keywords["caches"]
+        keywords["caches"] = caches[0] if len(caches) == 1 else list(zip(caches[::2], caches[1::2], strict=True))
     if op == "cache_commit_":
         keywords["new"] = keywords["new"] or None
     return keywords
@@ -110,7 +129,7 @@ def is_right_or_refused(op, sample, where, tensor, run):
     try:
         actual = run(function(call), tensor)
     except RuntimeError as error:
-        assert f"pass_ext::{op}: no forward-mode derivative is implemented, but {named(op, where)} carries one" in str(
+        assert f"pass_ext::{op}: no forward-mode derivative is implemented, but {listed(op, where)} carries one" in str(
             error
         )
         return False

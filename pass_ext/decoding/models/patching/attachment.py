@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from pass_ext.decoding.models.patching.direct_call import DirectCall
 from pass_ext.decoding.models.patching.few_rows import few_rows_linear
 from pass_ext.decoding.models.patching.layer_calls import layer_calls
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
@@ -38,7 +39,8 @@ class Attachment:
         with ExitStack() as hooks:
             hooks.enter_context(_attention(model))
             hooks.enter_context(_evaluation(model))
-            hooks.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet
+            stack = hooks.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet
+            self.direct = DirectCall(model, stack)
             hooks.enter_context(step_modules(model, when=in_our_call))
             hooks.enter_context(few_rows_linear(model, when=in_our_call))
             self._hooks = hooks.pop_all()

@@ -1,7 +1,7 @@
 """Adds learned offsets to the input of every decoder layer, per row: h_l <- h_l + offsets[l].
 
 Look-ahead embeddings may have such vectors for their slots (``LookaheadEmbedding.deep``); rows of tokens get zeros, which
-change nothing.
+change nothing. In a generation's calls a layer whose forward ``layer_calls`` replaced adds them itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pass_ext.decoding.models.packed import SlotOffsets
+from pass_ext.decoding.models.patching.row_attention import in_our_call
 
 
 class LayerOffsets:
@@ -26,12 +29,12 @@ class LayerOffsets:
         self._of_thread = local()
 
     @property
-    def offsets(self) -> Tensor | None:
-        """``[layers, N, d]``."""
+    def offsets(self) -> Tensor | SlotOffsets | None:
+        """``[N, d]`` by layer."""
         return getattr(self._of_thread, "offsets", None)
 
     @offsets.setter
-    def offsets(self, offsets: Tensor | None) -> None:
+    def offsets(self, offsets: Tensor | SlotOffsets | None) -> None:
         self._of_thread.offsets = offsets
 
     @contextmanager
@@ -51,12 +54,13 @@ class LayerOffsets:
     def _added(self, index: int) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
             offsets = self.offsets
-            if offsets is None:
+            if offsets is None or (adds_its_offsets(module) and in_our_call()):
                 return None
             if inputs:
                 return (inputs[0] + offsets[index], *inputs[1:]), named
             return inputs, {**named, "hidden_states": named["hidden_states"] + offsets[index]}
 
+        hook.adds_offsets = True  # type: ignore[attr-defined]
         return hook
 
 
@@ -71,7 +75,6 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     )
 
 
-def offsets_of(ids: Tensor, deep: Tensor) -> Tensor:
-    """``[layers, N, d]``: the vectors ``deep [layers, L, d]`` for ids of slots (-1 - i), zeros for tokens."""
-    known = torch.cat([deep.new_zeros(len(deep), 1, deep.shape[2]), deep], dim=1)
-    return known.index_select(1, (-ids).clamp(min=0).long())
+def adds_its_offsets(layer: nn.Module) -> bool:
+    """True for a layer with a forward that adds a call's offsets itself."""
+    return not torch.compiler.is_compiling() and hasattr(vars(layer).get("forward"), "layer_call")

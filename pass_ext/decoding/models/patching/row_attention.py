@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.packed import Attend
+from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
 from pass_ext.decoding.models.patching.mask_patterns import window_conflict, window_of, window_text
 
@@ -42,6 +42,10 @@ class OurCall(NamedTuple):
     seen: Tensor
     """``[1, N]``, all True: the model's attention_mask. Without it transformers would take rows whose positions do not rise by
     1 for several packed texts, and mask them from each other."""
+    layers: int | None = None
+    """How many layers attend; None: unknown."""
+    offsets: SlotOffsets | None = None
+    """Vectors that rows of slots add to the input of every layer."""
 
 
 _our_call: ContextVar[OurCall | None] = ContextVar("our_call", default=None)
@@ -87,9 +91,9 @@ for _operator in _OPERATORS.split():
 
 
 @contextmanager
-def our_call(attend: Attend, model: str, kept: tuple[int, ...], seen: Tensor) -> Iterator[None]:
-    """Inside, and in this thread only, attached models attend by ``attend``."""
-    token = _our_call.set(OurCall(attend, model, kept, seen))
+def our_call(call: OurCall) -> Iterator[None]:
+    """Inside, and in this thread only, attached models attend by ``call.attend``."""
+    token = _our_call.set(call)
     try:
         yield
     finally:

@@ -1,0 +1,266 @@
+// torch.ops.pass_ext.layer_stack on the CPU: a model's decoder layers as one call, with the bits of
+// layer_before_attention, attention_tree, layer_after_attention, step_rms_norm and linear_rows called one by one.
+//   x <- x + deep[l][slot of the row]                        for rows of slots
+//   x <- layer_after_attention(attention_tree(q, k, v), x)   q, k, v = layer_before_attention(x)
+//   out = head normed(x[wanted])                             behind the last layer
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/attention.h"
+#include "cpu/layer.h"
+#include "cpu/workers.h"
+#include "host/attention.h"
+#include "host/cache.h"
+#include "host/layer_stack.h"
+
+namespace pass_ext {
+namespace {
+
+using Stacked = std::tuple<Tensor, Tensor>;
+
+// One layer's weights as pointers.
+template <typename T>
+struct StackedLayer {
+  LayerBefore<T> before;
+  LayerAfter<T> after;
+};
+
+template <typename T>
+StackedLayer<T> pointers_of(const char* op, const LayerTensors& layer) {
+  const auto linear = [&](const char* name, const Tensor* weight, const Tensor* bias) {
+    const std::string prefix = name;
+    return LayerLinear<T>{data_of<T>(op, prefix + "_weight", *weight),
+                          bias ? data_of<T>(op, prefix + "_bias", *bias) : nullptr, weight->size(0), weight->size(1),
+                          weight->stride(0)};
+  };
+  const auto norm = [&](const char* name, const Tensor* weight) {
+    return weight ? LayerNorm<T>{data_of<T>(op, name, *weight), weight->size(0)} : LayerNorm<T>{};
+  };
+  return {{norm("input_norm", layer.input_norm), norm("q_norm", layer.q_norm), norm("k_norm", layer.k_norm),
+           linear("q", layer.q_weight, layer.q_bias), linear("k", layer.k_weight, layer.k_bias),
+           linear("v", layer.v_weight, layer.v_bias)},
+          {linear("o", layer.o_weight, layer.o_bias), linear("gate", layer.gate_weight, layer.gate_bias),
+           linear("up", layer.up_weight, layer.up_bias), linear("down", layer.down_weight, layer.down_bias),
+           norm("attention_norm", layer.attention_norm), norm("mlp_norm", layer.mlp_norm),
+           norm("output_norm", layer.output_norm)}};
+}
+
+// Vectors that rows of slots add to the input of each layer: deep [layers, slots, width], by slot or -1 of each row.
+template <typename T>
+struct DeepRows {
+  const T* deep = nullptr;
+  int64_t layer_distance = 0, slot_distance = 0;
+  std::vector<int64_t> slots;
+
+  void add(int64_t layer, T* x, int64_t width) const {
+    for (size_t row = 0; row < slots.size(); ++row) {
+      if (slots[row] < 0) continue;
+      T* const to = x + row * width;
+      add_on_cpu(to, to, deep + layer * layer_distance + slots[row] * slot_distance, width);
+    }
+  }
+};
+
+template <typename T>
+DeepRows<T> deep_rows_of(const char* op, const OptionalTensor& ids, const OptionalTensor& deep) {
+  if (!deep) return {};
+  DeepRows<T> rows{data_of<T>(op, "deep", *deep), deep->stride(0), deep->stride(1), {}};
+  dispatch_index(ids->scalar_type(), [&](auto index) {
+    const auto* data = data_of<type_of<decltype(index)>>(op, "ids", *ids);
+    for (int64_t row = 0; row < ids->size(0); ++row) {
+      const int64_t id = data[row];
+      if (id < -deep->size(1))
+        refuse(op, "ids must be at least ", -deep->size(1), " (the slots of deep), got ", id, " at ", row);
+      rows.slots.push_back(id < 0 ? -1 - id : -1);
+    }
+  });
+  return rows;
+}
+
+// cos and sin of the rows: those at their positions, copied, or as they come.
+template <typename T>
+Rotation rotation_of_rows(const char* op, const OptionalTensor& cos, const OptionalTensor& sin,
+                          const OptionalTensor& positions, const Tensor& x) {
+  Rotation rotation = rotation_of(op, cos, sin, x);
+  if (!positions || !cos) return rotation;
+  const int64_t rows = x.size(0), bytes = rotation.dim * (rotation.is_float32 ? sizeof(float) : sizeof(T));
+  const int64_t* const places = data_of<int64_t>(op, "positions", *positions);
+  thread_local Buffer memory;
+  char* const copies = reinterpret_cast<char*>(memory.at_least((2 * rows * bytes + 3) / sizeof(float)));
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t place = places[row];
+    if (place < 0 || place >= cos->size(0))
+      refuse(op, "positions must be in [0, ", cos->size(0), ") (the rows of cos), got ", place, " at ", row);
+    const int64_t element = bytes / std::max<int64_t>(1, rotation.dim);
+    std::memcpy(copies + row * bytes, static_cast<const char*>(rotation.cos) + place * rotation.cos_row * element,
+                bytes);
+    std::memcpy(copies + (rows + row) * bytes,
+                static_cast<const char*>(rotation.sin) + place * rotation.sin_row * element, bytes);
+  }
+  rotation.cos = copies;
+  rotation.sin = copies + rows * bytes;
+  rotation.cos_row = rotation.sin_row = rotation.dim;
+  return rotation;
+}
+
+// The rows of x that `wanted` names.
+template <typename T>
+std::vector<T> wanted_rows(const char* op, const T* x, int64_t rows, int64_t width, const Tensor& wanted) {
+  std::vector<T> result(wanted.size(0) * width);
+  const int64_t* const indices = data_of<int64_t>(op, "wanted", wanted);
+  for (int64_t i = 0; i < wanted.size(0); ++i) {
+    if (indices[i] < 0 || indices[i] >= rows)
+      refuse(op, "wanted must be in [0, ", rows, ") (the rows of x), got ", indices[i], " at ", i);
+    std::copy_n(x + indices[i] * width, width, result.data() + i * width);
+  }
+  return result;
+}
+
+Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int64_t parts,
+                    const TensorList& cache_list, const Tensor& prefix_lens, const Tensor& cu_nodes,
+                    const Tensor& visible, int64_t max_nodes, const OptionalTensor& depths, const OptionalTensor& cos,
+                    const OptionalTensor& sin, const OptionalTensor& positions, const std::vector<int64_t>& rotates,
+                    const std::vector<int64_t>& windows, const OptionalTensor& ids, const OptionalTensor& deep,
+                    const OptionalTensor& final_norm, const OptionalTensor& head, const OptionalTensor& wanted,
+                    int64_t head_dim, double eps, int64_t form, int64_t activation, double scale,
+                    double attention_scale, double softcap) {
+  constexpr const char* op = "layer_stack";
+  check_rows(op, "x", input, "[N, d]");
+  const int64_t rows = input.size(0), width = input.size(1);
+  if (head_dim < 1) refuse(op, "head_dim must be at least 1, got ", head_dim);
+  check_norm_options(op, eps, form);
+  check_activation(op, activation, scale, has_part(parts, kAttentionNorm) || has_part(parts, kOutputNorm));
+  const std::vector<LayerTensors> layers = layer_tensors_of(op, weights, parts);
+  const int64_t count = static_cast<int64_t>(layers.size());
+  const auto check_count = [&](const char* argument, size_t length, int64_t each) {
+    if (static_cast<int64_t>(length) != each * count)
+      refuse(op, argument, " must have ", each * count, " items (", count, " layers), got ", length);
+  };
+  const TensorStack caches(cache_list, 4);
+  check_count("caches", caches.size(), 2);
+  check_count("windows", windows.size(), 1);
+  check_count("rotates", rotates.size(), 1);
+  for (int64_t l = 0; l < count; ++l) check_layer(op, l, layers[l], layers[0], width, head_dim, input);
+  check_places(op, "positions", positions, input);
+  if (positions) check_size(op, "positions", *positions, 0, rows, "N, the rows of x");
+  check_rotation(op, cos, sin, input, positions && cos && cos->dim() > 0 ? cos->size(0) : rows, head_dim);
+  check_deep(op, ids, deep, input, count);
+  check_norm(op, "final_norm", final_norm, width, 0, input);
+  check_places(op, "wanted", wanted, input);
+  if (head) check_linear(op, {"head", *head, {}}, width, input);
+  const int64_t heads = layers[0].q_weight->size(0) / head_dim, kv_heads = layers[0].k_weight->size(0) / head_dim;
+
+  const Tensor x = contiguous_of(op, "x", input);
+  const int64_t out_rows = wanted ? wanted->size(0) : rows;
+  const Tensor out = empty_of_shape(op, x, {out_rows, head ? head->size(0) : width});
+  const Tensor fresh_rows = empty_of_shape(op, x, {2 * count, rows, kv_heads, head_dim});
+  const Tensor q = empty_of_shape(op, x, {rows, heads, head_dim});
+  check_queries(op, q);
+
+  std::vector<KeyRows> cache_rows;
+  for (int64_t i = 0; i < 2 * count; ++i) {
+    const Tensor& cache = caches.tensor(i);
+    const int64_t front = caches.is_stacked ? 1 : 0;
+    check_dim(op, "caches", cache, front + 4, front ? "[2 layers, B, S, Hk, D]" : "[B, S, Hk, D] each");
+    cache_rows.push_back({caches.address<const void>(op, "caches", i), cache.stride(front), cache.stride(front + 1),
+                          cache.stride(front + 2)});
+  }
+  // One problem for all layers, which differ in caches and windows.
+  const auto cache_at = [&](int64_t i) {
+    return caches.is_stacked ? torch::stable::select(cache_list[0], 0, i) : cache_list[i];
+  };
+  const Tensor first_keys = cache_at(0), first_values = cache_at(1);
+  bool has_window = false;
+  for (const int64_t window : windows) has_window |= window != -1;
+  AttentionProblem problem{};
+  const OptionalTensor none;
+  const AttentionResult attended =
+      prepare_attention(op,
+                        {q, first_keys, first_values, prefix_lens, cu_nodes, visible, max_nodes, none, none, none,
+                         depths, attention_scale, softcap, has_window ? 1 : -1},
+                        problem);
+  const KeyRows fresh_layout{nullptr, 0, kv_heads * head_dim, head_dim};
+  problem.k_new = problem.v_new = fresh_layout;
+  problem.k_new.data = problem.v_new.data = problem.q;  // any rows, for check_attention_values
+  if (rows == 0 || width == 0) return {out, fresh_rows};
+  const int32_t* const depth_rows = problem.depths;
+  for (int64_t l = 0; l < count; ++l) {
+    for (int64_t i = 2 * l; i < 2 * l + 2 && !caches.is_stacked; ++i)
+      check_layer_cache(op, i, cache_list[i], first_keys);
+    check_window(op, windows[l]);
+  }
+  check_attention_values(op, problem);
+
+  dispatch_up_to_float32(x.scalar_type(), [&](auto value) {
+    using T = type_of<decltype(value)>;
+    std::vector<StackedLayer<T>> stack;
+    for (const LayerTensors& layer : layers) stack.push_back(pointers_of<T>(op, layer));
+    const LayerOptions options{head_dim, static_cast<float>(eps), static_cast<NormForm>(form),
+                               static_cast<Activation>(activation), static_cast<float>(scale)};
+    const Rotation rotation = rotation_of_rows<T>(op, cos, sin, positions, x);
+    const LayerNorm<T> norm =
+        final_norm ? LayerNorm<T>{data_of<T>(op, "final_norm", *final_norm), width} : LayerNorm<T>{};
+    LayerLinear<T> logits{};
+    if (head) logits = {data_of<T>(op, "head_weight", *head), nullptr, head->size(0), width, head->stride(0)};
+    const DeepRows<T> deep_rows = deep_rows_of<T>(op, ids, deep);
+    thread_local Buffer memory;
+    T* const queries = const_cast<T*>(static_cast<const T*>(problem.q));
+    T* const room =
+        reinterpret_cast<T*>(memory.at_least(((2 * rows + out_rows) * width * sizeof(T) + 3) / sizeof(float)));
+    T* const buffers[] = {room, room + rows * width};
+    const T* stream = data_of<T>(op, "x", x);
+    if (deep) {
+      std::copy_n(stream, rows * width, buffers[1]);
+      stream = buffers[1];
+    }
+    const int64_t new_numbers = rows * kv_heads * head_dim;
+    const auto run_layer = [&](int64_t l) {
+      T* const k = output_of<T>(fresh_rows) + 2 * l * new_numbers;
+      T* const v = k + new_numbers;
+      if (deep) deep_rows.add(l, const_cast<T*>(stream), width);
+      before_attention(stack[l].before, options, rotates[l] ? rotation : Rotation{}, stream, rows, queries, k, v);
+      problem.k_cache = cache_rows[2 * l];
+      problem.v_cache = cache_rows[2 * l + 1];
+      problem.k_new.data = k;
+      problem.v_new.data = v;
+      problem.window = static_cast<int32_t>(windows[l]);
+      problem.depths = windows[l] == -1 ? nullptr : depth_rows;
+      attend_on_cpu(problem);
+      T* const to = buffers[l % 2];
+      after_attention(stack[l].after, options, static_cast<const T*>(problem.out), stream, rows, to);
+      stream = to;
+    };
+    const auto finish = [&] {
+      std::vector<T> chosen;
+      if (wanted) {
+        chosen = wanted_rows(op, stream, rows, width, *wanted);
+        stream = chosen.data();
+      }
+      T* const result = output_of<T>(out);
+      T* const normed = head ? room + 2 * rows * width : result;
+      if (norm) norm_layer_rows(normed, stream, out_rows, norm, options);
+      const T* const last = norm ? normed : stream;
+      if (head) {
+        const LinearRows<T> product = product_of(logits, last, result, out_rows);
+        multiply(&product, 1);
+      } else if (!norm) {
+        std::copy_n(last, out_rows * width, result);
+      }
+    };
+    with_threads_ready([&] {
+      for (int64_t l = 0; l < count; ++l) run_layer(l);
+      if (out_rows > 0) finish();
+    });
+  });
+  return {out, fresh_rows};
+}
+
+}  // namespace
+}  // namespace pass_ext
+
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) { library.impl("layer_stack", TORCH_BOX(&pass_ext::layer_stack)); }

@@ -1,0 +1,185 @@
+"""``LayerStack``: a model's decoder layers as one call of ``layer_stack``, once a call has shown that nothing lies between
+them.
+
+In such a call each layer, computed alone, was given the very tensor that the layer before it returned, and the first one's
+rotary embedding. From then on the first layer computes all, and the others pass its result on.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from threading import local
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pass_ext.decoding.models.packed import Attend, SlotOffsets
+from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS
+from pass_ext.decoding.models.patching.layer_parts import LayerParts
+from pass_ext.decoding.models.patching.row_attention import OurCall
+from pass_ext.ops import layer as registration  # noqa: F401
+
+_stack = torch.ops.pass_ext.layer_stack.default
+
+
+class KnownLayer(Protocol):
+    """A layer's parts, and what its first call showed."""
+
+    parts: LayerParts
+    is_right: bool | None
+    rotates: bool
+    attention: dict[str, Any]
+
+
+class _Plan(NamedTuple):
+    """What ``layer_stack`` needs of the layers, in the order of its arguments."""
+
+    weights: list[Tensor]
+    parts: int
+    rotates: list[int]
+    windows: list[int]
+    numbers: tuple[Any, ...]
+    """Head size, eps, form, activation, scale, attention's scale and softcap."""
+    unchanged: _Unchanged
+
+
+class _Unchanged:
+    """Whether layers still compute what they did: no further hooks, and all forwards and weights the same objects."""
+
+    def __init__(self, layers: list[tuple[nn.Module, KnownLayer]]) -> None:
+        entries = [(layer.__dict__, "forward", layer.__dict__.get("forward")) for layer, _ in layers]
+        entries += [source for _, known in layers for source in known.parts.sources]
+        self._dictionaries, self._names, self._values = zip(*entries, strict=True)
+        self._hooks = [layer._forward_hooks for layer, _ in layers]
+        self._pre_hooks = [layer._forward_pre_hooks for layer, _ in layers]
+
+    def __bool__(self) -> bool:
+        if any(self._hooks) or not all(map(is_, map(dict.get, self._dictionaries, self._names), self._values)):
+            return False
+        return all(hasattr(hook, "adds_offsets") for hooks in self._pre_hooks if hooks for hook in hooks.values())
+
+
+class LayerEnds(NamedTuple):
+    """What ``layer_stack`` computes behind the layers; all None: nothing."""
+
+    final_norm: Tensor | None = None
+    head: Tensor | None = None
+    wanted: Tensor | None = None
+
+
+class LayerStack:
+    """The layers of one model that ``layer_calls`` replaces."""
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[nn.Module, KnownLayer]] = []
+        self._in_order = True
+        self._plans: dict[int, _Plan | None] = {}
+        self._of_thread = local()
+
+    @property
+    def ends(self) -> tuple[Tensor, Any, Tensor] | None:
+        """The first layer's input, its rotary embedding and the last layer's output, in this thread's last run."""
+        return getattr(self._of_thread, "ends", None)
+
+    def norm_form(self, layers: int | None) -> tuple[float, int] | None:
+        """eps and form of the layers' norms, if a call has shown that so many layers can be one call; else None."""
+        plan = None if layers is None else self._plans.get(layers)
+        return None if plan is None else plan.numbers[1:3]
+
+    def can_run(self, layers: int | None, rows: Tensor) -> bool:
+        """True if so many layers can be one call for rows ``[N, d]`` like these."""
+        plan = None if layers is None else self._plans.get(layers)
+        return (
+            plan is not None
+            and 0 < len(rows) <= MAX_FEW_ROWS
+            and rows.dtype is plan.weights[0].dtype
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        )
+
+    def add(self, layer: nn.Module, known: KnownLayer) -> None:
+        """Adds a layer; all must come, in the order of their indices."""
+        self._in_order = self._in_order and known.parts.layer == len(self._layers)
+        self._layers.append((layer, known))
+
+    def has_result(self, hidden_states: Tensor) -> bool:
+        """True if the first layer has computed all layers, and this is its result."""
+        return getattr(self._of_thread, "result", None) is hidden_states
+
+    def run_first(self, call: OurCall, hidden_states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor | None:
+        """The first layer's call: computes all layers ``[1, N, d]``, if that is known to be right; else None."""
+        self._of_thread.result = None
+        if not self.can_run(call.layers, hidden_states[0]):
+            return None
+        cos, sin = rotation
+        out = self.run(call.attend, call.layers, hidden_states[0], cos[0], sin[0], None, call.offsets, LayerEnds())
+        if out is None:
+            return None
+        result = self._of_thread.result = out[None]
+        self._of_thread.ends = hidden_states, rotation, result
+        return result
+
+    def run(
+        self,
+        attend: Attend,
+        layers: int | None,
+        rows: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        offsets: SlotOffsets | None,
+        ends: LayerEnds,
+    ) -> Tensor | None:
+        """``layer_stack`` on rows that ``can_run`` takes; None if the caches do not fit, or a layer has changed."""
+        plan = None if layers is None else self._plans.get(layers)
+        step = getattr(attend, "of_all_layers", None)
+        caches = None if plan is None or step is None else step(layers, plan.numbers[0])
+        if plan is None or caches is None or not plan.unchanged:
+            return None
+        out, new = _stack(
+            rows, plan.weights, plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows,
+            None if offsets is None else offsets.ids, None if offsets is None else offsets.deep, *ends, *plan.numbers,
+        )  # fmt: skip
+        attend.take(new)  # type: ignore[attr-defined]
+        return out
+
+    def saw(self, call: OurCall, index: int, hidden_states: Tensor, rotation: Any, out: Tensor) -> None:
+        """Notes that a layer was computed alone: its input, before offsets, and its output."""
+        state = self._of_thread
+        if index == 0:
+            state.call, state.rotation, state.follows = call, rotation, True
+        elif getattr(state, "call", None) is call:
+            state.follows &= hidden_states is state.last and rotation is state.rotation and index == state.index + 1
+        state.index, state.last = index, out
+        if call.layers == index + 1 and getattr(state, "call", None) is call:
+            if state.follows and self._in_order and call.layers not in self._plans:
+                self._plans[call.layers] = _plan_of(self._layers[: call.layers])
+            state.call = state.rotation = state.last = None
+
+
+def _plan_of(layers: list[tuple[nn.Module, KnownLayer]]) -> _Plan | None:
+    """The arguments for these layers; None if they differ in what ``layer_stack`` takes once."""
+    weights: list[Tensor] = []
+    alike = set()
+    for _, known in layers:
+        (before, (head_dim, eps, form)), after = known.parts.before, known.parts.after
+        tensors = (*before, *after[:-4])
+        weights += [tensor for tensor in tensors if tensor is not None]
+        scale = known.attention.get("scale")
+        alike.add(
+            (
+                sum(1 << i for i, tensor in enumerate(tensors) if tensor is not None),
+                (head_dim, eps, form, *after[-2:], head_dim**-0.5 if scale is None else scale,
+                 known.attention.get("softcap", 0.0)),
+                after[-4:-2] == (eps, form),
+                bool(known.is_right),
+            )
+        )  # fmt: skip
+    if len(alike) != 1:
+        return None
+    parts, numbers, *are_right = alike.pop()
+    if not all(are_right):
+        return None
+    windows = [known.attention.get("window", -1) for _, known in layers]
+    return _Plan(weights, parts, [int(known.rotates) for _, known in layers], windows, numbers, _Unchanged(layers))

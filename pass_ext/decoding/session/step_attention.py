@@ -1,0 +1,103 @@
+"""``StepAttention``: the attention of one call of a session, layer by layer or for all layers at once, and the keys and values
+that the call's rows got.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from pass_ext.ops.attention import HEAD_DIMS, attention_tree
+from pass_ext.tree import PackedTrees
+
+if TYPE_CHECKING:
+    from pass_ext.decoding.session.session import Session
+
+
+NewRows = list[Tensor] | Tensor
+"""Keys and values of a call's rows, ``[N, KV heads, D]`` of layer 0, of layer 1 …; or all in one tensor."""
+
+
+class StepAttention:
+    """``attend`` of one call, as a ``PackedModel`` takes it.
+
+    Attributes:
+        layers: how many have attended.
+        is_first: the session has no caches yet; this call makes them.
+        room: text positions that the caches hold.
+    """
+
+    def __init__(self, session: Session, trees: PackedTrees) -> None:
+        self.layers = 0
+        self.is_first = not session.caches
+        self.room = session.room
+        self._session, self._trees = session, trees
+        self._new: list[Tensor] = []
+        self._stacked: Tensor | None = None
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: int = -1,
+    ) -> Tensor:
+        """As ``Attend``."""
+        session, trees = self._session, self._trees
+        if layer != self.layers:
+            raise ValueError(f"layers must attend once each and in order: expected layer {self.layers}, got {layer}")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        dims = k.shape[-1], v.shape[-1]
+        width = head_dim_for(max(dims))
+        q, k, v = (padded(x, width) for x in (q, k, v))
+        if self.is_first:
+            session.add_layer(k, v, dims)
+        elif layer == len(session.caches):
+            raise ValueError(f"the model has more layers than {layer}, which `past` is of")
+        session.check_rows(layer, k, v)
+        self._new += k, v
+        self.layers += 1
+        out, _ = attention_tree(
+            q, *session.caches[layer], session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
+            k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
+            window=window,
+        )  # fmt: skip
+        return out[..., : dims[1]].contiguous()  # models call view() on it
+
+    def of_all_layers(self, layers: int, head_dim: int) -> tuple[Any, ...] | None:
+        """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with
+        heads of this size."""
+        session, trees = self._session, self._trees
+        is_alike = len(session.head_dims) == layers and all(dims == (head_dim, head_dim) for dims in session.head_dims)
+        if self.layers or self.is_first or not is_alike or head_dim not in HEAD_DIMS:
+            return None
+        caches = session.all_caches()
+        listed = [caches] if isinstance(caches, Tensor) else caches
+        return listed, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, trees.depths
+
+    def take(self, new: Tensor) -> None:
+        """Takes the keys and values ``[2 * layers, N, KV heads, D]`` that ``layer_stack`` made."""
+        self._stacked, self.layers = new, len(new) // 2
+
+    def new_rows(self) -> NewRows:
+        """Keys and values of the rows, of all layers that have attended."""
+        return self._new if self._stacked is None else self._stacked
+
+
+def head_dim_for(needed: int) -> int:
+    """The smallest head size of the attention kernel that is large enough."""
+    for width in HEAD_DIMS:
+        if width >= needed:
+            return width
+    raise NotImplementedError(f"attention_tree has head sizes up to {HEAD_DIMS[-1]}, this model's is {needed}")
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """Pads rows with zeros, which add nothing to a product."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,0 +1,225 @@
+"""layer_stack inside a generation: models whose layers, or whole calls, become one op, with the bits that they had; and models
+whose calls must stay as they are.
+"""
+
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from support.generation import slots_for
+from support.small_models import ARCHITECTURES, prompts
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pass_ext import NGram, PaSS, Tree, generate
+from pass_ext.decoding.models.patching import attachment, layer_stack
+from pass_ext.decoding.models.transformers import TransformersModel
+from pass_ext.testing import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS = dict(max_new_tokens=10, eos_token_id=[])
+WIDE = dict(head_dim=64, hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+MORE = dict.fromkeys(("granite", "olmo2", "smollm3"), ARCHITECTURES["llama"]) | {"gemma3_text": ARCHITECTURES["gemma"]}
+PHI3 = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)  # its heads are as wide as its rows allow
+# Whose whole call is the op; whose layers are, because the model scales its rows or its logits; whose layers are apart, because
+# they have two rotary embeddings.
+WHOLE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "olmo2", "smollm3")
+LAYERS = ("gemma2", "granite")
+APART = ("gemma3_text",)
+
+
+def model_of(architecture, dtype=torch.float32, **changes):
+    torch.manual_seed(0)
+    changes = (PHI3 if architecture == "phi3" else WIDE) | changes
+    if architecture in APART:
+        changes |= dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6)
+    if architecture in ("qwen2", "granite", "olmo2"):  # the size of their heads is no setting
+        changes = PHI3 | {key: value for key, value in changes.items() if key not in WIDE}
+    config = AutoConfig.for_model(architecture, **(MORE | ARCHITECTURES)[architecture] | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().to(dtype).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(dtype)
+        parameter.add_(noise * 0.1) if parameter.dim() == 1 else parameter.mul_(3)
+    return model
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the op's calls, and those that end with the output layer."""
+    counts, op = Counter(), layer_stack._stack
+
+    def counted(*arguments):
+        counts.update(["layers" if arguments[17] is None else "whole"])
+        return op(*arguments)
+
+    monkeypatch.setattr(layer_stack, "_stack", counted)
+    return counts
+
+
+@contextmanager
+def without_stack(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_stack.LayerStack, "can_run", lambda *_: False)
+        yield
+
+
+def generated(model, ids, *arguments, **options):
+    """The result, and clones of all logits."""
+    logits, called = [], TransformersModel.__call__
+
+    def noted(self, *inputs, **named):
+        out = called(self, *inputs, **named)
+        logits.append(out.clone())
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformersModel, "__call__", noted)
+        result = generate(model, ids, *arguments, **OPTIONS | options)
+    return result, logits
+
+
+def assert_same_calls(ours, theirs):
+    assert torch.equal(ours[0].sequences, theirs[0].sequences)
+    assert len(ours[1]) == len(theirs[1])
+    for mine, other in zip(ours[1], theirs[1], strict=True):
+        assert_same_bits(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", [*WHOLE, *LAYERS, *APART])
+def test_one_call_gives_the_logits_of_many(architecture, dtype, calls, monkeypatch):
+    model, ids = model_of(architecture, dtype), prompts(1, 7)[0]
+    slots = slots_for(model, deep_layers=model.config.num_hidden_layers)
+    with torch.no_grad():
+        slots.deep.mul_(6)
+    method = PaSS(slots, tree=Tree.from_branching((2, 2)), rows=12, slots=2)
+    for arguments in ((), (NGram(),), (method,)):
+        with without_stack(monkeypatch):
+            expected = generated(model, ids, *arguments)
+        assert not calls
+        ours = generated(model, ids, *arguments)
+        assert_same_calls(ours, expected)
+        steps = ours[0].stats.model_calls
+        kind = "whole" if architecture in WHOLE else "layers"
+        wanted = 0 if architecture in APART else steps - 3 if kind == "whole" else steps - 2
+        assert calls[kind] >= wanted and (architecture not in APART or not calls), calls
+        calls.clear()
+
+
+def test_batches_of_ragged_prompts(calls, monkeypatch):
+    model, ids = model_of("llama"), prompts(3, 7)[0]
+    options = OPTIONS | dict(attention_mask=torch.ones_like(ids))
+    options["attention_mask"][1, :4] = 0
+    with without_stack(monkeypatch):
+        expected = generate(model, ids, NGram(), **options).sequences
+    assert torch.equal(generate(model, ids, NGram(), **options).sequences, expected)
+    assert calls["whole"]
+
+
+@pytest.mark.parametrize("rope", [dict(rope_type="dynamic", factor=2.0), dict(rope_type="linear", factor=2.0)], ids=str)
+def test_scaled_rotary_embeddings(rope, calls, monkeypatch):
+    """Frequencies that depend on the text's length are computed for each call."""
+    model, ids = (
+        model_of("llama", rope_parameters=rope | dict(rope_theta=1e4), max_position_embeddings=64),
+        prompts(1, 7)[0],
+    )
+    with without_stack(monkeypatch):
+        expected = generated(model, ids)
+    assert_same_calls(generated(model, ids), expected)
+    assert calls["whole"]
+
+
+def test_a_model_that_adds_something_is_called(calls):
+    """Behind its norm, between its layers, or to its logits."""
+    ids = prompts(1, 7)[0]
+    for place in ("model.norm", "lm_head", "model.layers.0", "model"):
+        model = model_of("llama")
+        part = model.get_submodule(place)
+        kind = type(part)
+
+        def forward(self, *inputs, kind=kind, **named):
+            out = kind.forward(self, *inputs, **named)
+            if isinstance(out, torch.Tensor):
+                return out * 1.5
+            out.last_hidden_state = out.last_hidden_state * 1.5
+            return out
+
+        part.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+        calls.clear()
+        expected = model.generate(ids, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected), place
+        assert not calls["whole"]
+
+
+@pytest.mark.parametrize("place", ["", "model", "model.norm", "lm_head", "model.rotary_emb", "model.layers.1"])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_hooks_are_called(place, when, calls):
+    model, ids, seen = model_of("llama"), prompts(1, 7)[0], []
+    part = model.get_submodule(place)
+
+    class Streamer:
+        put = end = lambda *_: None
+        steps = 0
+
+        def put_step(self, tokens, accepted):
+            self.steps += 1
+            if self.steps == 5 and when == "meanwhile":
+                part.register_forward_hook(lambda *_: seen.append(1))
+
+    if when == "before":
+        part.register_forward_hook(lambda *_: seen.append(1))
+    stats = generate(model, ids, streamer=Streamer(), **OPTIONS).stats
+    missed = 0 if when == "before" else 5
+    # A table of the rotary embedding may be made once more.
+    assert stats.model_calls - missed <= len(seen) <= stats.model_calls - missed + 1
+
+
+@pytest.mark.parametrize("place", ["model.norm", "lm_head", "model.layers.1.mlp.up_proj"])
+def test_weights_replaced_meanwhile_are_used(place, calls, monkeypatch):
+    ids = prompts(1, 7)[0]
+
+    def text():
+        model = model_of("llama")
+
+        class Streamer:
+            put = end = lambda *_: None
+            steps = 0
+
+            def put_step(self, tokens, accepted):
+                self.steps += 1
+                if self.steps == 5:
+                    part = model.get_submodule(place)
+                    part.weight = nn.Parameter(-part.weight.flip(0), requires_grad=False)
+
+        return generate(model, ids, streamer=Streamer(), **OPTIONS).sequences
+
+    with without_stack(monkeypatch):
+        expected = text()
+    assert not calls
+    assert torch.equal(text(), expected)
+    assert calls["whole"]
+
+
+def test_layers_alone_are_one_call_without_norm_and_head(calls, monkeypatch):
+    """If the parts of the model are not known by their names."""
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    with without_stack(monkeypatch):
+        expected = generated(model, ids)
+    monkeypatch.setattr(attachment.DirectCall, "run", lambda *_: None)
+    monkeypatch.setattr(attachment.DirectCall, "watched", lambda *_: nullcontext(lambda logits: None))
+    assert_same_calls(generated(model, ids), expected)
+    assert calls["layers"] and not calls["whole"]
+
+
+def test_many_rows_are_called_by_the_model(calls, monkeypatch):
+    model, ids = model_of("llama"), prompts(1, 80)[0]
+    with without_stack(monkeypatch):
+        expected = generated(model, ids)
+    assert_same_calls(generated(model, ids), expected)
+    assert calls["whole"]

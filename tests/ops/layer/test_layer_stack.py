@@ -1,0 +1,271 @@
+"""layer_stack on the CPU at every instruction set: the bits of the layer ops, attention_tree, step_rms_norm and linear_rows
+called one by one, errors against float64, and requests that do not depend on each other.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import pass_ext
+from pass_ext import LayerWeights, Tree, reference
+from pass_ext.testing import assert_error_within, assert_same_bits
+from pass_ext.tree import pack_trees
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+WIDTH, HEADS, KEY_HEADS, DIM, INNER, VOCABULARY, LAYERS = 72, 6, 2, 64, 100, 90, 3
+PREFIXES = (70, 0, 9)
+
+
+@pytest.fixture
+def cpu(backend):
+    if not backend.name.startswith("cpu"):
+        pytest.skip("the layer ops are for the CPU only")
+    return backend
+
+
+class Numbers:
+    """Random tensors of one dtype."""
+
+    def __init__(self, seed, dtype):
+        self._generator, self._dtype = torch.Generator().manual_seed(seed), dtype
+
+    def __call__(self, *shape, dtype=None):
+        scale = shape[1] ** -0.5 if len(shape) == 2 else 1.0
+        numbers = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
+        return numbers.to(dtype or self._dtype)
+
+
+def weights_of(random, *, biases=False, norms=("input_norm", "mlp_norm")):
+    shapes = dict(q=(HEADS * DIM, WIDTH), k=(KEY_HEADS * DIM, WIDTH), v=(KEY_HEADS * DIM, WIDTH), o=(WIDTH, HEADS * DIM),
+                  gate=(INNER, WIDTH), up=(INNER, WIDTH), down=(WIDTH, INNER))  # fmt: skip
+    tensors = {f"{name}_weight": random(*shape) for name, shape in shapes.items()}
+    if biases:
+        tensors |= {f"{name}_bias": random(shape[0]) for name, shape in shapes.items()}
+    widths = dict(q_norm=DIM, k_norm=DIM)
+    return LayerWeights(**tensors, **{name: random(widths.get(name, WIDTH)) for name in norms})
+
+
+def case_of(dtype, *, seed=0, plain=False, **options):
+    """A step of three requests: a tree, a chain and one row; plain: without everything that is optional."""
+    random = Numbers(seed, dtype)
+    trees = pack_trees([Tree.from_branching((2, 2)), Tree.chain(3), Tree.chain(0)], torch.device("cpu"))
+    rows = len(trees.depths)
+    case = dict(
+        x=random(rows, WIDTH) * WIDTH**0.5, layers=[weights_of(random, **options) for _ in range(LAYERS)],
+        caches=[(random(3, 80, KEY_HEADS, DIM), random(3, 80, KEY_HEADS, DIM)) for _ in range(LAYERS)],
+        prefix_lens=torch.tensor(PREFIXES, dtype=torch.int32), cu_nodes=trees.cu_nodes, visible=trees.visible,
+        max_nodes=trees.max_nodes, head_dim=DIM,
+    )  # fmt: skip
+    if plain:
+        return case
+    angles = random(120, DIM, dtype=torch.float64)
+    positions = torch.repeat_interleave(torch.tensor(PREFIXES), trees.cu_nodes.diff()) + trees.depths
+    ids = torch.arange(rows)
+    ids[3], ids[5], ids[8] = -1, -2, -1
+    return case | dict(
+        depths=trees.depths, cos=angles.cos().to(dtype), sin=angles.sin().to(dtype), positions=positions.long(),
+        rotates=(True, False, True), windows=(-1, 5, 40), ids=ids, deep=random(LAYERS, 2, WIDTH),
+        final_norm=random(WIDTH), head=random(VOCABULARY, WIDTH), wanted=torch.tensor([7, 0, 0]), eps=1e-3,
+        activation="gelu_tanh", attention_scale=0.2, softcap=20.0,
+    )  # fmt: skip
+
+
+def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head_dim, depths=None, cos=None, sin=None,
+           positions=None, rotates=None, windows=None, ids=None, deep=None, final_norm=None, head=None, wanted=None,
+           activation="silu", scale=1.0, attention_scale=None, softcap=0.0, **norm):  # fmt: skip
+    """The ops one by one."""
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    new = []
+    for index, (layer, pair) in enumerate(zip(layers, caches, strict=True)):
+        if deep is not None:
+            shifted = x + deep[index][(-1 - ids).clamp(min=0)]
+            x = torch.where((ids < 0)[:, None], shifted, x)
+        named = layer._asdict()
+        turned = cos is not None and (rotates is None or rotates[index])
+        before = {name: named[name] for name in ("q_bias", "k_bias", "v_bias", "input_norm", "q_norm", "k_norm")}
+        q, k, v = pass_ext.layer_before_attention(
+            x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, cos=cos if turned else None,
+            sin=sin if turned else None, **before, **norm,
+        )  # fmt: skip
+        new += k, v
+        attended, _ = pass_ext.attention_tree(
+            q, *pair, prefix_lens, cu_nodes, visible, max_nodes, k_new=k, v_new=v, depths=depths, scale=attention_scale,
+            softcap=softcap, window=-1 if windows is None else windows[index],
+        )  # fmt: skip
+        after = {name: value for name, value in named.items() if name not in before and name[0] not in "qkv"}
+        x = pass_ext.layer_after_attention(attended.flatten(1), x, **after, activation=activation, scale=scale, **norm)
+    x = x if wanted is None else x[wanted]
+    x = x if final_norm is None else pass_ext.step_rms_norm(x, final_norm, **norm)[0]
+    return x if head is None else pass_ext.linear_rows(x, head), torch.stack(new)
+
+
+def assert_same(got, expected):
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.is_contiguous()
+        assert_same_bits(ours, theirs.contiguous())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(plain=True),
+        dict(biases=True, norms=("input_norm", "mlp_norm", "q_norm", "k_norm")),
+        dict(norms=("attention_norm", "output_norm")),
+        dict(norms=()),
+    ],
+    ids=str,
+)
+def test_the_bits_of_the_single_ops(cpu, dtype, options):
+    case = case_of(dtype, **options)
+    assert_same(pass_ext.layer_stack(**case), by_ops(**case))
+
+
+@pytest.mark.parametrize("end", ["final_norm", "head", "wanted", "deep", "positions"])
+def test_every_end_alone(cpu, end):
+    case = case_of(torch.float32)
+    absent = {"deep": ("deep", "ids"), "positions": ("positions", "cos", "sin")}.get(end, (end,))
+    without = {name: value for name, value in case.items() if name not in absent}
+    assert_same(pass_ext.layer_stack(**without), by_ops(**without))
+    alone = case_of(torch.float32, plain=True) | {name: case[name] for name in absent if name in case}
+    assert_same(pass_ext.layer_stack(**alone), by_ops(**alone))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_every_number_of_layers(cpu, layers):
+    """An even and an odd number: the rows change places in work space from layer to layer."""
+    for case in (case_of(torch.bfloat16), case_of(torch.bfloat16, plain=True)):
+        case |= {
+            name: case[name][:layers] for name in ("layers", "caches", "rotates", "windows", "deep") if name in case
+        }
+        assert_same(pass_ext.layer_stack(**case), by_ops(**case))
+
+
+def test_scale_and_float32_rotation(cpu):
+    case = case_of(torch.bfloat16)
+    case |= dict(scale=0.22, cos=case["cos"].float(), sin=case["sin"].float())
+    assert_same(pass_ext.layer_stack(**case), by_ops(**case))
+
+
+def test_caches_in_one_tensor(cpu):
+    case = case_of(torch.bfloat16)
+    expected = pass_ext.layer_stack(**case)
+    stacked = torch.stack([cache for pair in case["caches"] for cache in pair])
+    assert_same(pass_ext.layer_stack(**case | dict(caches=stacked)), expected)
+    apart = torch.full((2 * LAYERS, 3, 80, KEY_HEADS, DIM + 8), float("nan"), dtype=torch.bfloat16)[..., :DIM]
+    assert_same(pass_ext.layer_stack(**case | dict(caches=apart.copy_(stacked))), expected)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_change_no_bit(cpu, threads):
+    """Jobs of a call are shared by threads that stand by, or run in the pool."""
+    case = case_of(torch.bfloat16)
+    expected, former = pass_ext.layer_stack(**case), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            assert_same(pass_ext.layer_stack(**case), expected)
+    finally:
+        torch.set_num_threads(former)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_close_to_float64_as_the_reference_is(cpu, dtype):
+    case = case_of(dtype)
+
+    def doubled(value):
+        if isinstance(value, torch.Tensor):
+            return value.double() if value.is_floating_point() else value
+        if isinstance(value, LayerWeights):
+            return LayerWeights(*map(doubled, value))
+        return type(value)(map(doubled, value)) if isinstance(value, list | tuple) else value
+
+    exact = reference.layer_stack(**{name: doubled(value) for name, value in case.items()})
+    for ours, near, truth in zip(pass_ext.layer_stack(**case), reference.layer_stack(**case), exact, strict=True):
+        assert_error_within(ours, near, truth)
+
+
+def test_a_request_has_the_same_bits_alone(cpu):
+    case = case_of(torch.bfloat16) | dict(wanted=None)
+    out, new = pass_ext.layer_stack(**case)
+    bounds = case["cu_nodes"].tolist()
+    for request, (first, last) in enumerate(pairwise(bounds)):
+        rows = slice(first, last)
+        alone = case | {name: case[name][rows] for name in ("x", "depths", "visible", "positions", "ids")}
+        alone |= dict(
+            cu_nodes=torch.tensor([0, last - first], dtype=torch.int32),
+            prefix_lens=case["prefix_lens"][request : request + 1],
+            caches=[tuple(cache[request : request + 1] for cache in pair) for pair in case["caches"]],
+        )
+        assert_same(pass_ext.layer_stack(**alone), (out[rows], new[:, rows]))
+
+
+def test_the_caches_stay(cpu):
+    case = case_of(torch.float32)
+    former = [cache.clone() for pair in case["caches"] for cache in pair]
+    pass_ext.layer_stack(**case)
+    assert all(map(torch.equal, former, [cache for pair in case["caches"] for cache in pair]))
+
+
+ZERO = torch.zeros(12, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(layers=[]), "parts must have q_weight"),
+        (dict(windows=(-1, -1)), "windows must have 3 items .3 layers., got 2"),
+        (dict(windows=(-1, 0, -1)), "window must be positive, or -1 for none, got 0"),
+        (dict(rotates=(True,)), "rotates must have 3 items"),
+        (dict(head_dim=32, cos=None, sin=None, positions=None), "q must have a head size of 64, 80"),
+        (dict(ids=None), "ids and deep must come together, got only deep"),
+        (dict(deep=torch.ones(2, 2, WIDTH)), "deep must have 3 .layers. in dimension 0"),
+        (dict(deep=torch.ones(3, 1, WIDTH)), "ids must be at least -1 .the slots of deep., got -2 at 5"),
+        (dict(positions=ZERO + 120), r"positions must be in \[0, 120\) .the rows of cos., got 120 at 0"),
+        (dict(wanted=torch.tensor([12])), r"wanted must be in \[0, 12\) .the rows of x., got 12 at 0"),
+        (dict(head=torch.ones(9, 71)), "head_weight must have 72 .in"),
+        (dict(final_norm=torch.ones(71)), "final_norm must have 72"),
+        (dict(cos=torch.ones(120, DIM)), "sin must be|cos and sin"),
+        (dict(depths=None), "depths must be given with a window"),
+        (dict(scale=0.5, norms=("output_norm",)), "scale must be 1 beside attention_norm or output_norm"),
+        (dict(prefix_lens=torch.tensor([81, 0, 0], dtype=torch.int32)), "must have room for the prefix"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_wrong_arguments(cpu, changes, message):
+    changes = dict(changes)
+    options = {name: changes.pop(name) for name in ("norms",) if name in changes}
+    case = case_of(torch.float32, **options)
+    if "cos" in changes and "head_dim" not in changes:
+        case["sin"] = None
+    with pytest.raises(RuntimeError, match=message):
+        pass_ext.layer_stack(**case | changes)
+
+
+def test_errors_name_the_layer(cpu):
+    case = case_of(torch.float32)
+    layers = list(case["layers"])
+    layers[1] = layers[1]._replace(up_weight=torch.ones(99, WIDTH))
+    with pytest.raises(RuntimeError, match=r"layer_stack: layer 1: up_weight must have 100 .the rows of gate_weight."):
+        pass_ext.layer_stack(**case | dict(layers=layers))
+    caches = list(case["caches"])
+    caches[2] = (caches[2][0], torch.ones(3, 79, KEY_HEADS, DIM))
+    with pytest.raises(RuntimeError, match=r"caches\[5\] must have the shape of caches\[0\]"):
+        pass_ext.layer_stack(**case | dict(caches=caches))
+
+
+def test_layers_must_be_alike(cpu):
+    case = case_of(torch.float32)
+    layers = [*case["layers"][:2], case["layers"][2]._replace(mlp_norm=None)]
+    with pytest.raises(ValueError, match="layers must all have the same optional parts"):
+        pass_ext.layer_stack(**case | dict(layers=layers))
+
+
+def test_gradients_are_refused(cpu):
+    case = case_of(torch.float32)
+    with pytest.raises(RuntimeError, match="layer_stack: no gradient is implemented"):
+        pass_ext.layer_stack(**case | dict(head=nn.Parameter(torch.ones(VOCABULARY, WIDTH))))
