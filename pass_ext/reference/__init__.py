@@ -6,6 +6,7 @@ from pass_ext.reference.cache import cache_commit_
 from pass_ext.reference.draft import draft_sample
 from pass_ext.reference.layer import layer_after_attention, layer_before_attention
 from pass_ext.reference.linear import linear_rows
+from pass_ext.reference.logprobs import accept_logprobs
 from pass_ext.reference.lookahead import lookahead_embed
 from pass_ext.reference.next import next_rows_
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
@@ -13,6 +14,7 @@ from pass_ext.reference.tree import tree_mask, tree_prepare
 
 __all__ = [
     "accept_chain",
+    "accept_logprobs",
     "accept_tree",
     "attention_merge",
     "attention_tree",
