@@ -35,8 +35,8 @@ MAX_TOP_LOGPROBS = 64
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities of emitted tokens, and of the n most probable tokens beside each. "Raw" is the log-softmax of the logits
-    as they are; "processed" is under the distribution that the rule draws from, after mask, temperature and filters."""
+    """Log probabilities of emitted tokens, and of the n most probable tokens beside each. Raw: the log-softmax of the logits as
+    they are. Processed: under the distribution that the rule draws from, after mask, temperature and filters."""
 
     raw: Tensor
     """``[B, max_depth + 1]`` float32; -inf where no token was emitted. NaN if a forbidden logit is NaN or +inf."""
@@ -269,7 +269,9 @@ def raise_on_status(op: str, status: Tensor) -> None:
         raise RuntimeError(f"pass_ext::{op}: request {bad[0]}: {reasons} (of {len(bad)} in all)")
 
 
-def _fake(requests: Any, width: Any, like: Tensor, logprobs: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+def _fake(
+    requests: Any, width: Any, like: Tensor, logprobs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     def empty(dtype: torch.dtype, *shape: Any) -> Tensor:
         return like.new_empty(shape, dtype=dtype)
 

@@ -90,7 +90,20 @@ def accept_tree(device):
             continue
         tree = (target, tokens, parents, cu_nodes, 1, rule)
         for logprobs in (-1, 0, 3):
-            yield *tree, draft, None, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3, logprobs
+            yield (
+                *tree,
+                draft,
+                None,
+                *sampling(device),
+                *sampling(device),
+                None,
+                None,
+                seeds,
+                seeds,
+                0.09,
+                0.3,
+                logprobs,
+            )
     yield *tree[:5], 0, None, None, *NO_SAMPLING, *NO_SAMPLING, None, None, None, None, 0.09, 0.3, -1
 
 

@@ -1,4 +1,4 @@
-"""return_logprobs of accept_tree and accept_chain on every backend: the reference's numbers, and decisions that stay the same."""
+"""return_logprobs of accept_tree and accept_chain on every backend: the reference's numbers, and unchanged decisions."""
 
 import math
 from functools import cache
@@ -27,9 +27,7 @@ def with_logprobs(backend, step, top=TOP):
 
 def expected_of(step, result, top=TOP):
     parameters = {name: step[name] for name in PARAMETERS if name in step}
-    return reference.accept_logprobs(
-        step["target_logits"], step["cu_nodes"], result[0], result[1], top, **parameters
-    )
+    return reference.accept_logprobs(step["target_logits"], step["cu_nodes"], result[0], result[1], top, **parameters)
 
 
 def plain_error(step):
@@ -69,7 +67,12 @@ def steps_of(rule):
     """Steps with every kind of sampling; masked ones too. And the requests whose filters are near no tie."""
     random = torch.Generator().manual_seed(RULES.index(rule))
     steps = []
-    kinds = [(5, torch.float32, True), (70, torch.bfloat16, True), (193, torch.float16, False), (300, torch.bfloat16, None)]
+    kinds = [
+        (5, torch.float32, True),
+        (70, torch.bfloat16, True),
+        (193, torch.float16, False),
+        (300, torch.bfloat16, None),
+    ]
     for vocabulary, dtype, filters in kinds:
         sizes = [int(n) for n in torch.randint(1, 9, (10,), generator=random)]
         sizes[3], sizes[7] = 0, 1
@@ -128,7 +131,9 @@ def test_a_chain_has_the_numbers_of_its_tree(backend):
         allowed=put(words.flatten(0, 1)),
         **shared,
     )
-    assert all(torch.equal(left, right) for left, right in zip((*chain, *chain.logprobs), (*tree, *tree.logprobs), strict=True))
+    assert all(
+        torch.equal(left, right) for left, right in zip((*chain, *chain.logprobs), (*tree, *tree.logprobs), strict=True)
+    )
 
 
 def lone(logits, **more):
@@ -162,7 +167,9 @@ def test_the_most_alternatives_of_small_and_large_rows(backend, vocabulary):
     logits = torch.randn(vocabulary, generator=random)
     places = torch.tensor([0, 1, 2, 4096, 4097, 2 * 4096 + 5, 32 * 4096, 33 * 4096 + 6])
     logits[places[places < vocabulary]] += 9
-    step = lone(logits.bfloat16(), temperature=torch.tensor([1.0]), seeds=torch.tensor([1]), positions=torch.tensor([0]))
+    step = lone(
+        logits.bfloat16(), temperature=torch.tensor([1.0]), seeds=torch.tensor([1]), positions=torch.tensor([0])
+    )
     result, ours = with_logprobs(backend, step, MAX_TOP_LOGPROBS if backend.name != "emulated" else 12)
     assert_same_numbers(ours, expected_of(step, result, ours.top_tokens.shape[-1]), plain_error(step))
 
@@ -237,9 +244,22 @@ def test_refusals(arguments, message):
 def test_the_op_refuses_other_counts():
     nothing = [None] * 8
     for count in (-2, 65):
-        with pytest.raises(RuntimeError, match=rf"accept_chain: logprobs must be -1 \(none\) or .*, 0 to 64, got {count}"):
+        with pytest.raises(
+            RuntimeError, match=rf"accept_chain: logprobs must be -1 \(none\) or .*, 0 to 64, got {count}"
+        ):
             torch.ops.pass_ext.accept_chain(
-                torch.zeros(1, 1, 4), torch.zeros(1, 0).long(), 0, None, *nothing, None, None, None, None, 0.1, 0.1, count
+                torch.zeros(1, 1, 4),
+                torch.zeros(1, 0).long(),
+                0,
+                None,
+                *nothing,
+                None,
+                None,
+                None,
+                None,
+                0.1,
+                0.1,
+                count,
             )
 
 
