@@ -68,6 +68,9 @@ def keywords_of(op, sample):
         keywords[name] = ROUNDS[keywords[name]]
     if "activation" in keywords:
         keywords["activation"] = ACTIVATIONS[keywords["activation"]]
+    if "logprobs" in keywords:
+        count = keywords.pop("logprobs")
+        keywords |= {"return_logprobs": count >= 0, "top_logprobs": max(count, 0)}
     if op == "cache_commit_":
         keywords["new"] = keywords["new"] or None
     return keywords
