@@ -170,7 +170,7 @@ def generate(
         drafting = Drafting(method, context)
         stack.enter_context(drafting.attached())
         texts = Texts(context.texts, max_new_tokens, ends, listener, drafting.max_depth)
-        coins = None if synthetic is None else Synthetic(synthetic, len(texts), context.device, drafting.max_depth)
+        coins = None if synthetic is None else Synthetic(synthetic, context.device, drafting.max_depth)
         from_accept = not processors and rule != LONGEST_BRANCH and coins is None
         scores = (
             Scores(logprobs, keeps_rows=keep_logits, sampling=batch, from_accept=from_accept)

@@ -38,17 +38,15 @@ class Synthetic:
 
     Args:
         rates: see ``Rates``.
-        requests: of the batch.
-        device: of its tensors.
+        device: of the batch's tensors.
         depth: of the deepest draft.
     """
 
-    def __init__(self, rates: Rates, requests: int, device: torch.device, depth: int) -> None:
+    def __init__(self, rates: Rates, device: torch.device, depth: int) -> None:
         self.chances = tuple(conditional_rates(rates, depth))
         """The rate of each depth, if the token before was accepted."""
         chances = torch.tensor(self.chances, dtype=torch.float64)
         self._coins = torch.stack([chances.log(), (1 - chances).log()], 1).float().to(device)
-        self._seeds = torch.arange(requests, device=device)
 
     def accept(
         self,
@@ -63,13 +61,13 @@ class Synthetic:
 
         Args:
             logits: ``[N, V]``.
-            tokens: ``[N]``, of the rows; -1: no token, which is not accepted.
+            tokens: ``[N]``, of the rows; one outside [0, V) is not accepted.
             spines: ``[B, A]`` int64, nodes of each request from its root 0 on, then -1; all -1: a padded request.
             first_rows: ``[B]``, the rows of the roots.
             positions: ``[B]``, the text position of the next token.
         """
         requests, width = spines.shape
-        seeds = self._seeds if sampling.seeds is None else sampling.seeds
+        seeds = torch.arange(requests, device=positions.device) if sampling.seeds is None else sampling.seeds
         rows = (first_rows[:, None] + spines.clamp(min=0)).clamp(max=len(logits) - 1)
         places = positions[:, None] + torch.arange(width, device=positions.device)
         heads = draft_sample(
@@ -79,7 +77,8 @@ class Synthetic:
             seeds=seeds.repeat_interleave(width - 1, output_size=requests * (width - 1)),
             positions=places[:, 1:].flatten(),
         )[0].view(requests, -1)
-        accepts = (heads == 0) & (spines[:, 1:] >= 0) & (tokens[rows[:, 1:]] >= 0)
+        drafts = tokens[rows[:, 1:]]
+        accepts = (heads == 0) & (spines[:, 1:] >= 0) & (drafts >= 0) & (drafts < logits.shape[1])
         count = accepts.long().cumprod(1).sum(1, keepdim=True)
         last, _ = draft_sample(
             logits[rows.gather(1, count)[:, 0]],
@@ -89,7 +88,7 @@ class Synthetic:
             **sampling.keywords(),
         )
         place = torch.arange(width, device=positions.device)
-        drafted = torch.nn.functional.pad(tokens[rows[:, 1:]], (0, 1))
+        drafted = torch.nn.functional.pad(drafts, (0, 1))
         emitted = drafted.where(place < count, last).masked_fill(place > count, -1)
         is_there = spines[:, :1] >= 0
         return AcceptResult(

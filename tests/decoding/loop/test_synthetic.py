@@ -22,7 +22,7 @@ def accept_many(rates, seeds, depth=3, temperature=0.0, position=50):
     logits = torch.randn(requests * width, 40, generator=random)
     tokens = torch.randint(0, 40, (requests * width,), generator=random)
     sampling = SamplingParams(temperature=temperature, seeds=seeds).for_batch(requests, CPU)
-    synthetic = Synthetic(rates, requests, CPU, depth)
+    synthetic = Synthetic(rates, CPU, depth)
     result = synthetic.accept(
         logits,
         tokens,
@@ -60,7 +60,7 @@ def test_the_result_is_a_path_of_drafts_and_the_targets_token():
 
 
 def test_rows_without_a_token_and_padded_requests():
-    synthetic = Synthetic(1.0, 3, CPU, 2)
+    synthetic = Synthetic(1.0, CPU, 2)
     spines = torch.tensor([[0, 2, 3], [0, 1, -1], [-1, -1, -1]])
     tokens = torch.tensor([9, 9, 4, -1, 9, 5])
     logits = torch.eye(6, 12)
@@ -69,6 +69,9 @@ def test_rows_without_a_token_and_padded_requests():
     assert result.emitted.tolist() == [[4, 2, -1], [5, 5, -1], [-1, -1, -1]]
     assert result.path.tolist() == [[0, 2, -1], [0, 1, -1], [-1, -1, -1]]
     assert result.num_accepted.tolist() == [1, 1, 0]
+    tokens[2] = 12  # behind the vocabulary, as look-ahead ids are
+    result = synthetic.accept(logits, tokens, spines, torch.tensor([0, 4, 6]), torch.tensor([1, 1, 1]), sampling)
+    assert result.num_accepted.tolist() == [0, 1, 0]
 
 
 def test_spines_and_rates():
