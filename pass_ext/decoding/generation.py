@@ -161,7 +161,7 @@ def generate(
         raise ValueError(f"generate: logprobs must be None or in [0, {MAX_TOP_LOGPROBS}], got {logprobs!r}")
     if synthetic is not None and rule == LONGEST_BRANCH:
         raise ValueError(
-            "generate: rule must be one that ends steps with the target's token with synthetic, got 'longest_branch'"
+            f"generate: synthetic must be None with rule 'longest_branch', which draws before it judges, got {synthetic}"
         )
     listener = Listener(streamer, stopping)
     # Inference tensors would break a session that is used again outside the caller's inference mode.
