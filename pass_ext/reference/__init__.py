@@ -1,12 +1,11 @@
 """The specification of every op in plain PyTorch, written to be read, not to be fast. Tests compare all devices with it."""
 
-from pass_ext.reference.accept import accept_chain, accept_tree
+from pass_ext.reference.accept import accept_chain, accept_logprobs, accept_tree
 from pass_ext.reference.attention import attention_merge, attention_tree
 from pass_ext.reference.cache import cache_commit_
 from pass_ext.reference.draft import draft_sample
 from pass_ext.reference.layer import layer_after_attention, layer_before_attention
 from pass_ext.reference.linear import linear_rows
-from pass_ext.reference.logprobs import accept_logprobs
 from pass_ext.reference.lookahead import lookahead_embed
 from pass_ext.reference.next import next_rows_
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary

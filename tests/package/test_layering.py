@@ -20,7 +20,7 @@ CPP_INCLUDES = {
         "core/",
         *("cuda/primitives.cuh", "cuda/block.cuh", "cuda/row", "cuda/accept_rows.cuh", "cuda/attention_"),
     ),
-    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention"),
+    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention", "cuda/logprobs.cuh"),
     "cuda/*.h": ("host/", "cuda/primitives.cuh"),
     "schema.cpp": (),
 }

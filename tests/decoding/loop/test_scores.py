@@ -134,7 +134,7 @@ def test_processors_change_the_law_and_not_the_raw_numbers(llama, exact):
 
     ids, mask = ragged_prompts(3)
     parameters = dict(temperature=0.7, top_k=12, top_p=1.0)
-    for method in (Plain(), methods_for(llama)["ngram"]):
+    for method in (Plain(), methods_for(llama)["ngram"], methods_for(llama)["one pass"]):
         got = generate(
             llama, ids, method, max_new_tokens=NEW, attention_mask=mask, logits_processor=forbid, seeds=3, logprobs=TOP,
             keep_logits=True, eos_token_id=[], **parameters,

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 from support.generation import methods_for
 from support.small_models import ragged_prompts, small_model
 
-from pass_ext import NGram, Plain, Speculative, Tree, generate
+from pass_ext import NGram, Plain, Speculative, Tree, draft_sample, generate
 from pass_ext.decoding.loop.synthetic import Synthetic, conditional_rates, spine_of
 from pass_ext.decoding.sampling import SamplingParams
 
@@ -44,12 +44,15 @@ def test_drafts_are_accepted_at_the_rates(rates, shares):
     assert result.status.tolist() == [0] * requests
 
 
-def test_the_result_is_a_path_of_drafts_and_the_targets_token():
-    result, logits, tokens = accept_many(0.5, torch.arange(64))
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_result_is_a_path_of_drafts_and_the_targets_token(temperature):
+    result, logits, tokens = accept_many(0.5, torch.arange(64), temperature=temperature)
     assert set(result.num_accepted.tolist()) == {0, 1, 2, 3}
     for b, count in enumerate(result.num_accepted.tolist()):
-        best = int(logits[b, count].argmax())  # greedy
-        assert result.emitted[b].tolist() == [*tokens[b, 1 : count + 1].tolist(), best, *[-1] * (3 - count)]
+        own, _ = draft_sample(
+            logits[b, count][None], 1, mode="coupled", temperature=[temperature], seeds=[b], positions=[50 + count]
+        )
+        assert result.emitted[b].tolist() == [*tokens[b, 1 : count + 1].tolist(), int(own), *[-1] * (3 - count)]
         assert result.path[b].tolist() == [*range(count + 1), *[-1] * (3 - count)]
     again, *_ = accept_many(0.5, torch.arange(64))
     assert torch.equal(again.num_accepted, result.num_accepted)

@@ -204,6 +204,16 @@ def test_bad_rows_and_padding(backend):
     )
 
 
+def test_a_forbidden_token_far_above_the_others(backend):
+    """exp of the forbidden logit less the largest allowed one overflows."""
+    logits = torch.linspace(-1, 1, 40)
+    logits[7] = 200.0
+    step = lone(logits, allowed=torch.tensor([[~(1 << 7), -1]], dtype=torch.int32))
+    result, ours = with_logprobs(backend, step)
+    assert result[0].tolist() == [[39]] and ours.top_tokens[0, 0, 0] == 7
+    assert_same_numbers(ours, expected_of(step, result), 4e-5)
+
+
 def test_numbers_are_the_same_bits_with_any_thread_count():
     random = torch.Generator().manual_seed(15)
     step = random_step("coupled", [6], 40_000, random, filters=False)
