@@ -587,8 +587,8 @@ def accept_logprobs(
     min_p: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> Logprobs:
-    """raw(v) = log_softmax(logits)(v), without mask, temperature and filter; processed(v) = ln p(v). The law of emitted[b, j] is
-    that of the row of node path[b, j], whatever the rule.
+    """raw(v) = log_softmax(logits)(v), without mask, temperature and filter; processed(v) = ln p(v). The law of emitted[b, j]
+    is that of the row of node path[b, j], whatever the rule.
 
     target_logits [N, V]; cu_nodes [B + 1]; emitted and path [B, A] as accept_tree returns them; parameters [B]; allowed int32
     words [N, ceil(V / 32)]."""
