@@ -61,8 +61,8 @@ PASS_EXT_HOST_DEVICE EmittedToken emitted_token(const AcceptProblem& problem, in
   emitted.unmasked.allowed = nullptr;
   if (emitted.row.allowed != nullptr) emitted.unmasked.slot += 2 * problem.nodes;  // behind all rows of the step
   emitted.processed = problem.described[emitted.row.slot];
-  const bool greedy = problem.target_sampling.temperature == nullptr ||
-                      is_greedy(problem.target_sampling.temperature[request]);
+  const bool greedy =
+      problem.target_sampling.temperature == nullptr || is_greedy(problem.target_sampling.temperature[request]);
   if (greedy) set_mass(emitted.processed, 1.0);
   return emitted;
 }

@@ -1,5 +1,6 @@
 // Checks accept_tree's and accept_chain's arguments, the same on every device, packs them into core/accept.h's
-// AcceptProblem and makes the outputs, log probabilities among them. Each op is a template over the function that fills them.
+// AcceptProblem and makes the outputs, log probabilities among them. Each op is a template over the function that fills
+// them.
 #pragma once
 
 #include <tuple>
@@ -206,14 +207,14 @@ using AcceptOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, std::vector<Ten
 
 template <RunAccept run>
 AcceptOutputs accept_tree(const Tensor& target_logits, const Tensor& tokens, const Tensor& parents,
-                         const Tensor& cu_nodes, int64_t max_depth, int64_t rule, const OptionalTensor& draft_logits,
-                         const OptionalTensor& draft_rows, const OptionalTensor& temperature,
-                         const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
-                         const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
-                         const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
-                         const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
-                         const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha,
-                         int64_t logprobs) {
+                          const Tensor& cu_nodes, int64_t max_depth, int64_t rule, const OptionalTensor& draft_logits,
+                          const OptionalTensor& draft_rows, const OptionalTensor& temperature,
+                          const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+                          const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
+                          const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
+                          const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
+                          const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha,
+                          int64_t logprobs) {
   AcceptProblem problem{};
   const AcceptResult result = prepare_accept_tree({"accept_tree",
                                                    target_logits,
@@ -235,13 +236,13 @@ AcceptOutputs accept_tree(const Tensor& target_logits, const Tensor& tokens, con
 
 template <RunAccept run>
 AcceptOutputs accept_chain(const Tensor& target_logits, const Tensor& draft_tokens, int64_t rule,
-                          const OptionalTensor& draft_logits, const OptionalTensor& temperature,
-                          const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
-                          const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
-                          const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
-                          const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
-                          const OptionalTensor& seeds, const OptionalTensor& positions, double threshold,
-                           double alpha, int64_t logprobs) {
+                           const OptionalTensor& draft_logits, const OptionalTensor& temperature,
+                           const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+                           const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
+                           const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
+                           const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
+                           const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha,
+                           int64_t logprobs) {
   AcceptProblem problem{};
   const AcceptResult result = prepare_accept_chain({"accept_chain",
                                                     target_logits,

@@ -40,12 +40,8 @@ pass_ext::AcceptProblem accept_problem(const LogitArguments& given) {
 }
 
 pass_ext::LogprobArrays logprob_arrays(const LogitArguments& given) {
-  return {given.at<float>("raw"),
-          given.at<float>("processed"),
-          given.at<int64_t>("top_tokens"),
-          given.at<float>("top_raw"),
-          given.at<float>("top_processed"),
-          static_cast<int32_t>(given("logprobs"))};
+  return {given.at<float>("raw"),     given.at<float>("processed"),     given.at<int64_t>("top_tokens"),
+          given.at<float>("top_raw"), given.at<float>("top_processed"), static_cast<int32_t>(given("logprobs"))};
 }
 
 auto plan(const LogitArguments& given) {
