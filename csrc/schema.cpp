@@ -34,19 +34,19 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "draft_sample(Tensor logits, int k, int mode, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
       "Tensor? allowed, Tensor? seeds, Tensor? positions, Tensor? nodes) -> (Tensor tokens, Tensor logprobs)");
 
-  // accept
+  // accept. logprobs: -1: none, and the list is empty; n: with the n most probable tokens beside each emitted one.
   library.def(
       "accept_tree(Tensor target_logits, Tensor tokens, Tensor parents, Tensor cu_nodes, int max_depth, int rule, "
       "Tensor? draft_logits, Tensor? draft_rows, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
       "Tensor? draft_temperature, Tensor? draft_top_k, Tensor? draft_top_p, Tensor? draft_min_p, Tensor? allowed, "
-      "Tensor? draft_allowed, Tensor? seeds, Tensor? positions, float threshold, float alpha) "
-      "-> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status)");
+      "Tensor? draft_allowed, Tensor? seeds, Tensor? positions, float threshold, float alpha, int logprobs) "
+      "-> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor[] logprobs)");
   library.def(
       "accept_chain(Tensor target_logits, Tensor draft_tokens, int rule, Tensor? draft_logits, Tensor? temperature, "
       "Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? draft_temperature, Tensor? draft_top_k, "
       "Tensor? draft_top_p, Tensor? draft_min_p, Tensor? allowed, Tensor? draft_allowed, Tensor? seeds, "
-      "Tensor? positions, float threshold, float alpha) "
-      "-> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status)");
+      "Tensor? positions, float threshold, float alpha, int logprobs) "
+      "-> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor[] logprobs)");
 
   // next
   library.def(

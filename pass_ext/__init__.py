@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pass_ext._library import set_debug, status
 from pass_ext.modules.lookahead import LookaheadEmbedding
-from pass_ext.ops.accept import STATUS, AcceptResult, accept_chain, accept_tree
+from pass_ext.ops.accept import STATUS, AcceptResult, TokenLogprobs, accept_chain, accept_tree
 from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.common.rules import RULES
@@ -71,6 +71,7 @@ __all__ = [
     "Proposal",
     "SamplingParams",
     "Speculative",
+    "TokenLogprobs",
     "Tree",
     "__version__",
     "accept_chain",

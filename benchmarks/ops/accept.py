@@ -4,6 +4,7 @@ they are installed, vLLM and FlashInfer. `python -m benchmarks.ops.accept --help
 Every contender starts from logits as models leave them. What is the same for all steps is prepared untimed. The contenders
 (contenders/accept.py):
 
+* log probabilities: ours with `return_logprobs=True`, and with 5 alternatives of each token: the price of log probabilities.
 * torch: the obvious program. A chain: both distributions of all rows, one comparison of all coins, the first refusal, one draw
   from the residual; no loop over requests. A tree: level by level, child by child, all requests at once, only the rows
   reached.
@@ -82,6 +83,7 @@ from benchmarks.ops.contenders.inputs.distributions import (
 )
 
 TORCH, LEAN, REFERENCE = "torch", "torch, lean", "torch, rejection"
+LOGPROBS = {"log probabilities": 0, "log probabilities, 5 alternatives": 5}
 TRANSFORMERS, VLLM, FLASHINFER = LIBRARIES
 TRIES = 24  # seeds
 ACCEPTED_SHARE = {"peaked": 0.75, "flat": 0.55}  # of the judged drafts, about the mean
@@ -118,6 +120,9 @@ def contenders_of(spec: Spec, device: str) -> list[Contender]:
     usual = (CHAIN if spec.shape == "chain" else WALK).get(spec.rule)
     lean = LEAN_WALK.get(spec.rule)
     contenders = [Contender(OURS, ours)]
+    if spec.logprobs:  # the others have none
+        priced = [(name, functools.partial(ours, logprobs=count)) for name, count in LOGPROBS.items()]
+        return [*contenders, *(Contender(name, function, same_job=False) for name, function in priced)]
     if usual is not None:
         contenders.append(Contender(TORCH, usual))
     if lean is not None and lean is not usual:
@@ -345,6 +350,7 @@ def specs_for(options: argparse.Namespace) -> list[Spec]:
             Spec("chain", "rejection", 1, 3, 4096),
             Spec("chain", "rejection", 1, 3, 4096, filters="top-k 50, top-p 0.9"),
         ]
+        small += [Spec("chain", "rejection", 1, 3, 8192, logprobs=True)]
         return [*small, Spec("tree", "rejection", 2, 7, 4096), Spec("tree", "traversal", 2, 7, 4096)]
     return cuda_specs() if options.device == "cuda" else cpu_specs()
 
@@ -364,7 +370,16 @@ def cpu_specs() -> list[Spec]:
     specs += [Spec("chain", rule, 8, 3, usual) for rule in ("rejection", "coupled")]
     specs += [Spec("chain", "rejection", 1, 7, vocabulary) for vocabulary in (32000, 49152, 128256, 151936, 262144)]
     specs += [Spec("tree", "rejection", 1, drafts, 32000, fixed=True) for drafts in BRANCHING]
-    return [*specs, Spec("chain", "rejection", 64, 3, 32000), Spec("tree", "coupled", 64, 7, 32000)]
+    specs += [Spec("chain", "rejection", 64, 3, 32000), Spec("tree", "coupled", 64, 7, 32000)]
+    return [*specs, *logprob_specs(1)]
+
+
+def logprob_specs(batch: int) -> list[Spec]:
+    """The lines with log probabilities: rules that know a sum and rules that do not, laws that need a second one or none."""
+    rules = ("rejection", "coupled", "greedy")
+    specs = [Spec("chain", rule, batch, 4, 128256, logprobs=True) for rule in rules]
+    specs += [Spec("chain", rule, batch, 4, 128256, heat=1.0, logprobs=True) for rule in rules[:2]]
+    return [*specs, Spec("chain", "rejection", batch, 4, 128256, filters="top-k 50, top-p 0.9", logprobs=True)]
 
 
 def cuda_specs() -> list[Spec]:
@@ -383,7 +398,8 @@ def cuda_specs() -> list[Spec]:
     specs += [Spec("chain", "rejection", 64, 7, vocabulary) for vocabulary in (32000, 49152, 151936, 262144)]
     specs += [Spec("tree", "rejection", 64, drafts, 32000, fixed=True) for drafts in BRANCHING]
     specs += [Spec("tree", rule, 64, 15, usual) for rule in ("kseq", "rejection_with_replacement", "greedy")]
-    return [*specs, Spec("tree", "coupled", 256, 63, 32000), Spec("chain", "typical", 64, 3, usual)]
+    specs += [Spec("tree", "coupled", 256, 63, 32000), Spec("chain", "typical", 64, 3, usual)]
+    return [*specs, *logprob_specs(1), *logprob_specs(64)]
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -395,8 +411,15 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def brief(spec: Spec) -> str:
     """A line in a few words."""
     filters = "" if spec.filters == "off" else f", {spec.filters}"
-    logits = f"{spec.logits}, fixed" if spec.fixed else spec.logits
-    return f"{spec.shape}, {spec.rule}, {spec.batch} × (1 + {spec.drafts}) × {spec.vocabulary}, {logits}{filters}"
+    prices = ", log probabilities" if spec.logprobs else ""
+    sizes = f"{spec.batch} × (1 + {spec.drafts}) × {spec.vocabulary}"
+    return f"{spec.shape}, {spec.rule}, {sizes}, {logits_of(spec)}{filters}{prices}"
+
+
+def logits_of(spec: Spec) -> str:
+    """The logits of a line in a few words, and a temperature that is not the usual one."""
+    words = [spec.logits, *(["fixed"] if spec.fixed else []), *(["temperature 1"] if spec.heat == 1.0 else [])]
+    return ", ".join(words)
 
 
 def make_cases(options: argparse.Namespace, specs: Sequence[Spec]) -> Iterator[Case]:
@@ -415,7 +438,7 @@ def make_cases(options: argparse.Namespace, specs: Sequence[Spec]) -> Iterator[C
             "requests": spec.batch,
             "nodes": f"1 + {spec.drafts}",
             "V": spec.vocabulary,
-            "logits": f"{spec.logits}, fixed" if spec.fixed else spec.logits,
+            "logits": logits_of(spec),
             "filters": spec.filters,
             "accepted": f"{accepted:.2f}",
         }

@@ -60,6 +60,7 @@ struct AcceptProblem {
   int32_t* path;     // [requests, max_depth + 1]
   int32_t* num_accepted;
   int32_t* status;
+  Distribution* described;  // [nodes] or null: the walk writes what it finds out about a target row
 };
 
 // The way of a rule through a tree. A kernel compiled for `any` reads the rule at run time.
@@ -219,6 +220,8 @@ class AcceptWalk {
   PASS_EXT_HOST_DEVICE Distribution describe_target(int32_t node, bool needs_mass) {
     const Distribution distribution = rows_.describe(request_.target_row(node), p_parameters_, needs_mass);
     status_ |= distribution.status;
+    Distribution* const described = request_.problem.described;
+    if (described != nullptr && rows_.is_leader()) described[request_.first + node] = distribution;
     return distribution;
   }
 

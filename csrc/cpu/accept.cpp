@@ -1,8 +1,9 @@
 // torch.ops.pass_ext.accept_tree and accept_chain on the CPU: parallel split and registration. The rules:
-// core/accept.h, their work on rows: cpu/rows.h.
+// core/accept.h, their work on rows: cpu/rows.h, log probabilities: cpu/logprobs.h.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/accept_checks.h"
+#include "cpu/logprobs.h"
 #include "cpu/rows.h"
 #include "cpu/workers.h"
 #include "host/accept.h"
@@ -10,14 +11,16 @@
 namespace pass_ext {
 namespace {
 
-void accept_on_cpu(const char* op, const AcceptProblem& problem, const Tensor&) {
+void accept_on_cpu(const char* op, const AcceptProblem& problem, const LogprobArrays& logprobs, const Tensor&) {
   check_positions(op, problem);
   bool divided = true;
   for (int64_t index = 0; index < problem.requests && !problem.is_chain; ++index)
     if (breaks_bounds(problem, index)) divided = false;
   if (problem.rule == Rule::block && !problem.is_chain && divided) check_is_chain(op, problem);
   for_each_request(problem.requests, [&](int64_t index, bool alone) {
-    AcceptWalk<CpuRows>(thread_rows(alone), request_of(problem, index)).run(divided);
+    CpuRows& rows = thread_rows(alone);
+    AcceptWalk<CpuRows>(rows, request_of(problem, index)).run(divided);
+    if (logprobs.raw != nullptr) write_logprobs(rows, problem, logprobs, index);
   });
 }
 

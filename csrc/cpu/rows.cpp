@@ -89,12 +89,25 @@ double CpuRows::sum_slices(int32_t groups, Function&& function) {
   return sum;
 }
 
-double CpuRows::mass_of(const Maxima& maxima, const Distribution& distribution) {
-  return sum_slices(groups_of(maxima.row.vocabulary), [&](int32_t begin, int32_t end) {
+double CpuRows::mass_of(const LogitRow& row, const float* maxima, const Distribution& distribution) {
+  return sum_slices(groups_of(row.vocabulary), [&](int32_t begin, int32_t end) {
     double mass;
-    PASS_EXT_AT_ISA(sum_mass(maxima.row, distribution, maxima.values.data(), begin, end, &mass));
+    PASS_EXT_AT_ISA(sum_mass(row, distribution, maxima, begin, end, &mass));
     return mass;
   });
+}
+
+double CpuRows::mass_of(const Maxima& maxima, const Distribution& distribution) {
+  return mass_of(maxima.row, maxima.values.data(), distribution);
+}
+
+double CpuRows::mass(const LogitRow& row, const Distribution& distribution) {
+  for (const Maxima& recent : recent_)
+    if (recent.row.logits != nullptr && recent.row.slot == row.slot) return mass_of(recent, distribution);
+  if (distribution.cut != -kInfinity) return mass_of(maxima_of(row), distribution);
+  // Without a cut nearly every group counts: a pass to find the groups' maxima would save less than it costs.
+  bounds_.assign(groups_of(row.vocabulary), distribution.maximum);
+  return mass_of(row, bounds_.data(), distribution);
 }
 
 // The mass of the whole row, and in `above` that of its tokens with a logit of at least `floor`.

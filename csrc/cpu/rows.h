@@ -59,6 +59,8 @@ class CpuRows {
 
   Distribution describe(const LogitRow& row, const SamplingParameters& parameters, bool needs_mass);
   float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
+  // Sum over the support of exp((z - maximum) scale).
+  double mass(const LogitRow& row, const Distribution& distribution);
   double entropy(const Judge& judge);
   ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request);
   void overlap_sums(const Judge& judge, const float* inverse_rho, double* sums);
@@ -99,6 +101,7 @@ class CpuRows {
 
   Maxima& maxima_of(const LogitRow& row);
   double mass_of(const Maxima& maxima, const Distribution& distribution);
+  double mass_of(const LogitRow& row, const float* maxima, const Distribution& distribution);
   double mass_above(const Maxima& maxima, const Distribution& distribution, float floor, double& above);
   int32_t count_groups(const Maxima& maxima, float threshold) const;
   Candidate* gather(const Maxima& maxima, const Distribution& distribution, float floor, float ceiling, int64_t limit);

@@ -1,10 +1,11 @@
 // torch.ops.pass_ext.accept_tree and accept_chain on CUDA: workspace, launch, registration. The kernels:
-// cuda/accept.cuh.
+// cuda/accept.cuh, cuda/logprobs.cuh.
 #include "cuda/accept.cuh"
 
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/counters.h"
+#include "cuda/logprobs.cuh"
 #include "cuda/runtime.h"
 #include "host/accept.h"
 
@@ -13,7 +14,8 @@ namespace {
 
 static_assert(gpu::kMaxRowsBeforehand <= kCountersOfSlot, "a row has a counter");
 
-void accept_on_cuda(const char* op, const AcceptProblem& problem, const Tensor& target_logits) {
+void accept_on_cuda(const char* op, const AcceptProblem& problem, const LogprobArrays& logprobs,
+                    const Tensor& target_logits) {
   if (problem.requests == 0) return;
   const CudaScope scope(target_logits);
   const gpu::RowsPlan plan = gpu::plan_accept(problem, scope.multiprocessors());
@@ -21,6 +23,7 @@ void accept_on_cuda(const char* op, const AcceptProblem& problem, const Tensor& 
   int32_t* const counters =
       plan.rows > 0 ? CounterSlots::of_device(scope.device()).slot_for(op, scope.stream()) : nullptr;
   gpu::launch_accept(problem, plan, plan.carve(output_of<void>(workspace), counters), scope.stream());
+  gpu::launch_logprobs(problem, logprobs, scope.stream());
   check_launch(op);
 }
 

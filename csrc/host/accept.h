@@ -1,10 +1,13 @@
 // Checks accept_tree's and accept_chain's arguments, the same on every device, packs them into core/accept.h's
-// AcceptProblem and makes the outputs. Each op is a template over the function that fills them.
+// AcceptProblem and makes the outputs, log probabilities among them. Each op is a template over the function that fills
+// them.
 #pragma once
 
 #include <tuple>
+#include <vector>
 
 #include "core/accept.h"
+#include "core/logprobs.h"
 #include "core/tree.h"
 #include "host/distribution.h"
 
@@ -168,19 +171,50 @@ inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const
   return prepare_accept(arguments, requests, nodes - 1, problem);
 }
 
+// Outputs and scratch memory of the log probabilities. `count`: -1 for none, else the alternatives of each token.
+struct Logprobs {
+  std::vector<Tensor> outputs;  // raw, processed, top_tokens, top_raw, top_processed; empty for none
+  std::optional<Tensor> described;
+  LogprobArrays arrays{};
+};
+
+inline Logprobs prepare_logprobs(const char* op, const Tensor& like, int64_t count, AcceptProblem& problem) {
+  if (count < -1 || count > kMaxTopLogprobs)
+    refuse(op, "logprobs must be -1 (none) or the number of alternatives, 0 to ", kMaxTopLogprobs, ", got ", count);
+  Logprobs logprobs;
+  if (count < 0) return logprobs;
+  const int64_t requests = problem.requests, width = int64_t{problem.max_depth} + 1;
+  const auto make = [&](const std::vector<int64_t>& shape, ScalarType type) {
+    return logprobs.outputs.emplace_back(empty_of_shape(op, like, shape, type));
+  };
+  logprobs.arrays.raw = output_of<float>(make({requests, width}, ScalarType::Float));
+  logprobs.arrays.processed = output_of<float>(make({requests, width}, ScalarType::Float));
+  logprobs.arrays.top_tokens = output_of<int64_t>(make({requests, width, count}, ScalarType::Long));
+  logprobs.arrays.top_raw = output_of<float>(make({requests, width, count}, ScalarType::Float));
+  logprobs.arrays.top_processed = output_of<float>(make({requests, width, count}, ScalarType::Float));
+  logprobs.arrays.count = static_cast<int32_t>(count);
+  const int64_t bytes = problem.nodes * static_cast<int64_t>(sizeof(Distribution));
+  logprobs.described = empty_of_shape(op, like, {bytes}, ScalarType::Byte);
+  problem.described = output_of<Distribution>(*logprobs.described);
+  return logprobs;
+}
+
 // The ops with their torch signatures; `run` fills in the outputs on its device.
 
-using RunAccept = void (*)(const char* op, const AcceptProblem& problem, const Tensor& target_logits);
+using RunAccept = void (*)(const char* op, const AcceptProblem& problem, const LogprobArrays& logprobs,
+                           const Tensor& target_logits);
+using AcceptOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;  // AcceptResult, logprobs
 
 template <RunAccept run>
-AcceptResult accept_tree(const Tensor& target_logits, const Tensor& tokens, const Tensor& parents,
-                         const Tensor& cu_nodes, int64_t max_depth, int64_t rule, const OptionalTensor& draft_logits,
-                         const OptionalTensor& draft_rows, const OptionalTensor& temperature,
-                         const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
-                         const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
-                         const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
-                         const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
-                         const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha) {
+AcceptOutputs accept_tree(const Tensor& target_logits, const Tensor& tokens, const Tensor& parents,
+                          const Tensor& cu_nodes, int64_t max_depth, int64_t rule, const OptionalTensor& draft_logits,
+                          const OptionalTensor& draft_rows, const OptionalTensor& temperature,
+                          const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+                          const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
+                          const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
+                          const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
+                          const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha,
+                          int64_t logprobs) {
   AcceptProblem problem{};
   const AcceptResult result = prepare_accept_tree({"accept_tree",
                                                    target_logits,
@@ -195,19 +229,20 @@ AcceptResult accept_tree(const Tensor& target_logits, const Tensor& tokens, cons
                                                    threshold,
                                                    alpha},
                                                   tokens, parents, cu_nodes, max_depth, draft_rows, problem);
-  run("accept_tree", problem, target_logits);
-  return result;
+  const Logprobs scores = prepare_logprobs("accept_tree", target_logits, logprobs, problem);
+  run("accept_tree", problem, scores.arrays, target_logits);
+  return std::tuple_cat(result, std::tuple(scores.outputs));
 }
 
 template <RunAccept run>
-AcceptResult accept_chain(const Tensor& target_logits, const Tensor& draft_tokens, int64_t rule,
-                          const OptionalTensor& draft_logits, const OptionalTensor& temperature,
-                          const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
-                          const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
-                          const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
-                          const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
-                          const OptionalTensor& seeds, const OptionalTensor& positions, double threshold,
-                          double alpha) {
+AcceptOutputs accept_chain(const Tensor& target_logits, const Tensor& draft_tokens, int64_t rule,
+                           const OptionalTensor& draft_logits, const OptionalTensor& temperature,
+                           const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+                           const OptionalTensor& draft_temperature, const OptionalTensor& draft_top_k,
+                           const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
+                           const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
+                           const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha,
+                           int64_t logprobs) {
   AcceptProblem problem{};
   const AcceptResult result = prepare_accept_chain({"accept_chain",
                                                     target_logits,
@@ -222,8 +257,9 @@ AcceptResult accept_chain(const Tensor& target_logits, const Tensor& draft_token
                                                     threshold,
                                                     alpha},
                                                    draft_tokens, problem);
-  run("accept_chain", problem, target_logits);
-  return result;
+  const Logprobs scores = prepare_logprobs("accept_chain", target_logits, logprobs, problem);
+  run("accept_chain", problem, scores.arrays, target_logits);
+  return std::tuple_cat(result, std::tuple(scores.outputs));
 }
 
 }  // namespace pass_ext

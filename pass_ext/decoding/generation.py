@@ -16,6 +16,8 @@ from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop.ahead import AheadLoop
 from pass_ext.decoding.loop.base import Loop
 from pass_ext.decoding.loop.choice import fixed_plan, runs_ahead
+from pass_ext.decoding.loop.scores import Scores
+from pass_ext.decoding.loop.synthetic import Rates, Synthetic
 from pass_ext.decoding.loop.texts import Texts
 from pass_ext.decoding.loop.waiting import WaitingLoop
 from pass_ext.decoding.methods import Method, Plain
@@ -29,6 +31,7 @@ from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats
+from pass_ext.ops.accept import MAX_TOP_LOGPROBS, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Generation:
     stats: GenerationStats
     session: Session | None = None
     """With ``keep_cache``: the keys and values of all tokens but each text's last one, ``session.prefix_lens`` of them."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """With ``logprobs``: those of each text's new tokens, ``[n]`` and for alternatives ``[n, logprobs]``."""
+    logits: tuple[tuple[Tensor, Tensor], ...] | None = None
+    """With ``keep_logits``: for each text the rows ``[n, V]`` of its new tokens, the model's and those behind the logits
+    processors, to which temperature and filters apply."""
 
 
 def generate(
@@ -71,6 +79,9 @@ def generate(
     cuda_graphs: bool = False,
     run_ahead: bool | None = None,
     sampling: SamplingParams | None = None,
+    logprobs: int | None = None,
+    keep_logits: bool = False,
+    synthetic: Rates | None = None,
 ) -> Generation:
     """Continues each prompt with up to ``max_new_tokens`` tokens.
 
@@ -110,6 +121,13 @@ def generate(
             and ``PaSS`` with a fixed number of rows, and sampled rules other than "coupled". None: where it is possible and
             pays.
         sampling: ``SamplingParams(temperature=..., ...)`` instead of the sampling arguments above.
+        logprobs: the result has ``logprobs`` of every new token, raw and processed. 0: of the tokens alone; n: of the n most
+            probable ones beside each too, at most 64. Texts stay the same.
+        keep_logits: True: the result has ``logits``, the rows that each new token was drawn from. With this or ``logprobs``
+            the host reads every step.
+        synthetic: for measurements of speed alone: drafted tokens are accepted by coins of this rate, whatever the model says;
+            a list: the share of steps that accept a token at each depth, as vLLM's ``synthetic_acceptance_rates``. The texts
+            are worthless, and ``stats.synthetic`` says so.
 
     Returns:
         Generation: ``sequences``, ``lengths``, ``stats``.
@@ -151,6 +169,21 @@ def generate(
             f"{type(grammar).__name__}"
         )
     check_stateless(processors, one_text=isinstance(method, Plain) and len(prompts.texts) == 1)
+    if logprobs is not None and (isinstance(logprobs, bool) or not 0 <= logprobs <= MAX_TOP_LOGPROBS):
+        raise ValueError(f"generate: logprobs must be None or in [0, {MAX_TOP_LOGPROBS}], got {logprobs!r}")
+    if guides is not None and (keep_logits or (logprobs is not None and processors)):
+        raise ValueError(
+            "generate: with a grammar keep_logits must be False, and logprobs None beside logits processors: its masks act "
+            f"behind the rows that would be kept, got keep_logits={keep_logits}, logprobs={logprobs}"
+        )
+    if synthetic is not None and guides is not None:
+        raise ValueError(
+            f"generate: synthetic must be None with a grammar, whose texts its coins would leave, got {synthetic}"
+        )
+    if synthetic is not None and rule == LONGEST_BRANCH:
+        raise ValueError(
+            f"generate: synthetic must be None with rule 'longest_branch', which draws before it judges, got {synthetic}"
+        )
     listener = Listener(streamer, stopping)
     # Inference tensors would break a session that is used again outside the caller's inference mode.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as stack:
@@ -158,11 +191,19 @@ def generate(
         drafting = Drafting(method, context)
         stack.enter_context(drafting.attached())
         texts = Texts(context.texts, max_new_tokens, ends, listener, drafting.max_depth, guides)
-        plan = runs_ahead(context, fixed_plan(context, drafting, processors), run_ahead)
+        coins = None if synthetic is None else Synthetic(synthetic, context.device, drafting.max_depth)
+        from_accept = not processors and rule != LONGEST_BRANCH and coins is None
+        scores = (
+            Scores(logprobs, keeps_rows=keep_logits, sampling=batch, from_accept=from_accept)
+            if keep_logits or logprobs is not None
+            else None
+        )
+        fixed = "log probabilities or logits are kept" if scores else fixed_plan(context, drafting, processors)
+        plan = runs_ahead(context, fixed, run_ahead)
         run: Loop = (
-            WaitingLoop(context, drafting, texts, processors)
+            WaitingLoop(context, drafting, texts, processors, scores, coins)
             if plan is None
-            else AheadLoop(context, drafting, texts, plan)
+            else AheadLoop(context, drafting, texts, plan, synthetic=coins)
         )
         run.open(session, past)
         started = time.perf_counter()
@@ -178,10 +219,18 @@ def generate(
         seconds=seconds,
         ahead_calls=run.ahead_calls,
         surplus_calls=run.surplus_calls,
+        synthetic=synthetic is not None,
     )
     if keep_cache:
         run.session.keep([len(text) - 1 for text in context.texts])
-    return Generation(prompts.extended(new, pad), tuple(map(len, new)), stats, run.session if keep_cache else None)
+    return Generation(
+        prompts.extended(new, pad),
+        tuple(map(len, new)),
+        stats,
+        run.session if keep_cache else None,
+        scores.logprobs(len(new)) if scores else None,
+        scores.rows(len(new)) if scores else None,
+    )
 
 
 def _checked_sampling(sampling: SamplingParams, loose: SamplingParams) -> SamplingParams:

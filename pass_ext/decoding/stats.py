@@ -82,6 +82,8 @@ class GenerationStats(AcceptanceStats):
     """Calls that began without a wait for the host, which read their tokens later; 0: every step waited for the host."""
     surplus_calls: int = 0
     """Calls that were under way when the last text ended; not among ``model_calls``."""
+    synthetic: bool = False
+    """True: coins of given rates accepted the drafts (``generate(synthetic=...)``): the texts are not the model's."""
 
     @classmethod
     def of(
@@ -93,10 +95,11 @@ class GenerationStats(AcceptanceStats):
         seconds: float,
         ahead_calls: int = 0,
         surplus_calls: int = 0,
+        synthetic: bool = False,
     ) -> GenerationStats:
         """Acceptance counts together with calls, tokens and seconds."""
         counts = acceptance.acceptance_histogram, acceptance.num_draft_tokens
-        return cls(*counts, model_calls, tokens, seconds, ahead_calls, surplus_calls)
+        return cls(*counts, model_calls, tokens, seconds, ahead_calls, surplus_calls, synthetic)
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,6 +115,7 @@ class GenerationStats(AcceptanceStats):
         """Every number by its name, for JSON."""
         names = (
             "model_calls", "tokens", "seconds", "tokens_per_second", "tokens_per_call", "ahead_calls", "surplus_calls",
+            "synthetic",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | super().as_dict()
 
@@ -125,6 +129,7 @@ class GenerationStats(AcceptanceStats):
             self.seconds + other.seconds,
             self.ahead_calls + other.ahead_calls,
             self.surplus_calls + other.surplus_calls,
+            self.synthetic or other.synthetic,
         )
 
     def __str__(self) -> str:
@@ -132,6 +137,8 @@ class GenerationStats(AcceptanceStats):
             f"{self.tokens} tokens in {self.seconds:.2f} s ({self.tokens_per_second:.1f} tokens/s), "
             f"{self.model_calls} model calls ({self.tokens_per_call:.2f} tokens per call)"
         )
+        if self.synthetic:
+            text += ", SYNTHETIC acceptance"
         if not self.num_drafts:
             return text + ", nothing drafted"
         rates = ", ".join(f"{rate:.3f}" for rate in self.acceptance_rate_per_position)

@@ -30,9 +30,27 @@ _tree_op = torch.ops.pass_ext.accept_tree.default
 _chain_op = torch.ops.pass_ext.accept_chain.default
 
 
-class AcceptResult(NamedTuple):
-    """The result of one accept step for B requests: the emitted tokens, the accepted path, its length, and a status."""
+MAX_TOP_LOGPROBS = 64
+"""The most alternatives that ``top_logprobs`` asks for."""
 
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities of emitted tokens, and of the n most probable tokens beside each. Raw: the log-softmax of the logits as
+    they are. Processed: under the distribution that the rule draws from, after mask, temperature and filters."""
+
+    raw: Tensor
+    """``[B, max_depth + 1]`` float32; -inf where no token was emitted. NaN if a forbidden logit is NaN or +inf."""
+    processed: Tensor
+    """``[B, max_depth + 1]`` float32; 0 for a greedy request's tokens."""
+    top_tokens: Tensor
+    """``[B, max_depth + 1, n]`` int64: the largest logits, the largest first, the lower id first among equals; then -1."""
+    top_raw: Tensor
+    """``[B, max_depth + 1, n]`` float32, of ``top_tokens``; -inf for -1."""
+    top_processed: Tensor
+    """``[B, max_depth + 1, n]`` float32; -inf for tokens that the mask or a filter removed."""
+
+
+class _AcceptTensors(NamedTuple):
     emitted: Tensor
     """``[B, max_depth + 1]`` int64: the accepted draft tokens, then one token from the target, then -1."""
     path: Tensor
@@ -41,6 +59,14 @@ class AcceptResult(NamedTuple):
     """``[B]`` int32: the number of accepted draft tokens."""
     status: Tensor
     """``[B]`` int32: 0, or bits of ``pass_ext.STATUS``."""
+
+
+class AcceptResult(_AcceptTensors):
+    """The result of one accept step for B requests, a tuple of four tensors: the emitted tokens, the accepted path, its length,
+    and a status."""
+
+    logprobs: TokenLogprobs | None = None
+    """With ``return_logprobs=True``: the log probabilities of ``emitted``. Not an item of the tuple."""
 
 
 def accept_tree(
@@ -68,6 +94,8 @@ def accept_tree(
     threshold: float = 0.09,
     alpha: float = 0.3,
     generator: torch.Generator | None = None,
+    return_logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> AcceptResult:
     """Verifies the drafted tokens of B trees against the target's logits ``[N, V]``: each request gets its accepted tokens and
     one more token from the target.
@@ -96,6 +124,9 @@ def accept_tree(
         positions: ``[B]`` int64, a list, or one for all: the text position of the first token that this step can emit; at
             most 2^63 - 1 - max_depth. Without positions, the same seeds repeat the same noise in every step.
         threshold, alpha: used by rule "typical", which accepts a token if p > min(threshold, alpha exp(-entropy)).
+        return_logprobs: True: the result has ``logprobs``, the log probabilities of the emitted tokens. Decisions stay the same
+            to the bit. Only rows on the accepted path are read again, and only for sums that no decision needed.
+        top_logprobs: with ``return_logprobs``: also the most probable tokens beside each emitted one, so many; at most 64.
 
     Returns:
         AcceptResult. If a row that a decision needs holds NaN or +inf, or allows no token, the request ends before that row:
@@ -115,6 +146,7 @@ def accept_tree(
         *_sampling(op, batch, (temperature, top_k, top_p, min_p),
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
         allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator), threshold, alpha,
+        _alternatives(op, return_logprobs, top_logprobs),
     )  # fmt: skip
 
 
@@ -139,6 +171,8 @@ def accept_chain(
     threshold: float = 0.09,
     alpha: float = 0.3,
     generator: torch.Generator | None = None,
+    return_logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> AcceptResult:
     """Verifies one chain of K drafted tokens for each of B requests against the target's logits ``[B, K + 1, V]``, with the
     rules of ``accept_tree``.
@@ -159,6 +193,7 @@ def accept_chain(
         *_sampling(op, batch, (temperature, top_k, top_p, min_p),
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
         allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator), threshold, alpha,
+        _alternatives(op, return_logprobs, top_logprobs),
     )  # fmt: skip
 
 
@@ -166,6 +201,15 @@ def _rule_index(op: str, rule: str) -> int:
     if rule not in RULES:
         raise ValueError(f"pass_ext::{op}: rule must be one of {', '.join(RULES)}, got {rule!r}")
     return _RULE_NAMES.index(rule)
+
+
+def _alternatives(op: str, return_logprobs: bool, top_logprobs: int) -> int:
+    """The op's argument: -1 without log probabilities, else the number of alternatives."""
+    if isinstance(top_logprobs, bool) or not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"pass_ext::{op}: top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {top_logprobs}")
+    if top_logprobs and not return_logprobs:
+        raise ValueError(f"pass_ext::{op}: return_logprobs must be True with top_logprobs {top_logprobs}, got False")
+    return top_logprobs if return_logprobs else -1
 
 
 def _dense(op: str, argument: str, tensor: Tensor | None, dtype: torch.dtype = torch.int32) -> Tensor | None:
@@ -205,7 +249,10 @@ def _noise(
 
 
 def _call(op: Any, *arguments: Any) -> AcceptResult:
-    result = AcceptResult(*call(op, *arguments))  # accepting has no gradient
+    *tensors, logprobs = call(op, *arguments)  # accepting has no gradient
+    result = AcceptResult(*tensors)
+    if logprobs:
+        result.logprobs = TokenLogprobs(*logprobs)
     if not torch.compiler.is_compiling():  # dynamo does not trace the name
         raise_on_status(op._schema.name.split("::")[1], result.status)
     return result
@@ -222,20 +269,28 @@ def raise_on_status(op: str, status: Tensor) -> None:
         raise RuntimeError(f"pass_ext::{op}: request {bad[0]}: {reasons} (of {len(bad)} in all)")
 
 
-def _fake(requests: Any, width: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(
+    requests: Any, width: Any, like: Tensor, logprobs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    def empty(dtype: torch.dtype, *shape: Any) -> Tensor:
+        return like.new_empty(shape, dtype=dtype)
+
+    floats = [empty(torch.float32, requests, width) for _ in range(2)]
+    top_tokens = empty(torch.int64, requests, width, max(logprobs, 0))
     return (
-        like.new_empty((requests, width), dtype=torch.int64),
-        like.new_empty((requests, width), dtype=torch.int32),
-        like.new_empty((requests,), dtype=torch.int32),
-        like.new_empty((requests,), dtype=torch.int32),
+        empty(torch.int64, requests, width),
+        empty(torch.int32, requests, width),
+        empty(torch.int32, requests),
+        empty(torch.int32, requests),
+        [] if logprobs < 0 else [*floats, top_tokens, *(empty(torch.float32, *top_tokens.shape) for _ in range(2))],
     )
 
 
 @register_fake("accept_tree")
 def _tree_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
-    return _fake(cu_nodes.shape[0] - 1, max_depth + 1, target_logits)
+    return _fake(cu_nodes.shape[0] - 1, max_depth + 1, target_logits, rest[-1])
 
 
 @register_fake("accept_chain")
 def _chain_shape(target_logits, draft_tokens, *rest):  # type: ignore[no-untyped-def]
-    return _fake(target_logits.shape[0], target_logits.shape[1], target_logits)
+    return _fake(target_logits.shape[0], target_logits.shape[1], target_logits, rest[-1])

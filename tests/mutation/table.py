@@ -14,6 +14,7 @@ _ACCEPT = [
     "not largest and not 1024 and not many_groups and not compiles and not thread_count and not odd_voc",
 ]
 _ROWS = [*_ACCEPT[1:2], "tests/ops/test_draft.py", *_ACCEPT[2:]]
+_LOGPROBS = ["tests/ops/accept/test_logprobs.py", "-k", "not compiles and not thread_count"]
 _CORE = ["tests/core/test_core.py"]
 _ATTENTION = [
     "tests/ops/attention/test_attention.py",
@@ -64,6 +65,8 @@ _CPP = _files_of_families() | {
     "core/philox.h": ([], _CORE),
     "core/scalar.h": ([], _CORE),
     "cpu/simd-inl.h": ([], _CORE),
+    "core/logprobs.h": (["accept"], _LOGPROBS),
+    "cpu/logprobs.h": (["accept"], _LOGPROBS),
     "cpu/accept.cpp": (["accept"], _ACCEPT[1:]),
     "cpu/rows.h": (["rows", "accept", "draft"], _ROWS),
     "cpu/rows.cpp": (["rows"], _ROWS),
@@ -113,6 +116,8 @@ _PYTHON: dict[str, list[str]] = {
     "loop/choice": _AHEAD,
     "loop/fixed_step": _AHEAD,
     "loop/reports": _AHEAD,
+    "loop/scores": ["tests/decoding/loop/test_scores.py"],
+    "loop/synthetic": ["tests/decoding/loop/test_synthetic.py"],
     "loop/base": [
         "tests/decoding/test_session.py",
         "tests/decoding/models/test_decoded_models.py",

@@ -27,7 +27,7 @@ CPP_INCLUDES = {
             "cuda/attention_",
         ),
     ),
-    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention"),
+    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention", "cuda/logprobs.cuh"),
     "cuda/*.h": ("host/", "cuda/primitives.cuh"),
     "schema.cpp": (),
 }

@@ -361,6 +361,30 @@ def check_accepted(result, tokens: list[list[int]], vocabulary: int, max_depth: 
         demand(emitted[accepted] >= 0 or status != 0, "emitted -1 though the status is 0")
 
 
+def scores(draw: Draw) -> dict:
+    """Whether log probabilities are asked for, and how many alternatives."""
+    wanted = draw.chance(0.5)
+    return dict(return_logprobs=wanted, top_logprobs=draw.pick((0, 1, 5, 64)) if wanted else 0)
+
+
+def check_logprobs(result, arguments: dict, vocabulary: int) -> None:
+    if not arguments["return_logprobs"]:
+        return demand(result.logprobs is None, "log probabilities that nobody asked for")
+    has_token, ours = result.emitted >= 0, result.logprobs
+    for name in ("raw", "processed"):
+        values = getattr(ours, name)
+        demand(bool((values[~has_token] == -math.inf).all()), f"{name} is not -inf where no token was emitted")
+        demand(bool(((values < 1e-3) | values.isnan()).all()), f"{name} above 0")
+    demand(bool((ours.processed[has_token] > -math.inf).all()), "an emitted token has no probability")
+    tokens = ours.top_tokens
+    demand(tokens.shape == (*result.emitted.shape, arguments["top_logprobs"]), f"top_tokens {list(tokens.shape)}")
+    demand(bool(((tokens >= -1) & (tokens < vocabulary)).all()), "an alternative outside [-1, V)")
+    demand(bool((tokens[~has_token] == -1).all()), "alternatives where no token was emitted")
+    demand(bool(((ours.top_raw == -math.inf) == (tokens == -1)).all()), "an alternative of probability 0")
+    demand(bool((ours.top_raw[..., 1:] <= ours.top_raw[..., :-1]).all()), "alternatives out of order")
+    return None
+
+
 @case
 def accept_tree(draw: Draw):
     sizes, vocabulary = draw.sizes(), draw.width()
@@ -375,12 +399,13 @@ def accept_tree(draw: Draw):
         draft_rows=draw.integers(-1, rows, nodes) if shares else None,
         **law(draw, len(sizes)), **(law(draw, len(sizes), "draft_") if draw.chance(0.4) else {}),
         allowed=masks(draw, vocabulary, nodes), draft_allowed=masks(draw, vocabulary, rows if shares else nodes),
-        **noise(draw, len(sizes)),
+        **noise(draw, len(sizes)), **scores(draw),
     ))  # fmt: skip
     result = yield arguments
     bounds, tokens = arguments["cu_nodes"].tolist(), arguments["tokens"].tolist()
     own = [tokens[max(a, 0) : max(b, 0)] for a, b in pairwise(bounds)]
     check_accepted(result, own, arguments["target_logits"].shape[1], arguments["max_depth"])
+    check_logprobs(result, arguments, arguments["target_logits"].shape[1])
 
 
 @case
@@ -393,11 +418,12 @@ def accept_chain(draw: Draw):
         draft_logits=draw.floats(requests, drafts, vocabulary, dtype=draw.pick(FLOATS)),
         **law(draw, requests), **(law(draw, requests, "draft_") if draw.chance(0.4) else {}),
         allowed=masks(draw, vocabulary, requests, drafts + 1),
-        draft_allowed=masks(draw, vocabulary, requests, drafts), **noise(draw, requests),
+        draft_allowed=masks(draw, vocabulary, requests, drafts), **noise(draw, requests), **scores(draw),
     ))  # fmt: skip
     result = yield arguments
     tokens = [[0, *own] for own in arguments["draft_tokens"].tolist()]
     check_accepted(result, tokens, arguments["target_logits"].shape[2], arguments["target_logits"].shape[1] - 1)
+    check_logprobs(result, arguments, arguments["target_logits"].shape[2])
 
 
 def shard_step(draw: Draw, rounds: tuple[str, ...]) -> tuple[dict, dict, Tensor | None]:

@@ -89,8 +89,22 @@ def accept_tree(device):
         if rule == 3:  # block: chains only
             continue
         tree = (target, tokens, parents, cu_nodes, 1, rule)
-        yield *tree, draft, None, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3
-    yield *tree[:5], 0, None, None, *NO_SAMPLING, *NO_SAMPLING, None, None, None, None, 0.09, 0.3
+        for logprobs in (-1, 0, 3):
+            yield (
+                *tree,
+                draft,
+                None,
+                *sampling(device),
+                *sampling(device),
+                None,
+                None,
+                seeds,
+                seeds,
+                0.09,
+                0.3,
+                logprobs,
+            )
+    yield *tree[:5], 0, None, None, *NO_SAMPLING, *NO_SAMPLING, None, None, None, None, 0.09, 0.3, -1
 
 
 @sample
@@ -98,7 +112,8 @@ def accept_chain(device):
     target, draft = torch.randn(2, 4, 70, device=device), torch.randn(2, 3, 70, device=device)
     tokens, seeds = torch.randint(0, 70, (2, 3), device=device), torch.tensor([1, 2], device=device)
     for rule in range(7):
-        yield target, tokens, rule, draft, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3
+        rest = (draft, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3)
+        yield target, tokens, rule, *rest, rule % 3 - 1
 
 
 @sample

@@ -48,11 +48,13 @@ class Spec:
     logits: str = "peaked"
     filters: str = "off"
     fixed: bool = False
+    heat: float = TEMPERATURE
+    logprobs: bool = False
 
     @property
     def temperature(self) -> float:
         """0 for greedy steps."""
-        return 0.0 if self.rule == "greedy" else TEMPERATURE
+        return 0.0 if self.rule == "greedy" else self.heat
 
 
 class Topology:
@@ -102,8 +104,9 @@ class Step:
 # ---- ours ----
 
 
-def ours(step: Step) -> pass_ext.AcceptResult:
-    """pass_ext; a greedy step is rule "coupled" without a temperature."""
+def ours(step: Step, logprobs: int | None = None) -> pass_ext.AcceptResult:
+    """pass_ext; a greedy step is rule "coupled" without a temperature. logprobs: the alternatives of each token; None: off."""
+    scores: dict[str, Any] = {} if logprobs is None else {"return_logprobs": True, "top_logprobs": logprobs}
     rule = "coupled" if step.spec.rule == "greedy" else step.spec.rule
     needs_draft = rule in NEEDS_DRAFT
     if step.spec.shape == "chain":
@@ -116,6 +119,7 @@ def ours(step: Step) -> pass_ext.AcceptResult:
             seeds=step.seeds,
             positions=step.positions,
             **step.sampling,
+            **scores,
         )
     return pass_ext.accept_tree(
         step.target.flatten(0, 1),
@@ -126,6 +130,7 @@ def ours(step: Step) -> pass_ext.AcceptResult:
         seeds=step.seeds,
         positions=step.positions,
         **step.sampling,
+        **scores,
     )
 
 

@@ -14,6 +14,7 @@ from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop.base import Loop
 from pass_ext.decoding.loop.fixed_step import FixedPlan, FixedStep
 from pass_ext.decoding.loop.reports import Reports
+from pass_ext.decoding.loop.synthetic import Synthetic
 from pass_ext.decoding.loop.texts import Texts
 from pass_ext.decoding.session.reading import read_prompts
 
@@ -25,12 +26,20 @@ class AheadLoop(Loop):
         context, drafting, texts: as for ``Loop``.
         plan: the rows of every step.
         lag: steps that the host may be behind; None: 1 on CUDA, and 0 on the CPU, where work does not overlap.
+        synthetic: accepts in place of the rule; None: the rule does.
     """
 
     def __init__(
-        self, context: DraftContext, drafting: Drafting, texts: Texts, plan: FixedPlan, lag: int | None = None
+        self,
+        context: DraftContext,
+        drafting: Drafting,
+        texts: Texts,
+        plan: FixedPlan,
+        lag: int | None = None,
+        synthetic: Synthetic | None = None,
     ) -> None:
         super().__init__(context, drafting, texts)
+        self._synthetic = synthetic
         self._plan = plan
         self._lag = int(context.device.type == "cuda") if lag is None else lag
 
@@ -68,10 +77,11 @@ class AheadLoop(Loop):
         """The step of the plan. A session that records calls has it for the next generation too."""
         session, plan, sampling = self.session, self._plan, self._context.sampling
         if not session.records:
-            return FixedStep(session, plan, sampling, records=False)
+            return FixedStep(session, plan, sampling, records=False, synthetic=self._synthetic)
         absent = tuple(value is None for value in sampling.keywords().values())
-        key = (plan.candidates, plan.groups, plan.prompt_slots, plan.offers and plan.offers.key, absent)
+        chances = self._synthetic and self._synthetic.chances
+        key = (plan.candidates, plan.groups, plan.prompt_slots, plan.offers and plan.offers.key, absent, chances)
         if key not in session.fixed_steps:
-            session.fixed_steps[key] = FixedStep(session, plan, sampling, records=True)
+            session.fixed_steps[key] = FixedStep(session, plan, sampling, records=True, synthetic=self._synthetic)
         step: FixedStep = session.fixed_steps[key]
         return step

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.drafting.from_lookahead import Offers
+from pass_ext.decoding.loop.synthetic import Synthetic, spine_of
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
@@ -56,14 +57,25 @@ class FixedStep:
         plan: the rows.
         sampling: of the batch.
         records: True: steps become a CUDA graph.
+        synthetic: accepts in place of rule "coupled"; None: the rule does.
     """
 
-    def __init__(self, session: Session, plan: FixedPlan, sampling: BatchSampling, *, records: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        plan: FixedPlan,
+        sampling: BatchSampling,
+        *,
+        records: bool,
+        synthetic: Synthetic | None = None,
+    ) -> None:
         device, requests, tree = session.device, session.requests, plan.tree
         nodes = plan.candidates.num_nodes
         self._session, self._plan, self._nodes, self._slots = session, plan, nodes, len(tree) - nodes
         self._trees = pack_trees([tree] * requests, device)
         self._depth = plan.candidates.max_depth
+        self._synthetic = synthetic
+        self._spines = torch.tensor([spine_of(plan.candidates)] * requests, device=device)
         self._rows = torch.zeros(3, requests, len(tree), dtype=torch.int64, device=device)
         self._ids, self._tokens, self._positions = (rows.flatten() for rows in self._rows)
         self._parents = self._trees.parents[: len(tree)].clone()
@@ -138,6 +150,9 @@ class FixedStep:
     def _accept(self, logits: Tensor, tokens: Tensor, trees: PackedTrees, depth: int) -> AcceptResult:
         law = self._sampling.keywords()
         with profiled("accept"):
+            if self._synthetic is not None:
+                roots, spines = trees.cu_nodes[:-1].long(), self._spines[:, : depth + 1]
+                return self._synthetic.accept(logits, tokens, spines, roots, self._lengths, self._sampling)
             return accept_tree(
                 logits, tokens, trees.parents, trees.cu_nodes, depth, rule="coupled", positions=self._lengths, **law
             )

@@ -11,6 +11,7 @@ The host reads the accepted tokens at one place of a step: it extends the texts,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.drafting.longest_branch import longest_branch
 from pass_ext.decoding.drafting.step import Batch, Step
 from pass_ext.decoding.loop.base import Loop
+from pass_ext.decoding.loop.scores import Scores
+from pass_ext.decoding.loop.synthetic import Synthetic, spine_of
 from pass_ext.decoding.loop.texts import Texts
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.requests.processors import processed
@@ -39,12 +42,21 @@ class WaitingLoop(Loop):
     Args:
         context, drafting, texts: as for ``Loop``.
         processors: logits processors.
+        scores: collects log probabilities and rows; None: nobody wants them.
+        synthetic: accepts in place of the rule; None: the rule does.
     """
 
     def __init__(
-        self, context: DraftContext, drafting: Drafting, texts: Texts, processors: Sequence[Processor]
+        self,
+        context: DraftContext,
+        drafting: Drafting,
+        texts: Texts,
+        processors: Sequence[Processor],
+        scores: Scores | None = None,
+        synthetic: Synthetic | None = None,
     ) -> None:
         super().__init__(context, drafting, texts)
+        self._scores, self._synthetic = scores, synthetic
         self._sampling, self._rule, self._processors = context.sampling, context.rule, processors
         self._target_adds = (
             0 if self._rule == LONGEST_BRANCH else 1
@@ -92,8 +104,8 @@ class WaitingLoop(Loop):
 
     def _usable(self, logits: Tensor) -> Tensor:
         """The logits, with the columns of all ranks where something reads whole rows."""
-        whole = self._processors or self._rule == LONGEST_BRANCH or self._context.guides is not None
-        if self._shards is not None and whole:
+        reads_rows = self._processors or self._rule == LONGEST_BRANCH or self._scores or self._synthetic
+        if self._shards is not None and (reads_rows or self._context.guides is not None):
             return self._shards.whole(logits)
         return logits
 
@@ -102,7 +114,10 @@ class WaitingLoop(Loop):
             texts = [text if step else None for text, step in zip(self.texts.tokens, steps, strict=True)]
             tokens = [step.candidates.tokens if step else [] for step in steps]
             logits = processed(logits, self._processors, texts, _trees(steps), tokens)
+        self._law = logits
         with profiled("accept"):
+            if self._synthetic is not None:
+                return self._by_coins(self._synthetic, steps, logits)
             if self._rule == LONGEST_BRANCH:
                 return self._longest_branch(steps, logits)
             return self._by_rule(steps, logits)
@@ -140,6 +155,19 @@ class WaitingLoop(Loop):
             draft_allowed=self._drafting.draft_allowed,
             positions=self._on_device([len(text) for text in self.texts.tokens]),
             **self._sampling.keywords(),
+            **({} if self._scores is None else self._scores.options),
+        )
+
+    def _by_coins(self, synthetic: Synthetic, steps: Steps, logits: Tensor) -> AcceptResult:
+        spines = [spine_of(step.candidates.tree) if step else [] for step in steps]
+        width = max(map(len, spines))
+        return synthetic.accept(
+            logits,
+            self._on_device([token for step in steps if step for token in step.accept_tokens]),
+            self._on_device([[*spine, *[-1] * (width - len(spine))] for spine in spines]),
+            self._packs(_trees(steps)).cu_nodes[:-1].long(),
+            self._on_device([len(text) for text in self.texts.tokens]),
+            self._sampling,
         )
 
     def _rule_for(self, draft_logits: Tensor | None) -> str:
@@ -170,10 +198,12 @@ class WaitingLoop(Loop):
             tokens = step.candidates.tokens
             gained[b] = self.texts.extend(b, emitted[b], accepted[b], status[b], len(tokens) - tokens.count(-1))
             last_nodes[b] = path[b][accepted[b] + 1 - self._target_adds]
+        if self._scores is not None:
+            self._scores.add(steps, logits, self._law, result, gained)
         self._drafting.learn(steps, gained)
         return self._batch(steps, logits, last_nodes)
 
-    def _on_device(self, numbers: Sequence[int]) -> Tensor:
+    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
         return torch.tensor(numbers, device=self.session.device)
 
 

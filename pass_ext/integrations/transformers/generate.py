@@ -21,6 +21,7 @@ from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar.processors import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
 from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters
+from pass_ext.integrations.transformers.step_rows import step_logits, step_scores
 
 # Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.
 _KNOWN = {
@@ -32,7 +33,8 @@ _KNOWN = {
     "cache_position",
     "return_dict",
 }
-_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
+_ROW_OUTPUTS = ("output_scores", "output_logits")
 _FULL_LAYERS = {"DynamicLayer", "StaticLayer"}
 _SLIDING_LAYERS = {"DynamicSlidingWindowLayer", "StaticSlidingWindowLayer"}
 
@@ -43,7 +45,8 @@ class CustomGenerate:
 
     In float32, greedy results equal those of transformers token for token. Sampled results have the same distribution, but
     depend on ``seeds``; without seeds, ``torch.manual_seed`` makes them repeatable. ``stats`` holds the statistics of the
-    latest call.
+    latest call. ``output_scores`` and ``output_logits`` give the rows that each new token was drawn from; those of texts that
+    have ended are 0.
 
     Args:
         method: the decoding method, as in ``pass_ext.generate``.
@@ -128,6 +131,7 @@ class CustomGenerate:
             generator=self._generator,
             past=past,
             keep_cache=fills_cache,
+            keep_logits=any(_gives(generation_config, name) for name in _ROW_OUTPUTS),
         )
         self.stats = result.stats
         if fills_cache:
@@ -136,10 +140,20 @@ class CustomGenerate:
             return result.sequences
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-        return GenerateDecoderOnlyOutput(sequences=result.sequences, past_key_values=cache)  # type: ignore[arg-type]
+        warpers = list(logits_processor)[len(processors) :]
+        outputs = {
+            "scores": step_scores(result, warpers) if _gives(generation_config, "output_scores") else None,
+            "logits": step_logits(result) if _gives(generation_config, "output_logits") else None,
+        }
+        return GenerateDecoderOnlyOutput(sequences=result.sequences, past_key_values=cache, **outputs)  # type: ignore[arg-type]
 
 
 custom_generate = CustomGenerate
+
+
+def _gives(config: Any, output: str) -> bool:
+    """True if the result is to have this output."""
+    return bool(config.return_dict_in_generate and getattr(config, output, False))
 
 
 def _refuse_shared_weights(model: Any) -> None:
@@ -163,7 +177,7 @@ def _refuse(config: Any, model_kwargs: dict[str, Any]) -> None:
         raise ValueError(f"custom_generate: the arguments must select greedy_search or sample, got {mode}")
     if (config.guidance_scale or 1) != 1:
         raise ValueError(f"custom_generate: guidance_scale is not implemented, got {config.guidance_scale}")
-    for name in _OUTPUTS:
+    for name in _REFUSED_OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name, False):
             raise ValueError(f"custom_generate: {name} is not implemented; leave it out")
     for name, value in model_kwargs.items():

@@ -21,7 +21,7 @@ from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.reference.accept import Walk
-from pass_ext.reference.distribution import process
+from pass_ext.reference.common.distribution import process
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,6 +1,7 @@
-// The kernels of csrc/cuda/accept.cuh through their own launch function, as accept.cu calls it.
+// The kernels of csrc/cuda/accept.cuh and logprobs.cuh through their own launch functions, as accept.cu calls them.
 #include "cuda/accept.cuh"
 
+#include "cuda/logprobs.cuh"
 #include "logits.h"
 
 namespace emulator {
@@ -34,7 +35,13 @@ pass_ext::AcceptProblem accept_problem(const LogitArguments& given) {
   problem.path = given.at<int32_t>("path");
   problem.num_accepted = given.at<int32_t>("num_accepted");
   problem.status = given.at<int32_t>("status");
+  problem.described = given.at<pass_ext::Distribution>("described");
   return problem;
+}
+
+pass_ext::LogprobArrays logprob_arrays(const LogitArguments& given) {
+  return {given.at<float>("raw"),     given.at<float>("processed"),     given.at<int64_t>("top_tokens"),
+          given.at<float>("top_raw"), given.at<float>("top_processed"), static_cast<int32_t>(given("logprobs"))};
 }
 
 auto plan(const LogitArguments& given) {
@@ -48,6 +55,7 @@ void accept(const Arguments& arguments) {
   const auto steps = plan(given);
   pass_ext::gpu::launch_accept(accept_problem(given), steps,
                                steps.carve(given.at<void>("workspace"), given.at<int32_t>("counters")), {});
+  pass_ext::gpu::launch_logprobs(accept_problem(given), logprob_arrays(given), {});
 }
 
 const Registration kLaunches[] = {{"accept", accept}, {"accept_workspace", accept_workspace}};

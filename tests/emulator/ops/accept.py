@@ -8,9 +8,13 @@ from emulator.ops.logits import SAMPLING, logits_as
 DRAFT_SAMPLING = tuple(f"draft_{name}" for name in SAMPLING)
 
 
+DISTRIBUTION_BYTES = 28
+
+
 def accept(
-    target, draft, requests, max_depth, rule, tensors, sampling, allowed, draft_allowed, numbers, threshold, alpha
-):
+    target, draft, requests, max_depth, rule, tensors, sampling, allowed, draft_allowed, numbers, threshold, alpha,
+    logprobs,
+):  # fmt: skip
     inputs = given(target=target, draft=draft, target_allowed=allowed, draft_allowed=draft_allowed, **tensors)
     inputs |= given(**dict(zip(SAMPLING + DRAFT_SAMPLING, sampling, strict=True)))
     outputs = {
@@ -23,22 +27,30 @@ def accept(
     numbers |= logits_as("target", target, allowed)
     if draft is not None:
         numbers |= logits_as("draft", draft, draft_allowed) | {"draft_row_count": draft.shape[-2], "has_draft": 1}
-    return launch("accept", numbers | dict(threshold=threshold, alpha=alpha), inputs, outputs)
+    if logprobs >= 0:
+        scores = [torch.empty((requests, max_depth + 1)) for _ in range(2)]
+        tops = [torch.empty((requests, max_depth + 1, logprobs)) for _ in range(2)]
+        outputs |= {"raw": scores[0], "processed": scores[1], "top_tokens": tops[0].long(), "top_raw": tops[0],
+                    "top_processed": tops[1]}  # fmt: skip
+        outputs |= {"described": torch.empty(numbers["nodes"] * DISTRIBUTION_BYTES, dtype=torch.uint8)}
+        numbers["logprobs"] = logprobs
+    results = launch("accept", numbers | dict(threshold=threshold, alpha=alpha), inputs, outputs)
+    return *results[:4], list(results[4:9])
 
 
 def accept_tree(target, tokens, parents, cu_nodes, max_depth, rule, draft, draft_rows, *rest):
-    *sampling, allowed, draft_allowed, seeds, positions, threshold, alpha = rest
+    *sampling, allowed, draft_allowed, seeds, positions, threshold, alpha, logprobs = rest
     tensors = dict(
         tokens=tokens, parents=parents, cu_nodes=cu_nodes, draft_rows=draft_rows, seeds=seeds, positions=positions
     )
     return accept(
         target, draft, cu_nodes.numel() - 1, max_depth, rule, tensors, sampling, allowed, draft_allowed,
-        {"nodes": target.shape[0]}, threshold, alpha,
+        {"nodes": target.shape[0]}, threshold, alpha, logprobs,
     )  # fmt: skip
 
 
 def accept_chain(target, tokens, rule, draft, *rest):
-    *sampling, allowed, draft_allowed, seeds, positions, threshold, alpha = rest
+    *sampling, allowed, draft_allowed, seeds, positions, threshold, alpha, logprobs = rest
     requests, nodes = target.shape[:2]
     numbers = {
         "nodes": requests * nodes,
@@ -49,8 +61,9 @@ def accept_chain(target, tokens, rule, draft, *rest):
     }
     tensors = dict(tokens=tokens, seeds=seeds, positions=positions)
     return accept(
-        target, draft, requests, nodes - 1, rule, tensors, sampling, allowed, draft_allowed, numbers, threshold, alpha
-    )
+        target, draft, requests, nodes - 1, rule, tensors, sampling, allowed, draft_allowed, numbers, threshold, alpha,
+        logprobs,
+    )  # fmt: skip
 
 
 KERNELS = {"accept_tree": accept_tree, "accept_chain": accept_chain}

@@ -269,7 +269,7 @@ def test_the_folder_in_a_models_repository_is_its_generate(llama, loops, tmp_pat
         ({"stop_strings": ["a"]}, "stop_strings need tokenizer, got None"),
         ({"num_beams": 2}, "beam_search"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
-        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
         ({"metod": "plain"}, "metod"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # an object's address would differ among processes

@@ -301,7 +301,7 @@ def test_a_streamer_comes_under_another_name(llama):
         ({"num_beams": 2}, "beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
-        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
         ({"position_ids": torch.arange(4, 10)[None]}, "position_ids"),
     ],

@@ -395,3 +395,27 @@ def test_logprobs_of_chosen_ids():
     runner, its = a_runner([5, 9], drafts, Metadata(logprob_token_ids={1: [8, 9]}))
     _, ids, tokens = runner_v1.sample(runner, rows_of([5, 9], drafts), its).logprobs_tensors
     assert ids == {2: [8, 9], 3: [8, 9]} and len(tokens) == 4
+
+
+@pytest.mark.parametrize("metadata", [dict(), WARM])
+def test_synthetic_acceptance_is_by_vllms_rates(metadata):
+    """Drafts are accepted by coins; the token behind them is the plain sampler's; a look-ahead id is never accepted."""
+    texts, drafts = [5, 9, 30], [[7, 8, 9], [4], [6, VOCABULARY, 3]]
+    logits = rows_of(texts, drafts)
+
+    def emitted(rates, seeds=(1, 2, 3)):
+        runner, its = a_runner(texts, drafts, Metadata(**metadata), list(seeds))
+        runner.vllm_config.speculative_config = SimpleNamespace(
+            rejection_sample_method="synthetic", synthetic_acceptance_rates=rates
+        )
+        return runner_v1.sample(runner, logits, its).sampled_token_ids
+
+    def own(b, row, position):
+        return plain_token(logits[row], b, position, b + 1) if metadata else int(logits[row].argmax())
+
+    assert emitted([1.0, 1.0, 1.0]).tolist() == [
+        [7, 8, 9, own(0, 3, 8)], [4, own(1, 5, 10), -1, -1], [6, own(2, 7, 31), -1, -1],
+    ]  # fmt: skip
+    assert emitted([1.0, 0.0, 0.0]).tolist()[0] == [7, own(0, 1, 6), -1, -1]
+    assert emitted([0.0, 0.0, 0.0])[:, 0].tolist() == [own(0, 0, 5), own(1, 4, 9), own(2, 6, 30)]
+    assert (emitted([1.0, 1.0, 1.0])[:, 0] == torch.tensor([7, 4, 6])).all()

@@ -10,7 +10,7 @@ from support.steps import to
 
 import pass_ext
 from pass_ext import testing
-from pass_ext.reference.noise import coin
+from pass_ext.reference.common.noise import coin
 from pass_ext.testing import cpu_backends
 
 CPU = cpu_backends()[-1]

@@ -87,6 +87,9 @@ def keywords_of(op, sample):
         ]
         caches = keywords["caches"]
         keywords["caches"] = caches[0] if len(caches) == 1 else list(zip(caches[::2], caches[1::2], strict=True))
+    if "logprobs" in keywords:
+        count = keywords.pop("logprobs")
+        keywords |= {"return_logprobs": count >= 0, "top_logprobs": max(count, 0)}
     if op == "cache_commit_":
         keywords["new"] = keywords["new"] or None
     return keywords

@@ -20,7 +20,7 @@ def _refused(vllm_config: Any) -> list[tuple[str, str]]:
     speculative = vllm_config.speculative_config
     if speculative is not None:
         method = speculative.rejection_sample_method
-        if method != "standard":
+        if method not in ("standard", "synthetic"):
             reason = "pass_ext decides by its own rule, which additional_config names"
             refused.append((f"speculative_config.rejection_sample_method={method!r}", reason))
         if getattr(speculative, "enable_adaptive_verification", False):

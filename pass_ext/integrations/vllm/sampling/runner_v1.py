@@ -18,6 +18,7 @@ from pass_ext.integrations.vllm.sampling.logits import processed, scaled
 from pass_ext.integrations.vllm.sampling.logprobs import are_wanted, constrained, logprobs_of
 from pass_ext.integrations.vllm.sampling.options import refuse_options
 from pass_ext.integrations.vllm.sampling.seeds import seed_of
+from pass_ext.integrations.vllm.sampling.synthetic import accept_by_coins, synthetic_of
 from pass_ext.integrations.vllm.step import SampledStep
 
 _STEP = "_pass_ext_accept_step"
@@ -53,6 +54,7 @@ class AcceptStep:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.rule = refuse_options(runner.vllm_config).rule
+        self._synthetic = synthetic_of(runner.vllm_config, runner.device)
         self._chains = PackedChains.of((), runner.device)
         self._seeds: tuple[Any, Tensor | None] = (None, None)
 
@@ -78,7 +80,10 @@ class AcceptStep:
         sampling = BatchSampling(temperature, metadata.top_k, metadata.top_p, None, self._seed_tensor(metadata))
         if sampling.is_greedy:
             sampling = BatchSampling(None, None, None, None, None)
-        emitted = accept_chains(chains, rows, tokens, self.rule, sampling, positions, draft_probs)
+        if self._synthetic is None:
+            emitted = accept_chains(chains, rows, tokens, self.rule, sampling, positions, draft_probs)
+        else:
+            emitted = accept_by_coins(self._synthetic, chains, rows, tokens, sampling, positions)
 
         logprobs = None
         if are_wanted(metadata):

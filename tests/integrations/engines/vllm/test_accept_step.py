@@ -161,12 +161,8 @@ def test_an_untested_version_is_refused_by_name(start):
     ("option", "engine"),
     [
         (
-            "rejection_sample_method='synthetic'",
-            dict(
-                speculative_config=dict(
-                    NGRAMS, rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.5, 0.4, 0.3, 0.2]
-                )
-            ),
+            "rejection_sample_method='block'",
+            dict(speculative_config=dict(NGRAMS, rejection_sample_method="block")),
         ),
         ("rule must be one of", dict(additional_config={"pass_ext": {"rule": "fastest"}})),
         ("use_fp64_gumbel", dict(use_fp64_gumbel=True)),
