@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/adapter.h"
+#include "core/scalar.h"
 #include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"
 

@@ -1,8 +1,9 @@
 """``LookaheadEmbedding``: the parameters that PaSS adds to a frozen model, with save and load.
 
 Slot i's input embedding is ``weight[i]``. Optional beside it: a low-rank transition score between a candidate and the token
-before it, ``(E[previous] @ left) · (E[candidate] @ right)``, and a vector per layer and slot that is added to the layer's
-input. The file is safetensors, its metadata say which model it belongs to.
+before it, ``(E[previous] @ left) · (E[candidate] @ right)``, a vector per layer and slot that is added to the layer's input,
+and adapters of the model's linear layers for the rows of slots (slot_adapters.py). The file is safetensors, its metadata say
+which model it belongs to.
 """
 
 from __future__ import annotations
@@ -15,11 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.modules.files import HitRates, check_model, pretrained_path, save_trained, shipped_files, trained_file
+from pass_ext.modules.files import (
+    HitRates,
+    TrainedFile,
+    check_model,
+    pretrained_path,
+    save_trained,
+    shipped_files,
+    trained_file,
+)
+from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
-_FORMAT = "pass_ext.lookahead.2"
-_READABLE = (_FORMAT, "pass_ext.lookahead.1")  # the first format had the slots' embeddings alone
+_FORMAT = "pass_ext.lookahead.3"
+# The first format had the slots' embeddings alone, the second one no adapters.
+_READABLE = (_FORMAT, "pass_ext.lookahead.2", "pass_ext.lookahead.1")
+_SIDES = ("down", "up")  # adapter.3.self_attn.q_proj.down
 # Tensor in the file -> parameter of the module.
 _TENSORS = {
     "lookahead": "weight",
@@ -39,11 +51,13 @@ class LookaheadEmbedding(nn.Module):
         deep_layers: the model's number of layers if each slot has a vector for every layer's input; 0: none.
         base_model: name of the model they are trained for; kept in the file.
         vocabulary: V, rows of that model's table; kept in the file. 0: not known yet.
+        adapters: adapters for the rows of slots; None: none.
 
     Attributes:
         weight: ``[L, d]``, the slots' input embeddings.
         transition_left, transition_right: ``[d, r]`` or None.
         deep: ``[layers, L, d]`` or None.
+        adapters: ``SlotAdapters`` or None.
         hit_rates: calibration, or None. Row i belongs to slot i; its entry k is the share of held-out places where the
             candidate of rank k was right, among those where the path before it was.
         training_record: what made the parameters (command, data, versions, evaluation), as JSON can hold it; empty if unknown.
@@ -52,6 +66,7 @@ class LookaheadEmbedding(nn.Module):
     transition_left: nn.Parameter | None
     transition_right: nn.Parameter | None
     deep: nn.Parameter | None
+    adapters: SlotAdapters | None
 
     def __init__(
         self,
@@ -62,10 +77,13 @@ class LookaheadEmbedding(nn.Module):
         deep_layers: int = 0,
         base_model: str = "",
         vocabulary: int = 0,
+        adapters: SlotAdapters | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if adapters is not None and adapters.count not in (1, num_lookahead):
+            raise ValueError(f"adapters must be 1 or one for each of {num_lookahead} slots, got {adapters.count}")
         if num_lookahead < 1 or dim < 1:
             raise ValueError(f"num_lookahead and dim must be at least 1, got {num_lookahead} and {dim}")
         if rank < 0 or deep_layers < 0:
@@ -86,6 +104,7 @@ class LookaheadEmbedding(nn.Module):
             self.register_parameter(name, parameter)
         if self.transition_left is not None:  # the right side stays zero: no score before training, and yet a gradient
             nn.init.normal_(self.transition_left, std=dim**-0.5)
+        self.adapters = adapters
 
     @property
     def num_lookahead(self) -> int:
@@ -158,7 +177,9 @@ class LookaheadEmbedding(nn.Module):
         return {name: file for name, file in shipped_files("*").items() if not re.search(r"-exit$|-decision-", name)}
 
     @classmethod
-    def _with(cls, tensors: dict[str, Tensor], base_model: str, vocabulary: int) -> LookaheadEmbedding:
+    def _with(
+        cls, tensors: dict[str, Tensor], base_model: str, vocabulary: int, adapters: SlotAdapters | None = None
+    ) -> LookaheadEmbedding:
         """A module that holds these parameters."""
         weight, left, deep = tensors["weight"], tensors.get("transition_left"), tensors.get("deep")
         embedding = cls(
@@ -167,6 +188,7 @@ class LookaheadEmbedding(nn.Module):
             deep_layers=0 if deep is None else deep.shape[0],
             base_model=base_model,
             vocabulary=vocabulary,
+            adapters=adapters,
             device=weight.device,
             dtype=weight.dtype,
         )
@@ -202,6 +224,12 @@ class LookaheadEmbedding(nn.Module):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""
         parameters = dict(self.named_parameters())
+        tensors = {tensor: parameters[name] for tensor, name in _TENSORS.items() if name in parameters}
+        described: dict[str, object] = {}
+        if self.adapters is not None:
+            described = {"adapter_count": self.adapters.count, "adapter_scale": self.adapters.scale}
+            for place, *sides in self.adapters.pairs():
+                tensors |= {f"adapter.{place}.{side}": x for side, x in zip(_SIDES, sides, strict=True)}
         save_trained(
             path,
             _FORMAT,
@@ -210,8 +238,9 @@ class LookaheadEmbedding(nn.Module):
                 "vocabulary": self.vocabulary,
                 "hidden_size": self.dim,
                 "num_lookahead": self.num_lookahead,
+                **described,
             },
-            {tensor: parameters[name] for tensor, name in _TENSORS.items() if name in parameters},
+            tensors,
             hit_rates=self.hit_rates,
             training_record=self.training_record,
         )
@@ -233,10 +262,11 @@ class LookaheadEmbedding(nn.Module):
             if "deep" in file:
                 shapes["deep"] = (file.size("deep", 0), slots, dim)
             trained_for, vocabulary = file.text("base_model"), file.count("vocabulary")
-            file.check_names(list(_TENSORS))
+            adapters = _read_adapters(file, slots)
+            file.check_names([*_TENSORS, *file.names("adapter.")])
             tensors = {_TENSORS[name]: tensor for name, tensor in file.weights(shapes).items()}
             rates, record = file.hit_rates(slots), file.training_record()
-        embedding = cls._with(tensors, trained_for, vocabulary)
+        embedding = cls._with(tensors, trained_for, vocabulary, adapters)
         embedding.hit_rates, embedding.training_record = rates, record
         if table is not None:
             embedding.check_fits(table, base_model)
@@ -249,7 +279,38 @@ class LookaheadEmbedding(nn.Module):
         extras = (f", rank={self.rank}" if self.rank else "") + (
             f", deep_layers={self.deep_layers}" if self.deep_layers else ""
         )
+        if self.adapters is not None:
+            extras += f", adapters: {self.adapters.extra_repr()}"
         return f"num_lookahead={self.num_lookahead}, dim={self.dim}{extras}{model}"
+
+
+def _read_adapters(file: TrainedFile, slots: int) -> SlotAdapters | None:
+    """The adapters of a file; None if it has none."""
+    names = file.names("adapter.")
+    if not names:
+        return None
+    count, scale = file.count("adapter_count", 1), file.number("adapter_scale")
+    if count not in (1, slots):
+        raise file.refuse("metadata 'adapter_count'", f"1 or {slots}, the slots", count)
+    places = dict.fromkeys(name.removeprefix("adapter.").rpartition(".")[0] for name in names)
+    shapes, sizes = {}, {}
+    for place in places:
+        down, up = (f"adapter.{place}.{side}" for side in _SIDES)
+        rank = file.size(down, 1)
+        sizes[place] = AdapterSize(file.size(down, 2), file.size(up, 2), rank)
+        shapes |= {down: (count, rank, sizes[place].inputs), up: (count, rank, sizes[place].outputs)}
+    if odd := sorted(set(names).difference(shapes)):
+        raise file.refuse("every adapter's tensor", "down or up of a place", f"tensor {', '.join(map(repr, odd))}")
+    tensors = file.weights(shapes)
+    try:
+        adapters = SlotAdapters(sizes, count, scale=scale, dtype=next(iter(tensors.values())).dtype)
+    except ValueError as error:
+        raise file.refuse("the adapters", "of places and ranks that there can be", str(error)) from error
+    with torch.no_grad():
+        for place, *sides in adapters.pairs():
+            for side, parameter in zip(_SIDES, sides, strict=True):
+                parameter.copy_(tensors[f"adapter.{place}.{side}"])
+    return adapters
 
 
 def _check_table(table: Tensor) -> None:

@@ -18,7 +18,7 @@ CPP_INCLUDES = {
     "cpu": ("core/", "host/", "cpu/"),
     "cuda/*.cuh": (
         "core/",
-        *("cuda/primitives.cuh", "cuda/block.cuh", "cuda/row", "cuda/accept_rows.cuh", "cuda/attention_"),
+        *("cuda/primitives.cuh", "cuda/numbers.cuh", "cuda/block.cuh", "cuda/row", "cuda/accept_rows.cuh", "cuda/attention_"),
     ),
     "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention"),
     "cuda/*.h": ("host/", "cuda/primitives.cuh"),

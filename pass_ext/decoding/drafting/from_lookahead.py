@@ -79,7 +79,7 @@ class LookaheadDrafter(Drafter):
         """Puts the slots' embeddings into the session."""
         lookahead, slots = self._lookahead, self.prompt_slots
         deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
-        session.set_slots(lookahead.weight[:slots].detach(), deep)
+        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters)
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""

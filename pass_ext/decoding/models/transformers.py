@@ -17,10 +17,12 @@ from pass_ext.decoding.models.early_exit_draft import unwrapped
 from pass_ext.decoding.models.logit_shards import logit_shards_of
 from pass_ext.decoding.models.packed import Adapted, Attend
 from pass_ext.decoding.models.patching.attachment import attached, attachment_of
+from pass_ext.decoding.models.patching.layer_adapters import adapting
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.decoding.models.patching.row_attention import our_call
 from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.plain_tensors import is_plain
+from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
 # Errors of the machine, which say nothing about the model: they are raised unchanged.
@@ -97,7 +99,13 @@ class TransformersModel(Adapted):
         return attached(unwrapped(self.model))
 
     def __call__(
-        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: Tensor | None = None
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None,
+        offsets: Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
         """Calls the model on packed rows, as ``Adapted``."""
         shifted = None if offsets is None else self._layer_offsets(offsets)
@@ -107,7 +115,7 @@ class TransformersModel(Adapted):
         try:
             if shifted is not None:
                 shifted.offsets = offsets
-            with our_call(attend, self.name, self._kept, seen):
+            with our_call(attend, self.name, self._kept, seen), adapting(adapters):
                 output = self.model(
                     inputs_embeds=rows[None],
                     attention_mask=seen,
@@ -130,6 +138,15 @@ class TransformersModel(Adapted):
         if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
             return logits[wanted]
         return logits
+
+    def check_adapters(self, adapters: PlacedAdapters) -> None:
+        """As ``Adapted``; registers their hooks. Inside ``attached``."""
+        if self.logit_shards is not None:
+            raise ValueError(
+                f"{self.name}: look-ahead slots with adapters cannot be used under tensor parallelism, where each rank has a "
+                "part of a linear layer; use slots without"
+            )
+        attachment_of(unwrapped(self.model)).prepare(adapters)
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""

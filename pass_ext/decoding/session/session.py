@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.patching.layer_offsets import offsets_of
+from pass_ext.decoding.models.row_adapters import PlacedAdapters, adapters_of_call
 from pass_ext.decoding.session.graphs import RecordedCalls
+from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
@@ -45,6 +47,7 @@ class Session:
         table = model.table
         self.slots = table.new_empty(0, table.shape[1])
         self.deep: Tensor | None = None
+        self.adapters: PlacedAdapters | None = None
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
@@ -119,7 +122,7 @@ class Session:
             positions = (starts + trees.depths).long()
         rows = self.model.embed(ids, self.slots)
         offsets = None if self.deep is None else offsets_of(ids, self.deep)
-        logits = self.model(rows, positions, attend, wanted, offsets)
+        logits = self.model(rows, positions, attend, wanted, offsets, adapters_of_call(ids, self.adapters))
         if len(new) != len(self.caches) or not new:
             raise ValueError(
                 f"{self.model.name or 'the model'}: {len(new)} layers attended, {len(self.caches)} in the first call or in "
@@ -153,15 +156,20 @@ class Session:
         self.model = model
         self.prefix_lens.zero_()
 
-    def set_slots(self, slots: Tensor, deep: Tensor | None) -> None:
+    def set_slots(self, slots: Tensor, deep: Tensor | None, adapters: SlotAdapters | None = None) -> None:
         """Sets the look-ahead embeddings of the next calls. After a first call their number is fixed, because recorded calls
         read the same buffers.
 
         Args:
             slots: ``[L, d]``.
             deep: ``[layers, L, d]``, vectors that slots add to the input of every layer; None: none.
+            adapters: of the linear layers, for the rows of slots; None: none.
         """
+        placed = None if adapters is None else PlacedAdapters.of(adapters, len(slots), self.slots)
+        if placed is not None:
+            self.model.check_adapters(placed)
         if not self.caches:  # copies: later embeddings are written into them
+            self.adapters = placed
             self.slots = slots.to(self.slots, copy=True)
             self.deep = None if deep is None else deep.to(self.slots, copy=True)
             return
@@ -169,6 +177,14 @@ class Session:
             raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
         if (deep is None) != (self.deep is None):
             raise ValueError("this session and the method differ in whether slots shift the input of every layer")
+        if (placed is None) != (self.adapters is None):
+            raise ValueError("this session and the method differ in whether slots have adapters")
+        if placed is not None and self.adapters is not None:
+            if not self.adapters.has_shapes_of(placed):
+                raise ValueError(
+                    "this session and the method differ in the places, ranks or scale of the slots' adapters"
+                )
+            self.adapters.copy_(placed)
         self.slots.copy_(slots)
         if self.deep is not None and deep is not None:
             self.deep.copy_(deep)
