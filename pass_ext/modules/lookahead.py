@@ -25,12 +25,13 @@ from pass_ext.modules.files import (
     shipped_files,
     trained_file,
 )
+from pass_ext.modules.peft_folder import read_peft_folder
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
-_FORMAT = "pass_ext.lookahead.3"
-# The first format had the slots' embeddings alone, the second one no adapters.
-_READABLE = (_FORMAT, "pass_ext.lookahead.2", "pass_ext.lookahead.1")
+_FORMAT = "pass_ext.lookahead.2"
+_ADAPTED = "pass_ext.lookahead.3"  # with adapters
+_READABLE = (_FORMAT, _ADAPTED, "pass_ext.lookahead.1")  # the first format had the slots' embeddings alone
 _SIDES = ("down", "up")  # adapter.3.self_attn.q_proj.down
 # Tensor in the file -> parameter of the module.
 _TENSORS = {
@@ -171,6 +172,40 @@ class LookaheadEmbedding(nn.Module):
         path = pretrained_path(name, cls.shipped())
         return cls.load(path, table=table, base_model=base_model)
 
+    @classmethod
+    def from_peft(
+        cls, path: str | os.PathLike[str], table: Tensor, *, num_lookahead: int = 4, seed: int = 0
+    ) -> LookaheadEmbedding:
+        """LoRA adapters of a folder in PEFT's format, as those of UNO, for slots whose inputs are the embeddings of random
+        tokens.
+
+        Args:
+            path: a folder with adapter_config.json and adapter_model.safetensors.
+            table: ``[V, d]``, the model's input embeddings.
+            num_lookahead: L, the number of slots.
+            seed: of the random tokens.
+
+        UNO's rows are noise: tokens drawn uniformly from the vocabulary, anew for each call, and read with its adapter; the row
+        in front of them is a token, read without. Slot i stands where its noise row i stands and foresees the same token. Here
+        the noise is drawn once. Hit rates are unknown: ``calibrate`` measures them.
+        """
+        _check_table(table)
+        adapters, base_model = read_peft_folder(path)
+        ids = torch.randint(len(table), (num_lookahead,), generator=torch.Generator().manual_seed(seed))
+        rows = table.detach()[ids.to(table.device)]
+        embedding = cls(
+            num_lookahead,
+            table.shape[1],
+            base_model=base_model,
+            vocabulary=table.shape[0],
+            adapters=adapters.to(table.device, table.dtype),
+            device=table.device,
+            dtype=table.dtype,
+        )
+        with torch.no_grad():
+            embedding.weight.copy_(rows)
+        return embedding
+
     @staticmethod
     def shipped() -> dict[str, Path]:
         """Name -> file of those that come with the package; drafts and decisions lie beside them."""
@@ -224,7 +259,9 @@ class LookaheadEmbedding(nn.Module):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""
         parameters = dict(self.named_parameters())
-        tensors = {tensor: parameters[name] for tensor, name in _TENSORS.items() if name in parameters}
+        tensors: dict[str, Tensor] = {
+            tensor: parameters[name] for tensor, name in _TENSORS.items() if name in parameters
+        }
         described: dict[str, object] = {}
         if self.adapters is not None:
             described = {"adapter_count": self.adapters.count, "adapter_scale": self.adapters.scale}
@@ -232,7 +269,7 @@ class LookaheadEmbedding(nn.Module):
                 tensors |= {f"adapter.{place}.{side}": x for side, x in zip(_SIDES, sides, strict=True)}
         save_trained(
             path,
-            _FORMAT,
+            _FORMAT if self.adapters is None else _ADAPTED,
             {
                 "base_model": self.base_model,
                 "vocabulary": self.vocabulary,
@@ -293,7 +330,8 @@ def _read_adapters(file: TrainedFile, slots: int) -> SlotAdapters | None:
     if count not in (1, slots):
         raise file.refuse("metadata 'adapter_count'", f"1 or {slots}, the slots", count)
     places = dict.fromkeys(name.removeprefix("adapter.").rpartition(".")[0] for name in names)
-    shapes, sizes = {}, {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, AdapterSize] = {}
     for place in places:
         down, up = (f"adapter.{place}.{side}" for side in _SIDES)
         rank = file.size(down, 1)

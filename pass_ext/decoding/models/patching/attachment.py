@@ -2,8 +2,9 @@
 
 In the generation's calls the model attends by pass_ext, its linear layers on the CPU are ``few_rows_linear``, its norms, rotary
 embeddings and gates ``step_modules``, and look-ahead slots may shift the input of its layers and have adapters of its linear
-layers. Other calls of the model, also in other threads, compute what they always did. But until the last generation ends the model is in eval mode, and its config names
-pass_ext's attention. Generations on one model, nested or in several threads, share one attachment.
+layers. Other calls of the model, also in other threads, compute what they always did. But until the last generation ends the
+model is in eval mode, and its config names pass_ext's attention. Generations on one model, nested or in several threads, share
+one attachment.
 """
 
 from __future__ import annotations
