@@ -80,6 +80,8 @@ def adapter_rows(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, 
     rows, flat = x.flatten(0, -2), out.flatten(0, -2)
     for k in range(len(down)):
         chosen = ids < 0 if len(down) == 1 else ids == -1 - k
+        if bool(chosen.all()):
+            return (flat + (scale * ((rows.to(down.dtype) @ down[k].T) @ up[k])).to(flat.dtype)).view(out.shape)
         picked = chosen.nonzero()[:, 0]
         product = (rows[picked].to(down.dtype) @ down[k].T) @ up[k]
         flat = flat.index_add(0, picked, (scale * product).to(flat.dtype))
