@@ -19,7 +19,7 @@ constexpr int kAdapterWarps = kAdapterThreads / 32;
 constexpr int kRanksOfWarp = 4;  // at once, so that their loads overlap
 
 template <typename T, typename Id, bool wide>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAdapterThreads) adapter_kernel(AdapterRows<T, Id> problem) {
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAdapterThreads, 2) adapter_kernel(AdapterRows<T, Id> problem) {
   PASS_EXT_SHARED(float, hidden, kMaxAdapterRank);
   const int64_t row = block_index().x, in = problem.in, outputs = problem.outputs;
   const int64_t k = adapter_of_id(problem.ids[row], problem.adapters);

@@ -648,7 +648,11 @@ def check_close(actual, expected, tolerance: float = 0.02) -> None:
 # ---- the calls ----
 
 
-WRITTEN = {"cache_commit_": ("caches",), "next_rows_": ("rows", "lengths", "prefix_lens", "report")}
+WRITTEN = {
+    "adapter_rows_": ("out",),
+    "cache_commit_": ("caches",),
+    "next_rows_": ("rows", "lengths", "prefix_lens", "report"),
+}
 
 
 def storages_of(op: str, arguments: dict) -> list[Tensor]:
