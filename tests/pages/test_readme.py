@@ -13,6 +13,7 @@ from support.paths import ROOT
 
 import pass_ext
 from pass_ext import reference
+from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -180,6 +181,26 @@ def test_the_block_of_the_step_page_runs():
     gate, up = (names["x"].float() @ names["w_gate_up"].float().T).chunk(2, dim=-1)
     torch.testing.assert_close(names["gated"].float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=0.02)
     assert names["q"].shape == (5, 4, 16) and names["k"].shape == names["v"].shape == (5, 2, 16)
+
+
+def test_the_blocks_of_the_adapter_page_run():
+    """docs/ops/adapter.md: the rows of slots change by the formula, and its callable model decodes with adapters."""
+    page = ROOT / "docs/ops/adapter.md"
+    names = run_blocks(page, [block for block in blocks_of(page) if block[0] == "python"], {})
+    x, down, up = (names[name].float() for name in ("x", "down", "up"))
+    expected = names["alone"].float() + 0.5 * (x @ down[0].T) @ up[0]
+    torch.testing.assert_close(names["out"][2:].float(), expected[2:], rtol=0.02, atol=0.02)
+    adapters = SlotAdapters({"0.q_proj": AdapterSize(64, 64, 4)})
+    torch.nn.init.normal_(adapters.pair("0.q_proj")[1])
+    slots = pass_ext.LookaheadEmbedding(2, 64, adapters=adapters)
+    method = pass_ext.PaSS(slots, tree=pass_ext.Tree.chain(2), rows=9)
+    texts = [
+        pass_ext.generate(
+            names["Decoder"](), torch.tensor([[3, 4]]), chosen, max_new_tokens=6, eos_token_id=[]
+        ).sequences
+        for chosen in (method, pass_ext.Plain())
+    ]
+    assert torch.equal(*texts)
 
 
 # ---- names ----

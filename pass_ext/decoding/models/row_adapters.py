@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from pass_ext.modules.slot_adapters import SlotAdapters
-from pass_ext.ops.adapter import adapter_rows_
+from pass_ext.ops import adapter  # noqa: F401, which registers the op
+
+_op = torch.ops.pass_ext.adapter_rows_.default
 
 
 class PlacedAdapters(NamedTuple):
@@ -58,8 +60,11 @@ class RowAdapters:
         pair = self.placed.pairs.get(place)
         if pair is None:
             return out
-        down, up = pair if pair[0].dtype is out.dtype else (side.to(out.dtype) for side in pair)
-        return adapter_rows_(out, x.to(out.dtype), self.ids, down, up, self.placed.scale)
+        down, up = pair
+        if down.dtype is not out.dtype:  # layers that compute in another dtype than the table's
+            x, down, up = (tensor.to(out.dtype) for tensor in (x, down, up))
+        _op(out, x, self.ids, down, up, self.placed.scale)
+        return out
 
 
 def adapters_of_call(ids: Tensor, placed: PlacedAdapters | None) -> RowAdapters | None:
