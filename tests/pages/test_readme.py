@@ -65,7 +65,8 @@ def inputs():
         up_weight=torch.randn(20, 16), down_weight=torch.randn(16, 20),
         state=torch.zeros(3, 2, 4, dtype=torch.int64), lengths=torch.tensor([5, 7]), limits=torch.tensor([9, 9]),
         committed=torch.zeros(2, dtype=torch.int32), report=torch.zeros(2, 5, dtype=torch.int64),
-        shape=torch.tensor([-1, 0, 0, 1], dtype=torch.int32),
+        shape=torch.tensor([-1, 0, 0, 1], dtype=torch.int32), row_ids=torch.tensor([5, -1, -2]),
+        down=torch.randn(1, 8, 16), up=torch.randn(1, 8, 4),
     )  # fmt: skip
     names["logits"][[0, 3], [2, 9]] = 1e4
     return names
@@ -92,6 +93,9 @@ def check_calls(monkeypatch, names):
                 in_reference(op, (want, *arguments[1:]), options)
                 original(*arguments, **options)
                 result = arguments[0]
+            elif op == "adapter_rows_":
+                want = in_reference(op, (arguments[0].clone(), *arguments[1:]), options)
+                result = original(*arguments, **options)
             elif op == "next_rows_":
                 want = [tensor.clone() for tensor in arguments]
                 in_reference(op, want, options)
@@ -118,7 +122,7 @@ def test_every_call_of_the_readme_agrees_with_the_reference(monkeypatch):
     called = check_calls(monkeypatch, names)
     for call, *_ in quotes():
         exec(call, names)
-    shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ linear_rows "
+    shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ linear_rows adapter_rows_ "
     shown += "layer_before_attention layer_after_attention step_rms_norm step_rotary step_gate"
     assert called == shown.split()
     assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)
