@@ -16,7 +16,7 @@ from pass_ext import PaSS, Plain, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.patching import layer_adapters, layer_calls
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters, adapters_of_call
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops import adapter
 from pass_ext.testing import assert_same_bits
@@ -246,6 +246,13 @@ def test_kinds_that_there_are_not(llama):
         adapter_sizes(llama, {"query": 4})
     with pytest.raises(ValueError, match="has no linear layer of the kinds qkv"):
         adapter_sizes(llama, {"qkv": 4})
+
+
+def test_the_first_slot_alone_asks_for_adapters():
+    placed = PlacedAdapters(1.0, {})
+    assert adapters_of_call(torch.tensor([3, 0, -1]), placed) is not None
+    assert adapters_of_call(torch.tensor([3, 0, 1]), placed) is None
+    assert adapters_of_call(torch.tensor([-1]), None) is None
 
 
 def test_layers_in_another_dtype_than_the_table():
