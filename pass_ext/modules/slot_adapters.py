@@ -77,10 +77,9 @@ class SlotAdapters(nn.Module):
 
     def pairs(self, slots: int | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(place, down, up) of the first ``slots`` slots; None: of all."""
-        most = None if self.count == 1 else slots
         for place in self.places:
             down, up = self.pair(place)
-            yield place, down[:most], up[:most]
+            yield place, down[:slots], up[:slots]  # the shared adapter is there for any number of slots
 
     @property
     def layers(self) -> int:

@@ -241,6 +241,13 @@ def test_models_without_these_layers(llama):
     assert not any(part._forward_hooks for part in llama.modules())
 
 
+def test_tensor_parallelism_is_refused(llama):
+    packed = packed_model(llama)
+    packed.logit_shards = object()
+    with pytest.raises(ValueError, match="cannot be used under tensor parallelism"):
+        packed.check_adapters(PlacedAdapters(1.0, {}))
+
+
 def test_kinds_that_there_are_not(llama):
     with pytest.raises(ValueError, match=r"ranks must be of the kinds q, k, v, .* got query"):
         adapter_sizes(llama, {"query": 4})
