@@ -159,7 +159,7 @@ def adapter_rows_(device):
             torch.randn(*shape, device=device).to(dtype) for shape in ((6, 40), (6, 24), (2, 5, 24), (2, 5, 40))
         )
         yield out, x, ids, *both, 0.5
-        yield out.view(2, 3, 40), x.view(2, 3, 24), ids.int(), *(half[:1] for half in both), 1.0
+        yield out.view(2, 3, 40), x.view(2, 3, 24), ids, *(half[:1] for half in both), 1.0
     yield out[:0], x[:0], ids[:0], *both, 1.0
 
 
