@@ -8,6 +8,9 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
   library.def("lookahead_embed(Tensor ids, Tensor table, Tensor lookahead) -> Tensor");
   library.def("lookahead_embed_backward(Tensor grad, Tensor ids, int rows, bool slots, ScalarType dtype) -> Tensor");
 
+  // adapter
+  library.def("adapter_rows_(Tensor(a!) out, Tensor x, Tensor ids, Tensor down, Tensor up, float scale) -> ()");
+
   // tree
   library.def("tree_prepare(Tensor parents, Tensor cu_nodes, SymInt max_nodes) -> (Tensor visible, Tensor depths)");
   library.def(

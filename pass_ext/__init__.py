@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pass_ext._library import set_debug, status
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.accept import STATUS, AcceptResult, TokenLogprobs, accept_chain, accept_tree
+from pass_ext.ops.adapter import adapter_rows, adapter_rows_
 from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.common.rules import RULES
@@ -76,6 +77,8 @@ __all__ = [
     "__version__",
     "accept_chain",
     "accept_tree",
+    "adapter_rows",
+    "adapter_rows_",
     "allow_tokens",
     "attention_merge",
     "attention_tree",

@@ -146,7 +146,6 @@ def render(results: list[dict[str, Any]]) -> str:
 
 LIMITS = """## What takes the time
 
-<<<<<<< HEAD
 - **A race**: one block alone finishes it. It bounds every group of 64 tokens, with random numbers that the scan has drawn if
   it knew the race. Each of its warps scores the tokens of one group, and their best dismisses most others. The tokens of the
   rest that can still win are scored side by side. A race that begins anew, as under `rejection`, draws the numbers of all
@@ -154,17 +153,9 @@ LIMITS = """## What takes the time
 - **Filters**: 128 sets of groups give a floor that enough tokens reach. The tokens above it, some tens, are listed, put in
   order by counting, cut, and raced; no other group is looked at again. A list too short for top-p, or for top-k above 96, and
   one too long for shared memory are narrowed from 256 bins as before; no step here does that.
-- **Attention** computes its share, then the addresses of its keys, then its queries before its first product; each depends on
-  the one before. Merging reads the parts of all members.
-=======
-- **A race**: one block alone finishes it. The block bounds every group of 64 tokens, with random numbers that the scan has
-  drawn if it knew the race. Then it examines the few groups that can win, in sequence. Each takes two random numbers, some
-  logarithms and a load. A race that begins anew, as under `rejection`, draws the numbers of all groups itself.
-- **Filters** narrow 2,004 groups, then their tokens, then those of top-p, each from 256 bins, with a barrier after every step.
 - **Attention** reads lengths, computes its share, then the addresses of its keys, and reads these before its first product;
   each depends on the one before. The queries come beside the first keys. At 8,192 and 32,768 keys the tiles are bound by
   bytes. Merging is bound by instructions, the parts that pass one multiprocessor's port, and two hand-overs.
->>>>>>> attn14
 - **A level** costs little: the walk reads the scan's results. Its price is the final draw under `rejection`.
 """
 

@@ -10,8 +10,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "core/accept.h"
+#include "core/adapter.h"
 #include "core/attention.h"
 #include "core/draft.h"
 #include "core/half.h"

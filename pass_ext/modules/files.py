@@ -10,6 +10,7 @@ their names and shapes: lookahead.py, exit_adapter.py, decision.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -222,6 +223,21 @@ class TrainedFile:
         if (doubled := len(found) - len(found.unique())) > 0:
             raise self.refuse(f"tensor {tensor!r}", "different token ids", f"{doubled} that came before")
         return found.to(torch.int32)
+
+    def names(self, prefix: str) -> list[str]:
+        """The names of tensors that begin so, sorted."""
+        return sorted(name for name in self._names if name.startswith(prefix))
+
+    def number(self, key: str) -> float:
+        """Any finite number."""
+        value = self._metadata.get(key)
+        try:
+            number = float("nan" if value is None else value)
+        except ValueError:
+            number = float("nan")
+        if not math.isfinite(number):
+            raise self.refuse(f"metadata {key!r}", "a finite number", value)
+        return number
 
     def check_names(self, known: Sequence[str]) -> None:
         """Refuses tensors of other names: they would be left out without a word."""

@@ -1,8 +1,9 @@
 """``LookaheadEmbedding``: the parameters that PaSS adds to a frozen model, with save and load.
 
 Slot i's input embedding is ``weight[i]``. Optional beside it: a low-rank transition score between a candidate and the token
-before it, ``(E[previous] @ left) · (E[candidate] @ right)``, and a vector per layer and slot that is added to the layer's
-input. The file is safetensors, its metadata say which model it belongs to.
+before it, ``(E[previous] @ left) · (E[candidate] @ right)``, a vector per layer and slot that is added to the layer's input,
+and adapters of the model's linear layers for the rows of slots (slot_adapters.py). The file is safetensors, its metadata say
+which model it belongs to.
 """
 
 from __future__ import annotations
@@ -15,11 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.modules.files import HitRates, check_model, pretrained_path, save_trained, shipped_files, trained_file
+from pass_ext.modules.files import (
+    HitRates,
+    TrainedFile,
+    check_model,
+    pretrained_path,
+    save_trained,
+    shipped_files,
+    trained_file,
+)
+from pass_ext.modules.peft_folder import read_peft_folder
+from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FORMAT = "pass_ext.lookahead.2"
-_READABLE = (_FORMAT, "pass_ext.lookahead.1")  # the first format had the slots' embeddings alone
+_ADAPTED = "pass_ext.lookahead.3"  # with adapters
+_READABLE = (_FORMAT, _ADAPTED, "pass_ext.lookahead.1")  # the first format had the slots' embeddings alone
+_SIDES = ("down", "up")  # adapter.3.self_attn.q_proj.down
 # Tensor in the file -> parameter of the module.
 _TENSORS = {
     "lookahead": "weight",
@@ -39,11 +52,13 @@ class LookaheadEmbedding(nn.Module):
         deep_layers: the model's number of layers if each slot has a vector for every layer's input; 0: none.
         base_model: name of the model they are trained for; kept in the file.
         vocabulary: V, rows of that model's table; kept in the file. 0: not known yet.
+        adapters: adapters for the rows of slots; None: none.
 
     Attributes:
         weight: ``[L, d]``, the slots' input embeddings.
         transition_left, transition_right: ``[d, r]`` or None.
         deep: ``[layers, L, d]`` or None.
+        adapters: ``SlotAdapters`` or None.
         hit_rates: calibration, or None. Row i belongs to slot i; its entry k is the share of held-out places where the
             candidate of rank k was right, among those where the path before it was.
         training_record: what made the parameters (command, data, versions, evaluation), as JSON can hold it; empty if unknown.
@@ -52,6 +67,7 @@ class LookaheadEmbedding(nn.Module):
     transition_left: nn.Parameter | None
     transition_right: nn.Parameter | None
     deep: nn.Parameter | None
+    adapters: SlotAdapters | None
 
     def __init__(
         self,
@@ -62,10 +78,13 @@ class LookaheadEmbedding(nn.Module):
         deep_layers: int = 0,
         base_model: str = "",
         vocabulary: int = 0,
+        adapters: SlotAdapters | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if adapters is not None and adapters.count not in (1, num_lookahead):
+            raise ValueError(f"adapters must be 1 or one for each of {num_lookahead} slots, got {adapters.count}")
         if num_lookahead < 1 or dim < 1:
             raise ValueError(f"num_lookahead and dim must be at least 1, got {num_lookahead} and {dim}")
         if rank < 0 or deep_layers < 0:
@@ -86,6 +105,7 @@ class LookaheadEmbedding(nn.Module):
             self.register_parameter(name, parameter)
         if self.transition_left is not None:  # the right side stays zero: no score before training, and yet a gradient
             nn.init.normal_(self.transition_left, std=dim**-0.5)
+        self.adapters = adapters
 
     @property
     def num_lookahead(self) -> int:
@@ -152,13 +172,49 @@ class LookaheadEmbedding(nn.Module):
         path = pretrained_path(name, cls.shipped())
         return cls.load(path, table=table, base_model=base_model)
 
+    @classmethod
+    def from_peft(
+        cls, path: str | os.PathLike[str], table: Tensor, *, num_lookahead: int = 4, seed: int = 0
+    ) -> LookaheadEmbedding:
+        """LoRA adapters of a folder in PEFT's format, as those of UNO, for slots whose inputs are the embeddings of random
+        tokens.
+
+        Args:
+            path: a folder with adapter_config.json and adapter_model.safetensors.
+            table: ``[V, d]``, the model's input embeddings.
+            num_lookahead: L, the number of slots.
+            seed: of the random tokens.
+
+        UNO's rows are noise: tokens drawn uniformly from the vocabulary, anew for each call, and read with its adapter; the row
+        in front of them is a token, read without. Slot i stands where its noise row i stands and foresees the same token. Here
+        the noise is drawn once. Hit rates are unknown: ``calibrate`` measures them.
+        """
+        _check_table(table)
+        adapters, base_model = read_peft_folder(path)
+        ids = torch.randint(len(table), (num_lookahead,), generator=torch.Generator().manual_seed(seed))
+        rows = table.detach()[ids.to(table.device)]
+        embedding = cls(
+            num_lookahead,
+            table.shape[1],
+            base_model=base_model,
+            vocabulary=table.shape[0],
+            adapters=adapters.to(table.device, table.dtype),
+            device=table.device,
+            dtype=table.dtype,
+        )
+        with torch.no_grad():
+            embedding.weight.copy_(rows)
+        return embedding
+
     @staticmethod
     def shipped() -> dict[str, Path]:
         """Name -> file of those that come with the package; drafts and decisions lie beside them."""
         return {name: file for name, file in shipped_files("*").items() if not re.search(r"-exit$|-decision-", name)}
 
     @classmethod
-    def _with(cls, tensors: dict[str, Tensor], base_model: str, vocabulary: int) -> LookaheadEmbedding:
+    def _with(
+        cls, tensors: dict[str, Tensor], base_model: str, vocabulary: int, adapters: SlotAdapters | None = None
+    ) -> LookaheadEmbedding:
         """A module that holds these parameters."""
         weight, left, deep = tensors["weight"], tensors.get("transition_left"), tensors.get("deep")
         embedding = cls(
@@ -167,6 +223,7 @@ class LookaheadEmbedding(nn.Module):
             deep_layers=0 if deep is None else deep.shape[0],
             base_model=base_model,
             vocabulary=vocabulary,
+            adapters=adapters,
             device=weight.device,
             dtype=weight.dtype,
         )
@@ -202,16 +259,25 @@ class LookaheadEmbedding(nn.Module):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters and what they belong to as one safetensors file."""
         parameters = dict(self.named_parameters())
+        tensors: dict[str, Tensor] = {
+            tensor: parameters[name] for tensor, name in _TENSORS.items() if name in parameters
+        }
+        described: dict[str, object] = {}
+        if self.adapters is not None:
+            described = {"adapter_count": self.adapters.count, "adapter_scale": self.adapters.scale}
+            for place, *sides in self.adapters.pairs():
+                tensors |= {f"adapter.{place}.{side}": x for side, x in zip(_SIDES, sides, strict=True)}
         save_trained(
             path,
-            _FORMAT,
+            _FORMAT if self.adapters is None else _ADAPTED,
             {
                 "base_model": self.base_model,
                 "vocabulary": self.vocabulary,
                 "hidden_size": self.dim,
                 "num_lookahead": self.num_lookahead,
+                **described,
             },
-            {tensor: parameters[name] for tensor, name in _TENSORS.items() if name in parameters},
+            tensors,
             hit_rates=self.hit_rates,
             training_record=self.training_record,
         )
@@ -233,10 +299,11 @@ class LookaheadEmbedding(nn.Module):
             if "deep" in file:
                 shapes["deep"] = (file.size("deep", 0), slots, dim)
             trained_for, vocabulary = file.text("base_model"), file.count("vocabulary")
-            file.check_names(list(_TENSORS))
+            adapters = _read_adapters(file, slots)
+            file.check_names([*_TENSORS, *file.names("adapter.")])
             tensors = {_TENSORS[name]: tensor for name, tensor in file.weights(shapes).items()}
             rates, record = file.hit_rates(slots), file.training_record()
-        embedding = cls._with(tensors, trained_for, vocabulary)
+        embedding = cls._with(tensors, trained_for, vocabulary, adapters)
         embedding.hit_rates, embedding.training_record = rates, record
         if table is not None:
             embedding.check_fits(table, base_model)
@@ -249,7 +316,39 @@ class LookaheadEmbedding(nn.Module):
         extras = (f", rank={self.rank}" if self.rank else "") + (
             f", deep_layers={self.deep_layers}" if self.deep_layers else ""
         )
+        if self.adapters is not None:
+            extras += f", adapters: {self.adapters.extra_repr()}"
         return f"num_lookahead={self.num_lookahead}, dim={self.dim}{extras}{model}"
+
+
+def _read_adapters(file: TrainedFile, slots: int) -> SlotAdapters | None:
+    """The adapters of a file; None if it has none."""
+    names = file.names("adapter.")
+    if not names:
+        return None
+    count, scale = file.count("adapter_count", 1), file.number("adapter_scale")
+    if count not in (1, slots):
+        raise file.refuse("metadata 'adapter_count'", f"1 or {slots}, the slots", count)
+    places = dict.fromkeys(name.removeprefix("adapter.").rpartition(".")[0] for name in names)
+    shapes: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, AdapterSize] = {}
+    for place in places:
+        down, up = (f"adapter.{place}.{side}" for side in _SIDES)
+        rank = file.size(down, 1)
+        sizes[place] = AdapterSize(file.size(down, 2), file.size(up, 2), rank)
+        shapes |= {down: (count, rank, sizes[place].inputs), up: (count, rank, sizes[place].outputs)}
+    if odd := sorted(set(names).difference(shapes)):
+        raise file.refuse("every adapter's tensor", "down or up of a place", f"tensor {', '.join(map(repr, odd))}")
+    tensors = file.weights(shapes)
+    try:
+        adapters = SlotAdapters(sizes, count, scale=scale, dtype=next(iter(tensors.values())).dtype)
+    except ValueError as error:
+        raise file.refuse("the adapters", "of places and ranks that there can be", str(error)) from error
+    with torch.no_grad():
+        for place, *sides in adapters.pairs():
+            for side, parameter in zip(_SIDES, sides, strict=True):
+                parameter.copy_(tensors[f"adapter.{place}.{side}"])
+    return adapters
 
 
 def _check_table(table: Tensor) -> None:

@@ -71,7 +71,7 @@ def slots_of(state: Tensor, nodes: int) -> list[Slot]:
     integers, floats = words.view(torch.int32).tolist(), words.view(torch.float32).tolist()
     doubles, longs = words.view(torch.float64).tolist(), words.tolist()
     return [
-        Slot(*f[:3], i[3], f[4], f[5], i[21] != 0 and i[6] == 0, f[8], d[5], w[6], w[7], i[20] != 0)
+        Slot(f[0], f[1], f[2], i[3], f[4], f[5], i[21] != 0 and i[6] == 0, f[8], d[5], w[6], w[7], i[20] != 0)
         for i, f, d, w in zip(integers, floats, doubles, longs, strict=True)
     ]
 

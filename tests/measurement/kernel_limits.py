@@ -71,6 +71,7 @@ LIMITS = (
     Limit("attention_kernel*16, 64, ?>>", ALL, "registers", 168, "three blocks of 128 threads"),
     Limit("attention_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
     Limit("commit_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
+    Limit("adapter_kernel*", ALL, "registers", 80, "three blocks of 256 threads; the loads of four ranks in flight"),
     Limit("embed_kernel*", ALL, "registers", 40, "1,536 threads: it only waits for memory"),
     Limit("norm_kernel*", ALL, "registers", 56, "1,152 threads: nine blocks of 128"),
     Limit("rotary_kernel*", ALL, "registers", 50, "1,280 threads: ten blocks of 128"),

@@ -138,6 +138,8 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "models/hidden_rows": _SPECULATIVE,
     "planning/kept_step_times": ["tests/decoding/planning/test_step_times.py"],
+    "models/patching/layer_adapters": ["tests/decoding/models/test_layer_adapters.py"],
+    "models/row_adapters": ["tests/decoding/models/test_layer_adapters.py"],
     "models/patching/layer_offsets": ["tests/training/test_lookahead_embedding.py"],
     "drafting/levels": _SPECULATIVE,
     "requests/listener": _GENERATE,

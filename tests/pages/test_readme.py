@@ -13,6 +13,7 @@ from support.paths import ROOT
 
 import pass_ext
 from pass_ext import reference
+from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -64,7 +65,8 @@ def inputs():
         up_weight=torch.randn(20, 16), down_weight=torch.randn(16, 20),
         state=torch.zeros(3, 2, 4, dtype=torch.int64), lengths=torch.tensor([5, 7]), limits=torch.tensor([9, 9]),
         committed=torch.zeros(2, dtype=torch.int32), report=torch.zeros(2, 5, dtype=torch.int64),
-        shape=torch.tensor([-1, 0, 0, 1], dtype=torch.int32),
+        shape=torch.tensor([-1, 0, 0, 1], dtype=torch.int32), row_ids=torch.tensor([5, -1, -2]),
+        down=torch.randn(1, 8, 16), up=torch.randn(1, 8, 4),
     )  # fmt: skip
     names["logits"][[0, 3], [2, 9]] = 1e4
     return names
@@ -91,6 +93,9 @@ def check_calls(monkeypatch, names):
                 in_reference(op, (want, *arguments[1:]), options)
                 original(*arguments, **options)
                 result = arguments[0]
+            elif op == "adapter_rows_":
+                want = in_reference(op, (arguments[0].clone(), *arguments[1:]), options)
+                result = original(*arguments, **options)
             elif op == "next_rows_":
                 want = [tensor.clone() for tensor in arguments]
                 in_reference(op, want, options)
@@ -118,7 +123,7 @@ def test_every_call_of_the_readme_agrees_with_the_reference(monkeypatch):
     for call, *_ in quotes():
         exec(call, names)
     shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ linear_rows "
-    shown += "layer_before_attention layer_after_attention step_rms_norm step_rotary step_gate"
+    shown += "adapter_rows_ layer_before_attention layer_after_attention step_rms_norm step_rotary step_gate"
     assert called == shown.split()
     assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)
     assert names["step"].path.tolist() == [[0, 2], [0, -1]]
@@ -180,6 +185,26 @@ def test_the_block_of_the_step_page_runs():
     gate, up = (names["x"].float() @ names["w_gate_up"].float().T).chunk(2, dim=-1)
     torch.testing.assert_close(names["gated"].float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=0.02)
     assert names["q"].shape == (5, 4, 16) and names["k"].shape == names["v"].shape == (5, 2, 16)
+
+
+def test_the_blocks_of_the_adapter_page_run():
+    """docs/ops/adapter.md: the rows of slots change by the formula, and its callable model decodes with adapters."""
+    page = ROOT / "docs/ops/adapter.md"
+    names = run_blocks(page, [block for block in blocks_of(page) if block[0] == "python"], {})
+    x, down, up = (names[name].float() for name in ("x", "down", "up"))
+    expected = names["alone"].float() + 0.5 * (x @ down[0].T) @ up[0]
+    torch.testing.assert_close(names["out"][2:].float(), expected[2:], rtol=0.02, atol=0.02)
+    adapters = SlotAdapters({"0.q_proj": AdapterSize(64, 64, 4)})
+    torch.nn.init.normal_(adapters.pair("0.q_proj")[1])
+    slots = pass_ext.LookaheadEmbedding(2, 64, adapters=adapters)
+    method = pass_ext.PaSS(slots, tree=pass_ext.Tree.chain(2), rows=9)
+    texts = [
+        pass_ext.generate(
+            names["Decoder"](), torch.tensor([[3, 4]]), chosen, max_new_tokens=6, eos_token_id=[]
+        ).sequences
+        for chosen in (method, pass_ext.Plain())
+    ]
+    assert torch.equal(*texts)
 
 
 # ---- names ----

@@ -502,6 +502,24 @@ def shard_best(draw: Draw):
 
 
 @case
+def adapter_rows_(draw: Draw):
+    wide, outs, dtype = draw.width(), draw.pick((0, 1, 3, 16, 33)), draw.pick(FLOATS)
+    rows, adapters, rank = draw.size(), draw.pick((0, 1, 1, 2, 5)), draw.pick((0, 1, 3, 8, 17, 128))
+    ids = [draw.random.randint(-adapters, 9) for _ in range(rows)]
+    arguments = dict(
+        out=draw.floats(rows, outs, dtype=dtype), x=draw.floats(rows, wide, dtype=dtype),
+        ids=torch.tensor(ids, dtype=draw.pick((torch.int32, torch.int64))),
+        down=draw.floats(adapters, rank, wide, dtype=dtype), up=draw.floats(adapters, rank, outs, dtype=dtype),
+        scale=draw.pick((1.0, 0.25, -2.0)),
+    )  # fmt: skip
+    arguments = draw.damaged(arguments)
+    before = arguments["out"].clone() if isinstance(arguments["out"], Tensor) else None
+    out = yield arguments
+    tokens = arguments["ids"] >= 0
+    demand(torch.equal(out[tokens].nan_to_num(), before[tokens].nan_to_num()), "a token's row changed")
+
+
+@case
 def linear_rows(draw: Draw):
     wide, outs, dtype = draw.width(), draw.pick((0, 1, 3, 16, 33)), draw.pick(FLOATS)
     shape = [draw.size() for _ in range(draw.pick((0, 1, 1, 2)))]
@@ -705,7 +723,11 @@ def check_close(actual, expected, tolerance: float = 0.02) -> None:
 # ---- the calls ----
 
 
-WRITTEN = {"cache_commit_": ("caches",), "next_rows_": ("rows", "lengths", "prefix_lens", "report")}
+WRITTEN = {
+    "adapter_rows_": ("out",),
+    "cache_commit_": ("caches",),
+    "next_rows_": ("rows", "lengths", "prefix_lens", "report"),
+}
 
 
 def storages_of(op: str, arguments: dict) -> list[Tensor]:

@@ -167,6 +167,18 @@ def next_rows_(device):
 
 
 @sample
+def adapter_rows_(device):
+    ids = torch.tensor([3, -2, 0, -1, -2, 7], device=device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out, x, *both = (
+            torch.randn(*shape, device=device).to(dtype) for shape in ((6, 40), (6, 24), (2, 5, 24), (2, 5, 40))
+        )
+        yield out, x, ids, *both, 0.5
+        yield out.view(2, 3, 40), x.view(2, 3, 24), ids, *(half[:1] for half in both), 1.0
+    yield out[:0], x[:0], ids[:0], *both, 1.0
+
+
+@sample
 def linear_rows(device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in ((2, 3, 40), (7, 40), (7,)))

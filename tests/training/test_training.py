@@ -17,6 +17,9 @@ from support.paths import ROOT
 from support.training_models import Letters, counting, tiny_llama
 
 from pass_ext import LookaheadEmbedding
+from pass_ext.decoding.models.patching.layer_adapters import KINDS, adapter_sizes
+from pass_ext.modules.slot_adapters import SlotAdapters
+from pass_ext.ops.adapter import adapter_rows
 from pass_ext.training.common import documents, own_texts, rates, record
 from pass_ext.training.common import options as shared
 from pass_ext.training.common.frozen_model import check_head, load_frozen, text_rows
@@ -44,12 +47,17 @@ SETTINGS = Settings(
 )
 
 
-def slots_for(model, count=3, *, rank=4, deep=True, seed=1):
+WEIGHTS = (1.0, 0.8, 0.64)  # of three slots
+
+
+def slots_for(model, count=3, *, rank=4, deep=True, seed=1, adapters=0, ranks=3):
     """Look-ahead parameters, all of them away from zero."""
     torch.manual_seed(seed)
     layers = model.config.num_hidden_layers if deep else 0
     table = model.get_input_embeddings().weight
     embedding = LookaheadEmbedding.from_table(count, table, rank=rank, deep_layers=layers)
+    if adapters:
+        embedding.adapters = SlotAdapters(adapter_sizes(model, ranks), adapters, scale=0.5)
     with torch.no_grad():
         for parameter in embedding.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -69,6 +77,16 @@ def sequential_logits(model, embedding, text, anchor):
         for layer, offset in zip(model.model.layers, embedding.deep, strict=True):
             padded = F.pad(offset, (0, 0, anchor + 1, 0))
             hooks.append(layer.register_forward_pre_hook(lambda _, x, padded=padded: (x[0] + padded, *x[1:])))
+    for place, down, up in [] if embedding.adapters is None else embedding.adapters.pairs():
+        number, _, name = place.partition(".")
+
+        def add(_, x, out, down=down, up=up):
+            slots = x[0][0, anchor + 1 :]
+            each = zip(slots, down.expand(len(slots), -1, -1), up.expand(len(slots), -1, -1), strict=True)
+            product = torch.stack([(a @ row) @ b for row, a, b in each])
+            return out + F.pad(0.5 * product, (0, 0, anchor + 1, 0))
+
+        hooks.append(model.model.layers[int(number)].get_submodule(name).register_forward_hook(add))
     logits = model(inputs_embeds=rows).logits[0, anchor + 1 :]
     for hook in hooks:
         hook.remove()
@@ -91,19 +109,23 @@ def dense_loss(model, embedding, window, decay, kind):
                 if kind == "kl":
                     goal = teacher[anchor + 1 + i].log_softmax(-1)
                     loss = (goal.exp() * (goal - own[i])).sum()
+                elif kind == "total-variation":
+                    goal = teacher[anchor + 1 + i].softmax(-1)
+                    loss = (goal - own[i].exp()).abs().sum() / 2
                 else:
                     loss = -own[i, text[anchor + 2 + i]]
                 total = total + weights[i] / weights.sum() * loss / window.anchors.numel()
     return total
 
 
-@pytest.mark.parametrize("kind", ["kl", "cross-entropy"])
+@pytest.mark.parametrize("kind", ["kl", "total-variation", "cross-entropy"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_loss_and_gradients_are_those_of_one_ordinary_forward_a_group(tied, kind):
+@pytest.mark.parametrize("adapters", [0, 1, 3])
+def test_loss_and_gradients_are_those_of_one_ordinary_forward_a_group(tied, kind, adapters):
     model = tiny_llama(tied=tied)
-    embedding = slots_for(model)
+    embedding = slots_for(model, adapters=adapters)
     window = windows_of(counting(9, 24)).at(3)
-    ours = step_loss(model, embedding, window, 0.8, kind)
+    ours = step_loss(model, embedding, window, WEIGHTS, kind)
     gradients = torch.autograd.grad(ours, list(embedding.parameters()))
     dense = dense_loss(model, embedding, window, 0.8, kind)
     torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
@@ -126,7 +148,7 @@ def test_a_slot_row_is_what_the_model_says_after_the_text_and_the_slots_before_i
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-@pytest.mark.parametrize("kind", ["kl", "cross-entropy"])
+@pytest.mark.parametrize("kind", ["kl", "total-variation", "cross-entropy"])
 def test_the_chunked_loss_is_the_dense_one(kind, chunk):
     torch.manual_seed(0)
     rows = [torch.randn(23, 8, requires_grad=True), torch.randn(23, 6, requires_grad=True)]
@@ -134,10 +156,11 @@ def test_the_chunked_loss_is_the_dense_one(kind, chunk):
     weights, teacher_rows = torch.rand(23), torch.randn(9, 8)
     teacher, labels = torch.randint(9, (23,)), torch.randint(50, (23,))
     own = (rows[0] @ tables[0].T + rows[1] @ tables[1].T + bias).log_softmax(-1)
-    if kind == "kl":
-        chosen = dict(teacher_rows=teacher_rows, teacher=teacher)
+    if kind != "cross-entropy":
+        chosen = dict(teacher_rows=teacher_rows, teacher=teacher, divergence=kind)
         goal = (teacher_rows @ tables[0].T + bias).log_softmax(-1)[teacher]
-        dense = (weights * (goal.exp() * (goal - own)).sum(-1)).sum()
+        distances = (goal.exp() * (goal - own) if kind == "kl" else (goal.exp() - own.exp()).abs() / 2).sum(-1)
+        dense = (weights * distances).sum()
     else:
         chosen, dense = dict(labels=labels), (weights * F.nll_loss(own, labels, reduction="none")).sum()
     ours = distillation_loss(rows, tables, weights, bias=bias, chunk=chunk, **chosen)
@@ -146,14 +169,68 @@ def test_the_chunked_loss_is_the_dense_one(kind, chunk):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
+def test_a_divergence_that_there_is_not():
+    rows, tables = [torch.zeros(1, 2)], [torch.zeros(3, 2)]
+    with pytest.raises(ValueError, match="divergence must be one of kl, total-variation, got 'reverse'"):
+        distillation_loss(rows, tables, torch.ones(1), divergence="reverse")
+
+
+def test_total_variation_is_one_minus_the_chance_to_be_accepted():
+    """Distributions without a common token differ by 1, equal ones by 0, and the loss has no slope there."""
+    table = 60 * torch.eye(4)
+    rows = torch.eye(4)[[0, 1]].requires_grad_()
+    loss = distillation_loss(
+        [rows], [table], torch.tensor([0.25, 0.75]), teacher_rows=torch.eye(4)[[0, 3]], teacher=torch.tensor([0, 1]),
+        divergence="total-variation",
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(0.75)
+    assert torch.autograd.grad(loss, rows)[0].abs().max() < 1e-6
+
+
+def test_base_rows_have_no_adapters(monkeypatch):
+    """The texts' own rows, which teach, are read before any hook is there; the model has none afterwards."""
+    model = tiny_llama()
+    window = windows_of(counting(9, 24)).at(0)
+    seen = []
+    monkeypatch.setattr(
+        "pass_ext.training.lookahead.adapters.adapter_rows",
+        lambda out, x, ids, *rest: seen.append(tuple(out.shape[:2])) or adapter_rows(out, x, ids, *rest),
+    )
+    step_loss(model, slots_for(model, adapters=1), window, WEIGHTS)
+    batch, anchors = window.anchors.shape
+    assert set(seen) == {(batch, anchors * 3)} and len(seen) == 7 * model.config.num_hidden_layers
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_a_curriculum_begins_with_the_first_slots():
+    settings = dataclasses.replace(SETTINGS, curriculum=9)
+    assert [settings.slots_at(step, 3) for step in range(11)] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3]
+    assert [SETTINGS.slots_at(step, 3) for step in (0, 1)] == [3, 3]
+    assert settings.weights_of(2) == [1.0, 0.8]
+    assert dataclasses.replace(settings, slot_weights=(3.0, 2.0, 1.0)).weights_of(2) == [3.0, 2.0]
+    model, windows = tiny_llama(), windows_of(counting(9, 24))
+    embedding = slots_for(model, adapters=3)
+    trainer = LookaheadTrainer(model, embedding, windows, settings)
+    before = [
+        tensor.clone() for tensor in (embedding.weight, embedding.deep, *embedding.adapters.pair("0.mlp.up_proj"))
+    ]
+    trainer.run(2)
+    after = (embedding.weight, embedding.deep, *embedding.adapters.pair("0.mlp.up_proj"))
+    for slots_first, old, new in zip((0, 1, 0, 0), before, after, strict=True):
+        old, new = old.movedim(slots_first, 0), new.movedim(slots_first, 0)
+        assert not torch.equal(new[0], old[0]) and torch.equal(new[1:], old[1:])
+
+
+@pytest.mark.parametrize("adapters", [0, 1])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, adapters):
     model, windows = tiny_llama(), windows_of(counting(9, 40))
-    whole = LookaheadTrainer(model, slots_for(model), windows, SETTINGS)
+    settings = dataclasses.replace(SETTINGS, curriculum=8, loss="total-variation") if adapters else SETTINGS
+    whole = LookaheadTrainer(model, slots_for(model, adapters=adapters), windows, settings)
     whole.run(12)
-    first = LookaheadTrainer(model, slots_for(model), windows, SETTINGS)
+    first = LookaheadTrainer(model, slots_for(model, adapters=adapters), windows, settings)
     first.run(5)
     first.save(tmp_path / "state.pt", "run")
-    second = LookaheadTrainer(model, slots_for(model, seed=9), windows, SETTINGS)
+    second = LookaheadTrainer(model, slots_for(model, seed=9, adapters=adapters), windows, settings)
     second.restore(tmp_path / "state.pt", "run")
     second.run(12)
     assert second.losses == whole.losses
@@ -495,6 +572,58 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
         trained(tmp_path / "parts", console, continuations=20, sample_tokens=9)
 
 
+def test_the_command_trains_adapters_from_another_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    trained(tmp_path / "bare", console)
+    start = str(tmp_path / "bare/lookahead.safetensors")
+    options = dict(start=start, adapter_rank=3, adapter_learning_rate=0.02, loss="total-variation", curriculum=3)
+    first = trained(tmp_path / "first", console, **options, minutes=1e-9)
+    assert first.training_record["steps"] == 1 and first.num_lookahead == 2 and first.rank == 2
+    whole, again = (trained(tmp_path / name, console, **options) for name in ("whole", "first"))
+    assert len(whole.adapters.places) == 7 * tiny_llama().config.num_hidden_layers and whole.adapters.count == 1
+    assert all(bool(up.any()) for _, _, up in whole.adapters.pairs())
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    facts = whole.training_record
+    assert facts["adapters"]["parameters"] == sum(x.numel() for x in whole.adapters.parameters())
+    assert facts["settings"]["start"].startswith(f"{start}, SHA-256 ")
+    card = (tmp_path / "whole/lookahead.md").read_text()
+    assert f"{facts['adapters']['parameters']:,} parameters, {facts['adapters']['share']:.2%} of the model's" in card
+    with pytest.raises(SystemExit, match="must have --lookahead 3 slots, got 2"):
+        trained(tmp_path / "other", console, start=start, lookahead=3)
+    with pytest.raises(SystemExit, match="--start nothing: 'nothing' is neither a file"):
+        trained(tmp_path / "other", console, start="nothing")
+    more = trained(tmp_path / "more", console, start=str(tmp_path / "whole/lookahead.safetensors"))
+    assert more.adapters is not None, "adapters of the file go on"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--slot-weights 1", "--slot-weights must be 2 numbers above 0"),
+        ("--slot-weights 1 0", "--slot-weights must be 2 numbers above 0"),
+        ("--adapter-kinds q", "need --adapter-rank, got 0"),
+        ("--adapter-by-slot", "need --adapter-rank, got 0"),
+        ("--adapter-rank 129", "--adapter-rank must be at most 128, got 129"),
+        ("--curriculum -1", "--curriculum must be at least 0, got -1"),
+    ],
+    ids=range(6),
+)
+def test_options_of_adapters_that_cannot_be(tmp_path, line, message):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    options = parser.parse_args(
+        ["--model", "m", "--out", str(tmp_path), "--own-chats", "2", "--lookahead", "2", *line.split()]
+    )
+    with pytest.raises(SystemExit, match=message):
+        command.check_arguments(options)
+
+
+def test_the_kinds_of_the_command_are_those_of_the_models():
+    assert tuple(KINDS) == command.KINDS
+
+
 class Killed(BaseException):
     """No handler of errors may catch it, as none catches a SIGKILL."""
 
@@ -723,8 +852,8 @@ def test_missing_models_and_data_are_named(tmp_path):
 def test_a_model_in_bfloat16_trains_fp32_parameters():
     model = tiny_llama().to(torch.bfloat16)
     embedding = slots_for(tiny_llama())
-    loss = step_loss(model, embedding, windows_of(counting(9, 24)).at(0), 0.8)
-    wide = step_loss(tiny_llama(), embedding, windows_of(counting(9, 24)).at(0), 0.8)
+    loss = step_loss(model, embedding, windows_of(counting(9, 24)).at(0), WEIGHTS)
+    wide = step_loss(tiny_llama(), embedding, windows_of(counting(9, 24)).at(0), WEIGHTS)
     torch.testing.assert_close(loss, wide, rtol=0.05, atol=0.0)
     loss.backward()
     for parameter in embedding.parameters():
@@ -748,6 +877,6 @@ def test_a_few_steps_on_the_real_model_lower_its_loss(tmp_path):
     embedding = LookaheadEmbedding.from_table(2, table, rank=8, dtype=torch.float32)
     again = dataclasses.replace(windows, seed=0)
     settings = dataclasses.replace(SETTINGS, steps=6, warm_up=1, learning_rate=0.02, transition_learning_rate=0.005)
-    before = step_loss(model, embedding, again.at(0), 0.8).item()
+    before = step_loss(model, embedding, again.at(0), WEIGHTS).item()
     LookaheadTrainer(model, embedding, windows, settings).run(6)
-    assert step_loss(model, embedding, again.at(0), 0.8).item() < before - 0.3
+    assert step_loss(model, embedding, again.at(0), WEIGHTS).item() < before - 0.3

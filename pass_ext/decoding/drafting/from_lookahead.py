@@ -82,7 +82,7 @@ class LookaheadDrafter(Drafter):
         """Puts the slots' embeddings into the session."""
         lookahead, slots = self._lookahead, self.prompt_slots
         deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
-        session.set_slots(lookahead.weight[:slots].detach(), deep)
+        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters)
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""
@@ -297,13 +297,13 @@ def _transition_tables(
     """The transition tables. Computing them costs more than a step, so they are cached until one of their inputs changes."""
     if shards is not None and shards.table_part is not None:
         # Not cached: ranks that disagreed about a change would wait for each other.
-        left, right = lookahead.transition_tables(shards.table_part)
-        return shards.whole_rows(left), shards.whole_rows(right)
+        parts = lookahead.transition_tables(shards.table_part)
+        return shards.whole_rows(parts[0]), shards.whole_rows(parts[1])
     left, right = lookahead.transition_left, lookahead.transition_right
-    parts = [x for x in (table, left, right) if x is not None]
-    if any(x.is_inference() for x in parts):  # inference tensors have no version to notice a change by
+    inputs = [x for x in (table, left, right) if x is not None]
+    if any(x.is_inference() for x in inputs):  # inference tensors have no version to notice a change by
         return lookahead.transition_tables(table)
-    versions = tuple((x.data_ptr(), x._version, x.dtype) for x in parts)
+    versions = tuple((x.data_ptr(), x._version, x.dtype) for x in inputs)
     cached = _tables.get(lookahead)
     if cached is None or cached[0] != versions:
         cached = _tables[lookahead] = (versions, lookahead.transition_tables(table))

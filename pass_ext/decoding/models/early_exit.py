@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft, exit_parts
 from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.plain_tensors import is_plain
+from pass_ext.decoding.models.row_adapters import RowAdapters
 from pass_ext.decoding.models.transformers import TransformersModel
 
 
@@ -62,10 +63,16 @@ class EarlyExitModel(TransformersModel):
             yield
 
     def __call__(
-        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: SlotOffsets | None = None
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None,
+        offsets: SlotOffsets | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
         """Calls the layers as ``Adapted`` does; the logits are as wide as the target's."""
-        logits = super().__call__(rows, positions, attend, wanted, offsets)
+        logits = super().__call__(rows, positions, attend, wanted, offsets, adapters)
         if self.vocabulary is None:
             return logits
         return logits.new_full((len(logits), self._tokens), -torch.inf).index_copy_(1, self.vocabulary, logits)

@@ -105,7 +105,7 @@ def logit_shards_of(model: Any) -> LogitShards | None:
 
 def _table_part(table: Any, group: dist.ProcessGroup, vocab_size: int) -> Tensor | None:
     """This rank's rows of a table that the group holds in equal parts; None for another table."""
-    placements = getattr(table, "placements", ())
+    placements: Any = getattr(table, "placements", ())
     if len(placements) != 1 or not placements[0].is_shard(0) or table.shape[0] != vocab_size:
         return None
     if dist.get_process_group_ranks(table.device_mesh.get_group(0)) != dist.get_process_group_ranks(group):

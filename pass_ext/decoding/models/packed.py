@@ -6,6 +6,7 @@ once per layer, where rows mix.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.models.plain_tensors import is_plain
+from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
 
@@ -52,8 +54,20 @@ class SlotOffsets:
         return self._dense[layer]
 
 
+class Adapt(Protocol):
+    """Adds the adapters of look-ahead slots to the output of a linear layer, in place."""
+
+    def __call__(self, place: str, out: Tensor, x: Tensor) -> Tensor:
+        """place: the layer's number and a name, as "3.self_attn.q_proj"; out ``[N, out]``: the layer's output for x
+        ``[N, in]``. Returns out; rows of tokens, and places without an adapter, keep their bits."""
+
+
 class PackedModel(Protocol):
-    """A decoder-only model for ``generate`` that is not a transformers model. ``examples/plain_decoder.py`` has an example."""
+    """A decoder-only model for ``generate`` that is not a transformers model. ``examples/plain_decoder.py`` has an example.
+
+    Look-ahead slots with adapters need a model whose ``__call__`` has a parameter ``adapt`` too, which is an ``Adapt`` or None:
+    it calls ``adapt(place, out, x)`` behind each linear layer that has a place in the file.
+    """
 
     embedding: Tensor | nn.Embedding
     """``[V, d]``, the table of input embeddings."""
@@ -117,12 +131,34 @@ class Adapted:
         return nullcontext()
 
     def __call__(
-        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: SlotOffsets | None = None
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None,
+        offsets: SlotOffsets | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """Calls the model as a ``PackedModel``. offsets: vectors that look-ahead rows add to every layer's input."""
+        """Calls the model as a ``PackedModel``.
+
+        offsets: vectors that look-ahead rows add to every layer's input. adapters: of look-ahead rows.
+        """
         if offsets is not None:
             raise TypeError(
                 "these look-ahead embeddings shift the input of every layer, which decoding can do in transformers models "
                 "only: train some without (--deep)"
             )
-        return self.model(rows, positions, attend, wanted)
+        if adapters is None:
+            return self.model(rows, positions, attend, wanted)
+        return self.model(rows, positions, attend, wanted, adapt=adapters.add_)
+
+    def check_adapters(self, adapters: PlacedAdapters) -> None:
+        """Refuses adapters that calls of this model would leave out."""
+        call = self.model if inspect.isroutine(self.model) else type(self.model).__call__
+        if isinstance(self.model, nn.Module):
+            call = type(self.model).forward
+        if "adapt" not in inspect.signature(call).parameters:
+            raise TypeError(
+                "these look-ahead embeddings have adapters, which a callable model must add itself: give its __call__ a "
+                "parameter adapt (pass_ext.PackedModel), or train some without (--adapter-rank 0)"
+            )

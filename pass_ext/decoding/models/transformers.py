@@ -18,10 +18,12 @@ from pass_ext.decoding.models.logit_shards import logit_shards_of
 from pass_ext.decoding.models.packed import Adapted, Attend, SlotOffsets
 from pass_ext.decoding.models.patching.attachment import attached, attachment_of
 from pass_ext.decoding.models.patching.direct_call import DirectCall
+from pass_ext.decoding.models.patching.layer_adapters import adapting
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.decoding.models.patching.row_attention import OurCall, our_call
 from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.plain_tensors import is_plain
+from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
 # Errors of the machine, which say nothing about the model: they are raised unchanged.
@@ -98,13 +100,19 @@ class TransformersModel(Adapted):
         return attached(unwrapped(self.model))
 
     def __call__(
-        self, rows: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, offsets: SlotOffsets | None = None
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None,
+        offsets: SlotOffsets | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
         """Calls the model on packed rows, as ``Adapted``."""
         shifted = None if offsets is None else self._layer_offsets(offsets)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
-        direct = self._direct()
+        direct = self._direct() if adapters is None else None
         try:
             if direct is not None:
                 logits = direct.run(attend, self.layers, rows, positions, offsets, wanted)
@@ -113,8 +121,8 @@ class TransformersModel(Adapted):
             seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
             if shifted is not None:
                 shifted.offsets = offsets
-            call = OurCall(attend, self.name, self._kept, seen, self.layers, offsets)
-            with our_call(call):
+            call = OurCall(attend, self.name, self._kept, seen, self.layers, offsets, adapters)
+            with our_call(call), adapting(adapters):
                 logits = self._called(direct, call, rows, positions, wanted)
         except _MACHINE:
             raise
@@ -152,6 +160,15 @@ class TransformersModel(Adapted):
         if self.model is not unwrapped(self.model) or self.logit_shards is not None:
             return None
         return attachment_of(self.model).direct
+
+    def check_adapters(self, adapters: PlacedAdapters) -> None:
+        """As ``Adapted``; registers their hooks. Inside ``attached``."""
+        if self.logit_shards is not None:
+            raise ValueError(
+                f"{self.name}: look-ahead slots with adapters cannot be used under tensor parallelism, where each rank has a "
+                "part of a linear layer; use slots without"
+            )
+        attachment_of(unwrapped(self.model)).prepare(adapters)
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""

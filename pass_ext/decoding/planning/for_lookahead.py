@@ -20,7 +20,7 @@ def pass_plan(method: PaSS, model: Adapted, requests: int, *, graphs: bool = Fal
     slots = method.num_slots
     calibrated = method.lookahead.hit_rates
     rates = calibrated[:slots] if calibrated else assumed_hit_rates(slots, _ASSUMED_RANKS)
-    times = measured_times(model, graphs=graphs) if method.rows == "auto" else None
+    times = measured_times(model, graphs=graphs, lookahead=method.lookahead) if method.rows == "auto" else None
     known = tuple(map(tuple, rates))
     return _planned(known, times, slots, method.tree, method.rows, method.passes, requests), times
 

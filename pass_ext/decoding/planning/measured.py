@@ -19,6 +19,7 @@ from pass_ext.decoding.methods import MAX_PLANNED_ROWS
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.step_times import StepTimes, measure
 from pass_ext.decoding.session.session import Session
+from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree, pack_trees
 
 _times: dict[tuple[Any, ...], StepTimes] = {}
@@ -33,8 +34,11 @@ _TRUSTED = 300.0  # seconds
 _PREFIX = 256  # tokens of text before the measured rows
 
 
-def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
+def measured_times(model: Adapted, *, graphs: bool = False, lookahead: LookaheadEmbedding | None = None) -> StepTimes:
     """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk.
+
+    lookahead: with adapters, half the rows of a call are slots, so that the times hold the adapters' work; without, it changes
+    no time.
 
     A callable without a config cannot be recognised in another process, so it is measured once per object.
     """
@@ -43,12 +47,13 @@ def measured_times(model: Adapted, *, graphs: bool = False) -> StepTimes:
             f"{model.name}: rows must be a number under tensor parallelism, such as PaSS(slots, rows=24), got 'auto': "
             "ranks that measure their own step times would choose different trees"
         )
-    fingerprint, key = _fingerprint(model), _key(model, graphs)
+    adapted = lookahead if lookahead is not None and lookahead.adapters is not None else None
+    fingerprint, key = _fingerprint(model), _key(model, graphs, adapted)
     if key in _times and key not in _doubted:
         return _times[key]
     with torch.no_grad(), model.attached():
-        kind = fingerprint and f"{fingerprint}{' in graphs' if graphs else ''}"
-        run = _Calls(model, graphs).run
+        kind = fingerprint and f"{fingerprint}{' in graphs' if graphs else ''}{key[-1]}"
+        run = _Calls(model, graphs, adapted).run
         times = measure(run, fingerprint=kind, device=model.table.device, confirm=key in _doubted)
     _doubted.discard(key)
     _asked[key] = time.monotonic()
@@ -70,20 +75,39 @@ def _forget(key: tuple[Any, ...]) -> None:
 def doubt(model: Adapted, *, graphs: bool = False) -> None:
     """Says that calls of the model no longer take the measured times. No matter in the first minutes: on a machine that stays
     busy every measurement differs from the last one, and takes seconds."""
-    key = _key(model, graphs)
-    if key in _times and time.monotonic() - _asked[key] >= _TRUSTED:
-        _doubted.add(key)
+    start = _key(model, graphs, None)[:-1]
+    for key in _times:  # with adapters and without
+        if key[:-1] == start and time.monotonic() - _asked[key] >= _TRUSTED:
+            _doubted.add(key)
 
 
-def _key(model: Adapted, graphs: bool) -> tuple[Any, ...]:
-    return _fingerprint(model) or id(model.model), str(model.table.device), torch.get_num_threads(), graphs
+def _key(model: Adapted, graphs: bool, adapted: LookaheadEmbedding | None) -> tuple[Any, ...]:
+    """What times belong to; the last entry describes the adapters."""
+    machine = str(model.table.device), torch.get_num_threads(), graphs
+    return _fingerprint(model) or id(model.model), *machine, _adapters_text(adapted)
+
+
+def _adapters_text(adapted: LookaheadEmbedding | None) -> str:
+    """The sizes of all adapters, which decide their time."""
+    if adapted is None or adapted.adapters is None:
+        return ""
+    shapes = [(place, list(down.shape), list(up.shape)) for place, down, up in adapted.adapters.pairs()]
+    return f" with adapters {hashlib.sha256(str((shapes, adapted.num_lookahead)).encode()).hexdigest()}"
 
 
 class _Calls:
-    """Calls with any number of rows behind one prefix. The first call reads the prefix."""
+    """Calls with any number of rows behind one prefix. The first call reads the prefix.
 
-    def __init__(self, model: Adapted, graphs: bool) -> None:
+    adapted: look-ahead embeddings with adapters, whose slots are the second half of the rows; None: all rows are tokens.
+    """
+
+    def __init__(self, model: Adapted, graphs: bool, adapted: LookaheadEmbedding | None = None) -> None:
         self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, graphs=graphs)
+        self._slots = 0
+        if adapted is not None:
+            self._slots = adapted.num_lookahead
+            deep = None if adapted.deep is None else adapted.deep.detach()
+            self._session.set_slots(adapted.weight.detach(), deep, adapted.adapters)
 
     def run(self, rows: int) -> None:
         session = self._session
@@ -92,7 +116,11 @@ class _Calls:
             trees = pack_trees([Tree.chain(_PREFIX - 1)], session.device)
             session.call(trees, self._ids(_PREFIX), torch.zeros(1, dtype=torch.int64, device=session.device))
             session.commit(trees, path, torch.full_like(path[:, 0], _PREFIX - 1))
-        session.call(pack_trees([Tree.chain(rows - 1)], session.device), self._ids(rows))
+        ids = self._ids(rows)
+        if self._slots:
+            slots = rows // 2
+            ids[rows - slots :] = -1 - torch.arange(slots, device=session.device) % self._slots
+        session.call(pack_trees([Tree.chain(rows - 1)], session.device), ids)
 
     def _ids(self, count: int) -> Tensor:
         return torch.arange(count, device=self._session.device) % self._session.model.table.shape[0]

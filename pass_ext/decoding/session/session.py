@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.models.packed import Adapted, SlotOffsets
+from pass_ext.decoding.models.row_adapters import PlacedAdapters, adapters_of_call
 from pass_ext.decoding.session.graphs import RecordedCalls
 from pass_ext.decoding.session.step_attention import NewRows, StepAttention, head_dim_for, padded
+from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
 
@@ -43,6 +45,7 @@ class Session:
         table = model.table
         self.slots = table.new_empty(0, table.shape[1])
         self.deep: Tensor | None = None
+        self.adapters: PlacedAdapters | None = None
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
@@ -87,7 +90,7 @@ class Session:
             positions = (starts + trees.depths).long()
         rows = self.model.embed(ids, self.slots)
         offsets = None if self.deep is None else SlotOffsets(ids, self.deep)
-        logits = self.model(rows, positions, attention, wanted, offsets)
+        logits = self.model(rows, positions, attention, wanted, offsets, adapters_of_call(ids, self.adapters))
         layers = attention.layers
         if layers != len(self.caches) or not layers:
             raise ValueError(
@@ -120,15 +123,20 @@ class Session:
         self.model = model
         self.prefix_lens.zero_()
 
-    def set_slots(self, slots: Tensor, deep: Tensor | None) -> None:
+    def set_slots(self, slots: Tensor, deep: Tensor | None, adapters: SlotAdapters | None = None) -> None:
         """Sets the look-ahead embeddings of the next calls. After a first call their number is fixed, because recorded calls
         read the same buffers.
 
         Args:
             slots: ``[L, d]``.
             deep: ``[layers, L, d]``, vectors that slots add to the input of every layer; None: none.
+            adapters: of the linear layers, for the rows of slots; None: none.
         """
+        placed = None if adapters is None else PlacedAdapters.of(adapters, len(slots), self.slots)
+        if placed is not None:
+            self.model.check_adapters(placed)
         if not self.caches:  # copies: later embeddings are written into them
+            self.adapters = placed
             self.slots = slots.to(self.slots, copy=True)
             self.deep = None if deep is None else deep.to(self.slots, copy=True)
             return
@@ -136,6 +144,14 @@ class Session:
             raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
         if (deep is None) != (self.deep is None):
             raise ValueError("this session and the method differ in whether slots shift the input of every layer")
+        if (placed is None) != (self.adapters is None):
+            raise ValueError("this session and the method differ in whether slots have adapters")
+        if placed is not None and self.adapters is not None:
+            if not self.adapters.has_shapes_of(placed):
+                raise ValueError(
+                    "this session and the method differ in the places, ranks or scale of the slots' adapters"
+                )
+            self.adapters.copy_(placed)
         self.slots.copy_(slots)
         if self.deep is not None and deep is not None:
             self.deep.copy_(deep)

@@ -46,6 +46,10 @@ class SlotRows:
             self._slots = torch.zeros(most_rows, dtype=torch.int32, device=like.device)
             self._rows = _behind_zeros(lookahead.weight, self.table)
             self._deep = None if lookahead.deep is None else _behind_zeros(lookahead.deep, self.table)
+        if lookahead.adapters is not None:
+            raise ValueError(
+                "PaSS: these look-ahead slots have adapters, which pass_ext does not add to vLLM's layers: use slots without"
+            )
         if lookahead.deep is not None:
             decoder = layer_list(model, layers)
             if lookahead.deep_layers != layers:

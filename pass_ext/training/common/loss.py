@@ -1,7 +1,13 @@
-"""KL(teacher || slot) or cross-entropy over a large vocabulary, a chunk of the logits at a time.
+"""KL(teacher || slot), their total variation, or cross-entropy over a large vocabulary, a chunk of the logits at a time.
 
-logits = sum over k of rows_k @ table_k^T with frozen tables. Rows are sorted so that those with the same teacher share its
-softmax. The forward pass computes each chunk's gradient too, and then drops its logits.
+    p: the teacher's distribution, q: the slot's
+    kl                sum of p log(p / q),     its slope in q's logits: q - p
+    total-variation   1 - sum of min(p, q),    its slope in q's logits: q (g - sum of q g), g = -1 where q < p, else 0
+    cross-entropy     -log q[label]
+
+1 minus the total variation is the chance that a token drawn from q is accepted. logits = sum over k of rows_k @ table_k^T with
+frozen tables. Rows are sorted so that those with the same teacher share its softmax. The forward pass computes each chunk's
+gradient too, and then drops its logits.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
+DIVERGENCES = ("kl", "total-variation")
 
 
 def distillation_loss(
@@ -24,19 +31,22 @@ def distillation_loss(
     labels: Tensor | None = None,
     bias: Tensor | None = None,
     chunk: int = CHUNK,
+    divergence: str = "kl",
 ) -> Tensor:
     """``sum_r weights[r] * loss_r``, differentiable in every ``rows[k]`` [R, d_k].
 
-    With ``labels`` [R] the loss is cross-entropy. Else it is the KL divergence from the distribution of ``teacher[r]``, an
-    index [R] into ``teacher_rows`` [U, d], whose logits are ``teacher_rows @ tables[0]^T + bias``.
+    With ``labels`` [R] the loss is cross-entropy. Else it is the divergence from the distribution of ``teacher[r]``, an index
+    [R] into ``teacher_rows`` [U, d], whose logits are ``teacher_rows @ tables[0]^T + bias``: "kl" or "total-variation".
     """
-    loss: Tensor = _Chunked.apply(tables, weights, teacher_rows, teacher, labels, bias, chunk, *rows)
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}")
+    loss: Tensor = _Chunked.apply(tables, weights, teacher_rows, teacher, labels, bias, chunk, divergence, *rows)
     return loss
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tables, weights, teacher_rows, teacher, labels, bias, chunk, *rows):  # type: ignore[no-untyped-def]
+    def forward(ctx, tables, weights, teacher_rows, teacher, labels, bias, chunk, divergence, *rows):  # type: ignore[no-untyped-def]
         total = torch.zeros((), dtype=torch.float32, device=weights.device)
         gradients = [torch.empty_like(part) for part in rows]
         order = torch.arange(len(weights), device=weights.device) if teacher is None else teacher.argsort(stable=True)
@@ -52,10 +62,17 @@ class _Chunked(torch.autograd.Function):
                 used, inverse = teacher[picked].unique(return_inverse=True)
                 teacher_logs = torch.log_softmax(_logits([teacher_rows[used]], tables[:1], bias), dim=-1)
                 probability = teacher_logs.exp()
-                entropy = torch.linalg.vecdot(probability, teacher_logs)
                 target = probability[inverse]
-                total += (weights[picked] * (entropy[inverse] - torch.linalg.vecdot(target, log_probabilities))).sum()
-                slope = log_probabilities.exp_().sub_(target)
+                if divergence == "kl":
+                    entropy = torch.linalg.vecdot(probability, teacher_logs)[inverse]
+                    total += (weights[picked] * (entropy - torch.linalg.vecdot(target, log_probabilities))).sum()
+                    slope = log_probabilities.exp_().sub_(target)
+                else:
+                    slope = log_probabilities.exp_()
+                    less = slope < target
+                    total += (weights[picked] * (1 - torch.minimum(slope, target).sum(-1))).sum()
+                    rising = (slope * less).sum(-1, keepdim=True)  # - sum of q g
+                    slope = slope * (rising - less.to(slope.dtype))
             slope *= weights[picked, None]
             for gradient, table in zip(gradients, tables, strict=True):
                 gradient[picked] = (slope.to(table.dtype) @ table).to(gradient.dtype)
@@ -64,7 +81,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (*(None,) * 7, *(grad * gradient for gradient in ctx.saved_tensors))
+        return (*(None,) * 8, *(grad * gradient for gradient in ctx.saved_tensors))
 
 
 def _logits(rows: list[Tensor], tables: list[Tensor], bias: Tensor | None) -> Tensor:

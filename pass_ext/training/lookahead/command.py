@@ -6,12 +6,16 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from pass_ext.ops.adapter import MAX_RANK
 from pass_ext.training.common import options as shared
+
+KINDS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 
 AT_LEAST = {
     **dict.fromkeys(("lookahead", "steps", "batch", "anchors", "evaluation_anchors", "checkpoint_every"), 1),
-    **dict.fromkeys(("transition_rank", "warm_up", "minutes"), 0),
+    **dict.fromkeys(("transition_rank", "adapter_rank", "warm_up", "curriculum", "minutes"), 0),
     **dict.fromkeys(("learning_rate", "transition_learning_rate", "deep_learning_rate", "decay", "clip"), 0),
+    "adapter_learning_rate": 0,
 }
 
 
@@ -23,15 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lookahead", type=int, default=4, help="L, the number of slots")
     add("--transition-rank", type=int, default=0, help="width of the transition score; 0: none")
     add("--deep", action="store_true", help="a vector for every layer and slot beside the input embeddings")
+    add("--adapter-rank", type=int, default=0, help="rank of adapters that slots' rows have in linear layers; 0: none")
+    add("--adapter-kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}; default: all")
+    add("--adapter-by-slot", action="store_true", help="adapters for each slot, not shared by all")
+    add("--start", metavar="FILE", help="begin with these embeddings: a file, or a name that comes with the package")
     add("--steps", type=int, default=1000)
     add("--batch", type=int, default=2, help="texts a step")
     add("--length", type=int, default=256, help="tokens a text")
     add("--anchors", type=int, default=48, help="look-ahead groups a text")
-    add("--loss", choices=("kl", "cross-entropy"), default="kl")
+    add("--loss", choices=("kl", "total-variation", "cross-entropy"), default="kl")
     add("--decay", type=float, default=0.8, help="weight of slot i: decay^i")
+    add("--slot-weights", type=float, nargs="+", default=(), metavar="W", help="one weight a slot, instead of --decay")
+    add(
+        "--curriculum", type=int, default=0, help="steps in which slots join one after the other; 0: all from the start"
+    )
     add("--learning-rate", type=float, default=0.01)
     add("--transition-learning-rate", type=float, default=0.003)
     add("--deep-learning-rate", type=float, default=0.01)
+    add("--adapter-learning-rate", type=float, default=0.001)
     add("--warm-up", type=int, default=20, help="steps")
     add("--clip", type=float, default=1.0, help="largest gradient norm of a parameter")
     add("--minutes", type=float, default=0, help="stop after this long, with a checkpoint; 0: never")
@@ -45,6 +58,13 @@ def check_arguments(options: argparse.Namespace) -> None:
     shared.check_least(options, AT_LEAST)
     if options.length < options.lookahead + 2:
         raise SystemExit(f"--length must be at least --lookahead + 2 = {options.lookahead + 2}, got {options.length}")
+    weights = options.slot_weights
+    if weights and (len(weights) != options.lookahead or not all(0 < weight < float("inf") for weight in weights)):
+        raise SystemExit(f"--slot-weights must be {options.lookahead} numbers above 0, one a slot, got {list(weights)}")
+    if not options.adapter_rank and (options.adapter_kinds or options.adapter_by_slot):
+        raise SystemExit("--adapter-kinds and --adapter-by-slot need --adapter-rank, got 0")
+    if options.adapter_rank > MAX_RANK:
+        raise SystemExit(f"--adapter-rank must be at most {MAX_RANK}, got {options.adapter_rank}")
     shared.check_sample_share(options)
     shared.check_text_arguments(options)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.training.lookahead.adapters import adapters_in_training
 
 
 def group_mask(anchors: Tensor, length: int, slots: int, dtype: torch.dtype) -> Tensor:
@@ -27,16 +28,24 @@ def group_mask(anchors: Tensor, length: int, slots: int, dtype: torch.dtype) -> 
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
 
-def slot_rows(model: Any, embedding: LookaheadEmbedding, anchors: Tensor, past: Any) -> Tensor:
-    """Last hidden states ``[B, A, L, d]`` of the slots behind ``anchors`` [B, A]; ``past`` holds the texts and grows."""
-    table, slots = model.get_input_embeddings().weight, embedding.num_lookahead
+def slot_rows(
+    model: Any, embedding: LookaheadEmbedding, anchors: Tensor, past: Any, slots: int | None = None
+) -> Tensor:
+    """Last hidden states ``[B, A, L, d]`` of the slots behind ``anchors`` [B, A]; ``past`` holds the texts and grows.
+
+    slots: the first so many slots; None: all.
+    """
+    table, slots = model.get_input_embeddings().weight, slots or embedding.num_lookahead
     batch, count = anchors.shape
     length = past.get_seq_length()
     ids = (-1 - torch.arange(slots, device=anchors.device)).repeat(batch, count)
     positions = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
-    with LayerOffsets(model).attached() if embedding.deep is not None else nullcontext() as shifted:
+    with (
+        LayerOffsets(model).attached() if embedding.deep is not None else nullcontext() as shifted,
+        adapters_in_training(model, embedding.adapters, ids),
+    ):
         if shifted is not None and embedding.deep is not None:
-            shifted.offsets = embedding.deep.to(table.dtype).repeat(1, count, 1)
+            shifted.offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1)
         hidden = model.get_decoder()(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),

@@ -1,10 +1,13 @@
 """The optimisation: Adam on the look-ahead parameters alone, the model frozen.
 
-loss = sum over slots of decay^i * KL(teacher || slot i), averaged over groups and divided by the sum of decay^i.
+loss = sum over slots of w_i * divergence(teacher, slot i), averaged over groups and divided by the sum of w_i
+
+w_i is decay^i, or a number of --slot-weights. With a curriculum the first steps train the first slots alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +33,30 @@ class Settings:
     warm_up: int
     decay: float
     clip: float
-    loss: str  # "kl" or "cross-entropy"
+    loss: str  # "kl", "total-variation" or "cross-entropy"
+    adapter_learning_rate: float = 0.001
+    slot_weights: tuple[float, ...] = ()  # empty: decay^i
+    curriculum: int = 0  # steps in which slots join one after the other; 0: all from the start
+
+    def slots_at(self, step: int, slots: int) -> int:
+        """How many of the slots a step trains."""
+        return slots if step >= self.curriculum else 1 + step * slots // self.curriculum
+
+    def weights_of(self, slots: int) -> list[float]:
+        """The weights of the first slots."""
+        return list(self.slot_weights[:slots]) or [self.decay**i for i in range(slots)]
 
 
-def step_loss(model: Any, embedding: LookaheadEmbedding, window: Window, decay: float, loss: str = "kl") -> Tensor:
-    """The loss of one step's groups; its graph reaches the look-ahead parameters only."""
+def step_loss(
+    model: Any, embedding: LookaheadEmbedding, window: Window, slot_weights: Sequence[float], loss: str = "kl"
+) -> Tensor:
+    """The loss of one step's groups, each of as many slots as there are weights; its graph reaches the look-ahead parameters
+    only."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    slots, (batch, count) = embedding.num_lookahead, window.anchors.shape
+    slots, (batch, count) = len(slot_weights), window.anchors.shape
     ids, anchors = window.ids.to(table.device), window.anchors.to(table.device)
     text, past = text_rows(model, ids)
-    rows = [slot_rows(model, embedding, anchors, past).flatten(0, 2)]
+    rows = [slot_rows(model, embedding, anchors, past, slots).flatten(0, 2)]
     tables = [head.weight]
     # Slot i stands where the ordinary row at a + 1 + i stands, which is its teacher and whose token precedes the one sought.
     place = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
@@ -50,12 +67,13 @@ def step_loss(model: Any, embedding: LookaheadEmbedding, window: Window, decay: 
             rows = [rows[0] + score]
         else:
             rows, tables = [*rows, score], [*tables, table]
-    powers = decay ** torch.arange(slots, dtype=torch.float32, device=table.device)
+    powers = torch.tensor(slot_weights, dtype=torch.float32, device=table.device)
     weights = (powers / powers.sum() / (batch * count)).repeat(batch * count)
-    if loss == "kl":
-        return distillation_loss(rows, tables, weights, teacher_rows=text.flatten(0, 1), teacher=flat, bias=head.bias)
-    labels = ids.flatten()[flat + 1]
-    return distillation_loss(rows, tables, weights, bias=head.bias, labels=labels)
+    if loss == "cross-entropy":
+        return distillation_loss(rows, tables, weights, bias=head.bias, labels=ids.flatten()[flat + 1])
+    return distillation_loss(
+        rows, tables, weights, teacher_rows=text.flatten(0, 1), teacher=flat, bias=head.bias, divergence=loss
+    )
 
 
 class LookaheadTrainer(Trainer):
@@ -68,7 +86,11 @@ class LookaheadTrainer(Trainer):
             "transition_right": settings.transition_learning_rate,
             "deep": settings.deep_learning_rate,
         }
-        groups = [{"params": [parameter], "lr": rates[name]} for name, parameter in embedding.named_parameters()]
+        named = embedding.named_parameters(recurse=False)
+        groups: list[dict[str, Any]] = [{"params": [parameter], "lr": rates[name]} for name, parameter in named]
+        if embedding.adapters is not None:  # one group, so that their gradients are clipped together
+            parameters = list(embedding.adapters.parameters())
+            groups.append({"params": parameters, "lr": settings.adapter_learning_rate})
         super().__init__(
             embedding,
             torch.optim.Adam(groups, betas=(0.9, 0.99)),
@@ -81,4 +103,5 @@ class LookaheadTrainer(Trainer):
     def loss(self, step: int) -> Tensor:
         """The loss of the windows of this step."""
         window, settings = self._windows.at(step), self._settings
-        return step_loss(self._model, self._embedding, window, settings.decay, settings.loss)
+        weights = settings.weights_of(settings.slots_at(step, self._embedding.num_lookahead))
+        return step_loss(self._model, self._embedding, window, weights, settings.loss)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.modules.files import pretrained_path
 from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.frozen_model import check_head
 from pass_ext.training.common.options import settings_from
 from pass_ext.training.common.record import facts_of, save_result
@@ -19,15 +24,21 @@ from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
 
 _FREQUENT = 1000  # slots start at the mean of this many most frequent tokens' embeddings
-_SHAPE = ("lookahead", "transition_rank", "deep", "seed", "length", "batch")
+_SHAPE = (
+    *("lookahead", "transition_rank", "deep", "adapter_rank", "adapter_kinds", "adapter_by_slot", "start"),
+    *("seed", "length", "batch"),
+)
 
 
 def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
     options, model, texts = run.options, run.model, run.texts()
     windows = windows_of(run, texts, batch=options.batch, anchors=options.anchors, lookahead=options.lookahead)
+    options.slot_weights = tuple(options.slot_weights)
     settings = settings_from(options, Settings)
     described = {**dataclasses.asdict(settings), **{name: getattr(options, name) for name in _SHAPE}}
+    if options.start:
+        described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
     check_head(model, windows.at(0).ids[:1].to(options.device))
     embedding = _start(run, windows)
@@ -51,15 +62,59 @@ def train(run: Run) -> Path:
         steps=trainer.step,
         seconds=round(seconds, 1),
         evaluation=evaluation,
+        **_share_of_adapters(model, embedding),
     )
     return save_result(run, embedding.to(torch.bfloat16), facts, trainer.losses, record.card)
 
 
+def _digest(start: str) -> str:
+    try:
+        return hashlib.sha256(pretrained_path(start, LookaheadEmbedding.shipped()).read_bytes()).hexdigest()
+    except ValueError as error:
+        raise SystemExit(f"--start {start}: {error}") from error
+
+
+def _share_of_adapters(model: Any, embedding: LookaheadEmbedding) -> dict[str, Any]:
+    """The size of the adapters, for the card; empty without adapters."""
+    if embedding.adapters is None:
+        return {}
+    count = sum(parameter.numel() for parameter in embedding.adapters.parameters())
+    share = count / sum(parameter.numel() for parameter in model.parameters())
+    return {"adapters": {"parameters": count, "share": round(share, 5), "bytes": 2 * count}}
+
+
 def _start(run: Run, windows: Windows) -> LookaheadEmbedding:
+    """The embeddings of --start, or fresh ones; with adapters if the options ask for some and the file has none."""
+    options, model = run.options, run.model
+    torch.manual_seed(options.seed)
+    embedding = _of_file(run) if options.start else _fresh(run, windows)
+    if options.adapter_rank and embedding.adapters is None:
+        kinds = options.adapter_kinds
+        ranks = dict.fromkeys(kinds, options.adapter_rank) if kinds else options.adapter_rank
+        count = embedding.num_lookahead if options.adapter_by_slot else 1
+        adapters = SlotAdapters(adapter_sizes(model, ranks), count, dtype=torch.float32)
+        embedding.adapters = adapters.to(embedding.weight.device)
+    return embedding
+
+
+def _of_file(run: Run) -> LookaheadEmbedding:
+    options, table = run.options, run.model.get_input_embeddings().weight
+    try:
+        embedding = LookaheadEmbedding.from_pretrained(options.start, table=table)
+    except ValueError as error:
+        raise SystemExit(f"--start {options.start}: {error}") from error
+    if embedding.num_lookahead != options.lookahead:
+        raise SystemExit(
+            f"--start {options.start} must have --lookahead {options.lookahead} slots, got {embedding.num_lookahead}"
+        )
+    embedding.hit_rates, embedding.training_record = None, {}
+    return embedding.float()
+
+
+def _fresh(run: Run, windows: Windows) -> LookaheadEmbedding:
     """Slots at the mean embedding of the tokens that are frequent in the training text."""
     options, model = run.options, run.model
     table = model.get_input_embeddings().weight
-    torch.manual_seed(options.seed)
     seen = torch.cat([windows.at(step).ids.flatten() for step in range(20)])
     counts = torch.bincount(seen, minlength=table.shape[0])
     ids = counts.topk(min(_FREQUENT, table.shape[0])).indices

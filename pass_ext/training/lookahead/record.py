@@ -17,7 +17,17 @@ def card(name: str, facts: dict[str, Any], picture: str) -> str:
         command="train",
         module="LookaheadEmbedding",
         effort=f"{facts['seconds'] / 60:.0f} minutes of training for {facts['steps']} steps",
-        sections=[_evaluation(facts["evaluation"])] if facts["evaluation"]["places"] else [],
+        sections=[
+            *([_adapters(facts["adapters"])] if "adapters" in facts else []),
+            *([_evaluation(facts["evaluation"])] if facts["evaluation"]["places"] else []),
+        ],
+    )
+
+
+def _adapters(adapters: dict[str, Any]) -> str:
+    return (
+        f"Adapters for the rows of slots: {adapters['parameters']:,} parameters, {adapters['share']:.2%} of the model's, "
+        f"{adapters['bytes'] / 1e6:.1f} MB in bfloat16. Rows of tokens have none."
     )
 
 

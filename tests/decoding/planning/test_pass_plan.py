@@ -12,8 +12,10 @@ from support.small_models import small_model
 
 from pass_ext import LookaheadEmbedding, PaSS, generate
 from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.decoding.planning import measured as timing
 from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.modules.slot_adapters import SlotAdapters
 
 
 class Fingerprints(list):
@@ -69,6 +71,37 @@ def test_doubted_times_are_confirmed_once(measured, monkeypatch):
     timing.doubt(one, graphs=True)
     timing.measured_times(one)
     assert len(measured) == 3, "calls in graphs are others"
+
+
+def test_adapters_have_times_of_their_own(measured, monkeypatch):
+    """Half the rows of the measured calls are slots, which have the adapters; slots without adapters change no time."""
+    llama = small_model("llama")
+    model, table = packed_model(llama), llama.get_input_embeddings().weight
+    lookahead = LookaheadEmbedding.from_table(3, table, deep_layers=2)
+    bare = timing.measured_times(model)
+    assert timing.measured_times(model, lookahead=lookahead) is bare and len(measured) == 1
+    lookahead.adapters = SlotAdapters(adapter_sizes(llama, 2))
+    adapted = timing.measured_times(model, lookahead=lookahead)
+    assert adapted is timing.measured_times(model, lookahead=lookahead) and len(measured) == 2
+    assert measured[1] != measured[0], "kept on disk under another name"
+    timing.measured_times(model, graphs=True, lookahead=lookahead)
+    wider = LookaheadEmbedding.from_table(3, table, deep_layers=2)
+    wider.adapters = SlotAdapters(adapter_sizes(llama, 3))
+    timing.measured_times(model, lookahead=wider)
+    assert len(measured) == 4 and len(set(measured)) == 4, "of graphs, and of another rank"
+    now = timing.time.monotonic()
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 301)
+    timing.doubt(model)
+    assert len(timing._doubted) == 3, "those with adapters too, but for graphs"
+
+    ids_seen = []
+    with torch.no_grad(), model.attached():
+        calls = timing._Calls(model, False, lookahead)
+        monkeypatch.setattr(calls._session, "call", lambda trees, ids, *rest: ids_seen.append(ids.tolist()))
+        calls._session.caches = [None]
+        for rows in (1, 5, 8):
+            calls.run(rows)
+    assert ids_seen == [[0], [0, 1, 2, -1, -2], [0, 1, 2, 3, -1, -2, -3, -1]]
 
 
 @dataclasses.dataclass  # its __eq__ makes it unhashable

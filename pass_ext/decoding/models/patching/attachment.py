@@ -1,9 +1,10 @@
 """``attached``: patches a transformers model while a generation runs and restores it afterwards.
 
 In the generation's calls the model attends by pass_ext, its linear layers on the CPU are ``few_rows_linear``, its norms, rotary
-embeddings and gates ``step_modules``, and look-ahead slots may shift the input of its layers. Other calls of the model, also in
-other threads, compute what they always did. But until the last generation ends the model is in eval mode, and its config names
-pass_ext's attention. Generations on one model, nested or in several threads, share one attachment.
+embeddings and gates ``step_modules``, and look-ahead slots may shift the input of its layers and have adapters of its linear
+layers. Other calls of the model, also in other threads, compute what they always did. But until the last generation ends the
+model is in eval mode, and its config names pass_ext's attention. Generations on one model, nested or in several threads, share
+one attachment.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torch import nn
 
 from pass_ext.decoding.models.patching.direct_call import DirectCall
 from pass_ext.decoding.models.patching.few_rows import few_rows_linear
+from pass_ext.decoding.models.patching.layer_adapters import LayerAdapters
 from pass_ext.decoding.models.patching.layer_calls import layer_calls
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.decoding.models.patching.row_attention import in_our_call, name_for
 from pass_ext.decoding.models.patching.step_modules import step_modules
+from pass_ext.decoding.models.row_adapters import PlacedAdapters
 
 _lock = RLock()
 _attachments: dict[int, Attachment] = {}
@@ -36,6 +39,7 @@ class Attachment:
         self.model = model
         self.users = 0
         self._offsets: LayerOffsets | None = None
+        self._adapters: LayerAdapters | None = None
         with ExitStack() as hooks:
             hooks.enter_context(_attention(model))
             hooks.enter_context(_evaluation(model))
@@ -52,6 +56,14 @@ class Attachment:
             if self._offsets is None:
                 self._offsets = self._hooks.enter_context(LayerOffsets(self.model).attached())
             return self._offsets
+
+    def prepare(self, adapters: PlacedAdapters) -> None:
+        """Registers the hooks that add these adapters, at first use."""
+        with _lock:
+            if self._adapters is None:
+                self._adapters = LayerAdapters(self.model)
+                self._hooks.callback(self._adapters.close)
+            self._adapters.prepare(adapters)
 
     def close(self) -> None:
         """Restores the model."""

@@ -96,6 +96,7 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             return (hidden_states,) if known.returns_tuple else hidden_states
         is_ours = not (
             known.is_right is False
+            or call.adapters is not None
             or others
             or hidden_states.dim() != 3
             or hidden_states.shape[0] != 1

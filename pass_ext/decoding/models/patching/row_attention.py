@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
 from pass_ext.decoding.models.patching.mask_patterns import window_conflict, window_of, window_text
+from pass_ext.decoding.models.row_adapters import RowAdapters
 
 KEY = "pass_ext_rows"
 _formers: list[str] = []
@@ -46,6 +47,8 @@ class OurCall(NamedTuple):
     """How many layers attend; None: unknown."""
     offsets: SlotOffsets | None = None
     """Vectors that rows of slots add to the input of every layer."""
+    adapters: RowAdapters | None = None
+    """Of rows of slots; with them linear layers must be called, module by module."""
 
 
 _our_call: ContextVar[OurCall | None] = ContextVar("our_call", default=None)

@@ -1,0 +1,35 @@
+// Gated adapters: a product of low rank that rows of look-ahead slots, and no others, add to the output of a linear
+// layer.
+//   hidden = down[k] x[n],   out[n] = out[n] + scale (hidden up[k])    for ids[n] < 0
+// k = -1 - ids[n], the row's slot, or 0 if all slots share one adapter. Sums are fp32; out is rounded once.
+#pragma once
+
+#include <cstdint>
+
+#include "core/half.h"
+#include "core/platform.h"
+
+namespace pass_ext {
+
+constexpr int kMaxAdapterRank = 128;
+
+template <typename T, typename Id>
+struct AdapterRows {
+  static constexpr const char* op = "adapter_rows_";
+  const Id* ids;  // [rows]
+  const T* x;     // [rows, in], `x_row` elements apart
+  const T* down;  // [adapters, rank, in]
+  const T* up;    // [adapters, rank, outputs]
+  T* out;         // [rows, outputs], `out_row` elements apart
+  int64_t rows, in, outputs, adapters, rank, x_row, out_row;
+  float scale;
+};
+
+// The adapter of a row, or -1 if it has none: a token, or a slot out of range.
+PASS_EXT_HOST_DEVICE int64_t adapter_of_id(int64_t id, int64_t adapters) {
+  if (id >= 0) return -1;
+  if (adapters == 1) return 0;
+  return -1 - id < adapters ? -1 - id : -1;
+}
+
+}  // namespace pass_ext

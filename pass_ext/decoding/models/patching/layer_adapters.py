@@ -1,0 +1,122 @@
+"""Adds the adapters of look-ahead slots to the outputs of a model's linear layers, by hooks, in calls that have such rows.
+
+Decoder layers that compute by ``layer_calls`` never call their linear layers, so in a call with adapters they run as their
+class has it. Other calls keep the fused layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from pass_ext.decoding.models.patching.layer_offsets import decoder_layers
+from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.modules.slot_adapters import AdapterSize
+
+# Kind -> the last parts of the names that transformers gives such layers.
+KINDS: dict[str, tuple[str, ...]] = {
+    "q": ("q_proj",),
+    "k": ("k_proj",),
+    "v": ("v_proj",),
+    "qkv": ("qkv_proj", "query_key_value", "attn.c_attn"),
+    "o": ("o_proj", "out_proj", "self_attn.dense", "attention.dense", "attn.c_proj"),
+    "gate": ("gate_proj",),
+    "up": ("up_proj", "fc1", "dense_h_to_4h", "mlp.c_fc"),
+    "gate_up": ("gate_up_proj",),
+    "down": ("down_proj", "fc2", "dense_4h_to_h", "mlp.c_proj"),
+}
+
+_current: ContextVar[RowAdapters | None] = ContextVar("row_adapters", default=None)
+
+
+@contextmanager
+def adapting(adapters: RowAdapters | None) -> Iterator[None]:
+    """Inside, and in this thread only, linear layers with hooks add these adapters."""
+    token = _current.set(adapters)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class LayerAdapters:
+    """The hooks of one model's linear layers, registered at first use."""
+
+    def __init__(self, model: Any) -> None:
+        self._layers = decoder_layers(model)
+        self._hooks: dict[str, Any] = {}
+
+    def prepare(self, adapters: PlacedAdapters) -> None:
+        """Registers hooks where these adapters need some; refuses places that the model does not have, and other sizes."""
+        for place, (down, up) in adapters.pairs.items():
+            if place in self._hooks:
+                continue
+            module, sizes = self._linear(place), (down.shape[2], up.shape[2])
+            there = None if module is None else sizes_of(module)
+            if module is None or there != sizes:
+                found = "no such layer" if module is None else f"{there}"
+                raise ValueError(f"these adapters have one for {place} with (in, out) = {sizes}, the model has {found}")
+            self._hooks[place] = module.register_forward_hook(_added(place))
+
+    def _linear(self, place: str) -> nn.Module | None:
+        number, _, name = place.partition(".")
+        if int(number) >= len(self._layers):
+            return None
+        try:
+            return self._layers[int(number)].get_submodule(name)
+        except AttributeError:
+            return None
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
+
+def _added(place: str) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        adapters = _current.get()
+        if adapters is not None:
+            adapters.add_(place, output, inputs[0])
+
+    return hook
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a linear layer; None for any other module."""
+    for names in (("in_features", "out_features"), ("nx", "nf")):  # nn.Linear and wrappers of it, Conv1D
+        inputs, outputs = (getattr(module, name, None) for name in names)
+        if isinstance(inputs, int) and isinstance(outputs, int):
+            return inputs, outputs
+    return None
+
+
+def adapter_sizes(model: Any, ranks: int | Mapping[str, int]) -> dict[str, AdapterSize]:
+    """The adapters of a model's linear layers: by one rank for all, or by the ranks of some kinds (``KINDS``).
+
+    The experts of a mixture get none: their rows are not the call's.
+    """
+    by_kind = dict.fromkeys(KINDS, ranks) if isinstance(ranks, int) else dict(ranks)
+    if unknown := sorted(set(by_kind).difference(KINDS)):
+        raise ValueError(f"ranks must be of the kinds {', '.join(KINDS)}, got {', '.join(unknown)}")
+    sizes: dict[str, AdapterSize] = {}
+    for number, layer in enumerate(decoder_layers(model)):
+        for name, module in layer.named_modules():
+            rank, size = by_kind.get(_kind_of(name) or "", 0), sizes_of(module)
+            if rank and size is not None and "experts" not in name.split("."):
+                sizes[f"{number}.{name}"] = AdapterSize(*size, rank)
+    if not sizes:
+        raise ValueError(f"{type(model).__name__} has no linear layer of the kinds {', '.join(by_kind)}")
+    return sizes
+
+
+def _kind_of(name: str) -> str | None:
+    for kind, endings in KINDS.items():
+        if any(name == ending or name.endswith(f".{ending}") for ending in endings):
+            return kind
+    return None

@@ -1,0 +1,88 @@
+"""``adapter_rows_``: adds a low-rank product to the rows of look-ahead slots, and to no others, in place; and
+``adapter_rows``, the same out of place and differentiable, in PyTorch.
+
+out[n] = out[n] + scale * (x[n] @ down[k].T) @ up[k] for ids[n] < 0, k = -1 - ids[n] or 0. Kernels: csrc/cpu/adapter.cpp,
+csrc/cuda/adapter.cuh.
+"""
+
+import torch
+from torch import Tensor
+
+from pass_ext import _library
+from pass_ext.ops.common.fakes import register_fake
+from pass_ext.ops.common.integers import integers
+from pass_ext.ops.common.nondifferentiable import call
+
+MAX_RANK = 128  # kMaxAdapterRank of csrc/core/adapter.h
+
+_op = torch.ops.pass_ext.adapter_rows_.default
+_ID_DTYPES = (torch.int64, torch.int32)
+
+
+def adapter_rows_(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, scale: float = 1.0) -> Tensor:
+    """Adds to the output ``out [..., out]`` of a linear layer, in place, the low-rank product of its input ``x [..., in]`` for
+    the rows of look-ahead slots: ``out[n] += scale * (x[n] @ down[k].T) @ up[k]`` where ``ids[n] < 0``.
+
+    Args:
+        out: ``[..., out]`` bfloat16, float16 or float32; contiguous rows, evenly apart. Not x itself.
+        x: ``[..., in]`` in out's dtype, N rows as out has.
+        ids: ``[N]`` integers of any dtype, as ``lookahead_embed`` takes them: rows of tokens, ``id >= 0``, keep their bits.
+            ``-1 - k`` has adapter k.
+        down: ``[K, r, in]`` in out's dtype, r at most 128; K = 1: all slots share one adapter.
+        up: ``[K, r, out]`` in out's dtype.
+        scale: of the product.
+
+    Returns:
+        out.
+
+    Products and sums are fp32, and out is rounded once. A row's bits do not depend on the rows beside it, their order or the
+    number of threads. Both products are one launch on CUDA, and blocks of tokens only read their id: a call without slots
+    reads no weights. It can be part of a CUDA graph.
+
+    The CPU refuses slots below -K (if K is not 1) before anything is written. On CUDA ids are not checked, to avoid a
+    synchronisation: such a row stays as it is. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too.
+    No gradients, reverse or forward: the op raises if an input requires one. ``pass_ext.adapter_rows`` has them.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (out, x, down, up)):
+        raise RuntimeError(
+            "pass_ext::adapter_rows_: no gradient is implemented, but an input requires one; call it under torch.no_grad(), "
+            "or pass_ext.adapter_rows, which has gradients"
+        )
+    if ids.dtype not in _ID_DTYPES:
+        ids = integers("adapter_rows_", "ids", ids, torch.int64)
+    if _library.debug_enabled() and not torch.compiler.is_compiling():
+        check_adapter_ids(ids, down.shape[0] if down.dim() else 0)
+    call(_op, out, x, ids, down, up, scale)
+    return out
+
+
+def check_adapter_ids(ids: Tensor, adapters: int) -> None:
+    """Raises IndexError for the first slot below ``-adapters``, unless all share one. Synchronises with the device."""
+    bad = ids < -adapters
+    if adapters != 1 and bool(bad.any()):
+        index = int(bad.nonzero()[0])
+        raise IndexError(
+            f"pass_ext::adapter_rows_: ids must be at least {-adapters} ({adapters} adapters), got {int(ids[index])} at index "
+            f"{index}"
+        )
+
+
+@register_fake("adapter_rows_")
+def _nothing(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, scale: float) -> None:
+    return None
+
+
+def adapter_rows(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, scale: float = 1.0) -> Tensor:
+    """``adapter_rows_`` as a new tensor, for training: composite PyTorch, differentiable in out, x, down and up.
+
+    The products are computed in down's dtype, which may be wider than out's (master weights), and rounded to out's.
+    """
+    rows, flat = x.flatten(0, -2), out.flatten(0, -2)
+    for k in range(len(down)):
+        chosen = ids < 0 if len(down) == 1 else ids == -1 - k
+        if bool(chosen.all()):
+            return (flat + (scale * ((rows.to(down.dtype) @ down[k].T) @ up[k])).to(flat.dtype)).view(out.shape)
+        picked = chosen.nonzero()[:, 0]
+        product = (rows[picked].to(down.dtype) @ down[k].T) @ up[k]
+        flat = flat.index_add(0, picked, (scale * product).to(flat.dtype))
+    return flat.view(out.shape)

@@ -1,0 +1,270 @@
+"""Adapters of look-ahead slots in a generation: texts that they never change, rows that they change, architectures, used
+sessions, the fused layers beside them, and models that take none.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from support.generation import Decoder, slots_for
+from support.small_models import ARCHITECTURES, MASKS_KNOW_WINDOWS, prompts, small_model
+
+import pass_ext
+from pass_ext import PaSS, Plain, Tree, generate
+from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.patching import layer_adapters, layer_calls
+from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters, adapters_of_call
+from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
+from pass_ext.ops import adapter
+from pass_ext.testing import assert_same_bits
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+OPTIONS = dict(max_new_tokens=10, eos_token_id=[])
+TREE = Tree.from_branching((4, 2, 1))
+
+
+def adapted_slots(model, *, ranks=3, each=False, count=3, size=1.0, seed=5, **more):
+    """Slots with large random adapters."""
+    adapters = SlotAdapters(adapter_sizes(model, ranks), count if each else 1, scale=0.7)
+    lookahead = slots_for(model, count, adapters=adapters, **more)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, *sides in adapters.pairs():
+            for side in sides:
+                side.copy_(torch.randn(side.shape, generator=generator) * size)
+    return lookahead
+
+
+def method_of(lookahead, **more):
+    return PaSS(lookahead, tree=TREE, rows=24, slots=3, **more)
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """The places whose adapters are added, call by call."""
+    places = []
+    add = RowAdapters.add_
+    monkeypatch.setattr(RowAdapters, "add_", lambda self, place, *rest: places.append(place) or add(self, place, *rest))
+    return places
+
+
+# ---- texts ----
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e4])
+@pytest.mark.parametrize("options", [{}, dict(passes=2)], ids=str)
+def test_large_random_adapters_change_no_text(llama, each, size, options):
+    """Only the number of calls may change."""
+    ids, mask = prompts(3, 9, padding=(0, 2, 5))
+    lookahead = adapted_slots(llama, each=each, size=size, rank=2, deep_layers=2)
+    for sampling in ({}, dict(temperature=1.0, seeds=[1, 2, 3])):
+        arguments = dict(OPTIONS, attention_mask=mask, **sampling)
+        plain = generate(llama, ids, Plain(), **arguments)
+        got = generate(llama, ids, method_of(lookahead, **options), **arguments)
+        assert torch.equal(got.sequences, plain.sequences)
+        assert got.stats.num_draft_tokens > 0
+
+
+def test_rule_rejection_draws_from_adapted_slots(llama):
+    """The law needs the slots' own distribution: with q from other rows than the drafts, enumeration would differ; here the
+    rule only has to run to its end with logits of any size."""
+    lookahead = adapted_slots(llama, size=30.0)
+    got = generate(
+        llama, IDS, PaSS(lookahead, tree=Tree.chain(3), rows=24, slots=3), rule="rejection", temperature=1.0,
+        seeds=[3], **OPTIONS,
+    )  # fmt: skip
+    assert got.sequences.shape[1] == IDS.shape[1] + OPTIONS["max_new_tokens"]
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MASKS_KNOW_WINDOWS])
+def test_architectures(architecture, added):
+    """Linear layers under all their names, joined ones, and a mixture's experts, which get none."""
+    model = small_model(architecture)
+    lookahead = adapted_slots(model)
+    places = lookahead.adapters.places
+    assert {place.partition(".")[0] for place in places} == {"0", "1"}
+    assert not any("experts" in place.split(".") for place in places)
+    plain = generate(model, IDS, Plain(), **OPTIONS)
+    got = generate(model, IDS, method_of(lookahead), **OPTIONS)
+    assert torch.equal(got.sequences, plain.sequences)
+    assert set(added) == set(places)
+    assert not any(part._forward_hooks for part in model.modules()), "the model has hooks left"
+
+
+# ---- rows ----
+
+
+def logits_of(model, lookahead, ids, monkeypatch, *, by_training_form=False):
+    """Logits of a chain of rows, tokens and slots, by a session."""
+    from pass_ext.decoding.session.session import Session
+    from pass_ext.tree import pack_trees
+
+    if by_training_form:
+        monkeypatch.setattr(
+            RowAdapters, "add_", lambda self, place, out, x: out.copy_(
+                adapter.adapter_rows(out, x, self.ids, *self.placed.pairs[place], self.placed.scale)
+            )
+        )  # fmt: skip
+    packed = packed_model(model)
+    with torch.no_grad(), packed.attached():
+        session = Session(packed, 1, 40)
+        deep = None if lookahead.deep is None else lookahead.deep.detach()
+        session.set_slots(lookahead.weight.detach(), deep, lookahead.adapters)
+        return session.call(pack_trees([Tree.chain(len(ids) - 1)], torch.device("cpu")), torch.tensor(ids)).clone()
+
+
+def test_rows_in_front_of_slots_keep_their_bits(llama, monkeypatch):
+    """A chain, so tokens in front of the first slot see no slot."""
+    with_adapters, without = adapted_slots(llama), slots_for(llama, 3)
+    with_adapters.weight.data.copy_(without.weight)
+    ids = [5, 6, 7, -1, -2, -3]
+    adapted, bare = (logits_of(llama, slots, ids, monkeypatch) for slots in (with_adapters, without))
+    assert_same_bits(adapted[:3], bare[:3])
+    assert ((adapted[3:] - bare[3:]).abs().amax(1) > 1e-2).all()
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_logits_are_those_of_the_training_form(llama, each, monkeypatch):
+    lookahead = adapted_slots(llama, each=each, size=0.3)
+    ids = [5, -1, -2, -3, 6, -1]
+    ours = logits_of(llama, lookahead, ids, monkeypatch)
+    torch.testing.assert_close(
+        ours, logits_of(llama, lookahead, ids, monkeypatch, by_training_form=True), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_adapters_that_are_zero_change_no_logits(llama, monkeypatch):
+    fresh = SlotAdapters(adapter_sizes(llama, 4))
+    lookahead, bare = slots_for(llama, 3), slots_for(llama, 3)
+    lookahead.adapters = fresh
+    ids = [5, 6, -1, -2]
+    assert_same_bits(logits_of(llama, lookahead, ids, monkeypatch), logits_of(llama, bare, ids, monkeypatch))
+
+
+@pytest.mark.parametrize("kinds", [("q",), ("o", "down"), ("gate", "up")], ids="-".join)
+def test_ranks_per_kind(llama, kinds, added):
+    lookahead = adapted_slots(llama, ranks=dict.fromkeys(kinds, 2))
+    generate(llama, IDS, method_of(lookahead), **OPTIONS)
+    assert {place.rpartition(".")[2] for place in added} == {f"{kind}_proj" for kind in kinds}
+
+
+# ---- the fused layers ----
+
+
+def test_fused_layers_run_where_a_call_has_no_slot(llama, added, monkeypatch):
+    """Plain steps of a model with adapters attached keep the fused layers, and calls with slots leave them."""
+    fused, slots_seen = [], []
+    before = layer_calls._before
+    monkeypatch.setattr(layer_calls, "_before", lambda *a: fused.append(layer_adapters.adapts_rows()) or before(*a))
+    hidden = layer_adapters.adapting
+    monkeypatch.setattr(
+        "pass_ext.decoding.models.transformers.adapting", lambda a: slots_seen.append(a is None) or hidden(a)
+    )
+    plain = generate(llama, IDS, Plain(), **OPTIONS)
+    assert fused and not any(fused) and all(slots_seen)
+    fused.clear()
+    lookahead = adapted_slots(llama)
+    packed = packed_model(llama)
+    with packed.attached():
+        got = generate(llama, IDS, method_of(lookahead), **OPTIONS)
+        assert added and not any(fused), "a fused layer ran in a call with slots"
+        fused.clear()
+        again = generate(llama, IDS, Plain(), **OPTIONS)
+        assert fused, "no fused layer ran after a generation with adapters"
+    assert torch.equal(got.sequences, plain.sequences) and torch.equal(again.sequences, plain.sequences)
+    for layer in llama.model.layers:
+        assert "forward" not in vars(layer)
+
+
+# ---- sessions ----
+
+
+def test_used_sessions_take_later_adapters(llama):
+    first, second = adapted_slots(llama, seed=1), adapted_slots(llama, seed=2)
+    fresh = generate(llama, IDS, method_of(second), **OPTIONS)
+    used = generate(llama, IDS, method_of(first), keep_cache=True, **OPTIONS).session
+    got = generate(llama, IDS, method_of(second), session=used, **OPTIONS)
+    assert torch.equal(got.sequences, fresh.sequences)
+    assert got.stats.acceptance_histogram == fresh.stats.acceptance_histogram
+    with pytest.raises(ValueError, match="differ in whether slots have adapters"):
+        generate(llama, IDS, method_of(slots_for(llama, 3)), session=used, **OPTIONS)
+    with pytest.raises(ValueError, match="differ in the places, ranks or scale"):
+        generate(llama, IDS, method_of(adapted_slots(llama, ranks=4)), session=used, **OPTIONS)
+
+
+# ---- other models ----
+
+
+class AdaptedDecoder(Decoder):
+    """The small decoder with a linear layer in front of its attention, which slots adapt."""
+
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
+
+    def __call__(self, rows, positions, attend, wanted, adapt=None):
+        queries = rows @ self.weight.T
+        if adapt is not None:
+            adapt("0.q_proj", queries, rows)
+            adapt("0.other", queries, rows)  # no adapter there
+        x = attend(0, queries.unflatten(1, (1, 64)), *(rows.unflatten(1, (1, 64)),) * 2).flatten(1) - rows
+        return (x if wanted is None else x[wanted]) @ self.embedding.T
+
+
+def test_callable_models(added):
+    torch.manual_seed(0)
+    adapters = SlotAdapters({"0.q_proj": AdapterSize(64, 64, 4)})
+    nn.init.normal_(adapters.pair("0.q_proj")[1])
+    lookahead = pass_ext.LookaheadEmbedding(3, 64, adapters=adapters)
+    model, ids = AdaptedDecoder(), torch.tensor([[1, 2, 3]])
+    plain = generate(model, ids, Plain(), **OPTIONS)
+    got = generate(model, ids, method_of(lookahead), **OPTIONS)
+    assert torch.equal(got.sequences, plain.sequences)
+    assert set(added) == {"0.q_proj", "0.other"}
+    with pytest.raises(TypeError, match="give its __call__ a parameter adapt"):
+        generate(Decoder(), ids, method_of(lookahead), **OPTIONS)
+
+
+def test_models_without_these_layers(llama):
+    lookahead = slots_for(llama, 3)
+    for place, size, message in (
+        ("7.self_attn.q_proj", (64, 64), "7.self_attn.q_proj .* the model has no such layer"),
+        ("0.self_attn.other", (64, 64), "the model has no such layer"),
+        ("0.self_attn.q_proj", (64, 32), r"\(in, out\) = \(64, 32\), the model has \(64, 64\)"),
+        ("0.self_attn", (64, 64), "the model has None"),
+    ):
+        lookahead.adapters = SlotAdapters({place: AdapterSize(*size, 2)})
+        with pytest.raises(ValueError, match=message):
+            generate(llama, IDS, method_of(lookahead), **OPTIONS)
+    assert not any(part._forward_hooks for part in llama.modules())
+
+
+def test_tensor_parallelism_is_refused(llama):
+    packed = packed_model(llama)
+    packed.logit_shards = object()
+    with pytest.raises(ValueError, match="cannot be used under tensor parallelism"):
+        packed.check_adapters(PlacedAdapters(1.0, {}))
+
+
+def test_kinds_that_there_are_not(llama):
+    with pytest.raises(ValueError, match=r"ranks must be of the kinds q, k, v, .* got query"):
+        adapter_sizes(llama, {"query": 4})
+    with pytest.raises(ValueError, match="has no linear layer of the kinds qkv"):
+        adapter_sizes(llama, {"qkv": 4})
+
+
+def test_the_first_slot_alone_asks_for_adapters():
+    placed = PlacedAdapters(1.0, {})
+    assert adapters_of_call(torch.tensor([3, 0, -1]), placed) is not None
+    assert adapters_of_call(torch.tensor([3, 0, 1]), placed) is None
+    assert adapters_of_call(torch.tensor([-1]), None) is None
+
+
+def test_layers_in_another_dtype_than_the_table():
+    """Quantised layers may compute in another dtype than the table's."""
+    placed = PlacedAdapters(1.0, {"0.q": (torch.ones(1, 2, 3), torch.ones(1, 2, 4))})
+    out, x = torch.zeros(2, 4, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16)
+    RowAdapters(torch.tensor([-1, 0]), placed).add_("0.q", out, x)
+    assert (out[0] == 6).all() and (out[1] == 0).all()
