@@ -93,6 +93,7 @@ $(VENV)/.torch:
 $(VENV)/.dev: pyproject.toml | build
 	@echo "== Installing what tests, lint and benchmarks need"
 	@$(PIP) --no-build-isolation -e ".[dev,bench]"
+	@$(PIP) --no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 # without Triton, which masks on the CPU do not need
 	@$(BIN)/python -m pass_ext info
 	@touch $@
 

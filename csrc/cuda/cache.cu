@@ -16,8 +16,8 @@ void cache_commit(const TensorList& caches, const Tensor& prefix_lens, const Ten
   const CudaScope scope(caches[0]);
   for (const CommitGroup& group : problem.groups)
     gpu::launch_cache_commit(problem.step, group.shape, group.caches.data(),
-                             group.fresh.empty() ? nullptr : group.fresh.data(), static_cast<int64_t>(group.caches.size()),
-                             scope.stream());
+                             group.fresh.empty() ? nullptr : group.fresh.data(),
+                             static_cast<int64_t>(group.caches.size()), scope.stream());
   check_launch("cache_commit_");
 }
 

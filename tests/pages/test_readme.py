@@ -66,7 +66,7 @@ def inputs():
         state=torch.zeros(3, 2, 4, dtype=torch.int64), lengths=torch.tensor([5, 7]), limits=torch.tensor([9, 9]),
         committed=torch.zeros(2, dtype=torch.int32), report=torch.zeros(2, 5, dtype=torch.int64),
         shape=torch.tensor([-1, 0, 0, 1], dtype=torch.int32), row_ids=torch.tensor([5, -1, -2]),
-        down=torch.randn(1, 8, 16), up=torch.randn(1, 8, 4),
+        down=torch.randn(1, 8, 16), up=torch.randn(1, 8, 4), layer_caches=[(caches[0][:, :, :1], caches[1][:, :, 1:])],
     )  # fmt: skip
     names["logits"][[0, 3], [2, 9]] = 1e4
     return names
@@ -123,7 +123,7 @@ def test_every_call_of_the_readme_agrees_with_the_reference(monkeypatch):
     for call, *_ in quotes():
         exec(call, names)
     shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ linear_rows "
-    shown += "adapter_rows_ layer_before_attention layer_after_attention step_rms_norm step_rotary step_gate"
+    shown += "adapter_rows_ layer_before_attention layer_after_attention layer_stack step_rms_norm step_rotary step_gate"
     assert called == shown.split()
     assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)
     assert names["step"].path.tolist() == [[0, 2], [0, -1]]
