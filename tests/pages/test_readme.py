@@ -123,7 +123,9 @@ def test_every_call_of_the_readme_agrees_with_the_reference(monkeypatch):
     for call, *_ in quotes():
         exec(call, names)
     shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ linear_rows "
-    shown += "adapter_rows_ layer_before_attention layer_after_attention layer_stack step_rms_norm step_rotary step_gate"
+    shown += (
+        "adapter_rows_ layer_before_attention layer_after_attention layer_stack step_rms_norm step_rotary step_gate"
+    )
     assert called == shown.split()
     assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)
     assert names["step"].path.tolist() == [[0, 2], [0, -1]]

@@ -361,9 +361,10 @@ def no_host_reads(monkeypatch):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_reads_nothing_on_the_host(llama, no_host_reads, name, law):
     ids, mask = ragged_prompts(3)
-    generate(llama, ids, methods_of(llama)[name], max_new_tokens=6, attention_mask=mask, run_ahead=True, **law)
-    assert len(no_host_reads) > 2
-    assert all(len(mode.ops) == len(no_host_reads[0].ops) for mode in no_host_reads), "every step is the same"
+    generate(llama, ids, methods_of(llama)[name], max_new_tokens=12, attention_mask=mask, run_ahead=True, **law)
+    steps = no_host_reads[2:]  # the first two are not recorded: a model shows in them what its Python does
+    assert len(steps) > 1
+    assert all(len(mode.ops) == len(steps[0].ops) for mode in steps), "every step is the same"
 
 
 VIEWS = {"view", "_unsafe_view", "slice", "select", "expand", "unsqueeze", "alias", "detach"}

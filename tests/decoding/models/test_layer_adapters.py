@@ -2,6 +2,8 @@
 sessions, the fused layers beside them, and models that take none.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from support.small_models import ARCHITECTURES, MASKS_KNOW_WINDOWS, prompts, sma
 import pass_ext
 from pass_ext import PaSS, Plain, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.patching import layer_adapters, layer_calls
+from pass_ext.decoding.models.patching import attachment, layer_adapters, layer_calls, layer_stack
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters, adapters_of_call
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
@@ -159,7 +161,9 @@ def test_fused_layers_run_where_a_call_has_no_slot(llama, added, monkeypatch):
     """Plain steps of a model with adapters attached keep the fused layers, and calls with slots leave them."""
     fused, slots_seen = [], []
     before = layer_calls._before
-    monkeypatch.setattr(layer_calls, "_before", lambda *a: fused.append(layer_adapters.adapts_rows()) or before(*a))
+    monkeypatch.setattr(
+        layer_calls, "_before", lambda *a: fused.append(layer_adapters._current.get() is not None) or before(*a)
+    )
     hidden = layer_adapters.adapting
     monkeypatch.setattr(
         "pass_ext.decoding.models.transformers.adapting", lambda a: slots_seen.append(a is None) or hidden(a)
@@ -178,6 +182,23 @@ def test_fused_layers_run_where_a_call_has_no_slot(llama, added, monkeypatch):
     assert torch.equal(got.sequences, plain.sequences) and torch.equal(again.sequences, plain.sequences)
     for layer in llama.model.layers:
         assert "forward" not in vars(layer)
+
+
+def test_one_call_for_all_layers_where_a_call_has_no_slot(added, monkeypatch):
+    """A call with slots, and its deep vectors, goes module by module; the drafts are those of layers that are never fused."""
+    model = small_model("llama", head_dim=64)
+    stacked, op = [], layer_stack._stack
+    monkeypatch.setattr(layer_stack, "_stack", lambda *a: stacked.append(len(added)) or op(*a))
+    lookahead = adapted_slots(model, deep_layers=2)
+    plain = generate(model, IDS, Plain(), **OPTIONS)
+    assert stacked
+    stacked.clear()
+    got = generate(model, IDS, method_of(lookahead), **OPTIONS)
+    assert added and not stacked and torch.equal(got.sequences, plain.sequences)
+    monkeypatch.setattr(attachment, "layer_calls", lambda model: nullcontext(layer_stack.LayerStack()))
+    apart = generate(model, IDS, method_of(lookahead), **OPTIONS)
+    assert got.stats.num_accepted_tokens == apart.stats.num_accepted_tokens
+    assert got.stats.model_calls == apart.stats.model_calls
 
 
 # ---- sessions ----
