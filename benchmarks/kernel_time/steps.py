@@ -158,7 +158,7 @@ def _chain_step(
     used = None if rule == "coupled" else draft[None]
 
     def run() -> Any:
-        rest = (*values.values(), None, None, *numbers, 0.09, 0.3)
+        rest = (*values.values(), None, None, *numbers, 0.09, 0.3, -1)
         return accept.accept_chain(target[None], tokens[None], list(pass_ext.RULES).index(rule), used, *rest)
 
     return Step("accept", name, run, lambda result: result[2].tolist() == [accepted])
@@ -182,7 +182,7 @@ def _tree_step(rule: str, target: Tensor, tree: pass_ext.Tree) -> Step:
     used = None if rule == "coupled" else target
 
     def run() -> Any:
-        rest = (*values.values(), None, None, *numbers, 0.09, 0.3)
+        rest = (*values.values(), None, None, *numbers, 0.09, 0.3, -1)
         index = list(pass_ext.RULES).index(rule)
         return accept.accept_tree(target, tokens, parents, bounds, len(LEVELS), index, used, None, *rest)
 
