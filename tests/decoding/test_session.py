@@ -24,7 +24,7 @@ def test_a_session_holds_all_but_the_last_token(llama, whole, monkeypatch):
 
     texts = iter(whole.tolist() * 99)
     monkeypatch.setattr(
-        NGramIndex, "proposals", lambda self, tokens, branches, text=texts: [next(text)[len(self) :][:tokens]]
+        NGramIndex, "proposals", lambda self, tokens, branches, allowed=None: [next(texts)[len(self) :][:tokens]]
     )
     ends = {11: whole[0, :11], 9: whole[1, :9]}
 

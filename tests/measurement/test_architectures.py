@@ -51,11 +51,11 @@ def test_transformers_own_text_or_a_refusal(architecture, result):
 
 
 def test_a_missing_window_is_found(monkeypatch):
-    from pass_ext.decoding.session import session
+    from pass_ext.decoding.session import step_attention
 
-    attention_tree = session.attention_tree
+    attention_tree = step_attention.attention_tree
     monkeypatch.setattr(
-        session, "attention_tree", lambda *tensors, **options: attention_tree(*tensors, **{**options, "window": -1})
+        step_attention, "attention_tree", lambda *tensors, **options: attention_tree(*tensors, **{**options, "window": -1})
     )
     line = judged("mistral")
     assert line["generate"].startswith("another text by Plain: row 0"), line
@@ -64,15 +64,15 @@ def test_a_missing_window_is_found(monkeypatch):
 
 
 def test_slightly_different_logits_are_found(monkeypatch):
-    from pass_ext.decoding.session import session
+    from pass_ext.decoding.session import step_attention
 
-    attention_tree = session.attention_tree
+    attention_tree = step_attention.attention_tree
 
     def scaled(*tensors, **options):
         out, lse = attention_tree(*tensors, **options)
         return out * 1.002, lse
 
-    monkeypatch.setattr(session, "attention_tree", scaled)
+    monkeypatch.setattr(step_attention, "attention_tree", scaled)
     assert "other logits by Plain" in judged("llama")["generate"]
 
 

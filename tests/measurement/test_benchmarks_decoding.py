@@ -387,7 +387,7 @@ def quick_times(monkeypatch, draft):
     from pass_ext.decoding.planning import for_draft_model, for_lookahead
     from pass_ext.decoding.planning.step_times import StepTimes
 
-    def times(adapted, graphs):
+    def times(adapted, graphs, lookahead=None):
         share = 0.1 if adapted.model is draft else 1.0
         return StepTimes((1, 64), (share, 1.2 * share))
 

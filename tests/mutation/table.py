@@ -76,6 +76,7 @@ _CPP = _files_of_families() | {
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
     "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
+    "cpu/layer.cpp": (["layer"], ["tests/ops/layer"]),
     "cpu/layer.h": (["layer"], ["tests/ops/layer"]),
     "cpu/layer_stack.cpp": (["layer"], ["tests/ops/layer"]),
     "core/next.h": (["next"], ["tests/ops/test_next.py"]),

@@ -400,7 +400,7 @@ def test_a_step_runs_where_no_numbers_are(law, rank):
     lookahead = LookaheadEmbedding(3, 64, rank=rank).to(device)
     session = Session(adapted, requests, 50)
     session.set_slots(lookahead.weight.detach(), None)
-    session._add_layer(*[torch.empty(1, 1, 64, device=device)] * 2, (64, 64))
+    session.add_layer(*[torch.empty(1, 1, 64, device=device)] * 2, (64, 64))
     tree = Tree.from_branching((2, 1))
     sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))
     sampling = type(sampling)(**{name: v if v is None else v.to(device) for name, v in sampling.keywords().items()})

@@ -12,6 +12,7 @@ from support.small_models import small_model
 
 from pass_ext import NGram, PaSS, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.packed import SlotOffsets
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OPTIONS = dict(max_new_tokens=8, eos_token_id=[])
@@ -84,7 +85,8 @@ def test_layers_get_the_vectors_of_deep_slots(llama, deep):
 def test_offsets_for_a_model_that_is_not_attached(llama):
     adapted = packed_model(llama)
     with pytest.raises(RuntimeError, match="LlamaForCausalLM is not attached"):
-        adapted(torch.zeros(1, 64), torch.zeros(1).long(), None, None, torch.zeros(2, 1, 64))
+        offsets = SlotOffsets(torch.tensor([-1]), torch.zeros(2, 1, 64))
+        adapted(torch.zeros(1, 64), torch.zeros(1).long(), None, None, offsets)
 
 
 def test_a_generation_inside_of_one_with_deep_slots(llama, deep):

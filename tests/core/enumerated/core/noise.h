@@ -23,6 +23,12 @@ struct Noise {
   uint32_t node, draw, first_group = 0;
 };
 
+// Scripts decide, not seeds.
+struct NoiseKey {
+  uint64_t seed, position;
+};
+inline NoiseKey noise_key(const int64_t*, const int64_t*, int64_t) { return {0, 0}; }
+
 // Choices so far, as {taken, number of options}. Behind the end of the script the first option is taken and noted.
 struct Script {
   std::vector<std::pair<size_t, size_t>> choices;
