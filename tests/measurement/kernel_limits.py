@@ -42,7 +42,7 @@ COUNTS: dict[str, Callable[[list[Instruction]], int]] = {
 }
 """Numbers read from the instructions, so only for the kernels and architectures that a line names."""
 
-BOTH, ALL = "sm_80 sm_90", "sm_80 sm_90 sm_100"
+ALL = "sm_80 sm_90 sm_100"
 
 # fmt: off
 LIMITS = (

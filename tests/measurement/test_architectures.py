@@ -55,7 +55,9 @@ def test_a_missing_window_is_found(monkeypatch):
 
     attention_tree = step_attention.attention_tree
     monkeypatch.setattr(
-        step_attention, "attention_tree", lambda *tensors, **options: attention_tree(*tensors, **{**options, "window": -1})
+        step_attention,
+        "attention_tree",
+        lambda *tensors, **options: attention_tree(*tensors, **{**options, "window": -1}),
     )
     line = judged("mistral")
     assert line["generate"].startswith("another text by Plain: row 0"), line
