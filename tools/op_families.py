@@ -36,7 +36,7 @@ PARTS = (
     Part("reference's export", ("pass_ext/reference/__init__.py",), '"{forward}"'),
     Part("argument checks", ("csrc/host/{family}.h",)),
     Part("CPU loops", ("csrc/cpu/{family}_kernels-inl.h",)),
-    Part("CPU op", ("csrc/cpu/{family}.cpp",), QUOTED),
+    Part("CPU op", ("csrc/cpu/{family}.cpp", "csrc/cpu/{family}_*.cpp"), QUOTED),
     Part("CUDA kernels", ("csrc/cuda/{family}.cuh",), on_gpu=True),
     Part("CUDA op", ("csrc/cuda/{family}.cu",), QUOTED, on_gpu=True),
     Part("Python wrapper and fake kernel", ("pass_ext/ops/{family}.py",), r'register_fake\("{op}"\)'),

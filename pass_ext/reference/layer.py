@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.ops.layer import LayerWeights
 from pass_ext.reference.attention import attention_tree
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
@@ -83,7 +82,7 @@ def layer_after_attention(
 
 def layer_stack(
     x: Tensor,
-    layers: Sequence[LayerWeights],
+    layers: Sequence[Any],
     caches: Sequence[tuple[Tensor, Tensor]] | Tensor,
     prefix_lens: Tensor,
     cu_nodes: Tensor,
@@ -109,7 +108,10 @@ def layer_stack(
     attention_scale: float | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """x = after(attention_tree(before(x + deep[l])), x + deep[l]) for every layer; head normed(x[wanted])."""
+    """x = after(attention_tree(before(x + deep[l])), x + deep[l]) for every layer; head normed(x[wanted]).
+
+    layers: ``LayerWeights`` of each.
+    """
     pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches
     if positions is not None and cos is not None and sin is not None:
         cos, sin = cos[positions], sin[positions]

@@ -665,14 +665,14 @@ def layer_stack(draw: Draw):
     )
     biased = [name for name in shapes if draw.chance(0.3)]
     normed = [name for name in ("input_norm", "mlp_norm", "attention_norm", "output_norm") if draw.chance(0.5)]
-    weights = [
+    weights = tuple(
         pass_ext.LayerWeights(
             **{f"{name}_weight": draw.floats(*shape, dtype=dtype) for name, shape in shapes.items()},
             **{f"{name}_bias": draw.floats(shapes[name][0], dtype=dtype) for name in biased},
             **{name: draw.floats(width, dtype=dtype) for name in normed},
         )
         for _ in range(layers)
-    ]
+    )
     has_positions, has_deep = draw.chance(0.5), draw.chance(0.3)
     table = 70 if has_positions else rows
     cos, sin = (draw.floats(table, 64, dtype=dtype) for _ in range(2))
@@ -683,7 +683,7 @@ def layer_stack(draw: Draw):
         visible=draw.integers(-(2**63), 2**63 - 1, rows, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
         head_dim=64, depths=draw.integers(0, 1, rows), cos=cos, sin=sin,
         positions=draw.integers(0, 69, rows, dtype=torch.int64) if has_positions else None,
-        windows=[draw.pick((-1, 1, 7)) for _ in range(layers)],
+        windows=tuple(draw.pick((-1, 1, 7)) for _ in range(layers)),
         ids=draw.integers(-2, 5, rows, dtype=torch.int64) if has_deep else None,
         deep=draw.floats(layers, 2, width, dtype=dtype) if has_deep else None,
         final_norm=optional(draw, width, dtype=dtype), head=optional(draw, 7, width, dtype=dtype),

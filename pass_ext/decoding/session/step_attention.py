@@ -4,7 +4,7 @@ that the call's rows got.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,12 +12,26 @@ from torch.nn import functional as F
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 from pass_ext.tree import PackedTrees
 
-if TYPE_CHECKING:
-    from pass_ext.decoding.session.session import Session
-
-
 NewRows = list[Tensor] | Tensor
 """Keys and values of a call's rows, ``[N, KV heads, D]`` of layer 0, of layer 1 …; or all in one tensor."""
+
+
+class Caches(Protocol):
+    """What a session has of keys and values."""
+
+    prefix_lens: Tensor
+    room: int
+    caches: list[tuple[Tensor, Tensor]]
+    head_dims: list[tuple[int, int]]
+
+    def all_caches(self) -> list[Tensor] | Tensor:
+        """Keys and values of layer 0, of layer 1 …"""
+
+    def add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
+        """Allocates the caches of a layer."""
+
+    def check_rows(self, layer: int, *rows: Tensor) -> None:
+        """Refuses rows that do not fit the caches of a layer."""
 
 
 class StepAttention:
@@ -29,7 +43,7 @@ class StepAttention:
         room: text positions that the caches hold.
     """
 
-    def __init__(self, session: Session, trees: PackedTrees) -> None:
+    def __init__(self, session: Caches, trees: PackedTrees) -> None:
         self.layers = 0
         self.is_first = not session.caches
         self.room = session.room
