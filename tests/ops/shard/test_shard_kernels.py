@@ -132,6 +132,22 @@ def test_answers_and_states_are_those_of_the_cpu(compared, rule, filter):
     assert compared["shard_local"] > 0 < compared["shard_combine"]
 
 
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_children_that_a_later_rank_has_lost(compared, rule):
+    """Few likely tokens, all on the second rank, so that most nodes lose a child before they draw."""
+    for seed in range(40, 46):
+        step = on_cpu(random_step, seed, rule=rule, filters=["temperature"], vocabulary=6)
+        tokens, *tree = step.tree
+        step.tree = (torch.where(tokens >= 0, tokens + 8192, tokens), *tree)
+        step.target, step.draft = (
+            logits if logits is None else torch.nn.functional.pad(logits, (8192, 0), value=-torch.inf)
+            for logits in (step.target, step.draft)
+        )
+        step.keywords |= dict.fromkeys(("allowed", "draft_allowed"))
+        step.on_ranks(Layout((0, 8192), (8192, 8198)))
+    assert compared["shard_local"] > 0 < compared["shard_combine"]
+
+
 def test_answers_about_several_slices(compared):
     for seed, rule in enumerate(("coupled", "rejection", "traversal")):
         step = on_cpu(random_step, 20 + seed, rule=rule, vocabulary=16500)
