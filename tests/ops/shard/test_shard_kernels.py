@@ -163,6 +163,16 @@ def test_best_tokens_are_those_of_the_cpu(compared):
     assert compared["shard_best"] > 0
 
 
+def test_best_tokens_of_a_later_rank(compared):
+    """Its noise is that of the tokens' own ids."""
+    for seed in range(6):
+        _, logits, k, mode, sampling, rest = on_cpu(random_drafts, seed)
+        logits = torch.nn.functional.pad(logits[:, :300], (8192, 0), value=-torch.inf)
+        rest["allowed"] = None
+        drafts_on_ranks(logits, min(k, 4), mode, sampling, rest, Layout((0, 8192), (8192, logits.shape[1])))
+    assert compared["shard_best"] > 0
+
+
 @pytest.mark.quick_on("cpu")  # the other backends have the CPU's bits
 @pytest.mark.parametrize("rule", RULES)
 def test_answers_are_those_of_the_reference(specified, rule):
