@@ -4,6 +4,7 @@ ops called one by one, errors against float64, and rows that do not depend on ea
 
 import pytest
 import torch
+from layer_numbers import Numbers
 from torch import nn
 
 import pass_ext
@@ -11,25 +12,6 @@ from pass_ext import reference
 from pass_ext.testing import assert_error_within, assert_same_bits
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture
-def cpu(backend):
-    if not backend.name.startswith("cpu"):
-        pytest.skip("the layer ops are for the CPU only")
-    return backend
-
-
-class Numbers:
-    """Random tensors of one dtype."""
-
-    def __init__(self, seed, dtype):
-        self._generator, self._dtype = torch.Generator().manual_seed(seed), dtype
-
-    def __call__(self, *shape, dtype=None):
-        scale = shape[1] ** -0.5 if len(shape) == 2 else 1.0
-        numbers = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
-        return numbers.to(dtype or self._dtype)
 
 
 def before_case(rows, dtype, *, width=72, heads=3, key_heads=2, head_dim=16, whole=False, plain=False, fp32_cos=False):

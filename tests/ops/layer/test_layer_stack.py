@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from layer_numbers import Numbers
 from torch import nn
 
 import pass_ext
@@ -16,25 +17,6 @@ from pass_ext.tree import pack_trees
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 WIDTH, HEADS, KEY_HEADS, DIM, INNER, VOCABULARY, LAYERS = 72, 6, 2, 64, 100, 90, 3
 PREFIXES = (70, 0, 9)
-
-
-@pytest.fixture
-def cpu(backend):
-    if not backend.name.startswith("cpu"):
-        pytest.skip("the layer ops are for the CPU only")
-    return backend
-
-
-class Numbers:
-    """Random tensors of one dtype."""
-
-    def __init__(self, seed, dtype):
-        self._generator, self._dtype = torch.Generator().manual_seed(seed), dtype
-
-    def __call__(self, *shape, dtype=None):
-        scale = shape[1] ** -0.5 if len(shape) == 2 else 1.0
-        numbers = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
-        return numbers.to(dtype or self._dtype)
 
 
 def weights_of(random, *, biases=False, norms=("input_norm", "mlp_norm")):
