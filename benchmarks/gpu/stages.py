@@ -55,13 +55,19 @@ def _pytest(*arguments: str) -> list[str]:
     return [*_PYTHON, "pytest", *options, "--device", "cuda", *arguments]
 
 
+def _each(seconds: float, processes: int) -> dict[str, str]:
+    """The environment of processes side by side: the limit of a test, and a share of the cores. With more threads than cores
+    every threaded region of the CPU references waits for time slices."""
+    return {SECONDS: str(seconds), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+
+
 def _tests(name: str, families: Sequence[str], seconds: float, *more: str, each: float = 60.0) -> Stage:
     files = files_of_families()
     return Stage(
         name,
         {family: _pytest(*files[family], "-m", "not slow", *more) for family in families},
         seconds,
-        {SECONDS: str(each)},
+        _each(each, len(families)),
         restarts=8,
         fine=_FINE,
         ended=_ENDED,
@@ -80,7 +86,7 @@ def _sanitizer(name: str, tool: str, families: Sequence[str], seconds: float) ->
         name,
         {family: [*under, *_pytest(*files[family], "-m", "sanitizer")] for family in families},
         seconds,
-        {SECONDS: "150", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        {**_each(150, len(families)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         restarts=2,
         fine=_FINE,
         ended=(*_ENDED, 86),
@@ -112,13 +118,14 @@ def all_stages(architecture: str) -> list[Stage]:
         Stage(
             "smoke",
             {family: _pytest("tests/ops/every_op/test_smoke.py", "-k", f"of_{family}") for family in FAMILIES},
-            60,
-            {SECONDS: "30"},
+            90,
+            _each(45, len(FAMILIES)),
             restarts=4,
             fine=_FINE,
             ended=_ENDED,
         ),
-        _tests("tests", (*FAMILIES, "others"), 150),
+        _tests("tests", (*FAMILIES, "others"), 180),
+        Stage("kernel_time", {"steps": [*_PYTHON, "benchmarks.kernel_time.on_gpu"]}, 120),
         _sanitizer("memcheck", "memcheck", FAMILIES, 120),
         _sanitizer("racecheck", "racecheck", RACECHECKED_FIRST, 120),
         _bench("attention", "--quick", seconds=60),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.results import read_all
-from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK
+from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK, MULTIPROCESSORS
 from benchmarks.kernel_time.costs import (
     COLD,
     COSTS,
@@ -19,8 +19,9 @@ from benchmarks.kernel_time.costs import (
     time_of,
     with_bytes,
 )
+from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, KEY_HEADS
 from benchmarks.kernel_time.ratios import BYTES_OF_TURN
-from benchmarks.kernel_time.steps import ATTENTION, FILTERED, KEY_HEADS, MULTIPROCESSORS, RESIDENT_BLOCKS, shape_of
+from benchmarks.kernel_time.steps import RESIDENT_BLOCKS, shape_of
 
 RESULTS = Path("benchmarks/results/kernel-time")
 PAGE = Path("benchmarks/results/kernel-time/README.md")

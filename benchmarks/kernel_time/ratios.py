@@ -25,7 +25,8 @@ from benchmarks.kernel_code.control_flow import ControlFlow
 from benchmarks.kernel_code.disassembler import disassemble, list_kernels
 from benchmarks.kernel_code.instructions import Instruction, count_classes
 from benchmarks.kernel_code.measure import DETAILED
-from benchmarks.kernel_time.steps import HEAD_DIM, RESIDENT_BLOCKS, Machine, Step, attention_step, draft_sample
+from benchmarks.kernel_time.inputs import HEAD_DIM, Call
+from benchmarks.kernel_time.steps import RESIDENT_BLOCKS, Machine, attention_step, emulated
 
 DRAFT_SCAN = "scan_rows_kernel<DraftSource>"
 GROUP, THREADS, AT_ONCE = 64, 128, 4
@@ -101,19 +102,12 @@ def _second_draw(machine: Machine, vocabulary: int) -> float:
 def _draft_of_one_sure_token(machine: Machine, vocabulary: int, draws: int, mode: str) -> dict[str, Any]:
     logits = torch.zeros(1, vocabulary, dtype=torch.bfloat16)
     logits[0, 5] = 200.0
-    rest = dict.fromkeys(("top_k", "top_p", "min_p", "allowed", "nodes"))
-    sampling = {
-        "temperature": torch.ones(1),
-        "seeds": torch.zeros(1, dtype=torch.int64),
-        "positions": torch.zeros(1, dtype=torch.int64),
-    }
-    index = pass_ext.ops.draft.MODES.index(mode)
-    step = Step(
-        "draft_sample", "one sure token",
-        lambda: draft_sample(logits, draws, index, **rest, **sampling),
+    arguments = {"logits": logits, "k": draws, "mode": mode, "temperature": 1.0, "seeds": 0, "positions": 0}
+    call = Call(
+        "draft_sample", "one sure token", pass_ext.draft_sample, arguments,
         lambda result: result[0].flatten().tolist() == [5] * draws,
     )  # fmt: skip
-    return machine.record(step, most=False)[0]
+    return machine.record(emulated(call), most=False)[0]
 
 
 def _instructions_of(library: Path, kernel: str) -> list[Instruction]:

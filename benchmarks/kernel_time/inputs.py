@@ -1,0 +1,165 @@
+"""The steps of one request whose times are estimated, and measured where there is a GPU: their inputs and planned results.
+
+Logits: 128,256 in bfloat16, peaked (distributions.py), temperature 0.8. Each step has a planned number of accepted drafts.
+Under `coupled` the drafts up to that number are the target's tokens, the others differ. Under `rejection` a draft is certain
+to be accepted if both distributions are equal, and certain to be rejected if q is one at a token that the target does not draw.
+Attention: 32 heads and 8 key heads of head_dim 128 in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import pass_ext
+from benchmarks.kernel_code.bounds import VOCABULARY
+from benchmarks.ops.contenders.inputs.distributions import TEMPERATURE, make_logits, per_row
+
+SEED, POSITION = 7, 41
+KEY_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+ATTENTION = {
+    "1,024 keys, 4 rows": (1_024, 4, -1),
+    "8,192 keys, 16 rows": (8_192, 16, -1),
+    "32,768 keys, 16 rows": (32_768, 16, -1),
+    "window 2,048 of 8,192 keys, 8 rows": (8_192, 8, 2_048),
+}
+FILTERED = "top-k 50, top-p 0.9"
+LEVELS = (3, 4, 4)
+"""Branching of the tree of 63 drafts."""
+
+
+class Call(NamedTuple):
+    """A named call of an op, and the check of its result."""
+
+    kind: str
+    name: str
+    op: Callable[..., Any]
+    arguments: dict[str, Any]
+    is_right: Callable[[Any], bool]
+
+    def run(self) -> Any:
+        """The op's result."""
+        return self.op(**self.arguments)
+
+    def to(self, device: str) -> Call:
+        """The call with its tensors on another device."""
+        return self._replace(arguments=tree_map_only(Tensor, lambda tensor: tensor.to(device), self.arguments))
+
+
+def _sampling(rows: int, filters: str) -> dict[str, Tensor]:
+    return per_row(rows, torch.device("cpu"), TEMPERATURE, filters)
+
+
+def _numbers(rows: int) -> dict[str, Tensor]:
+    return {"seeds": torch.full((rows,), SEED), "positions": torch.arange(rows) + POSITION}
+
+
+def draft_calls(vocabulary: int = VOCABULARY) -> Iterator[Call]:
+    """draft_sample of one row."""
+    logits = make_logits("peaked", 1, vocabulary, torch.Generator().manual_seed(SEED)).bfloat16()
+    for name, mode, count, filters in (
+        ("1 row, coupled", "coupled", 1, "off"),
+        (f"1 row, coupled, {FILTERED}", "coupled", 1, FILTERED),
+        ("1 row, 4 without replacement", "without", 4, "off"),
+    ):
+        arguments = {"logits": logits, "k": count, "mode": mode, **_sampling(1, filters), **_numbers(1)}
+        expected, _ = pass_ext.draft_sample(**arguments)  # type: ignore[arg-type]
+        yield Call("draft_sample", name, pass_ext.draft_sample, arguments, _emits(expected))
+
+
+def _emits(expected: Tensor) -> Callable[[Any], bool]:
+    return lambda result: torch.equal(result[0].cpu(), expected)
+
+
+def _accepts(number: int) -> Callable[[Any], bool]:
+    return lambda result: result.num_accepted.tolist() == [number]
+
+
+def accept_calls(vocabulary: int = VOCABULARY) -> Iterator[Call]:
+    """accept_chain of four drafts, 0 to 4 of them accepted; accept_tree of 63 drafts."""
+    random = torch.Generator().manual_seed(SEED)
+    target = make_logits("peaked", 5, vocabulary, random).bfloat16()
+    for filters in ("off", FILTERED):
+        draws, _ = pass_ext.draft_sample(target, 1, mode="coupled", **_sampling(5, filters), **_numbers(5))
+        for rule in ("coupled", "rejection"):
+            for accepted in range(5):
+                tokens = draws[:4, 0].clone()
+                tokens[accepted:] = (tokens[accepted:] + 1) % vocabulary
+                draft = target[:4].clone()
+                draft[torch.arange(accepted, 4), tokens[accepted:]] = 200.0
+                arguments = {
+                    "target_logits": target[None],
+                    "draft_tokens": tokens[None],
+                    "rule": rule,
+                    "draft_logits": None if rule == "coupled" else draft[None],
+                    **_sampling(1, filters),
+                    **_numbers(1),
+                }
+                name = f"chain of 4, {rule}, {accepted} accepted" + ("" if filters == "off" else f", {filters}")
+                yield Call("accept", name, pass_ext.accept_chain, arguments, _accepts(accepted))
+    tree = pass_ext.Tree.from_branching(LEVELS)
+    target = make_logits("peaked", len(tree.parents), vocabulary, random).bfloat16()
+    for rule in ("coupled", "rejection"):
+        yield _tree_call(rule, target, tree)
+
+
+def _tree_call(rule: str, target: Tensor, tree: pass_ext.Tree) -> Call:
+    depths = torch.tensor(tree.depths)
+    draws, _ = pass_ext.draft_sample(
+        target, max(LEVELS), mode="coupled", **_sampling(len(depths), "off"),
+        seeds=torch.full_like(depths, SEED), positions=depths + POSITION,
+    )  # fmt: skip
+    tokens, seen = torch.zeros(len(depths), dtype=torch.int64), [0] * len(depths)
+    for node, parent in enumerate(tree.parents):
+        if parent >= 0:  # the last child is the node's first draw, its siblings are the later draws
+            tokens[node] = draws[parent, LEVELS[int(depths[parent])] - 1 - seen[parent]]
+            seen[parent] += 1
+    arguments = {
+        "target_logits": target,
+        "tokens": tokens,
+        "parents": torch.tensor(tree.parents, dtype=torch.int32),
+        "cu_nodes": torch.tensor([0, len(depths)], dtype=torch.int32),
+        "max_depth": len(LEVELS),
+        "rule": rule,
+        "draft_logits": None if rule == "coupled" else target,
+        **_sampling(1, "off"),
+        **_numbers(1),
+    }
+    return Call("accept", f"tree of 63, {rule}", pass_ext.accept_tree, arguments, _accepts(len(LEVELS)))
+
+
+def attention_calls(key_heads: int = KEY_HEADS) -> Iterator[Call]:
+    """attention_tree of a chain of rows behind a prefix."""
+    for name, (keys, rows, window) in ATTENTION.items():
+        yield attention_call(name, keys, rows, window, key_heads)
+
+
+def attention_call(name: str, keys: int, rows: int, window: int, key_heads: int) -> Call:
+    """attention_tree of a chain of `rows` rows behind `keys` keys."""
+    random = torch.Generator().manual_seed(SEED)
+    q = torch.randn(rows, GROUP * key_heads, HEAD_DIM, generator=random).bfloat16()
+    caches = [torch.randn(1, keys + rows, key_heads, HEAD_DIM, generator=random).bfloat16() for _ in range(2)]
+    bounds, prefix = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
+    parents = torch.arange(-1, rows - 1, dtype=torch.int32)
+    visible, depths = pass_ext.tree_prepare(parents, bounds, rows)
+    arguments = {
+        "q": q,
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "prefix_lens": prefix,
+        "cu_nodes": bounds,
+        "visible": visible,
+        "max_nodes": rows,
+        "depths": depths if window >= 0 else None,
+        "window": window,
+    }
+    plain = pass_ext.attention_tree(**arguments)[0]  # type: ignore[arg-type]
+    return Call("attention", name, pass_ext.attention_tree, arguments, _is_near(plain))
+
+
+def _is_near(plain: Tensor) -> Callable[[Any], bool]:
+    return lambda result: bool((result[0].float().cpu() - plain.float()).abs().max() < 0.05)
