@@ -21,6 +21,8 @@ from benchmarks.harness import evidence
 STAGE, SECONDS = "PASS_EXT_STAGE", "PASS_EXT_TEST_SECONDS"
 SOME_FAILED = 10
 """Exit status of a session that ran all its tests and had failures. pytest's own 1 is also that of a process that hung."""
+_STDERR = os.fdopen(os.dup(2), "w")
+"""The process's own stderr: pytest redirects 2 later, and what is there when a process ends is lost."""
 _MOST_REASON = 4000  # characters, from the end of a traceback
 
 
@@ -68,7 +70,7 @@ class Outcomes:
         self._worst, self._seconds_taken, self._reason = "passed", 0.0, ""
         self._running = nodeid
         self._add(nodeid, "begun")
-        faulthandler.dump_traceback_later(self._seconds, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=_STDERR)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Records the outcome of a test after its tear-down."""

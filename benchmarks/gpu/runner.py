@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from benchmarks import CORES
 from benchmarks.harness import evidence
 
 _GRACE = 8.0  # seconds from SIGINT to SIGKILL
@@ -128,6 +129,7 @@ class Runner:
         """Runs a command; its exit status, and True if its time was up."""
         environment = {**os.environ, **stage.environment, evidence.PATH: str(self._path.resolve())}
         environment["PASS_EXT_STAGE"] = stage.name
+        environment.pop("OMP_PROC_BIND", None)  # this process pinned itself; jobs side by side would share its core
         try:
             process = subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -171,9 +173,12 @@ def _wait(process: subprocess.Popen[str], until: float) -> bool:
 
 
 def _dies_with(parent: int) -> Callable[[], None]:
+    """Prepares a job: all cores of this process, and death with it."""
     libc = ctypes.CDLL(None)  # loaded before the fork: after it almost nothing is safe
 
     def ask() -> None:
+        if CORES:
+            os.sched_setaffinity(0, CORES)
         libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before the call
             os._exit(1)

@@ -15,6 +15,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -39,8 +40,13 @@ class CounterSlots {  // one per device
 #else
     check(op, cudaStreamGetCaptureInfo_v2(stream, &status, &capture, &graph));
 #endif
-    check(op, cudaStreamGetId(stream, &stream_id));
     const bool is_captured = status == cudaStreamCaptureStatusActive;
+    // An id is never used again, unlike a handle. A capture refuses cudaStreamGetId, and ends if one of its streams is
+    // destroyed, so there the handle is as good.
+    if (is_captured)
+      stream_id = reinterpret_cast<uintptr_t>(stream);
+    else
+      check(op, cudaStreamGetId(stream, &stream_id));
     const std::lock_guard lock(mutex_);
     const std::pair key{is_captured ? capture : kEager, stream_id};
     const auto entry = taken_.find(key);

@@ -57,11 +57,12 @@ for rows in range(1, 4):
 os._exit(3)
 """
 RUN = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from benchmarks.gpu import record
 from benchmarks.harness import evidence
 from benchmarks.gpu.runner import Runner, Stage
+CORES = "import os; print(len(os.sched_getaffinity(0)) > 1, 'OMP_PROC_BIND' in os.environ)"
 folder = Path(sys.argv[1])
 tests = lambda name: [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.outcomes", "-p", "no:cacheprovider",
                       "--continue-on-collection-errors", "-q", f"tests/test_{name}.py"]
@@ -75,8 +76,11 @@ stages = [
     Stage("bench_accept", {"accept": [sys.executable, "bench.py"]}, 10),
     Stage("sleeps", {"sleep": ["sleep", "600"]}, 1),
     Stage("elsewhere", {"x": ["false"]}, 1, impossible="no such tool"),
+    Stage("cores", {"x": [sys.executable, "-c", CORES]}, 10, keeps_output=True),
     Stage("prints", {"x": ["echo", "a number: 7"]}, 10, keeps_output=True),
 ]
+os.environ["OMP_PROC_BIND"] = "true"  # what importing benchmarks does, and torch then binds this thread
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 sys.exit(0 if Runner(path, folder / "run.log", time.monotonic() + 100).run(stages) else 1)
 """
 
@@ -140,13 +144,14 @@ def test_a_run_gets_past_hanging_aborting_and_broken_tests(stand_in, tmp_path, b
         "bench_accept": "accept: failed with status 3",
         "sleeps": "sleep: cut off",
         "elsewhere": "left out: no such tool",
+        "cores": "passed",
         "prints": "passed",
     }
     failed = {name: merged["kernels"][f"{name}.cuh"]["tests_failed"] for name in MODULES}
     assert failed == {"accept": 1, "cache": 1, "draft": 1, "tree": 1}
     assert json.loads((tmp_path / "bench_accept.json").read_text())["rows"] == [0, 1, 2]
     texts = [fact["text"] for fact in evidence.read(tmp_path / "evidence-1.jsonl") if fact["kind"] == "text"]
-    assert texts == ["a number: 7\n"]
+    assert texts == [f"{len(os.sched_getaffinity(0)) > 1} False\n", "a number: 7\n"]
     assert "no such library" in (tmp_path / "run.log").read_text()
 
 
