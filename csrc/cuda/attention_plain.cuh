@@ -60,7 +60,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
       const float shrink = exp2_approximate(highest - new_highest), weight = exp2_approximate(score - new_highest);
       highest = new_highest;
       total = fused(total, shrink, weight);  // the weights of this lane's keys
-      for (float& sum : sums) sum *= shrink;
+      float step_sums[kPlainColumns] = {};   // added once: thousands of equal terms would all round the same way
       for (unsigned keys = ballot(is_seen); keys != 0; keys &= keys - 1) {
         const int32_t i = first_set_bit(keys);
         const float p = shuffle(weight, i);
@@ -68,8 +68,10 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
         if (v == nullptr) continue;
 #pragma unroll
         for (int c = 0; c < kPlainColumns; ++c)
-          if (lane + 32 * c < problem.head_dim) sums[c] = fused(p, v[lane + 32 * c], sums[c]);
+          if (lane + 32 * c < problem.head_dim) step_sums[c] = fused(p, v[lane + 32 * c], step_sums[c]);
       }
+#pragma unroll
+      for (int c = 0; c < kPlainColumns; ++c) sums[c] = fused(sums[c], shrink, step_sums[c]);
     }
     for (int step = 16; step > 0; step /= 2) total += shuffle_xor(total, step);
   }

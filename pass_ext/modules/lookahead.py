@@ -238,7 +238,7 @@ class LookaheadEmbedding(nn.Module):
         if self.transition_left is None or self.transition_right is None:
             raise ValueError("these look-ahead embeddings have no transition score (their rank is 0)")
         wide = table.to(torch.float32)
-        return wide @ self.transition_left.to(torch.float32), wide @ self.transition_right.to(torch.float32)
+        return wide @ self.transition_left.to(wide), wide @ self.transition_right.to(wide)
 
     def forward(self, ids: Tensor, table: Tensor) -> Tensor:
         """``lookahead_embed(ids, table, self.weight)``: ``[..., d]`` in the table's dtype."""

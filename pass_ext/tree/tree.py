@@ -328,7 +328,10 @@ def pack_trees(trees: Sequence[Tree | Sequence[int] | None], device: torch.devic
     visible, depths = tree_prepare(parents, cu_nodes, max_nodes)
     if device is None or torch.device(device).type == "cpu":
         return PackedTrees(parents, cu_nodes, max_nodes, visible, depths)
-    integers = torch.cat([visible.flatten().view(torch.int32), parents, depths, cu_nodes]).to(device)
+    integers = torch.cat([visible.flatten().view(torch.int32), parents, depths, cu_nodes])
+    if torch.device(device).type == "cuda":  # from pinned memory: any other copy waits for all launched kernels
+        integers = integers.pin_memory()
+    integers = integers.to(device, non_blocking=True)
     words, *sizes = 2 * visible.numel(), len(parents), len(depths), len(cu_nodes)
     bits, parents, depths, cu_nodes = integers.split([words, *sizes])
     return PackedTrees(parents, cu_nodes, max_nodes, bits.view(torch.int64).view(visible.shape), depths)

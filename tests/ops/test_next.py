@@ -140,7 +140,9 @@ def test_a_slot_of_the_models_own_logits_offers_the_token_that_the_target_draws(
     offered, scores = pass_ext.draft_sample(logits, 64, mode="top")
     arguments |= dict(groups=int32([0], backend), offered=offered[None], scores=scores[None])
     arguments["path"].zero_()
-    arguments |= dict(temperature=torch.tensor([0.8]), seeds=torch.tensor([5]))
+    arguments |= {
+        name: torch.tensor([value], device=backend.device) for name, value in (("temperature", 0.8), ("seeds", 5))
+    }
     check(arguments)
     at = arguments["lengths"] + torch.arange(3, device=backend.device)
     drawn, _ = pass_ext.draft_sample(logits, 1, mode="coupled", temperature=0.8, seeds=5, positions=at)

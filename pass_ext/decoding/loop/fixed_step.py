@@ -11,6 +11,7 @@ With CUDA graphs the third step is recorded, and this and all later ones replay 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,10 +133,20 @@ class FixedStep:
             self._eager_steps += 1
             self._run()
         else:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            self._record()
+
+    def _record(self) -> None:
+        """Records a step as a graph and runs it. Garbage is kept meanwhile: freeing another graph would end the recording."""
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may call CUDA
                 self._run()
-            self._graph.replay()
+        finally:
+            if collects:
+                gc.enable()
+        graph.replay()
+        self._graph = graph
 
     def _run(self) -> None:
         session, trees = self._session, self._trees

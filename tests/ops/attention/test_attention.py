@@ -361,7 +361,7 @@ def test_a_cache_with_no_room_for_the_nodes_on_a_gpu(backend, layout):
     if backend.name.startswith("cpu"):
         pytest.skip("refused there: test_attention_refusals.py")
     case, _ = solved([1, 2], [6, 5], layout=layout)
-    for slots in (3, 1, 0):
+    for slots in (3, 1, 0) if layout == "rows" else (3, 1):
         if layout == "rows":
             small = {name: case[name][:, :slots].contiguous() for name in ("k_cache", "v_cache")}
         else:
