@@ -76,7 +76,7 @@ def generate(
     past: tuple[Sequence[tuple[Tensor, Tensor]], int] | None = None,
     keep_cache: bool = False,
     session: Session | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | None = None,
     run_ahead: bool | None = None,
     sampling: SamplingParams | None = None,
     logprobs: int | None = None,
@@ -115,7 +115,8 @@ def generate(
         keep_cache: the result has ``session``, with the caches.
         session: the session of an earlier generation with ``keep_cache``, with as many requests, as many slots and enough room.
             Its caches and CUDA graphs are used again, and its texts are overwritten.
-        cuda_graphs: on CUDA, steps of a repeated shape are replayed; pays with a ``session`` that is used again.
+        cuda_graphs: True: on CUDA, calls of a repeated shape are CUDA graphs; pays with a ``session`` that is used again. None:
+            steps that all have one shape (``run_ahead``) become one, unless the model does what a graph cannot hold.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
             same. Refused where the host decides between steps: with logits processors, grammars, methods other than ``Plain``
             and ``PaSS`` with a fixed number of rows, and sampled rules other than "coupled". None: where it is possible and
@@ -187,7 +188,10 @@ def generate(
     listener = Listener(streamer, stopping)
     # Inference tensors would break a session that is used again outside the caller's inference mode.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as stack:
-        context = DraftContext(adapted, [list(text) for text in prompts.texts], batch, rule, cuda_graphs, guides)
+        may_record = cuda_graphs is None and adapted.table.is_cuda and adapted.logit_shards is None
+        context = DraftContext(
+            adapted, [list(text) for text in prompts.texts], batch, rule, bool(cuda_graphs), guides, may_record
+        )
         drafting = Drafting(method, context)
         stack.enter_context(drafting.attached())
         texts = Texts(context.texts, max_new_tokens, ends, listener, drafting.max_depth, guides)

@@ -86,6 +86,8 @@ class DraftContext:
     """True: calls of the target with a repeated shape are CUDA graphs."""
     guides: Guides | None = None
     """The grammars of the texts; None: none has one."""
+    may_record: bool = False
+    """True: a loop may make a CUDA graph of its steps if the model allows it."""
 
     @property
     def device(self) -> torch.device:

@@ -9,6 +9,8 @@ a step, whose tokens are thrown away; one that ends by its length, ends on the d
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop.base import Loop
@@ -77,11 +79,12 @@ class AheadLoop(Loop):
         """The step of the plan. A session that records calls has it for the next generation too."""
         session, plan, sampling = self.session, self._plan, self._context.sampling
         if not session.records:
-            return FixedStep(session, plan, sampling, records=False, synthetic=self._synthetic)
+            records: Literal["if possible", "never"] = "if possible" if self._context.may_record else "never"
+            return FixedStep(session, plan, sampling, records=records, synthetic=self._synthetic)
         absent = tuple(value is None for value in sampling.keywords().values())
         chances = self._synthetic and self._synthetic.chances
         key = (plan.candidates, plan.groups, plan.prompt_slots, plan.offers and plan.offers.key, absent, chances)
         if key not in session.fixed_steps:
-            session.fixed_steps[key] = FixedStep(session, plan, sampling, records=True, synthetic=self._synthetic)
+            session.fixed_steps[key] = FixedStep(session, plan, sampling, records="always", synthetic=self._synthetic)
         step: FixedStep = session.fixed_steps[key]
         return step

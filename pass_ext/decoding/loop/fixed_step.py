@@ -11,10 +11,10 @@ With CUDA graphs the third step is recorded, and this and all later ones replay 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from pass_ext.decoding.drafting.from_lookahead import Offers
 from pass_ext.decoding.loop.synthetic import Synthetic, spine_of
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.decoding.session.recording import record_graph
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.uploads import uploaded
 from pass_ext.ops.accept import AcceptResult, accept_tree
@@ -57,7 +58,8 @@ class FixedStep:
         session: opened.
         plan: the rows.
         sampling: of the batch.
-        records: True: steps become a CUDA graph.
+        records: whether steps become a CUDA graph. "if possible": a model that no graph can hold goes on without one, with a
+            warning.
         synthetic: accepts in place of rule "coupled"; None: the rule does.
     """
 
@@ -67,7 +69,7 @@ class FixedStep:
         plan: FixedPlan,
         sampling: BatchSampling,
         *,
-        records: bool,
+        records: Literal["always", "if possible", "never"],
         synthetic: Synthetic | None = None,
     ) -> None:
         device, requests, tree = session.device, session.requests, plan.tree
@@ -90,7 +92,8 @@ class FixedStep:
         """``[B, 3 + A]``, as ``next_rows_`` writes it; the next step overwrites it."""
         self._sampling = BatchSampling(**{name: _copy(value) for name, value in sampling.keywords().items()})
         self._of_slots = self._sampling.repeated(self._slots)
-        self._records, self._eager_steps = records, 0
+        self._records: str = records
+        self._eager_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self, lengths: Sequence[int], limits: Sequence[int], sampling: BatchSampling) -> None:
@@ -129,22 +132,26 @@ class FixedStep:
         """Runs a step."""
         if self._graph is not None:
             self._graph.replay()
-        elif not self._records or self._eager_steps < _EAGER_STEPS:
+        elif self._records == "never" or self._eager_steps < _EAGER_STEPS:
             self._eager_steps += 1
             self._run()
         else:
             self._record()
 
     def _record(self) -> None:
-        """Records a step as a graph and runs it. Garbage is kept meanwhile: freeing another graph would end the recording."""
-        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()
+        """Records a step as a graph and runs it."""
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may call CUDA
-                self._run()
-        finally:
-            if collects:
-                gc.enable()
+            graph, _ = record_graph(self._run)
+        except RuntimeError as error:
+            if self._records != "if possible":
+                raise
+            warn(
+                f"generate: this model's steps cannot be a CUDA graph, so the host launches each kernel: {error}",
+                stacklevel=2,
+            )
+            self._records = "never"
+            self._run()
+            return
         graph.replay()
         self._graph = graph
 

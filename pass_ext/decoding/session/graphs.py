@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.session.recording import record_graph
 from pass_ext.decoding.session.step_attention import NewRows
 from pass_ext.tree import PackedTrees
 
@@ -61,8 +62,6 @@ class RecordedCalls:
         parents, cu_nodes, most, visible, depths = trees
         buffers = PackedTrees(parents.clone(), cu_nodes.clone(), most, visible.clone(), depths.clone())
         ids = ids.clone()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits, new = self._forward(buffers, ids)
+        graph, (logits, new) = record_graph(lambda: self._forward(buffers, ids), self._pool)
         self._pool = graph.pool()
         return _Recording(graph, buffers, ids, logits, new)

@@ -405,7 +405,7 @@ def test_a_step_runs_where_no_numbers_are(law, rank):
     sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))
     sampling = type(sampling)(**{name: v if v is None else v.to(device) for name, v in sampling.keywords().items()})
     plan = FixedPlan(tree, ((0, 3), (2, 3)), 3, Offers(lookahead, tree, model.embedding))
-    step = FixedStep(session, plan, sampling, records=False)
+    step = FixedStep(session, plan, sampling, records="never")
     step.begin([4, 5], [20, 20], sampling)
     step.accept_prompts(torch.empty(requests * 4, 9, device=device))
     step()
@@ -422,7 +422,7 @@ def no_synchronisation(monkeypatch):
     step = FixedStep.__call__
 
     def run(self):
-        capturing = self._records and self._graph is None
+        capturing = self._records != "never" and self._graph is None
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default" if capturing else "error")
         try:
@@ -433,7 +433,7 @@ def no_synchronisation(monkeypatch):
     monkeypatch.setattr(FixedStep, "__call__", run)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [False, True, None])
 @pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_on_a_gpu_never_synchronise(cuda, no_synchronisation, name, law, graphs):
@@ -449,4 +449,21 @@ def test_steps_on_a_gpu_never_synchronise(cuda, no_synchronisation, name, law, g
     again = generate(model, ids.flip(1), method, session=first.session, **dict(other, attention_mask=mask.flip(1)))
     alone = generate(model, ids.flip(1), method, run_ahead=False, **dict(other, attention_mask=mask.flip(1)))
     assert torch.equal(again.sequences, alone.sequences)
-    assert bool(first.session.fixed_steps) == graphs
+    assert bool(first.session.fixed_steps) == bool(graphs)
+
+
+def test_a_model_that_no_graph_can_hold_runs_on_without_one(cuda):
+    """Its calls wait for the device, which a recording refuses."""
+    model = small_model("llama").to(cuda.device)
+    ids, mask = (x.to(cuda.device) for x in ragged_prompts(3))
+    options = dict(max_new_tokens=12, attention_mask=mask)
+    want = generate(model, ids, Plain(), **options).sequences
+    hook = model.model.norm.register_forward_hook(
+        lambda module, inputs, output: output * float(output.isfinite().all().item())
+    )
+    with pytest.warns(UserWarning, match="cannot be a CUDA graph"):
+        assert torch.equal(generate(model, ids, Plain(), **options).sequences, want)
+    with pytest.raises(RuntimeError):
+        generate(model, ids, Plain(), cuda_graphs=True, **options)
+    hook.remove()
+    assert torch.equal(generate(model, ids, Plain(), **options).sequences, want)
