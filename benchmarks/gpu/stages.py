@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.gpu.outcomes import SECONDS, SOME_FAILED
@@ -39,15 +40,17 @@ _NCU = (
 
 
 def files_of_families() -> dict[str, list[str]]:
-    """Op family -> its test files; "others" -> further test files with a backend or a GPU."""
+    """Op family -> its test files; "others" -> further ones. Only files whose tests take a backend or a GPU."""
     files: dict[str, list[str]] = {family: [] for family in (*FAMILIES, "others")}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        family = path.stem.removeprefix("test_").partition("_")[0]
-        if family in FAMILIES:
-            files[family].append(str(path.relative_to(ROOT)))
-        elif re.search(r"\bdef test_\w+\([^)]*\b(backend|cuda)\b", path.read_text()):
-            files["others"].append(str(path.relative_to(ROOT)))
+        if re.search(r"\bdef test_\w+\([^)]*\b(backend|cuda)\b", path.read_text()):
+            family = _name(path).partition("_")[0]
+            files[family if family in FAMILIES else "others"].append(str(path.relative_to(ROOT)))
     return files
+
+
+def _name(file: str | Path) -> str:
+    return Path(file).stem.removeprefix("test_")
 
 
 def _pytest(*arguments: str) -> list[str]:
@@ -63,11 +66,17 @@ def _each(seconds: float, processes: int) -> dict[str, str]:
 
 def _tests(name: str, families: Sequence[str], seconds: float, *more: str, each: float = 60.0) -> Stage:
     files = files_of_families()
+    jobs = {}
+    for family in families:
+        if family not in FAMILIES:  # many files with few tests
+            jobs[family] = _pytest(*files[family], "-m", "not slow", *more)
+        else:
+            jobs |= {_name(file): _pytest(file, "-m", "not slow", *more) for file in files[family]}
     return Stage(
         name,
-        {family: _pytest(*files[family], "-m", "not slow", *more) for family in families},
+        jobs,
         seconds,
-        _each(each, len(families)),
+        _each(each, len(jobs)),
         restarts=8,
         fine=_FINE,
         ended=_ENDED,

@@ -13,12 +13,15 @@
 #include "cuda/primitives.cuh"
 #include "cuda/row_pieces.cuh"
 #include "cuda/row_scan.cuh"
+#include "cuda/row_select.cuh"
 
 namespace pass_ext::gpu {
 
 constexpr int32_t kRacingGroups = 256;  // with more, warps score another group each: that dismisses more of them
 constexpr int32_t kRacingTokens = 256;
 constexpr float kBoundSlack = 0.001f;  // more than a score may exceed its bound by rounding
+
+constexpr int32_t kMostAtOnce = 32;  // winners that one race names
 
 struct RacingToken {
   int32_t id;
@@ -28,7 +31,11 @@ struct RacingToken {
 // In shared memory.
 struct RaceScratch {
   int32_t group_list[kRacingGroups];
-  RacingToken token_list[kRacingTokens];
+  union {
+    RacingToken token_list[kRacingTokens];
+    uint64_t keys[kRacingTokens];  // of the tokens' scores; 0: the token does not race
+  };
+  float group_bests[kMostAtOnce];
   uint32_t reached;  // ordered_bits of the best score so far; 0: none
   int32_t groups, tokens;
 };
@@ -227,6 +234,93 @@ PASS_EXT_DEVICE_CALL Best best_of_race(RaceScratch& scratch, BlockScratch& block
   for (int32_t i = static_cast<int32_t>(thread_rank()); i < count; i += threads)
     keep_better(best, score_token(noise, last, score, scratch.token_list[i].id, scratch.token_list[i].logit));
   return best_of_block(block, best);
+}
+
+// The `rank`-th largest of `count` numbers in shared memory, up to 32, counted from 1; -inf if there are fewer.
+PASS_EXT_DEVICE float ranked_of_few(const float* values, int32_t count, int32_t rank) {
+  const int32_t lane = static_cast<int32_t>(lane_index());
+  const float value = lane < count ? values[lane] : -kInfinity;
+  int32_t before = 0;
+#pragma unroll 4
+  for (int32_t i = 0; i < count; ++i) before += values[i] > value || (values[i] == value && i < lane);
+  const unsigned is_it = ballot(lane < count && before == rank - 1);
+  return is_it == 0 ? -kInfinity : shuffle(value, first_set_bit(is_it));
+}
+
+// A block finds the `count` best tokens of a race, up to kMostAtOnce, in one go: take(place, id) for each, from one
+// thread. Returns the number of tokens that it has compared, fewer than `count` only if no more race; -1, and nothing
+// is taken, if the lists are too short for this row. The groups' best tokens, `count` of them or more, give a score
+// that so many tokens reach: the winners are among the tokens whose bounds reach it. Arguments as for best_of_race.
+template <typename Score, typename Take>
+PASS_EXT_DEVICE int32_t best_of_race_at_once(RaceScratch& scratch, const LogitRow& row, const float* maxima,
+                                             const float* bounds, int32_t groups, float scale, const Noise* noise,
+                                             int32_t count, const Score& score, const Take& take) {
+  const Best before_all{kInfinity, -1};
+  const int32_t threads = static_cast<int32_t>(block_size().x), warps = threads / 32;
+  if (thread_rank() == 0) scratch.groups = scratch.tokens = 0;
+  int32_t rounds = (count + warps - 1) / warps + 1;  // one more than needed: a higher score dismisses more groups
+  if (rounds * warps > kMostAtOnce) rounds = kMostAtOnce / warps;
+  Best examined = before_all;
+#pragma unroll 1
+  for (int32_t round = 0; round < rounds; ++round) {
+    Best bound{-kInfinity, INT32_MAX};  // the highest of the warp's share, behind the group examined last
+    for_each_four_groups<1>(bounds, groups, threads, [&](int32_t group, const float (&four)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Best candidate{four[i], group + i};
+        if (is_better(candidate, bound) && is_better(examined, candidate)) bound = candidate;
+      }
+    });
+    examined = best_of_warp(bound);
+    Best best{-kInfinity, -1};
+    if (examined.score > -kInfinity) best = best_of_group(row, noise, examined.id, before_all, score);
+    if (lane_index() == 0) scratch.group_bests[round * warps + static_cast<int32_t>(warp_index())] = best.score;
+  }
+  sync_block();
+  const float reached = ranked_of_few(scratch.group_bests, rounds * warps, count);
+  for_each_four_groups<1>(bounds, groups, threads, [&](int32_t group, const float (&four)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (four[i] > -kInfinity && four[i] >= reached) {
+        const int32_t place = atomic_add(&scratch.groups, 1);
+        if (place < kRacingGroups) scratch.group_list[place] = group + i;
+      }
+    }
+  });
+  sync_block();
+  if (scratch.groups > kRacingGroups) return -1;
+  for_each_listed_piece(row, scratch.group_list, scratch.groups, [&](int32_t first, const float (&z)[kPiece]) {
+    const float bound = bounds[first / kGroup], largest = maxima[first / kGroup];
+    const auto can_win = [&](float logit) {
+      return logit > -kInfinity && bound_of_token(bound, (largest - logit) * scale) >= reached;
+    };
+    for_each_element(z, can_win, [&](int i, float logit) {
+      const int32_t place = atomic_add(&scratch.tokens, 1);
+      if (place < kRacingTokens) scratch.token_list[place] = {first + i, logit};
+    });
+  });
+  sync_block();
+  const int32_t tokens = scratch.tokens;
+  if (tokens > kRacingTokens) return -1;
+  for (int32_t i = static_cast<int32_t>(thread_rank()); i < tokens; i += threads) {
+    const RacingToken token = scratch.token_list[i];
+    const Best scored = score_token(noise, before_all, score, token.id, token.logit);
+    scratch.keys[i] = scored.id < 0 ? 0 : key_of(scored.score, scored.id);
+  }
+  sync_block();
+  int32_t racing = 0;
+  for (int32_t base = 0; base < tokens; base += threads) {
+    const int32_t i = base + static_cast<int32_t>(thread_rank());
+    const uint64_t key = i < tokens ? scratch.keys[i] : 0;
+    if (key != 0) {
+      int32_t before = 0;
+#pragma unroll 4
+      for (int32_t k = 0; k < tokens; ++k) before += scratch.keys[k] > key;
+      if (before < count) take(before, id_of_key(key));
+    }
+    racing += sync_block_count(key != 0);
+  }
+  return racing;
 }
 
 }  // namespace pass_ext::gpu

@@ -25,8 +25,8 @@ constexpr unsigned kScanWarps = 4;
 constexpr int kScansPerMultiprocessor = 6;  // blocks
 constexpr int64_t kMaxDrawingWaves = 4;   // waves of scanning blocks, one after the other, that draw the noise of races
 constexpr int64_t kMaxChunksPerWarp = 4;  // scanned one after the other
-constexpr int64_t kMaxRowsBeforehand = 2048;
-constexpr int32_t kGroupsInShared = 4096;  // bounds of a race in shared memory: 262,144 tokens
+constexpr int64_t kMaxRowsBeforehand = 4096;  // their summaries: 40 MB at V 128,256
+constexpr int32_t kGroupsInShared = 4096;     // bounds of a race in shared memory: 262,144 tokens
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int32_t kSupport = 64;  // tokens of a filtered row that a later draw finds in a list
 
@@ -118,14 +118,15 @@ inline int32_t scan_blocks_of(int64_t rows, int32_t vocabulary, int multiprocess
 }
 
 // `rows`: the rows that may have to be scanned; `visited`: the rows that a block reads for one request. A scan
-// beforehand reads all rows with the whole GPU. A single block reads with about 1.5 times its share of the GPU's
-// bandwidth, and only the rows that it visits. `races`: a scan beforehand knows the noise of the rows' races. It draws
-// that noise only if there are few scanning blocks. Then latency decides. With many blocks bandwidth decides, and the
-// scan, which uses half of a warp's lanes for noise, would take longer than the block that finishes the row.
+// beforehand reads all rows with the whole GPU. A block that scans on the way reads only the rows that it visits. On an
+// H100 a row of 128,256 then takes 2.3 times as long on a full GPU, and a lone block takes as long for one as the scan
+// for some 140. `races`: a scan beforehand knows the noise of the rows' races. It draws that noise only if there are
+// few scanning blocks. Then latency decides. With many blocks bandwidth decides, and the scan, which uses half of a
+// warp's lanes for noise, would take longer than the block that finishes the row.
 inline RowsPlan plan_rows(int64_t rows, int64_t requests, int64_t visited, int64_t nodes, int32_t vocabulary,
                           bool races, int multiprocessors) {
-  const int64_t busy = requests > multiprocessors * 2 / 3 ? requests : multiprocessors * 2 / 3;
-  int64_t max_rows = 8 * static_cast<int64_t>(multiprocessors),
+  const int64_t busy = 2 * requests > multiprocessors ? 2 * requests : multiprocessors;
+  int64_t max_rows = 32 * static_cast<int64_t>(multiprocessors),
           blocks = kBlocksPerMultiprocessor * int64_t{multiprocessors};
   if (max_rows > kMaxRowsBeforehand) max_rows = kMaxRowsBeforehand;
   if (blocks < 1) blocks = 1;
@@ -219,12 +220,23 @@ class BlockRows {
   // Writes the `count` best tokens of a race and their log-probabilities; -1 and -inf if there are fewer.
   PASS_EXT_DEVICE_CALL void best(const LogitRow& row, const Distribution& distribution, const Noise* noise,
                                  int32_t count, int64_t* tokens, float* logprobs) {
-    if (listed_ >= 0) return best_of_shortlist(distribution, noise, count, tokens, logprobs);
+    const int32_t listed = listed_ < 0 && noise == nullptr ? list_best(row, distribution, count) : listed_;
+    if (listed >= 0) return best_of_shortlist(distribution, noise, listed, count, tokens, logprobs);
     const bool is_drawn =
         scan == Scan::beforehand && workspace_.log_firsts != nullptr && noise != nullptr && noise->draw == 0;
     const float* const maxima = bound_race(row, distribution, noise, is_drawn, 0.0f);
     Best last{kInfinity, -1};
     int32_t place = 0;
+    if (count > 1 && count <= kMostAtOnce) {
+      const int32_t racing =
+          best_of_race_at_once(row_shared().race, row, maxima, bounds(), workspace_.groups, distribution.scale, noise,
+                               count, PlainScore{distribution}, [&](int32_t at, int32_t id) {
+                                 tokens[at] = id;
+                                 logprobs[at] = log_weight(distribution, logit_at(row, id)) - distribution.log_mass;
+                               });
+      if (racing >= 0) return fill(tokens, logprobs, racing, count);
+      sync_block();  // the lists are used again
+    }
     for (; place < count; ++place) {
       last = next_best(row, maxima, distribution, noise, last, PlainScore{distribution});
       if (last.id < 0) break;
@@ -504,26 +516,41 @@ class BlockRows {
     return best_of_block(row_shared().block, best);
   }
 
-  // `best` for a row whose support is the beginning of the shortlist.
-  PASS_EXT_DEVICE_CALL void best_of_shortlist(const Distribution& distribution, const Noise* noise, int32_t count,
-                                              int64_t* tokens, float* logprobs) {
+  // Lists the best tokens of a ranking; returns their number, or -1 if a token that is not listed may be among the best
+  // `count`: one whose score is rounded to theirs.
+  PASS_EXT_DEVICE int32_t list_best(const LogitRow& row, const Distribution& distribution, int32_t count) {
+    if (count >= kMostWanted) return -1;
+    const RowSummary summary = summary_of_row(row, distribution.scale, false);
+    const ShortlistSize size = make_shortlist(row_shared().shortlist, row_shared().shortlist_scratch, row,
+                                              summary.maxima, distribution, count + 1);
+    if (size.tokens < 0 || size.is_whole) return size.tokens;
+    const PlainScore score{distribution};
+    const uint64_t* const keys = row_shared().shortlist.keys;
+    const uint64_t among = keys[count - 1], lowest = keys[size.tokens - 1];
+    const float worst = score(id_of_key(lowest), logit_of_key(lowest), 0.0f);
+    return score(id_of_key(among), logit_of_key(among), 0.0f) > worst ? size.tokens : -1;
+  }
+
+  // `best` among the first `listed` tokens of the shortlist.
+  PASS_EXT_DEVICE_CALL void best_of_shortlist(const Distribution& distribution, const Noise* noise, int32_t listed,
+                                              int32_t count, int64_t* tokens, float* logprobs) {
     Shortlist& list = row_shared().shortlist;
     sync_block();
-    for (int32_t i = first_index(); i < listed_; i += stride()) {
+    for (int32_t i = first_index(); i < listed; i += stride()) {
       const int32_t id = id_of_key(list.keys[i]);
       const float log_e = noise == nullptr ? 0.0f : log_noise(*noise, id);
       list.found[i] = {key_of(PlainScore{distribution}(id, logit_of_key(list.keys[i]), log_e), id), 1};
     }
     sync_block();
-    for (int32_t i = first_index(); i < listed_; i += stride()) {
-      const int32_t place = place_of(list, listed_, list.found[i]).before;
+    for (int32_t i = first_index(); i < listed; i += stride()) {
+      const int32_t place = place_of(list, listed, list.found[i]).before;
       if (place >= count) continue;
       const bool races = list.found[i].key >= kLowestKey;  // its score is above -inf
       tokens[place] = races ? id_of_key(list.keys[i]) : -1;
       logprobs[place] =
           races ? log_weight(distribution, logit_of_key(list.keys[i])) - distribution.log_mass : -kInfinity;
     }
-    fill(tokens, logprobs, listed_, count);
+    fill(tokens, logprobs, listed, count);
   }
 
   // Applies the filters on a shortlist and computes the mass of what they leave. Returns false, and the distribution is

@@ -108,6 +108,30 @@ def test_rows_may_begin_at_any_element(backend, dtype):
                 assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("slots", [2, 5, 32, 95])
+def test_scores_that_round_to_one_number_are_in_the_order_of_ids(backend, slots):
+    """Far below the largest logit small differences vanish in a score, but not between logits."""
+    logits = 1e-6 * torch.randn(2, 40_000, generator=torch.Generator().manual_seed(2))
+    logits[:, 300] = 1000.0
+    tokens, _ = draw(backend, logits, slots, mode="top")
+    assert tokens.tolist() == [[300, *range(slots - 1)]] * 2
+
+
+@pytest.mark.parametrize("mode", ["coupled", "without"])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 8.0])
+@pytest.mark.parametrize("slots", [2, 3, 8, 17, 32, 33])
+def test_several_winners_of_a_race_are_those_of_the_cpu(backend, mode, spread, slots):
+    """A flat row, whose lists overflow, a usual one, and one whose winners share a group."""
+    logits = spread * torch.randn(3, 9_011, generator=torch.Generator().manual_seed(slots))
+    logits[1, 640:660] += 9.0
+    logits[2, 40:] = -torch.inf
+    options = dict(mode=mode, temperature=1.0, seeds=torch.tensor([3, 4, 5]), positions=slots)
+    expected = pass_ext.draft_sample(logits, slots, **options)
+    tokens, logprobs = draw(backend, logits, slots, **options)
+    assert torch.equal(tokens.cpu(), expected[0])
+    torch.testing.assert_close(logprobs.cpu(), expected[1], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["coupled", "top"])
 def test_flat_rows_are_narrowed_down(backend, mode):
     """More candidates than a list holds, nearly all equal: the cut is found by bins of logits, then of ids."""
