@@ -124,6 +124,7 @@ template <Route route, Scan scan>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     accept_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace,
                   bool are_bounds_checked) {
+  if constexpr (scan == Scan::beforehand) wait_for_launch_before();
   bool divided = true;
   if (are_bounds_checked) {
     divided = *workspace.divided != 0;
@@ -175,8 +176,8 @@ template <Route route>
 void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, int64_t blocks, bool are_bounds_checked,
                  Stream stream) {
   const auto walk = [&](auto kernel, unsigned threads) {
-    launch("accept", kernel, LaunchShape{{blocks}, {threads}, sizeof(AcceptShared)}, stream, problem, workspace,
-           are_bounds_checked);
+    launch("accept", kernel, LaunchShape{{blocks}, {threads}, sizeof(AcceptShared), workspace.rows > 0}, stream,
+           problem, workspace, are_bounds_checked);
   };
   const int32_t vocabulary = problem.target.vocabulary;
   if (workspace.rows > 0)

@@ -8,8 +8,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <utility>
 
 #include "core/grid.h"
@@ -57,6 +59,21 @@ PASS_EXT_DEVICE void sync_warp(unsigned mask = kFullWarp) { __syncwarp(mask); }
 // block merges". __threadfence would also order them among all fences of the device, which costs more and is not
 // needed.
 PASS_EXT_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// A launch that overlaps (LaunchShape) may begin when all blocks of the one in front of it have called let_next_begin
+// or ended. It must call wait_for_launch_before before it reads or writes memory that the one in front uses: the call
+// returns when that one has ended. Otherwise both do nothing.
+PASS_EXT_DEVICE void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+PASS_EXT_DEVICE void wait_for_launch_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Counts an arrival at a counter in global memory and returns how many came before; the `expected`-th sets the counter
 // back to 0. Both halves of "last block merges" in one instruction: it releases what the thread knows to be written,
 // and acquires what those before it released. A relaxed atomic between two fences costs a second MEMBAR.
@@ -288,7 +305,25 @@ struct LaunchShape {
   Grid grid;
   Index3 block;
   size_t dynamic_shared_bytes = 0;
+  bool overlaps = false;  // its kernel calls wait_for_launch_before
 };
+
+// True if launches may overlap: PASS_EXT_OVERLAP=1, and the kernel's code is for a GPU that can.
+inline bool may_overlap(const void* kernel) {
+  static const bool is_wanted = [] {
+    const char* const value = std::getenv("PASS_EXT_OVERLAP");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  if (!is_wanted) return false;
+  static std::mutex mutex;
+  static auto* const known = new std::map<const void*, bool>;  // never destroyed: exit order
+  const std::lock_guard lock(mutex);
+  const auto entry = known->find(kernel);
+  if (entry != known->end()) return entry->second;
+  cudaFuncAttributes attributes{};
+  const bool can = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+  return (*known)[kernel] = can;
+}
 
 // Allows a kernel more than 48 KB of dynamic shared memory and asks for the largest carve-out: the driver's own choice
 // may let one block fit instead of two. Once per kernel and device, because the attributes cost 3 us a call.
@@ -316,6 +351,20 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   const dim3 grid(static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
                   static_cast<unsigned>(shape.grid.z));
   const dim3 block(shape.block.x, shape.block.y, shape.block.z);
+  if (shape.overlaps && may_overlap(reinterpret_cast<const void*>(kernel))) {
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shape.dynamic_shared_bytes;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);  // check_launch raises its error
+    return;
+  }
   kernel<<<grid, block, shape.dynamic_shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
 }
 

@@ -605,6 +605,7 @@ class BlockRows {
 template <typename Source>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
     scan_rows_kernel(PASS_EXT_PARAMETER Source source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
+  let_next_begin();
   const int64_t slot = block_index().y;
   LogitRow row;
   // All blocks of a row return here or none: else its counter would not return to 0.

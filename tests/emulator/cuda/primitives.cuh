@@ -47,6 +47,8 @@ inline void sync_block() { emulator::block_barrier("sync_block", false); }
 inline int sync_block_count(bool vote) { return emulator::block_barrier("sync_block_count", vote); }
 inline void sync_warp(unsigned mask = kFullWarp) { emulator::warp_barrier(mask); }
 inline void fence_device() { emulator::fence(); }
+inline void let_next_begin() {}
+inline void wait_for_launch_before() {}
 
 // ---- warp ----
 
@@ -215,6 +217,7 @@ struct LaunchShape {
   Grid grid;
   Index3 block;
   size_t dynamic_shared_bytes = 0;
+  bool overlaps = false;  // launches run one after the other
 };
 
 template <typename... Parameters>
