@@ -34,7 +34,7 @@ def main() -> int:
     target = options.root / page.PAGE
     if not (options.render or options.check):
         page.save(record(options.root, options.library or options.root / LIBRARY, options.only), options.root)
-    text = page.render(page.read_results(options.root))
+    text = page.render(page.read_results(options.root), page.read_measured(options.root))
     if not options.check:
         target.write_text(text)
         return 0

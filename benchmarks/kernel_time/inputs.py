@@ -19,6 +19,8 @@ import pass_ext
 from benchmarks.kernel_code.bounds import VOCABULARY
 from benchmarks.ops.contenders.inputs.distributions import TEMPERATURE, make_logits, per_row
 
+MEASURED = "kernel-time.json"
+"""A GPU's measured times, in its folder of results."""
 SEED, POSITION = 7, 41
 KEY_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 ATTENTION = {

@@ -28,6 +28,7 @@ from benchmarks.harness import evidence, gpu_timing, machine
 from benchmarks.harness.cases import settings_for
 from benchmarks.kernel_time.inputs import (
     FILTERED,
+    MEASURED,
     SEED,
     Call,
     accept_calls,
@@ -39,7 +40,6 @@ from benchmarks.ops.contenders.inputs.distributions import make_draft_logits, ma
 
 CALLS, SAMPLES = 64, 25
 VOCABULARIES = (1_024, 8_192, 32_000, 128_256, 262_144)
-FILE = "kernel-time.json"
 
 
 def main() -> int:
@@ -67,7 +67,7 @@ def main() -> int:
         print(json.dumps(result["constants"]), flush=True)
         for make in (*estimated(), *batches()):
             _add(result, make, cache, options.only)
-            evidence.add_here("bench", file=FILE, result=result)
+            evidence.add_here("bench", file=MEASURED, result=result)
             if options.out:
                 options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all("error" not in step for step in result["steps"]) else 1

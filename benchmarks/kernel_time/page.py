@@ -19,7 +19,7 @@ from benchmarks.kernel_time.costs import (
     time_of,
     with_bytes,
 )
-from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, KEY_HEADS
+from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, KEY_HEADS, MEASURED
 from benchmarks.kernel_time.ratios import BYTES_OF_TURN
 from benchmarks.kernel_time.steps import RESIDENT_BLOCKS, shape_of
 
@@ -29,10 +29,9 @@ HEADER = """# Estimated times at batch 1
 
 Written by `python -m benchmarks.kernel_time` from `benchmarks/results/kernel-time/`; do not edit.
 
-**All times here are estimates. No GPU was used, and none of these kernels has been timed on one.** The real kernels ran on the
-emulator (`tests/emulator/`), which recorded the work and the waits of the slowest threads of each launch, in sequence. The
-constants below turn these counts into microseconds, once with every constant low and once with every constant high. A GPU run
-should check these numbers: launch by launch, or the constants one by one.
+**Only the section "Measured" comes from a GPU; all other times are estimates.** For these the real kernels ran on the emulator
+(`tests/emulator/`), which recorded the work and the waits of the slowest threads of each launch, in sequence. The constants
+below turn these counts into microseconds, once with every constant low and once with every constant high.
 """
 METHOD = """## Method
 
@@ -126,8 +125,43 @@ def _all(counts: dict[str, int]) -> dict[str, int]:
     return {event: counts.get(event, 0) for event in COSTS}
 
 
-def render(results: list[dict[str, Any]]) -> str:
-    """The text of the page for the newest result."""
+def read_measured(root: Path) -> dict[str, Any] | None:
+    """The newest result of on_gpu.py on any GPU."""
+    found = [json.loads(path.read_text()) for path in sorted(root.glob(f"benchmarks/results/*/{MEASURED}"))]
+    return max(found, key=lambda result: result["date"], default=None)
+
+
+def _measured(estimates: Estimates, measured: dict[str, Any]) -> list[str]:
+    machine, versions, constants = measured["machine"], measured["versions"], measured["constants"]
+    rows, others = [], []
+    for step in measured["steps"]:
+        if "error" in step:
+            continue
+        times = [f"{step[key]:.1f}" for key in ("warm_us", "cold_us", "alone_us")]
+        known = (step["kind"], step["name"]) in estimates.steps
+        if known:
+            value, aim = estimates.of_step(step["kind"], step["name"]), _aim(step["kind"], step["name"])
+            place = "above" if step["warm_us"] > value.high else "below" if step["warm_us"] < value.low else "within"
+            cells = [_range(value), place, f"{aim:g}" if aim else ""]
+        else:
+            cells = [f"{step['bytes'] / 1e6:,.1f}", f"{1e3 * step['bytes'] / constants['read_gb_per_s'] / 1e6:.1f}"]
+        (rows if known else others).append([f"{step['kind']}: {step['name']}", str(step["kernels"]), *times, *cells])
+    return [
+        f"{machine['gpu']['name']}, driver {machine['gpu']['driver']}, torch {versions['torch']}, {measured['date'][:10]}, "
+        f"commit {measured['commit']}: `python -m benchmarks.kernel_time.on_gpu`. Medians of 25 replays of a CUDA graph. *Warm*: "
+        "64 calls one behind the other, inputs in L2. *Cold*: each call has inputs of its own, which come from memory. *Alone*: a "
+        f"graph of one call. An empty kernel takes {constants['launch_us']:.2f} µs, a copy moves "
+        f"{constants['copy_gb_per_s']:,.0f} GB/s, a read {constants['read_gb_per_s']:,.0f} GB/s. The estimates are for an H200, "
+        "which has the same processor and faster memory.\n",
+        *_table(["step", "launches", "warm, µs", "cold", "alone", "estimate", "warm is", "aim, µs"], rows),
+        "\nWithout an estimate: batches, other vocabularies and prefixes, and the time in which the inputs are read once.\n",
+        *_table(["step", "launches", "warm, µs", "cold", "alone", "MB", "reading them, µs"], others),
+        "",
+    ]
+
+
+def render(results: list[dict[str, Any]], measured: dict[str, Any] | None = None) -> str:
+    """The text of the page for the newest result, and for what a GPU measured."""
     if not results:
         return f"{HEADER}\nThere is no result yet.\n"
     estimates = Estimates(results[-1])
@@ -138,6 +172,8 @@ def render(results: list[dict[str, Any]]) -> str:
         else ""
     )
     parts = [HEADER, f"Kernels of commit {results[-1]['commit']}.{older}\n", METHOD.format(bandwidth=BANDWIDTH / 1e12)]
+    if measured:
+        parts += ["## Measured\n", *_measured(estimates, measured)]
     parts += ["## Steps\n", *_steps(estimates), "\n## Cost of a level\n", *_levels(estimates)]
     parts += ["\n## Filters\n", *_filters(estimates), "\n## Attention in parts\n", *_attention(estimates)]
     parts += [f"\n{LIMITS}"]

@@ -18,8 +18,40 @@ def counts(**events):
 
 def test_the_page_shows_the_committed_results():
     shown = (ROOT / page.PAGE).read_text()
-    assert shown == page.render(page.read_results(ROOT)), "run: python -m benchmarks.kernel_time --render"
-    assert "No GPU was used" in shown
+    measured = page.read_measured(ROOT)
+    assert shown == page.render(page.read_results(ROOT), measured), "run: python -m benchmarks.kernel_time --render"
+
+
+def test_measured_times_stand_beside_their_estimates():
+    """The newest result's steps, with times above, within and below their estimates, one that failed, and one without."""
+    results = page.read_results(ROOT)
+    estimates = page.Estimates(results[-1])
+    step = ("draft_sample", "1 row, coupled")
+    estimate = estimates.of_step(*step)
+    measured = {
+        "machine": {"gpu": {"name": "Some GPU", "driver": "1.2"}},
+        "versions": {"torch": "9.9"},
+        "date": "2031-02-03T04:05:06Z",
+        "commit": "0123456789ab",
+        "constants": {"launch_us": 1.25, "copy_gb_per_s": 2000.0, "read_gb_per_s": 2500.0},
+    }
+    times = dict(bytes=5e6, cold_us=7.0, alone_us=8.0, kernels=1)
+    for warm, place in ((estimate.high + 1, "above"), (estimate.high, "within"), (estimate.low - 0.1, "below")):
+        steps = [
+            dict(times, kind=step[0], name=step[1], warm_us=warm),
+            dict(times, kind="accept", name="many", warm_us=3.0),
+        ]
+        steps.append(dict(kind="draft_sample", name="broken", error="no"))
+        text = page.render(results, measured | {"steps": steps})
+        (line,) = [
+            line
+            for line in text.splitlines()
+            if line.startswith("| draft_sample: 1 row, coupled | 1 |") and "7.0" in line
+        ]
+        assert f"| {warm:.1f} | 7.0 | 8.0 |" in line and f"| {place} |" in line
+        assert "| accept: many | 1 | 3.0 | 7.0 | 8.0 | 5.0 | 2.0 |" in text and "broken" not in text
+        assert "Some GPU, driver 1.2, torch 9.9, 2031-02-03, commit 0123456789ab" in text
+    assert "## Measured" not in page.render(results)
 
 
 def test_another_result_needs_another_page(tmp_path, capsys, monkeypatch):
