@@ -148,11 +148,11 @@ def _measured(estimates: Estimates, measured: dict[str, Any]) -> list[str]:
         (rows if known else others).append([f"{step['kind']}: {step['name']}", str(step["kernels"]), *times, *cells])
     return [
         f"{machine['gpu']['name']}, driver {machine['gpu']['driver']}, torch {versions['torch']}, {measured['date'][:10]}, "
-        f"commit {measured['commit']}: `python -m benchmarks.kernel_time.on_gpu`. Medians of 25 replays of a CUDA graph. *Warm*: "
-        "64 calls one behind the other, inputs in L2. *Cold*: each call has inputs of its own, which come from memory. *Alone*: a "
-        f"graph of one call. An empty kernel takes {constants['launch_us']:.2f} µs, a copy moves "
-        f"{constants['copy_gb_per_s']:,.0f} GB/s, a read {constants['read_gb_per_s']:,.0f} GB/s. The estimates are for an H200, "
-        "which has the same processor and faster memory.\n",
+        f"commit {measured['commit']}: `python -m benchmarks.kernel_time.on_gpu`. Medians of 25 replays of a CUDA graph. "
+        "*Warm*: 64 calls one behind the other, inputs in L2. *Cold*: each call has inputs of its own, which come from memory. "
+        f"*Alone*: a graph of one call. An empty kernel takes {constants['launch_us']:.2f} µs, a copy moves "
+        f"{constants['copy_gb_per_s']:,.0f} GB/s, a read {constants['read_gb_per_s']:,.0f} GB/s. The estimates are for an "
+        "H200, which has the same processor and faster memory.\n",
         *_table(["step", "launches", "warm, µs", "cold", "alone", "estimate", "warm is", "aim, µs"], rows),
         "\nWithout an estimate: batches, other vocabularies and prefixes, and the time in which the inputs are read once.\n",
         *_table(["step", "launches", "warm, µs", "cold", "alone", "MB", "reading them, µs"], others),

@@ -1,0 +1,143 @@
+"""Steps of a large model on a GPU: milliseconds per token of pass_ext's loop and of transformers' generate.
+
+    ms per token = (time of n tokens - time of n / 2 tokens) / (n / 2)
+
+so the prompt and the first steps, which load kernels and record graphs, cancel. The model has the shape of Llama 3 8B and random
+weights in bfloat16: the time of a step does not depend on them. One request, a prompt of 200 tokens, greedy. Slots of a random
+model foresee nothing, so PaSS gains no token here: its line is the price of a step with 16 rows. The contenders run in turn; the
+result is the median of the rounds. The limit is the time in which the weights that a step reads are read once, at the speed of a
+large read in this run. `python -m benchmarks.decoding.large`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import pass_ext
+from benchmarks.harness import evidence, gpu_timing, machine
+from benchmarks.harness.cases import settings_for
+from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree
+
+FILE = "large-model.json"
+SHAPE = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+             num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0)  # fmt: skip
+PROMPT, TOKENS, TOKENS_OF_TRANSFORMERS, ROUNDS = 200, 64, 16, 3
+SLOTS = 3
+
+
+def make_model() -> Any:
+    """The model with random weights, on the GPU."""
+    import transformers
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            torch.manual_seed(0)
+            config = transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False)
+            return transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def contenders(model: Any, ids: torch.Tensor) -> dict[str, tuple[int, int, Callable[[int], Any]]]:
+    """Name -> rows of a step, tokens of a text, function of the number of tokens."""
+    table = model.get_input_embeddings().weight
+    slots = LookaheadEmbedding.from_table(SLOTS, table, dtype=torch.bfloat16).to("cuda")
+    groups = dict.fromkeys(range(SLOTS + 1), SLOTS)
+    one_pass = PaSS(slots, tree=Tree.chain(SLOTS).with_lookahead(groups), rows=24)
+
+    def ours(method: Any, graphs: bool | None) -> Callable[[int], Any]:
+        return lambda count: pass_ext.generate(model, ids, method, max_new_tokens=count, cuda_graphs=graphs)
+
+    def transformers(count: int) -> Any:
+        return model.generate(
+            ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+
+    rows = (SLOTS + 1) ** 2
+    return {
+        "pass_ext, Plain": (1, TOKENS, ours(Plain(), None)),
+        "pass_ext, Plain, without a graph": (1, TOKENS, ours(Plain(), False)),
+        "pass_ext, PaSS": (rows, TOKENS, ours(one_pass, None)),
+        "pass_ext, PaSS, without a graph": (rows, TOKENS, ours(one_pass, False)),
+        "transformers": (1, TOKENS_OF_TRANSFORMERS, transformers),
+    }
+
+
+def seconds(function: Callable[[int], Any], count: int) -> float:
+    """Seconds of one text, until the GPU has ended."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    function(count)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def measure(result: dict[str, Any], save: Callable[[], None]) -> None:
+    """Fills the result round by round."""
+    model = make_model()
+    ids = torch.randint(0, SHAPE["vocab_size"], (1, PROMPT), device="cuda")
+    read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    cache = (machine.describe_gpu() or {})["l2_cache_bytes"] or 64 * 2**20
+    speed = gpu_timing.read_bandwidth(settings_for("cuda", False, cache), cache)
+    result |= {"weights_gb": read / 1e9, "read_gb_per_s": speed / 1e9, "limit_ms": 1e3 * read / speed, "rows": []}
+    entrants = contenders(model, ids)
+    steady: dict[str, list[float]] = {name: [] for name in entrants}
+    whole: dict[str, list[float]] = {name: [] for name in entrants}
+    for _, _, function in entrants.values():
+        function(4)
+    for _ in range(ROUNDS):
+        for name, (_, count, function) in entrants.items():
+            half, full = seconds(function, count // 2), seconds(function, count)
+            steady[name].append(1e3 * (full - half) / (count - count // 2))
+            whole[name].append(1e3 * full / count)
+        result["rows"] = [
+            {"contender": name, "rows": rows, "tokens": count, "ms_per_token": median(steady[name]),
+             "least_ms": min(steady[name]), "most_ms": max(steady[name]), "ms_whole_text": median(whole[name])}
+            for name, (rows, count, _) in entrants.items()
+        ]  # fmt: skip
+        save()
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.decoding.large`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks.decoding.large: torch sees no GPU", file=sys.stderr)
+        return 1
+    result: dict[str, Any] = {
+        "bench": "large-model",
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "quick": False,
+        "machine": machine.describe_machine(),
+        "versions": machine.describe_versions(),
+        "model": SHAPE,
+    }
+
+    def save() -> None:
+        evidence.add_here("bench", file=FILE, result=result)
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with torch.inference_mode():
+        measure(result, save)
+    for row in result["rows"]:
+        print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
