@@ -2,11 +2,11 @@
 
     ms per token = (time of n tokens - time of n / 2 tokens) / (n / 2)
 
-so the prompt and the first steps, which load kernels and record graphs, cancel. The model has the shape of Llama 3 8B and random
-weights in bfloat16: the time of a step does not depend on them. One request, a prompt of 200 tokens, greedy. Slots of a random
-model foresee nothing, so PaSS gains no token here: its line is the price of a step with 16 rows. The contenders run in turn; the
-result is the median of the rounds. The limit is the time in which the weights that a step reads are read once, at the speed of a
-large read in this run. `python -m benchmarks.decoding.large`.
+so the prompt and the first steps, which load kernels and record graphs, cancel. The model has the shape of Llama 3 8B and
+random weights in bfloat16: the time of a step does not depend on them. One request, a prompt of 200 tokens, greedy. Slots of
+a random model foresee nothing, so PaSS gains no token here: its line is the price of a step with 16 rows. The contenders run
+in turn; the result is the median of the rounds. The limit is the time in which the weights that a step reads are read once,
+at the speed of a large read in this run. `python -m benchmarks.decoding.large`.
 """
 
 from __future__ import annotations

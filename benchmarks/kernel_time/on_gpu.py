@@ -149,6 +149,10 @@ def batches() -> Iterator[Callable[[], Call]]:
     for rows in (16, 64, 256, 640):
         yield functools.partial(_draft, rows, "off")
     yield functools.partial(_draft, 64, FILTERED)
+    for rows in (1, 16):
+        yield functools.partial(_draft, rows, "off", 32, "top")
+    for rows in (1, 256):
+        yield functools.partial(_draft, rows, "off", 4, "coupled", "flat")
     for requests in (1, 8, 64, 256):
         for rule in ("coupled", "rejection"):
             yield functools.partial(_chain, requests, rule, "off", 128_256)
@@ -161,18 +165,19 @@ def batches() -> Iterator[Callable[[], Call]]:
     yield functools.partial(attention_call, "64 keys, 4 rows", 64, 4, -1, 8)
 
 
-def _draft(rows: int, filters: str) -> Call:
-    """draft_sample of many rows with one noise each."""
+def _draft(rows: int, filters: str, count: int = 1, mode: str = "coupled", kind: str = "peaked") -> Call:
+    """draft_sample of many rows."""
     generator = torch.Generator("cuda").manual_seed(SEED)
     arguments = {
-        "logits": make_logits("peaked", rows, 128_256, generator).bfloat16(),
-        "k": 1,
-        "mode": "coupled",
+        "logits": make_logits(kind, rows, 128_256, generator).bfloat16(),
+        "k": count,
+        "mode": mode,
         **per_row(rows, torch.device("cuda"), 0.8, filters),
         "seeds": torch.arange(rows),
         "positions": torch.arange(rows),
     }
-    return Call("draft_sample", f"{rows} rows, coupled, {filters}", pass_ext.draft_sample, arguments, lambda _: True)
+    name = f"{rows} × {count}, {kind}, {mode}, filters {filters}"
+    return Call("draft_sample", name, pass_ext.draft_sample, arguments, lambda _: True)
 
 
 def _chain(requests: int, rule: str, filters: str, vocabulary: int) -> Call:
@@ -202,7 +207,7 @@ def _chain(requests: int, rule: str, filters: str, vocabulary: int) -> Call:
         "seeds": seeds,
         "positions": torch.full((requests,), 7),
     }
-    name = f"{requests} × (1 + 4), V {vocabulary}, {rule}, {filters}"
+    name = f"{requests} × (1 + 4), V {vocabulary}, {rule}, filters {filters}"
     return Call("accept", name, pass_ext.accept_chain, arguments, lambda result: not bool(result.status.any()))
 
 
