@@ -17,8 +17,9 @@ namespace pass_ext::gpu {
 
 constexpr int kCombineThreads = 128;
 constexpr int kCombineWarps = kCombineThreads / 32;
-constexpr int kCombineResident = 8;  // blocks on a multiprocessor, which 64 registers allow
-constexpr int kCombineAtOnce = 5;    // parts of a thread on their way: 10 loads of 16 bytes, within those registers
+constexpr int kCombineResident = 4;  // blocks on a multiprocessor, which 128 registers allow
+constexpr int kCombineAtOnce =
+    9;  // parts of a thread on their way: 36 of a row of 128, and 264 blocks leave it 33 for 8 heads
 constexpr int kCountsOfThread = kMostBlocks / kCombineThreads;
 
 template <int kDim>

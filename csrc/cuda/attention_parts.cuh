@@ -37,10 +37,13 @@ struct RowSum {
     for (; first < parts; first += kAtOnce * step) {
       Bytes16 values[kAtOnce], ends[kAtOnce];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {  // a load for certain needs fewest registers
-        const float* const from = line(first + k * step < parts ? first + k * step : first);
-        ends[k] = load16(from + kDim);
+      for (int k = 0; k < kAtOnce; ++k) {
+        values[k] = {};
+        ends[k] = {{bits_of(-kLargest), 0, 0, 0}};  // of a part that is not there, and adds nothing
+        if (first + k * step >= parts) continue;
+        const float* const from = line(first + k * step);
         values[k] = load16(from + column);
+        ends[k] = load16(from + kDim);
       }
       float highest = totals.maximum;
 #pragma unroll
@@ -51,7 +54,6 @@ struct RowSum {
       for (float& value : columns) value *= shrink;
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (first + k * step >= parts) continue;
         const float weight = exp2_approximate(float_of(ends[k].word[0]) - highest);
         totals.rounded = fused(weight, float_of(ends[k].word[1]), totals.rounded);
         totals.exact = fused(weight, float_of(ends[k].word[2]), totals.exact);
