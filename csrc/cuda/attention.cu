@@ -1,11 +1,11 @@
 // torch.ops.pass_ext.attention_tree and attention_merge on CUDA: checks, grid, workspace, launch, registration. The
-// kernels: cuda/attention.cuh, compiled by the other attention_*.cu, attention_plain.cuh and attention_merge.cuh.
+// kernels: cuda/attention.cuh, compiled by the other attention_*.cu, attention_combine.cuh, attention_plain.cuh and
+// attention_merge.cuh.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
-#include "cuda/counters.h"
 #include "cuda/runtime.h"
 #include "host/attention.h"
 
@@ -52,8 +52,6 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
   });
 }
 
-static_assert(gpu::kMostBlocks * gpu::kCountersOfBlock <= kCountersOfSlot);
-
 void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
   check_alignment(problem);
   if (problem.rows == 0 || problem.heads == 0) return;
@@ -64,9 +62,8 @@ void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
     const gpu::AttentionPlan plan =
         gpu::plan_attention(problem, between(resident, 1, gpu::kMostBlocks), scope.multiprocessors());
-    const Tensor parts = empty_of_shape("attention_tree", q, {plan.parts}, ScalarType::Float);
-    int32_t* const counters = CounterSlots::of_device(scope.device()).slot_for("attention_tree", scope.stream());
-    gpu::launch_attention(problem, plan, {output_of<float>(parts), counters}, scope.stream());
+    const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
+    gpu::launch_attention(problem, plan, output_of<float>(workspace), scope.stream());
   }
   check_launch("attention_tree");
 }

@@ -1,7 +1,7 @@
-// Attention on the GPU in bf16 and fp16. One persistent kernel streams tiles of K and V through shared memory,
-// multiplies with matrix fragments, and merges the results of several blocks for the same rows: one launch, whatever
-// the lengths are. Schedule: attention_schedule.cuh; tiles: attention_tile.cuh; a warp's arithmetic:
-// attention_warp.cuh; merging: attention_parts.cuh; fp32: attention_plain.cuh.
+// Attention on the GPU in bf16 and fp16. One persistent kernel, whatever the lengths are, streams tiles of K and V
+// through shared memory and multiplies with matrix fragments. Results of several blocks for the same rows are left to a
+// second launch, attention_combine.cuh. Schedule: attention_schedule.cuh; tiles: attention_tile.cuh; a warp's
+// arithmetic: attention_warp.cuh; parts of results: attention_parts.cuh; fp32: attention_plain.cuh.
 #pragma once
 
 #include "core/attention.h"
@@ -155,7 +155,7 @@ PASS_EXT_DEVICE void write_unowned_rows(const AttentionProblem& problem) {
 }
 
 // A variant for sm_90 and later whose tiles come by TMA and are multiplied by wgmma (64 rows a warpgroup) would replace
-// `attend`, and be chosen where with_attention_shape chooses; schedule and merging stay.
+// `attend`, and be chosen where with_attention_shape chooses; schedule and parts stay.
 template <typename Shape>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks)
     attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem, SharedWork work) {
@@ -165,17 +165,15 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
   const int32_t most = Shape::kRowWarps == 1 ? 1 : work.most_in_step;
   RequestSteps first_steps;
   const Team team = join_team<Shape>(problem, scratch.schedule, most, work.multiprocessors, first_steps);
+  if (thread_rank() == 0) work.rows[block_index().x] = 0;  // until note_shared_tile
   const int32_t share_end = team.in_step == 0 ? 0 : team.begin(team.index + 1);
 #pragma unroll 1
   for (int32_t step = team.in_step == 0 ? 0 : team.begin(team.index); step < share_end;) {
     find_segment<Shape>(problem, scratch.schedule, team, first_steps, step, most);
     if (segment.rows > 0) {
       const bool is_stored = attend<Shape>(problem, work, scratch), is_whole = segment.is_whole();
-      if (!is_stored)
-        merge_warps<Shape>(problem, segment, {is_whole ? nullptr : part_of_segment<Shape>(work, segment)});
-      if (!is_whole)
-        merge_members<Shape>(problem, segment, work, team, team.team_of(segment.unit_begin),
-                             team.team_of(segment.unit_begin + segment.tiles - 1));
+      if (!is_stored) merge_warps<Shape>(problem, segment, is_whole ? nullptr : part_of_segment<Shape>(work, segment));
+      if (!is_whole && segment.begin == 0 && thread_rank() == 0) note_shared_tile(work, team, segment);
     }
     step = segment.unit_begin + segment.end;
     sync_block();  // shared memory is free again

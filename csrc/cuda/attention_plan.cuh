@@ -1,4 +1,4 @@
-// The host's plan of attention in bf16 and fp16: the kernel, the number of blocks, and the memory that they share.
+// The host's plan of attention in bf16 and fp16: the kernels, the numbers of blocks, and the memory that they share.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "core/attention.h"
+#include "cuda/attention_combine.cuh"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/primitives.cuh"
@@ -34,17 +35,26 @@ decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& 
 
 struct AttentionPlan {
   unsigned blocks;
-  int64_t parts;     // floats
-  int64_t counters;  // int32, zero
+  unsigned combine_blocks;  // of attention_combine_kernel; 0: by shapes alone no two blocks share a tile of rows
+  int64_t workspace;        // floats: parts, shared tiles and their rows (SharedWork)
   int32_t most_in_step, multiprocessors;
 };
 
-// The key tiles of all requests and key heads, as far as shapes say; kernels count them in int32.
+// Tiles of a request and key head, as far as shapes say.
+template <typename Shape>
+int64_t most_row_tiles(const AttentionProblem& problem) {
+  return (int64_t{problem.max_nodes} * problem.group + Shape::kRows - 1) / Shape::kRows;
+}
+
+template <typename Shape>
+int64_t most_key_tiles(const AttentionProblem& problem) {
+  return (problem.slots + problem.max_nodes + Shape::kKeys - 1) / Shape::kKeys;
+}
+
+// The key tiles of all requests, key heads and tiles of rows; kernels count them in int32.
 template <typename Shape>
 int64_t most_steps(const AttentionProblem& problem) {
-  const int64_t rows = int64_t{problem.max_nodes} * problem.group;
-  const int64_t tiles = (problem.slots + problem.max_nodes + Shape::kKeys - 1) / Shape::kKeys;
-  return problem.requests * problem.kv_heads * ((rows + Shape::kRows - 1) / Shape::kRows) * tiles;
+  return problem.requests * problem.kv_heads * most_row_tiles<Shape>(problem) * most_key_tiles<Shape>(problem);
 }
 
 // Refuses more tiles, over all requests, than the schedule counts in int32.
@@ -67,23 +77,38 @@ inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t mos
   return with_attention_shape(problem, [&](auto shape) -> AttentionPlan {
     using Shape = decltype(shape);
     check_steps<Shape>(problem);
-    const int64_t tiles_of_rows = (int64_t{problem.max_nodes} * problem.group + Shape::kRows - 1) / Shape::kRows;
+    const int64_t row_tiles = most_row_tiles<Shape>(problem);
     const int64_t blocks = between(most_steps<Shape>(problem) / kLeastTilesOfBlock, 1, most_blocks);
     int32_t most = 1;
-    while (most < kMostInStep && most < tiles_of_rows && (most + 1) * (most + 2) / 2 <= blocks) ++most;
-    return {static_cast<unsigned>(blocks), 2 * blocks * Shape::kPart, kCountersOfBlock * blocks, most, multiprocessors};
+    while (most < kMostInStep && most < row_tiles && (most + 1) * (most + 2) / 2 <= blocks) ++most;
+    AttentionPlan plan{};
+    plan.blocks = static_cast<unsigned>(blocks);
+    if (blocks > 1 && most_key_tiles<Shape>(problem) > 1) {
+      // A block is the first member of at most one shared tile.
+      const int64_t tiles = between(problem.requests * problem.kv_heads * row_tiles, 1, blocks);
+      const int64_t rows = tiles * between(int64_t{problem.max_nodes} * problem.group, 1, Shape::kRows);
+      plan.combine_blocks = static_cast<unsigned>(between(rows, 1, int64_t{kCombineResident} * multiprocessors));
+    }
+    plan.workspace = blocks * (2 * Shape::kPart + (sizeof(SharedTile) + sizeof(int32_t)) / sizeof(float));
+    plan.most_in_step = most;
+    plan.multiprocessors = multiprocessors;
+    return plan;
   });
 }
 
-inline void launch_attention(const AttentionProblem& problem, const AttentionPlan& plan, const SharedWork& work,
+inline void launch_attention(const AttentionProblem& problem, const AttentionPlan& plan, float* workspace,
                              Stream stream) {
-  SharedWork shared = work;
-  shared.most_in_step = plan.most_in_step;
-  shared.multiprocessors = plan.multiprocessors;
   with_attention_shape(problem, [&](auto shape) {
     using Shape = decltype(shape);
+    SharedTile* const tiles = reinterpret_cast<SharedTile*>(workspace + int64_t{2} * plan.blocks * Shape::kPart);
+    const SharedWork work{workspace, tiles, reinterpret_cast<int32_t*>(tiles + plan.blocks), plan.most_in_step,
+                          plan.multiprocessors};
     launch("attention_tree", attention_kernel_of<Shape>(),
-           LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, shared);
+           LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, work);
+    if (plan.combine_blocks > 0)
+      launch("attention_tree (combine)", attention_combine_kernel<typename Shape::T, Shape::kDim>,
+             LaunchShape{{plan.combine_blocks}, {kCombineThreads}}, stream, problem, work,
+             static_cast<int32_t>(plan.blocks), int32_t{Shape::kPart});
   });
 }
 

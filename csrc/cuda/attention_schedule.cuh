@@ -21,14 +21,21 @@ constexpr int32_t kLeastTilesOfBlock = 2;
 // way, 64 KB at 128 columns, which is enough for its part of the bandwidth; two blocks would leave twice the parts.
 constexpr int32_t kShortShare = 8;
 constexpr int32_t kMostBlocks = 512;
-constexpr int32_t kCountersOfBlock = 2 * kAttentionWarps;  // attention_parts.cuh
 constexpr int kMostInStep = 8;  // blocks of a team: 512 rows to a key compute for longer than the key takes to read
 
-// Memory that blocks share: parts [2 grid] in global memory, places 2 i and 2 i + 1 for block i, and counters [grid,
-// kCountersOfBlock], zero before and after every launch.
+// A tile of rows that several blocks compute, each some of its keys: its members. Each leaves a part of the result.
+struct SharedTile {
+  int32_t first_node, head, first_row;  // as row_offset wants them
+  int32_t members;
+  int32_t in_step;  // blocks from a member to the next
+};
+
+// Global memory that blocks share. Parts [2 grid]: places 2 i and 2 i + 1 for block i. The first member of a shared
+// tile has its part at the second place, because to it the tile is the last, and the others at the first.
 struct SharedWork {
   float* parts;
-  int32_t* counters;
+  SharedTile* tiles;        // [grid], by the first member
+  int32_t* rows;            // [grid], of these tiles; 0: the block is no tile's first member
   int32_t most_in_step;     // the plan's most blocks of a team
   int32_t multiprocessors;  // the plan's fewest blocks, if each has kLeastTilesOfBlock
 };
@@ -86,8 +93,6 @@ struct Team {
     const int32_t longer = remainder * (quotient + 1);  // steps of the teams that have one more
     return step < longer ? step / (quotient + 1) : remainder + (step - longer) / quotient;
   }
-  // The block of another team that has the same tile of rows.
-  PASS_EXT_DEVICE int64_t block_of(int32_t team) const { return first_block + team * in_step + tile; }
 };
 
 // The part of one unit that one block computes: key tiles [begin, end) of its `tiles`.
@@ -238,11 +243,15 @@ PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScrat
   }
 }
 
-// The offset of row `row` of the segment's tile in q and out.
+// The place in q and out of row `row` of a request's rows for one key head, counted in rows of head_dim elements.
+PASS_EXT_DEVICE int64_t row_offset(const AttentionProblem& problem, int32_t first_node, int32_t head, int32_t row) {
+  const int32_t node = row / problem.group;
+  return (int64_t{first_node} + node) * problem.heads + head * problem.group + (row - node * problem.group);
+}
+
+// The same of row `row` of the segment's tile.
 PASS_EXT_DEVICE int64_t row_offset(const AttentionProblem& problem, const Segment& segment, int32_t row) {
-  const int32_t index = segment.first_row + row, node = index / problem.group;
-  return (int64_t{segment.request.first} + node) * problem.heads + segment.head * problem.group +
-         (index - node * problem.group);
+  return row_offset(problem, segment.request.first, segment.head, segment.first_row + row);
 }
 
 }  // namespace pass_ext::gpu

@@ -50,12 +50,11 @@ pass_ext::gpu::AttentionPlan attention_plan(const Arguments& given, const pass_e
   return pass_ext::gpu::plan_attention(problem, given("most_blocks"), static_cast<int32_t>(given("multiprocessors")));
 }
 
-// The number of floats that the parts take, or of counters.
+// The floats of the workspace.
 int64_t attention_workspace(const Arguments& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
   if (problem.type == pass_ext::FloatType::float32) return 0;
-  const auto plan = attention_plan(given, problem);
-  return given("wants_parts") ? plan.parts : plan.counters;
+  return attention_plan(given, problem).workspace;
 }
 
 void attention_tree(const Arguments& given) {
@@ -64,8 +63,7 @@ void attention_tree(const Arguments& given) {
   problem.softcap = static_cast<float>(given.number("softcap"));
   if (problem.rows == 0 || problem.heads == 0) return;
   if (problem.type == pass_ext::FloatType::float32) return pass_ext::gpu::launch_plain_attention(problem, {});
-  pass_ext::gpu::launch_attention(problem, attention_plan(given, problem),
-                                  {given.at<float>("parts"), given.at<int32_t>("counters")}, {});
+  pass_ext::gpu::launch_attention(problem, attention_plan(given, problem), given.at<float>("workspace"), {});
 }
 
 void attention_merge(const Arguments& given) {

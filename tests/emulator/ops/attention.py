@@ -50,18 +50,16 @@ def attention_tree(
         scale=float(head_dim**-0.5 if scale is None else scale), softcap=float(softcap),
     )  # fmt: skip
     with session({}) as machine:
-        parts = torch.empty(machine.attention_workspace(numbers | {"wants_parts": 1}), dtype=torch.float32)
-        counters = torch.zeros(machine.attention_workspace(numbers), dtype=torch.int32)
-    numbers |= dict(parts=parts.data_ptr(), counters=counters.data_ptr())
+        workspace = torch.empty(machine.attention_workspace(numbers), dtype=torch.float32)
+    numbers["workspace"] = workspace.data_ptr()
     buffers = {name: (tensor, "in") for name, tensor in inputs.items()}
-    buffers |= {"out": (out, "out"), "lse": (lse, "out"), "parts": (parts, "out"), "counters": (counters, "inout")}
+    buffers |= {"out": (out, "out"), "lse": (lse, "out"), "workspace": (workspace, "out")}
     with session(buffers, seed=next(seeds) if seed is None else seed) as machine:
         if record is not None:
             machine.record_copies()
         machine.attention_tree(numbers)
         if record is not None:
             record |= {"copies": machine.taken_copies(), "accesses": machine.count_accesses()}
-    assert not counters.any(), "the counters are not zero again"
     return out, lse
 
 

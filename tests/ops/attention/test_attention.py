@@ -484,7 +484,7 @@ def test_the_plan_counts_in_64_bits_what_a_schedule_counts_in_32():
         multiprocessors=132,
     )
     with emulator.session({}) as machine:
-        assert machine.attention_workspace(fits) == 8 * 264
+        assert machine.attention_workspace(fits) == 264 * (2 * 16 * 72 + 6)  # parts, and a shared tile and its rows
         with pytest.raises(
             RuntimeError, match=r"must multiply to less than 2\^31 on CUDA, got 16384 requests.*: 2147483648"
         ):
