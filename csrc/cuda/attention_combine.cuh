@@ -42,6 +42,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCombineThreads, kCombineResident)
   constexpr int kStride = AttentionShape<T, kDim, 1>::kPartStride;
   const int thread = static_cast<int>(thread_rank());
 
+  wait_for_launch_before();
   // The rows of all shared tiles, in the order of their first members, are counted through.
   int32_t counts[kCountsOfThread], count = 0;
 #pragma unroll
