@@ -61,7 +61,6 @@ LIMITS = (
     Limit("shard_combine_kernel", ALL, "stack", 112, "spilled registers of the walk, by one thread of a block"),
     Limit("shard_bins_kernel", "sm_90", "stack", 8, "two spilled registers behind the sweep"),
     Limit("shard_masses_kernel", "sm_100", "stack", 8, "the same"),
-    Limit("attention_kernel*256, 4*", "sm_100", "stack", 40, "head_dim 256 needs all 255 registers; ten more do not fit"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
