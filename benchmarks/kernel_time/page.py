@@ -19,8 +19,12 @@ from benchmarks.kernel_time.costs import (
     time_of,
     with_bytes,
 )
+<<<<<<< HEAD
 from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, KEY_HEADS, MEASURED
 from benchmarks.kernel_time.ratios import BYTES_OF_TURN
+=======
+from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, KEY_HEADS
+>>>>>>> attn
 from benchmarks.kernel_time.steps import RESIDENT_BLOCKS, shape_of
 
 RESULTS = Path("benchmarks/results/kernel-time")
@@ -88,6 +92,8 @@ class Estimates:
     def of_launch(self, kind: str, name: str, least: dict[str, Any], most: dict[str, Any]) -> Range:
         """The time of one launch, without the cost of launching it."""
         if kind == "attention":
+            if not most["multiplying"]:
+                return self.merging(name, least, most)
             return sum(self.attention_parts(name, least, most), Range(0.0, 0.0))
         scan, rest = self.split(least, most)
         return with_bytes(scan, most["bytes"]) + rest if least["to_atomic"] else with_bytes(rest, most["bytes"])
@@ -110,7 +116,7 @@ class Estimates:
     def merging(self, name: str, least: dict[str, Any], most: dict[str, Any]) -> Range:
         """The time from a block's last product to the end: the path, and the bytes of other blocks' parts."""
         merge = self.result["merges"][shape_of(name)]
-        turns = most["handed_over"] / BYTES_OF_TURN
+        turns = most["handed_over"] / merge["bytes"]
         sides = []
         for side, launch in enumerate((least, most)):
             counts: dict[str, float] = dict(difference(_all(launch["whole"]), launch["to_last_product"]))
@@ -192,7 +198,7 @@ LIMITS = """## What takes the time
   one too long for shared memory are narrowed from 256 bins as before; no step here does that.
 - **Attention** reads lengths, computes its share, then the addresses of its keys, and reads these before its first product;
   each depends on the one before. The queries come beside the first keys. At 8,192 and 32,768 keys the tiles are bound by
-  bytes. Merging is bound by instructions, the parts that pass one multiprocessor's port, and two hand-overs.
+  bytes. Blocks that share a tile of rows leave their parts to a second launch, which reads them with all multiprocessors.
 - **A level** costs little: the walk reads the scan's results. Its price is the final draw under `rejection`.
 """
 
@@ -295,26 +301,30 @@ def _attention(estimates: Estimates) -> list[str]:
     for (kind, name), step in estimates.steps.items():
         if kind == "attention":
             least, most = step["least"][0], step["most"][0]
-            parts = estimates.attention_parts(name, least, most)
+            *parts, merging = estimates.attention_parts(name, least, most)
+            for behind in zip(step["least"][1:], step["most"][1:], strict=True):
+                merging += LAUNCH + estimates.of_launch(kind, name, *behind)
+            handed_over = max(launch["handed_over"] for launch in step["most"])
             atomics = least["whole"].get("atomic", 0)
             tiles = most["whole"]["matrix_product"] // estimates.result["tiles"][shape_of(name)]["products"]
-            rows.append([name, str(least["multiplying"] * KEY_HEADS), str(tiles), *(_range(part) for part in parts),
+            rows.append([name, str(least["multiplying"] * KEY_HEADS), str(tiles),
+                         *(_range(part) for part in (*parts, merging)),
                          f"{least['to_product'].get('instruction', 0) * estimates.rest.low:,.0f} – "
                          f"{most['to_product'].get('instruction', 0) * estimates.rest.high:,.0f}",
-                         f"{_rounds(least['to_product'])} – {_rounds(most['to_product'])}", f"{_merging_rounds(least)} – "
-                         f"{_merging_rounds(most)}", f"{most['handed_over'] / 1024:,.0f}", str(atomics)])  # fmt: skip
+                         f"{_rounds(least['to_product'])} – {_rounds(most['to_product'])}",
+                         f"{_merging_rounds(step['least'])} – {_merging_rounds(step['most'])}",
+                         f"{handed_over / 1024:,.0f}", str(atomics)])  # fmt: skip
     columns = ["step", "blocks with tiles", "tiles of a block", "before the first product, µs", "tiles, µs",
                "merging, µs", "instructions before the product", "rounds of loads from L2 or memory before it",
                "rounds behind the last product", "KB of parts that a block reads", "atomics on the path"]  # fmt: skip
     return [
         "Tiles: the instructions of a warp's turn of the loop ([kernel code](../kernel-code/README.md)), low: one a cycle, "
         "high: one in two cycles and shared between the blocks of a multiprocessor; and all bytes at full bandwidth. Merging: "
-        "from the last product to the end. An atomic on the path is a level of merging. The block that comes last of all "
-        f"reads the parts of its group and of all groups, low at {PORT.low:g} bytes a cycle beside its path, high at "
-        f"{PORT.high:g} on top.\n",
+        "from the last product to the end, and the second launch. Each of its blocks reads the parts of a row, low at "
+        f"{PORT.low:g} bytes a cycle beside its path, high at {PORT.high:g} on top.\n",
         *_table(columns, rows),
-        "\nInstructions of one turn of the merge's loop, in which each lane loads 16 bytes from 16 places, per warp; and loads "
-        "on their way before the first is used, read from the machine code (sm_90):\n",
+        "\nInstructions of one turn of the second launch's loop, in which each thread loads columns and totals of nine parts, "
+        "per warp; and loads on their way before the first is used, read from the machine code (sm_90):\n",
         *_table(["shape", "GPU", "emulator", "loads of any width", "loads of 16 bytes"], [
             [shape, f"{merge['gpu']:,.0f}", f"{merge['emulator']:,.0f}", *map(str, merge["in_flight"])]
             for shape, merge in estimates.result["merges"].items()
@@ -322,8 +332,8 @@ def _attention(estimates: Estimates) -> list[str]:
     ]  # fmt: skip
 
 
-def _merging_rounds(launch: dict[str, Any]) -> int:
-    return _rounds(launch["whole"]) - _rounds(launch["to_last_product"])
+def _merging_rounds(launches: list[dict[str, Any]]) -> int:
+    return sum(_rounds(launch["whole"]) for launch in launches) - _rounds(launches[0]["to_last_product"])
 
 
 def _rounds(counts: dict[str, int]) -> int:

@@ -6,9 +6,8 @@ bounds  SASS of one turn of the loop that draws and bounds the groups of a race,
         instructions: the difference between two vocabularies, one with four more turns. Draws with replacement run the loop
         from the second draw on
 
-Of attention's merge, for each shape: SASS of one turn of its loop, in which a lane loads 16 bytes from 16 places / the
-emulator's instructions for it, those for the weights of its parts included: the difference between two numbers of blocks
-that share a unit.
+Of attention's merge: SASS of one turn of the loop of attention_combine_kernel, in which a thread loads its columns and totals
+of nine parts / the emulator's instructions for it: the difference between two numbers of blocks that share a tile of rows.
 """
 
 from __future__ import annotations
@@ -34,9 +33,11 @@ TURNS = 4
 """Turns of the loop by which the two vocabularies differ."""
 SHAPES = {"16 rows": "attention_kernel<AttentionShape<bfloat16, 128, 1>>",
           "64 rows": "attention_kernel<AttentionShape<bfloat16, 128, 4>>"}  # fmt: skip
-LOADS_OF_TURN = 16
-"""Loads of 16 bytes of a lane in a turn of the merge's loop: merge_slice in cuda/attention_parts.cuh."""
-BYTES_OF_TURN = LOADS_OF_TURN * 16 * THREADS
+COMBINE = "attention_combine_kernel<bfloat16, 128>"
+PARTS_OF_TURN = 9
+"""Parts of a thread in a turn of the loop: kCombineAtOnce in cuda/attention_combine.cuh, two loads of 16 bytes each."""
+BYTES_OF_TURN = 2 * PARTS_OF_TURN * 16 * THREADS
+MEMBERS_OF_TURN = PARTS_OF_TURN * THREADS * 4 // HEAD_DIM
 
 
 def measure_ratios(library: Path, kernel_code: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -53,44 +54,45 @@ def measure_ratios(library: Path, kernel_code: dict[str, Any]) -> dict[str, dict
 
 
 class Merge(NamedTuple):
-    """What one shape of the attention kernel does.
+    """How the results of blocks are merged, for one shape of the attention kernel.
 
     Attributes:
         gpu: instructions of a turn of the merge's loop.
         emulator: the same on the emulator.
-        in_flight: loads that the kernel has on their way before it uses any, of any width and of 16 bytes.
+        bytes: those that a block loads in a turn.
+        in_flight: loads that the kernels have on their way before they use any, of any width and of 16 bytes.
     """
 
     gpu: float
     emulator: float
+    bytes: int
     in_flight: tuple[int, int]
 
 
 def measure_merges(library: Path) -> dict[str, Merge]:
     """Shape of attention -> its merge."""
     machine = Machine()
+    combine = ControlFlow(_instructions_of(library, COMBINE))
+    paths = [combine.work_path(loop) for loop in combine.loops()]
+    loops = [path for path in paths if sum(i.is_wide_load for i in path) == 2 * PARTS_OF_TURN]
+    if not loops:
+        raise AssertionError(f"{COMBINE}: no loop with {2 * PARTS_OF_TURN} loads of 16 bytes")
     merges = {}
-    for shape, rows, few, many in (("16 rows", 4, 8, 16), ("64 rows", 16, 4, 8)):
-        flow = ControlFlow(_instructions_of(library, SHAPES[shape]))
-        paths = [flow.work_path(loop) for loop in flow.loops()]
-        loops = [path for path in paths if sum(i.is_wide_load for i in path) == LOADS_OF_TURN]
-        if not loops:
-            raise AssertionError(f"{SHAPES[shape]}: no loop with {LOADS_OF_TURN} loads of 16 bytes in a row")
-        parts = {members: _merged(machine, rows, members) for members in (few, many)}
-        lines = 16 * (1 if shape == "16 rows" else 4)  # rows of a part, all of them
-        turns = (many - few) * lines * HEAD_DIM * 4 / BYTES_OF_TURN
-        in_flight = flow.loads_in_flight(wide=False)[1], flow.loads_in_flight()[1]
-        merges[shape] = Merge(min(map(len, loops)), (parts[many] - parts[few]) / turns, in_flight)
+    for shape, rows in (("16 rows", 4), ("64 rows", 16)):
+        few, many = (_merged(machine, rows, turns * MEMBERS_OF_TURN) for turns in (1, 2))
+        flows = combine, ControlFlow(_instructions_of(library, SHAPES[shape]))
+        in_flight = [max(flow.loads_in_flight(wide=wide)[1] for flow in flows) for wide in (False, True)]
+        merges[shape] = Merge(min(map(len, loops)), many - few, BYTES_OF_TURN, (in_flight[0], in_flight[1]))
     return merges
 
 
 def _merged(machine: Machine, rows: int, members: int) -> float:
-    """The emulator's instructions behind the last product of a unit that so many blocks share, two tiles each."""
+    """The emulator's instructions to add the parts of so many blocks that share a tile of rows, two tiles of keys each."""
     step = attention_step("", 128 * members - rows, rows, -1, RESIDENT_BLOCKS * members)
-    (launch,) = machine.record(step, most=False)
+    launch, combine = machine.record(step, most=False)
     if launch["multiplying"] != members:
         raise AssertionError(f"{members} blocks should share the unit, not {launch['multiplying']}")
-    return float(launch["whole"]["instruction"] - launch["to_last_product"]["instruction"])
+    return float(combine["whole"]["instruction"])
 
 
 def _second_draw(machine: Machine, vocabulary: int) -> float:

@@ -18,8 +18,9 @@ namespace pass_ext::gpu {
 constexpr int kCombineThreads = 128;
 constexpr int kCombineWarps = kCombineThreads / 32;
 constexpr int kCombineResident = 4;  // blocks on a multiprocessor, which 128 registers allow
-constexpr int kCombineAtOnce =
-    9;  // parts of a thread on their way: 36 of a row of 128, and 264 blocks leave it 33 for 8 heads
+// Parts of a thread on their way: 36 of a row of 128 columns. 264 blocks leave a row 33 parts if there are eight key
+// heads.
+constexpr int kCombineAtOnce = 9;
 constexpr int kCountsOfThread = kMostBlocks / kCombineThreads;
 
 template <int kDim>
@@ -42,8 +43,12 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCombineThreads, kCombineResident)
   constexpr int kStride = AttentionShape<T, kDim, 1>::kPartStride;
   const int thread = static_cast<int>(thread_rank());
 
+<<<<<<< HEAD
   wait_for_launch_before();
   // The rows of all shared tiles, in the order of their first members, are counted through.
+=======
+  // The rows of all shared tiles are numbered in the order of their first members.
+>>>>>>> attn
   int32_t counts[kCountsOfThread], count = 0;
 #pragma unroll
   for (int k = 0; k < kCountsOfThread; ++k) {

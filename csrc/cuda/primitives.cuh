@@ -6,12 +6,11 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <map>
 #include <mutex>
-#include <string_view>
 #include <utility>
 
 #include "core/grid.h"
@@ -308,13 +307,12 @@ struct LaunchShape {
   bool overlaps = false;  // its kernel calls wait_for_launch_before
 };
 
-// True if launches may overlap: PASS_EXT_OVERLAP=1, and the kernel's code is for a GPU that can.
+// Whether launches overlap where they may (runtime.h sets it).
+inline std::atomic<bool> g_launches_overlap{false};
+
+// True if a kernel's launch may overlap: its code is for a GPU that can.
 inline bool may_overlap(const void* kernel) {
-  static const bool is_wanted = [] {
-    const char* const value = std::getenv("PASS_EXT_OVERLAP");
-    return value != nullptr && std::string_view(value) == "1";
-  }();
-  if (!is_wanted) return false;
+  if (!g_launches_overlap) return false;
   static std::mutex mutex;
   static auto* const known = new std::map<const void*, bool>;  // never destroyed: exit order
   const std::lock_guard lock(mutex);

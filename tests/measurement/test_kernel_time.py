@@ -77,6 +77,9 @@ def test_bytes_hide_behind_the_path_at_best_and_come_on_top_at_worst():
     assert costs.with_bytes(costs.Range(7.0, 8.0), 5e-6 * BANDWIDTH).low == 7.0
 
 
+BYTES_OF_TURN = 32_768
+
+
 def attention_launch(instructions, handed_over):
     """A launch of two tiles with 1,000 instructions before its last product and so many behind it."""
     whole, product = counts(instruction=1000 + instructions, fence=2, matrix_product=256), counts(instruction=1000)
@@ -88,29 +91,29 @@ def test_merging_is_the_turns_of_its_loop_other_instructions_and_the_port():
     result = {
         "ratios": {"scan": {"gpu": 1, "emulator": 4}, "bounds": {"gpu": 1, "emulator": 2}},
         "tiles": {"64 rows": {"instructions": 800, "products": 128}},
-        "merges": {"64 rows": {"gpu": 100, "emulator": 900}},
+        "merges": {"64 rows": {"gpu": 100, "emulator": 900, "bytes": BYTES_OF_TURN}},
         "steps": [],
     }
     estimates = page.Estimates(result)
     name, turns = "8,192 keys, 16 rows", 3
-    launch = attention_launch(turns * 900 + 4_000, turns * page.BYTES_OF_TURN)
+    launch = attention_launch(turns * 900 + 4_000, turns * BYTES_OF_TURN)
     low, high = estimates.merging(name, launch, launch)
     fence, instruction = costs.COSTS["fence"], costs.COSTS["instruction"]
-    bytes_time = turns * page.BYTES_OF_TURN / costs.PORT.high / CLOCK * 1e6
+    bytes_time = turns * BYTES_OF_TURN / costs.PORT.high / CLOCK * 1e6
     assert low == pytest.approx(((turns * 100 + 1_000) * instruction.low + 2 * fence.low) / CLOCK * 1e6)
     assert high == pytest.approx(((turns * 100 + 2_000) * instruction.high + 2 * fence.high) / CLOCK * 1e6 + bytes_time)
-    wide = attention_launch(0, 100 * page.BYTES_OF_TURN)
+    wide = attention_launch(0, 100 * BYTES_OF_TURN)
     wide["whole"]["instruction"] = 1000
     merges = result["merges"]["64 rows"]
     merges["gpu"] = 1
-    assert estimates.merging(name, wide, wide).low == pytest.approx(100 * page.BYTES_OF_TURN / 64 / CLOCK * 1e6), (
-        "the port"
-    )
+    assert estimates.merging(name, wide, wide).low == pytest.approx(100 * BYTES_OF_TURN / 64 / CLOCK * 1e6), "the port"
     first, tiles, _ = estimates.attention_parts(name, launch, launch)
     assert first == (0, 0) and tiles.low == pytest.approx(2 * 800 / CLOCK * 1e6)
     assert tiles.high == pytest.approx(2 * tiles.low), "16 of 33 blocks: each alone on its multiprocessor"
     launch["multiplying"] = 33
     assert estimates.attention_parts(name, launch, launch)[1].high == pytest.approx(4 * tiles.low)
+    combine = launch | {"multiplying": 0, "to_last_product": {}}
+    assert estimates.of_launch("attention", name, combine, combine) == estimates.merging(name, combine, combine)
 
 
 def test_a_path_behind_its_beginning():
