@@ -19,12 +19,7 @@ from benchmarks.kernel_time.costs import (
     time_of,
     with_bytes,
 )
-<<<<<<< HEAD
 from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, KEY_HEADS, MEASURED
-from benchmarks.kernel_time.ratios import BYTES_OF_TURN
-=======
-from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, KEY_HEADS
->>>>>>> attn
 from benchmarks.kernel_time.steps import RESIDENT_BLOCKS, shape_of
 
 RESULTS = Path("benchmarks/results/kernel-time")

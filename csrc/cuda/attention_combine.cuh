@@ -43,12 +43,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCombineThreads, kCombineResident)
   constexpr int kStride = AttentionShape<T, kDim, 1>::kPartStride;
   const int thread = static_cast<int>(thread_rank());
 
-<<<<<<< HEAD
   wait_for_launch_before();
-  // The rows of all shared tiles, in the order of their first members, are counted through.
-=======
   // The rows of all shared tiles are numbered in the order of their first members.
->>>>>>> attn
   int32_t counts[kCountsOfThread], count = 0;
 #pragma unroll
   for (int k = 0; k < kCountsOfThread; ++k) {
