@@ -1,4 +1,4 @@
-"""The ten numbers of README.md and docs/performance.md, and the runs that measured them, from benchmarks/results/.
+"""The numbers of README.md and docs/performance.md, and the runs that measured them, from benchmarks/results/.
 
 `python -m tools.performance` writes the tables into both pages; `--check` writes nothing and fails where a page shows others.
 """
@@ -24,6 +24,10 @@ COMMANDS = {
     "ops/linear.json": "python -m benchmarks.ops.linear",
     "ops/cache.json": "python -m benchmarks.ops.cache",
     "acceptance.json": "python -m benchmarks.pages.acceptance",
+}
+GPU_COMMANDS = {
+    "large-model.json": "python -m benchmarks.decoding.large",
+    "kernel-time.json": "python -m benchmarks.kernel_time.on_gpu",
 }
 MEASURE_KERNEL_CODE = "python -m benchmarks.kernel_code"
 ARCHITECTURE = "sm_90"
@@ -149,8 +153,47 @@ def kernel_code_number(file: Path, result: Result) -> Number:
     return Number(what, f"{sizes[0]:,} bytes", other, f"{sizes[1] / sizes[0]:.1f} ×", file)
 
 
+def gpu_results(root: Path) -> dict[str, tuple[Path, Result]]:
+    """GPU result -> the newest one's file and content; left out where no GPU has made any."""
+    newest = {}
+    for name in GPU_COMMANDS:
+        paths = sorted(path.relative_to(root) for path in root.glob(f"benchmarks/results/*/{name}"))
+        if paths:
+            results = [(path, json.loads((root / path).read_text())) for path in paths]
+            newest[name] = max(results, key=lambda entry: entry[1]["date"])
+    return newest
+
+
+def gpu_numbers(root: Path) -> list[Number]:
+    """Steps of a large model, and attention against reading its keys and values once."""
+    shown, results = [], gpu_results(root)
+    if "large-model.json" in results:
+        file, result = results["large-model.json"]
+        rows = {row["contender"]: row["ms_per_token"] for row in result["rows"]}
+        plain, slots = (found(file.name, rows, f"pass_ext, {name}") for name in ("Plain", "PaSS"))
+        theirs, limit = found(file.name, rows, "transformers"), result["limit_ms"]
+        model = f"a model of Llama 3 8B's shape with random weights, {result['machine']['gpu']['name']}"
+        other = f"{theirs:.1f} ms, transformers' `generate`, whose kernels this host starts one by one"
+        shown.append(
+            Number(f"`generate`, Plain, {model}", f"{plain:.2f} ms a token", other, f"{theirs / plain:.1f} ×", file)
+        )
+        reading = f"{limit:.2f} ms, reading the weights once"
+        shown.append(
+            Number("The same, a PaSS step of 16 rows", f"{slots:.2f} ms", reading, f"{limit / slots:.2f} ×", file)
+        )
+    if "kernel-time.json" in results:
+        file, result = results["kernel-time.json"]
+        steps = {step["name"]: step for step in result["steps"] if "error" not in step}
+        step = found(file.name, steps, "32,768 keys, 16 rows")
+        limit = step["bytes"] / result["constants"]["read_gb_per_s"] / 1e3
+        what = f"`attention_tree`, 16 nodes behind a prefix of 32,768, heads 32/8 × 128, {result['machine']['gpu']['name']}"
+        other = f"{limit:.1f} µs, reading keys and values once"
+        shown.append(Number(what, f"{step['cold_us']:.1f} µs", other, f"{limit / step['cold_us']:.2f} ×", file))
+    return shown
+
+
 def numbers(root: Path) -> list[Number]:
-    """The ten, in the order of the page. Op benchmarks: cold caches, bfloat16, one request."""
+    """All, in the order of the page. Op benchmarks: cold caches, bfloat16, one request."""
     results = read(root)
     heads = "32/8 × 128"
     accept = dict(shape="chain", rule="rejection", requests=1, nodes="1 + 3", V=128256, logits="peaked", filters="off")
@@ -172,6 +215,7 @@ def numbers(root: Path) -> list[Number]:
         *ops,
         acceptance_number(results["acceptance.json"]),
         kernel_code_number(*kernel_code(root)),
+        *gpu_numbers(root),
     ]
 
 
@@ -184,7 +228,9 @@ def run_cells(file: Path, command: str, result: Mapping[str, Any]) -> list[str]:
     """The row of one run in the second table."""
     if "machine" in result:
         cpu = result["machine"]["cpu"]
+        gpu = result["machine"].get("gpu")
         place = f"{cpu['model']}, {cpu['cores']} cores, {result['machine']['kernels']['cpu_isa']}"
+        place = f"{gpu['name']}, driver {gpu['driver']}, {cpu['model']}" if gpu else place
         versions = [f"{name} {result['versions'][name]}" for name in SHOWN_VERSIONS if name in result["versions"]]
         for row in result.get("beside", ()):
             versions += [f"{row['contender']} {row['versions']['vllm']}"] if "versions" in row else []
@@ -219,6 +265,7 @@ def text(root: Path) -> str:
     file, code = kernel_code(root)
     runs = [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
     runs.append(run_cells(file, MEASURE_KERNEL_CODE, code))
+    runs += [run_cells(file, GPU_COMMANDS[name], result) for name, (file, result) in gpu_results(root).items()]
     heads = ["", "", "pass_ext", "beside it", "ratio", "result"]
     parts = [gpu_sentence(root), "", *table(heads, shown, left=6), "", aims_sentence(results), ""]
     return "\n".join([*parts, *table(["result", "command", "date", "commit", "machine", "versions"], runs, left=6)])
@@ -227,6 +274,7 @@ def text(root: Path) -> str:
 def readme_text(root: Path) -> str:
     """The part of README.md: the same numbers, each with its command."""
     commands = {RESULTS / name: command for name, command in COMMANDS.items()}
+    commands |= {file: GPU_COMMANDS[name] for name, (file, _) in gpu_results(root).items()}
     rows = [
         [number.what, number.ours, number.other, number.ratio, f"`{commands.get(number.file, MEASURE_KERNEL_CODE)}`"]
         for number in numbers(root)

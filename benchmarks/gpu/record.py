@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ROOT
 from benchmarks.harness import evidence
 from benchmarks.pages.gpu_status import content_hash, is_verified, kernel_files, with_headers
 
@@ -28,12 +29,13 @@ SANITIZERS = {"memcheck": ("memcheck",), "racecheck": ("racecheck", "racecheck-r
 
 
 def describe_kernels(root: Path) -> dict[str, dict[str, Any]]:
-    """Kernel file -> its content hash and the op families whose tests run it."""
+    """Kernel file -> its content hash and the op families whose tests run it: the names of the files that include it."""
     files = kernel_files(root)
+    users = {user.name: with_headers(user, root) for user in (*files, *sorted((root / "csrc" / "cuda").glob("*.cu")))}
     return {
         file.name: {
             "hash": content_hash(file, root),
-            "families": sorted({user.stem for user in files if file in with_headers(user, root)}),
+            "families": sorted({Path(user).stem for user, headers in users.items() if file in headers}),
         }
         for file in files
     }
@@ -91,12 +93,14 @@ def make_record(runs: Iterable[list[evidence.Fact]]) -> dict[str, Any]:
         )
         for tool, stages_of_tool in SANITIZERS.items()
     }
+    # The families of a file that is still the same may have been described wrongly when it ran.
+    known = {(name, kernel["hash"]): kernel for name, kernel in describe_kernels(ROOT).items()}
     return {
         "format": 2,
         **{key: first[key] for key in ("date", "commit", "machine", "versions")},
         "stages": stages,
         "kernels": {
-            name: _judge(kernel, count(outcomes[TESTS]), sanitized, failed_before)
+            name: _judge(known.get((name, kernel["hash"]), kernel), count(outcomes[TESTS]), sanitized, failed_before)
             for name, kernel in first["kernels"].items()
         },
     }

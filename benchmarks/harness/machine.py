@@ -104,10 +104,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The git commit, with "-dirty" where the working tree differs; without git PASS_EXT_COMMIT, or "unknown"."""
+    """PASS_EXT_COMMIT, for a copy whose git does not know the commit; else git's, with "-dirty" where the working tree differs.
+    "unknown" without git."""
+    if os.environ.get("PASS_EXT_COMMIT"):
+        return os.environ["PASS_EXT_COMMIT"]
     head = _first_line("git", "rev-parse", "--short=12", "HEAD")
     if not head:
-        return os.environ.get("PASS_EXT_COMMIT", "unknown")
+        return "unknown"
     changed = _first_line("git", "status", "--porcelain", "--", ".", *WRITTEN_BY_RUNS)
     return f"{head}-dirty" if changed else head
 

@@ -134,7 +134,7 @@ def read_measured(root: Path) -> dict[str, Any] | None:
 
 def _measured(estimates: Estimates, measured: dict[str, Any]) -> list[str]:
     machine, versions, constants = measured["machine"], measured["versions"], measured["constants"]
-    rows, others = [], []
+    rows, others, ratios = [], [], list[float]()
     for step in measured["steps"]:
         if "error" in step:
             continue
@@ -143,7 +143,9 @@ def _measured(estimates: Estimates, measured: dict[str, Any]) -> list[str]:
         if known:
             value, aim = estimates.of_step(step["kind"], step["name"]), _aim(step["kind"], step["name"])
             place = "above" if step["warm_us"] > value.high else "below" if step["warm_us"] < value.low else "within"
-            cells = [_range(value), place, f"{aim:g}" if aim else ""]
+            cold = cold_code(estimates.steps[step["kind"], step["name"]]["most"], estimates.rest)
+            cells = [_range(value), place, f"{value.high + cold:.1f}", f"{aim:g}" if aim else ""]
+            ratios += [step["warm_us"] / (value.high + cold)] if step["kind"] != "attention" else []
         else:
             cells = [f"{step['bytes'] / 1e6:,.1f}", f"{1e3 * step['bytes'] / constants['read_gb_per_s'] / 1e6:.1f}"]
         (rows if known else others).append([f"{step['kind']}: {step['name']}", str(step["kernels"]), *times, *cells])
@@ -154,7 +156,13 @@ def _measured(estimates: Estimates, measured: dict[str, Any]) -> list[str]:
         f"*Alone*: a graph of one call. An empty kernel takes {constants['launch_us']:.2f} µs, a copy moves "
         f"{constants['copy_gb_per_s']:,.0f} GB/s, a read {constants['read_gb_per_s']:,.0f} GB/s. The estimates are for an "
         "H200, which has the same processor and faster memory.\n",
-        *_table(["step", "launches", "warm, µs", "cold", "alone", "estimate", "warm is", "aim, µs"], rows),
+        *_table(
+            ["step", "launches", "warm, µs", "cold", "alone", "estimate", "warm is", "high + cold code", "aim, µs"],
+            rows,
+        ),
+        f"\nWarm steps of draft and accept take {min(ratios):.2f} to {max(ratios):.2f} of their high estimate with cold code. "
+        "So a call seems to find little of its code in the instruction cache, even behind an equal one, and the length of the "
+        "code that runs counts.\n",
         "\nWithout an estimate: batches, other vocabularies and prefixes, and the time in which the inputs are read once.\n",
         *_table(["step", "launches", "warm, µs", "cold", "alone", "MB", "reading them, µs"], others),
         "",

@@ -115,6 +115,24 @@ def test_the_page_is_honest():
     assert run_command(ROOT, "--check") == 0, "run: python -m benchmarks.pages.gpu_status"
 
 
+def test_a_part_of_a_family_is_verified_by_its_tests(tree, record):
+    """Only the checks in front of the kernels, a .cu, include the kernel of the second launch."""
+    write_record(tree, record, [("attention_masks", "test_a[cuda]", "passed"), ("tree", "test_a[cuda]", "failed")])
+    assert state_of("attention_combine.cuh", tree).endswith(": 1 tests, 1 under memcheck")
+    assert state_of("tree.cuh", tree) == state_of("lookahead.cuh", tree) == "not verified on a GPU"
+
+
+def test_a_run_names_the_commit_that_it_was_told(monkeypatch):
+    """A copy's git knows another commit than the one that was copied."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.harness import machine
+
+    monkeypatch.setenv("PASS_EXT_COMMIT", "0123456789ab")
+    assert machine.commit() == "0123456789ab"
+    monkeypatch.delenv("PASS_EXT_COMMIT")
+    assert machine.commit() != "0123456789ab"
+
+
 def test_without_a_record_nothing_is_verified(tree):
     assert is_honest(tree)
     assert state_of("lookahead.cuh", tree) == "not verified on a GPU"

@@ -212,4 +212,4 @@ TARGETS |= {f"pass_ext/decoding/{name}.py": ([], tests) for name, tests in _PYTH
 # Files without tests here: they choose among instruction sets, need a GPU or hold no code.
 LEFT_OUT = ["csrc/core/platform.h", "csrc/core/grid.h"]
 LEFT_OUT += [f"csrc/cpu/{name}" for name in ("isa.h", "isa.cpp", "each_isa.h", "buffer.h")]
-LEFT_OUT += [f"pass_ext/decoding/{name}.py" for name in ("session/graphs", "session/uploads")]
+LEFT_OUT += [f"pass_ext/decoding/{name}.py" for name in ("session/graphs", "session/recording", "session/uploads")]
