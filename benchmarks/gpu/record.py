@@ -93,14 +93,19 @@ def make_record(runs: Iterable[list[evidence.Fact]]) -> dict[str, Any]:
         )
         for tool, stages_of_tool in SANITIZERS.items()
     }
-    # The families of a file that is still the same may have been described wrongly when it ran.
-    known = {(name, kernel["hash"]): kernel for name, kernel in describe_kernels(ROOT).items()}
+    # A run may have missed families of a file: those of a file that is still the same are added.
+    known = {(name, kernel["hash"]): kernel["families"] for name, kernel in describe_kernels(ROOT).items()}
     return {
         "format": 2,
         **{key: first[key] for key in ("date", "commit", "machine", "versions")},
         "stages": stages,
         "kernels": {
-            name: _judge(known.get((name, kernel["hash"]), kernel), count(outcomes[TESTS]), sanitized, failed_before)
+            name: _judge(
+                {**kernel, "families": sorted({*kernel["families"], *known.get((name, kernel["hash"]), ())})},
+                count(outcomes[TESTS]),
+                sanitized,
+                failed_before,
+            )
             for name, kernel in first["kernels"].items()
         },
     }
