@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pass_ext.decoding.models.packed import PackedModel
     from pass_ext.decoding.planning.calibration import calibrate
     from pass_ext.decoding.planning.plan import plan
+    from pass_ext.decoding.requests.corpus import Corpus
     from pass_ext.decoding.requests.grammar.protocol import Grammar, allow_tokens
     from pass_ext.decoding.sampling import SamplingParams
     from pass_ext.decoding.stats import GenerationStats
@@ -51,6 +52,7 @@ __all__ = [
     "AcceptResult",
     "Batch",
     "Candidates",
+    "Corpus",
     "DecisionModel",
     "DraftContext",
     "DraftLevel",
@@ -121,6 +123,7 @@ _LATER = {
     "ExitAdapter": "modules.exit_adapter",
     "Generation": "decoding.generation",
     "GenerationStats": "decoding.stats",
+    "Corpus": "decoding.requests.corpus",
     "Grammar": "decoding.requests.grammar.protocol",
     "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from pass_ext.decoding.models.vocabulary import check_tokenizers
+from pass_ext.decoding.requests.corpus import Corpus
 from pass_ext.modules.decision import DraftLevel
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree
@@ -38,12 +39,15 @@ class NGram:
         longest, shortest: how many of the text's last tokens are looked up, longest first.
         tokens: tokens per candidate.
         branches: different candidates per step, latest first.
+        corpus: further texts to look in; the texts of this generation join them as they grow. Candidates behind matches longer
+            than ``longest`` come first, then those of the text itself, then the corpus's others.
     """
 
     longest: int = 4
     shortest: int = 2
     tokens: int = 8
     branches: int = 1
+    corpus: Corpus | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:

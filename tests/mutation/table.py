@@ -143,6 +143,7 @@ _PYTHON: dict[str, list[str]] = {
     "models/row_adapters": ["tests/decoding/models/test_layer_adapters.py"],
     "models/patching/layer_offsets": ["tests/training/test_lookahead_embedding.py"],
     "drafting/levels": _SPECULATIVE,
+    "requests/corpus": ["tests/decoding/drafting/test_corpus.py"],
     "requests/listener": _GENERATE,
     "drafting/longest_branch": ["tests/decoding/drafting/test_speculative_laws.py"],
     "models/patching/mask_patterns": ["tests/decoding/models/test_row_attention.py"],

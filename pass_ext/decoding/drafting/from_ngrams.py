@@ -2,6 +2,8 @@
 
     the text ends in an n-gram that also ended at e: propose text[e + 1], text[e + 2], ..., and past its end the same again
 
+and, with a corpus, those that followed them in other texts (requests/corpus.py).
+
 Everything runs on the host. Nothing is drawn, so any rule may judge the proposals.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pass_ext.decoding.drafting.drafter import N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import NGram
+from pass_ext.decoding.requests.corpus import CorpusText
 from pass_ext.decoding.requests.grammar.guide import Guide
 from pass_ext.decoding.requests.grammar.guides import Guides
 
@@ -105,20 +108,36 @@ class NGramDrafter(Drafter):
         self._method = method
         self._guides = [None if guides is None else guides.of(request) for request in range(requests)]
         self._indices = [NGramIndex(method.longest, method.shortest) for _ in range(requests)]
+        corpus = method.corpus
+        self._texts = [None if corpus is None else corpus.open() for _ in range(requests)]
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""
-        return Proposal(list(map(self._candidates, self._indices, self._guides, batch.texts, batch.levels)))
+        for entry, text in zip(self._texts, batch.texts, strict=True):
+            if entry is not None:
+                entry.extend(text[len(entry) :])
+        return Proposal(
+            list(map(self._candidates, self._indices, self._texts, self._guides, batch.texts, batch.levels))
+        )
 
     def _candidates(
-        self, index: NGramIndex, guide: Guide | None, text: Sequence[int], levels: int
+        self, index: NGramIndex, entry: CorpusText | None, guide: Guide | None, text: Sequence[int], levels: int
     ) -> Candidates | None:
         if levels == 0:
             return None
         index.extend(text[len(index) :])
         allowed = None if guide is None else guide.allowed_count
-        chains = index.proposals(min(self._method.tokens, levels), self._method.branches, allowed)
+        tokens, branches = min(self._method.tokens, levels), self._method.branches
+        chains = index.proposals(tokens, branches, allowed)
+        if self._method.corpus is not None:
+            others = self._method.corpus.continuations(text, tokens, branches, without=entry, allowed=allowed)
+            longer = [chain for length, chain in others if length > self._method.longest]
+            chains = _different([*longer, *chains, *(chain for _, chain in others)])[:branches]
         return Candidates.from_chains(chains) if chains else None
+
+
+def _different(chains: Sequence[list[int]]) -> list[list[int]]:
+    return [list(chain) for chain in dict.fromkeys(map(tuple, chains))]
 
 
 def ngram_drafters(method: NGram | None, context: DraftContext) -> list[Drafter]:
