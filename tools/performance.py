@@ -172,7 +172,8 @@ def gpu_numbers(root: Path) -> list[Number]:
         rows = {row["contender"]: row["ms_per_token"] for row in result["rows"]}
         plain, slots = (found(file.name, rows, f"pass_ext, {name}") for name in ("Plain", "PaSS"))
         theirs, limit = found(file.name, rows, "transformers"), result["limit_ms"]
-        model = f"a model of Llama 3 8B's shape with random weights, {result['machine']['gpu']['name']}"
+        rounds = "one round" if all(row["least_ms"] == row["most_ms"] for row in result["rows"]) else "median of rounds"
+        model = f"a model of Llama 3 8B's shape with random weights, {result['machine']['gpu']['name']}, {rounds}"
         other = f"{theirs:.1f} ms, transformers' `generate`, whose kernels this host starts one by one"
         shown.append(
             Number(f"`generate`, Plain, {model}", f"{plain:.2f} ms a token", other, f"{theirs / plain:.1f} ×", file)

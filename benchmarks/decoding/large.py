@@ -5,8 +5,8 @@
 so the prompt and the first steps, which load kernels and record graphs, cancel. The model has the shape of Llama 3 8B and
 random weights in bfloat16: the time of a step does not depend on them. One request, a prompt of 200 tokens, greedy. Slots of
 a random model foresee nothing, so PaSS gains no token here: its line is the price of a step with 16 rows. The contenders run
-in turn; the result is the median of the rounds. The limit is the time in which the weights that a step reads are read once,
-at the speed of a large read in this run. `python -m benchmarks.decoding.large`.
+in turn; the result is the median of the rounds that the time allowed (`rounds`). The limit is the time in which the weights
+that a step reads are read once, at the speed of a large read in this run. `python -m benchmarks.decoding.large`.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ def measure(result: dict[str, Any], save: Callable[[], None]) -> None:
             steady[name].append(1e3 * (full - half) / (count - count // 2))
             whole[name].append(1e3 * full / count)
         result["rows"] = [
-            {"contender": name, "rows": rows, "tokens": count, "ms_per_token": median(steady[name]),
-             "least_ms": min(steady[name]), "most_ms": max(steady[name]), "ms_whole_text": median(whole[name])}
+            {"contender": name, "rows": rows, "tokens": count, "rounds": len(steady[name]),
+             "ms_per_token": median(steady[name]), "least_ms": min(steady[name]), "most_ms": max(steady[name]),
+             "ms_whole_text": median(whole[name])}
             for name, (rows, count, _) in entrants.items()
         ]  # fmt: skip
         save()

@@ -84,7 +84,7 @@ def render(result: dict[str, Any]) -> str:
             lines.append(_line(domain, f"{samples} in one batch", len(chosen), counts, result["tokens"]))
         for first, last in ((0, 1), (1, 4), (4, MOST)):
             counts = [
-                {way: calls for way, calls in zip(("own text", "corpus"), pair, strict=True)}
+                dict(zip(("own text", "corpus"), pair, strict=True))
                 for row in chosen
                 for pair in zip(
                     *(row["one after the other"][way][first:last] for way in ("own text", "corpus")), strict=True
@@ -100,8 +100,8 @@ def render(result: dict[str, Any]) -> str:
         "Written by `python -m benchmarks.decoding.samples`; do not edit.",
         "",
         f"{result['model']} in bfloat16, {result['prompts']} held-out prompts, {result['tokens']} tokens a text, temperature "
-        f"{result['temperature']}. {result['date'][:10]}, commit {result['commit']}, {versions}. Tokens per call of the model: in "
-        "a batch the slowest text decides. Texts with a corpus equal to those without: "
+        f"{result['temperature']}. {result['date'][:10]}, commit {result['commit']}, {versions}. Tokens per call of the model: "
+        "in a batch the slowest text decides. Texts with a corpus equal to those without: "
         f"{same.count(True)} of {len(same)} batches and series; in bfloat16 a batch of other shapes may round otherwise.",
         "",
         *table(["prompts", "samples", "number", "own text", "with a corpus", "ratio"], lines, left=2),

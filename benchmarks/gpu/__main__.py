@@ -9,7 +9,7 @@ so it may be cut off at any time. Its end, or ``python -m benchmarks.gpu.record 
 results of the benchmarks from the evidence. Exit status 0: every stage passed or cannot run here.
 
 Environment: PASS_EXT_OUT (another folder, for evidence and log only), PASS_EXT_PREBUILT=1 (do not build), PASS_EXT_COMMIT (the
-commit to record outside of git), PYTHONPATH (a folder of packages to measure beside, such as FlashInfer or vLLM).
+commit to record, in place of git's), PYTHONPATH (a folder of packages to measure beside, such as FlashInfer or vLLM).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The stages of a run on a GPU, the most important first, each with its jobs and its time.
 
-A first run of ten minutes reaches the quick benchmarks. The next run goes on from there, because tests with a known outcome are
+A first run of ten minutes reaches the sanitizers. The next run goes on from there, because tests with a known outcome are
 left out. Benchmarks run alone; tests and sanitizers run side by side.
 """
 
@@ -135,7 +135,7 @@ def all_stages(architecture: str) -> list[Stage]:
         ),
         _tests("tests", (*FAMILIES, "others"), 180),
         Stage("kernel_time", {"steps": [*_PYTHON, "benchmarks.kernel_time.on_gpu"]}, 120),
-        Stage("large_model", {"large": [*_PYTHON, "benchmarks.decoding.large"]}, 90),
+        Stage("large_model", {"large": [*_PYTHON, "benchmarks.decoding.large"]}, 180),
         _sanitizer("memcheck", "memcheck", FAMILIES, 120),
         _sanitizer("racecheck", "racecheck", RACECHECKED_FIRST, 120),
         _bench("attention", "--quick", seconds=60),

@@ -104,8 +104,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """PASS_EXT_COMMIT, for a copy whose git does not know the commit; else git's, with "-dirty" where the working tree differs.
-    "unknown" without git."""
+    """The git commit, with "-dirty" where the working tree differs, or "unknown" without git. PASS_EXT_COMMIT replaces it, in a
+    copy whose git knows another."""
     if os.environ.get("PASS_EXT_COMMIT"):
         return os.environ["PASS_EXT_COMMIT"]
     head = _first_line("git", "rev-parse", "--short=12", "HEAD")

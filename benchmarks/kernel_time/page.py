@@ -1,4 +1,4 @@
-"""benchmarks/results/kernel-time/README.md: the estimates of the newest result, the constants and the critical paths."""
+"""benchmarks/results/kernel-time/README.md: a GPU's times, the newest estimates, the constants and the critical paths."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def _steps(estimates: Estimates) -> list[str]:
     ]
     return [
         "One request, 128,256 logits in bfloat16, peaked. *met*: even the high time is within the aim; *missed*: even the "
-        "low time exceeds it; *open*: the constants decide.\n",
+        "low time exceeds it; *open*: the constants decide. Where a GPU has measured a step, the section above decides.\n",
         *_table(columns, rows),
     ]
 

@@ -115,8 +115,9 @@ def generate(
         keep_cache: the result has ``session``, with the caches.
         session: the session of an earlier generation with ``keep_cache``, with as many requests, as many slots and enough room.
             Its caches and CUDA graphs are used again, and its texts are overwritten.
-        cuda_graphs: True: on CUDA, calls of a repeated shape are CUDA graphs; pays with a ``session`` that is used again. None:
-            steps that all have one shape (``run_ahead``) become one, unless the model does what a graph cannot hold.
+        cuda_graphs: True: on CUDA, calls of a repeated shape are CUDA graphs; pays with a ``session`` that is used again.
+            False: none are. None: where all steps have one shape (``run_ahead``), each generation makes its step one graph,
+            unless the model does what a graph cannot hold: then it warns.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
             same. Refused where the host decides between steps: with logits processors, grammars, methods other than ``Plain``
             and ``PaSS`` with a fixed number of rows, and sampled rules other than "coupled". None: where it is possible and

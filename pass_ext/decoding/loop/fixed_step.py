@@ -141,7 +141,7 @@ class FixedStep:
     def _record(self) -> None:
         """Records a step as a graph and runs it."""
         try:
-            graph, _ = record_graph(self._run)
+            graph, _ = record_graph(self._run, self._session.device)
         except RuntimeError as error:
             if self._records != "if possible":
                 raise

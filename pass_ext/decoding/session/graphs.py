@@ -62,6 +62,6 @@ class RecordedCalls:
         parents, cu_nodes, most, visible, depths = trees
         buffers = PackedTrees(parents.clone(), cu_nodes.clone(), most, visible.clone(), depths.clone())
         ids = ids.clone()
-        graph, (logits, new) = record_graph(lambda: self._forward(buffers, ids), self._pool)
+        graph, (logits, new) = record_graph(lambda: self._forward(buffers, ids), ids.device, self._pool)
         self._pool = graph.pool()
         return _Recording(graph, buffers, ids, logits, new)

@@ -456,14 +456,25 @@ def test_a_model_that_no_graph_can_hold_runs_on_without_one(cuda):
     """Its calls wait for the device, which a recording refuses."""
     model = small_model("llama").to(cuda.device)
     ids, mask = (x.to(cuda.device) for x in ragged_prompts(3))
-    options = dict(max_new_tokens=12, attention_mask=mask)
+    options, stream = dict(max_new_tokens=12, attention_mask=mask), torch.cuda.current_stream()
     want = generate(model, ids, Plain(), **options).sequences
     hook = model.model.norm.register_forward_hook(
         lambda module, inputs, output: output * float(output.isfinite().all().item())
     )
     with pytest.warns(UserWarning, match="cannot be a CUDA graph"):
         assert torch.equal(generate(model, ids, Plain(), **options).sequences, want)
+    assert torch.cuda.current_stream() == stream
     with pytest.raises(RuntimeError):
         generate(model, ids, Plain(), cuda_graphs=True, **options)
+    assert torch.cuda.current_stream() == stream
     hook.remove()
     assert torch.equal(generate(model, ids, Plain(), **options).sequences, want)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_step_is_recorded_on_the_devices_own_stream(cuda):
+    """Another device is current: kernels on a stream of its own would run at once, and the graph would be empty."""
+    model = small_model("llama").to("cuda:1")
+    ids, mask = (x.to("cuda:1") for x in ragged_prompts(3))
+    want = generate(model, ids, Plain(), attention_mask=mask, max_new_tokens=20, cuda_graphs=False).sequences
+    assert torch.equal(generate(model, ids, Plain(), attention_mask=mask, max_new_tokens=20).sequences, want)

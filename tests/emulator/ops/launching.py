@@ -23,7 +23,7 @@ def pointers(buffers: dict[str, tuple[Tensor, str]]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, (tensor, _) in buffers.items()}
 
 
-COUNTERS = 2048
+COUNTERS = 4096  # kCountersOfSlot of cuda/counters.h
 
 
 def multiprocessors() -> int:

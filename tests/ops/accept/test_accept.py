@@ -803,3 +803,36 @@ def test_replays_in_a_cuda_graph(cuda):
         graph.replay()
         for left, right in zip(result, pass_ext.accept_tree(**step), strict=True):
             assert torch.equal(left, right)
+
+
+def test_streams_count_apart(cuda):
+    """Few rows: blocks of several launches count their arrivals at once, each stream in memory of its own."""
+    step = to(random_step("coupled", [5] * 3, 5000, torch.Generator().manual_seed(5)), cuda.device)
+    expected = pass_ext.accept_tree(**step)
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(4)], []
+    for stream in 50 * streams:
+        with torch.cuda.stream(stream):
+            results.append(pass_ext.accept_tree(**step))
+    torch.cuda.synchronize()
+    for result in results:
+        assert all(torch.equal(left, right) for left, right in zip(result, expected, strict=True))
+
+
+def test_graphs_count_apart_and_beside_eager_calls(cuda):
+    """Some graphs are dropped, so that their counters are taken again."""
+    step = to(random_step("coupled", [5] * 3, 5000, torch.Generator().manual_seed(6)), cuda.device)
+    pass_ext.accept_tree(**step)
+    graphs = []
+    for _ in range(6):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            steps = [pass_ext.accept_tree(**step) for _ in range(3)]
+        graphs = [*graphs[-2:], (graph, steps)]
+    for seed in range(4):
+        step["seeds"].fill_(seed)
+        expected = pass_ext.accept_tree(**step)
+        for graph, steps in graphs:
+            graph.replay()
+            for result in (*steps, pass_ext.accept_tree(**step)):
+                assert all(torch.equal(left, right) for left, right in zip(result, expected, strict=True))

@@ -392,7 +392,7 @@ def test_long_prefixes_on_a_real_grid(cuda, dim, nodes):
         assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
 
 
-def test_streams_count_apart(cuda):
+def test_streams_run_side_by_side(cuda):
     case = Case([4000], [5], heads=4, kv_heads=2)
     op, arguments = case.on(cuda.device)
     expected = op(*arguments)[0]
@@ -409,7 +409,7 @@ def test_graphs_take_new_lengths_and_run_beside_eager_calls(cuda):
     case = Case([3000], [6], heads=4, kv_heads=2)
     op, arguments = case.on(cuda.device)
     graphs = []
-    for _ in range(6):  # some of them dropped, so that their counters are taken again
+    for _ in range(6):  # some of them dropped
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             layers = [op(*arguments) for _ in range(3)]
