@@ -26,7 +26,7 @@ COMMANDS = {
     "acceptance.json": "python -m benchmarks.pages.acceptance",
 }
 GPU_COMMANDS = {
-    "large-model.json": "python -m benchmarks.decoding.large",
+    "large-model.json": "python -m benchmarks.gpu.large_model",
     "kernel-time.json": "python -m benchmarks.kernel_time.on_gpu",
 }
 MEASURE_KERNEL_CODE = "python -m benchmarks.kernel_code"

@@ -135,7 +135,7 @@ def all_stages(architecture: str) -> list[Stage]:
         ),
         _tests("tests", (*FAMILIES, "others"), 180),
         Stage("kernel_time", {"steps": [*_PYTHON, "benchmarks.kernel_time.on_gpu"]}, 120),
-        Stage("large_model", {"large": [*_PYTHON, "benchmarks.decoding.large"]}, 180),
+        Stage("large_model", {"large": [*_PYTHON, "benchmarks.gpu.large_model"]}, 180),
         _sanitizer("memcheck", "memcheck", FAMILIES, 120),
         _sanitizer("racecheck", "racecheck", RACECHECKED_FIRST, 120),
         _bench("attention", "--quick", seconds=60),

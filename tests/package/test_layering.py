@@ -69,7 +69,8 @@ MAY_IMPORT = {
 DECODING_FLOORS = (
     ("sampling", "stats", "profiling"),
     ("models", "rules"),
-    ("methods", "session", "requests"),
+    ("session", "requests"),
+    ("methods",),
     ("planning",),
     ("drafting",),
     ("loop",),
@@ -79,7 +80,7 @@ DECODING_FLOORS = (
 BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
-    ("pages", "kernel_time", "serving", "grammar"),
+    ("pages", "kernel_time", "serving", "grammar", "samples"),
     ("gpu", "contenders"),
 )
 MOST_SIDE_BY_SIDE = 12

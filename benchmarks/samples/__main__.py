@@ -5,7 +5,7 @@
 N samples of each held-out prompt at temperature 0.8, in one batch, where the slowest text decides, and one after the other.
 NGram looks in the text itself; with a corpus, also in the other samples of the prompt. A corpus begins empty for each prompt.
 Both write the same texts, which is checked. Counts alone: the machine's speed plays no part.
-`python -m benchmarks.decoding.samples` writes benchmarks/results/samples.json and samples.md; `--check` compares the page.
+`python -m benchmarks.samples` writes benchmarks/results/samples.json and samples.md; `--check` compares the page.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join([
         "# Samples that draft for each other",
         "",
-        "Written by `python -m benchmarks.decoding.samples`; do not edit.",
+        "Written by `python -m benchmarks.samples`; do not edit.",
         "",
         f"{result['model']} in bfloat16, {result['prompts']} held-out prompts, {result['tokens']} tokens a text, temperature "
         f"{result['temperature']}. {result['date'][:10]}, commit {result['commit']}, {versions}. Tokens per call of the model: "
@@ -115,7 +115,7 @@ def _line(domain: str, name: str, prompts: int, counts: list[dict[str, Any]], to
 
 
 def main() -> int:
-    """Entry point of `python -m benchmarks.decoding.samples`."""
+    """Entry point of `python -m benchmarks.samples`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")

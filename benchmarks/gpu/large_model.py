@@ -6,7 +6,7 @@ so the prompt and the first steps, which load kernels and record graphs, cancel.
 random weights in bfloat16: the time of a step does not depend on them. One request, a prompt of 200 tokens, greedy. Slots of
 a random model foresee nothing, so PaSS gains no token here: its line is the price of a step with 16 rows. The contenders run
 in turn; the result is the median of the rounds that the time allowed (`rounds`). The limit is the time in which the weights
-that a step reads are read once, at the speed of a large read in this run. `python -m benchmarks.decoding.large`.
+that a step reads are read once, at the speed of a large read in this run. `python -m benchmarks.gpu.large_model`.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ def measure(result: dict[str, Any], save: Callable[[], None]) -> None:
 
 
 def main() -> int:
-    """Entry point of `python -m benchmarks.decoding.large`."""
+    """Entry point of `python -m benchmarks.gpu.large_model`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks.decoding.large: torch sees no GPU", file=sys.stderr)
+        print("benchmarks.gpu.large_model: torch sees no GPU", file=sys.stderr)
         return 1
     result: dict[str, Any] = {
         "bench": "large-model",

@@ -1,0 +1,1 @@
+"""Samples of one prompt that draft for each other: `python -m benchmarks.samples`."""
