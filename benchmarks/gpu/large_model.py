@@ -25,6 +25,7 @@ import torch
 import pass_ext
 from benchmarks.harness import evidence, gpu_timing, machine
 from benchmarks.harness.cases import settings_for
+from benchmarks.harness.command import provenance
 from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree
 
 FILE = "large-model.json"
@@ -118,15 +119,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("benchmarks.gpu.large_model: torch sees no GPU", file=sys.stderr)
         return 1
-    result: dict[str, Any] = {
-        "bench": "large-model",
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "quick": False,
-        "machine": machine.describe_machine(),
-        "versions": machine.describe_versions(),
-        "model": SHAPE,
-    }
+    result: dict[str, Any] = {**provenance("large-model", False, "cuda"), "model": SHAPE}
 
     def save() -> None:
         evidence.add_here("bench", file=FILE, result=result)

@@ -44,7 +44,7 @@ def _graph_samplers(
     samplers = {}
     for contender in contenders:
         try:
-            samplers[contender.name] = _graph_sampler(contender, inputs, calls, flush)
+            samplers[contender.name] = graph_sampler(contender.function, inputs, calls, flush)
         except RuntimeError as error:
             if contender is contenders[0]:
                 raise
@@ -53,8 +53,11 @@ def _graph_samplers(
     return samplers
 
 
-def _graph_sampler(contender: Contender, inputs: Sequence[tuple[Any, ...]], calls: int, flush: Tensor | None) -> Sample:
-    graph = capture(contender.function, inputs, calls)
+def graph_sampler(
+    function: Callable[..., object], inputs: Sequence[tuple[Any, ...]], calls: int, flush: Tensor | None = None
+) -> Sample:
+    """Seconds of a call in a graph of `calls` calls. Before each replay `flush` is read; None: the graph runs once more."""
+    graph = capture(function, inputs, calls)
     ahead = head_start(graph.replay)
     started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 

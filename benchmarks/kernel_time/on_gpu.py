@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import pass_ext
 from benchmarks.harness import evidence, gpu_timing, machine
 from benchmarks.harness.cases import settings_for
+from benchmarks.harness.command import provenance
 from benchmarks.kernel_time.inputs import (
     FILTERED,
     MEASURED,
@@ -53,13 +54,8 @@ def main() -> int:
         print("benchmarks.kernel_time.on_gpu: torch sees no GPU", file=sys.stderr)
         return 1
     result: dict[str, Any] = {
-        "bench": "kernel-time",
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "quick": False,
+        **provenance("kernel-time", False, "cuda"),
         "overlap": os.environ.get("PASS_EXT_OVERLAP") == "1",
-        "machine": machine.describe_machine(),
-        "versions": machine.describe_versions(),
         "constants": {},
         "steps": [],
     }
@@ -120,23 +116,9 @@ def timed(call: Call, cache: int) -> dict[str, Any]:
 
 
 def graph_time(run: Callable[..., Any], sets: list[tuple[Any, ...]], calls: int, sweep: Tensor | None = None) -> float:
-    """Seconds of a call: the median over replays of a graph of `calls` calls; before each replay `sweep` is read."""
-    graph = gpu_timing.capture(run, sets, calls)
-    ahead = gpu_timing.head_start(graph.replay)
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    seconds = []
-    for _ in range(SAMPLES):
-        if sweep is None:
-            graph.replay()
-        else:
-            sweep.sum()
-        torch.cuda._sleep(ahead)
-        begun.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        seconds.append(begun.elapsed_time(ended) * 1e-3 / calls)
-    return median(seconds)
+    """Seconds of a call: the median of SAMPLES samples."""
+    sample = gpu_timing.graph_sampler(run, sets, calls, sweep)
+    return median(sample() for _ in range(SAMPLES))
 
 
 def estimated() -> Iterator[Callable[[], Call]]:

@@ -146,7 +146,8 @@ class FixedStep:
             if self._records != "if possible":
                 raise
             warn(
-                f"generate: this model's steps cannot be a CUDA graph, so the host launches each kernel: {error}",
+                "generate: this model's steps cannot be a CUDA graph, so the host launches each kernel: "
+                + str(error).partition("\n")[0],
                 stacklevel=2,
             )
             self._records = "never"

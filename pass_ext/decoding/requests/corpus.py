@@ -97,9 +97,11 @@ class Corpus:
         ]
         found: dict[tuple[int, ...], int] = {}
         for length, chain in sorted(matches, key=lambda match: -match[0]):  # stable: the latest first among equals
+            if len(found) >= count:
+                break
             if chain and allowed is not None:
                 chain = chain[: allowed(chain)]
-            if chain and len(found) < count:
+            if chain:
                 found.setdefault(tuple(chain), length)
         return [(length, list(chain)) for chain, length in found.items()]
 
