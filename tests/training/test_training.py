@@ -444,7 +444,7 @@ def test_samples_are_the_models_own_text():
 
 BATCHES = [
     own_texts.Batch("prose", 0.0, ["a", "b"], [[5, 6, 7], [8, 9]]),
-    own_texts.Batch("chat", 0.8, ["own"], []),
+    own_texts.Batch("chat", 0.8, ["own"], [[]]),
     own_texts.Batch("prose", 1.0, ["c"], [[11, 12, 13]]),
 ]
 

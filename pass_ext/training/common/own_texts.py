@@ -21,7 +21,7 @@ from pass_ext.training.common.documents import Document, is_held_out
 from pass_ext.training.common.frozen_model import weights_digest
 from pass_ext.training.common.sampling import sample
 
-BATCH = 96
+BATCH = 48
 TEMPERATURES = (0.8, 0.5, 1.0, 0.0)
 _OWN_MESSAGE = 64  # tokens at most in an instruction that the model writes itself
 _LOOP = 8  # an n-gram of this length seen a third time starts a loop
@@ -45,7 +45,7 @@ class Batch:
     kind: str
     temperature: float
     names: list[str]
-    prompts: list[list[int]]  # empty: the model writes the instructions first
+    prompts: list[list[int]]  # without tokens: the model writes the instructions first
 
 
 def plan_batches(
@@ -74,7 +74,7 @@ def plan_batches(
     evaluated += _batches("chat", [(line, ids) for line, ids in chats if is_held_out(line)][:held_out], greedy=True)
     trained.append(_batches("chat", [(line, ids) for line, ids in chats if not is_held_out(line)]))
     names = [f"own chat {number}" for number in range(own_chats)]
-    trained.append([Batch("chat", 0.8, names[at : at + BATCH], []) for at in range(0, own_chats, BATCH)])
+    trained.append(_batches("chat", [(name, []) for name in names]))
     longest = max(map(len, trained), default=0)
     mixed = [batches[turn] for turn in range(longest) for batches in trained if turn < len(batches)]
     return evaluated + mixed
@@ -121,7 +121,7 @@ def collect(
     ``name`` is the model's, for the header.
     """
     stop = frozenset(_stop_ids(model))
-    frame = _chat_frame(tokenizer) if any(not batch.prompts for batch in batches) else ([], [])
+    frame = _chat_frame(tokenizer) if any(not all(batch.prompts) for batch in batches) else ([], [])
     header = {
         "model": name,
         "weights": weights_digest(model),
@@ -145,7 +145,9 @@ def collect(
             yield _read_samples(path, number + 2, lines[number + 1], batch.names)
             continue
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        prompts = batch.prompts or _own_prompts(model, frame, len(batch.names), generator, stop)
+        prompts = batch.prompts
+        if not all(prompts):
+            prompts = _own_prompts(model, frame, len(batch.names), generator, stop)
         texts = sample(model, prompts, new_tokens, batch.temperature, generator, stop)
         samples = [
             Sample(name, batch.kind, batch.temperature, len(prompt), list(prompt) + without_loop(prompt, text))
