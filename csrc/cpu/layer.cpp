@@ -67,8 +67,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_before_attention(const Tensor& input, c
                                pointers_of<T>(op, k),
                                pointers_of<T>(op, v)};
     const LayerOptions options{head_dim, static_cast<float>(eps), static_cast<NormForm>(form)};
-    before_attention(layer, options, rotation_of(op, cos, sin, x), data_of<T>(op, "x", x), rows, output_of<T>(q_out),
-                     output_of<T>(k_out), output_of<T>(v_out));
+    before_attention(layer, {}, options, rotation_of(op, cos, sin, x), data_of<T>(op, "x", x), rows,
+                     output_of<T>(q_out), output_of<T>(k_out), output_of<T>(v_out));
   });
   return {q_out, k_out, v_out};
 }
@@ -117,7 +117,7 @@ Tensor layer_after_attention(const Tensor& attended, const Tensor& residual, con
                               pointers_of<T>(op, "output_norm", output_norm)};
     const LayerOptions options{0, static_cast<float>(eps), static_cast<NormForm>(form),
                                static_cast<Activation>(activation), static_cast<float>(scale)};
-    after_attention(layer, options, data_of<T>(op, "attended", x), data_of<T>(op, "residual", stream), rows,
+    after_attention(layer, {}, options, data_of<T>(op, "attended", x), data_of<T>(op, "residual", stream), rows,
                     output_of<T>(out));
   });
   return out;

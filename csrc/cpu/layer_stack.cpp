@@ -2,6 +2,7 @@
 // layer_before_attention, attention_tree, layer_after_attention, step_rms_norm and linear_rows called one by one.
 //   x <- x + deep[l][slot of the row]                        for rows of slots
 //   x <- layer_after_attention(attention_tree(q, k, v), x)   q, k, v = layer_before_attention(x)
+//        with adapter_rows_ behind each product              for rows of slots
 //   out = head normed(x[wanted])                             behind the last layer
 #include <torch/csrc/stable/library.h>
 
@@ -82,6 +83,37 @@ DeepRows<T> deep_rows_of(const char* op, const OptionalTensor& ids, const Option
   return rows;
 }
 
+// The rows of slots by their adapter; empty without adapters.
+RowsByAdapter slots_of(const char* op, const OptionalTensor& ids, const std::vector<Tensor>& adapters) {
+  RowsByAdapter slots;
+  if (!adapters.empty() && adapters[0].size(0) > 0)
+    dispatch_index(ids->scalar_type(), [&](auto index) {
+      using Id = type_of<decltype(index)>;
+      slots = rows_by_adapter(op, data_of<Id>(op, "ids", *ids), ids->size(0), adapters[0].size(0));
+    });
+  return slots;
+}
+
+// One layer's adapters as pointers; none where no row is a slot's.
+template <typename T>
+LayerAdapters<T> pointers_of(const char* op, const LayerAdapterTensors& layer, const RowsByAdapter& slots,
+                             double scale) {
+  LayerAdapters<T> adapters;
+  if (slots.rows.empty()) return adapters;
+  LayerAdapter<T>* const each[] = {&adapters.q,    &adapters.k,  &adapters.v,   &adapters.o,
+                                   &adapters.gate, &adapters.up, &adapters.down};
+  for (int i = 0; i < kAdapterLinears; ++i) {
+    const auto& [down, up, place] = layer.of[i];
+    const auto name = [&](int64_t at) { return "adapters[" + std::to_string(at) + "]"; };
+    if (down && down->size(1) > 0)
+      *each[i] = {data_of<T>(op, name(place), *down), data_of<T>(op, name(place + 1), *up), down->size(1)};
+  }
+  adapters.slots = &slots;
+  adapters.adapters = static_cast<int64_t>(slots.start.size()) - 1;
+  adapters.scale = static_cast<float>(scale);
+  return adapters;
+}
+
 // cos and sin of the rows: those at their positions, copied, or as they come.
 template <typename T>
 Rotation rotation_of_rows(const char* op, const OptionalTensor& cos, const OptionalTensor& sin,
@@ -126,6 +158,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
                     const Tensor& visible, int64_t max_nodes, const OptionalTensor& depths, const OptionalTensor& cos,
                     const OptionalTensor& sin, const OptionalTensor& positions, const std::vector<int64_t>& rotates,
                     const std::vector<int64_t>& windows, const OptionalTensor& ids, const OptionalTensor& deep,
+                    const std::vector<Tensor>& adapters, int64_t adapted, double adapter_scale,
                     const OptionalTensor& final_norm, const OptionalTensor& head, const OptionalTensor& wanted,
                     int64_t head_dim, double eps, int64_t form, int64_t activation, double scale,
                     double attention_scale, double softcap) {
@@ -149,7 +182,9 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   check_places(op, "positions", positions, input);
   if (positions) check_size(op, "positions", *positions, 0, rows, "N, the rows of x");
   check_rotation(op, cos, sin, input, positions && cos && cos->dim() > 0 ? cos->size(0) : rows, head_dim);
-  check_deep(op, ids, deep, input, count);
+  check_slots(op, ids, deep, !adapters.empty(), input, count);
+  const std::vector<LayerAdapterTensors> adapter_tensors =
+      layer_adapters_of(op, adapters, adapted, scale, layers, input);
   check_norm(op, "final_norm", final_norm, width, 0, input);
   check_places(op, "wanted", wanted, input);
   if (head) check_linear(op, {"head", *head, {}}, width, input);
@@ -208,6 +243,10 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
     LayerLinear<T> logits{};
     if (head) logits = {data_of<T>(op, "head_weight", *head), nullptr, head->size(0), width, head->stride(0)};
     const DeepRows<T> deep_rows = deep_rows_of<T>(op, ids, deep);
+    const RowsByAdapter slots = slots_of(op, ids, adapters);
+    std::vector<LayerAdapters<T>> added;
+    for (const LayerAdapterTensors& layer : adapter_tensors)
+      added.push_back(pointers_of<T>(op, layer, slots, adapter_scale));
     thread_local Buffer memory;
     T* const queries = const_cast<T*>(static_cast<const T*>(problem.q));
     T* const room =
@@ -223,7 +262,8 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       T* const k = output_of<T>(fresh_rows) + 2 * l * new_numbers;
       T* const v = k + new_numbers;
       if (deep) deep_rows.add(l, const_cast<T*>(stream), width);
-      before_attention(stack[l].before, options, rotates[l] ? rotation : Rotation{}, stream, rows, queries, k, v);
+      before_attention(stack[l].before, added[l], options, rotates[l] ? rotation : Rotation{}, stream, rows, queries, k,
+                       v);
       problem.k_cache = cache_rows[2 * l];
       problem.v_cache = cache_rows[2 * l + 1];
       problem.k_new.data = k;
@@ -232,7 +272,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       problem.depths = windows[l] == -1 ? nullptr : depth_rows;
       attend_on_cpu(problem);
       T* const to = buffers[l % 2];
-      after_attention(stack[l].after, options, static_cast<const T*>(problem.out), stream, rows, to);
+      after_attention(stack[l].after, added[l], options, static_cast<const T*>(problem.out), stream, rows, to);
       stream = to;
     };
     const auto finish = [&] {

@@ -40,6 +40,12 @@ void rotary_on_cpu(const StepRotary<T, S>& problem) {
 }
 
 template <typename T>
+void gate_on_cpu(const StepGate<T>& problem) {
+  for_rows(problem.rows, problem.dim * int64_t{sizeof(T)} * 3,
+           [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(gate_rows(problem, begin, end)); });
+}
+
+template <typename T>
 void add_on_cpu(T* sum, const T* a, const T* b, int64_t count) {
   PASS_EXT_AT_ISA(add_rows(sum, a, b, count));
 }
@@ -52,6 +58,9 @@ template void rotary_on_cpu(const StepRotary<float16, float16>&);
 template void rotary_on_cpu(const StepRotary<float16, float>&);
 template void rotary_on_cpu(const StepRotary<bfloat16, bfloat16>&);
 template void rotary_on_cpu(const StepRotary<bfloat16, float>&);
+template void gate_on_cpu(const StepGate<float>&);
+template void gate_on_cpu(const StepGate<float16>&);
+template void gate_on_cpu(const StepGate<bfloat16>&);
 template void add_on_cpu(float*, const float*, const float*, int64_t);
 template void add_on_cpu(float16*, const float16*, const float16*, int64_t);
 template void add_on_cpu(bfloat16*, const bfloat16*, const bfloat16*, int64_t);
@@ -69,8 +78,7 @@ struct OnCpu {
   }
   template <typename T>
   static void run(const StepGate<T>& problem, const Tensor&) {
-    for_rows(problem.rows, problem.dim * int64_t{sizeof(T)} * 3,
-             [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(gate_rows(problem, begin, end)); });
+    gate_on_cpu(problem);
   }
 };
 

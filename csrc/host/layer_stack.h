@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/adapter.h"
 #include "host/attention.h"
 #include "host/layer.h"
 
@@ -124,23 +125,83 @@ inline void check_places(const char* op, const char* argument, const OptionalTen
   check_same_device(op, argument, *places, "x", x);
 }
 
-// ids [N] and deep [layers, slots, d] come together.
-inline void check_deep(const char* op, const OptionalTensor& ids, const OptionalTensor& deep, const Tensor& x,
-                       int64_t layers) {
-  if (ids.has_value() != deep.has_value())
-    refuse(op, "ids and deep must come together, got only ", ids ? "ids" : "deep");
-  if (!deep) return;
+// ids [N] are for deep [layers, slots, d] and adapters.
+inline void check_slots(const char* op, const OptionalTensor& ids, const OptionalTensor& deep, bool has_adapters,
+                        const Tensor& x, int64_t layers) {
+  if (ids.has_value() != (deep || has_adapters))
+    refuse(op, "ids must come with deep or adapters, got ", ids ? "ids alone" : deep ? "only deep" : "only adapters");
+  if (!ids) return;
   check_dtype(op, "ids", *ids, {ScalarType::Int, ScalarType::Long});
   check_dim(op, "ids", *ids, 1, "[N]");
   check_size(op, "ids", *ids, 0, x.size(0), "N, the rows of x");
   check_contiguous_rows(op, "ids", *ids);
   check_same_device(op, "ids", *ids, "x", x);
+  if (!deep) return;
   check_dtype(op, "deep", *deep, {x.scalar_type()});
   check_dim(op, "deep", *deep, 3, "[layers, slots, d]");
   check_size(op, "deep", *deep, 0, layers, "layers");
   check_size(op, "deep", *deep, 2, x.size(1), "d, the width of x");
   check_contiguous_rows(op, "deep", *deep);
   check_same_device(op, "deep", *deep, "x", x);
+}
+
+// The linear layers that may have adapters, in the order of their tensors in the list.
+constexpr int kAdapterLinears = 7;
+constexpr const char* kAdapterLinearNames[kAdapterLinears] = {"q", "k", "v", "o", "gate", "up", "down"};
+enum AdapterLinear { kAdaptsQ, kAdaptsK, kAdaptsV, kAdaptsO, kAdaptsGate, kAdaptsUp, kAdaptsDown };
+
+// An adapter's tensors, [K, r, in] and [K, r, out]; null: the linear layer has none.
+struct AdapterTensors {
+  const Tensor *down = nullptr, *up = nullptr;
+  int64_t place = 0;  // of down in the list, in front of up
+};
+struct LayerAdapterTensors {
+  AdapterTensors of[kAdapterLinears];
+};
+
+// The list, layer by layer: a down and an up for each linear layer whose bit is set in `adapted`. All have as many
+// adapters as the first; a number of `scale` beside o's and down's would have to come between product and adapter.
+inline std::vector<LayerAdapterTensors> layer_adapters_of(const char* op, const std::vector<Tensor>& adapters,
+                                                          int64_t adapted, double scale,
+                                                          const std::vector<LayerTensors>& layers, const Tensor& x) {
+  if (adapted < 0 || adapted >> kAdapterLinears)
+    refuse(op, "adapted must be in [0, 2^", int{kAdapterLinears}, "), got ", adapted);
+  int64_t each = 0;
+  for (int i = 0; i < kAdapterLinears; ++i) each += 2 * (adapted >> i & 1);
+  const int64_t count = static_cast<int64_t>(layers.size());
+  if (static_cast<int64_t>(adapters.size()) != each * count)
+    refuse(op, "adapters must have ", each * count, " tensors (", count, " layers, adapted ", adapted, "), got ",
+           adapters.size());
+  if (scale != 1.0 && (adapted >> kAdaptsO & 1 || adapted >> kAdaptsDown & 1))
+    refuse(op, "scale must be 1 beside adapters of o or down, got ", scale);
+  std::vector<LayerAdapterTensors> result(count);
+  const Tensor* next = adapters.data();
+  for (int64_t l = 0; l < count; ++l) {
+    const LayerTensors& layer = layers[l];
+    const Tensor* const weights[] = {layer.q_weight,    layer.k_weight,  layer.v_weight,   layer.o_weight,
+                                     layer.gate_weight, layer.up_weight, layer.down_weight};
+    for (int i = 0; i < kAdapterLinears; ++i) {
+      if (!(adapted >> i & 1)) continue;
+      const int64_t at = next - adapters.data();
+      const Tensor &down = *next++, &up = *next++;
+      const std::string place =
+          std::string(op) + ": layer " + std::to_string(l) + ": adapter of " + kAdapterLinearNames[i];
+      const char* const where = place.c_str();
+      for (const auto& [name, tensor] : {std::pair("down", &down), {"up", &up}}) {
+        check_dtype(where, name, *tensor, {x.scalar_type()});
+        check_dim(where, name, *tensor, 3, "[K, r, numbers]");
+        if (!tensor->is_contiguous()) refuse(where, name, " must be contiguous, got ", describe(*tensor));
+        check_same_device(where, name, *tensor, "x", x);
+        check_size(where, name, *tensor, 0, adapters[0].size(0), "K, as in the first adapter");
+      }
+      check_size(where, "down", down, 2, weights[i]->size(1), "in, of the linear layer");
+      check_size(where, "up", up, 1, down.size(1), "r, the rank of down");
+      check_size(where, "up", up, 2, weights[i]->size(0), "out, of the linear layer");
+      check_below(where, "down", down, 1, kMaxAdapterRank + 1, "ranks");
+      result[l].of[i] = {&down, &up, at};
+    }
+  }
+  return result;
 }
 
 }  // namespace pass_ext

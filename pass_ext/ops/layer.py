@@ -8,7 +8,7 @@ call over the packed rows of a step. ``layer_stack``: decoder layers with their 
 Kernels: csrc/cpu/layer.h, which chains those of ``linear_rows`` and the step ops.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -175,6 +175,8 @@ def layer_stack(
     windows: Sequence[int] | None = None,
     ids: Tensor | None = None,
     deep: Tensor | None = None,
+    adapters: Sequence[Mapping[str, tuple[Tensor, Tensor]]] | None = None,
+    adapter_scale: float = 1.0,
     final_norm: Tensor | None = None,
     head: Tensor | None = None,
     wanted: Tensor | None = None,
@@ -186,7 +188,8 @@ def layer_stack(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """A model's decoder layers over the packed rows of a step: ``layer_before_attention``, ``attention_tree`` and
-    ``layer_after_attention`` of every layer, and ``step_rms_norm`` and ``linear_rows`` behind them, with their bits.
+    ``layer_after_attention`` of every layer, and ``step_rms_norm`` and ``linear_rows`` behind them, with their bits; for rows
+    of look-ahead slots with those of ``adapter_rows_`` behind each product.
 
     Args:
         x: ``[N, d]`` bfloat16, float16 or float32.
@@ -200,6 +203,10 @@ def layer_stack(
         rotates: whether each layer has the rotary embedding; None: all.
         windows: each layer's window as in ``attention_tree``, -1 for none; None: no layer has one.
         ids, deep: ``[N]`` and ``[layers, L, d]``: rows whose id is -1 - i add ``deep[l, i]`` to the input of layer l.
+        adapters: for each layer the adapters of its linear layers "q", "k", "v", "o", "gate", "up", "down", or of some, the
+            same in all layers: ``down [K, r, in]`` and ``up [K, r, out]`` as in ``adapter_rows_``, for rows whose id is
+            negative. Beside those of o or down ``scale`` must be 1.
+        adapter_scale: of their products.
         final_norm: ``[d]``, weight of a norm behind the last layer; None: none.
         head: ``[V, d]``, weight of the output layer; None: none.
         wanted: ``[W]`` int64, the rows that norm and output layer are computed of; None: all.
@@ -226,18 +233,37 @@ def layer_stack(
     if len(present) > 1:
         raise ValueError("pass_ext::layer_stack: layers must all have the same optional parts, got layers that differ")
     weights = [tensor for layer in layers for name in _ORDER if (tensor := getattr(layer, name)) is not None]
-    refuse_gradients(op, x, deep, final_norm, head, *weights, *flat)
+    adapted, added = adapter_list(op, adapters)
+    refuse_gradients(op, x, deep, final_norm, head, *weights, *flat, *added)
     parts = sum(1 << i for i, is_there in enumerate(present.pop() if present else ()) if is_there)
     count = len(layers)
     out, new = call(
         _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,
         [1] * count if rotates is None else [int(each) for each in rotates],
-        [-1] * count if windows is None else list(windows), ids, deep, final_norm, head, wanted,
-        head_dim, eps, index_of(op, "form", form, NORM_FORMS),
+        [-1] * count if windows is None else list(windows), ids, deep, added, adapted, adapter_scale,
+        final_norm, head, wanted, head_dim, eps, index_of(op, "form", form, NORM_FORMS),
         index_of(op, "activation", activation, ACTIVATIONS), scale,
         head_dim**-0.5 if attention_scale is None else attention_scale, softcap,
     )  # fmt: skip
     return out, new
+
+
+ADAPTED = ("q", "k", "v", "o", "gate", "up", "down")
+"""The linear layers that may have adapters, in the order of the op's list: csrc/host/layer_stack.h, AdapterLinear."""
+
+
+def adapter_list(op: str, adapters: Sequence[Mapping[str, tuple[Tensor, Tensor]]] | None) -> tuple[int, list[Tensor]]:
+    """Which linear layers have adapters, as bits, and the adapters' tensors, layer by layer."""
+    if not adapters:
+        return 0, []
+    names = set(adapters[0])
+    if unknown := names.difference(ADAPTED):
+        raise ValueError(f"pass_ext::{op}: adapters must be of {', '.join(ADAPTED)}, got {', '.join(sorted(unknown))}")
+    if any(set(layer) != names for layer in adapters):
+        raise ValueError(f"pass_ext::{op}: layers must all have adapters of the same linear layers")
+    there = [name for name in ADAPTED if name in names]
+    bits = sum(1 << ADAPTED.index(name) for name in there)
+    return bits, [side for layer in adapters for name in there for side in layer[name]]
 
 
 @register_fake("layer_before_attention")
@@ -265,8 +291,9 @@ def _stack_shape(
     x: Tensor, weights: list[Tensor], parts: int, caches: list[Tensor], prefix_lens: Tensor, cu_nodes: Tensor,
     visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, rotates: list[int], windows: list[int], ids: Tensor | None, deep: Tensor | None,
-    final_norm: Tensor | None, head: Tensor | None, wanted: Tensor | None, head_dim: int, eps: float, form: int,
-    activation: int, scale: float, attention_scale: float, softcap: float,
+    adapters: list[Tensor], adapted: int, adapter_scale: float, final_norm: Tensor | None, head: Tensor | None,
+    wanted: Tensor | None, head_dim: int, eps: float, form: int, activation: int, scale: float, attention_scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = x.shape[0] if wanted is None else wanted.shape[0]
     width = x.shape[1] if head is None else head.shape[0]

@@ -1,14 +1,23 @@
 """The layer ops as chains of ``linear_rows``, the step ops and ``attention_tree`` of this package."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pass_ext.reference.adapter import adapter_rows_
 from pass_ext.reference.attention import attention_tree
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
+
+# A linear layer's name, its output and its input -> its output with what adapters add.
+Adapt = Callable[[str, Tensor, Tensor], Tensor]
+
+
+def _unchanged(name: str, out: Tensor, x: Tensor) -> Tensor:
+    return out
 
 
 def layer_before_attention(
@@ -28,6 +37,7 @@ def layer_before_attention(
     sin: Tensor | None = None,
     eps: float = 1e-6,
     form: str = "llama",
+    _adapt: Adapt = _unchanged,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v = rotated(normed(products of normed(x)))."""
 
@@ -38,7 +48,8 @@ def layer_before_attention(
         return step_rms_norm(groups, weight, eps=eps, form=form)[0].flatten(1)
 
     x = normed(x, input_norm)
-    q, k, v = linear_rows(x, q_weight, q_bias), linear_rows(x, k_weight, k_bias), linear_rows(x, v_weight, v_bias)
+    linears = (("q", q_weight, q_bias), ("k", k_weight, k_bias), ("v", v_weight, v_bias))
+    q, k, v = (_adapt(name, linear_rows(x, weight, bias), x) for name, weight, bias in linears)
     heads = [rows.unflatten(1, (-1, head_dim)) for rows in (normed(q, q_norm), normed(k, k_norm), v)]
     if cos is not None and sin is not None:
         heads[:2] = step_rotary(heads[0], heads[1], cos, sin)
@@ -64,6 +75,7 @@ def layer_after_attention(
     form: str = "llama",
     activation: str = "silu",
     scale: float = 1.0,
+    _adapt: Adapt = _unchanged,
 ) -> Tensor:
     """m = residual + o(attended); m + down(activation(gate(n)) up(n)), n = normed(m)."""
 
@@ -73,11 +85,14 @@ def layer_after_attention(
     def scaled(rows: Tensor) -> Tensor:
         return rows if scale == 1.0 else (rows.float() * torch.tensor(scale)).to(rows.dtype)
 
-    middle = residual + scaled(normed(linear_rows(attended, o_weight, o_bias), attention_norm))
+    def product(name: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _adapt(name, linear_rows(rows, weight, bias), rows)
+
+    middle = residual + scaled(normed(product("o", attended, o_weight, o_bias), attention_norm))
     x = normed(middle, mlp_norm)
-    gate, up = linear_rows(x, gate_weight, gate_bias), linear_rows(x, up_weight, up_bias)
+    gate, up = product("gate", x, gate_weight, gate_bias), product("up", x, up_weight, up_bias)
     hidden = step_gate(gate, up, activation=activation)
-    return middle + scaled(normed(linear_rows(hidden, down_weight, down_bias), output_norm))
+    return middle + scaled(normed(product("down", hidden, down_weight, down_bias), output_norm))
 
 
 def layer_stack(
@@ -98,6 +113,8 @@ def layer_stack(
     windows: Sequence[int] | None = None,
     ids: Tensor | None = None,
     deep: Tensor | None = None,
+    adapters: Sequence[Any] | None = None,
+    adapter_scale: float = 1.0,
     final_norm: Tensor | None = None,
     head: Tensor | None = None,
     wanted: Tensor | None = None,
@@ -110,8 +127,15 @@ def layer_stack(
 ) -> tuple[Tensor, Tensor]:
     """x = after(attention_tree(before(x + deep[l])), x + deep[l]) for every layer; head normed(x[wanted]).
 
-    layers: ``LayerWeights`` of each.
+    layers: ``LayerWeights`` of each. adapters: what ``adapter_rows_`` adds behind each product, by its linear layer's name.
     """
+
+    def adapt(layer: int, name: str, out: Tensor, rows: Tensor) -> Tensor:
+        if not adapters or ids is None or name not in adapters[layer]:
+            return out
+        down, up = adapters[layer][name]
+        return adapter_rows_(out, rows, ids, down, up, adapter_scale)
+
     pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches
     if positions is not None and cos is not None and sin is not None:
         cos, sin = cos[positions], sin[positions]
@@ -124,7 +148,8 @@ def layer_stack(
         q, k, v = layer_before_attention(
             x, weights.q_weight, weights.k_weight, weights.v_weight, head_dim=head_dim, q_bias=weights.q_bias,
             k_bias=weights.k_bias, v_bias=weights.v_bias, input_norm=weights.input_norm, q_norm=weights.q_norm,
-            k_norm=weights.k_norm, cos=cos if turned else None, sin=sin if turned else None, **norm,
+            k_norm=weights.k_norm, cos=cos if turned else None, sin=sin if turned else None, _adapt=partial(adapt, index),
+            **norm,
         )  # fmt: skip
         new += k, v
         attended, _ = attention_tree(
@@ -135,7 +160,7 @@ def layer_stack(
             attended.to(x.dtype).flatten(1), x, weights.o_weight, weights.gate_weight, weights.up_weight,
             weights.down_weight, o_bias=weights.o_bias, gate_bias=weights.gate_bias, up_bias=weights.up_bias,
             down_bias=weights.down_bias, attention_norm=weights.attention_norm, mlp_norm=weights.mlp_norm,
-            output_norm=weights.output_norm, activation=activation, scale=scale, **norm,
+            output_norm=weights.output_norm, activation=activation, scale=scale, _adapt=partial(adapt, index), **norm,
         )  # fmt: skip
     x = x if wanted is None else x[wanted]
     x = x if final_norm is None else step_rms_norm(x, final_norm, **norm)[0]

@@ -673,6 +673,12 @@ def layer_stack(draw: Draw):
         )
         for _ in range(layers)
     )
+    adapted = [name for name in shapes if draw.chance(0.2)]
+    count, rank = draw.pick((1, 2)), draw.pick((1, 5))
+    adapters = tuple(
+        {name: tuple(draw.floats(count, rank, shapes[name][side], dtype=dtype) for side in (1, 0)) for name in adapted}
+        for _ in range(layers)
+    )
     has_positions, has_deep = draw.chance(0.5), draw.chance(0.3)
     table = 70 if has_positions else rows
     cos, sin = (draw.floats(table, 64, dtype=dtype) for _ in range(2))
@@ -684,8 +690,9 @@ def layer_stack(draw: Draw):
         head_dim=64, depths=draw.integers(0, 1, rows), cos=cos, sin=sin,
         positions=draw.integers(0, 69, rows, dtype=torch.int64) if has_positions else None,
         windows=tuple(draw.pick((-1, 1, 7)) for _ in range(layers)),
-        ids=draw.integers(-2, 5, rows, dtype=torch.int64) if has_deep else None,
+        ids=draw.integers(-2, 5, rows, dtype=torch.int64) if has_deep or adapted else None,
         deep=draw.floats(layers, 2, width, dtype=dtype) if has_deep else None,
+        adapters=adapters if adapted else None,
         final_norm=optional(draw, width, dtype=dtype), head=optional(draw, 7, width, dtype=dtype),
         wanted=draw.integers(0, rows - 1, 3, dtype=torch.int64) if rows and draw.chance(0.3) else None,
     ))  # fmt: skip

@@ -112,10 +112,10 @@ class TransformersModel(Adapted):
         shifted = None if offsets is None else self._layer_offsets(offsets)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
-        direct = self._direct() if adapters is None else None
+        direct = self._direct()
         try:
             if direct is not None:
-                logits = direct.run(attend, self.layers, rows, positions, offsets, wanted)
+                logits = direct.run(attend, self.layers, rows, positions, offsets, adapters, wanted)
                 if logits is not None:
                     return logits
             seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)

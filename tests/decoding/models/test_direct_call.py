@@ -16,8 +16,11 @@ from support.small_models import ARCHITECTURES, prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pass_ext import NGram, PaSS, Tree, generate
+from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.patching import attachment, layer_stack
+from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.decoding.models.transformers import TransformersModel
+from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,9 +56,13 @@ def model_of(architecture, dtype=torch.float32, **changes):
 def calls(monkeypatch):
     """Counts the op's calls, and those that end with the output layer."""
     counts, op = Counter(), layer_stack._stack
+    names = [argument.name for argument in op._schema.arguments]
 
     def counted(*arguments):
-        counts.update(["layers" if arguments[17] is None else "whole"])
+        named = dict(zip(names, arguments, strict=True))
+        counts.update(["layers" if named["head"] is None else "whole"])
+        if named["adapters"]:
+            counts.update(["adapters"])
         return op(*arguments)
 
     monkeypatch.setattr(layer_stack, "_stack", counted)
@@ -110,6 +117,57 @@ def test_one_call_gives_the_logits_of_many(architecture, dtype, calls, monkeypat
         wanted = 0 if architecture in APART else steps - 3 if kind == "whole" else steps - 2
         assert calls[kind] >= wanted and (architecture not in APART or not calls), calls
         calls.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "olmo2", "gemma2", "granite"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_one_call_computes_adapters(architecture, dtype, each, calls, monkeypatch):
+    """With the bits of the layers module by module; where parts are joined (phi3), or a number scales the product (granite),
+    the layers stay apart."""
+    changes = dict(residual_multiplier=0.5) if architecture == "granite" else {}
+    model, ids = model_of(architecture, dtype, **changes), prompts(1, 7)[0]
+    adapters = SlotAdapters(adapter_sizes(model, 3), 2 if each else 1, scale=0.5)
+    slots = slots_for(model, 2, adapters=adapters, deep_layers=model.config.num_hidden_layers)
+    method = PaSS(slots, tree=Tree.from_branching((2, 2)), rows=12, slots=2)
+    with without_stack(monkeypatch):
+        expected = generated(model, ids, method)
+    ours = generated(model, ids, method)
+    assert_same_calls(ours, expected)
+    assert torch.equal(ours[0].sequences, generate(model, ids, **OPTIONS).sequences)
+    wanted = 0 if architecture in ("phi3", "granite") else ours[0].stats.model_calls - 3
+    assert calls["adapters"] >= wanted and bool(wanted) == bool(calls["adapters"]), calls
+
+
+def test_adapters_of_some_layers_keep_the_layers_apart(calls, monkeypatch):
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    sizes = adapter_sizes(model, {"q": 3, "down": 2})
+    for places in (["0.self_attn.q_proj"], ["0.self_attn.q_proj", "1.mlp.down_proj"]):
+        adapters = SlotAdapters({place: sizes[place] for place in places})
+        method = PaSS(slots_for(model, adapters=adapters), tree=Tree.from_branching((2, 2)), rows=12, slots=2)
+        with without_stack(monkeypatch):
+            expected = generated(model, ids, method)
+        calls.clear()
+        assert_same_calls(generated(model, ids, method), expected)
+        assert not calls["adapters"]
+
+
+def test_adapters_that_a_used_session_takes_over(calls):
+    """The list of tensors that the op gets is kept: new numbers must reach it."""
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+
+    def method_of(seed):
+        slots = slots_for(model, adapters=SlotAdapters(adapter_sizes(model, 3)), seed=seed)
+        return PaSS(slots, tree=Tree.from_branching((2, 2)), rows=12, slots=2)
+
+    expected = [generated(model, ids, method_of(seed))[1] for seed in (1, 2)]
+    assert not torch.equal(expected[0][2], expected[1][2])
+    with packed_model(model).attached():
+        session = generate(model, ids, method_of(1), keep_cache=True, **OPTIONS).session
+        got = generated(model, ids, method_of(2), session=session)[1]
+    assert calls["adapters"]
+    for mine, other in zip(got[1:], expected[1][1:], strict=True):
+        assert_same_bits(mine, other)
 
 
 def test_batches_of_ragged_prompts(calls, monkeypatch):

@@ -184,19 +184,17 @@ def test_fused_layers_run_where_a_call_has_no_slot(llama, added, monkeypatch):
         assert "forward" not in vars(layer)
 
 
-def test_one_call_for_all_layers_where_a_call_has_no_slot(added, monkeypatch):
-    """A call with slots, and its deep vectors, goes module by module; the drafts are those of layers that are never fused."""
+def test_one_call_for_all_layers_with_adapters(added, monkeypatch):
+    """The first call with slots goes module by module, the others are one; drafts are those of layers never fused."""
     model = small_model("llama", head_dim=64)
     stacked, op = [], layer_stack._stack
     monkeypatch.setattr(layer_stack, "_stack", lambda *a: stacked.append(len(added)) or op(*a))
     lookahead = adapted_slots(model, deep_layers=2)
-    plain = generate(model, IDS, Plain(), **OPTIONS)
-    assert stacked
-    stacked.clear()
     got = generate(model, IDS, method_of(lookahead), **OPTIONS)
-    assert added and not stacked and torch.equal(got.sequences, plain.sequences)
+    assert len(stacked) >= got.stats.model_calls - 3 and added and set(stacked) == {len(added)}
     monkeypatch.setattr(attachment, "layer_calls", lambda model: nullcontext(layer_stack.LayerStack()))
     apart = generate(model, IDS, method_of(lookahead), **OPTIONS)
+    assert torch.equal(got.sequences, apart.sequences)
     assert got.stats.num_accepted_tokens == apart.stats.num_accepted_tokens
     assert got.stats.model_calls == apart.stats.model_calls
 

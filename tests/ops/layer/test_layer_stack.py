@@ -2,6 +2,7 @@
 called one by one, errors against float64, and requests that do not depend on each other.
 """
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -29,7 +30,24 @@ def weights_of(random, *, biases=False, norms=("input_norm", "mlp_norm")):
     return LayerWeights(**tensors, **{name: random(widths.get(name, WIDTH)) for name in norms})
 
 
-def case_of(dtype, *, seed=0, plain=False, **options):
+INPUTS = dict(q=WIDTH, k=WIDTH, v=WIDTH, o=HEADS * DIM, gate=WIDTH, up=WIDTH, down=INNER)
+OUTPUTS = dict(q=HEADS * DIM, k=KEY_HEADS * DIM, v=KEY_HEADS * DIM, o=WIDTH, gate=INNER, up=INNER, down=WIDTH)
+
+
+def adapters_of(random, names, *, count=2, rank=3):
+    """Adapters of every layer; the ranks differ."""
+    ranks = {name: rank + place for place, name in enumerate(names)}
+
+    def side(name, numbers):
+        return random(count, ranks[name], numbers) * numbers**-0.5
+
+    return [
+        {name: (random(count, ranks[name], INPUTS[name]), random(count, ranks[name], OUTPUTS[name])) for name in names}
+        for _ in range(LAYERS)
+    ]
+
+
+def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, **options):
     """A step of three requests: a tree, a chain and one row; plain: without everything that is optional."""
     random = Numbers(seed, dtype)
     trees = pack_trees([Tree.from_branching((2, 2)), Tree.chain(3), Tree.chain(0)], torch.device("cpu"))
@@ -51,12 +69,41 @@ def case_of(dtype, *, seed=0, plain=False, **options):
         rotates=(True, False, True), windows=(-1, 5, 40), ids=ids, deep=random(LAYERS, 2, WIDTH),
         final_norm=random(WIDTH), head=random(VOCABULARY, WIDTH), wanted=torch.tensor([7, 0, 0]), eps=1e-3,
         activation="gelu_tanh", attention_scale=0.2, softcap=20.0,
+        adapters=adapters_of(random, adapted, count=count) if adapted else None, adapter_scale=0.7,
     )  # fmt: skip
+
+
+def with_adapters(layer, adapters, ids, adapter_scale, x, attended=None, *, residual=None, activation="silu", head_dim=DIM,
+                  cos=None, sin=None, **norm):  # fmt: skip
+    """One half of a layer by linear_rows, adapter_rows_ and the step ops: before attention, or, with ``residual``, behind."""
+
+    def product(name, rows):
+        out = pass_ext.linear_rows(rows, getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_bias"))
+        if name in adapters:
+            pass_ext.adapter_rows_(out, rows, ids, *adapters[name], adapter_scale)
+        return out
+
+    def normed(rows, weight):
+        if weight is None:
+            return rows
+        groups = rows.unflatten(1, (-1, len(weight))).contiguous()
+        return pass_ext.step_rms_norm(groups, weight, **norm)[0].flatten(1)
+
+    if residual is not None:
+        middle = residual + normed(product("o", x), layer.attention_norm)
+        rows = normed(middle, layer.mlp_norm)
+        hidden = pass_ext.step_gate(product("gate", rows), product("up", rows), activation=activation)
+        return middle + normed(product("down", hidden), layer.output_norm)
+    x = normed(x, layer.input_norm)
+    q, k, v = (product(name, x) for name in "qkv")
+    q, k, v = (rows.unflatten(1, (-1, head_dim)) for rows in (normed(q, layer.q_norm), normed(k, layer.k_norm), v))
+    return (q, k, v) if cos is None else (*pass_ext.step_rotary(q, k, cos, sin), v)
 
 
 def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head_dim, depths=None, cos=None, sin=None,
            positions=None, rotates=None, windows=None, ids=None, deep=None, final_norm=None, head=None, wanted=None,
-           activation="silu", scale=1.0, attention_scale=None, softcap=0.0, **norm):  # fmt: skip
+           activation="silu", scale=1.0, attention_scale=None, softcap=0.0, adapters=None, adapter_scale=1.0,
+           **norm):  # fmt: skip
     """The ops one by one."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
@@ -68,9 +115,10 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
         named = layer._asdict()
         turned = cos is not None and (rotates is None or rotates[index])
         before = {name: named[name] for name in ("q_bias", "k_bias", "v_bias", "input_norm", "q_norm", "k_norm")}
-        q, k, v = pass_ext.layer_before_attention(
-            x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, cos=cos if turned else None,
-            sin=sin if turned else None, **before, **norm,
+        added = (layer, adapters[index], ids, adapter_scale) if adapters else None
+        turns = dict(cos=cos if turned else None, sin=sin if turned else None)
+        q, k, v = with_adapters(*added, x, **turns, **norm) if added else pass_ext.layer_before_attention(
+            x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **norm,
         )  # fmt: skip
         new += k, v
         attended, _ = pass_ext.attention_tree(
@@ -78,7 +126,12 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
             softcap=softcap, window=-1 if windows is None else windows[index],
         )  # fmt: skip
         after = {name: value for name, value in named.items() if name not in before and name[0] not in "qkv"}
-        x = pass_ext.layer_after_attention(attended.flatten(1), x, **after, activation=activation, scale=scale, **norm)
+        if added:
+            x = with_adapters(*added, attended.flatten(1), residual=x, activation=activation, **norm)
+        else:
+            x = pass_ext.layer_after_attention(
+                attended.flatten(1), x, **after, activation=activation, scale=scale, **norm
+            )
     x = x if wanted is None else x[wanted]
     x = x if final_norm is None else pass_ext.step_rms_norm(x, final_norm, **norm)[0]
     return x if head is None else pass_ext.linear_rows(x, head), torch.stack(new)
@@ -105,6 +158,51 @@ def assert_same(got, expected):
 def test_the_bits_of_the_single_ops(cpu, dtype, options):
     case = case_of(dtype, **options)
     assert_same(pass_ext.layer_stack(**case), by_ops(**case))
+
+
+ALL = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(adapted=ALL),
+        dict(adapted=ALL, count=1, biases=True, norms=("input_norm", "mlp_norm", "q_norm", "k_norm")),
+        dict(adapted=ALL, norms=("attention_norm", "output_norm")),
+        *(dict(adapted=(name,)) for name in ALL),
+        dict(adapted=("k", "up", "down"), norms=()),
+    ],
+    ids=str,
+)
+def test_adapters_have_the_bits_of_adapter_rows(cpu, dtype, options):
+    case = case_of(dtype, **options)
+    got, without = pass_ext.layer_stack(**case), pass_ext.layer_stack(**case | dict(adapters=None))
+    assert_same(got, by_ops(**case))
+    assert not torch.equal(got[1], without[1])
+
+
+def test_rows_of_tokens_keep_their_bits_beside_adapters(cpu):
+    """No row of a token sees a slot's row here."""
+    case = case_of(torch.bfloat16, adapted=ALL) | dict(wanted=None)
+    ids = torch.arange(len(case["x"]))
+    bounds = case["cu_nodes"].tolist()
+    ids[bounds[1] - 1], ids[bounds[2] - 1] = -1, -2  # the last row of a tree and of a chain
+    case |= dict(ids=ids)
+    got, without = pass_ext.layer_stack(**case), pass_ext.layer_stack(**case | dict(adapters=None))
+    tokens = ids >= 0
+    assert_same([part[..., tokens, :] if part.dim() == 2 else part[:, tokens] for part in got],
+                [part[..., tokens, :] if part.dim() == 2 else part[:, tokens] for part in without])  # fmt: skip
+    assert all((ours != theirs).any() for ours, theirs in zip(got[0][~tokens], without[0][~tokens], strict=True))
+
+
+def test_no_row_of_a_slot_means_no_adapter(cpu):
+    case = case_of(torch.bfloat16, adapted=ALL) | dict(deep=None)
+    tokens = case | dict(ids=case["ids"].abs())
+    assert_same(pass_ext.layer_stack(**tokens), pass_ext.layer_stack(**tokens | dict(adapters=None, ids=None)))
+    empty = [{name: (down[:, :0], up[:, :0]) for name, (down, up) in layer.items()} for layer in case["adapters"]]
+    bare = case | dict(adapters=None, ids=None)
+    assert_same(pass_ext.layer_stack(**case | dict(adapters=empty)), pass_ext.layer_stack(**bare))
 
 
 @pytest.mark.parametrize("end", ["final_norm", "head", "wanted", "deep", "positions"])
@@ -155,15 +253,18 @@ def test_threads_change_no_bit(cpu, threads):
         torch.set_num_threads(former)
 
 
+@pytest.mark.parametrize("adapted", [(), ALL], ids=len)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_close_to_float64_as_the_reference_is(cpu, dtype):
-    case = case_of(dtype)
+def test_close_to_float64_as_the_reference_is(cpu, dtype, adapted):
+    case = case_of(dtype, adapted=adapted)
 
     def doubled(value):
         if isinstance(value, torch.Tensor):
             return value.double() if value.is_floating_point() else value
         if isinstance(value, LayerWeights):
             return LayerWeights(*map(doubled, value))
+        if isinstance(value, dict):
+            return {name: doubled(each) for name, each in value.items()}
         return type(value)(map(doubled, value)) if isinstance(value, list | tuple) else value
 
     exact = reference.layer_stack(**{name: doubled(value) for name, value in case.items()})
@@ -204,7 +305,21 @@ ZERO = torch.zeros(12, dtype=torch.int64)
         (dict(windows=(-1, 0, -1)), "window must be positive, or -1 for none, got 0"),
         (dict(rotates=(True,)), "rotates must have 3 items"),
         (dict(head_dim=32, cos=None, sin=None, positions=None), "q must have a head size of 64, 80"),
-        (dict(ids=None), "ids and deep must come together, got only deep"),
+        (dict(ids=None), "ids must come with deep or adapters, got only deep"),
+        (dict(deep=None), "ids must come with deep or adapters, got ids alone"),
+        (dict(deep=None, ids=None, adapted=("q",)), "ids must come with deep or adapters, got only adapters"),
+        (dict(adapted=("o",), scale=0.5), "scale must be 1 beside adapters of o or down, got 0.5"),
+        (dict(adapted=("q",), count=1, ids=None, deep=None, adapters=[{"z": ()}] * 3), "adapters must be of q, k, v"),
+        (
+            dict(adapters=[{"q": (torch.ones(1, 2, WIDTH), torch.ones(1, 2, 384))}, {}, {}]),
+            "adapters of the same linear",
+        ),
+        (dict(adapters=[{"q": (torch.ones(1, 2, WIDTH), torch.ones(1, 3, 384))}] * 3), "adapter of q: up must have 2"),
+        (dict(adapters=[{"q": (torch.ones(1, 2, 71), torch.ones(1, 2, 384))}] * 3), "adapter of q: down must have 72"),
+        (dict(adapters=[{"q": (torch.ones(1, 2, WIDTH), torch.ones(1, 2, 384))}] * 2), "adapters must have 6 tensors"),
+        (dict(adapters=[{"q": (torch.ones(1, 129, WIDTH), torch.ones(1, 129, 384))}] * 3), "down must have|ranks"),
+        (dict(adapted=("down",), count=1, ids=ZERO - 2, deep=None), None),
+        (dict(adapted=("down",), count=2, ids=ZERO - 3, deep=None), "ids must be at least -2 .2 adapters., got -3"),
         (dict(deep=torch.ones(2, 2, WIDTH)), "deep must have 3 .layers. in dimension 0"),
         (dict(deep=torch.ones(3, 1, WIDTH)), "ids must be at least -1 .the slots of deep., got -2 at 5"),
         (dict(positions=ZERO + 120), r"positions must be in \[0, 120\) .the rows of cos., got 120 at 0"),
@@ -220,11 +335,11 @@ ZERO = torch.zeros(12, dtype=torch.int64)
 )
 def test_wrong_arguments(cpu, changes, message):
     changes = dict(changes)
-    options = {name: changes.pop(name) for name in ("norms",) if name in changes}
+    options = {name: changes.pop(name) for name in ("norms", "adapted", "count") if name in changes}
     case = case_of(torch.float32, **options)
     if "cos" in changes and "head_dim" not in changes:
         case["sin"] = None
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises((RuntimeError, ValueError), match=message) if message else nullcontext():
         pass_ext.layer_stack(**case | changes)
 
 

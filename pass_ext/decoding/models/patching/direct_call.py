@@ -21,6 +21,7 @@ from pass_ext.decoding.models.patching.few_rows import is_plain_linear
 from pass_ext.decoding.models.patching.layer_stack import LayerEnds, LayerStack
 from pass_ext.decoding.models.patching.row_attention import OurCall
 from pass_ext.decoding.models.patching.step_modules import norm_of
+from pass_ext.decoding.models.row_adapters import RowAdapters
 from pass_ext.tree import MAX_TREE_NODES
 
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
@@ -49,6 +50,7 @@ class DirectCall:
         rows: Tensor,
         positions: Tensor,
         offsets: SlotOffsets | None,
+        adapters: RowAdapters | None,
         wanted: Tensor | None,
     ) -> Tensor | None:
         """Logits ``[N or len(wanted), V]``; None: the model must be called."""
@@ -58,9 +60,9 @@ class DirectCall:
         ends = LayerEnds(parts.norm_weight, parts.head_weight, wanted)
         if not self._has_table:
             cos, sin = parts.rotary(rows[None], positions[None])
-            return self._stack.run(attend, layers, rows, cos[0], sin[0], None, offsets, ends)
+            return self._stack.run(attend, layers, rows, cos[0], sin[0], None, offsets, adapters, ends)
         cos, sin = self._rotations(rows, getattr(attend, "room", 0))
-        return self._stack.run(attend, layers, rows, cos, sin, positions, offsets, ends)
+        return self._stack.run(attend, layers, rows, cos, sin, positions, offsets, adapters, ends)
 
     @contextmanager
     def watched(self, call: OurCall, rows: Tensor, positions: Tensor) -> Iterator[Callable[[Tensor], None]]:

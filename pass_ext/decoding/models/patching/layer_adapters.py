@@ -1,7 +1,7 @@
 """Adds the adapters of look-ahead slots to the outputs of a model's linear layers, by hooks, in calls that have such rows.
 
-Decoder layers that compute by ``layer_calls`` never call their linear layers, so in a call with adapters they run as their
-class has it. Other calls keep the fused layers.
+Decoder layers that ``layer_calls`` replaces never call their linear layers: in a call with adapters each runs as its class has
+it, until all of them run as one call, which computes the adapters itself.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS
+from pass_ext.decoding.models.patching.layer_adapters import adapting
 from pass_ext.decoding.models.patching.layer_parts import LayerParts, parts_of
 from pass_ext.decoding.models.patching.layer_stack import LayerStack
 from pass_ext.decoding.models.patching.row_attention import OurCall, attending, current_call
@@ -96,7 +97,6 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             return (hidden_states,) if known.returns_tuple else hidden_states
         is_ours = not (
             known.is_right is False
-            or call.adapters is not None
             or others
             or hidden_states.dim() != 3
             or hidden_states.shape[0] != 1
@@ -115,8 +115,13 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
         if not is_ours or not _is_pair(rotation) or not parts.are_current():
             return original(hidden_states, *others, **named)
         rows, cos, sin = hidden_states[0], rotation[0][0], rotation[1][0]
-        if known.is_right is None:
-            result = _first_call(original, known, call, hidden_states, cos, sin, named)
+        if call.adapters is not None:
+            if known.is_right is None:
+                _first_call(original, known, call, _own_queries, hidden_states, cos, sin, named)
+            result = original(hidden_states, **named)
+            out = result[0] if isinstance(result, tuple) else result
+        elif known.is_right is None:
+            result = _first_call(original, known, call, call.attend, hidden_states, cos, sin, named)
             out = result[0] if isinstance(result, tuple) else result
         else:
             q, k, v = known.before(rows, cos, sin) if known.rotates else known.before(rows, None, None)
@@ -134,25 +139,31 @@ def _is_pair(rotation: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
     return isinstance(rotation, tuple) and len(rotation) == 2
 
 
+def _own_queries(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Stands for attention where a layer is called to be compared alone, and nothing may be kept of its keys and values."""
+    return q[..., : v.shape[-1]].contiguous()
+
+
 def _first_call(
     original: Callable[..., Any],
     known: _Layer,
     call: OurCall,
+    attend_by: Attend,
     hidden_states: Tensor,
     cos: Tensor,
     sin: Tensor,
     named: dict[str, Any],
 ) -> Any:
-    """Calls the layer as it is, and compares."""
+    """Calls the layer as it is, without adapters, and compares."""
     seen: list[tuple[int, tuple[Tensor, ...], Tensor, dict[str, Any]]] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        out = call.attend(layer, q, k, v, **options)
+        out = attend_by(layer, q, k, v, **options)
         seen.append((layer, (q, k, v), out, options))
         return out
 
     recording: Attend = attend
-    with attending(call, recording):
+    with attending(call, recording), adapting(None):
         result = original(hidden_states, **named)
     rows = hidden_states[0]
     out = result[0] if isinstance(result, tuple) and len(result) == 1 else result

@@ -2,7 +2,8 @@
 them.
 
 In such a call each layer, computed alone, was given the very tensor that the layer before it returned, and the first one's
-rotary embedding. From then on the first layer computes all, and the others pass its result on.
+rotary embedding. From then on the first layer computes all, and the others pass its result on. Adapters of look-ahead slots
+are computed in it too where every layer has some of the same linear layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS
 from pass_ext.decoding.models.patching.layer_parts import LayerParts
 from pass_ext.decoding.models.patching.row_attention import OurCall
-from pass_ext.ops import layer as registration  # noqa: F401
+from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.ops.layer import ADAPTED, adapter_list
+
+_PLACES = {f"self_attn.{name}_proj": name for name in ADAPTED[:4]} | {f"mlp.{name}_proj": name for name in ADAPTED[4:]}
+"""A linear layer's name in its decoder layer -> its name for ``layer_stack``. Parts of joined layers have none."""
 
 _stack = torch.ops.pass_ext.layer_stack.default
 
@@ -60,6 +65,17 @@ class _Unchanged:
         return all(hasattr(hook, "adds_offsets") for hooks in self._pre_hooks if hooks for hook in hooks.values())
 
 
+class _Listed(NamedTuple):
+    """Adapters as ``layer_stack`` takes them."""
+
+    tensors: list[Tensor]
+    adapted: int
+    scale: float
+
+
+_NONE = _Listed([], 0, 1.0)
+
+
 class LayerEnds(NamedTuple):
     """What ``layer_stack`` computes behind the layers; all None: nothing."""
 
@@ -75,6 +91,7 @@ class LayerStack:
         self._layers: list[tuple[nn.Module, KnownLayer]] = []
         self._in_order = True
         self._plans: dict[int, _Plan | None] = {}
+        self._listed: tuple[PlacedAdapters, int, _Listed | None] | None = None  # of the last call
         self._of_thread = local()
 
     @property
@@ -113,7 +130,8 @@ class LayerStack:
         if not self.can_run(call.layers, hidden_states[0]):
             return None
         cos, sin = rotation
-        out = self.run(call.attend, call.layers, hidden_states[0], cos[0], sin[0], None, call.offsets, LayerEnds())
+        rows = hidden_states[0]
+        out = self.run(call.attend, call.layers, rows, cos[0], sin[0], None, call.offsets, call.adapters, LayerEnds())
         if out is None:
             return None
         result = self._of_thread.result = out[None]
@@ -129,20 +147,33 @@ class LayerStack:
         sin: Tensor,
         positions: Tensor | None,
         offsets: SlotOffsets | None,
+        adapters: RowAdapters | None,
         ends: LayerEnds,
     ) -> Tensor | None:
-        """``layer_stack`` on rows that ``can_run`` takes; None if the caches do not fit, or a layer has changed."""
+        """``layer_stack`` on rows that ``can_run`` takes; None if the caches or the adapters do not fit, or a layer has
+        changed."""
         plan = None if layers is None else self._plans.get(layers)
+        listed = _NONE if adapters is None or plan is None else self._listed_for(adapters.placed, plan)
+        if listed is None:
+            return None
         step = getattr(attend, "of_all_layers", None)
         caches = None if plan is None or step is None else step(layers, plan.numbers[0])
         if plan is None or caches is None or not plan.unchanged:
             return None
+        slots = offsets or adapters
         out, new = _stack(
             rows, plan.weights, plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows,
-            None if offsets is None else offsets.ids, None if offsets is None else offsets.deep, *ends, *plan.numbers,
+            None if slots is None else slots.ids, None if offsets is None else offsets.deep, *listed, *ends, *plan.numbers,
         )  # fmt: skip
         attend.take(new)  # type: ignore[attr-defined]
         return out
+
+    def _listed_for(self, placed: PlacedAdapters, plan: _Plan) -> _Listed | None:
+        """The adapters as ``layer_stack`` takes them; None if it cannot."""
+        known, layers = self._listed, len(plan.windows)
+        if known is None or known[0] is not placed or known[1] != layers:
+            known = self._listed = (placed, layers, _listed(placed, layers, plan))
+        return known[2]
 
     def saw(self, call: OurCall, index: int, hidden_states: Tensor, rotation: Any, out: Tensor) -> None:
         """Notes that a layer was computed alone: its input, before offsets, and its output."""
@@ -183,3 +214,20 @@ def _plan_of(layers: list[tuple[nn.Module, KnownLayer]]) -> _Plan | None:
         return None
     windows = [known.attention.get("window", -1) for _, known in layers]
     return _Plan(weights, parts, [int(known.rotates) for _, known in layers], windows, numbers, _Unchanged(layers))
+
+
+def _listed(placed: PlacedAdapters, layers: int, plan: _Plan) -> _Listed | None:
+    """The adapters of the first layers; None if these have not all some of the same linear layers, or joined ones."""
+    by_layer: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in range(layers)]
+    for place, pair in placed.pairs.items():
+        number, _, name = place.partition(".")
+        if int(number) >= layers:
+            continue  # of layers that this call leaves out
+        if name not in _PLACES or pair[0].dtype is not plan.weights[0].dtype:
+            return None
+        by_layer[int(number)][_PLACES[name]] = pair
+    *_, scale, _, _ = plan.numbers
+    if any(set(layer) != set(by_layer[0]) for layer in by_layer) or (scale != 1.0 and {"o", "down"} & set(by_layer[0])):
+        return None
+    adapted, tensors = adapter_list("layer_stack", by_layer)
+    return _Listed(tensors, adapted, placed.scale)

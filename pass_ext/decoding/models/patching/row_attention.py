@@ -48,7 +48,7 @@ class OurCall(NamedTuple):
     offsets: SlotOffsets | None = None
     """Vectors that rows of slots add to the input of every layer."""
     adapters: RowAdapters | None = None
-    """Of rows of slots; with them linear layers must be called, module by module."""
+    """Of the linear layers, for rows of slots."""
 
 
 _our_call: ContextVar[OurCall | None] = ContextVar("our_call", default=None)
@@ -115,8 +115,8 @@ def current_call() -> OurCall | None:
 
 @contextmanager
 def attending(call: OurCall, attend: Attend) -> Iterator[None]:
-    """Inside, the call attends by another function."""
-    token = _our_call.set(call._replace(attend=attend))
+    """Inside, the call attends by another function, and has no adapters."""
+    token = _our_call.set(call._replace(attend=attend, adapters=None))
     try:
         yield
     finally:

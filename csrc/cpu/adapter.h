@@ -1,0 +1,48 @@
+// Gated adapters on the CPU, by raw pointers: the rows of slots grouped by adapter, and the products that are added to
+// them. The formula: core/adapter.h.
+#pragma once
+
+#include <vector>
+
+#include "core/adapter.h"
+#include "host/checks.h"
+
+namespace pass_ext {
+
+// The rows of slots, grouped by adapter and in order within a group: those of adapter k are rows[start[k]] …
+// rows[start[k + 1] - 1]. Without such rows both are empty.
+struct RowsByAdapter {
+  std::vector<int64_t> start, rows;
+};
+
+// Refuses a slot without an adapter, before anything is written.
+template <typename Id>
+RowsByAdapter rows_by_adapter(const char* op, const Id* ids, int64_t count, int64_t adapters) {
+  RowsByAdapter groups;
+  int64_t slots = 0;
+  for (int64_t n = 0; n < count; ++n) {
+    if (ids[n] >= 0) continue;
+    if (adapter_of_id(ids[n], adapters) < 0)
+      refuse(op, "ids must be at least ", -adapters, " (", adapters, " adapters), got ", static_cast<int64_t>(ids[n]),
+             " at index ", n);
+    ++slots;
+  }
+  if (slots == 0) return groups;
+  groups.start.assign(adapters + 1, 0);
+  groups.rows.resize(slots);
+  const auto each = [&](auto&& function) {
+    for (int64_t n = 0; n < count; ++n)
+      if (ids[n] < 0) function(adapter_of_id(ids[n], adapters), n);
+  };
+  each([&](int64_t k, int64_t) { ++groups.start[k + 1]; });
+  for (int64_t k = 0; k < adapters; ++k) groups.start[k + 1] += groups.start[k];
+  std::vector<int64_t> next(groups.start.begin(), groups.start.end() - 1);
+  each([&](int64_t k, int64_t n) { groups.rows[next[k]++] = n; });
+  return groups;
+}
+
+// problem.ids is not read: `groups` has the rows.
+template <typename T>
+void adapter_rows_on_cpu(const AdapterRows<T, int64_t>& problem, const RowsByAdapter& groups);
+
+}  // namespace pass_ext
