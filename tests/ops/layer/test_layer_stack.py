@@ -41,10 +41,7 @@ def adapters_of(random, names, *, count=2, rank=3):
     def side(name, numbers):
         return random(count, ranks[name], numbers) * numbers**-0.5
 
-    return [
-        {name: (random(count, ranks[name], INPUTS[name]), random(count, ranks[name], OUTPUTS[name])) for name in names}
-        for _ in range(LAYERS)
-    ]
+    return [{name: (side(name, INPUTS[name]), side(name, OUTPUTS[name])) for name in names} for _ in range(LAYERS)]
 
 
 def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, **options):
