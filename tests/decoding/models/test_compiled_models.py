@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from pass_ext import NGram, PaSS, Plain, Tree, generate
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 LAYERS, LIMIT = 6, 4  # a function compiled once per layer exceeds this limit
 
@@ -34,6 +34,19 @@ def compiled():
     torch._dynamo.reset()
 
 
+def test_a_compiled_model_gives_the_text_of_the_model():
+    """In two generations: what the first one put into the model is gone in the second."""
+    torch._dynamo.reset()
+    model = small_model("llama")
+    fast, (ids, mask) = torch.compile(model, backend="eager"), ragged_prompts(2, longest=6)
+    options = dict(max_new_tokens=3, attention_mask=mask, eos_token_id=[])
+    want = generate(model, ids, **options).sequences
+    assert torch.equal(generate(fast, ids, **options).sequences, want)
+    assert torch.equal(generate(fast, ids, **options).sequences, want)
+    torch._dynamo.reset()
+
+
+@slow
 def test_text_and_graphs(compiled):
     model, fast, warned = compiled
     ids, mask = ragged_prompts(3)
@@ -54,6 +67,7 @@ def test_text_and_graphs(compiled):
     assert counters["stats"]["unique_graphs"] == graphs, "nothing is compiled again"
 
 
+@slow
 def test_another_thread_calls_the_compiled_model(compiled):
     """Graphs from a generation do not keep its attention."""
     _, fast, _ = compiled

@@ -223,10 +223,21 @@ def _attention_forward(part: nn.Module, when: When) -> Callable[..., Any] | None
     rotate = forward.__globals__.get(_ROTARY)
     if _ROTARY not in forward.__code__.co_names or not isinstance(rotate, FunctionType) or not _rotates_halves(rotate):
         return None
-    globals_ = {**forward.__globals__, _ROTARY: _rotation(rotate, when)}
-    copy = FunctionType(forward.__code__, globals_, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
+    copy = _with_our_rotation(forward, rotate, when)
+    copy.__globals__.update({**forward.__globals__, _ROTARY: copy.__globals__[_ROTARY]})  # what users replaced since
     return MethodType(copy, part)
+
+
+@cache
+def _with_our_rotation(forward: FunctionType, rotate: FunctionType, when: When) -> FunctionType:
+    """A copy of ``forward``, one for all layers and generations: torch.compile keeps its graphs by code object, and their names
+    in the globals of the function that it met the code in."""
+    globals_ = {**forward.__globals__, _ROTARY: _rotation(rotate, when)}
+    copy = FunctionType(
+        forward.__code__.replace(), globals_, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 def _rotation(original: Callable[..., Any], when: When) -> Callable[..., Any]:
