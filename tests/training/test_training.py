@@ -28,9 +28,9 @@ from pass_ext.training.common.run import Run
 from pass_ext.training.common.sampling import sample
 from pass_ext.training.common.trainer import rate_at
 from pass_ext.training.common.windows import Windows
-from pass_ext.training.lookahead import command, pipeline
+from pass_ext.training.lookahead import command, evaluation, pipeline
 from pass_ext.training.lookahead import record as lookahead_record
-from pass_ext.training.lookahead.evaluation import evaluate, ranks_of
+from pass_ext.training.lookahead.evaluation import evaluate, hits_of
 from pass_ext.training.lookahead.forward import slot_rows
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings, step_loss
 
@@ -267,15 +267,23 @@ def test_it_learns_a_pattern_that_the_model_knows():
     assert all(torch.equal(frozen[name], value) for name, value in model.state_dict().items())
 
 
-def test_ranks_are_those_of_a_sort():
+def test_ranks_are_those_of_a_sort_and_overlaps_those_of_the_laws():
     model = tiny_llama(tied=False)
     embedding = slots_for(model)
     text, anchors = torch.tensor(counting(3, 24)[2].ids), torch.tensor([1, 8, 19])
-    ranks = ranks_of(model, embedding, text, anchors)
+    ranks, overlaps = hits_of(model, embedding, text, anchors)
     for row, anchor in enumerate(anchors.tolist()):
         logits = sequential_logits(model, embedding, text, anchor).detach()
         order = logits.argsort(dim=-1, descending=True, stable=True)
         assert ranks[row].tolist() == [order[i].tolist().index(int(text[anchor + 2 + i])) for i in range(3)]
+        laws = model(input_ids=text[None]).logits[0, anchor + 1 : anchor + 4].softmax(-1)
+        wanted = torch.minimum(laws, logits.softmax(-1)).sum(-1)
+        torch.testing.assert_close(overlaps[row], wanted.detach(), rtol=1e-4, atol=1e-5)
+    many = torch.arange(1, 20)
+    apart = [hits_of(model, embedding, text, many[i : i + 1]).ranks for i in range(19)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "_ANCHORS", 4)  # the cache is cut back between groups
+        assert torch.equal(hits_of(model, embedding, text, many).ranks, torch.cat(apart))
 
 
 @pytest.mark.parametrize("anchors", [100, 4, 2, 1])
@@ -294,7 +302,7 @@ def test_evaluation_reads_each_text_from_its_prompts_end_to_where_slots_end(anch
         most = min(anchors, len(own))
         chosen = [own[int(place)] for place in torch.linspace(0, len(own) - 1, most)]
         assert chosen[0] == own[0] and (most == 1 or chosen[-1] == own[-1])
-        wanted.append(ranks_of(model, embedding, torch.tensor(one.ids), torch.tensor(chosen)))
+        wanted.append(hits_of(model, embedding, torch.tensor(one.ids), torch.tensor(chosen)).ranks)
         count += most
     found = evaluate(model, embedding, samples, anchors)
     assert found["places"] == count and found["hit_rates"] == rates.hit_rates(torch.cat(wanted))
@@ -859,7 +867,7 @@ def test_a_model_in_bfloat16_trains_fp32_parameters():
     for parameter in embedding.parameters():
         assert parameter.grad.dtype == torch.float32 and parameter.grad.abs().max() > 0
     text = torch.tensor(counting(3, 24)[2].ids)
-    assert ranks_of(model, embedding, text, torch.tensor([2, 9])).shape == (2, 3)
+    assert hits_of(model, embedding, text, torch.tensor([2, 9])).ranks.shape == (2, 3)
 
 
 @pytest.mark.slow

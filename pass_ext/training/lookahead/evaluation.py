@@ -1,4 +1,4 @@
-"""The held-out evaluation: at which rank the slots hold the token that the model then wrote.
+"""The held-out evaluation: at which rank the slots hold the token that the model then wrote, and how much of its law they have.
 
 Texts are the model's own continuations of held-out prompts; places lie in what it wrote.
 """
@@ -6,7 +6,7 @@ Texts are the model's own continuations of held-out prompts; places lie in what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,47 +19,66 @@ from pass_ext.training.common.rates import accepted_lengths, hit_rates, ranks_am
 from pass_ext.training.common.windows import even_places
 from pass_ext.training.lookahead.forward import slot_rows, transition_hidden
 
+_ANCHORS = 64  # whose groups are read at once
 
-def ranks_of(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Tensor) -> Tensor:
-    """``[A, L]``: rank of ``ids[a + 2 + i]`` among slot i's candidates; equal scores stand in the order of their ids."""
+
+class SlotHits(NamedTuple):
+    """How near slots come to what the model then does, ``[A, L]`` each."""
+
+    ranks: Tensor
+    """Of ``ids[a + 2 + i]`` among slot i's candidates; equal scores stand in the order of their ids."""
+    overlaps: Tensor
+    """Sum of min(p, q): the chance that a token drawn from slot i's distribution is accepted, 1 - their total variation."""
+
+
+@torch.no_grad()
+def hits_of(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Tensor) -> SlotHits:
+    """The hits of the slots behind ``anchors`` [A] of a text, the tokens before each being the right ones."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     slots = embedding.num_lookahead
-    with torch.no_grad():
-        _, past = text_rows(model, ids[None])
-        hidden = slot_rows(model, embedding, anchors[None], past)[0].flatten(0, 1)
-        depth = torch.arange(slots, device=ids.device)
-        previous, right = (ids[anchors[:, None] + ahead + depth].flatten() for ahead in (1, 2))
-        ranks = torch.empty_like(right)
-        for picked in torch.arange(len(right), device=ids.device).split(CHUNK):
-            logits = head(hidden[picked]).float()
-            if embedding.rank:
-                logits += (transition_hidden(embedding, table, previous[picked]) @ table.T).float()
-            ranks[picked] = ranks_among(logits, right[picked])
-    return ranks.unflatten(0, (len(anchors), slots))
+    text, past = text_rows(model, ids[None])
+    parts = []
+    for some in anchors.split(_ANCHORS):
+        parts.append(slot_rows(model, embedding, some[None], past)[0].flatten(0, 1))
+        past.crop(-len(some) * slots)
+    hidden = torch.cat(parts)
+    place = (anchors[:, None] + 1 + torch.arange(slots, device=ids.device)).flatten()  # of the teachers
+    ranks, overlaps = torch.empty_like(place), torch.empty(len(place), device=ids.device)
+    for picked in torch.arange(len(place), device=ids.device).split(CHUNK):
+        logits = head(hidden[picked]).float()
+        if embedding.rank:
+            logits += (transition_hidden(embedding, table, ids[place[picked]]) @ table.T).float()
+        ranks[picked] = ranks_among(logits, ids[place[picked] + 1])
+        law = head(text[0, place[picked]]).float().softmax(-1)
+        overlaps[picked] = torch.minimum(law, logits.softmax(-1)).sum(-1)
+    return SlotHits(ranks.unflatten(0, (-1, slots)), overlaps.unflatten(0, (-1, slots)))
 
 
 def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample], anchors: int) -> dict[str, Any]:
     """Hit rates and accepted lengths over all samples and by kind, at ``anchors`` even places a sample at most."""
     device = model.get_input_embeddings().weight.device
-    ranks_by_kind: dict[str, list[Tensor]] = {}
+    hits_by_kind: dict[str, list[SlotHits]] = {}
     for sample in samples:
         # The first place has the last token of the prompt as its new root.
         places = torch.arange(max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead)
         if len(places):
             even = even_places(places, anchors)
             ids = torch.tensor(sample.ids, device=device)
-            ranks_by_kind.setdefault(sample.kind, []).append(ranks_of(model, embedding, ids, even.to(device)).cpu())
-    if not ranks_by_kind:
+            hits = hits_of(model, embedding, ids, even.to(device))
+            hits_by_kind.setdefault(sample.kind, []).append(SlotHits(*(part.cpu() for part in hits)))
+    if not hits_by_kind:
         return {"places": 0}
-    by_kind = {kind: torch.cat(parts) for kind, parts in sorted(ranks_by_kind.items())}
+    by_kind = {kind: torch.cat([hits.ranks for hits in parts]) for kind, parts in sorted(hits_by_kind.items())}
     ranks = torch.cat(list(by_kind.values()))
+    overlaps = torch.cat([hits.overlaps for parts in hits_by_kind.values() for hits in parts])
     rates = hit_rates(ranks)
     return {
         "places": len(ranks),
-        "texts": sum(map(len, ranks_by_kind.values())),
+        "texts": sum(map(len, hits_by_kind.values())),
         "temperatures": sorted({sample.temperature for sample in samples}),
         "hit_rates": rates,
         "slots": top_rates(ranks),
+        "overlap": [round(share, 4) for share in overlaps.mean(0).tolist()],
         "accepted": accepted_lengths(ranks, rates),
         "accepted_by_kind": {kind: accepted_lengths(kind_ranks, rates) for kind, kind_ranks in by_kind.items()},
         "places_by_kind": {kind: len(kind_ranks) for kind, kind_ranks in by_kind.items()},

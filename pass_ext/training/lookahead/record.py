@@ -31,6 +31,16 @@ def _adapters(adapters: dict[str, Any]) -> str:
     )
 
 
+def _overlaps(evaluation: dict[str, Any]) -> list[str]:
+    """The overlaps, which files of an earlier version do not know."""
+    if "overlap" not in evaluation:
+        return []
+    shares = ", ".join(f"{share:.3f}" for share in evaluation["overlap"])
+    return [
+        f"\nMean overlap Σ min(p, q) of a slot's distribution with the model's, at temperature 1, by slot: {shares}."
+    ]
+
+
 def _evaluation(evaluation: dict[str, Any]) -> str:
     tops = list(evaluation["slots"][0])
     accepted = [("all", evaluation["places"], evaluation["accepted"])]
@@ -45,6 +55,7 @@ def _evaluation(evaluation: dict[str, Any]) -> str:
                 ["slot", *tops],
                 ([str(i), *(f"{slot[top]:.3f}" for top in tops)] for i, slot in enumerate(evaluation["slots"])),
             ),
+            *_overlaps(evaluation),
             "\nCandidates accepted a step, as a chain and with the best trees of n nodes; a one-pass step gives one token "
             "more:\n",
             table(

@@ -1,0 +1,167 @@
+"""How often look-ahead slots hold the token that the model then wrote, and how much of its law they have.
+    top 1     share of places where slot i's first candidate is the token, raw and with transition scores
+    chain     mean number of slots, counted from the first, that hold the token
+    overlap   mean of the sum of min(p, q), the chance that a token drawn from the slot is accepted at temperature 1
+The texts are the model's own continuations of the held-out prompts of `benchmarks.decoding`, greedy and at temperature 0.8,
+those that loop (benchmarks/decoding/texts.py says which) apart from the others.
+`python -m benchmarks.pages.slots --model MODEL FILE ...` writes benchmarks/results/slots.json and slots.md; `--check` compares
+the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+import pass_ext
+from benchmarks import ROOT
+from benchmarks.decoding.prompts import DOMAINS, read_prompts
+from benchmarks.decoding.texts import DEFINITION, loops
+from benchmarks.harness import machine
+from benchmarks.harness.markdown import table
+from pass_ext.checkpoint import load_checkpoint
+from pass_ext.training.lookahead.evaluation import hits_of
+
+RESULT, PAGE = ROOT / "benchmarks/results/slots.json", ROOT / "benchmarks/results/slots.md"
+SLOTS = 4
+
+
+class Text(NamedTuple):
+    """A prompt's continuation."""
+
+    domain: str
+    kind: str
+    ids: list[int]
+    prompt: int
+
+
+def texts_of(model: Any, tokenizer: Any, domain: str, *, wanted: int, tokens: int) -> list[Text]:
+    """Up to `wanted` texts of each kind: "greedy", "greedy, loops", "T 0.8"."""
+    prompts = read_prompts(domain, tokenizer, 4 * wanted)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(prompt.ids)) + list(prompt.ids) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts])
+    by_kind: dict[str, list[Text]] = {}
+    for temperature in (0.0, 0.8):
+        options = dict(max_new_tokens=tokens, attention_mask=mask, temperature=temperature, seeds=list(range(len(ids))))
+        written = pass_ext.generate(model, ids, **options)
+        rows = zip(prompts, written.sequences[:, longest:].tolist(), written.lengths, strict=True)
+        for prompt, row, length in rows:
+            new = row[:length]
+            kind = ("greedy" if temperature == 0 else "T 0.8") + (", loops" if loops(new) else "")
+            chosen = by_kind.setdefault(kind, [])
+            if length > SLOTS + 8 and len(chosen) < wanted:
+                chosen.append(Text(domain, kind, [*prompt.ids, *new], len(prompt.ids)))
+    return [text for kind, texts in by_kind.items() if kind != "T 0.8, loops" for text in texts]
+
+
+def judged(model: Any, file: str, texts: list[Text]) -> list[dict[str, Any]]:
+    """A row of the result for each way of scoring and each group of texts."""
+    rows = []
+    for scores in ("raw", "with transitions"):
+        embedding = pass_ext.LookaheadEmbedding.from_pretrained(file).to(model.get_input_embeddings().weight.dtype)
+        if scores == "raw":
+            embedding.transition_left = embedding.transition_right = None
+        found: dict[tuple[str, str], list[Any]] = {}
+        for text in texts:
+            places = torch.arange(text.prompt - 2, len(text.ids) - 1 - embedding.num_lookahead)
+            hits = hits_of(model, embedding, torch.tensor(text.ids), places)
+            for domain in (text.domain, "all"):
+                found.setdefault((text.kind, domain), []).append(hits)
+        for (kind, domain), parts in found.items():
+            right = torch.cat([hits.ranks for hits in parts]) == 0
+            overlap = torch.cat([hits.overlaps for hits in parts]).mean(0)
+            rows.append(
+                {
+                    "file": file,
+                    "scores": scores,
+                    "kind": kind,
+                    "domain": domain,
+                    "texts": len(parts),
+                    "places": len(right),
+                    "top 1": [round(share, 4) for share in right.float().mean(0).tolist()],
+                    "chain": round(right.int().cumprod(1).sum(1).float().mean().item(), 4),
+                    "overlap": [round(share, 4) for share in overlap.tolist()],
+                }
+            )
+    return rows
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The result."""
+    from pathlib import Path
+
+    from rich.progress import track
+
+    model, tokenizer = load_checkpoint(options.model, torch.bfloat16)
+    texts = [
+        text
+        for domain in DOMAINS
+        for text in texts_of(model, tokenizer, domain, wanted=options.texts, tokens=options.tokens)
+    ]
+    rows = [row for file in track(options.files, "files") for row in judged(model, file, texts)]
+    return {
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "versions": machine.describe_versions(),
+        "model": Path(options.model).name,
+        "tokens": options.tokens,
+        "rows": rows,
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """The page."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = []
+    for row in result["rows"]:
+        tops, overlaps = (" ".join(f"{share:.3f}" for share in row[name]) for name in ("top 1", "overlap"))
+        counts = [str(row["texts"]), str(row["places"])]
+        lines.append(
+            [row["file"], row["kind"], row["domain"], row["scores"], *counts, tops, f"{row['chain']:.2f}", overlaps]
+        )
+    lines.sort(key=lambda line: (line[1], line[2] != "all", line[2], line[3]))
+    heads = ["file", "texts", "domain", "scores", "number", "places", "top 1 of slots 1 to 4", "chain", "overlap"]
+    return "\n".join([
+        "# How near slots come to the model",
+        "",
+        "Written by `python -m benchmarks.pages.slots`; do not edit.",
+        "",
+        f"{result['model']} in bfloat16; its own continuations, {result['tokens']} tokens at most, of prompts that training "
+        f"never read. {result['date'][:10]}, commit {result['commit']}, {versions}. Texts loop by this rule: {DEFINITION}. "
+        "Chain: the mean number of slots, counted from the first, that hold the token which the model wrote. Overlap: mean "
+        "sum of min(p, q) of the slot's distribution and the model's at temperature 1, which is the chance that a token drawn from "
+        "the slot is accepted.",
+        "",
+        *table(heads, lines, left=4),
+        "",
+    ])  # fmt: skip
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.pages.slots`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="files of look-ahead embeddings, or names that come with the package")
+    parser.add_argument("--model", help="a GGUF file, or a transformers model folder or name")
+    parser.add_argument("--texts", type=int, default=8, help="of each domain and kind, at most")
+    parser.add_argument("--tokens", type=int, default=72, help="of a continuation")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
+    options = parser.parse_args()
+    if not (options.render or options.check):
+        if not options.files or options.model is None:
+            raise SystemExit("give --model and the files")
+        RESULT.write_text(json.dumps(measure(options), indent=1) + "\n")
+    text = render(json.loads(RESULT.read_text()))
+    if options.check:
+        return int(not PAGE.exists() or PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
