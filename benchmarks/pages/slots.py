@@ -134,8 +134,8 @@ def render(result: dict[str, Any]) -> str:
         f"{result['model']} in bfloat16; its own continuations, {result['tokens']} tokens at most, of prompts that training "
         f"never read. {result['date'][:10]}, commit {result['commit']}, {versions}. Texts loop by this rule: {DEFINITION}. "
         "Chain: the mean number of slots, counted from the first, that hold the token which the model wrote. Overlap: mean "
-        "sum of min(p, q) of the slot's distribution and the model's at temperature 1, which is the chance that a token drawn from "
-        "the slot is accepted.",
+        "sum of min(p, q) of the slot's distribution and the model's at temperature 1, which is the chance that a token "
+        "drawn from the slot is accepted.",
         "",
         *table(heads, lines, left=4),
         "",

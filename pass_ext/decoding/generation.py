@@ -58,6 +58,7 @@ def generate(
     method: Method | DraftingMethod | None = None,
     *,
     max_new_tokens: int,
+    num_return_sequences: int = 1,
     attention_mask: Tensor | None = None,
     temperature: float | Sequence[float] | Tensor = 0.0,
     top_k: int | Sequence[int] | Tensor | None = None,
@@ -90,6 +91,8 @@ def generate(
         input_ids: ``[B, T]`` integers.
         method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)``, ``MultiCandidate(...)``, or any
             ``pass_ext.DraftingMethod``.
+        num_return_sequences: texts of each prompt, which stand side by side in the result. The k-th has the prompt's seed plus
+            k. What they have in common is read once; with ``NGram(corpus=Corpus())`` they draft for each other.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right.
         temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one value for all, or one per request.
         seeds: with rule "coupled" the text is a function of prompt, seed and these parameters, whatever the method and the
@@ -139,6 +142,9 @@ def generate(
         raise ValueError(f"rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
+    samples = num_return_sequences
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"num_return_sequences must be 1 or more, got {samples!r}")
     adapted = packed_model(model)
     prompts = read_prompts(input_ids, attention_mask, adapted.table.shape[0])
     model_config = adapted.generation_config
@@ -154,7 +160,20 @@ def generate(
     pad = pad_token_id if pad_token_id is not None else min(ends, default=0)
     loose = SamplingParams(temperature, top_k, top_p, min_p, seeds)
     parameters = loose if sampling is None else _checked_sampling(sampling, loose)
-    batch = parameters.for_batch(len(prompts.texts), adapted.table.device, generator)
+    batch = parameters.for_batch(len(prompts.texts), adapted.table.device, generator, samples=samples)
+    if samples != 1:
+        if batch.is_greedy:
+            raise ValueError(
+                f"num_return_sequences must be 1 at temperature 0, whose texts are all equal, got {samples}"
+            )
+        prompts = prompts.repeated(samples)
+        if isinstance(grammar, (list, tuple)):
+            grammar = [entry for entry in grammar for _ in range(samples)]
+        if past is not None:
+            layers = [
+                (keys.repeat_interleave(samples, 0), values.repeat_interleave(samples, 0)) for keys, values in past[0]
+            ]
+            past = layers, past[1]
     config = model_config if generation_config is None else generation_config
     from_config = None if config is None else config_processor(adapted, config, prompts, max_new_tokens, ends)
     processors: list[Any] = [*([from_config] if from_config else []), *flat_processors(logits_processor)]

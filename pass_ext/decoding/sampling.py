@@ -8,7 +8,7 @@ Draft and target are processed alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -34,8 +34,11 @@ class SamplingParams:
     min_p: Numbers | None = None
     seeds: Numbers | None = None
 
-    def for_batch(self, requests: int, device: torch.device, generator: torch.Generator | None = None) -> BatchSampling:
-        """Checks the parameters and puts them into tensors on a device. Fresh seeds come from ``generator`` or torch's own."""
+    def for_batch(
+        self, requests: int, device: torch.device, generator: torch.Generator | None = None, *, samples: int = 1
+    ) -> BatchSampling:
+        """Checks the parameters and puts them into tensors on a device, those of each request ``samples`` times in a row: the
+        k-th sample has the request's seed plus k. Fresh seeds come from ``generator`` or torch's own."""
         warm = _per_request("temperature", self.temperature, requests, torch.float32, device)
         most = _per_request("top_k", self.top_k, requests, torch.int32, device)
         nucleus = _per_request("top_p", self.top_p, requests, torch.float32, device)
@@ -52,10 +55,11 @@ class SamplingParams:
         if warm is None or not bool(warm.any()):
             return BatchSampling(None, None, None, None, None)
         if seeds is None:
-            where = generator.device if generator is not None else torch.device("cpu")
-            fresh = torch.randint(-(2**63), 2**63 - 1, (requests,), generator=generator, device=where)
-            seeds = _per_request("seeds", fresh, requests, torch.int64, device)
-        return BatchSampling(warm, most, nucleus, least, seeds)
+            where, count = generator.device if generator is not None else torch.device("cpu"), requests * samples
+            fresh = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, device=where).to(device)
+        else:
+            fresh = (seeds[:, None] + torch.arange(samples, device=device)).flatten()
+        return replace(BatchSampling(warm, most, nucleus, least, None).repeated(samples), seeds=fresh)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,11 @@ class Prompts:
     padding: list[list[int]]
     input_ids: Tensor
 
+    def repeated(self, times: int) -> Prompts:
+        """Each prompt ``times`` times in a row."""
+        texts, padding = ([list(row) for row in rows for _ in range(times)] for rows in (self.texts, self.padding))
+        return Prompts(texts, padding, self.input_ids.repeat_interleave(times, dim=0))
+
     def extended(self, new: Sequence[Sequence[int]], pad: int) -> Tensor:
         """``[B, T + most new]``: the input, then each request's new tokens, then padding."""
         tail = torch.full((len(new), max(map(len, new))), pad, dtype=torch.int64)

@@ -118,6 +118,14 @@ class Session:
         most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.prefix_lens.copy_(self.prefix_lens.minimum(most))
 
+    def copy_text(self, request: int, others: Sequence[int], length: int) -> None:
+        """Gives other requests the first ``length`` tokens of a request's text."""
+        to = torch.tensor(others, device=self.device)
+        for pair in self.caches:
+            for cache in pair:
+                cache[to, :length] = cache[request, :length]
+        self.prefix_lens[to] = length
+
     def begin(self, model: Adapted) -> None:
         """Drops the texts; caches and recorded calls stay for the next texts. model: the same model, adapted anew."""
         self.model = model
