@@ -13,9 +13,8 @@ from torch import Tensor
 
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import Drafting
-from pass_ext.decoding.loop.ahead import AheadLoop
 from pass_ext.decoding.loop.base import Loop
-from pass_ext.decoding.loop.choice import fixed_plan, runs_ahead
+from pass_ext.decoding.loop.choice import fixed_plan, loop_of
 from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.synthetic import Rates, Synthetic
 from pass_ext.decoding.loop.texts import Texts
@@ -123,8 +122,8 @@ def generate(
             unless the model does what a graph cannot hold: then it warns.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
             same. Refused where the host decides between steps: with logits processors, grammars, methods other than ``Plain``
-            and ``PaSS`` with a fixed number of rows, and sampled rules other than "coupled". None: where it is possible and
-            pays.
+            and ``PaSS``, sampled rules other than "coupled", and ``rows="auto"`` but for one text on the CPU. None: where it is
+            possible and pays.
         sampling: ``SamplingParams(temperature=..., ...)`` instead of the sampling arguments above.
         logprobs: the result has ``logprobs`` of every new token, raw and processed. 0: of the tokens alone; n: of the n most
             probable ones beside each too, at most 64. Texts stay the same.
@@ -223,11 +222,11 @@ def generate(
             else None
         )
         fixed = "log probabilities or logits are kept" if scores else fixed_plan(context, drafting, processors)
-        plan = runs_ahead(context, fixed, run_ahead)
+        loop = loop_of(context, drafting, fixed, run_ahead)
         run: Loop = (
             WaitingLoop(context, drafting, texts, processors, scores, coins)
-            if plan is None
-            else AheadLoop(context, drafting, texts, plan, synthetic=coins)
+            if loop is None
+            else loop(context, drafting, texts, synthetic=coins)
         )
         run.open(session, past)
         started = time.perf_counter()

@@ -44,7 +44,8 @@ class Drafting:
         # Rule "longest_branch" cannot emit a token without candidates, so it never pauses.
         timed = None if context.rule == LONGEST_BRANCH else times
         kinds = {drafter.pauses for drafter in self.drafters}
-        self._pauses = None if timed is None else Pauses(timed, context.texts, kinds)
+        self.pauses = None if timed is None else Pauses(timed, context.texts, kinds)
+        """When drafting pauses; None: never."""
         self._kinds: list[bool] = []
         """For each request whether drafters that pause together have candidates in the step."""
         self._context = context
@@ -68,8 +69,8 @@ class Drafting:
 
     def propose(self, batch: Batch) -> list[Step | None]:
         """The next step of each request that still has to write; None for the others."""
-        if self._pauses is not None:
-            self._pauses.begin(batch)
+        if self.pauses is not None:
+            self.pauses.begin(batch.remaining)
         proposals = [drafter.propose(self._paused(batch, drafter.pauses)) for drafter in self.drafters]
         for drafter, proposal in zip(self.drafters, proposals, strict=True):
             _check(drafter, proposal, len(batch.texts))
@@ -89,7 +90,7 @@ class Drafting:
         """Tells the drafters and the pauses how many tokens each request's step gave."""
         for drafter in self.drafters:
             drafter.learn(gained)
-        if self._pauses is not None and self._pauses.add(steps, gained, self._kinds):
+        if self.pauses is not None and self.pauses.add(steps, gained, self._kinds):
             self._context.doubt_measured_times()
 
     def _guided(self, request: int, candidates: Candidates, levels: int) -> Candidates:
@@ -102,7 +103,7 @@ class Drafting:
 
     def _paused(self, batch: Batch, kind: bool) -> Batch:
         """The batch as drafters of this kind see it: without levels where they pause."""
-        return batch if self._pauses is None else replace(batch, levels=self._pauses.levels(batch.levels, kind))
+        return batch if self.pauses is None else replace(batch, levels=self.pauses.levels(batch.levels, kind))
 
 
 def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from pass_ext.decoding.drafting.step import Batch, Step
+from pass_ext.decoding.drafting.step import Step
 from pass_ext.decoding.planning.run_times import run_times
 from pass_ext.decoding.planning.step_times import StepTimes
 
@@ -94,12 +94,12 @@ class Pauses:
         self._begun: float | None = None
         self._ratios = run_times(times, 1 << max(map(len, texts)).bit_length())
 
-    def begin(self, batch: Batch) -> None:
-        """Starts a step."""
+    def begin(self, remaining: Sequence[int]) -> None:
+        """Starts a step. remaining: tokens that each request still has to write."""
         self._samples = max(0, self._samples - 1)
         if self._has_drafted and not self._samples and not self._ratios.knows_plain:
             self._samples = _PLAIN_SAMPLES
-        self._active = sum(left > 0 for left in batch.remaining)
+        self._active = sum(left > 0 for left in remaining)
         self._begun = time.perf_counter()
 
     def levels(self, levels: Sequence[int], kind: bool) -> list[int]:

@@ -1,18 +1,21 @@
-"""``fixed_plan``: whether a generation may run ahead of the host, and with which rows.
+"""``fixed_plan``: whether the device makes the rows of a generation's steps, and of which plan they are. ``loop_of``: its loop.
 
-A loop runs ahead if the host decides nothing between two steps: no logits processors, candidates from look-ahead slots alone or
-none, no pauses, and the rule "coupled" (or greedy texts, which all rules agree on). Streamers and stopping criteria are called
-later, in the same order and with the same tokens.
+The device does if the host decides nothing between two steps: no logits processors, candidates from look-ahead slots alone or
+none, and the rule "coupled" (or greedy texts, which all rules agree on). Streamers and stopping criteria are called later, in
+the same order and with the same tokens. Pauses of drafting are decided by the host, for one text on the CPU: ``PacedLoop``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.drafting.from_lookahead import LookaheadDrafter
+from pass_ext.decoding.loop.ahead import AheadLoop
 from pass_ext.decoding.loop.fixed_step import FixedPlan
+from pass_ext.decoding.loop.paced import PacedLoop
 from pass_ext.decoding.requests.stateful_processors import Processor
 from pass_ext.decoding.rules import LONGEST_BRANCH
 from pass_ext.tree import Tree
@@ -33,30 +36,27 @@ def fixed_plan(context: DraftContext, drafting: Drafting, processors: Sequence[P
     if len(drafting.drafters) > 1 or type(drafting.drafters[0]) is not LookaheadDrafter:
         return "candidates do not come from look-ahead slots alone"
     drafter = drafting.drafters[0]
-    if drafter.step_times is not None:
-        return "drafting pauses by measured times (PaSS with rows='auto')"
     if 0 not in dict(drafter.groups):
         return "the root has no look-ahead slots in every step"
     return FixedPlan(drafter.tree, drafter.groups, drafter.prompt_slots, drafter.offers)
 
 
-def runs_ahead(context: DraftContext, plan: FixedPlan | str, chosen: bool | None) -> FixedPlan | None:
-    """The plan, if the loop is to run ahead of the host.
+def loop_of(
+    context: DraftContext, drafting: Drafting, plan: FixedPlan | str, chosen: bool | None
+) -> Callable[..., AheadLoop] | None:
+    """The loop whose steps are of the plan; None: the one that waits.
 
     Args:
         plan: of ``fixed_plan``.
         chosen: by the caller: True refuses a generation that cannot; None: where it pays.
     """
+    on_cpu = context.device.type == "cpu"
+    is_paced = on_cpu and len(context.texts) == 1 and bool(drafting.drafters)
+    if drafting.pauses is not None and not isinstance(plan, str) and not is_paced:
+        plan = "drafting pauses by measured times (PaSS with rows='auto'), which takes one text on the CPU"
     if chosen and isinstance(plan, str):
         raise ValueError(f"generate: run_ahead must be False or None, because {plan}, got True")
-    if isinstance(plan, str) or chosen is False:
+    # On the CPU nothing overlaps, but a step costs the host less. In a batch some texts need fewer rows than others.
+    if isinstance(plan, str) or chosen is False or not (chosen or not on_cpu or len(context.texts) == 1):
         return None
-    return plan if chosen or _pays(context, plan) else None
-
-
-def _pays(context: DraftContext, plan: FixedPlan) -> bool:
-    """On a GPU always. On the CPU, where nothing overlaps, a step costs less of the host's time, but its rows never change: so
-    it pays for one text, and if all of its steps need all rows, because each node has look-ahead slots."""
-    if context.device.type == "cuda":
-        return True
-    return len(context.texts) == 1 and (plan.offers is None or len(plan.groups) == plan.candidates.num_nodes)
+    return partial(PacedLoop if is_paced else AheadLoop, plan=plan)

@@ -92,6 +92,7 @@ class FixedStep:
         """``[B, 3 + A]``, as ``next_rows_`` writes it; the next step overwrites it."""
         self._sampling = BatchSampling(**{name: _copy(value) for name, value in sampling.keywords().items()})
         self._of_slots = self._sampling.repeated(self._slots)
+        self._root_trees: dict[int, tuple[Tensor, PackedTrees]] = {}
         self._records: str = records
         self._eager_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -117,16 +118,43 @@ class FixedStep:
 
     def accept_prompts(self, logits: Tensor) -> None:
         """The first step. logits: ``[B * (1 + slots), V]``, of the prompts' last tokens and the slots behind them."""
-        requests, slots, device = self._session.requests, self._plan.prompt_slots, self._session.device
-        tree = Tree.chain(0).with_lookahead({0: slots}) if slots else Tree.chain(0)
-        trees = pack_trees([tree] * requests, device)
-        none = torch.full((len(logits),), -1, dtype=torch.int64, device=device)
-        result = self._accept(logits, none, trees, 0)
+        slots = self._plan.prompt_slots
+        self._advance_roots(self._accept(logits, *self._roots(slots), 0), logits, slots)
+
+    @property
+    def has_candidates(self) -> bool:
+        """True if the rows of the next step hold candidates. The host waits for them."""
+        return bool((self._rows[1, :, 1 : self._nodes] >= 0).any())
+
+    def from_roots(self, slots: int) -> None:
+        """A step of the roots without candidates, with so many look-ahead slots behind each: ``prompt_slots`` or 0."""
+        session = self._session
+        self._rows[1, :, 1 : self._nodes] = -1  # they are not judged
+        tokens, trees = self._roots(slots)
+        ahead = torch.arange(1 + slots, device=session.device)
+        ids = torch.cat([self._rows[0, :, :1], (-ahead[1:]).expand(session.requests, -1)], dim=1)
+        with profiled("verify"):
+            logits = session.call_at(trees, ids.flatten(), (self._lengths[:, None] - 1 + ahead).flatten())
+        result = self._accept(logits, tokens, trees, 0)
+        with profiled("commit"):
+            session.store(trees, result.path, result.num_accepted)
+        self._advance_roots(result, logits, slots)
+
+    def _roots(self, slots: int) -> tuple[Tensor, PackedTrees]:
+        """The tokens, none of them a candidate, and the trees of roots with so many slots."""
+        if slots not in self._root_trees:
+            tree = Tree.chain(0).with_lookahead({0: slots}) if slots else Tree.chain(0)
+            requests, device = self._session.requests, self._session.device
+            none = torch.full((requests * (1 + slots),), -1, dtype=torch.int64, device=device)
+            self._root_trees[slots] = none, pack_trees([tree] * requests, device)
+        return self._root_trees[slots]
+
+    def _advance_roots(self, result: AcceptResult, logits: Tensor, slots: int) -> None:
+        device = self._session.device
         places = self._lengths[:, None] + torch.arange(slots, device=device)
+        behind = logits.view(self._session.requests, 1 + slots, -1)[:, 1:]
         first = torch.zeros(1, dtype=torch.int32, device=device)
-        self._advance(
-            result, logits.view(requests, 1 + slots, -1)[:, 1:], places, first, self._sampling.repeated(slots)
-        )
+        self._advance(result, behind, places, first, self._sampling.repeated(slots))
 
     def __call__(self) -> None:
         """Runs a step."""
@@ -191,7 +219,7 @@ class FixedStep:
         offers, requests = self._plan.offers, self._session.requests
         offered: dict[str, Any] = {}
         with profiled("draft"):
-            if offers is not None:
+            if offers is not None and slots.shape[1]:
                 foreseen = (places + 1).flatten() if offers.draws(self._sampling) else None
                 offered = offers.of_rows(slots.flatten(0, 1), foreseen, sampling, requests)
                 offered |= {"groups": groups} | self._sampling.keywords()

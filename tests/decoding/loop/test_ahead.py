@@ -13,12 +13,14 @@ from support.generation import BUSHY, Decoder, slots_for, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding import generation
+from pass_ext.decoding.drafting import pace
 from pass_ext.decoding.drafting.from_lookahead import Filled, Offers, TreeFiller
-from pass_ext.decoding.loop import fixed_step
+from pass_ext.decoding.loop import choice, fixed_step
 from pass_ext.decoding.loop.ahead import AheadLoop
 from pass_ext.decoding.loop.fixed_step import FixedPlan, FixedStep
 from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.planning.run_times import run_times
+from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 
@@ -43,7 +45,8 @@ METHODS = ("plain", "chain", "tree", "planned", "chain with transitions", "tree 
 
 
 def with_lag(monkeypatch, lag):
-    monkeypatch.setattr(generation, "AheadLoop", partial(AheadLoop, lag=lag))
+    for loop in ("AheadLoop", "PacedLoop"):
+        monkeypatch.setattr(choice, loop, partial(AheadLoop, lag=lag))
 
 
 def both(model, ids, method, **options):
@@ -239,7 +242,11 @@ def test_on_every_backend(backend, monkeypatch, rank, law):
     [
         (NGram(), {}, "candidates do not come from look-ahead slots alone"),
         ("two passes", {}, "the root has no look-ahead slots in every step"),
-        ("auto", {}, "drafting pauses by measured times"),
+        (
+            "auto",
+            dict(num_return_sequences=2, temperature=1.0),
+            "drafting pauses by measured times .*, which takes one text",
+        ),
         ("with ngrams", {}, "candidates do not come from look-ahead slots alone"),
         (Plain(), dict(logits_processor=lambda ids, scores: scores), "logits processors run on the host"),
         (Plain(), dict(temperature=1.0, rule="rejection"), "rule 'rejection' is not 'coupled'"),
@@ -267,7 +274,7 @@ def test_the_loop_that_waits_keeps_what_the_host_decides(llama, monkeypatch, met
 
 
 def test_the_default_is_the_loop_that_costs_less(llama):
-    """On the CPU: one text, of whose rows no step needs fewer than all."""
+    """On the CPU: one text."""
     ids, mask = ragged_prompts(2)
     tree = Tree.chain(2).with_lookahead({0: 2, 1: 2, 2: 2})
     slots = slots_for(llama)
@@ -276,7 +283,7 @@ def test_the_default_is_the_loop_that_costs_less(llama):
         (Plain(), 2, False),
         (PaSS(slots, tree=tree, rows=24), 1, True),
         (PaSS(slots, tree=tree, rows=24), 2, False),
-        (PaSS(slots, tree=Tree.chain(2).with_lookahead({0: 2, 2: 2}), rows=24), 1, False),
+        (PaSS(slots, tree=Tree.chain(2).with_lookahead({0: 2, 2: 2}), rows=24), 1, True),
         (NGram(), 1, False),
     ):
         got = generate(llama, ids[:rows], method, max_new_tokens=5, attention_mask=mask[:rows])
@@ -301,6 +308,60 @@ def test_a_text_that_has_ended_rests(llama, monkeypatch):
     assert got.lengths[0] < 5 and got.lengths[1] == 30
     prompts = mask.sum(1).tolist()
     assert lengths[-1] == [prompts[0] + got.lengths[0] + 1, prompts[1] + 30], "one token behind the end, and no more"
+
+
+# ---- one text on the CPU ----
+
+
+@pytest.fixture
+def rows_called(monkeypatch):
+    """The rows of each call."""
+    rows, forward = [], Session._forward
+    monkeypatch.setattr(
+        Session,
+        "_forward",
+        lambda self, trees, ids, *a, **k: rows.append(len(ids)) or forward(self, trees, ids, *a, **k),
+    )
+    return rows
+
+
+@pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("name", METHODS)
+def test_one_text_has_the_calls_of_the_loop_that_waits(llama, monkeypatch, rows_called, name, law):
+    """Also their rows: no step has more than it needs."""
+    for seed in range(3):
+        ids = ragged_prompts(1, seed=seed)[0]
+        options = dict(eos_token_id=ENDS, max_new_tokens=25, **law)
+        waiting, _ = both(llama, ids, methods_of(llama)[name], **options)
+        with monkeypatch.context() as patch:
+            Seer(patch, [waiting.sequences[0].tolist()])
+            rows_called.clear()
+            both(llama, ids, methods_of(llama)[name], **options)
+            calls = len(rows_called) // 2
+            assert rows_called[:calls] == rows_called[calls:]
+            if name == "chain" and law is GREEDY:
+                assert {1, 4, 4 + 2 * 3} >= set(rows_called[1:calls]) > {4 + 2 * 3}, "full steps, and roots with slots"
+
+
+@pytest.mark.parametrize("step", [0.0005, 0.3], ids=["cheap", "dear"])
+def test_drafting_pauses_as_in_the_loop_that_waits(llama, monkeypatch, rows_called, step):
+    """By a clock that calls alone move: rows beyond the first take ``step`` seconds together, the first takes 0.1."""
+    times = StepTimes((1, 2, 64), (0.1, 0.1 + step, 0.1 + step))
+    monkeypatch.setattr("pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: times)
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: sum(map(times.at, rows_called)))
+    ids, found = ragged_prompts(1)[0], []
+    for ahead in (False, True):
+        run_times.cache_clear()
+        rows_called.clear()
+        slots = slots_for(llama)
+        slots.hit_rates = ((0.9, 0.05), (0.9, 0.05), (0.9, 0.05), (0.9, 0.05))  # a plan that is never right
+        found.append(generate(llama, ids, PaSS(slots), run_ahead=ahead, max_new_tokens=120, eos_token_id=[]))
+        found[-1] = found[-1].sequences.tolist(), counts_of(found[-1]), list(rows_called)
+    run_times.cache_clear()
+    assert found[0] == found[1]
+    plain = found[1][2].count(1)
+    assert plain > 80 if step == 0.3 else plain < 10
+    assert found[1][0] == generate(llama, ids, max_new_tokens=120, eos_token_id=[]).sequences.tolist()
 
 
 # ---- no host read ----
