@@ -4,8 +4,8 @@
     overlap   mean of the sum of min(p, q), the chance that a token drawn from the slot is accepted at temperature 1
 The texts are the model's own continuations of the held-out prompts of `benchmarks.decoding`, greedy and at temperature 0.8,
 those that loop (benchmarks/decoding/texts.py says which) apart from the others.
-`python -m benchmarks.pages.slots --model MODEL FILE ...` writes benchmarks/results/slots.json and slots.md; `--check` compares
-the page.
+`python -m benchmarks.pages.slots --model MODEL FILE ...` writes slots.json and slots.md in the machine's folder of results;
+`--check` compares the pages.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.texts import DEFINITION, loops
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
+from benchmarks.pages import slot_texts
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.training.lookahead.evaluation import hits_of
 
-RESULT, PAGE = ROOT / "benchmarks/results/slots.json", ROOT / "benchmarks/results/slots.md"
+RESULTS = ROOT / "benchmarks/results"
 SLOTS = 4
 
 
@@ -104,13 +105,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for text in texts_of(model, tokenizer, domain, wanted=options.texts, tokens=options.tokens)
     ]
     rows = [row for file in track(options.files, "files") for row in judged(model, file, texts)]
+    prompts = {
+        domain: [text.ids[: text.prompt] for text in texts if (text.domain, text.kind) == (domain, "greedy")]
+        for domain in DOMAINS
+    }
+    written = slot_texts.measure(
+        model, options.files, {name: some for name, some in prompts.items() if some}, options.tokens
+    )
     return {
+        "machine": machine.describe_cpu(),
         "date": machine.now(),
         "commit": machine.commit(),
         "versions": machine.describe_versions(),
         "model": Path(options.model).name,
         "tokens": options.tokens,
         "rows": rows,
+        "written": list(
+            track(written, "texts", total=len(slot_texts.LAWS) * len(DOMAINS) * (3 * len(options.files) + 1))
+        ),
     }
 
 
@@ -139,6 +151,13 @@ def render(result: dict[str, Any]) -> str:
         "",
         *table(heads, lines, left=4),
         "",
+        "# Texts that they draft for",
+        "",
+        f"{result['machine']['model']}, {result['machine']['torch_threads']} threads. One text at a time, "
+        f"{result['tokens']} tokens, of the prompts above whose greedy texts do not loop. Tokens per call of the model, "
+        "without the call on the prompt; speed against Plain, in turn in one run.",
+        "",
+        *slot_texts.lines_of(result["written"]),
     ])  # fmt: skip
 
 
@@ -155,11 +174,16 @@ def main() -> int:
     if not (options.render or options.check):
         if not options.files or options.model is None:
             raise SystemExit("give --model and the files")
-        RESULT.write_text(json.dumps(measure(options), indent=1) + "\n")
-    text = render(json.loads(RESULT.read_text()))
+        result = RESULTS / machine.device_slug("cpu") / "slots.json"
+        result.parent.mkdir(exist_ok=True)
+        result.write_text(json.dumps(measure(options), indent=1) + "\n")
+    pages = {
+        path.with_suffix(".md"): render(json.loads(path.read_text())) for path in sorted(RESULTS.glob("*/slots.json"))
+    }
     if options.check:
-        return int(not PAGE.exists() or PAGE.read_text() != text)
-    PAGE.write_text(text)
+        return int(any(not page.exists() or page.read_text() != text for page, text in pages.items()))
+    for page, text in pages.items():
+        page.write_text(text)
     return 0
 
 
