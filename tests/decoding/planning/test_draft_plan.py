@@ -178,6 +178,16 @@ def test_a_draft_that_knows_nothing_or_costs_too_much_is_left_out():
     assert plan_drafts([[0.5], [0.0], [0.9]], lambda r: 1.0, lambda r: 0.01).tree == Tree.chain(1)
 
 
+def test_branches_come_late_where_the_first_levels_are_sure():
+    """Delayed expansion: a chain near the root, and branches where the draft is in doubt."""
+    sure, doubtful = [0.97, 0.01, 0.01], [0.35, 0.25, 0.2]
+    late = plan_drafts([sure, sure, doubtful], lambda r: 1 + 0.02 * r, lambda r: 0.05 + 0.001 * r)
+    assert late.tree == Tree([-1, 0, 1, 2, 2, 2])
+    early = plan_drafts([doubtful, sure, sure], lambda r: 1 + 0.02 * r, lambda r: 0.05 + 0.001 * r)
+    assert len(early.tree.children(0)) == 3 and all(len(early.tree.children(node)) <= 1 for node in range(1, 4))
+    assert late.tokens_per_call > early.tokens_per_call
+
+
 def test_plans_for_many_rows_are_made_at_once():
     times = StepTimes((1, 16, 64), (0.020, 0.021, 0.050)), StepTimes((1, 16, 64), (0.001, 0.0011, 0.003))
     plan = plan_drafts([[0.6 * 0.35**rank for rank in range(8)]] * 8, *(measured.at for measured in times))
