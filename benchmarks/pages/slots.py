@@ -11,23 +11,20 @@ those that loop (benchmarks/decoding/texts.py says which) apart from the others.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any, NamedTuple
 
 import torch
 
 import pass_ext
-from benchmarks import ROOT
 from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.texts import DEFINITION, loops
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
-from benchmarks.pages import slot_texts
+from benchmarks.pages import by_machine, slot_texts
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.training.lookahead.evaluation import hits_of
 
-RESULTS = ROOT / "benchmarks/results"
 SLOTS = 4
 
 
@@ -174,17 +171,8 @@ def main() -> int:
     if not (options.render or options.check):
         if not options.files or options.model is None:
             raise SystemExit("give --model and the files")
-        result = RESULTS / machine.device_slug("cpu") / "slots.json"
-        result.parent.mkdir(exist_ok=True)
-        result.write_text(json.dumps(measure(options), indent=1) + "\n")
-    pages = {
-        path.with_suffix(".md"): render(json.loads(path.read_text())) for path in sorted(RESULTS.glob("*/slots.json"))
-    }
-    if options.check:
-        return int(any(not page.exists() or page.read_text() != text for page, text in pages.items()))
-    for page, text in pages.items():
-        page.write_text(text)
-    return 0
+        by_machine.keep("slots", measure(options))
+    return by_machine.write_pages("slots", render, check=options.check)
 
 
 if __name__ == "__main__":

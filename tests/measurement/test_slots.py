@@ -1,6 +1,5 @@
 """The benchmark of look-ahead slots: which texts it chooses, what it counts, and that the committed page shows its result."""
 
-import json
 import sys
 
 import pytest
@@ -15,8 +14,9 @@ from support.small_models import small_model
 sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
 
 from benchmarks.decoding.prompts import Prompt
-from benchmarks.pages import slot_texts, slots
-from benchmarks.pages.slots import RESULTS, Text, judged, render
+from benchmarks.pages import batches, by_machine, slot_texts, slots
+from benchmarks.pages.by_machine import RESULTS
+from benchmarks.pages.slots import Text, judged
 
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an sdist has no results")
 
@@ -28,11 +28,23 @@ def file(tmp_path, llama):
     return str(path)
 
 
-def test_the_pages_show_the_results():
-    found = sorted(RESULTS.glob("*/slots.json"))
-    assert found
-    for path in found:
-        assert path.with_suffix(".md").read_text() == render(json.loads(path.read_text()))
+@pytest.mark.parametrize("page", [slots, batches], ids=["slots", "batches"])
+def test_the_pages_show_the_results(page, monkeypatch, tmp_path):
+    name = page.__name__.rpartition(".")[2]
+    assert list(RESULTS.glob(f"*/{name}.json")), "measured on no machine"
+    assert by_machine.write_pages(name, page.render, check=True) == 0
+    monkeypatch.setattr(by_machine, "RESULTS", tmp_path)
+    monkeypatch.setattr(by_machine, "ROOT", tmp_path)
+    (tmp_path / "machine").mkdir()
+    found = next(RESULTS.glob(f"*/{name}.json"))
+    (tmp_path / "machine" / found.name).write_text(found.read_text())
+    (tmp_path / "machine" / f"{name}.md").write_text(found.with_suffix(".md").read_text() + " ")
+    assert by_machine.write_pages(name, page.render, check=True) == 1
+    assert (
+        by_machine.write_pages(name, page.render, check=False)
+        == by_machine.write_pages(name, page.render, check=True)
+        == 0
+    )
 
 
 def test_rows_are_means_over_the_places_of_what_was_written(llama, file):
@@ -77,3 +89,16 @@ def test_texts_that_loop_are_apart(monkeypatch):
     assert set(kinds) <= {"greedy", "greedy, loops", "T 0.8"} and all(kinds.count(kind) <= 2 for kind in kinds)
     for text in texts:
         assert text.prompt == 3 and slots.loops(text.ids[3:]) == (text.kind == "greedy, loops")
+
+
+def test_batches_by_hand():
+    """Two texts of 96 tokens in 2 seconds at best are 96 tokens/s."""
+    row = {
+        "batch": 2,
+        "seconds": {"Plain": [3.0, 2.0], "PaSS": [1.6, 2.5]},
+        "calls": {"Plain": 96, "PaSS": 60},
+        "drafted": 70,
+    }
+    result = dict(date="2031-02-03", commit="0123456789ab", versions={"torch": "9"}, model="M", slots="S", rows=[row],
+                  machine={"model": "C", "torch_threads": 2})  # fmt: skip
+    assert "| 2 | 96 | 120 | 1.25 × | 96 | 60 | 70 |" in batches.render(result)
