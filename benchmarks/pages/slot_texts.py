@@ -16,20 +16,22 @@ import torch
 import pass_ext
 from benchmarks.harness.markdown import table
 
-LAWS: dict[str, dict[str, Any]] = {
+EIGHT, TWO, TIMED = "one pass, 8 rows", "two passes, 8 rows", "one pass, rows by measured times"
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "T 0.8, coupled": dict(temperature=0.8, rule="coupled"),
     "T 0.8, traversal": dict(temperature=0.8, rule="traversal"),
 }
+METHODS = {"greedy": (EIGHT, TWO, TIMED), "T 0.8, coupled": (EIGHT, TIMED), "T 0.8, traversal": (EIGHT,)}
 
 
 def methods_of(file: str) -> dict[str, Any]:
     """The methods by name."""
     slots = pass_ext.LookaheadEmbedding.from_pretrained(file)
     return {
-        "one pass, 8 rows": pass_ext.PaSS(slots, rows=8),
-        "two passes, 8 rows": pass_ext.PaSS(slots, rows=8, passes=2),
-        "one pass, rows by measured times": pass_ext.PaSS(slots),
+        EIGHT: pass_ext.PaSS(slots, rows=8),
+        TWO: pass_ext.PaSS(slots, rows=8, passes=2),
+        TIMED: pass_ext.PaSS(slots),
     }
 
 
@@ -37,22 +39,18 @@ def measure(
     model: Any, files: Sequence[str], prompts: dict[str, list[list[int]]], tokens: int
 ) -> Iterator[dict[str, Any]]:
     """The rows of the result. prompts: by domain."""
-    contenders = {(file, name): method for file in files for name, method in methods_of(file).items()}
-    contenders |= {("", "Plain"): pass_ext.Plain()}
-    for law, options in LAWS.items():
+    of_files = {(file, name): method for file in files for name, method in methods_of(file).items()}
+    for sampling, options in SAMPLINGS.items():
+        contenders = {key: method for key, method in of_files.items() if key[1] in METHODS[sampling]}
+        contenders |= {("", "Plain"): pass_ext.Plain()}
         for domain, texts in prompts.items():
             sums = {contender: [0, 0, 0.0] for contender in contenders}
-            for number, ids in enumerate(
-                [texts[0], *texts]
-            ):  # the first one twice: step times are measured, memory is allocated
+            # The first text comes twice: step times are measured, memory is allocated.
+            for number, ids in enumerate([texts[0], *texts]):
                 for contender, method in contenders.items():
-                    more = (
-                        options
-                        if method is not None and contender[0]
-                        else {k: v for k, v in options.items() if k != "rule"}
-                    )
+                    own = options if contender[0] else {"temperature": options.get("temperature", 0.0)}
                     stats = pass_ext.generate(
-                        model, torch.tensor([ids]), method, max_new_tokens=tokens, eos_token_id=[], seeds=number, **more
+                        model, torch.tensor([ids]), method, max_new_tokens=tokens, eos_token_id=[], seeds=number, **own
                     ).stats
                     if number:
                         sums[contender][0] += stats.tokens - 1
@@ -63,7 +61,7 @@ def measure(
                 yield {
                     "file": file,
                     "method": name,
-                    "law": law,
+                    "sampling": sampling,
                     "domain": domain,
                     "texts": len(texts),
                     "tokens per call": round(written / calls, 4),
@@ -75,10 +73,10 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The tables of the page."""
     domains = list(dict.fromkeys(row["domain"] for row in rows))
     lines = []
-    for law in dict.fromkeys(row["law"] for row in rows):
+    for sampling in dict.fromkeys(row["sampling"] for row in rows):
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for row in rows:
-            if row["law"] == law and row["file"]:
+            if row["sampling"] == sampling and row["file"]:
                 found.setdefault((row["method"], row["file"]), {})[row["domain"]] = row
         cells = [
             [method, file]
@@ -92,5 +90,5 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[str]:
             *(f"{name}: tokens per call" for name in domains),
             *(f"{name}: speed" for name in domains),
         ]
-        lines += [f"## {law[0].upper()}{law[1:]}", "", *table(heads, cells, left=2), ""]
+        lines += [f"## {sampling[0].upper()}{sampling[1:]}", "", *table(heads, cells, left=2), ""]
     return lines

@@ -1,4 +1,4 @@
-"""How often look-ahead slots hold the token that the model then wrote, and how much of its law they have.
+"""How often look-ahead slots hold the token that the model then wrote, and how much of its distribution they have.
     top 1     share of places where slot i's first candidate is the token, raw and with transition scores
     chain     mean number of slots, counted from the first, that hold the token
     overlap   mean of the sum of min(p, q), the chance that a token drawn from the slot is accepted at temperature 1
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -64,9 +65,14 @@ def judged(model: Any, file: str, texts: list[Text]) -> list[dict[str, Any]]:
         embedding = pass_ext.LookaheadEmbedding.from_pretrained(file).to(model.get_input_embeddings().weight.dtype)
         if scores == "raw":
             embedding.transition_left = embedding.transition_right = None
+        elif not embedding.rank:
+            continue
         found: dict[tuple[str, str], list[Any]] = {}
         for text in texts:
-            places = torch.arange(text.prompt - 2, len(text.ids) - 1 - embedding.num_lookahead)
+            behind = range(text.prompt - 2, len(text.ids) - 1 - embedding.num_lookahead)
+            if not behind:  # shorter than this file's slots
+                continue
+            places = torch.tensor(behind)
             hits = hits_of(model, embedding, torch.tensor(text.ids), places)
             for domain in (text.domain, "all"):
                 found.setdefault((text.kind, domain), []).append(hits)
@@ -91,8 +97,6 @@ def judged(model: Any, file: str, texts: list[Text]) -> list[dict[str, Any]]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The result."""
-    from pathlib import Path
-
     from rich.progress import track
 
     model, tokenizer = load_checkpoint(options.model, torch.bfloat16)
@@ -118,7 +122,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "tokens": options.tokens,
         "rows": rows,
         "written": list(
-            track(written, "texts", total=len(slot_texts.LAWS) * len(DOMAINS) * (3 * len(options.files) + 1))
+            track(
+                written,
+                "texts",
+                total=len(DOMAINS) * sum(len(each) * len(options.files) + 1 for each in slot_texts.METHODS.values()),
+            )
         ),
     }
 

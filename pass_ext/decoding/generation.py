@@ -38,7 +38,7 @@ class Generation:
     """The result of ``generate``."""
 
     sequences: Tensor
-    """``[B, T + new]`` int64: the input unchanged, then the new tokens, then padding."""
+    """``[B, T + new]`` int64: the input unchanged, then the new tokens, then padding. B counts each prompt's texts."""
     lengths: tuple[int, ...]
     """New tokens of each request, its end-of-text token included."""
     stats: GenerationStats

@@ -79,7 +79,7 @@ class GenerationStats(AcceptanceStats):
     """New tokens of all requests together."""
     seconds: float = 0.0
     ahead_calls: int = 0
-    """Calls that began without a wait for the host, which read their tokens later; 0: every step waited for the host."""
+    """Calls whose rows the device made from those of the call before; 0: the host made the rows of every call."""
     surplus_calls: int = 0
     """Calls that were under way when the last text ended; not among ``model_calls``."""
     synthetic: bool = False

@@ -205,7 +205,7 @@ def layer_stack(
         ids, deep: ``[N]`` and ``[layers, L, d]``: rows whose id is -1 - i add ``deep[l, i]`` to the input of layer l.
         adapters: for each layer the adapters of its linear layers "q", "k", "v", "o", "gate", "up", "down", or of some, the
             same in all layers: ``down [K, r, in]`` and ``up [K, r, out]`` as in ``adapter_rows_``, for rows whose id is
-            negative. Beside those of o or down ``scale`` must be 1.
+            negative; contiguous, and K the same in all. Beside those of o or down ``scale`` must be 1.
         adapter_scale: of their products.
         final_norm: ``[d]``, weight of a norm behind the last layer; None: none.
         head: ``[V, d]``, weight of the output layer; None: none.

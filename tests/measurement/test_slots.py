@@ -71,13 +71,13 @@ def test_rows_are_means_over_the_places_of_what_was_written(llama, file):
 
 def test_texts_are_counted_behind_their_prompts(llama, file):
     rows = list(slot_texts.measure(llama, [file], {"chat": [[5, 6, 7], [8, 9]]}, 9))
-    assert len(rows) == len(slot_texts.LAWS) * 4
+    assert len(rows) == (3 + 1) + (2 + 1) + (1 + 1)
     for row in rows:
         assert row["texts"] == 2 and 1 <= row["tokens per call"] <= 5
         if row["method"] == "Plain":
             assert row["tokens per call"] == 1 and row["speed"] == 1
     table = "\n".join(slot_texts.lines_of(rows))
-    assert table.count("two passes, 8 rows") == 3 and "Plain" not in table
+    assert table.count("two passes, 8 rows") == 1 and "Plain" not in table
 
 
 def test_texts_that_loop_are_apart(monkeypatch):
@@ -86,7 +86,7 @@ def test_texts_that_loop_are_apart(monkeypatch):
     monkeypatch.setattr(slots, "read_prompts", lambda domain, tokenizer, most: prompts[:most])
     texts = slots.texts_of(model, None, "chat", wanted=2, tokens=40)
     kinds = [text.kind for text in texts]
-    assert set(kinds) <= {"greedy", "greedy, loops", "T 0.8"} and all(kinds.count(kind) <= 2 for kind in kinds)
+    assert {"T 0.8"} < set(kinds) <= {"greedy", "greedy, loops", "T 0.8"} and max(map(kinds.count, kinds)) == 2
     for text in texts:
         assert text.prompt == 3 and slots.loops(text.ids[3:]) == (text.kind == "greedy, loops")
 

@@ -186,6 +186,20 @@ def test_damaged_files_are_refused(tmp_path, change, message):
         LookaheadEmbedding.load(tmp_path / "damaged")
 
 
+def test_shipped_adapters_load_by_name():
+    slots, adapted = (LookaheadEmbedding.from_pretrained(f"smollm2-135m-instruct{end}") for end in ("", "-adapters"))
+    assert slots.adapters is None and adapted.adapters is not None and adapted.adapters.layers == 30
+    assert all(torch.isfinite(parameter).all() for parameter in adapted.parameters())
+    assert all(bool(up.any()) for _, _, up in adapted.adapters.pairs()), "every adapter was trained"
+    assert (adapted.dim, adapted.vocabulary, adapted.base_model) == (slots.dim, slots.vocabulary, slots.base_model)
+    assert (
+        len(adapted.hit_rates) == adapted.num_lookahead
+        and "--start smollm2-135m-instruct" in adapted.training_record["command"]
+    )
+    file = pass_ext.modules.files.PRETRAINED / "smollm2-135m-instruct-adapters.safetensors"
+    assert file.stat().st_size < 6_000_000
+
+
 def test_shipped_parameters_load_by_name(tmp_path):
     shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct")
     assert shipped.dim == 576 and shipped.vocabulary == 49152 and "SmolLM2-135M-Instruct" in shipped.base_model

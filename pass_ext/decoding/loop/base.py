@@ -25,7 +25,7 @@ class Loop(ABC):
         self.calls = 0
         """Calls of the model whose tokens were read."""
         self.ahead_calls = 0
-        """How many of them began without a wait for the host."""
+        """How many of them had rows that the device made."""
         self.surplus_calls = 0
         """Calls behind the end of all texts; their tokens are thrown away."""
         self._context, self._drafting = context, drafting

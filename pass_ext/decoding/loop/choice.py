@@ -57,6 +57,7 @@ def loop_of(
     if chosen and isinstance(plan, str):
         raise ValueError(f"generate: run_ahead must be False or None, because {plan}, got True")
     # On the CPU nothing overlaps, but a step costs the host less. In a batch some texts need fewer rows than others.
-    if isinstance(plan, str) or chosen is False or not (chosen or not on_cpu or len(context.texts) == 1):
+    pays = not on_cpu or len(context.texts) == 1
+    if isinstance(plan, str) or not (pays if chosen is None else chosen):
         return None
     return partial(PacedLoop if is_paced else AheadLoop, plan=plan)

@@ -5,7 +5,8 @@
     offered  = draft_sample(look-ahead rows of the logits)
     next_rows_(result, offered)               ids, tokens, positions, lengths for the next step; a report for the host
 
-Look-ahead rows of all groups are drafted from, not only those behind the accepted node: so no row has to be found first.
+A step of the roots alone may stand between, where there are no candidates. Look-ahead rows of all groups are drafted from, not
+only those behind the accepted node: so no row has to be found first.
 With CUDA graphs the third step is recorded, and this and all later ones replay it.
 """
 

@@ -28,10 +28,7 @@ class PlacedAdapters(NamedTuple):
         """Copies of the adapters of the first ``slots`` slots, as ``like``."""
         return cls(
             adapters.scale,
-            {
-                place: (down.detach().to(like, copy=True), up.detach().to(like, copy=True))
-                for place, down, up in adapters.pairs(slots)
-            },
+            {place: (_copied(down, like), _copied(up, like)) for place, down, up in adapters.pairs(slots)},
         )
 
     def has_shapes_of(self, other: PlacedAdapters) -> bool:
@@ -43,6 +40,11 @@ class PlacedAdapters(NamedTuple):
         for place, pair in self.pairs.items():
             for mine, theirs in zip(pair, other.pairs[place], strict=True):
                 mine.copy_(theirs)
+
+
+def _copied(parameter: Tensor, like: Tensor) -> Tensor:
+    """A contiguous copy, which the op of all layers wants."""
+    return parameter.detach().to(like, copy=True, memory_format=torch.contiguous_format)
 
 
 def _shapes(adapters: PlacedAdapters) -> dict[str, list[torch.Size]]:

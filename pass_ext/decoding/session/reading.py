@@ -7,7 +7,7 @@ their beginnings, as samples of one prompt and requests with one system prompt d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from pass_ext.decoding.session.session import Session
 from pass_ext.tree import MAX_TREE_NODES, Tree, pack_trees
 
 SHARED_ROWS = {"cpu": 48, "cuda": 512}
-"""So many rows must be saved before a beginning is read once: it takes a call of its own, which reads all weights, and a GPU
+"""So many rows must be saved before beginnings are read once: it takes a call of its own, which reads all weights, and a GPU
 computes hundreds of rows in that time."""
 
 
@@ -40,46 +40,54 @@ def read_prompts(session: Session, texts: Sequence[Sequence[int]], known: int, s
     Returns:
         Logits of the last tokens and the slots behind them, text by text; and the number of calls.
     """
-    shared, calls = shared_beginnings(texts, known, SHARED_ROWS.get(session.device.type, 512)), 0
-    have = [known] * len(texts)
-    if shared:
-        first = {beginning.requests[0]: beginning.length for beginning in shared}
-        pieces = [text[known : first.get(b, known)] for b, text in enumerate(texts)]
-        _, calls = _read(session, pieces, None)
+    least = SHARED_ROWS["cpu" if session.device.type == "cpu" else "cuda"]
+    groups, held, calls = session.groups_of_equal_texts(known), [known] * len(texts), 0
+    while shared := [found for group in groups for found in shared_beginnings(texts, held, group, least)]:
+        ends = {requests[0]: length for requests, length in shared}
+        _, count = _read(session, [text[held[b] : ends.get(b, 0)] for b, text in enumerate(texts)], None)
+        calls += count
         for requests, length in shared:
-            session.copy_text(requests[0], requests[1:], length)
+            session.copy_text(requests[0], requests[1:], known, length)
             for b in requests:
-                have[b] = length
-    logits, more = _read(session, [text[held:] for text, held in zip(texts, have, strict=True)], slots)
-    return logits, calls + more
+                held[b] = length
+    logits, count = _read(session, [text[length:] for text, length in zip(texts, held, strict=True)], slots)
+    return logits, calls + count
 
 
-def shared_beginnings(texts: Sequence[Sequence[int]], known: int, least: int) -> list[Beginning]:
-    """The beginnings behind ``known`` tokens that save ``least`` rows or more. Each text's last token stays out: its row has
-    the logits."""
-    left, found = list(range(len(texts))), []
-    while left:
-        leader, *others = left
-        whole = texts[leader]
-        lengths = {b: min(_common(whole, texts[b]), len(whole) - 1, len(texts[b]) - 1) - known for b in others}
-        # The requests that save most together: those with the longest beginnings, cut to the shortest among them.
-        order = sorted(others, key=lambda b: -lengths[b])
-        saved = [(i + 1) * lengths[b] for i, b in enumerate(order)]
-        best = max(range(len(saved)), key=saved.__getitem__, default=None)
-        if best is None or saved[best] < least:
-            left = others
+def shared_beginnings(
+    texts: Sequence[Sequence[int]], held: Sequence[int], requests: Sequence[int], least: int
+) -> list[Beginning]:
+    """The beginnings of these requests' texts, behind the first ``held`` tokens of each, that save ``least`` rows or more; of
+    beginnings within each other the shortest. Each text's last token stays out: its row has the logits."""
+    fronts = {b: list(texts[b][:-1]) for b in requests}
+    order = sorted(requests, key=fronts.__getitem__)
+    common = [_common(fronts[a], fronts[b]) for a, b in pairwise(order)]
+    found, intervals = [], [(0, len(order))]
+    while intervals:
+        first, last = intervals.pop()
+        if last - first < 2:
             continue
-        members = [leader, *sorted(order[: best + 1])]
-        found.append(Beginning(members, known + lengths[order[best]]))
-        left = [b for b in others if b not in members]
-    return found
+        length = min(common[first : last - 1])
+        members = sorted(order[first:last])
+        rows = [max(0, length - held[b]) for b in members]
+        if sum(rows) - max(rows) >= least:
+            found.append(Beginning(members, length))
+        else:
+            cuts = [place + 1 for place in range(first, last - 1) if common[place] == length]
+            intervals += pairwise([first, *cuts, last])
+    return sorted(found)
 
 
 def _common(text: Sequence[int], other: Sequence[int]) -> int:
     """The number of equal tokens at both beginnings."""
-    if text == other:
-        return len(text)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
+    low, high = 0, min(len(text), len(other))
+    while low < high:  # whole pieces are compared at once
+        middle = (low + high + 1) // 2
+        if text[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _read(session: Session, missing: Sequence[Sequence[int]], slots: int | None) -> tuple[Tensor, int]:

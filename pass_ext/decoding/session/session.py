@@ -118,13 +118,29 @@ class Session:
         most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.prefix_lens.copy_(self.prefix_lens.minimum(most))
 
-    def copy_text(self, request: int, others: Sequence[int], length: int) -> None:
-        """Gives other requests the first ``length`` tokens of a request's text."""
+    def copy_text(self, request: int, others: Sequence[int], first: int, last: int) -> None:
+        """Gives other requests the tokens [first, last) of a request's text, the last ones that they hold then."""
         to = torch.tensor(others, device=self.device)
         for pair in self.caches:
             for cache in pair:
-                cache[to, :length] = cache[request, :length]
-        self.prefix_lens[to] = length
+                cache[to, first:last] = cache[request, first:last]
+        self.prefix_lens[to] = last
+
+    def groups_of_equal_texts(self, length: int) -> list[list[int]]:
+        """The requests by the keys and values of their first ``length`` tokens: equal tokens may have others, where they come
+        from elsewhere."""
+        if not length:
+            return [list(range(self.requests))]
+        groups: list[list[int]] = []
+        caches = [cache for pair in self.caches for cache in pair]
+        for b in range(self.requests):
+            for group in groups:
+                if all(torch.equal(cache[group[0], :length], cache[b, :length]) for cache in caches):
+                    group.append(b)
+                    break
+            else:
+                groups.append([b])
+        return groups
 
     def begin(self, model: Adapted) -> None:
         """Drops the texts; caches and recorded calls stay for the next texts. model: the same model, adapted anew."""

@@ -1,4 +1,5 @@
-"""The held-out evaluation: at which rank the slots hold the token that the model then wrote, and how much of its law they have.
+"""The held-out evaluation: at which rank the slots hold the token that the model then wrote, and how near they come to its
+distribution.
 
 Texts are the model's own continuations of held-out prompts; places lie in what it wrote.
 """
@@ -6,6 +7,7 @@ Texts are the model's own continuations of held-out prompts; places lie in what 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +41,8 @@ def hits_of(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Ten
     text, past = text_rows(model, ids[None])
     parts = []
     for some in anchors.split(_ANCHORS):
-        parts.append(slot_rows(model, embedding, some[None], past)[0].flatten(0, 1))
-        past.crop(-len(some) * slots)
+        # A copy: the slots' keys push text out of a sliding window, so they cannot be taken back.
+        parts.append(slot_rows(model, embedding, some[None], deepcopy(past))[0].flatten(0, 1))
     hidden = torch.cat(parts)
     place = (anchors[:, None] + 1 + torch.arange(slots, device=ids.device)).flatten()  # of the teachers
     ranks, overlaps = torch.empty_like(place), torch.empty(len(place), device=ids.device)

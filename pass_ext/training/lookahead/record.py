@@ -32,7 +32,7 @@ def _adapters(adapters: dict[str, Any]) -> str:
 
 
 def _overlaps(evaluation: dict[str, Any]) -> list[str]:
-    """The overlaps, which files of an earlier version do not know."""
+    """The overlaps, where the record has them."""
     if "overlap" not in evaluation:
         return []
     shares = ", ".join(f"{share:.3f}" for share in evaluation["overlap"])

@@ -2,8 +2,12 @@
 are read once.
 """
 
+from itertools import combinations
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
@@ -105,7 +109,7 @@ def test_texts_are_those_of_prompts_read_apart(llama, method, rows_read, monkeyp
     method = Speculative(small_model("llama", seed=1)) if method == "draft model" else methods_for(llama)[method]
     got = generate(llama, ids, method, **options)
     assert rows_read[0] == 59 + 30
-    monkeypatch.setattr(reading, "SHARED_ROWS", {"cpu": 10**6})
+    monkeypatch.setattr(reading, "SHARED_ROWS", {"cpu": 10**6, "cuda": 10**6})
     rows_read.clear()
     assert torch.equal(generate(llama, ids, method, **options).sequences, got.sequences)
     assert rows_read[0] >= sum(map(len, prompts))
@@ -133,17 +137,73 @@ def test_long_beginnings_are_read_in_pieces(llama, rows_read):
     assert torch.equal(got.sequences[1], alone.sequences[0])
 
 
-def test_beginnings_that_save_most():
+def beginnings(texts, held=0, least=10, requests=None):
+    return shared_beginnings(texts, [held] * len(texts), range(len(texts)) if requests is None else requests, least)
+
+
+def test_beginnings_that_save_rows():
     a, b = list(range(20)), list(range(50, 80))
-    assert shared_beginnings([a, [*a, 1], b, a], 0, 10) == [Beginning([0, 1, 3], 19)]
-    assert shared_beginnings([a, [*a, 1], b, a], 5, 10) == [Beginning([0, 1, 3], 19)]
-    assert shared_beginnings([a, [*a, 1], b, a], 0, 39) == []
-    assert shared_beginnings([a, a], 0, 19) == [Beginning([0, 1], 19)] and shared_beginnings([a, a], 0, 20) == []
-    # A short beginning of many, or a long one of two: what saves more rows.
+    assert beginnings([a, [*a, 1], b, a]) == [Beginning([0, 1, 3], 19)]
+    assert beginnings([a, [*a, 1], b, a], held=5) == [Beginning([0, 1, 3], 19)]
+    assert beginnings([a, [*a, 1], b, a], requests=[0, 2]) == [], "others may not share"
+    assert beginnings([a, [*a, 1], b, a], least=39) == []
+    assert beginnings([a, a], least=19) == [Beginning([0, 1], 19)] and beginnings([a, a], least=20) == []
+    assert beginnings([[1], [1]], least=1) == [], "the last token's row has the logits"
+    # The short beginning of all is not worth a call, those of some are.
+    assert beginnings([[9, *a], [9, *b], [9, *a], [9, *b]]) == [Beginning([0, 2], 20), Beginning([1, 3], 30)]
+    # All have a beginning that is; a longer one of some comes in the next round.
     many = [[*a[:8], 90 + i] for i in range(9)]
-    assert shared_beginnings([a, a, *many], 0, 10)[0] == Beginning(list(range(11)), 8)
-    assert shared_beginnings([a, a, *many[:1]], 0, 10) == [Beginning([0, 1], 19)]
-    assert shared_beginnings([[1], [1]], 0, 1) == [], "the last token's row has the logits"
+    assert beginnings([a, a, *many]) == [Beginning(list(range(11)), 8)]
+    assert shared_beginnings([a, a, *many], [8] * 11, range(11), 10) == [Beginning([0, 1], 19)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 6))
+def test_rounds_end_and_leave_nothing_that_saves_rows(texts, least):
+    """No round reads a token twice, and behind the last one no pair has so many tokens in common."""
+    held = [0] * len(texts)
+    while found := shared_beginnings(texts, held, range(len(texts)), least):
+        for requests, length in found:
+            assert len({tuple(texts[b][:length]) for b in requests}) == 1 and length < min(
+                len(texts[b]) for b in requests
+            )
+            assert sum(length - held[b] for b in requests[1:]) >= least
+            assert len({tuple(texts[b][: held[b]]) for b in requests}) == 1
+            for b in requests:
+                held[b] = length
+    for a, b in combinations(range(len(texts)), 2):
+        most = min(len(texts[a]), len(texts[b])) - 1
+        equal = next((i for i in range(most) if texts[a][i] != texts[b][i]), most)
+        assert equal - max(held[a], held[b]) < least
+
+
+def test_samples_of_prompts_with_one_system_prompt(llama, rows_read):
+    """Two rounds: the system prompt, and each prompt's own part; then the samples' last tokens."""
+    numbers = torch.Generator().manual_seed(1)
+    system = torch.randint(5, 90, (60,), generator=numbers)
+    ids = torch.stack([torch.cat([system, torch.randint(5, 90, (30,), generator=numbers)]) for _ in range(2)])
+    got = generate(llama, ids, seeds=[3, 90], num_return_sequences=3, **OPTIONS)
+    assert rows_read[:3] == [60, 2 * 29, 6]
+    for b, seed in ((0, 3), (1, 90)):
+        alone = generate(llama, ids[b : b + 1], seeds=seed + 2, **OPTIONS)
+        assert torch.equal(got.sequences[3 * b + 2], alone.sequences[0])
+
+
+def test_requests_whose_past_differs_share_nothing(llama, rows_read):
+    """Keys and values of equal tokens differ where they were made from other inputs."""
+    ids = torch.randint(5, 90, (1, 70), generator=torch.Generator().manual_seed(0))
+    shape = (llama.config.num_key_value_heads, llama.config.hidden_size // llama.config.num_attention_heads)
+    past = [tuple(torch.randn(2, 10, *shape) for _ in range(2)) for _ in range(llama.config.num_hidden_layers)]
+    options = dict(max_new_tokens=8, eos_token_id=[])
+    got = generate(llama, ids.repeat(2, 1), past=(past, 10), **options)
+    assert rows_read[0] == 2 * 60
+    for b in range(2):
+        alone = generate(llama, ids, past=([tuple(x[b : b + 1] for x in pair) for pair in past], 10), **options)
+        assert torch.equal(got.sequences[b], alone.sequences[0])
+    rows_read.clear()
+    same = [tuple(x[:1].repeat(2, 1, 1, 1) for x in pair) for pair in past]
+    got = generate(llama, ids.repeat(2, 1), past=(same, 10), **options)
+    assert rows_read[:2] == [59, 2] and torch.equal(got.sequences[0], got.sequences[1])
 
 
 def test_one_prompt_is_read_as_ever(llama, rows_read):

@@ -152,6 +152,19 @@ def test_adapters_of_some_layers_keep_the_layers_apart(calls, monkeypatch):
         assert not calls["adapters"]
 
 
+def test_adapters_that_are_not_contiguous(calls):
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    adapters = SlotAdapters(adapter_sizes(model, 3))
+    method = PaSS(slots_for(model, adapters=adapters), tree=Tree.from_branching((2, 2)), rows=12, slots=2)
+    expected = generated(model, ids, method)
+    for sides in (adapters.down, adapters.up):
+        for name, side in sides.items():
+            sides[name] = torch.nn.Parameter(side.detach().mT.contiguous().mT)
+    assert not any(down.is_contiguous() or up.is_contiguous() for _, down, up in adapters.pairs())
+    assert_same_calls(generated(model, ids, method), expected)
+    assert calls["adapters"]
+
+
 def test_adapters_that_a_used_session_takes_over(calls):
     """The list of tensors that the op gets is kept: new numbers must reach it."""
     model, ids = model_of("llama"), prompts(1, 7)[0]

@@ -117,7 +117,7 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
         rows, cos, sin = hidden_states[0], rotation[0][0], rotation[1][0]
         if call.adapters is not None:
             if known.is_right is None:
-                _first_call(original, known, call, _own_queries, hidden_states, cos, sin, named)
+                _first_call(original, known, call, _ones_for_attention, hidden_states, cos, sin, named)
             result = original(hidden_states, **named)
             out = result[0] if isinstance(result, tuple) else result
         elif known.is_right is None:
@@ -139,9 +139,9 @@ def _is_pair(rotation: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
     return isinstance(rotation, tuple) and len(rotation) == 2
 
 
-def _own_queries(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _ones_for_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Stands for attention where a layer is called to be compared alone, and nothing may be kept of its keys and values."""
-    return q[..., : v.shape[-1]].contiguous()
+    return q.new_ones(*q.shape[:2], v.shape[-1])
 
 
 def _first_call(

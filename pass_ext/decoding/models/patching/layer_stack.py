@@ -65,7 +65,7 @@ class _Unchanged:
         return all(hasattr(hook, "adds_offsets") for hooks in self._pre_hooks if hooks for hook in hooks.values())
 
 
-class _Listed(NamedTuple):
+class _AdapterArguments(NamedTuple):
     """Adapters as ``layer_stack`` takes them."""
 
     tensors: list[Tensor]
@@ -73,7 +73,7 @@ class _Listed(NamedTuple):
     scale: float
 
 
-_NONE = _Listed([], 0, 1.0)
+_NO_ADAPTERS = _AdapterArguments([], 0, 1.0)
 
 
 class LayerEnds(NamedTuple):
@@ -91,7 +91,7 @@ class LayerStack:
         self._layers: list[tuple[nn.Module, KnownLayer]] = []
         self._in_order = True
         self._plans: dict[int, _Plan | None] = {}
-        self._listed: tuple[PlacedAdapters, int, _Listed | None] | None = None  # of the last call
+        self._last_adapters: tuple[PlacedAdapters, int, _AdapterArguments | None] | None = None
         self._of_thread = local()
 
     @property
@@ -153,8 +153,8 @@ class LayerStack:
         """``layer_stack`` on rows that ``can_run`` takes; None if the caches or the adapters do not fit, or a layer has
         changed."""
         plan = None if layers is None else self._plans.get(layers)
-        listed = _NONE if adapters is None or plan is None else self._listed_for(adapters.placed, plan)
-        if listed is None:
+        added = _NO_ADAPTERS if adapters is None or plan is None else self._adapters_for(adapters.placed, plan)
+        if added is None:
             return None
         step = getattr(attend, "of_all_layers", None)
         caches = None if plan is None or step is None else step(layers, plan.numbers[0])
@@ -163,16 +163,16 @@ class LayerStack:
         slots = offsets or adapters
         out, new = _stack(
             rows, plan.weights, plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows,
-            None if slots is None else slots.ids, None if offsets is None else offsets.deep, *listed, *ends, *plan.numbers,
+            None if slots is None else slots.ids, None if offsets is None else offsets.deep, *added, *ends, *plan.numbers,
         )  # fmt: skip
         attend.take(new)  # type: ignore[attr-defined]
         return out
 
-    def _listed_for(self, placed: PlacedAdapters, plan: _Plan) -> _Listed | None:
+    def _adapters_for(self, placed: PlacedAdapters, plan: _Plan) -> _AdapterArguments | None:
         """The adapters as ``layer_stack`` takes them; None if it cannot."""
-        known, layers = self._listed, len(plan.windows)
+        known, layers = self._last_adapters, len(plan.windows)
         if known is None or known[0] is not placed or known[1] != layers:
-            known = self._listed = (placed, layers, _listed(placed, layers, plan))
+            known = self._last_adapters = (placed, layers, _adapter_arguments(placed, layers, plan))
         return known[2]
 
     def saw(self, call: OurCall, index: int, hidden_states: Tensor, rotation: Any, out: Tensor) -> None:
@@ -216,18 +216,16 @@ def _plan_of(layers: list[tuple[nn.Module, KnownLayer]]) -> _Plan | None:
     return _Plan(weights, parts, [int(known.rotates) for _, known in layers], windows, numbers, _Unchanged(layers))
 
 
-def _listed(placed: PlacedAdapters, layers: int, plan: _Plan) -> _Listed | None:
+def _adapter_arguments(placed: PlacedAdapters, layers: int, plan: _Plan) -> _AdapterArguments | None:
     """The adapters of the first layers; None if these have not all some of the same linear layers, or joined ones."""
     by_layer: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in range(layers)]
     for place, pair in placed.pairs.items():
         number, _, name = place.partition(".")
-        if int(number) >= layers:
-            continue  # of layers that this call leaves out
-        if name not in _PLACES or pair[0].dtype is not plan.weights[0].dtype:
+        if int(number) >= layers or name not in _PLACES or pair[0].dtype is not plan.weights[0].dtype:
             return None
         by_layer[int(number)][_PLACES[name]] = pair
     *_, scale, _, _ = plan.numbers
     if any(set(layer) != set(by_layer[0]) for layer in by_layer) or (scale != 1.0 and {"o", "down"} & set(by_layer[0])):
         return None
     adapted, tensors = adapter_list("layer_stack", by_layer)
-    return _Listed(tensors, adapted, placed.scale)
+    return _AdapterArguments(tensors, adapted, placed.scale)
