@@ -314,7 +314,10 @@ ZERO = torch.zeros(12, dtype=torch.int64)
         (dict(adapters=[{"q": (torch.ones(1, 2, WIDTH), torch.ones(1, 3, 384))}] * 3), "adapter of q: up must have 2"),
         (dict(adapters=[{"q": (torch.ones(1, 2, 71), torch.ones(1, 2, 384))}] * 3), "adapter of q: down must have 72"),
         (dict(adapters=[{"q": (torch.ones(1, 2, WIDTH), torch.ones(1, 2, 384))}] * 2), "adapters must have 6 tensors"),
-        (dict(adapters=[{"q": (torch.ones(1, 129, WIDTH), torch.ones(1, 129, 384))}] * 3), "down must have|ranks"),
+        (
+            dict(adapters=[{"q": (torch.ones(1, 129, WIDTH), torch.ones(1, 129, 384))}] * 3),
+            "adapter of q: down must have less than 129 ranks",
+        ),
         (dict(adapted=("down",), count=1, ids=ZERO - 2, deep=None), None),
         (dict(adapted=("down",), count=2, ids=ZERO - 3, deep=None), "ids must be at least -2 .2 adapters., got -3"),
         (dict(deep=torch.ones(2, 2, WIDTH)), "deep must have 3 .layers. in dimension 0"),
