@@ -1,5 +1,6 @@
 """The benchmark of look-ahead slots: which texts it chooses, what it counts, and that the committed page shows its result."""
 
+import json
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from support.small_models import small_model
 sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
 
 from benchmarks.decoding.prompts import Prompt
-from benchmarks.pages import batches, by_machine, slot_texts, slots
+from benchmarks.pages import batches, by_machine, slot_texts, slots, training_runs
 from benchmarks.pages.by_machine import RESULTS
 from benchmarks.pages.slots import Text, judged
 
@@ -89,6 +90,13 @@ def test_texts_that_loop_are_apart(monkeypatch):
     assert {"T 0.8"} < set(kinds) <= {"greedy", "greedy, loops", "T 0.8"} and max(map(kinds.count, kinds)) == 2
     for text in texts:
         assert text.prompt == 3 and slots.loops(text.ids[3:]) == (text.kind == "greedy, loops")
+
+
+def test_the_table_of_training_runs_shows_its_records():
+    assert training_runs.PAGE.read_text() == training_runs.render(json.loads(training_runs.RESULT.read_text()))
+    record = ROOT / "benchmarks/results/pretrained/smollm2-135m-instruct-adapters.json"
+    name = "the shipped file with adapters"
+    assert training_runs.kept(name, json.loads(record.read_text())) in json.loads(training_runs.RESULT.read_text())
 
 
 def test_batches_by_hand():

@@ -1,0 +1,112 @@
+"""The table of training runs: what was tried, what each gave, and how long it took.
+`python -m benchmarks.pages.training_runs NAME=RECORD.json ...` keeps what the table needs of records that training wrote, in
+benchmarks/results/pretrained/runs.json, and writes runs.md; `--check` compares the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+from benchmarks.harness.markdown import table
+
+RESULT, PAGE = ROOT / "benchmarks/results/pretrained/runs.json", ROOT / "benchmarks/results/pretrained/runs.md"
+
+
+SETTINGS = (
+    "loss",
+    "adapter_rank",
+    "adapter_learning_rate",
+    "learning_rate",
+    "transition_learning_rate",
+    "deep_learning_rate",
+)
+
+
+def kept(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """What the table needs of a record."""
+    evaluation = record["evaluation"]
+    return {
+        "name": name,
+        "settings": {name: record["settings"][name] for name in SETTINGS},
+        "date": record["date"],
+        "steps": record["steps"],
+        "seconds": record["seconds"],
+        "own samples": record["data"]["own samples"],
+        "places": evaluation["places"],
+        "top 1": [slot["top 1"] for slot in evaluation["slots"]],
+        "accepted": evaluation["accepted"],
+        "chain by kind": {kind: lengths["chain"] for kind, lengths in evaluation["accepted_by_kind"].items()},
+    }
+
+
+def render(runs: list[dict[str, Any]]) -> str:
+    """The page."""
+    kinds = list(runs[0]["chain by kind"])
+    rows = [
+        [
+            run["name"],
+            str(run["steps"]),
+            f"{run['seconds'] / 60:.0f}",
+            str(run["places"]),
+            " ".join(f"{share:.3f}" for share in run["top 1"]),
+            *(f"{run['accepted'][name]:.2f}" for name in ("chain", "tree 8")),
+            *(f"{run['chain by kind'][kind]:.2f}" for kind in kinds),
+        ]
+        for run in runs
+    ]
+    heads = [
+        "run",
+        "steps",
+        "minutes",
+        "places",
+        "top 1 of each slot",
+        "chain",
+        "tree of 8",
+        *(f"chain, {kind}" for kind in kinds),
+    ]
+    notes = []
+    for run in runs:
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in run["settings"].items())
+        notes.append(f"- {run['name']}: {settings}; {run['date'][:10]}, own samples {run['own samples']}")
+    return "\n".join([
+        "# Training runs",
+        "",
+        "Written by `python -m benchmarks.pages.training_runs`; do not edit.",
+        "",
+        "Accepted candidates a step, of a chain of all slots and of the best tree of 8 nodes, on held-out texts that are cut "
+        "where they begin to loop. Runs compare where they have the same places. Minutes: on two cores, which other programs shared at "
+        "times.",
+        "",
+        *table(heads, rows),
+        "",
+        *notes,
+        "",
+    ])  # fmt: skip
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.pages.training_runs`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "records", nargs="*", metavar="NAME=RECORD.json", help="runs for the table, instead of the kept ones"
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
+    options = parser.parse_args()
+    if options.records:
+        pairs = [record.partition("=") for record in options.records]
+        runs = [kept(name, json.loads(Path(path).read_text())) for name, _, path in pairs]
+        RESULT.write_text(json.dumps(runs, indent=1) + "\n")
+    text = render(json.loads(RESULT.read_text()))
+    if options.check:
+        return int(not PAGE.exists() or PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
