@@ -79,8 +79,8 @@ def render(runs: list[dict[str, Any]]) -> str:
         "Written by `python -m benchmarks.pages.training_runs`; do not edit.",
         "",
         "Accepted candidates a step, of a chain of all slots and of the best tree of 8 nodes, on held-out texts that are cut "
-        "where they begin to loop. Runs compare where they have the same places. Minutes: on two cores, which other programs shared at "
-        "times.",
+        "where they begin to loop. Runs compare where they have the same places. Minutes: on two cores, which other programs "
+        "shared at times.",
         "",
         *table(heads, rows),
         "",
