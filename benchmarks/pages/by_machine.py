@@ -1,9 +1,10 @@
-"""Results and pages that each machine has of its own: NAME.json and NAME.md in its folder of results."""
+"""Pages of results: one, or NAME.md beside the NAME.json of each machine that measured it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
@@ -21,12 +22,15 @@ def keep(name: str, result: dict[str, Any]) -> None:
 
 def write_pages(name: str, render: Callable[[dict[str, Any]], str], *, check: bool) -> int:
     """Writes the pages of all machines; check: writes nothing, and returns 1 if one does not show its result."""
-    wrong = 0
-    for path in sorted(RESULTS.glob(f"*/{name}.json")):
-        page, text = path.with_suffix(".md"), render(json.loads(path.read_text()))
-        if not check:
-            page.write_text(text)
-        elif not page.exists() or page.read_text() != text:
-            wrong = 1
-            print(f"{page.relative_to(ROOT)} does not show {path.name}")
-    return wrong
+    return max(write_page(path, render, check=check) for path in sorted(RESULTS.glob(f"*/{name}.json")))
+
+
+def write_page(result: Path, render: Callable[[Any], str], *, check: bool) -> int:
+    """As ``write_pages``, the page beside this result."""
+    page, text = result.with_suffix(".md"), render(json.loads(result.read_text()))
+    if not check:
+        page.write_text(text)
+    elif not page.exists() or page.read_text() != text:
+        print(f"{page} does not show {result.name}")
+        return 1
+    return 0

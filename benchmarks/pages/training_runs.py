@@ -13,8 +13,9 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.harness.markdown import table
+from benchmarks.pages.by_machine import write_page
 
-RESULT, PAGE = ROOT / "benchmarks/results/pretrained/runs.json", ROOT / "benchmarks/results/pretrained/runs.md"
+RESULT = ROOT / "benchmarks/results/pretrained/runs.json"
 
 
 SETTINGS = (
@@ -101,11 +102,7 @@ def main() -> int:
         pairs = [record.partition("=") for record in options.records]
         runs = [kept(name, json.loads(Path(path).read_text())) for name, _, path in pairs]
         RESULT.write_text(json.dumps(runs, indent=1) + "\n")
-    text = render(json.loads(RESULT.read_text()))
-    if options.check:
-        return int(not PAGE.exists() or PAGE.read_text() != text)
-    PAGE.write_text(text)
-    return 0
+    return write_page(RESULT, render, check=options.check)
 
 
 if __name__ == "__main__":
