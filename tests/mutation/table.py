@@ -192,7 +192,7 @@ _PYTHON: dict[str, list[str]] = {
     "rules": _SPECULATIVE,
     "profiling": _GENERATE,
     "models/patching/row_attention": ["tests/decoding/models/test_row_attention.py"],
-    "sampling": ["tests/decoding/loop/test_samples.py", *_GENERATE],
+    "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE],
     "session/opening": [
         "tests/decoding/test_session.py",
         "tests/decoding/models/test_decoded_models.py",
@@ -201,7 +201,7 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "session/packs": _GENERATE,
     "session/reading": [
-        "tests/decoding/loop/test_samples.py",
+        "tests/decoding/loop/test_several_texts.py",
         *_GENERATE[:-1],
         f"{_GENERATE[-1]} or beginning or read",
     ],

@@ -13,6 +13,7 @@ from pass_ext import (
     Plain,
     Tree,
 )
+from pass_ext.decoding import generation
 from pass_ext.decoding.drafting.from_lookahead import Filled, TreeFiller
 from pass_ext.modules.exit_adapter import ExitAdapter
 
@@ -53,7 +54,7 @@ def greedy_of_transformers(model, ids, mask, new_tokens, **options):
 
 class Prophet:
     """Candidates that come true often: it drafts the continuations in `futures` and spoils some, so that trees are accepted to
-    every depth and last accepted nodes are of every kind.
+    every depth and last accepted nodes are of every kind. The loop is the one that waits: the others fill trees on the device.
     """
 
     def __init__(self, monkeypatch, futures, seed=0):
@@ -66,6 +67,7 @@ class Prophet:
             )
 
         monkeypatch.setattr(TreeFiller, "fill", fill)
+        monkeypatch.setattr(generation, "loop_of", lambda *_: None)
 
     def tokens(self, tree, request, root_position):
         """One child of each right node is right, four times in five; the others are noise."""

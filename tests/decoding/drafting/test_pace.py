@@ -13,7 +13,7 @@ from pass_ext import Candidates, Plain, Proposal, Tree, generate
 from pass_ext.decoding.drafting import pace as pace_module
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter
 from pass_ext.decoding.drafting.pace import Pace, Pauses
-from pass_ext.decoding.drafting.step import Batch, Step
+from pass_ext.decoding.drafting.step import Step
 from pass_ext.decoding.planning import run_times as run_times_module
 from pass_ext.decoding.planning.run_times import RunTimes, run_times
 from pass_ext.decoding.planning.step_times import StepTimes
@@ -281,7 +281,7 @@ def test_gains_of_drafters_that_go_on_pay_for_no_others(clock):
     pauses = Pauses(PLANNED, [[0]], {True, False})
 
     def step(seconds, tokens, kind, rows=4):
-        pauses.begin(Batch([[0]], [], torch.zeros(1, 8), [0], [50], [50]))
+        pauses.begin([50])
         clock.seconds += seconds
         pauses.add([Step(0, Candidates(Tree.chain(rows - 1), [5] * (rows - 1)))], [tokens], [kind])
 
