@@ -243,8 +243,9 @@ def run_cells(file: Path, command: str, result: Mapping[str, Any]) -> list[str]:
 def gpu_sentence(root: Path) -> str:
     """How many kernel files some GPU has run with their present content."""
     files, records = kernel_files(root), read_records(root)
-    seen = [entry for record in records for entry in record["kernels"].items() if is_verified(entry[1])]
-    verified = [f for f in files if any((n, e["hash"]) == (f.name, content_hash(f, root)) for n, e in seen)]
+    kernels = [entry for record in records for entry in record["kernels"].items()]
+    seen = {(name, kernel["hash"]) for name, kernel in kernels if is_verified(kernel)}
+    verified = [file for file in files if (file.name, content_hash(file, root)) in seen]
     if not verified:
         return f"**No GPU has run these kernels yet**: 0 of {len(files)} CUDA files are verified on one."
     return f"GPUs have run {len(verified)} of {len(files)} CUDA files as they are now."
