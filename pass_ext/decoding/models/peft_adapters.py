@@ -20,7 +20,9 @@ def lost_adapter(model: Any) -> str | None:
             kind = getattr(config.peft_type, "value", config.peft_type)
             return f"has a peft adapter of the kind {kind}, which puts learned tokens, keys or values before each text"
     for part in model.modules() if hasattr(model, "modules") else ():
-        variants = vars(part).get("lora_variant") or {}
+        variants = vars(part).get("lora_variant")
+        if not variants:
+            continue
         active = [] if getattr(part, "disable_adapters", False) else getattr(part, "active_adapters", [])
         if any(type(variants.get(name)).__name__.startswith("ALora") for name in active):
             return "has a peft adapter of the kind aLoRA, which is active behind certain token ids only"

@@ -142,7 +142,9 @@ class TransformersModel(Adapted):
         self, direct: DirectCall | None, call: OurCall, rows: Tensor, positions: Tensor, wanted: Tensor | None
     ) -> Tensor:
         """The model's own call."""
-        with nullcontext() if direct is None else direct.watched(call, rows, positions) as check:
+        # A call for some rows' logits does not show whether the output layer reads what the norm gives.
+        watched = direct.watched(call, rows, positions) if direct is not None and wanted is None else nullcontext()
+        with watched as check:
             logits: Tensor = self.model(
                 inputs_embeds=rows[None],
                 attention_mask=call.seen,

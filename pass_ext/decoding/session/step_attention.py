@@ -84,12 +84,16 @@ class StepAttention:
         )  # fmt: skip
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
-    def of_all_layers(self, layers: int, head_dim: int) -> tuple[Any, ...] | None:
+    def of_all_layers(self, layers: int, keys: Tensor) -> tuple[Any, ...] | None:
         """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with
-        heads of this size."""
-        session, trees = self._session, self._trees
-        is_alike = len(session.head_dims) == layers and all(dims == (head_dim, head_dim) for dims in session.head_dims)
-        if self.layers or self.is_first or not is_alike or head_dim not in HEAD_DIMS:
+        rows like these keys, ``[N, KV heads, D]``. A first call makes the caches."""
+        session, trees, head_dim = self._session, self._trees, keys.shape[-1]
+        if self.layers or head_dim not in HEAD_DIMS:
+            return None
+        if self.is_first:
+            for _ in range(layers):
+                session.add_layer(keys, keys, (head_dim, head_dim))
+        elif len(session.head_dims) != layers or any(dims != (head_dim, head_dim) for dims in session.head_dims):
             return None
         caches = session.all_caches()
         listed = [caches] if isinstance(caches, Tensor) else caches

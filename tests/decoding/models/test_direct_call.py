@@ -2,6 +2,7 @@
 whose calls must stay as they are.
 """
 
+import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -275,6 +276,56 @@ def test_weights_replaced_meanwhile_are_used(place, calls, monkeypatch):
     assert not calls
     assert torch.equal(text(), expected)
     assert calls["whole"]
+
+
+def test_a_second_generation_begins_with_one_call(calls, monkeypatch):
+    """What the first one's calls have shown is kept."""
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    with without_stack(monkeypatch):
+        expected = generated(model, ids)
+    generated(model, ids)
+    calls.clear()
+    again = generated(model, ids)
+    assert_same_calls(again, expected)
+    assert calls == {"whole": again[0].stats.model_calls}
+
+
+def _other_rotation(model, monkeypatch):
+    file = sys.modules[type(model).__module__]
+    rotated = file.apply_rotary_pos_emb
+    monkeypatch.setattr(file, "apply_rotary_pos_emb", lambda q, k, *rest: rotated(2 * q, k, *rest))
+
+
+def _other_class(model, monkeypatch):
+    class Shifted(type(model.model.norm)):
+        def forward(self, rows):
+            return super().forward(rows) + 0.5
+
+    model.model.norm.__class__ = Shifted
+
+
+CHANGES = dict(
+    window=lambda model, _: setattr(model.config, "sliding_window", 2),
+    frequencies=lambda model, _: model.model.rotary_emb.inv_freq.mul_(3),
+    eps=lambda model, _: setattr(model.model.norm, "variance_epsilon", 7.0),
+    weight=lambda model, _: setattr(model.lm_head, "weight", nn.Parameter(-model.lm_head.weight, requires_grad=False)),
+    rotation=_other_rotation,
+    norm=_other_class,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_generations_are_used(change, calls, monkeypatch):
+    ids = prompts(1, 7)[0]
+    model, other = (model_of("mistral", sliding_window=64) for _ in range(2))
+    former = generated(model, ids)
+    CHANGES[change](model, monkeypatch)
+    if change != "rotation":
+        CHANGES[change](other, monkeypatch)
+    assert calls["whole"]
+    ours, expected = generated(model, ids), generated(other, ids)
+    assert_same_calls(ours, expected)
+    assert not torch.equal(ours[1][-1], former[1][-1])
 
 
 def test_layers_alone_are_one_call_without_norm_and_head(calls, monkeypatch):

@@ -5,15 +5,22 @@ embeddings and gates ``step_modules``, and look-ahead slots may shift the input 
 layers. Other calls of the model, also in other threads, compute what they always did. But until the last generation ends the
 model is in eval mode, and its config names pass_ext's attention. Generations on one model, nested or in several threads, share
 one attachment.
+
+Finding the parts takes longer than a step of a small model, so what is put in their place is kept for the next generation, and
+with it what calls have shown (``LayerStack``, ``DirectCall``), as long as the model is the same in all that it may depend on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from pass_ext.decoding.models.patching.direct_call import DirectCall
@@ -43,10 +50,9 @@ class Attachment:
         with ExitStack() as hooks:
             hooks.enter_context(_attention(model))
             hooks.enter_context(_evaluation(model))
-            stack = hooks.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet
-            self.direct = DirectCall(model, stack)
-            hooks.enter_context(step_modules(model, when=in_our_call))
-            hooks.enter_context(few_rows_linear(model, when=in_our_call))
+            parts = _kept_parts(model)
+            self.direct = parts.direct
+            hooks.enter_context(parts.in_place())
             self._hooks = hooks.pop_all()
 
     @property
@@ -68,6 +74,69 @@ class Attachment:
     def close(self) -> None:
         """Restores the model."""
         self._hooks.close()
+
+
+class _Parts(NamedTuple):
+    """What computes in place of a model's parts."""
+
+    direct: DirectCall
+    forwards: list[tuple[dict[str, Any], Callable[..., Any]]]
+    """(a module's attributes, its forward)"""
+    state: list[Any]
+    configs: list[dict[str, Any]]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Sets the forwards, and removes them at the end."""
+        self.direct.begin()
+        try:
+            for attributes, forward in self.forwards:
+                attributes["forward"] = forward
+            yield
+        finally:
+            for attributes, _ in self.forwards:
+                attributes.pop("forward", None)
+
+
+_kept: MutableMapping[nn.Module, _Parts] = WeakKeyDictionary()
+
+
+def _kept_parts(model: nn.Module) -> _Parts:
+    """The parts of the last generation, if the model has not changed since; else they are found anew."""
+    state, configs = _state_of(model), [vars(config) for config in _configs(model)]
+    known = _kept.get(model)
+    if known is not None and len(known.state) == len(state) and all(map(is_, known.state, state)):
+        if known.configs == configs:
+            return known
+    modules = [part for part in model.modules() if "forward" not in vars(part)]
+    with ExitStack() as patches:
+        stack = patches.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet
+        direct = DirectCall(model, stack)
+        patches.enter_context(step_modules(model, when=in_our_call))
+        patches.enter_context(few_rows_linear(model, when=in_our_call))
+        forwards = [(vars(part), vars(part)["forward"]) for part in modules if "forward" in vars(part)]
+    parts = _kept[model] = _Parts(direct, forwards, state, copy.deepcopy(configs))
+    return parts
+
+
+def _state_of(model: nn.Module) -> list[Any]:
+    """All objects by which parts are found: classes and their code, attributes, weights and hooks. Numbers may change inside a
+    tensor, which is read in each call."""
+    state: list[Any] = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    state.append(nn.modules.module._has_any_global_hook())
+    files = {}
+    for part in model.modules():
+        attributes, forward = vars(part), type(part).forward
+        state += (type(part), forward)
+        if part is not model:  # an attribute may lead back to the model, which would then be kept for ever
+            state += attributes.values()
+        for name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
+            state += attributes[name].values()
+        names = getattr(forward, "__globals__", {})
+        files[id(names)] = names
+    for names in files.values():  # the functions that the code calls may be replaced in its file
+        state += names.values()
+    return state
 
 
 @contextmanager
@@ -136,7 +205,7 @@ def _configs(model: Any) -> list[Any]:
         configs[id(config)] = config
         queue += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
     for part in model.modules():
-        config = getattr(part, "config", None)
+        config = vars(part).get("config")
         if hasattr(config, "_attn_implementation"):
             configs[id(config)] = config
     return list(configs.values())
@@ -150,7 +219,8 @@ def _set(config: Any, attention: str | None) -> None:
 @contextmanager
 def _evaluation(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:

@@ -7,10 +7,9 @@ ops give the same bits for queries, keys, values and output do they compute the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,6 @@ from pass_ext.ops import layer as registration  # noqa: F401
 
 _before = torch.ops.pass_ext.layer_before_attention.default
 _after = torch.ops.pass_ext.layer_after_attention.default
-
-_checked: MutableMapping[nn.Module, _Layer] = WeakKeyDictionary()
-"""Layers with their results of the first call, which hold for all generations while weights and numbers are the same."""
 
 
 @contextmanager
@@ -46,9 +42,7 @@ def layer_calls(module: nn.Module) -> Iterator[LayerStack]:
                 parts = parts_of(layer)
                 if parts is None:
                     continue
-                known = _checked.get(layer)
-                if known is None or not known.parts.equal(parts):
-                    known = _checked[layer] = _Layer(parts)
+                known = _Layer(parts)
                 layer.forward = _forward(layer, known, stack)
                 stack.add(layer, known)
                 changed.append(layer)
@@ -130,7 +124,7 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
         stack.saw(call, parts.layer, given, rotation, out)
         return result
 
-    forward.layer_call = True  # type: ignore[attr-defined]
+    forward.layer_call = known  # type: ignore[attr-defined]
     return forward
 
 

@@ -23,7 +23,6 @@ _NORMS: dict[frozenset[str], tuple[str, str, str, str]] = {
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }  # fmt: skip
 _INERT = (nn.Dropout, nn.Identity)  # in eval mode
-_SETTINGS = (bool, int, float, str, type(None))
 
 
 class LayerParts(NamedTuple):
@@ -35,16 +34,8 @@ class LayerParts(NamedTuple):
     """Arguments of layer_after_attention behind residual."""
     sources: tuple[tuple[dict[str, Any], str, Any], ...]
     """(a module's parameters, a name, the tensor when the layer was taken apart)"""
-    settings: tuple[Any, ...]
-    """Numbers, words and truths among the attributes of the layer's modules: eps, scaling, a window …"""
     layer: int
     dtype: torch.dtype
-
-    def equal(self, other: LayerParts) -> bool:
-        """True if both are of the same tensors and settings."""
-        if len(self.sources) != len(other.sources) or self.settings != other.settings:
-            return False
-        return all(mine[2] is theirs[2] for mine, theirs in zip(self.sources, other.sources, strict=True))
 
     def are_current(self) -> bool:
         """True if no weight was replaced."""
@@ -97,10 +88,7 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
         for name, tensor in part._parameters.items()
         if tensor is not None
     )
-    settings = tuple(
-        (i, *item) for i, part in enumerate(modules) for item in vars(part).items() if isinstance(item[1], _SETTINGS)
-    )
-    return LayerParts(before, after, sources, settings, index, o[0].dtype)
+    return LayerParts(before, after, sources, index, o[0].dtype)
 
 
 def _is_untouched(part: nn.Module) -> bool:

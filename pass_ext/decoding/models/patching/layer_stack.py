@@ -46,6 +46,7 @@ class _Plan(NamedTuple):
     windows: list[int]
     numbers: tuple[Any, ...]
     """Head size, eps, form, activation, scale, attention's scale and softcap."""
+    key_heads: int
     unchanged: _Unchanged
 
 
@@ -157,8 +158,10 @@ class LayerStack:
         if added is None:
             return None
         step = getattr(attend, "of_all_layers", None)
-        caches = None if plan is None or step is None else step(layers, plan.numbers[0])
-        if plan is None or caches is None or not plan.unchanged:
+        if plan is None or step is None or not plan.unchanged:
+            return None
+        caches = step(layers, rows.new_empty(0, plan.key_heads, plan.numbers[0]))
+        if caches is None:
             return None
         slots = offsets or adapters
         out, new = _stack(
@@ -213,7 +216,9 @@ def _plan_of(layers: list[tuple[nn.Module, KnownLayer]]) -> _Plan | None:
     if not all(are_right):
         return None
     windows = [known.attention.get("window", -1) for _, known in layers]
-    return _Plan(weights, parts, [int(known.rotates) for _, known in layers], windows, numbers, _Unchanged(layers))
+    key_heads = layers[0][1].parts.before[0][3].shape[0] // numbers[0]
+    rotates = [int(known.rotates) for _, known in layers]
+    return _Plan(weights, parts, rotates, windows, numbers, key_heads, _Unchanged(layers))
 
 
 def _adapter_arguments(placed: PlacedAdapters, layers: int, plan: _Plan) -> _AdapterArguments | None:
