@@ -221,6 +221,8 @@ def _sampling(
     op: str, batch: tuple[int, torch.device], target: tuple[Parameter, ...], draft: tuple[Parameter, ...]
 ) -> list[Tensor | None]:
     """The sampling parameters of target and draft as tensors, four each. A draft parameter of None is the target's."""
+    if all(value is None for value in (*target, *draft)):
+        return [None] * (2 * len(_SAMPLING))
     requests, device = batch
     parameters = [
         parameter_tensor(op, name, value, requests, dtype, device)
@@ -253,7 +255,7 @@ def _call(op: Any, *arguments: Any) -> AcceptResult:
     result = AcceptResult(*tensors)
     if logprobs:
         result.logprobs = TokenLogprobs(*logprobs)
-    if not torch.compiler.is_compiling():  # dynamo does not trace the name
+    if not torch.compiler.is_compiling() and _library.debug_enabled():  # dynamo does not trace the name
         raise_on_status(op._schema.name.split("::")[1], result.status)
     return result
 

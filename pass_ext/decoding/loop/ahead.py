@@ -18,7 +18,9 @@ from pass_ext.decoding.loop.fixed_step import FixedPlan, FixedStep
 from pass_ext.decoding.loop.reports import Reports
 from pass_ext.decoding.loop.synthetic import Synthetic
 from pass_ext.decoding.loop.texts import Texts
+from pass_ext.decoding.session.opening import Past
 from pass_ext.decoding.session.reading import read_prompts
+from pass_ext.decoding.session.session import Session
 
 
 class AheadLoop(Loop):
@@ -44,6 +46,11 @@ class AheadLoop(Loop):
         self._synthetic = synthetic
         self._plan = plan
         self._lag = int(context.device.type == "cuda") if lag is None else lag
+
+    def open(self, session: Session | None, past: Past | None) -> None:
+        """As ``Loop``."""
+        super().open(session, past)
+        self.session.is_undisturbed = self.texts.are_silent
 
     def run_steps(self) -> None:
         """As ``Loop``."""

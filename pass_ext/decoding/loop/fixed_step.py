@@ -92,6 +92,7 @@ class FixedStep:
         self.report = torch.zeros(requests, REPORT_NUMBERS + self._depth + 1, dtype=torch.int64, device=device)
         """``[B, 3 + A]``, as ``next_rows_`` writes it; the next step overwrites it."""
         self._sampling = BatchSampling(**{name: _copy(value) for name, value in sampling.keywords().items()})
+        self._law = self._sampling.keywords()
         self._of_slots = self._sampling.repeated(self._slots)
         self._root_trees: dict[int, tuple[Tensor, PackedTrees]] = {}
         self._records: str = records
@@ -196,13 +197,19 @@ class FixedStep:
         self._advance(result, slots, self._rows[2, :, self._nodes :], self._groups, self._of_slots)
 
     def _accept(self, logits: Tensor, tokens: Tensor, trees: PackedTrees, depth: int) -> AcceptResult:
-        law = self._sampling.keywords()
         with profiled("accept"):
             if self._synthetic is not None:
                 roots, spines = trees.cu_nodes[:-1].long(), self._spines[:, : depth + 1]
                 return self._synthetic.accept(logits, tokens, spines, roots, self._lengths, self._sampling)
             return accept_tree(
-                logits, tokens, trees.parents, trees.cu_nodes, depth, rule="coupled", positions=self._lengths, **law
+                logits,
+                tokens,
+                trees.parents,
+                trees.cu_nodes,
+                depth,
+                rule="coupled",
+                positions=self._lengths,
+                **self._law,
             )
 
     def _advance(
@@ -223,7 +230,7 @@ class FixedStep:
             if offers is not None and slots.shape[1]:
                 foreseen = (places + 1).flatten() if offers.draws(self._sampling) else None
                 offered = offers.of_rows(slots.flatten(0, 1), foreseen, sampling, requests)
-                offered |= {"groups": groups} | self._sampling.keywords()
+                offered |= {"groups": groups} | self._law
             next_rows_(
                 self._rows,
                 self._lengths,

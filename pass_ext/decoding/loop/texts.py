@@ -43,6 +43,11 @@ class Texts:
         return len(self.tokens)
 
     @property
+    def are_silent(self) -> bool:
+        """True: extending them runs no code of the caller's."""
+        return self._listener.is_silent and self._guides is None
+
+    @property
     def longest(self) -> int:
         """The length that the longest text may reach."""
         return max(self.limits)

@@ -16,6 +16,11 @@ class Listener:
     def __init__(self, streamer: Any, stopping: Callable[[Tensor, Any], Any] | None) -> None:
         self._streamer, self._stopping = streamer, stopping
 
+    @property
+    def is_silent(self) -> bool:
+        """True: nobody listens, so no code of the caller's runs."""
+        return self._streamer is None and self._stopping is None
+
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Gives the prompt to the streamer."""
         if self._streamer is None:

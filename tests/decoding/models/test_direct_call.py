@@ -328,6 +328,33 @@ def test_changes_between_generations_are_used(change, calls, monkeypatch):
     assert not torch.equal(ours[1][-1], former[1][-1])
 
 
+def test_an_undisturbed_generation_looks_for_changes_once(calls, monkeypatch):
+    """With a streamer, whose code may change the model, in each call."""
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    generated(model, ids)
+    looked, look = [], layer_stack._Unchanged.__bool__
+    monkeypatch.setattr(layer_stack._Unchanged, "__bool__", lambda self: looked.append(1) or look(self))
+    stats = generated(model, ids)[0].stats
+    assert len(looked) == 1 < stats.model_calls
+
+    class Streamer:
+        put = end = lambda *_: None
+
+    stats = generated(model, ids, streamer=Streamer())[0].stats
+    assert len(looked) == 1 + stats.model_calls
+
+
+def test_a_used_session_looks_for_changes_again(calls):
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    with packed_model(model).attached():  # so that the parts in place stay the same
+        session = generate(model, ids, keep_cache=True, **OPTIONS).session
+        model.lm_head.weight = nn.Parameter(-model.lm_head.weight, requires_grad=False)
+        ours = generated(model, ids, session=session)
+    other = model_of("llama")
+    other.lm_head.weight = nn.Parameter(-other.lm_head.weight, requires_grad=False)
+    assert_same_calls(ours, generated(other, ids))
+
+
 def test_layers_alone_are_one_call_without_norm_and_head(calls, monkeypatch):
     """If the parts of the model are not known by their names."""
     model, ids = model_of("llama"), prompts(1, 7)[0]

@@ -105,9 +105,9 @@ def _kept_parts(model: nn.Module) -> _Parts:
     """The parts of the last generation, if the model has not changed since; else they are found anew."""
     state, configs = _state_of(model), [vars(config) for config in _configs(model)]
     known = _kept.get(model)
-    if known is not None and len(known.state) == len(state) and all(map(is_, known.state, state)):
-        if known.configs == configs:
-            return known
+    is_same = known is not None and len(known.state) == len(state) and all(map(is_, known.state, state))
+    if known is not None and is_same and known.configs == configs:
+        return known
     modules = [part for part in model.modules() if "forward" not in vars(part)]
     with ExitStack() as patches:
         stack = patches.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet

@@ -60,7 +60,9 @@ class DirectCall:
     ) -> Tensor | None:
         """Logits ``[N or len(wanted), V]``; None: the model must be called."""
         parts = self._parts
-        if not self._is_right or parts is None or not parts.are_reached() or not self._stack.can_run(layers, rows):
+        if not self._is_right or parts is None or not self._stack.can_run(layers, rows):
+            return None
+        if not (getattr(attend, "is_unchanged", False) or parts.are_reached()):
             return None
         ends = LayerEnds(parts.norm_weight, parts.head_weight, wanted)
         if not self._has_table:

@@ -158,7 +158,7 @@ class LayerStack:
         if added is None:
             return None
         step = getattr(attend, "of_all_layers", None)
-        if plan is None or step is None or not plan.unchanged:
+        if plan is None or step is None or not (attend.is_unchanged or plan.unchanged):  # type: ignore[attr-defined]
             return None
         caches = step(layers, rows.new_empty(0, plan.key_heads, plan.numbers[0]))
         if caches is None:
