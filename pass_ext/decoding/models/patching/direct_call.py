@@ -43,6 +43,7 @@ class DirectCall:
         self._is_right: bool | None = None  # None: not yet shown
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         self._has_table = False
+        self._is_reached = False
 
     def begin(self) -> None:
         """Before a generation."""
@@ -62,7 +63,9 @@ class DirectCall:
         parts = self._parts
         if not self._is_right or parts is None or not self._stack.can_run(layers, rows):
             return None
-        if not (getattr(attend, "is_unchanged", False) or parts.are_reached()):
+        if not getattr(attend, "is_unchanged", False):
+            self._is_reached = parts.are_reached()
+        if not self._is_reached:
             return None
         ends = LayerEnds(parts.norm_weight, parts.head_weight, wanted)
         if not self._has_table:

@@ -60,6 +60,14 @@ class _Unchanged:
         self._hooks = [layer._forward_hooks for layer, _ in layers]
         self._pre_hooks = [layer._forward_pre_hooks for layer, _ in layers]
 
+        self._held = False
+
+    def holds(self, attend: Attend) -> bool:
+        """Whether they do in the call that attends so. Where nothing can have changed since the call before, its answer."""
+        if not getattr(attend, "is_unchanged", False):
+            self._held = bool(self)
+        return self._held
+
     def __bool__(self) -> bool:
         if any(self._hooks) or not all(map(is_, map(dict.get, self._dictionaries, self._names), self._values)):
             return False
@@ -158,7 +166,7 @@ class LayerStack:
         if added is None:
             return None
         step = getattr(attend, "of_all_layers", None)
-        if plan is None or step is None or not (attend.is_unchanged or plan.unchanged):  # type: ignore[attr-defined]
+        if plan is None or step is None or not plan.unchanged.holds(attend):
             return None
         caches = step(layers, rows.new_empty(0, plan.key_heads, plan.numbers[0]))
         if caches is None:
