@@ -53,8 +53,8 @@ class Session:
         self.fixed_steps: dict[Any, Any] = {}
         """Recorded steps of fixed plans, by their shape and parameters."""
         self.is_undisturbed = False
-        """No code of the caller's runs between calls: a model that was found unchanged in the first one is taken to be so."""
-        self._has_called = False
+        """No code of the caller's runs between calls: what a call finds out about the model holds for the next ones."""
+        self._found: dict[object, bool] = {}
         self._new: NewRows = []
         self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
 
@@ -87,14 +87,14 @@ class Session:
         self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
-        attention = StepAttention(self, trees, is_unchanged=self.is_undisturbed and self._has_called)
+        attention = StepAttention(self, trees, self._found if self.is_undisturbed else None)
         if positions is None:
             starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
             positions = (starts + trees.depths).long()
         rows = self.model.embed(ids, self.slots)
         offsets = None if self.deep is None else SlotOffsets(ids, self.deep)
         logits = self.model(rows, positions, attention, wanted, offsets, adapters_of_call(ids, self.adapters))
-        self._has_called, layers = True, attention.layers
+        layers = attention.layers
         if layers != len(self.caches) or not layers:
             raise ValueError(
                 f"{self.model.name or 'the model'}: {layers} layers attended, {len(self.caches)} in the first call or in "
@@ -148,7 +148,8 @@ class Session:
     def begin(self, model: Adapted) -> None:
         """Drops the texts; caches and recorded calls stay for the next texts. model: the same model, adapted anew."""
         self.model = model
-        self.is_undisturbed = self._has_called = False
+        self.is_undisturbed = False
+        self._found.clear()
         self.prefix_lens.zero_()
 
     def set_slots(self, slots: Tensor, deep: Tensor | None, adapters: SlotAdapters | None = None) -> None:

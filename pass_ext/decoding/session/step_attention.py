@@ -41,12 +41,12 @@ class StepAttention:
         layers: how many have attended.
         is_first: the session has no caches yet; this call makes them.
         room: text positions that the caches hold.
-        is_unchanged: the model is known to be as it was in the call before.
+        found: what earlier calls found out about the model that still holds; None: nothing does.
     """
 
-    def __init__(self, session: Caches, trees: PackedTrees, *, is_unchanged: bool = False) -> None:
+    def __init__(self, session: Caches, trees: PackedTrees, found: dict[object, bool] | None = None) -> None:
         self.layers = 0
-        self.is_unchanged = is_unchanged
+        self.found = found
         self.is_first = not session.caches
         self.room = session.room
         self._session, self._trees = session, trees

@@ -352,7 +352,9 @@ def test_a_used_session_looks_for_changes_again(calls):
         ours = generated(model, ids, session=session)
     other = model_of("llama")
     other.lm_head.weight = nn.Parameter(-other.lm_head.weight, requires_grad=False)
-    assert_same_calls(ours, generated(other, ids))
+    expected = generated(other, ids)
+    assert torch.equal(ours[0].sequences, expected[0].sequences)
+    torch.testing.assert_close(ours[1], expected[1])  # replaced weights are multiplied by torch
 
 
 def test_layers_alone_are_one_call_without_norm_and_head(calls, monkeypatch):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.patching.few_rows import is_plain_linear
-from pass_ext.decoding.models.patching.layer_stack import LayerEnds, LayerStack
+from pass_ext.decoding.models.patching.layer_stack import LayerEnds, LayerStack, found_in
 from pass_ext.decoding.models.patching.row_attention import OurCall
 from pass_ext.decoding.models.patching.step_modules import norm_of
 from pass_ext.decoding.models.row_adapters import RowAdapters
@@ -43,7 +43,6 @@ class DirectCall:
         self._is_right: bool | None = None  # None: not yet shown
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         self._has_table = False
-        self._is_reached = False
 
     def begin(self) -> None:
         """Before a generation."""
@@ -63,9 +62,7 @@ class DirectCall:
         parts = self._parts
         if not self._is_right or parts is None or not self._stack.can_run(layers, rows):
             return None
-        if not getattr(attend, "is_unchanged", False):
-            self._is_reached = parts.are_reached()
-        if not self._is_reached:
+        if not found_in(attend, self, parts.are_reached):
             return None
         ends = LayerEnds(parts.norm_weight, parts.head_weight, wanted)
         if not self._has_table:

@@ -8,6 +8,7 @@ are computed in it too where every layer has some of the same linear layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 from threading import local
 from typing import Any, NamedTuple, Protocol
@@ -60,18 +61,21 @@ class _Unchanged:
         self._hooks = [layer._forward_hooks for layer, _ in layers]
         self._pre_hooks = [layer._forward_pre_hooks for layer, _ in layers]
 
-        self._held = False
-
-    def holds(self, attend: Attend) -> bool:
-        """Whether they do in the call that attends so. Where nothing can have changed since the call before, its answer."""
-        if not getattr(attend, "is_unchanged", False):
-            self._held = bool(self)
-        return self._held
-
     def __bool__(self) -> bool:
         if any(self._hooks) or not all(map(is_, map(dict.get, self._dictionaries, self._names), self._values)):
             return False
         return all(hasattr(hook, "adds_offsets") for hooks in self._pre_hooks if hooks for hook in hooks.values())
+
+
+def found_in(attend: Attend, key: object, look: Callable[[], bool]) -> bool:
+    """What ``look`` finds out about the model in the call that attends so; found once where no code runs between calls that could
+    change the model."""
+    found: dict[object, bool] | None = getattr(attend, "found", None)
+    if found is None:
+        return look()
+    if key not in found:
+        found[key] = look()
+    return found[key]
 
 
 class _AdapterArguments(NamedTuple):
@@ -166,7 +170,7 @@ class LayerStack:
         if added is None:
             return None
         step = getattr(attend, "of_all_layers", None)
-        if plan is None or step is None or not plan.unchanged.holds(attend):
+        if plan is None or step is None or not found_in(attend, plan.unchanged, plan.unchanged.__bool__):
             return None
         caches = step(layers, rows.new_empty(0, plan.key_heads, plan.numbers[0]))
         if caches is None:
