@@ -68,8 +68,8 @@ class _Unchanged:
 
 
 def found_in(attend: Attend, key: object, look: Callable[[], bool]) -> bool:
-    """What ``look`` finds out about the model in the call that attends so; found once where no code runs between calls that could
-    change the model."""
+    """What ``look`` finds out about the model in the call that attends so; found once where no code runs between calls
+    that could change it."""
     found: dict[object, bool] | None = getattr(attend, "found", None)
     if found is None:
         return look()
