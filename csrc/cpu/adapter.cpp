@@ -48,6 +48,23 @@ template void adapter_rows_on_cpu(const AdapterRows<float, int64_t>&, const Rows
 template void adapter_rows_on_cpu(const AdapterRows<float16, int64_t>&, const RowsByAdapter&);
 template void adapter_rows_on_cpu(const AdapterRows<bfloat16, int64_t>&, const RowsByAdapter&);
 
+template <typename T>
+void multiply_down_on_cpu(const SlotAdapter<T>& adapter, const T* x, int64_t in, int64_t row, float* hidden) {
+  const RowsByAdapter& slots = *adapter.slots;
+  const AdapterRows<T, int64_t> problem{nullptr, x, adapter.down, nullptr, nullptr, 0,   in,
+                                        0,       0, adapter.rank, row,     0,       0.0f};
+  for (int64_t k = 0; k + 1 < static_cast<int64_t>(slots.start.size()); ++k) {
+    const int64_t first = slots.start[k], count = slots.start[k + 1] - first;
+    if (count > 0)
+      PASS_EXT_AT_ISA(
+          multiply_down(problem, k, slots.rows.data() + first, count, hidden + first * adapter.rank, 0, adapter.rank));
+  }
+}
+
+template void multiply_down_on_cpu(const SlotAdapter<float>&, const float*, int64_t, int64_t, float*);
+template void multiply_down_on_cpu(const SlotAdapter<float16>&, const float16*, int64_t, int64_t, float*);
+template void multiply_down_on_cpu(const SlotAdapter<bfloat16>&, const bfloat16*, int64_t, int64_t, float*);
+
 namespace {
 
 struct OnCpu {

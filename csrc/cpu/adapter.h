@@ -9,10 +9,12 @@
 
 namespace pass_ext {
 
-// The rows of slots, grouped by adapter and in order within a group: those of adapter k are rows[start[k]] …
-// rows[start[k + 1] - 1]. Without such rows both are empty.
+// The rows of slots, grouped by adapter and in order within a group: those of adapter k are at the places start[k] …
+// start[k + 1] - 1. Without such rows all are empty.
 struct RowsByAdapter {
   std::vector<int64_t> start, rows;
+  std::vector<int64_t> place;    // of each row; -1: a token's
+  std::vector<int64_t> adapter;  // of each place
 };
 
 // Refuses a slot without an adapter, before anything is written.
@@ -30,6 +32,8 @@ RowsByAdapter rows_by_adapter(const char* op, const Id* ids, int64_t count, int6
   if (slots == 0) return groups;
   groups.start.assign(adapters + 1, 0);
   groups.rows.resize(slots);
+  groups.adapter.resize(slots);
+  groups.place.assign(count, -1);
   const auto each = [&](auto&& function) {
     for (int64_t n = 0; n < count; ++n)
       if (ids[n] < 0) function(adapter_of_id(ids[n], adapters), n);
@@ -37,12 +41,31 @@ RowsByAdapter rows_by_adapter(const char* op, const Id* ids, int64_t count, int6
   each([&](int64_t k, int64_t) { ++groups.start[k + 1]; });
   for (int64_t k = 0; k < adapters; ++k) groups.start[k + 1] += groups.start[k];
   std::vector<int64_t> next(groups.start.begin(), groups.start.end() - 1);
-  each([&](int64_t k, int64_t n) { groups.rows[next[k]++] = n; });
+  each([&](int64_t k, int64_t n) {
+    groups.place[n] = next[k];
+    groups.adapter[next[k]] = k;
+    groups.rows[next[k]++] = n;
+  });
   return groups;
 }
 
 // problem.ids is not read: `groups` has the rows.
 template <typename T>
 void adapter_rows_on_cpu(const AdapterRows<T, int64_t>& problem, const RowsByAdapter& groups);
+
+// The adapter of a linear layer, for these rows of slots; down null: it has none.
+template <typename T>
+struct SlotAdapter {
+  const T *down = nullptr, *up = nullptr;  // [adapters, rank, in], [adapters, rank, outputs]
+  int64_t rank = 0;
+  const RowsByAdapter* slots = nullptr;
+  float scale = 1.0f;
+
+  explicit operator bool() const { return down != nullptr; }
+};
+
+// hidden [places, rank] = down x, on this thread alone. x: all rows, `row` elements apart.
+template <typename T>
+void multiply_down_on_cpu(const SlotAdapter<T>& adapter, const T* x, int64_t in, int64_t row, float* hidden);
 
 }  // namespace pass_ext

@@ -2,11 +2,10 @@
 // cpu/step.h, with the bits that linear_rows and the step ops give one by one.
 //   before attention   q, k, v = rotated(normed(products of normed(x)))
 //   after attention    m = residual + o(attended);  out = m + down(activation(gate(n)) up(n)),  n = normed(m)
-// Rows of slots add products of low rank to each product (core/adapter.h), with the bits of adapter_rows_ behind it.
+// Rows of slots may add products of low rank to each product (cpu/linear.h).
 #pragma once
 
 #include "core/step.h"
-#include "cpu/adapter.h"
 #include "cpu/buffer.h"
 #include "cpu/linear.h"
 #include "cpu/step.h"
@@ -38,29 +37,10 @@ struct LayerOptions {
   float scale = 1.0f;  // of both products that are added to the residual stream
 };
 
-// The adapter of a linear layer; down null: it has none.
-template <typename T>
-struct LayerAdapter {
-  const T *down = nullptr, *up = nullptr;  // [adapters, rank, in], [adapters, rank, outputs]
-  int64_t rank = 0;
-
-  explicit operator bool() const { return down != nullptr; }
-};
-
 // The adapters of a layer, for these rows of slots.
 template <typename T>
 struct LayerAdapters {
-  LayerAdapter<T> q, k, v, o, gate, up, down;
-  const RowsByAdapter* slots = nullptr;
-  int64_t adapters = 0;
-  float scale = 1.0f;
-
-  void add(const LayerAdapter<T>& adapter, const LayerLinear<T>& linear, const T* x, int64_t rows, T* out) const {
-    if (adapter)
-      adapter_rows_on_cpu<T>({nullptr, x, adapter.down, adapter.up, out, rows, linear.in, linear.outputs, adapters,
-                              adapter.rank, linear.in, linear.outputs, scale},
-                             *slots);
-  }
+  SlotAdapter<T> q, k, v, o, gate, up, down;
 };
 
 template <typename T>
@@ -125,8 +105,11 @@ void norm_layer_rows(T* out, const T* x, int64_t rows, const LayerNorm<T>& norm,
 }
 
 template <typename T>
-LinearRows<T> product_of(const LayerLinear<T>& linear, const T* x, T* out, int64_t rows) {
-  return {x, linear.weight, linear.bias, out, rows, linear.in, linear.outputs, linear.in, linear.row};
+LinearRows<T> product_of(const LayerLinear<T>& linear, const SlotAdapter<T>& adapter, const T* x, T* out,
+                         int64_t rows) {
+  return {x,          linear.weight, linear.bias,    out,
+          rows,       linear.in,     linear.outputs, linear.in,
+          linear.row, nullptr,       1.0f,           adapter ? &adapter : nullptr};
 }
 
 // q, k, v [rows, heads, head_dim]
@@ -142,12 +125,10 @@ void before_attention(const LayerBefore<T>& layer, const LayerAdapters<T>& adapt
   }
   T* const queries = rotation.cos ? room.take(rows * layer.q.outputs) : q;
   T* const keys = rotation.cos ? room.take(rows * layer.k.outputs) : k;
-  const LinearRows<T> products[] = {product_of(layer.q, x, queries, rows), product_of(layer.k, x, keys, rows),
-                                    product_of(layer.v, x, v, rows)};
+  const LinearRows<T> products[] = {product_of(layer.q, adapters.q, x, queries, rows),
+                                    product_of(layer.k, adapters.k, x, keys, rows),
+                                    product_of(layer.v, adapters.v, x, v, rows)};
   multiply(products, 3);
-  adapters.add(adapters.q, layer.q, x, rows, queries);
-  adapters.add(adapters.k, layer.k, x, rows, keys);
-  adapters.add(adapters.v, layer.v, x, rows, v);
   if (layer.q_norm) norm_layer_rows(queries, queries, rows * layer.q.outputs / layer.q_norm.dim, layer.q_norm, options);
   if (layer.k_norm) norm_layer_rows(keys, keys, rows * layer.k.outputs / layer.k_norm.dim, layer.k_norm, options);
   if (!rotation.cos) return;
@@ -170,22 +151,19 @@ void before_attention(const LayerBefore<T>& layer, const LayerAdapters<T>& adapt
 template <typename T>
 void after_attention(const LayerAfter<T>& layer, const LayerAdapters<T>& adapters, const LayerOptions& options,
                      const T* attended, const T* residual, int64_t rows, T* out) {
-  const bool gated_apart = adapters.gate || adapters.up;
   const int64_t numbers = rows * layer.o.outputs, inner = rows * layer.gate.outputs;
-  LayerRows<T> room(2 * numbers + (gated_apart ? 2 : 1) * inner);
-  // to = before + the product, with its adapter, normed or scaled
-  const auto add_product = [&](T* to, const LayerLinear<T>& linear, const LayerAdapter<T>& adapter, const T* from,
+  LayerRows<T> room(2 * numbers + inner);
+  // to = before + the product, normed or scaled
+  const auto add_product = [&](T* to, const LayerLinear<T>& linear, const SlotAdapter<T>& adapter, const T* from,
                                const T* before, const LayerNorm<T>& norm) {
-    LinearRows<T> product = product_of(linear, from, to, rows);
-    const bool is_apart = norm || adapter;
-    if (!is_apart) {
+    LinearRows<T> product = product_of(linear, adapter, from, to, rows);
+    if (!norm) {
       product.residual = before;
       product.scale = options.scale;
     }
     multiply(&product, 1);
-    if (!is_apart) return;
-    adapters.add(adapter, linear, from, rows, to);
-    if (norm) norm_layer_rows(to, to, rows, norm, options);
+    if (!norm) return;
+    norm_layer_rows(to, to, rows, norm, options);
     add_on_cpu(to, before, to, numbers);
   };
   T* const middle = room.take(numbers);
@@ -197,18 +175,8 @@ void after_attention(const LayerAfter<T>& layer, const LayerAdapters<T>& adapter
     read = normed;
   }
   T* const hidden = room.take(inner);
-  if (gated_apart) {
-    T* const up = room.take(inner);
-    const LinearRows<T> products[] = {product_of(layer.gate, read, hidden, rows), product_of(layer.up, read, up, rows)};
-    multiply(products, 2);
-    adapters.add(adapters.gate, layer.gate, read, rows, hidden);
-    adapters.add(adapters.up, layer.up, read, rows, up);
-    const int64_t dim = layer.gate.outputs;
-    gate_on_cpu(StepGate<T>{{hidden, 1, dim, 0}, {up, 1, dim, 0}, hidden, rows, dim, options.activation});
-  } else {
-    multiply(GatedRows<T>{product_of<T>(layer.gate, read, nullptr, rows), product_of<T>(layer.up, read, nullptr, rows),
-                          hidden, options.activation});
-  }
+  multiply(GatedRows<T>{product_of<T>(layer.gate, adapters.gate, read, nullptr, rows),
+                        product_of<T>(layer.up, adapters.up, read, nullptr, rows), hidden, options.activation});
   add_product(out, layer.down, adapters.down, hidden, middle, layer.output_norm);
 }
 

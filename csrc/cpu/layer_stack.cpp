@@ -100,17 +100,15 @@ LayerAdapters<T> pointers_of(const char* op, const LayerAdapterTensors& layer, c
                              double scale) {
   LayerAdapters<T> adapters;
   if (slots.rows.empty()) return adapters;
-  LayerAdapter<T>* const each[] = {&adapters.q,    &adapters.k,  &adapters.v,   &adapters.o,
-                                   &adapters.gate, &adapters.up, &adapters.down};
+  SlotAdapter<T>* const each[] = {&adapters.q,    &adapters.k,  &adapters.v,   &adapters.o,
+                                  &adapters.gate, &adapters.up, &adapters.down};
   for (int i = 0; i < kAdapterLinears; ++i) {
     const auto& [down, up, place] = layer.of[i];
     const auto name = [&](int64_t at) { return "adapters[" + std::to_string(at) + "]"; };
     if (down && down->size(1) > 0)
-      *each[i] = {data_of<T>(op, name(place), *down), data_of<T>(op, name(place + 1), *up), down->size(1)};
+      *each[i] = {data_of<T>(op, name(place), *down), data_of<T>(op, name(place + 1), *up), down->size(1), &slots,
+                  static_cast<float>(scale)};
   }
-  adapters.slots = &slots;
-  adapters.adapters = static_cast<int64_t>(slots.start.size()) - 1;
-  adapters.scale = static_cast<float>(scale);
   return adapters;
 }
 
@@ -286,7 +284,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       if (norm) norm_layer_rows(normed, stream, out_rows, norm, options);
       const T* const last = norm ? normed : stream;
       if (head) {
-        const LinearRows<T> product = product_of(logits, last, result, out_rows);
+        const LinearRows<T> product = product_of(logits, {}, last, result, out_rows);
         multiply(&product, 1);
       } else if (!norm) {
         std::copy_n(last, out_rows * width, result);

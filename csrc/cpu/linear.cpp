@@ -21,11 +21,12 @@ constexpr int64_t kArrangedBytes = 512 * 1024;  // of rows at a time: a part of 
 constexpr int64_t kFewestRows = 24;             // least rows at a time, whatever their bytes
 constexpr int64_t kGroupBytes = 16 * 1024;      // least weights for a thread to take at once
 
-// The rows of x in the order of multiplication, and work space. Each thread has its own: rows that another thread has
-// just arranged would come from that thread's cache, more slowly than it takes to arrange them again.
+// The rows of x in the order of multiplication, what rows of slots add, and work space. Each thread has its own: rows
+// that another thread has just arranged would come from that thread's cache, more slowly than it takes to arrange them
+// again.
 struct ThreadMemory {
-  Buffer rows, scratch;
-  uint64_t job = 0;  // the product whose rows are arranged
+  Buffer rows, hidden, scratch;
+  uint64_t job = 0;  // the products whose rows are arranged
 
   static ThreadMemory& get() {
     thread_local ThreadMemory memory;
@@ -38,55 +39,94 @@ uint64_t next_job() {
   return jobs.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
-// What is common to products of the same rows: how the outputs are cut, and which rows are arranged.
+constexpr int kMostProducts = 3;  // of a job
+
+// Asks for what rows of slots add to the outputs [begin, end), so that it is there when the products are.
+template <typename T>
+void prefetch(const AddedRows<T>& added, int64_t begin, int64_t end) {
+  if (added.hidden == nullptr) return;
+  for (int64_t j = 0; j < added.adapters * added.rank; ++j)
+    for (int64_t o = begin; o < end; o += 64 / int64_t{sizeof(T)}) __builtin_prefetch(added.up + j * added.outputs + o);
+}
+
+// Products of the same rows: how their outputs are cut, and which rows are arranged.
 template <typename T>
 struct Job {
-  const LinearRows<T>& product;
+  const LinearRows<T>* const* products;
+  int count;
   int64_t first, rows;  // of x; few enough to stay arranged while all weights are read
   uint64_t number = next_job();
-  int64_t group = group_outputs(product.in * int64_t{sizeof(T)});
+  int64_t group = group_outputs(products[0]->in * int64_t{sizeof(T)});
 
   static int64_t group_outputs(int64_t output_bytes) {
-    const int64_t bytes_of_12 = 12 * std::max<int64_t>(1, output_bytes);
-    return std::min(kGroupOutputs, 12 * ((kGroupBytes + bytes_of_12 - 1) / bytes_of_12));
+    const int64_t unit = product_isa() >= Isa::avx512 ? 16 : 24;
+    const int64_t unit_bytes = unit * std::max<int64_t>(1, output_bytes);
+    return std::min(kGroupOutputs, unit * ((kGroupBytes + unit_bytes - 1) / unit_bytes));
   }
   int64_t groups(int64_t outputs) const { return (outputs + group - 1) / group; }
 
-  // function(arranged rows, scratch) with this thread's memory.
+  // function(arranged rows, scratch, what each product's rows add) with this thread's memory.
   template <typename Function>
   void with_memory(Function&& function) const {
     ThreadMemory& memory = ThreadMemory::get();
+    const LinearRows<T>& product = *products[0];
     float* const arranged = memory.rows.at_least(arranged_bytes(rows, product.in) / sizeof(float));
-    if (memory.job != number) PASS_EXT_AT_LEVEL(product_isa(), arrange_rows(product, first, rows, arranged));
+    AddedRows<T> added[kMostProducts]{};
+    int64_t numbers[kMostProducts + 1]{};
+    for (int i = 0; i < count; ++i) {
+      const SlotAdapter<T>* const adapter = products[i]->adapter;
+      numbers[i + 1] = numbers[i] + (adapter ? static_cast<int64_t>(adapter->slots->rows.size()) * adapter->rank : 0);
+    }
+    float* const hidden = numbers[count] ? memory.hidden.at_least(numbers[count]) : nullptr;
+    const bool is_new = memory.job != number;
+    if (is_new) PASS_EXT_AT_LEVEL(product_isa(), arrange_rows(product, first, rows, arranged));
+    for (int i = 0; i < count && hidden != nullptr; ++i) {
+      const SlotAdapter<T>* const adapter = products[i]->adapter;
+      if (!adapter) continue;
+      if (is_new) multiply_down_on_cpu(*adapter, product.x, product.in, product.x_row, hidden + numbers[i]);
+      added[i] = {hidden + numbers[i],
+                  adapter->up,
+                  adapter->slots->place.data(),
+                  adapter->slots->adapter.data(),
+                  static_cast<int64_t>(adapter->slots->start.size()) - 1,
+                  adapter->rank,
+                  products[i]->outputs,
+                  adapter->scale};
+    }
     memory.job = number;
-    function(arranged, LinearScratch(memory.scratch.at_least(LinearScratch::floats(rows)), rows));
+    function(arranged, LinearScratch(memory.scratch.at_least(LinearScratch::floats(rows)), rows), added);
   }
 };
 
 // function(job) for sets of rows that may stay arranged.
 template <typename T, typename Function>
-void for_sets_of_rows(const LinearRows<T>& product, Function&& function) {
-  const int64_t row_bytes = std::max<int64_t>(1, arranged_bytes(1, product.in));
-  const int64_t at_once = std::max(kFewestRows, kArrangedBytes / row_bytes);
-  for (int64_t first = 0; first < product.rows; first += at_once)
-    function(Job<T>{product, first, std::min(at_once, product.rows - first)});
+void for_sets_of_rows(const LinearRows<T>* const* products, int count, Function&& function) {
+  const int64_t row_bytes = std::max<int64_t>(1, arranged_bytes(1, products[0]->in));
+  const int64_t at_once = std::max(kFewestRows, kArrangedBytes / row_bytes), rows = products[0]->rows;
+  for (int64_t first = 0; first < rows; first += at_once)
+    function(Job<T>{products, count, first, std::min(at_once, rows - first)});
 }
 
 }  // namespace
 
 template <typename T>
 void multiply(const LinearRows<T>* products, int count) {
-  for_sets_of_rows(products[0], [&](const Job<T>& job) {
+  const LinearRows<T>* each[kMostProducts];
+  for (int i = 0; i < count; ++i) each[i] = products + i;
+  for_sets_of_rows(each, count, [&](const Job<T>& job) {
     int64_t pieces = 0;
     for (int i = 0; i < count; ++i) pieces += job.groups(products[i].outputs);
     for_each_piece(pieces, [&](int64_t piece) {
-      const LinearRows<T>* product = products;
-      for (; piece >= job.groups(product->outputs); ++product) piece -= job.groups(product->outputs);
-      const int64_t begin = piece * job.group, end = std::min(begin + job.group, product->outputs);
-      job.with_memory([&](const float* arranged, const LinearScratch& scratch) {
+      int i = 0;
+      for (; piece >= job.groups(products[i].outputs); ++i) piece -= job.groups(products[i].outputs);
+      const LinearRows<T>& product = products[i];
+      const int64_t begin = piece * job.group, end = std::min(begin + job.group, product.outputs);
+      job.with_memory([&](const float* arranged, const LinearScratch& scratch, const AddedRows<T>* added) {
+        prefetch(added[i], begin, end);
         PASS_EXT_AT_LEVEL(product_isa(),
-                          multiply_group(*product, job.rows, arranged, scratch, scratch.sums, begin, end));
-        PASS_EXT_AT_LEVEL(product_isa(), finish_group(*product, job.first, job.rows, scratch.sums, begin, end));
+                          multiply_group(product, job.rows, arranged, scratch, scratch.sums, begin, end));
+        PASS_EXT_AT_LEVEL(product_isa(),
+                          finish_group(product, added[i], job.first, job.rows, scratch.sums, begin, end));
       });
     });
   });
@@ -94,15 +134,18 @@ void multiply(const LinearRows<T>* products, int count) {
 
 template <typename T>
 void multiply(const GatedRows<T>& product) {
-  for_sets_of_rows(product.gate, [&](const Job<T>& job) {
+  const LinearRows<T>* const each[] = {&product.gate, &product.up};
+  for_sets_of_rows(each, 2, [&](const Job<T>& job) {
     for_each_piece(job.groups(product.gate.outputs), [&](int64_t piece) {
       const int64_t begin = piece * job.group, end = std::min(begin + job.group, product.gate.outputs);
-      job.with_memory([&](const float* arranged, const LinearScratch& scratch) {
+      job.with_memory([&](const float* arranged, const LinearScratch& scratch, const AddedRows<T>* added) {
         float* const up_sums = scratch.sums + job.rows * kGroupOutputs;
+        for (int i = 0; i < 2; ++i) prefetch(added[i], begin, end);
         PASS_EXT_AT_LEVEL(product_isa(),
                           multiply_group(product.gate, job.rows, arranged, scratch, scratch.sums, begin, end));
         PASS_EXT_AT_LEVEL(product_isa(), multiply_group(product.up, job.rows, arranged, scratch, up_sums, begin, end));
-        PASS_EXT_AT_LEVEL(product_isa(), finish_group(product, job.first, job.rows, scratch.sums, up_sums, begin, end));
+        PASS_EXT_AT_LEVEL(product_isa(),
+                          finish_group(product, added, job.first, job.rows, scratch.sums, up_sums, begin, end));
       });
     });
   });

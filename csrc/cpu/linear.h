@@ -1,12 +1,14 @@
 // Linear layers on the CPU for few rows:  product[r][o] = bias[o] + sum over i of x[r][i] weight[o][i], rounded, and
 //   LinearRows   out = product,  or residual + scale product
 //   GatedRows    out = activation(gate product) up product
+// Rows of slots may add products of low rank to theirs (core/adapter.h), with the bits of adapter_rows_ behind them.
 // linear.cpp cuts the outputs into groups, linear_kernels-inl.h computes them.
 #pragma once
 
 #include <cstdint>
 
 #include "core/step.h"
+#include "cpu/adapter.h"
 
 namespace pass_ext {
 
@@ -25,6 +27,17 @@ struct LinearRows {
   int64_t x_row, weight_row;    // strides
   const T* residual = nullptr;  // [rows, outputs], or null
   float scale = 1.0f;           // of the product before it is added
+  const SlotAdapter<T>* adapter = nullptr;
+};
+
+// What rows of slots add to a product: scale * hidden[place] up[adapter of the place].
+template <typename T>
+struct AddedRows {
+  const float* hidden;             // [places, rank]; null: nothing
+  const T* up;                     // [adapters, rank, outputs]
+  const int64_t *place, *adapter;  // of each row, or -1; of each place
+  int64_t adapters, rank, outputs;
+  float scale;
 };
 
 // Two products of the same rows, of equal shape.

@@ -296,15 +296,29 @@ inline Floats finished(const float* sums, const T* bias, int64_t count) {
   return rounded<T>(bias ? sum + load_first(bias, count) : sum);
 }
 
+// A product of neighbouring outputs from `output` on, rounded, with what its row adds, rounded again.
+template <typename T>
+inline Floats with_adapter(const AddedRows<T>& added, int64_t row, int64_t output, Floats value, int64_t count) {
+  const int64_t place = added.hidden ? added.place[row] : -1;
+  if (place < 0) return value;
+  const float* hidden = added.hidden + place * added.rank;
+  const T* up = added.up + added.adapter[place] * added.rank * added.outputs + output;
+  Floats sum = zeros();
+  for (int64_t j = 0; j < added.rank; ++j)
+    sum = fused(constant(Floats{}, hidden[j]), load_first(up + j * added.outputs, added.outputs - output), sum);
+  return rounded<T>(fused(constant(Floats{}, added.scale), sum, value));
+}
+
 // Rows [first, first + rows) of the result, for outputs [begin, end).
 template <typename T>
-void finish_group(const LinearRows<T>& problem, int64_t first, int64_t rows, const float* sums, int64_t begin,
-                  int64_t end) {
+void finish_group(const LinearRows<T>& problem, const AddedRows<T>& added, int64_t first, int64_t rows,
+                  const float* sums, int64_t begin, int64_t end) {
   const Floats scale = constant(Floats{}, problem.scale);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t o = begin; o < end; o += Floats::width) {
       const int64_t place = (first + r) * problem.outputs + o, count = end - o;
       Floats value = finished(sums + r * kGroupOutputs + o - begin, problem.bias ? problem.bias + o : nullptr, count);
+      value = with_adapter(added, first + r, o, value, count);
       if (problem.scale != 1.0f) value = rounded<T>(value * scale);
       if (problem.residual) value = load_first(problem.residual + place, count) + value;
       store_first(problem.out + place, value, count);
@@ -312,24 +326,27 @@ void finish_group(const LinearRows<T>& problem, int64_t first, int64_t rows, con
 }
 
 template <Activation activation, typename T>
-void finish_gated(const GatedRows<T>& problem, int64_t first, int64_t rows, const float* gate_sums,
-                  const float* up_sums, int64_t begin, int64_t end) {
+void finish_gated(const GatedRows<T>& problem, const AddedRows<T>* added, int64_t first, int64_t rows,
+                  const float* gate_sums, const float* up_sums, int64_t begin, int64_t end) {
   const T *gate_bias = problem.gate.bias, *up_bias = problem.up.bias;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t o = begin; o < end; o += Floats::width) {
       const int64_t place = r * kGroupOutputs + o - begin, count = end - o;
-      const Floats gate = finished(gate_sums + place, gate_bias ? gate_bias + o : nullptr, count);
-      const Floats up = finished(up_sums + place, up_bias ? up_bias + o : nullptr, count);
+      Floats gate = finished(gate_sums + place, gate_bias ? gate_bias + o : nullptr, count);
+      Floats up = finished(up_sums + place, up_bias ? up_bias + o : nullptr, count);
+      gate = with_adapter(added[0], first + r, o, gate, count);
+      up = with_adapter(added[1], first + r, o, up, count);
       store_first(problem.out + (first + r) * problem.gate.outputs + o, gated<T, activation>(gate, up), count);
     }
 }
 
 template <typename T>
-void finish_group(const GatedRows<T>& problem, int64_t first, int64_t rows, const float* gate_sums,
-                  const float* up_sums, int64_t begin, int64_t end) {
+void finish_group(const GatedRows<T>& problem, const AddedRows<T>* added, int64_t first, int64_t rows,
+                  const float* gate_sums, const float* up_sums, int64_t begin, int64_t end) {
   switch (problem.activation) {
-    case Activation::silu: return finish_gated<Activation::silu>(problem, first, rows, gate_sums, up_sums, begin, end);
+    case Activation::silu:
+      return finish_gated<Activation::silu>(problem, added, first, rows, gate_sums, up_sums, begin, end);
     case Activation::gelu_tanh:
-      return finish_gated<Activation::gelu_tanh>(problem, first, rows, gate_sums, up_sums, begin, end);
+      return finish_gated<Activation::gelu_tanh>(problem, added, first, rows, gate_sums, up_sums, begin, end);
   }
 }
