@@ -33,12 +33,17 @@ def kernel_files(root: Path) -> list[Path]:
 
 def with_headers(file: Path, root: Path) -> list[Path]:
     """The file and the project headers that it includes, directly or not, each once, in order of first mention."""
-    files = [file]
-    for included in re.findall(r'^\s*#\s*include\s+"([^"]+)"', file.read_text(), flags=re.MULTILINE):
-        header = root / "csrc" / included
-        if header.exists():
-            files += [path for path in with_headers(header, root) if path not in files]
-    return files
+    files: dict[Path, None] = {}
+    waiting = [file]
+    while waiting:
+        path = waiting.pop()
+        if path in files:  # with all that it includes
+            continue
+        files[path] = None
+        included = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), flags=re.MULTILINE)
+        headers = (root / "csrc" / name for name in reversed(included))
+        waiting += (header for header in headers if header.exists())
+    return list(files)
 
 
 def content_hash(file: Path, root: Path) -> str:

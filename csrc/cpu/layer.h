@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/step.h"
+#include "cpu/adapter.h"
 #include "cpu/buffer.h"
 #include "cpu/linear.h"
 #include "cpu/step.h"

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cpu/adapter.h"
 #include "cpu/buffer.h"
 #include "cpu/workers.h"
 #include "host/linear.h"
