@@ -60,7 +60,7 @@ struct Job {
   int64_t group = group_outputs(products[0]->in * int64_t{sizeof(T)});
 
   static int64_t group_outputs(int64_t output_bytes) {
-    const int64_t unit = product_isa() >= Isa::avx512 ? 16 : 24;
+    const int64_t unit = product_isa() >= Isa::avx512 ? 16 : 24;  // whole tiles, and vectors: parts of them are slow
     const int64_t unit_bytes = unit * std::max<int64_t>(1, output_bytes);
     return std::min(kGroupOutputs, unit * ((kGroupBytes + unit_bytes - 1) / unit_bytes));
   }
