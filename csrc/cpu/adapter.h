@@ -9,10 +9,11 @@
 
 namespace pass_ext {
 
-// The rows of slots, grouped by adapter and in order within a group: those of adapter k are at the places start[k] …
+// The rows of slots, grouped by adapter and in order within a group: those of adapter k have the places start[k] …
 // start[k + 1] - 1. Without such rows all are empty.
 struct RowsByAdapter {
-  std::vector<int64_t> start, rows;
+  std::vector<int64_t> start;
+  std::vector<int64_t> rows;     // of each place
   std::vector<int64_t> place;    // of each row; -1: a token's
   std::vector<int64_t> adapter;  // of each place
 };

@@ -40,13 +40,15 @@ uint64_t next_job() {
   return jobs.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
-constexpr int kMostProducts = 3;  // of a job
+constexpr int kMostProducts = 3;           // of a job
+constexpr int64_t kMostRanksFetched = 64;  // of all adapters; more would take longer than they save
 
 // Asks for what rows of slots add to the outputs [begin, end), so that it is there when the products are.
 template <typename T>
 void prefetch(const AddedRows<T>& added, int64_t begin, int64_t end) {
-  if (added.hidden == nullptr) return;
-  for (int64_t j = 0; j < added.adapters * added.rank; ++j)
+  const int64_t ranks = added.hidden == nullptr ? 0 : added.adapters * added.rank;
+  if (ranks > kMostRanksFetched) return;
+  for (int64_t j = 0; j < ranks; ++j)
     for (int64_t o = begin; o < end; o += 64 / int64_t{sizeof(T)}) __builtin_prefetch(added.up + j * added.outputs + o);
 }
 

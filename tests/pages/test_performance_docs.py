@@ -114,7 +114,9 @@ def test_a_changed_result_is_found(tree):
 
 
 def test_what_a_result_lacks_is_said(tree):
-    (path,) = tree.glob("benchmarks/results/*/contenders.json")
+    path, *others = tree.glob("benchmarks/results/*/contenders.json")
+    for other in others:
+        other.unlink()
     change(path, lambda race: race.update(rows=[row for row in race["rows"] if "vLLM" not in row["contender"]]))
     assert performance.check(tree) == "contenders.json has no vLLM, eager"
     path.unlink()

@@ -117,6 +117,7 @@ class TransformersModel(Adapted):
             if direct is not None:
                 logits = direct.run(attend, self.layers, rows, positions, offsets, adapters, wanted)
                 if logits is not None:
+                    self._ran = True
                     return logits
             seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
             if shifted is not None:

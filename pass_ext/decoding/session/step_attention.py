@@ -97,6 +97,8 @@ class StepAttention:
                 session.add_layer(keys, keys, (head_dim, head_dim))
         elif len(session.head_dims) != layers or any(dims != (head_dim, head_dim) for dims in session.head_dims):
             return None
+        elif session.caches[0][0].shape[2:] != keys.shape[1:] or session.caches[0][0].dtype != keys.dtype:
+            return None  # the layers, one by one, say what does not fit
         caches = session.all_caches()
         listed = [caches] if isinstance(caches, Tensor) else caches
         return listed, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, trees.depths

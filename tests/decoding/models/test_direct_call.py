@@ -304,13 +304,20 @@ def _other_class(model, monkeypatch):
     model.model.norm.__class__ = Shifted
 
 
+def _other_numbers(model, _):
+    """Behind the same parameter."""
+    model.lm_head.weight.data = -model.lm_head.weight
+
+
 CHANGES = dict(
+    data=_other_numbers,
     window=lambda model, _: setattr(model.config, "sliding_window", 2),
     frequencies=lambda model, _: model.model.rotary_emb.inv_freq.mul_(3),
     eps=lambda model, _: setattr(model.model.norm, "variance_epsilon", 7.0),
     weight=lambda model, _: setattr(model.lm_head, "weight", nn.Parameter(-model.lm_head.weight, requires_grad=False)),
     rotation=_other_rotation,
     norm=_other_class,
+    scale=lambda model, _: setattr(model.model.layers[1].self_attn, "scaling", 0.9),
 )
 
 

@@ -2,7 +2,9 @@
 layers that must stay as they are.
 """
 
+import copy
 import gc
+import pickle
 import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -59,13 +61,13 @@ def calls(monkeypatch):
 def without_layer_calls(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(attachment, "layer_calls", lambda model: nullcontext(layer_stack.LayerStack()))
-        patch.setattr(attachment, "_kept", weakref.WeakKeyDictionary())
+        patch.setattr(attachment, "KEPT", "_of_this_test")
         yield
 
 
 def known_layers(model):
     """What calls have shown of the layers; None: a layer is called as it is."""
-    forwards = {id(attributes): forward for attributes, forward in attachment._kept[model].forwards}
+    forwards = {id(attributes): forward for attributes, forward in vars(model)[attachment.KEPT].forwards}
     layers = [forwards.get(id(vars(layer))) for layer in model.get_decoder().layers]
     return [getattr(forward, "layer_call", None) for forward in layers]
 
@@ -196,11 +198,46 @@ def test_a_weight_that_died_is_not_remembered():
     model, ids = model_of("llama"), prompts(1, 7)[0]
     generate(model, ids, **OPTIONS)
     layers = [model, *model.model.layers]
-    assert model in attachment._kept
+    assert attachment.KEPT in vars(model)
     alive = [weakref.ref(layer) for layer in layers]
     del model, layers
     gc.collect()
     assert [layer() for layer in alive] == [None, None, None]
+
+
+def _with_a_layer_that_stays(model):
+    model.model.layers[-1].mlp.register_forward_hook(lambda *_: None)
+
+
+def _with_a_hook_that_knows_it(model):
+    model.model.norm.register_forward_hook(lambda *_: model and None)
+
+
+def _with_an_attribute_that_knows_it(model):
+    model.model.norm.owner = model.forward
+
+
+@pytest.mark.parametrize(
+    "spoil", [_with_a_layer_that_stays, _with_a_hook_that_knows_it, _with_an_attribute_that_knows_it]
+)
+def test_a_model_that_ends_is_not_remembered(spoil):
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    spoil(model)
+    for _ in range(2):
+        generate(model, ids, **OPTIONS)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copied_model_finds_its_own_parts(copied):
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    text = generate(model, ids, **OPTIONS).sequences
+    other = copied(model)
+    assert torch.equal(generate(other, ids, **OPTIONS).sequences, text)
+    assert vars(other)[attachment.KEPT].owner() is other and vars(model)[attachment.KEPT].owner() is model
 
 
 @pytest.mark.parametrize("setting", ["eps", "scaling", "residual"])

@@ -2,6 +2,7 @@
 called one by one, errors against float64, and requests that do not depend on each other.
 """
 
+import sys
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -44,10 +45,10 @@ def adapters_of(random, names, *, count=2, rank=3):
     return [{name: (side(name, INPUTS[name]), side(name, OUTPUTS[name])) for name in names} for _ in range(LAYERS)]
 
 
-def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, **options):
+def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, drafts=3, **options):
     """A step of three requests: a tree, a chain and one row; plain: without everything that is optional."""
     random = Numbers(seed, dtype)
-    trees = pack_trees([Tree.from_branching((2, 2)), Tree.chain(3), Tree.chain(0)], torch.device("cpu"))
+    trees = pack_trees([Tree.from_branching((2, 2)), Tree.chain(drafts), Tree.chain(0)], torch.device("cpu"))
     rows = len(trees.depths)
     case = dict(
         x=random(rows, WIDTH) * WIDTH**0.5, layers=[weights_of(random, **options) for _ in range(LAYERS)],
@@ -177,6 +178,20 @@ def test_adapters_have_the_bits_of_adapter_rows(cpu, dtype, options):
     got, without = pass_ext.layer_stack(**case), pass_ext.layer_stack(**case | dict(adapters=None))
     assert_same(got, by_ops(**case))
     assert not torch.equal(got[1], without[1])
+
+
+def test_adapters_of_more_rows_than_stay_arranged(cpu, monkeypatch):
+    """Products over so many numbers take 24 rows at a time; slots stand behind these too."""
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 5504)
+    for sizes in (INPUTS, OUTPUTS):
+        for name, size in dict(sizes).items():
+            monkeypatch.setitem(sizes, name, 5504 if size == 72 else size)
+    case = case_of(torch.bfloat16, adapted=ALL, drafts=20)
+    case["ids"][[24, 26, 28]] = torch.tensor([-2, -1, -2])
+    case["wanted"] = None
+    got, without = pass_ext.layer_stack(**case), pass_ext.layer_stack(**case | dict(adapters=None))
+    assert_same(got, by_ops(**case))
+    assert not torch.equal(got[1][:, 26], without[1][:, 26])
 
 
 def test_rows_of_tokens_keep_their_bits_beside_adapters(cpu):

@@ -6,19 +6,21 @@ layers. Other calls of the model, also in other threads, compute what they alway
 model is in eval mode, and its config names pass_ext's attention. Generations on one model, nested or in several threads, share
 one attachment.
 
-Finding the parts takes longer than a step of a small model, so what is put in their place is kept for the next generation, and
-with it what calls have shown (``LayerStack``, ``DirectCall``), as long as the model is the same in all that it may depend on.
+Finding the parts takes longer than a step of a small model, so what is put in their place is kept for the next generation, in
+an attribute of the model, and with it what calls have shown (``LayerStack``, ``DirectCall``), as long as the model is the same
+in all that it may depend on.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from operator import is_
 from threading import RLock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ from pass_ext.decoding.models.patching.few_rows import few_rows_linear
 from pass_ext.decoding.models.patching.layer_adapters import LayerAdapters
 from pass_ext.decoding.models.patching.layer_calls import layer_calls
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
+from pass_ext.decoding.models.patching.layer_stack import LayerStack
 from pass_ext.decoding.models.patching.row_attention import in_our_call, name_for
 from pass_ext.decoding.models.patching.step_modules import step_modules
 from pass_ext.decoding.models.row_adapters import PlacedAdapters
@@ -76,19 +79,82 @@ class Attachment:
         self._hooks.close()
 
 
-class _Parts(NamedTuple):
-    """What computes in place of a model's parts."""
+class _State(NamedTuple):
+    """All by which parts are found. Numbers may change inside a tensor, which is read in each call."""
 
+    objects: list[Any]
+    """Classes, their code, weights, settings and hooks, to be compared by identity."""
+    places: list[Any]
+    """Where weights lie, and as what, to be compared by value."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _State:
+        """The state of a model whose attention is switched and that is in eval mode."""
+        objects: list[Any] = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+        objects.append(bool(nn.modules.module._has_any_global_hook()))
+        places: list[Any] = []
+        codes: set[Any] = set()
+        for part in model.modules():
+            attributes, forward = vars(part), type(part).forward
+            objects += (type(part), forward)
+            objects += [value for name, value in attributes.items() if name not in _OF_EVERY_MODULE]
+            code = getattr(forward, "__code__", None)
+            if code is not None and code not in codes:  # the functions that it calls may be replaced in its file
+                codes.add(code)
+                objects += [forward.__globals__.get(name) for name in code.co_names]
+            for name in ("_parameters", "_buffers"):
+                for tensor in attributes[name].values():
+                    objects.append(tensor)
+                    if tensor is not None:
+                        places += (tensor.data_ptr(), tensor.dtype)
+            for name in ("_modules", "_forward_hooks", "_forward_pre_hooks"):
+                objects += attributes[name].values()
+        return cls(objects, places)
+
+    def is_now(self, other: _State) -> bool:
+        """True if nothing has changed."""
+        if len(self.objects) != len(other.objects) or self.places != other.places:
+            return False
+        return all(map(is_, self.objects, other.objects))
+
+
+KEPT = "_pass_ext_parts"
+"""The attribute of a model in which its parts are kept. There, and not in a dictionary by model, they end with the model, even
+if something among them leads back to it."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {KEPT}
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What computes in place of a model's parts. A copied or pickled model has none."""
+
+    owner: ref[nn.Module]
+    """A shallow copy of a model has its parts too, but is not their owner."""
     direct: DirectCall
+    stack: LayerStack
     forwards: list[tuple[dict[str, Any], Callable[..., Any]]]
     """(a module's attributes, its forward)"""
-    state: list[Any]
-    configs: list[dict[str, Any]]
+    state: _State
+    configs: Any
+    """Copies of the configs' attributes; None: they cannot be copied."""
+
+    def are_of(self, model: nn.Module, state: _State, configs: list[dict[str, Any]]) -> bool:
+        """True if the model is theirs, and as it was."""
+        try:
+            return self.owner() is model and self.state.is_now(state) and bool(self.configs == configs)
+        except Exception:  # attributes that cannot be compared
+            return False
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Sets the forwards, and removes them at the end."""
-        self.direct.begin()
         try:
             for attributes, forward in self.forwards:
                 attributes["forward"] = forward
@@ -96,17 +162,15 @@ class _Parts(NamedTuple):
         finally:
             for attributes, _ in self.forwards:
                 attributes.pop("forward", None)
+            self.direct.end()
+            self.stack.end()
 
 
-_kept: MutableMapping[nn.Module, _Parts] = WeakKeyDictionary()
-
-
-def _kept_parts(model: nn.Module) -> _Parts:
+def _kept_parts(model: nn.Module) -> Parts:
     """The parts of the last generation, if the model has not changed since; else they are found anew."""
-    state, configs = _state_of(model), [vars(config) for config in _configs(model)]
-    known = _kept.get(model)
-    is_same = known is not None and len(known.state) == len(state) and all(map(is_, known.state, state))
-    if known is not None and is_same and known.configs == configs:
+    state, configs = _State.of(model), [vars(config) for config in _configs(model)]
+    known = vars(model).get(KEPT)
+    if isinstance(known, Parts) and known.are_of(model, state, configs):
         return known
     modules = [part for part in model.modules() if "forward" not in vars(part)]
     with ExitStack() as patches:
@@ -115,28 +179,15 @@ def _kept_parts(model: nn.Module) -> _Parts:
         patches.enter_context(step_modules(model, when=in_our_call))
         patches.enter_context(few_rows_linear(model, when=in_our_call))
         forwards = [(vars(part), vars(part)["forward"]) for part in modules if "forward" in vars(part)]
-    parts = _kept[model] = _Parts(direct, forwards, state, copy.deepcopy(configs))
+    parts = vars(model)[KEPT] = Parts(ref(model), direct, stack, forwards, state, _copies(configs))
     return parts
 
 
-def _state_of(model: nn.Module) -> list[Any]:
-    """All objects by which parts are found: classes and their code, attributes, weights and hooks. Numbers may change inside a
-    tensor, which is read in each call."""
-    state: list[Any] = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    state.append(nn.modules.module._has_any_global_hook())
-    files = {}
-    for part in model.modules():
-        attributes, forward = vars(part), type(part).forward
-        state += (type(part), forward)
-        if part is not model:  # an attribute may lead back to the model, which would then be kept for ever
-            state += attributes.values()
-        for name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
-            state += attributes[name].values()
-        names = getattr(forward, "__globals__", {})
-        files[id(names)] = names
-    for names in files.values():  # the functions that the code calls may be replaced in its file
-        state += names.values()
-    return state
+def _copies(configs: list[dict[str, Any]]) -> Any:
+    try:
+        return copy.deepcopy(configs)
+    except Exception:  # an attribute that cannot be copied: the parts are found anew each time
+        return None
 
 
 @contextmanager

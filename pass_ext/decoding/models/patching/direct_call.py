@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +43,10 @@ class DirectCall:
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         self._has_table = False
 
-    def begin(self) -> None:
-        """Before a generation."""
-        self._table = None  # it may have been made of other frequencies
+    def end(self) -> None:
+        """Behind the last of the generations that share it. A call that showed nothing may not have been one that could."""
+        self._table = None
+        self._is_right = self._is_right or None
 
     def run(
         self,
@@ -142,16 +142,14 @@ class _Parts(NamedTuple):
     rotary: nn.Module
     norm: nn.Module
     head: nn.Module
-    outer: tuple[ref[nn.Module], ...]
-    """The decoder and the model, which may be kept no longer than its users keep it."""
+    decoder: nn.Module
+    model: nn.Module
 
     def are_reached(self) -> bool:
         """True if no hook, no other forward and no other weight has come to the modules since."""
-        outer = [vars(module) for part in self.outer if (module := part()) is not None]
-        inner = [vars(part) for part in (self.rotary, self.norm, self.head)]
         return (
-            not any(part["_forward_hooks"] or part["_forward_pre_hooks"] for part in (*outer, *inner))
-            and not any("forward" in part for part in outer)
+            not any(part._forward_hooks or part._forward_pre_hooks for part in self[3:])
+            and not any("forward" in part.__dict__ for part in (self.decoder, self.model))
             and self.norm._parameters.get("weight") is self.norm_weight
             and self.head._parameters.get("weight") is self.head_weight
         )
@@ -168,7 +166,7 @@ def _parts_of(model: Any) -> _Parts | None:
     known = norm_of(norm)
     if known is None or not is_plain_linear(head) or head._parameters["bias"] is not None:
         return None
-    return _Parts(known.weight, (known.eps, known.form), head.weight, rotary, norm, head, (ref(decoder), ref(model)))
+    return _Parts(known.weight, (known.eps, known.form), head.weight, rotary, norm, head, decoder, model)
 
 
 class _Value(NamedTuple):

@@ -133,6 +133,11 @@ class LayerStack:
         self._in_order = self._in_order and known.parts.layer == len(self._layers)
         self._layers.append((layer, known))
 
+    def end(self) -> None:
+        """Behind the last of the generations that share it: lets go of their calls and adapters."""
+        self._of_thread = local()
+        self._last_adapters = None
+
     def has_result(self, hidden_states: Tensor) -> bool:
         """True if the first layer has computed all layers, and this is its result."""
         return getattr(self._of_thread, "result", None) is hidden_states
