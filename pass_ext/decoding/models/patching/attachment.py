@@ -33,6 +33,7 @@ from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.decoding.models.patching.layer_stack import LayerStack
 from pass_ext.decoding.models.patching.row_attention import in_our_call, name_for
 from pass_ext.decoding.models.patching.step_modules import step_modules
+from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.decoding.models.row_adapters import PlacedAdapters
 
 _lock = RLock()
@@ -105,7 +106,7 @@ class _State(NamedTuple):
             for name in ("_parameters", "_buffers"):
                 for tensor in attributes[name].values():
                     objects.append(tensor)
-                    if tensor is not None:
+                    if tensor is not None and is_plain(tensor):  # others may have no place
                         places += (tensor.data_ptr(), tensor.dtype)
             for name in ("_modules", "_forward_hooks", "_forward_pre_hooks"):
                 objects += attributes[name].values()
