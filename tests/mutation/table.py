@@ -91,7 +91,10 @@ _CPP = _files_of_families() | {
 
 # Path below pass_ext/decoding/ -> the tests.
 _PYTHON: dict[str, list[str]] = {
-    "models/patching/attachment": ["tests/decoding/models/test_attachment.py", "-k", "not thread"],
+    "models/patching/attachment": [
+        *("tests/decoding/models/test_attachment.py", "tests/decoding/models/test_direct_call.py"),
+        *("tests/decoding/models/test_layer_calls.py", "-k", "not thread"),
+    ],
     "models/patching/attention_arguments": ["tests/decoding/models/test_decoded_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "requests/config_processor": ["tests/decoding/test_generation_config.py"],
