@@ -29,6 +29,7 @@ from benchmarks.pages.acceptance_means import (
     TARGET_SPREAD,
     TEMPERATURE,
     VOCABULARY,
+    errors,
     measure,
 )
 from pass_ext.ops.common.rules import ACCEPT_RULES
@@ -46,15 +47,18 @@ def render(result: dict[str, Any]) -> str:
         row = rows.get((shape, rule, mode))
         return "–" if row is None else f"{row['mean_accepted']:.3f}"
 
-    heads = ["rule", "exactness", "needs q", "shape", "must read", "drafts", "chain", "tree"]
+    heads = ["rule", "exactness", "needs q", "shape", "must read", "drafts", "error", "chain", "tree"]
     cells = []
     for rule, mode, _, reads in CASES:
         needs_q, fits = "yes" if ACCEPT_RULES[rule].needs_draft_logits else "no", FITS.get(rule, "both")
         means = [mean(shape, rule, mode) for shape in ("chain", "tree")]
-        cells.append([f"`{rule}`", pass_ext.RULES[rule], needs_q, fits, reads, f"`{mode}`", *means])
+        error = f"{result['errors'][rule]:.3f}" if rule in result["errors"] else "0"
+        cells.append([f"`{rule}`", pass_ext.RULES[rule], needs_q, fits, reads, f"`{mode}`", error, *means])
     settings, worst = result["settings"], max(row["standard_error"] for row in result["rows"])
     words = (
-        "*drafts*: the mode of `draft_sample`. *chain*, *tree*: mean accepted drafts of a step, standard error at most "
+        "*drafts*: the mode of `draft_sample`. *error*: total variation between the target's distribution and that of the "
+        "first token of a step with one draft, computed and not sampled, the mean over pairs of p and q; 0 for exact rules. "
+        "*chain*, *tree*: mean accepted drafts of a step, standard error at most "
         f"{math.ceil(worst * 1000) / 1000:.3f}. A chain of {len(settings['shapes']['chain'])} drafts, a tree with branching "
         f"({', '.join(map(str, settings['shapes']['tree']))}); {settings['requests']:,} requests; "
         f"{settings['vocabulary']:,} tokens, temperature {settings['temperature']:g}; logits random for every node: target "
@@ -90,6 +94,7 @@ def run(requests: int) -> dict[str, Any]:
     """Measures the means and verifies the tree; the result."""
     begun, load = provenance("acceptance", requests < REQUESTS, "cpu"), os.getloadavg()[0]
     rows, story = measure(requests), acceptance_picture.verify_story()
+    wrong = errors(requests)
     return {
         **begun,
         "load_average": {"before": load, "after": os.getloadavg()[0]},
@@ -104,6 +109,7 @@ def run(requests: int) -> dict[str, Any]:
             "dtype": "float32",
         },
         "story": story,
+        "errors": wrong,
         "rows": rows,
     }
 

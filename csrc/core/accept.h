@@ -13,7 +13,11 @@
 //              with S = sum (w p - q)+: p <- norm((w p - q)+), q <- norm(q without x), w <- S / (S + 1 - w);
 //              go on with the next leaf
 //   block      traversal on a chain, which is block verification
+//   coupled_inverse    coupled, but the token is the least v with F(v) > u, F the sums of p in the order of ids and u
+//              one number for seed and position
+//   adaptive_rejection    rejection, but accept iff u < p(x) / q(x) + alpha (1 - max p), p before any rejection
 //   typical    accept iff p(x) > min(threshold, alpha exp(-H(p))); the longest accepted path, then y ~ p
+//   joint      w(root) = 1, w(x) = w p(x) / q(x); the longest path that ends with w > threshold, then y ~ p
 //
 // A child outside q's remaining support is a fixed proposal: q is one at it. Rejecting it takes its p away. After
 // rejections p is proportional to (p_0 - beta q_0)+, one beta per node. A deleted token keeps the beta it had then: its
@@ -26,14 +30,27 @@
 #include <cstdint>
 
 #include "core/distribution.h"
+#include "core/inverse.h"
 #include "core/noise.h"
 #include "core/platform.h"
 #include "core/tree.h"
 
 namespace pass_ext {
 
-// The order of ACCEPT_RULES in pass_ext/ops/common/rules.py.
-enum class Rule : int32_t { coupled, rejection, rejection_with_replacement, block, traversal, kseq, typical };
+// The order of ACCEPT_RULES in pass_ext/ops/common/rules.py. Those up to traversal are verified from shards too.
+enum class Rule : int32_t {
+  coupled,
+  rejection,
+  rejection_with_replacement,
+  block,
+  traversal,
+  kseq,
+  typical,
+  coupled_inverse,
+  adaptive_rejection,
+  joint
+};
+constexpr int64_t kRules = 10;
 
 constexpr int kOverlaps = 7;  // values of rho tried in one sweep over a row
 
@@ -64,17 +81,28 @@ struct AcceptProblem {
 };
 
 // The way of a rule through a tree. A kernel compiled for `any` reads the rule at run time.
-enum class Route { coupled, down, kseq, traversal, typical, any };
+enum class Route { coupled, inverse, down, kseq, traversal, longest, any };
 
 PASS_EXT_HOST_DEVICE constexpr Route route_of(Rule rule) {
   switch (rule) {
     case Rule::coupled: return Route::coupled;
+    case Rule::coupled_inverse: return Route::inverse;
     case Rule::block:
     case Rule::traversal: return Route::traversal;
-    case Rule::typical: return Route::typical;
+    case Rule::typical:
+    case Rule::joint: return Route::longest;
     case Rule::kseq: return Route::kseq;
     default: return Route::down;
   }
+}
+
+// Each node's children are judged by the distribution they were drawn from, if they were drawn.
+PASS_EXT_HOST_DEVICE constexpr bool reads_drafts(Rule rule) {
+  return rule != Rule::coupled && rule != Rule::coupled_inverse && rule != Rule::typical;
+}
+// The mass of a row decides, not the order of its tokens alone.
+PASS_EXT_HOST_DEVICE constexpr bool needs_mass(Rule rule) {
+  return rule != Rule::coupled && rule != Rule::coupled_inverse;
 }
 
 // The noise of the race or of the final draw, `depth` levels below a request's root. Computed unsigned, so that a
@@ -173,11 +201,13 @@ class AcceptWalk {
     seed_ = problem.seeds == nullptr ? 0 : static_cast<uint64_t>(problem.seeds[request_.index]);
     position_ = problem.positions == nullptr ? 0 : problem.positions[request_.index];
     if (greedy || goes<known>(Route::coupled))
-      walk_coupled(greedy);  // at temperature 0 every rule is this walk
+      walk_coupled<false>(greedy);  // at temperature 0 every rule is this walk
+    else if (goes<known>(Route::inverse))
+      walk_coupled<true>(false);
     else if (goes<known>(Route::traversal))
       walk_traversal();
-    else if (goes<known>(Route::typical))
-      walk_typical();
+    else if (goes<known>(Route::longest))
+      walk_longest();
     else if (goes<known>(Route::kseq))
       walk_down<true>();
     else if (goes<known>(Route::down))
@@ -323,6 +353,7 @@ class AcceptWalk {
     token_ = token;
   }
 
+  template <bool is_inverse>
   PASS_EXT_HOST_DEVICE void walk_coupled(bool greedy) {
     int32_t node = 0;
     for (int32_t depth = 0;; ++depth) {
@@ -331,8 +362,12 @@ class AcceptWalk {
       judge.p_row = request_.target_row(node);
       judge.p = describe_target(node, false);
       if (judge.p.status != 0) return stop_before(node);
-      const Noise coupled = noise(Purpose::coupled, depth);
-      const int64_t token = greedy ? judge.p.tie : rows_.draw(judge, {Weight::plain, 0, 0}, request_, false, coupled);
+      int64_t token;
+      if constexpr (is_inverse)
+        token = rows_.invert(judge, uniform_bits(noise(Purpose::inverse, depth)));
+      else
+        token = greedy ? judge.p.tie
+                       : rows_.draw(judge, {Weight::plain, 0, 0}, request_, false, noise(Purpose::coupled, depth));
       const int32_t child =
           depth == request_.problem.max_depth ? -1 : rows_.first_node(node + 1, request_.nodes, [&](int32_t i) {
             return request_.parent(i) == node && request_.token(i) == token;
@@ -367,9 +402,12 @@ class AcceptWalk {
   // final draw.
   PASS_EXT_HOST_DEVICE int32_t judge_in_turn(Judge& judge, int32_t child, Weight& weight) {
     const bool replaced = request_.problem.rule == Rule::rejection_with_replacement;
+    // The largest logit has weight 1, so max p is one over the mass.
+    const bool adapts = request_.problem.rule == Rule::adaptive_rejection;
+    const double tolerance = adapts ? request_.problem.alpha * (1.0 - judge.p.inverse_mass) : 0.0;
     while (child >= 0) {
       const Odds odds = odds_of(judge, child);
-      const double bound = odds.q > 0.0 ? odds.p / odds.q : odds.p;
+      const double bound = (odds.q > 0.0 ? odds.p / odds.q : odds.p) + tolerance;
       if (odds.p > 0.0 && throw_coin(child) < bound) return child;
       const int32_t next = next_child(judge.node, child + 1);
       reject(judge, child, odds, replaced, next >= 0);
@@ -485,29 +523,27 @@ class AcceptWalk {
     return depth < request_.problem.max_depth ? next_child(node, node + 1) : -1;
   }
 
-  PASS_EXT_HOST_DEVICE void walk_typical() {
-    // A node's cut says whether it is accepted: kNotCut if not, else its depth. Nodes come after their parents.
+  // A node's cut is kNotCut if no path goes on at it; else, under rule joint, its w. Nodes come after their parents.
+  PASS_EXT_HOST_DEVICE void walk_longest() {
+    const bool is_joint = request_.problem.rule == Rule::joint;
     reset_cuts();
     int32_t best = 0, best_depth = 0;
-    for (int32_t node = 0; node >= 0; node = next_accepted(node)) {
-      const int32_t depth = node == 0 ? 0 : static_cast<int32_t>(rows_.cut(node));
-      if (depth > best_depth) {
+    for (int32_t node = 0; node >= 0; node = next_kept(node)) {
+      const int32_t depth = depth_of(node);
+      const bool is_accepted = node == 0 || !is_joint || rows_.cut(node) > request_.problem.threshold;
+      if (is_accepted && depth > best_depth) {
         best = node;
         best_depth = depth;
       }
       const int32_t first = first_child(node, depth);
       if (first < 0) continue;
-      Judge judge{};
-      judge.p_row = request_.target_row(node);
-      judge.p = describe_target(node, true);
-      if (judge.p.status != 0) continue;
-      const float entropy = static_cast<float>(rows_.entropy(judge));
-      const float bound =
-          minimum(request_.problem.threshold, request_.problem.alpha * exponential(minimum(-entropy, 0.0f)));
-      for (int32_t child = first; child >= 0; child = next_child(node, child + 1)) {
-        const float p = target_probability(judge, static_cast<int32_t>(request_.token(child)));
-        if (p > bound && p > 0.0f) rows_.set_cut(child, static_cast<float>(depth + 1));
-      }
+      Judge judge;
+      const bool judged = open(node, is_joint, judge);
+      if (judge.p.status != 0 || !judged) continue;
+      if (is_joint)
+        weigh_jointly(judge, first, node == 0 ? 1.0f : rows_.cut(node));
+      else
+        accept_typical(judge, first);
     }
     Judge judge{};
     judge.node = best;
@@ -517,7 +553,32 @@ class AcceptWalk {
     stop_at(best, draw(judge, {Weight::plain, 0, 0}, false, best_depth));
   }
 
-  PASS_EXT_HOST_DEVICE int32_t next_accepted(int32_t node) {
+  PASS_EXT_HOST_DEVICE void accept_typical(const Judge& judge, int32_t child) {
+    const float entropy = static_cast<float>(rows_.entropy(judge));
+    const float bound =
+        minimum(request_.problem.threshold, request_.problem.alpha * exponential(minimum(-entropy, 0.0f)));
+    for (; child >= 0; child = next_child(judge.node, child + 1)) {
+      const float p = target_probability(judge, static_cast<int32_t>(request_.token(child)));
+      if (p > bound && p > 0.0f) rows_.set_cut(child, 1.0f);
+    }
+  }
+
+  PASS_EXT_HOST_DEVICE void weigh_jointly(const Judge& judge, int32_t child, float weight) {
+    for (; child >= 0; child = next_child(judge.node, child + 1)) {
+      const int32_t id = static_cast<int32_t>(request_.token(child));
+      const float p = target_probability(judge, id), q = draft_probability(judge, id);
+      const float w = weight * (q > 0.0f ? p / q : p);
+      if (w > 0.0f) rows_.set_cut(child, minimum(w, 0x1p96f));  // an infinite w times p = 0 would be NaN
+    }
+  }
+
+  PASS_EXT_HOST_DEVICE int32_t depth_of(int32_t node) const {
+    int32_t depth = 0;
+    for (; node > 0; node = request_.parent(node)) ++depth;
+    return depth;
+  }
+
+  PASS_EXT_HOST_DEVICE int32_t next_kept(int32_t node) {
     return rows_.first_node(node + 1, request_.nodes, [&](int32_t i) { return rows_.cut(i) != kNotCut; });
   }
 
@@ -529,8 +590,7 @@ class AcceptWalk {
     const int64_t width = request_.problem.max_depth + 1;
     int64_t* emitted = request_.problem.emitted + request_.index * width;
     int32_t* path = request_.problem.path + request_.index * width;
-    int32_t depth = 0;
-    for (int32_t node = stop; node > 0; node = request_.parent(node)) ++depth;
+    const int32_t depth = depth_of(stop);
     for (int64_t i = depth + (stop < 0 ? 0 : 1); i < width; ++i) emitted[i] = path[i] = -1;
     if (stop >= 0) emitted[depth] = token;
     int32_t node = stop;

@@ -21,7 +21,7 @@ constexpr int kGroup = 64;  // tokens that share a first_g
 constexpr int kBlocksPerGroup =
     16;  // Philox blocks for a group's tokens: block i serves tokens i, i + 16, i + 32, i + 48
 
-enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft };
+enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft, inverse };
 
 PASS_EXT_HOST_DEVICE int32_t groups_of(int32_t vocabulary) { return (vocabulary + kGroup - 1) / kGroup; }
 
@@ -79,6 +79,12 @@ PASS_EXT_HOST_DEVICE float log_noise(const Noise& noise, int32_t id) {
 PASS_EXT_HOST_DEVICE double coin(uint64_t seed, int64_t position, int node) {
   const Noise noise{seed, position, Purpose::coin, static_cast<uint32_t>(node), 0};
   return philox4x32(counter_of(noise, NoiseLevel::group, 0), seed).word[0] * 0x1p-32;
+}
+
+// Uniform in [0, 1), in units of 2^-64: the place of a draw by the inverse of a distribution function.
+PASS_EXT_HOST_DEVICE uint64_t uniform_bits(const Noise& noise) {
+  const PhiloxBlock drawn = philox4x32(counter_of(noise, NoiseLevel::group, 0), noise.seed);
+  return static_cast<uint64_t>(drawn.word[0]) << 32 | drawn.word[1];
 }
 
 }  // namespace pass_ext

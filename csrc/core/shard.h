@@ -311,6 +311,7 @@ class ShardRows {
 
   // The rules that need these are not verified from shards.
   PASS_EXT_HOST_DEVICE double entropy(const Judge&) const { return 0.0; }
+  PASS_EXT_HOST_DEVICE int32_t invert(const Judge&, uint64_t) const { return -1; }
   PASS_EXT_HOST_DEVICE void overlap_sums(const Judge&, const float*, double* sums) const {
     for (int i = 0; i < kOverlaps; ++i) sums[i] = 0.0;
   }

@@ -292,6 +292,30 @@ void CpuRows::slice_residual_sums(const Judge& judge, const Removed& removed, do
   });
 }
 
+int32_t CpuRows::invert(const Judge& judge, uint64_t uniform) {
+  const LogitRow& row = judge.p_row;
+  const Maxima& maxima = maxima_of(row);
+  const int32_t groups = groups_of(row.vocabulary);
+  const auto mass_of_groups = [&](int32_t begin, int32_t end) {
+    uint64_t mass;
+    PASS_EXT_AT_ISA(sum_integer_mass(row, judge.p, maxima.values.data(), begin, end, &mass));
+    return mass;
+  };
+  masses_.assign(groups / kSliceGroups + 1, 0);
+  for_each_slice(groups,
+                 [&](int32_t slice, int32_t begin, int32_t end) { masses_[slice] = mass_of_groups(begin, end); });
+  uint64_t place = 0;
+  for (uint64_t mass : masses_) place += mass;
+  place = high_product(uniform, place);
+  int32_t slice = 0;
+  for (; place >= masses_[slice]; ++slice) place -= masses_[slice];
+  int32_t group = slice * kSliceGroups;
+  for (uint64_t mass; place >= (mass = mass_of_groups(group, group + 1)); ++group) place -= mass;
+  int32_t id = group * kGroup;
+  for (uint64_t mass; place >= (mass = token_mass(judge.p, logit_at(row, id), id)); ++id) place -= mass;
+  return id;
+}
+
 ResidualSums CpuRows::residual_sums(const Judge& judge, const AcceptRequest& request) {
   const Removed removed = removed_of(judge, request);
   const int32_t slices = groups_of(judge.p_row.vocabulary) / kSliceGroups + 1;

@@ -11,6 +11,7 @@
 #include "core/accept.h"
 #include "core/distribution.h"
 #include "core/draft.h"
+#include "core/inverse.h"
 #include "core/shard.h"
 
 namespace pass_ext {
@@ -64,6 +65,8 @@ class CpuRows {
   double entropy(const Judge& judge);
   ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request);
   void overlap_sums(const Judge& judge, const float* inverse_rho, double* sums);
+  // The token at the place `uniform` of p, in units of 2^-64 (core/inverse.h).
+  int32_t invert(const Judge& judge, uint64_t uniform);
   // A token with probability proportional to its weight, or -1 if none has any. `rejected`: deleted children count.
   int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
                const Noise& noise);
@@ -124,7 +127,7 @@ class CpuRows {
   std::vector<int32_t> removed_ids_;
   std::vector<float> removed_cuts_;
   std::vector<double> partial_;
-  std::vector<uint64_t> bins_;
+  std::vector<uint64_t> bins_, masses_;
 };
 
 // This thread's rows. Their buffers live from call to call.

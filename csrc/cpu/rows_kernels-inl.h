@@ -234,6 +234,21 @@ inline void add_to_bins(float* z, int32_t count, const Distribution& distributio
   }
 }
 
+// Sum of the tokens' integer masses (core/inverse.h).
+void sum_integer_mass(const LogitRow& row, const Distribution& distribution, const float* maxima, int32_t begin,
+                      int32_t end, uint64_t* mass) {
+  uint64_t sum = 0;
+  float z[kGroup], weight[kGroup];
+  for (int32_t group = begin; group < end; ++group) {
+    if (maxima[group] < distribution.cut || log_weight(distribution, maxima[group]) < kWeightless) continue;
+    load_group(row, group, z);
+    for (int i = 0; i < kGroup; i += Floats::width)
+      store(weight + i, weights_in_support(distribution, load(z + i), group * kGroup + i) * splat(kMassUnit));
+    for (int i = 0; i < kGroup; ++i) sum += static_cast<uint64_t>(weight[i]);
+  }
+  *mass = sum;
+}
+
 // Adds every token in the support with a logit of at least `floor` to its bin. Bin 0 holds the largest; `per_bin` is
 // one over a bin's width.
 void fill_bins(const LogitRow& row, const Distribution& distribution, const float* maxima, int32_t begin, int32_t end,

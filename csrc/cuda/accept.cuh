@@ -94,7 +94,9 @@ struct AcceptSource {
                          problem.target.vocabulary, 0.0f);
   }
 
-  PASS_EXT_DEVICE bool needs_mass(int64_t slot) const { return slot >= problem.nodes || problem.rule != Rule::coupled; }
+  PASS_EXT_DEVICE bool needs_mass(int64_t slot) const {
+    return slot >= problem.nodes || pass_ext::needs_mass(problem.rule);
+  }
 
   // True if a node's children are judged by the distribution they were drawn from: only then is its draft row read.
   PASS_EXT_DEVICE bool is_judged(const AcceptRequest& request, int32_t node) const {
@@ -161,14 +163,14 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) check_bounds_kernel(AcceptProblem pr
 }
 
 inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
-  const bool uses_draft = problem.has_draft && problem.rule != Rule::coupled && problem.rule != Rule::typical;
+  const bool uses_draft = problem.has_draft && reads_drafts(problem.rule);
   const int64_t rows_of_node = uses_draft ? 2 : 1;
   const int64_t levels = 1 + (problem.max_depth < 3 ? problem.max_depth : 3);  // a guess at the levels a walk visits
   RowsPlan plan = plan_rows(problem.nodes * rows_of_node, problem.requests, levels * rows_of_node, problem.nodes,
                             problem.target.vocabulary, problem.rule == Rule::coupled, multiprocessors);
   const SamplingParameterArrays& sampling = problem.target_sampling;
   plan.lists_supports =
-      plan.rows > 0 && problem.rule != Rule::coupled && (sampling.top_k != nullptr || sampling.top_p != nullptr);
+      plan.rows > 0 && needs_mass(problem.rule) && (sampling.top_k != nullptr || sampling.top_p != nullptr);
   return plan;
 }
 
@@ -195,8 +197,9 @@ inline void launch_accept(const AcceptProblem& problem, const RowsPlan& plan, co
   if (workspace.rows > 0) launch_scan_rows("accept (scan)", AcceptSource{problem}, workspace, stream);
   const Route route = route_of(problem.rule);
   const auto walk = route == Route::coupled     ? launch_walk<Route::coupled>
+                    : route == Route::inverse   ? launch_walk<Route::inverse>
                     : route == Route::traversal ? launch_walk<Route::traversal>
-                    : route == Route::typical   ? launch_walk<Route::typical>
+                    : route == Route::longest   ? launch_walk<Route::longest>
                     : route == Route::kseq      ? launch_walk<Route::kseq>
                                                 : launch_walk<Route::down>;
   walk(problem, workspace, plan.blocks, is_checked, stream);

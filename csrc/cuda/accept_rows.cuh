@@ -5,12 +5,13 @@
 #include <cstdint>
 
 #include "core/accept.h"
+#include "core/inverse.h"
 #include "cuda/primitives.cuh"
 #include "cuda/rows.cuh"
 
 namespace pass_ext::gpu {
 
-enum class JobKind : int32_t { none, describe, draw, entropy, residual_sums, overlap_sums };
+enum class JobKind : int32_t { none, describe, draw, invert, entropy, residual_sums, overlap_sums };
 
 // One job in shared memory: its kind, its arguments, then its results from `distribution` on.
 struct Job {
@@ -22,10 +23,12 @@ struct Job {
   Weight weight;
   Noise noise;
   float inverse_rho[kOverlaps];
+  uint64_t uniform;
   int32_t nodes;  // of the request
   Distribution distribution;
   int32_t id;
   double sums[kOverlaps];
+  uint64_t masses[32];  // of the warps' parts of a range
 };
 
 struct AcceptShared {
@@ -43,8 +46,9 @@ PASS_EXT_DEVICE AcceptShared& accept_shared() { return *dynamic_shared<AcceptSha
 PASS_EXT_HOST_DEVICE constexpr bool has_job(Route route, Scan scan, JobKind kind) {
   if (kind == JobKind::describe) return scan == Scan::on_the_way;
   // After a scan beforehand a coupled walk reads the winners of the races from the workspace.
-  if (kind == JobKind::draw) return scan == Scan::on_the_way || route != Route::coupled;
-  if (kind == JobKind::entropy) return route == Route::typical;
+  if (kind == JobKind::draw) return route != Route::inverse && (scan == Scan::on_the_way || route != Route::coupled);
+  if (kind == JobKind::invert) return route == Route::inverse;
+  if (kind == JobKind::entropy) return route == Route::longest;
   if (kind == JobKind::residual_sums) return route == Route::down || route == Route::traversal || route == Route::kseq;
   return kind == JobKind::overlap_sums && route == Route::kseq;
 }
@@ -52,8 +56,9 @@ PASS_EXT_HOST_DEVICE constexpr bool has_job(Route route, Scan scan, JobKind kind
 // Threads of a walk's block: one warp if the walk has no jobs.
 template <Route route, Scan scan>
 unsigned walk_threads(int32_t vocabulary) {
-  constexpr bool works_alone = !has_job(route, scan, JobKind::describe) && !has_job(route, scan, JobKind::draw);
-  static_assert(!works_alone || route == Route::coupled, "a walk without describe and draw has no other job");
+  constexpr bool works_alone = !has_job(route, scan, JobKind::describe) && !has_job(route, scan, JobKind::draw) &&
+                               !has_job(route, scan, JobKind::invert);
+  static_assert(!works_alone || route == Route::coupled, "other walks have jobs beside describe and draw");
   return works_alone ? 32 : threads_for(vocabulary);
 }
 
@@ -78,6 +83,11 @@ class JobRows : public BlockRows<scan> {
     if constexpr (has(JobKind::draw))
       if (job.kind == JobKind::draw) {
         const int32_t id = draw(job.judge, job.weight, request, job.rejected, job.noise);
+        if (is_leader()) job.id = id;
+      }
+    if constexpr (has(JobKind::invert))
+      if (job.kind == JobKind::invert) {
+        const int32_t id = invert(job.judge, job.uniform);
         if (is_leader()) job.id = id;
       }
     if constexpr (has(JobKind::entropy))
@@ -108,6 +118,64 @@ class JobRows : public BlockRows<scan> {
   using Base::summary_of_row;
 
   PASS_EXT_DEVICE static constexpr bool has(JobKind kind) { return has_job(route, scan, kind); }
+
+  // Every warp adds up its part of a range of the row; the part that holds the place is the next range, until one warp
+  // holds a piece in each lane.
+  PASS_EXT_DEVICE int32_t invert(const Judge& judge, uint64_t uniform) {
+    const LogitRow& row = judge.p_row;
+    const int32_t warps = static_cast<int32_t>(warps_in_block()), warp = static_cast<int32_t>(warp_index());
+    int32_t begin = 0, strips = (row.vocabulary + kStrip - 1) / kStrip;
+    uint64_t place = 0;
+    for (bool is_whole = true; is_whole || strips > 1; is_whole = false) {
+      const int32_t part = (strips + warps - 1) / warps, used = (strips + part - 1) / part;
+      const int32_t last = (warp + 1) * part < strips ? (warp + 1) * part : strips;
+      uint64_t mass = 0;
+      for (int32_t strip = warp * part; strip < last; ++strip) mass += mass_of_piece(judge, begin + strip * kStrip);
+      for (int step = 16; step > 0; step /= 2) mass += shuffle_xor(mass, step);
+      uint64_t* const masses = accept_shared().job.masses;
+      if (lane_index() == 0) masses[warp] = mass;
+      sync_block();
+      if (is_whole) {
+        for (int32_t i = 0; i < used; ++i) place += masses[i];
+        place = high_product(uniform, place);
+      }
+      int32_t chosen = 0;
+      for (; place >= masses[chosen]; ++chosen) place -= masses[chosen];
+      begin += chosen * part * kStrip;
+      strips = (chosen + 1) * part < strips ? part : strips - chosen * part;
+      sync_block();
+    }
+    return find_in_strip(judge, begin, place);
+  }
+
+  static constexpr int32_t kStrip = 32 * kPiece;  // a piece for each lane
+
+  // The integer mass of this lane's piece of a strip.
+  PASS_EXT_DEVICE uint64_t mass_of_piece(const Judge& judge, int32_t strip) {
+    const int32_t first = strip + static_cast<int32_t>(lane_index()) * kPiece;
+    uint64_t mass = 0;
+    if (first < judge.p_row.vocabulary) {
+      float z[kPiece];
+      load_piece(judge.p_row, first, z);
+      for (int i = 0; i < kPiece; ++i) mass += token_mass(judge.p, z[i], first + i);
+    }
+    return mass;
+  }
+
+  // All warps do this together, on the same strip.
+  PASS_EXT_DEVICE int32_t find_in_strip(const Judge& judge, int32_t strip, uint64_t place) {
+    const uint64_t mass = mass_of_piece(judge, strip);
+    uint64_t up_to = mass;
+    for (unsigned step = 1; step < 32; step *= 2) {
+      const uint64_t before = shuffle_up(up_to, step);
+      if (lane_index() >= step) up_to += before;
+    }
+    const int32_t lane = first_set_bit(ballot(place < up_to));
+    place -= shuffle(up_to - mass, lane);
+    int32_t id = strip + lane * kPiece;
+    for (uint64_t one; place >= (one = token_mass(judge.p, logit_at(judge.p_row, id), id)); ++id) place -= one;
+    return id;
+  }
 
   PASS_EXT_DEVICE double entropy(const Judge& judge) {
     double moment = 0.0;
@@ -326,6 +394,15 @@ class WalkRows {
       accept_shared().job.noise = noise;
     }
     run_job(JobKind::draw, request.nodes);
+    return accept_shared().job.id;
+  }
+
+  PASS_EXT_DEVICE int32_t invert(const Judge& judge, uint64_t uniform) {
+    if (is_leader()) {
+      accept_shared().job.judge = judge;
+      accept_shared().job.uniform = uniform;
+    }
+    run_job(JobKind::invert, request_.nodes);
     return accept_shared().job.id;
   }
 

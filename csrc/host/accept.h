@@ -22,6 +22,9 @@ inline const char* name_of(Rule rule) {
     case Rule::traversal: return "traversal";
     case Rule::kseq: return "kseq";
     case Rule::typical: return "typical";
+    case Rule::coupled_inverse: return "coupled_inverse";
+    case Rule::adaptive_rejection: return "adaptive_rejection";
+    case Rule::joint: return "joint";
   }
   return "another rule";
 }
@@ -40,8 +43,8 @@ struct AcceptArguments {
 using AcceptResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // emitted, path, num_accepted, status
 
 inline void check_rule(const AcceptArguments& arguments) {
-  if (arguments.rule < 0 || arguments.rule > static_cast<int64_t>(Rule::typical))
-    refuse(arguments.op, "rule must be the index of a rule, 0 to 6, got ", arguments.rule);
+  if (arguments.rule < 0 || arguments.rule >= kRules)
+    refuse(arguments.op, "rule must be the index of a rule, 0 to ", kRules - 1, ", got ", arguments.rule);
   const Rule rule = static_cast<Rule>(arguments.rule);
   if ((rule == Rule::kseq || rule == Rule::rejection_with_replacement) && !arguments.draft_logits.has_value())
     refuse(arguments.op, "draft_logits must be given for rule '", name_of(rule),

@@ -29,7 +29,7 @@ inline const int64_t* state_of(const char* op, const OptionalTensor& state, cons
 }
 
 inline void check_rule_of_shards(const char* op, int64_t rule) {
-  if (rule == static_cast<int64_t>(Rule::kseq) || rule == static_cast<int64_t>(Rule::typical))
+  if (static_cast<Rule>(rule) > Rule::traversal)
     refuse(op, "rule must be one that is verified from shards, got '", name_of(static_cast<Rule>(rule)),
            "' (gather the logits for it)");
 }

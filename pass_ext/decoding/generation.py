@@ -94,8 +94,8 @@ def generate(
             k. What they have in common is read once; with ``NGram(corpus=Corpus())`` they draft for each other.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right.
         temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one value for all, or one per request.
-        seeds: with rule "coupled" the text is a function of prompt, seed and these parameters, whatever the method and the
-            batch. None: fresh seeds, from ``generator`` or torch's own.
+        seeds: with rule "coupled" or "coupled_inverse" the text is a function of prompt, seed and these parameters, whatever
+            the method and the batch. None: fresh seeds, from ``generator`` or torch's own.
         rule: how drafts are judged, one of ``pass_ext.RULES``, or "longest_branch" (approximate).
         eos_token_id: tokens that end a text; None: the generation_config's, else the model's own; ``[]``: none.
         pad_token_id: fills sequences that ended early; None: the generation_config's, else the model's own, else the smallest

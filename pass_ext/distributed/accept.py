@@ -24,7 +24,7 @@ from pass_ext.ops import accept as whole
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.ops.common.parameters import Parameter
 
-_GATHERED_RULES = ("kseq", "typical")
+_GATHERED_RULES = ("kseq", "typical", "coupled_inverse", "adaptive_rejection", "joint")
 
 
 def accept_tree(
@@ -53,8 +53,8 @@ def accept_tree(
     draft_allowed: Tensor | None = None,
     seeds: Parameter = None,
     positions: Parameter = None,
-    threshold: float = 0.09,
-    alpha: float = 0.3,
+    threshold: float | None = None,
+    alpha: float | None = None,
 ) -> AcceptResult:
     """``pass_ext.accept_tree`` on logits whose columns the ranks of a group hold. All ranks call it together, with the same
     arguments except logits and masks, and get the same result: that of the op on all columns, to the bit.
@@ -69,7 +69,8 @@ def accept_tree(
         vocab_size: the columns of all ranks together. Columns behind it are padding and not read. None, with vocab_start None:
             the columns are counted, in an exchange of 24 bytes.
         gather_below: steps of fewer rows gather the logits of all ranks and call the op on them: fewer exchanges, more bytes
-            (docs/distributed.md has the table). Rules "kseq" and "typical" always do.
+            (docs/distributed.md has the table). Rules "kseq", "typical",
+            "coupled_inverse", "adaptive_rejection" and "joint" always do.
         allowed, draft_allowed: masks of this rank's columns, ``[N, ceil(C / 32)]`` and ``[R, ceil(C / 32)]``.
         seeds: needed unless all requests are greedy: ranks that draw fresh seeds would disagree.
 
@@ -127,8 +128,8 @@ def accept_chain(
     draft_allowed: Tensor | None = None,
     seeds: Parameter = None,
     positions: Parameter = None,
-    threshold: float = 0.09,
-    alpha: float = 0.3,
+    threshold: float | None = None,
+    alpha: float | None = None,
 ) -> AcceptResult:
     """``pass_ext.accept_chain`` on logits ``[B, K + 1, C]`` whose columns the ranks of a group hold; see ``accept_tree`` above
     for the arguments that it adds and for the number of exchanges. It reads nothing on the host."""
@@ -163,8 +164,8 @@ def tree_steps(
     draft_allowed: Tensor | None = None,
     seeds: Parameter = None,
     positions: Parameter = None,
-    threshold: float = 0.09,
-    alpha: float = 0.3,
+    threshold: float | None = None,
+    alpha: float | None = None,
     op: str = "accept_tree",
     chain: int | None = None,
 ) -> Steps[AcceptResult]:

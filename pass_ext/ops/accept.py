@@ -14,7 +14,7 @@ from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.common.parameters import Parameter, parameter_tensor, seeds_for
-from pass_ext.ops.common.rules import RULES
+from pass_ext.ops.common.rules import ACCEPT_RULES, RULES
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
 """The bits of ``AcceptResult.status``."""
@@ -91,8 +91,8 @@ def accept_tree(
     draft_allowed: Tensor | None = None,
     seeds: Parameter = None,
     positions: Parameter = None,
-    threshold: float = 0.09,
-    alpha: float = 0.3,
+    threshold: float | None = None,
+    alpha: float | None = None,
     generator: torch.Generator | None = None,
     return_logprobs: bool = False,
     top_logprobs: int = 0,
@@ -109,8 +109,8 @@ def accept_tree(
             ``parents[i] < i``. At most 1,024 nodes per request.
         cu_nodes: ``[B + 1]`` int32: request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request.
         max_depth: the depth of the deepest tree. It sets the width of the result; deeper nodes are ignored.
-        rule: one of ``pass_ext.RULES``; docs/ops/accept.md helps to choose. All rules but "coupled" and "typical" need
-            ``draft_logits``, the distributions that the children were drawn from.
+        rule: one of ``pass_ext.RULES``; docs/ops/accept.md helps to choose. All rules but "coupled", "coupled_inverse" and
+            "typical" need ``draft_logits``, the distributions that the children were drawn from.
         draft_logits: ``[R, V]``, any of the dtypes above: the logits that the drafts were sampled from, unchanged.
         draft_rows: ``[N]`` int32, the row of ``draft_logits`` that node i's children were drawn from; -1: its children are
             fixed proposals (n-grams, top-k candidates). None: ``draft_logits`` has one row per node.
@@ -123,7 +123,9 @@ def accept_tree(
         seeds: ``[B]`` int64, a list, or one for all. None: fresh seeds from ``generator``, or from torch's default generator.
         positions: ``[B]`` int64, a list, or one for all: the text position of the first token that this step can emit; at
             most 2^63 - 1 - max_depth. Without positions, the same seeds repeat the same noise in every step.
-        threshold, alpha: used by rule "typical", which accepts a token if p > min(threshold, alpha exp(-entropy)).
+        threshold, alpha: of the approximate rules; None: the rule's own. "typical" accepts a token if
+            p > min(threshold, alpha exp(-entropy)), 0.09 and 0.3; "adaptive_rejection" if u < p / q + alpha (1 - max p), 0.3;
+            "joint" a path if the product of its p / q > threshold, 0.5.
         return_logprobs: True: the result has ``logprobs``, the log probabilities of the emitted tokens. Decisions stay the same
             to the bit. Only rows on the accepted path are read again, and only for sums that no decision needed.
         top_logprobs: with ``return_logprobs``: also the most probable tokens beside each emitted one, so many; at most 64.
@@ -145,8 +147,8 @@ def accept_tree(
         _dense(op, "draft_rows", draft_rows),
         *_sampling(op, batch, (temperature, top_k, top_p, min_p),
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
-        allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator), threshold, alpha,
-        _alternatives(op, return_logprobs, top_logprobs),
+        allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator),
+        *bounds_of(rule, threshold, alpha), _alternatives(op, return_logprobs, top_logprobs),
     )  # fmt: skip
 
 
@@ -168,8 +170,8 @@ def accept_chain(
     draft_allowed: Tensor | None = None,
     seeds: Parameter = None,
     positions: Parameter = None,
-    threshold: float = 0.09,
-    alpha: float = 0.3,
+    threshold: float | None = None,
+    alpha: float | None = None,
     generator: torch.Generator | None = None,
     return_logprobs: bool = False,
     top_logprobs: int = 0,
@@ -192,8 +194,8 @@ def accept_chain(
         draft_logits,
         *_sampling(op, batch, (temperature, top_k, top_p, min_p),
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
-        allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator), threshold, alpha,
-        _alternatives(op, return_logprobs, top_logprobs),
+        allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator),
+        *bounds_of(rule, threshold, alpha), _alternatives(op, return_logprobs, top_logprobs),
     )  # fmt: skip
 
 
@@ -201,6 +203,12 @@ def _rule_index(op: str, rule: str) -> int:
     if rule not in RULES:
         raise ValueError(f"pass_ext::{op}: rule must be one of {', '.join(RULES)}, got {rule!r}")
     return _RULE_NAMES.index(rule)
+
+
+def bounds_of(rule: str, threshold: float | None, alpha: float | None) -> tuple[float, float]:
+    """``threshold`` and ``alpha``; for None the rule's own."""
+    defaults = ACCEPT_RULES[rule]
+    return (defaults.threshold if threshold is None else threshold, defaults.alpha if alpha is None else alpha)
 
 
 def _alternatives(op: str, return_logprobs: bool, top_logprobs: int) -> int:

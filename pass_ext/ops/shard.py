@@ -61,7 +61,7 @@ def shard_local(
         target_logits, draft_logits: ``[N, C]`` and ``[R, C]``, this rank's columns of the logits.
         tokens, parents, cu_nodes, draft_rows, seeds: those of ``accept_tree``, already in the dtypes named there.
         allowed, draft_allowed: masks of this rank's columns, ``[N, ceil(C / 32)]`` and ``[R, ceil(C / 32)]``.
-        rule: a rule of ``accept_tree`` other than "kseq" and "typical".
+        rule: one of the rules "coupled", "rejection", "rejection_with_replacement", "block" and "traversal" of ``accept_tree``.
         vocab_start: the id of the first column, a multiple of 8,192.
         slices: the most slices of 8,192 columns that any rank has.
         round: one of ``ROUNDS``.

@@ -12,7 +12,11 @@ norm(x) = x / sum(x), u uniform in [0, 1) and fresh for each child or leaf, K th
                u < w, y ~ p there; else delete it, and at its parent, with S = sum (w p - q)+:
                p <- norm((w p - q)+), q <- norm(q without x), w <- S / (S + 1 - w); go on with the next leaf
     block      traversal on a chain, which is block verification
+    coupled_inverse    coupled, but the token is the least v with F(v) > u, F the sums of p in the order of ids and u one number
+               for seed and position
+    adaptive_rejection    rejection, but accept iff u < p(x) / q(x) + alpha (1 - max p), p before any rejection
     typical    accept iff p(x) > min(threshold, alpha exp(-H(p))); the longest accepted path, then y ~ p
+    joint      w(root) = 1, w(x) = w p(x) / q(x); the longest path that ends with w > threshold, then y ~ p
 
 At temperature 0 every rule is greedy verification: the token at a node is the arg-max. A child whose token has q = 0, at first
 or after rejections, is a fixed proposal: q is 1 at its token. All children of a node with draft row -1 are fixed proposals too.
@@ -32,7 +36,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.reference.common.distribution import BAD_TREE, Distribution, is_greedy, log_process, process
-from pass_ext.reference.common.noise import Purpose, coin, exponentials
+from pass_ext.reference.common.noise import Purpose, coin, exponentials, words
 
 MAX_TREE_NODES = 1024  # in one request
 RULES = {
@@ -43,7 +47,12 @@ RULES = {
     "traversal": "exact",
     "kseq": "exact",
     "typical": "approximate",
+    "coupled_inverse": "exact",
+    "adaptive_rejection": "approximate",
+    "joint": "approximate",
 }
+BOUNDS = {"typical": (0.09, 0.3), "adaptive_rejection": (0.0, 0.3), "joint": (0.5, 0.0)}
+"""threshold and alpha, if none are given; 0 for the other rules."""
 
 
 class Accepted(NamedTuple):
@@ -85,12 +94,26 @@ class PhiloxChance:
         return u < bound
 
     def draw(self, weights: Tensor, sizes: Tensor, purpose: Purpose, depth: int) -> int:
+        if purpose == Purpose.inverse:
+            return self.invert(weights, depth)
         noise = exponentials(self.seed, self.position + depth, purpose, len(weights))
         scores, changes = weights / noise, sizes / noise
         token = int(scores.argmax())
         losers = (torch.arange(len(weights)) != token) & (sizes > 0.0)
         margins = (scores[token] - scores[losers]) / (changes[token] + changes[losers])
         self.near(min([math.inf, *margins.tolist()]))
+        return token
+
+    def invert(self, weights: Tensor, depth: int) -> int:
+        """The least v with F(v) > u. A relative change d of the weights moves a border F by at most 2 d F."""
+        borders = weights.cumsum(0) / weights.sum()
+        zero = torch.zeros(1, dtype=torch.int64)
+        high, low = words(self.seed, self.position + depth, Purpose.inverse, zero, zero)[0, :2]
+        u = (int(high) * 2**32 + int(low)) * 2.0**-64
+        token = int((borders > u).int().argmax())
+        for border in (borders[token - 1] if token else torch.zeros(()), borders[token]):
+            if 0.0 < border < 1.0:
+                self.near(float(abs(u - border) / (2.0 * border)))
         return token
 
     def near(self, margin: float) -> None:
@@ -209,20 +232,24 @@ class Walk:
         chance: Chance,
         rule: str,
         greedy: bool = False,
-        threshold: float = 0.09,
-        alpha: float = 0.3,
+        threshold: float | None = None,
+        alpha: float | None = None,
     ) -> None:
         self.request, self.chance, self.rule, self.greedy = request, chance, rule, greedy
-        self.threshold, self.alpha = threshold, alpha
+        bounds = BOUNDS.get(rule, (0.0, 0.0))
+        self.threshold = bounds[0] if threshold is None else threshold
+        self.alpha = bounds[1] if alpha is None else alpha
         self.status = 0
 
     def run(self) -> tuple[int, int]:
-        if self.greedy or self.rule == "coupled":
+        if self.greedy or self.rule in ("coupled", "coupled_inverse"):
             return self.walk_coupled()
         if self.rule in ("traversal", "block"):
             return self.walk_traversal()
         if self.rule == "typical":
             return self.walk_typical()
+        if self.rule == "joint":
+            return self.walk_joint()
         return self.walk_down()
 
     # -- what the rules share --
@@ -273,6 +300,7 @@ class Walk:
 
     def walk_coupled(self) -> tuple[int, int]:
         node, depth = 0, 0
+        purpose = Purpose.inverse if self.rule == "coupled_inverse" else Purpose.coupled
         while True:
             distribution = self.target(node)
             if distribution.status != 0:
@@ -280,7 +308,7 @@ class Walk:
             token = (
                 int(distribution.probs.argmax())
                 if self.greedy
-                else self.chance.draw(distribution.probs, distribution.probs, Purpose.coupled, depth)
+                else self.chance.draw(distribution.probs, distribution.probs, purpose, depth)
             )
             child = next((i for i in self.children(node, depth) if self.request.token(i) == token), None)
             if child is None:
@@ -301,10 +329,15 @@ class Walk:
 
     def judge_in_turn(self, judge: Judge) -> tuple[int | None, bool]:
         """The accepted child, and whether any child was judged. If none is accepted, the next token is drawn from judge.p."""
-        judged = False
+        judged, tolerance, size_of_tolerance = False, 0.0, 0.0
+        if self.rule == "adaptive_rejection":
+            most = float(judge.p.max())
+            tolerance, size_of_tolerance = self.alpha * (1.0 - most), self.alpha * most
         for child in judge.children:
             judged, token = True, self.request.token(child)
-            if self.chance.coin(child, *judge.ratio(token)):
+            ratio, size = judge.ratio(token)
+            # A token that the target cannot give stays impossible.
+            if ratio > 0.0 and self.chance.coin(child, ratio + tolerance, size + size_of_tolerance):
                 return child, True
             judge.reject(token, replaced=self.rule == "rejection_with_replacement")
         return None, judged
@@ -391,6 +424,25 @@ class Walk:
             return self.stop_before(best)
         return best, self.chance.draw(distribution.probs, distribution.probs, Purpose.bonus, depths[best])
 
+    def walk_joint(self) -> tuple[int, int]:
+        weights, depths = {0: 1.0}, {0: 0}  # of nodes that a path can go on at
+        for node in range(len(self.request.parents)):
+            if node not in weights or next(self.children(node, depths[node]), None) is None:
+                continue
+            judge = self.open(node, depths[node])
+            for child in judge.children:
+                weight = weights[node] * judge.ratio(self.request.token(child))[0]
+                if weight > 0.0:
+                    weights[child], depths[child] = weight, depths[node] + 1
+                    # A product of 2 d numbers, each off by a relative change, is off by 2 d such changes.
+                    self.chance.near(abs(weight - self.threshold) / (2 * depths[child] * weight))
+        accepted = [node for node, weight in weights.items() if node == 0 or weight > self.threshold]
+        best = max(accepted, key=lambda node: (depths[node], -node))
+        distribution = self.target(best)
+        if distribution.status != 0:
+            return self.stop_before(best)
+        return best, self.chance.draw(distribution.probs, distribution.probs, Purpose.bonus, depths[best])
+
 
 def accepted_by_any(beta: float, count: int) -> float:
     """1 - (1 - beta)^K"""
@@ -461,8 +513,8 @@ def accept_tree(
     draft_allowed: Tensor | None = None,
     seeds: Tensor,
     positions: Tensor,
-    threshold: float = 0.09,
-    alpha: float = 0.3,
+    threshold: float | None = None,
+    alpha: float | None = None,
 ) -> Accepted:
     """target_logits [N, V]; tokens, parents [N]; cu_nodes [B + 1]; draft_logits [R, V]; draft_rows [N], None: row i for node
     i; parameters, seeds and positions [B], draft parameters of None are the target's; allowed int32 words [N, ceil(V / 32)]

@@ -33,6 +33,15 @@ class EnumeratedRows : public CpuRows {
 
   double entropy(const Judge&) { throw std::invalid_argument("typical is not exact"); }
 
+  int32_t invert(const Judge& judge, uint64_t) {
+    std::vector<double> law(judge.p_row.vocabulary);
+    for (int32_t id = 0; id < judge.p_row.vocabulary; ++id) law[id] = p_of(judge, id);
+    const size_t token = script->choose(law);
+    last.assign(law.size(), 0.0);
+    last[token] = 1.0;
+    return static_cast<int32_t>(token);
+  }
+
   ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request) const {
     ResidualSums sums{0.0, 0.0};
     for (int32_t id = 0; id < judge.p_row.vocabulary; ++id) {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/half.h"
+#include "core/inverse.h"
 #include "core/lookahead.h"
 #include "core/philox.h"
 
@@ -101,5 +102,6 @@ PYBIND11_MODULE(_core, module) {
   module.def("logarithms", &logarithms);
   module.def("exponential_variates", &exponential_variates);
   module.def("philox_words", &philox_words);
+  module.def("high_product", &pass_ext::high_product);
   module.def("other_operations", &other_operations);
 }

@@ -119,6 +119,13 @@ def test_philox_on_vectors_is_philox():
         assert np.array_equal(core().philox_words(isa, counters, 0x299F31D0A4093822), expected), isa
 
 
+def test_high_product_is_the_upper_half_of_a_product():
+    ends = [0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1]
+    random = np.random.default_rng(1).integers(0, 2**64, (500, 2), dtype=np.uint64).tolist()
+    for a, b in [*((a, b) for a in ends for b in ends), *random]:
+        assert core().high_product(a, b) == a * b >> 64, (a, b)
+
+
 def test_the_other_vector_operations_agree():
     a, b = np.random.default_rng(4).normal(0, 2, (2, 4096)).astype(np.float32)
     lane0 = {8: a.reshape(-1, 8)[:, :1].repeat(8, 1).ravel(), 16: a.reshape(-1, 16)[:, :1].repeat(16, 1).ravel()}

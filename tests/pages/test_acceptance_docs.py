@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.enumeration import CHAINS, World, emitted_distribution, make
 from support.paths import ROOT
 
 import pass_ext
@@ -107,6 +108,27 @@ def test_the_result_is_what_the_kernels_do(acceptance, result):
     for row, again in zip(result["rows"], acceptance.measure(some), strict=True):
         scale = (result["settings"]["requests"] / some) ** 0.5
         assert abs(row["mean_accepted"] - again["mean_accepted"]) < 5 * scale * row["standard_error"], (row, again)
+
+
+def test_the_errors_are_those_of_the_enumerated_rules(acceptance):
+    """The closed form against an enumeration of every draft and coin, on distributions with zeros and without."""
+    from benchmarks.pages import acceptance_means
+
+    for rule, zeros, seed in product((r for r in pass_ext.RULES if pass_ext.RULES[r] != "exact"), (0.0, 0.3), range(6)):
+        world = World(seed, 4, zeros=zeros)
+        texts, _ = emitted_distribution(make(world, rule, CHAINS["chain1"]), rule)
+        law = torch.zeros(4, dtype=torch.float64)
+        for text, mass in texts.items():
+            law[text[0]] += mass
+        p, q = (distribution.probs for distribution in world.at(()))
+        torch.testing.assert_close(acceptance_means.law_of_one_draft(rule, p, q), law, atol=1e-12, rtol=0.0)
+
+
+def test_the_errors_are_the_committed_ones(acceptance, result):
+    again = acceptance.errors(500)
+    assert again.keys() == result["errors"].keys()
+    for rule, error in again.items():
+        assert error == pytest.approx(result["errors"][rule], rel=0.1), rule
 
 
 def test_the_picture_is_what_the_kernel_does(acceptance, result):

@@ -103,7 +103,8 @@ def test_the_page_names_every_part_of_a_drafter():
 ROWS = [  # rows of the table of rules: the answers of Speculative and MultiCandidate
     ("coupled", True, True, False), ("rejection", True, True, False), ("block", True, False, False),
     ("traversal", True, True, False), ("rejection_with_replacement", False, False, True), ("kseq", False, False, True),
-    ("typical", True, True, False), ("longest_branch", False, True, False),
+    ("typical", True, True, False), ("longest_branch", False, True, False), ("coupled_inverse", True, True, False),
+    ("adaptive_rejection", True, True, False), ("joint", True, True, False),
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class Replay:
 
     def draw(self, weights, sizes, purpose, depth):
         distribution = (weights / weights.sum()).tolist()
-        if purpose == Purpose.coupled:
+        if purpose in (Purpose.coupled, Purpose.inverse):
             return self.choose(distribution)
         self.law = distribution  # the whole distribution of a walk's last token
         return 0
@@ -240,6 +240,7 @@ SHAPES = {
     "kseq": ALL,
     "block": CHAINS,
     "traversal": ALL,
+    "coupled_inverse": ALL,
 }
 
 

@@ -20,7 +20,7 @@ from pass_ext.decoding.drafting.drafter import DRAFT_MODEL, LOOK_AHEAD, N_GRAM, 
 from pass_ext.decoding.drafting.early_stop import EarlyFlag
 from pass_ext.decoding.drafting.from_lookahead import lookahead_drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.levels import draw_children, drawing_mode, levels_of
+from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
 from pass_ext.decoding.drafting.longest_branch import first_level
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import MultiCandidate, Speculative
@@ -74,6 +74,7 @@ class ModelDrafter(Drafter):
         self._draft, self._sampling = draft, context.sampling
         self._decision = _on(decision, self._device)
         self._mode = drawing_mode(context.sampling, context.rule)
+        self._are_judged_by_logits = are_judged_by_logits(context.sampling, context.rule)
         self._levels = levels_of(tree, self._device)
         self._slices = [tree.slice(levels) for levels in range(tree.max_depth + 1)]
         self._needs_hidden = bool(getattr(decision, "needs_hidden", False))
@@ -142,7 +143,7 @@ class ModelDrafter(Drafter):
                 logits, width, self._mode, sampling, places[at], depth + 1, level.parents, allowed=allowed
             )
             tokens[at[:, None, None], level.children] = drawn.view(len(going), -1, width)
-            if self._mode != "coupled":
+            if self._are_judged_by_logits:
                 before = sum(len(rows) for rows in drawn_from)
                 for place, b in enumerate(going):
                     for i, parent in enumerate(level.numbers):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.levels import draw_children, drawing_mode, levels_of
+from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.models.logit_shards import LogitShards
@@ -212,6 +212,7 @@ class TreeFiller:
         self.offers = Offers(lookahead, tree, table, shards)
         self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)
+        self._are_judged_by_logits = are_judged_by_logits(sampling, rule)
         self._levels = levels_of(tree, table.device)
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
 
@@ -286,7 +287,7 @@ class TreeFiller:
             first += len(logits)
             drawn_from.append(logits)
         filled = tokens[:, 1 : self.tree.num_nodes].tolist()
-        if self._mode == "coupled":
+        if not self._are_judged_by_logits:
             return Filled(filled, None, None)
         return Filled(filled, torch.cat(drawn_from), rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
 

@@ -3,6 +3,7 @@
     coupled    the best under the target's own noise at the child's text position
     without    draws without replacement, in the order of drawing
     with       independent draws
+    top        the draft's best
 
 The modes are those of ``draft_sample``; each accept rule judges the candidates of one of them.
 """
@@ -46,6 +47,11 @@ def levels_of(tree: Tree, device: torch.device) -> list[Level]:
 def drawing_mode(sampling: BatchSampling, rule: str) -> str:
     """The mode that draws candidates for this rule. Greedy candidates are the draft's best, which is "coupled" too."""
     return "coupled" if sampling.is_greedy else DECODING_RULES[rule].drafts
+
+
+def are_judged_by_logits(sampling: BatchSampling, rule: str) -> bool:
+    """True if the rule divides by the distribution that candidates were drawn from."""
+    return not sampling.is_greedy and DECODING_RULES[rule].needs_draft_logits
 
 
 def draw_children(

@@ -15,11 +15,14 @@ class AcceptRule:
     exact: bool
     """True: the text has the target's distribution."""
     drafts: str
-    """The mode of ``draft_sample`` that draws candidates for it: "coupled", "without" or "with" replacement."""
+    """The mode of ``draft_sample`` that draws candidates for it: "coupled", "without" or "with" replacement, "top"."""
     needs_draft_logits: bool
     """True: it divides by the distribution that the candidates were drawn from, so every candidate needs one."""
     chains_only: bool = False
     """True: it judges chains only, no branching trees."""
+    threshold: float = 0.0
+    alpha: float = 0.0
+    """What ``threshold`` and ``alpha`` are if the caller names neither; 0 for a rule that does not use them."""
 
     @property
     def exactness(self) -> str:
@@ -34,7 +37,10 @@ ACCEPT_RULES = {
     "block": AcceptRule(exact=True, drafts="without", needs_draft_logits=True, chains_only=True),
     "traversal": AcceptRule(exact=True, drafts="without", needs_draft_logits=True),
     "kseq": AcceptRule(exact=True, drafts="with", needs_draft_logits=True),
-    "typical": AcceptRule(exact=False, drafts="coupled", needs_draft_logits=False),
+    "typical": AcceptRule(exact=False, drafts="coupled", needs_draft_logits=False, threshold=0.09, alpha=0.3),
+    "coupled_inverse": AcceptRule(exact=True, drafts="top", needs_draft_logits=False),
+    "adaptive_rejection": AcceptRule(exact=False, drafts="without", needs_draft_logits=True, alpha=0.3),
+    "joint": AcceptRule(exact=False, drafts="without", needs_draft_logits=True, threshold=0.5),
 }
 """The rules by name, in the order of ``enum class Rule`` in csrc/core/accept.h: ops pass a rule as its index."""
 

@@ -11,7 +11,8 @@ group g (level group, block g) gives first_g = E(word[0]) / 64 and the group's l
     E_v = first_g + E(word of v)   for the others: level token, block 16 g + v % 16, word (v % 64) // 16
 
 These are 64 independent exponentials: the minimum is exponential / 64, equally likely at each token, and the distance of each
-other token above it is exponential again. A coin is word[0] 2^-32, in [0, 1).
+other token above it is exponential again. A coin is word[0] 2^-32, in [0, 1); a draw by the inverse of a distribution function
+takes (word[0] 2^32 + word[1]) 2^-64.
 """
 
 from enum import IntEnum
@@ -32,6 +33,7 @@ class Purpose(IntEnum):
     residual = 2
     bonus = 3
     draft = 4
+    inverse = 5
 
 
 class Level(IntEnum):

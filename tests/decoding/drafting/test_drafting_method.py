@@ -324,7 +324,8 @@ def test_candidates_of_several_drafters_are_one_tree():
     assert got.sequences[0].tolist() == [place % 3 for place in range(12)]
     assert seen == [3, 5, 5], "root, the shared first token, the wrong second one, and two right ones"
     with pytest.raises(
-        ValueError, match="'coupled' or 'typical' for dictionary and second dictionary candidates together, got 'kseq'"
+        ValueError,
+        match="or 'typical' or 'coupled_inverse' for dictionary and second dictionary candidates together, got 'kseq'",
     ):
         generate(Repeating(), ids, Several(mixed, RIGHT), max_new_tokens=9, temperature=1.0, rule="kseq")
 

@@ -75,7 +75,7 @@ def test_rules_that_divide_by_the_drafts_distribution_get_its_logits(rank):
     sampling = SamplingParams(temperature=1.0, seeds=3).for_batch(2, torch.device("cpu"))
     tree = Tree.from_branching((2, 1))
     with torch.no_grad():
-        for rule in ("coupled", "typical"):
+        for rule in ("coupled", "typical", "coupled_inverse"):
             told = TreeFiller(lookahead, tree, table, sampling, rule).fill(slots, [0, 1], [3, 4], [5, 6])
             assert told.draft_logits is None and told.draft_rows is None, rule
         told = TreeFiller(lookahead, tree, table, sampling, "rejection").fill(slots, [0, 1], [3, 4], [5, 6])

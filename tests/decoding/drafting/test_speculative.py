@@ -410,6 +410,20 @@ def test_an_early_exit_of_another_model_has_caches_of_its_own(llama, near):
             assert got.stats.mean_acceptance_length > 2
 
 
+def test_the_inverse_rule_gives_one_text_for_a_seed(llama, near):
+    """As under rule coupled, drafts decide how far a step gets and nothing else, whoever drafts and whatever the batch."""
+    ids, mask = ragged_prompts(3)
+    options = dict(temperature=0.9, top_p=0.95, seeds=[5, 6, 7], rule="coupled_inverse", **LIMITS)
+    want = generate(llama, ids, Plain(), attention_mask=mask, **options)
+    for method in (MultiCandidate(near, (3, 2)), Speculative(near, 3, ngram=NGram(shortest=1, branches=2)), NGram()):
+        got = generate(llama, ids, method, attention_mask=mask, **options)
+        assert torch.equal(got.sequences, want.sequences)
+    alone = generate(llama, ids[2:], Plain(), attention_mask=mask[2:], **options | {"seeds": 7})
+    assert torch.equal(alone.sequences[0, -alone.lengths[0] :], want.sequences[2, -want.lengths[2] :])
+    assert not torch.equal(generate(llama, ids, Plain(), attention_mask=mask, **options | {"rule": "coupled"}).sequences,
+                           want.sequences)  # fmt: skip
+
+
 def test_every_rule_is_greedy_at_temperature_0(llama, near):
     ids, mask = ragged_prompts(3)
     want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS).sequences
@@ -485,7 +499,8 @@ def test_refusals(llama, near):
     refused(MultiCandidate(near), r"use MultiCandidate\(replacement=True\)", rule="kseq", **warm)
     refused(MultiCandidate(near, replacement=True), "use rule rejection_with_replacement or kseq", **warm)
     refused(MultiCandidate(near), "rule 'block' takes chains, got a tree with 16 branches", rule="block", **warm)
-    together = "rule must be 'coupled' or 'typical' for n-gram and draft model candidates together, got 'rejection'"
+    without_q = "'coupled' or 'typical' or 'coupled_inverse'"
+    together = f"rule must be {without_q} for n-gram and draft model candidates together, got 'rejection'"
     refused(MultiCandidate(near, ngram=NGram()), together, rule="rejection", **warm)
     refused(MultiCandidate(near, ngram=NGram()), "got n-gram and draft model candidates", rule="longest_branch", **warm)
     refused(

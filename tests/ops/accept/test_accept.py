@@ -14,6 +14,7 @@ from support.steps import random_step, to
 
 import pass_ext
 from pass_ext import reference, testing
+from pass_ext.ops.common.rules import ACCEPT_RULES
 from pass_ext.testing import cpu_backends
 
 BEST_CPU = cpu_backends()[-1].name
@@ -81,25 +82,28 @@ def one_hot(vocabulary, *ids, high=9.0):
 
 def test_a_gpu_decides_as_the_cpu_does():
     """A decision may differ only where a coin or an edge is within 5e-7, because devices add sums over a row in another order;
-    test_accept_near_ties.py plants such ties. Rule coupled without top-p has no sum: always the same tokens.
+    test_accept_near_ties.py plants such ties. Rule coupled without top-p has no sum, and its inverse form adds integers:
+    always the same tokens.
     """
     others = testing.cuda_backends()
     if not others:
         from emulator.ops import KERNELS
 
         others = [testing.rerouted_backend("emulated", KERNELS)]
-    for rule, filters, requests in (("coupled", False, 60), ("rejection", True, 60), ("traversal", True, 30)):
+    cases = [("coupled", False, 60), ("coupled_inverse", False, 60), ("rejection", True, 60), ("traversal", True, 30)]
+    for rule, filters, requests in cases:
         random = torch.Generator().manual_seed(31)
         sizes = [int(n) for n in torch.randint(1, 9, (requests,), generator=random)]
         step = random_step(rule, sizes, 150, random, dtype=torch.bfloat16, filters=filters)
         with cpu_backends()[-1].active():
             cpu_result = accept(cpu_backends()[-1], step)
-        margin = torch.zeros(requests) if rule == "coupled" else reference.accept_tree(**step).margin
+        sums_nothing = rule in ("coupled", "coupled_inverse")
+        margin = torch.zeros(requests) if sums_nothing else reference.accept_tree(**step).margin
         for backend in 2 * others:  # the emulator scans rows beforehand and during the walk, in turn
             with backend.active():
                 got = accept(backend, step)
             differs = (got.emitted != cpu_result.emitted).any(1) | (got.status != cpu_result.status)
-            assert not (differs & (margin > 5e-7 if rule != "coupled" else True)).any(), (
+            assert not (differs & (sums_nothing | (margin > 5e-7))).any(), (
                 backend,
                 rule,
                 margin[differs],
@@ -126,7 +130,9 @@ def test_decisions_at_vocabularies_of_many_groups(backend, rule, dtype):
 ODD = [2, 3, 63, 64, 65, 127, 128, 129, 1023, 1025, 2049]
 
 
-@pytest.mark.parametrize(("vocabulary", "rule"), pairwise(ODD, ["rejection", "traversal", "kseq", "coupled"], "cpu"))
+@pytest.mark.parametrize(
+    ("vocabulary", "rule"), pairwise(ODD, ["rejection", "traversal", "kseq", "coupled", "coupled_inverse"], "cpu")
+)
 def test_odd_vocabularies(backend, vocabulary, rule):
     random = torch.Generator().manual_seed(vocabulary)
     step = random_step(rule, [3, 5, 2], vocabulary, random)
@@ -135,12 +141,12 @@ def test_odd_vocabularies(backend, vocabulary, rule):
 
 def test_the_largest_vocabulary(backend):
     random = torch.Generator().manual_seed(3)
-    for rule in ("coupled", "rejection"):
+    for rule in ("coupled", "coupled_inverse", "rejection"):
         step = random_step(rule, [3], 262_144, random, dtype=torch.bfloat16, filters=False, closeness=0.05)
         assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal", "typical"])
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal", "typical", "joint"])
 def test_a_tree_of_1024_nodes(backend, rule):
     if backend.name == "emulated" and rule != "rejection":
         pytest.skip("ten seconds each; the walk over nodes is the same")
@@ -289,7 +295,15 @@ def test_a_certain_token_is_always_accepted(backend):
     requests = 8 if backend.name == "emulated" else size_for(backend, 1000)
     target = torch.zeros(2 * requests, 4)
     target[:, 2] = 3.0
-    for rule in ("rejection", "block", "traversal", "kseq", "rejection_with_replacement"):
+    for rule in (
+        "rejection",
+        "block",
+        "traversal",
+        "kseq",
+        "rejection_with_replacement",
+        "adaptive_rejection",
+        "joint",
+    ):
         step = dict(
             target_logits=target,
             tokens=torch.tensor([0, 2]).repeat(requests),
@@ -306,7 +320,15 @@ def test_a_certain_token_is_always_accepted(backend):
 
 def test_an_empty_residual_draws_from_the_target(backend):
     """Both distributions are one-hot at 1, the child is another token: nothing is left of (p - q)+, so the target's comes."""
-    for rule in ("rejection", "rejection_with_replacement", "traversal", "block", "kseq"):
+    for rule in (
+        "rejection",
+        "rejection_with_replacement",
+        "traversal",
+        "block",
+        "kseq",
+        "adaptive_rejection",
+        "joint",
+    ):
         result = greedy_step(
             backend, one_hot(6, 1, 1, high=200.0), [0, 4], [-1, 0], rule=rule, temperature=1.0, seeds=1,
             draft_logits=one_hot(6, 1, 1, high=200.0),
@@ -330,7 +352,7 @@ def test_draws_never_leave_the_support(backend):
             temperature=5.0,
             seeds=torch.arange(requests),
         )
-        for rule in ("coupled", "rejection"):
+        for rule in ("coupled", "coupled_inverse", "rejection"):
             emitted = accept(backend, step | {"rule": rule}).emitted
             assert (emitted >= 0).all() and (emitted < vocabulary // 2).all()
 
@@ -370,7 +392,7 @@ def test_a_bad_row_below_the_root_lets_the_token_that_led_there_be_the_last(back
 
 def test_rows_off_the_path_are_never_read(backend):
     """NaN in the rows of rejected children, and in draft rows of leaves, changes nothing."""
-    for rule in ("coupled", "rejection", "rejection_with_replacement", "kseq"):
+    for rule in ("coupled", "coupled_inverse", "rejection", "rejection_with_replacement", "kseq", "adaptive_rejection"):
         logits = one_hot(9, 4, 5, 6, high=40.0)
         logits[1] = math.nan  # the child with token 3 is rejected
         draft = torch.zeros(3, 9)
@@ -383,7 +405,8 @@ def test_rows_off_the_path_are_never_read(backend):
 
 
 def test_a_bad_draft_row_sets_its_bit_and_the_target_draws(backend):
-    for rule in ("rejection", "rejection_with_replacement", "block", "traversal", "kseq"):
+    judging = [name for name, rule in ACCEPT_RULES.items() if rule.needs_draft_logits]
+    for rule in judging:
         for value, bit in BAD_ROWS:
             result = greedy_step(
                 backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule=rule, temperature=1.0, seeds=2,
@@ -404,7 +427,7 @@ def test_masked_nan_is_not_read(backend):
 
 def test_duplicate_children_are_legal(backend):
     random = torch.Generator().manual_seed(9)
-    for rule in ("coupled", "rejection", "rejection_with_replacement", "traversal", "kseq", "typical"):
+    for rule in (rule for rule in pass_ext.RULES if rule != "block"):
         step = random_step(rule, [4] * 20, 5, random, filters=False)
         step["parents"] = torch.tensor([-1, 0, 0, 0], dtype=torch.int32).repeat(20)
         step["tokens"] = torch.randint(0, 2, (80,), generator=random)
@@ -500,7 +523,7 @@ def test_padded_requests_are_inert(backend):
 
 
 def test_malformed_trees_give_the_targets_token_and_their_bit(backend):
-    for rule in ("coupled", "rejection", "traversal", "typical"):
+    for rule in ("coupled", "coupled_inverse", "rejection", "traversal", "typical", "joint"):
         for parents in ([0, 0, 1], [-1, 1, 0], [-1, 2, 0], [-1, -1, 0], [-1, 0, 5], [-1, 0, -9], [2, 0, 1]):
             result = greedy_step(
                 backend, one_hot(9, 4, 5, 6, high=40.0), [0, 4, 5], parents, rule=rule, temperature=1.0, seeds=1
@@ -595,7 +618,8 @@ def test_a_draft_row_that_is_not_there_sets_its_bit(backend):
 
 
 def test_nodes_deeper_than_max_depth_are_ignored(backend):
-    for rule in ("coupled", "rejection", "traversal", "block", "typical"):
+    needing = ("kseq", "rejection_with_replacement")  # a draft
+    for rule in (rule for rule in pass_ext.RULES if rule not in needing):
         step = dict(
             target_logits=one_hot(9, 4, 5, 6, 7, high=40.0),
             tokens=torch.tensor([0, 4, 5, 6]),
@@ -646,6 +670,97 @@ def test_a_row_that_is_described_twice_is_the_same_distribution(backend):
         result = accept(backend, step)
         assert (result.num_accepted == 0).all() and set(result.emitted[:, 0].tolist()) == {0, 1}
         assert 10 < (result.emitted[:, 0] == 1).sum() < 32  # three in seven
+
+
+def test_the_inverse_is_the_quantile_of_one_number_for_all_rows(backend):
+    """Requests with one seed and position have one u: the token is the least v with F(v) > u. Rows of many sizes and masks."""
+    random, near = torch.Generator().manual_seed(17), 1e-6
+    for vocabulary in (2, 255, 256, 257, 4097) if backend.name == "emulated" else (2, 65, 256, 257, 9001, 70_001):
+        logits = torch.randn(6, vocabulary, generator=random) * 3
+        allowed = torch.randint(-(2**31), 2**31, (6, -(-vocabulary // 32)), generator=random).int()
+        allowed[:, 0] |= 3
+        for seed in range(3):
+            step = dict(
+                target_logits=logits, tokens=torch.zeros(6).long(), parents=torch.full((6,), -1), max_depth=0,
+                cu_nodes=torch.arange(7), rule="coupled_inverse", temperature=0.7, allowed=allowed, seeds=seed,
+                positions=40,
+            )  # fmt: skip
+            tokens = accept(backend, step).emitted[:, 0]
+            bits = (allowed[:, :, None].long() >> torch.arange(32) & 1).bool().flatten(1)[:, :vocabulary]
+            law = (logits.double() / 0.7).masked_fill(~bits, -math.inf).softmax(1)
+            after = law.cumsum(1).gather(1, tokens[:, None])[:, 0]
+            before = after - law.gather(1, tokens[:, None])[:, 0]
+            assert before.max() < after.min() + near, (vocabulary, seed)  # one u lies in every interval
+            assert (law.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_the_inverse_follows_drafts_that_name_its_tokens(backend):
+    """A chain of its own tokens is accepted whole, and the token behind it is the one of its position."""
+    random = torch.Generator().manual_seed(18)
+    logits = torch.randn(4, 500, generator=random)
+    noise = dict(temperature=1.0, seeds=3, rule="coupled_inverse")
+    own = [
+        int(greedy_step(backend, logits[i : i + 1], [0], [-1], positions=90 + i, **noise).emitted[0, 0])
+        for i in range(4)
+    ]
+    result = greedy_step(backend, logits, [0, *own[:3]], [-1, 0, 1, 2], positions=90, **noise)
+    assert result.emitted[0].tolist() == own
+
+
+def test_adaptive_rejection_accepts_more_where_the_target_is_unsure(backend):
+    """The share of accepted drafts is p / q + alpha (1 - max p), for a flat target and for a sure one; alpha 0 is rejection."""
+    requests = 100 if backend.name == "emulated" else size_for(backend, 4000)
+    draft = torch.tensor([0.8, 0.1, 0.1]).log()
+    for target in ([0.3, 0.4, 0.3], [0.04, 0.95, 0.01]):
+        for alpha in (0.0, 0.25, 1.0):
+            step = dict(
+                target_logits=torch.tensor(target).log().repeat(2 * requests, 1),
+                tokens=torch.tensor([0, 0] * requests),
+                parents=torch.tensor([-1, 0] * requests, dtype=torch.int32),
+                cu_nodes=torch.arange(requests + 1, dtype=torch.int32) * 2,
+                max_depth=1,
+                rule="adaptive_rejection",
+                alpha=alpha,
+                draft_logits=draft.repeat(2 * requests, 1),
+                temperature=1.0,
+                seeds=torch.arange(requests),
+            )
+            result = accept(backend, step)
+            share = min(1.0, target[0] / 0.8 + alpha * (1.0 - max(target)))
+            error = math.sqrt(share * (1.0 - share) / requests)
+            assert abs(result.num_accepted.double().mean() - share) <= 4.5 * error
+            if alpha == 0.0:
+                same = accept(backend, step | {"rule": "rejection"})
+                assert all(map(torch.equal, result, same))
+
+
+def test_joint_accepts_the_longest_path_whose_product_passes(backend):
+    """An unlikely token may be followed by likely ones: the whole path counts, not its parts."""
+    target = torch.tensor([[0.1, 0.9], [0.9, 0.1], [0.8, 0.2], [0.5, 0.5]]).log()
+    draft = torch.tensor([[0.4, 0.6], [0.2, 0.8], [0.5, 0.5], [0.5, 0.5]]).log()
+    products = [0.25, 0.25 * 4.5, 0.25 * 4.5 * 1.6]
+    for threshold, accepted in ((0.2, 3), (1.0, 3), (1.5, 3), (2.0, 0)):
+        result = greedy_step(
+            backend, target, [0, 0, 0, 0], [-1, 0, 1, 2], rule="joint", threshold=threshold, temperature=1.0, seeds=1,
+            draft_logits=draft,
+        )  # fmt: skip
+        assert (max((i + 1 for i, w in enumerate(products) if w > threshold), default=0)) == accepted
+        assert result.num_accepted.item() == accepted
+    star = greedy_step(  # of paths with the same length, the first that passes
+        backend, target[:3], [0, 0, 1], [-1, 0, 0], rule="joint", threshold=1.0, temperature=1.0, seeds=1,
+        draft_logits=draft[:3],
+    )  # fmt: skip
+    assert star.path[0].tolist()[:2] == [0, 2]
+
+
+def test_the_bounds_of_a_rule_are_its_own(backend):
+    """None stands for the rule's numbers, as the reference has them."""
+    random = torch.Generator().manual_seed(19)
+    for name, rule in ACCEPT_RULES.items():
+        step = random_step(name, [6] * 10, 30, random)
+        named = accept(backend, step | {"threshold": rule.threshold, "alpha": rule.alpha})
+        assert all(map(torch.equal, accept(backend, step), named))
+        assert reference.accept.BOUNDS.get(name, (0.0, 0.0)) == (rule.threshold, rule.alpha)
 
 
 def test_extreme_parameters(backend):
@@ -757,6 +872,7 @@ REFUSALS = [
     ({"rule": "block"}, r"rule 'block' fits chains only, but in request 0 node 2 hangs below node 0"),
     ({"draft_allowed": torch.zeros(3, 1).int()}, r"draft_logits must be given with draft_allowed, .*, got None"),
     ({"rule": "typical", "threshold": -1.0}, r"threshold and alpha must not be negative, got -1 and 0.3"),
+    ({"rule": "joint", "alpha": -1.0}, r"threshold and alpha must not be negative, got 0.5 and -1"),
     ({"rule": "typical", "alpha": math.nan}, r"threshold and alpha must not be negative, got 0.09 and nan"),
 ]
 

@@ -112,11 +112,15 @@ def test_any_rho_is_exact_that_meets_the_condition(extra, monkeypatch):
         assert variation(make(world, "kseq", STARS["star3"]), "kseq") < EXACT
 
 
-def test_typical_is_approximate():
-    assert RULES["typical"] == "approximate"
-    assert all(
-        variation(make(world, "typical", STARS["star2"]), "typical") > FAULTY for world in worlds([], 4, zeros=0.0)
-    )
+@pytest.mark.parametrize("rule", [rule for rule, kind in RULES.items() if kind == "approximate"])
+def test_approximate_rules_change_the_distribution(rule):
+    assert all(variation(make(world, rule, STARS["star2"]), rule) > FAULTY for world in worlds([], 4, zeros=0.0))
+
+
+def test_adaptive_rejection_without_tolerance_is_exact(monkeypatch):
+    monkeypatch.setitem(accept_module.BOUNDS, "adaptive_rejection", (0.0, 0.0))
+    for world in worlds(TREES["2,1"], 4):
+        assert variation(make(world, "adaptive_rejection", TREES["2,1"]), "adaptive_rejection") < EXACT
 
 
 # ---- the random numbers in their places ----

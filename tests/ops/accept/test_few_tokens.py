@@ -10,6 +10,7 @@ from support.steps import to
 
 import pass_ext
 from pass_ext import testing
+from pass_ext.ops.common.rules import ACCEPT_RULES
 from pass_ext.reference.common.noise import coin
 from pass_ext.testing import cpu_backends
 
@@ -87,7 +88,9 @@ def test_filters_leave_the_tokens_that_they_leave_on_the_cpu(gpu, kind):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "rule"), cases(("rejection", "traversal", "kseq", "typical", "coupled"), ("rejection",)), indirect=["gpu"]
+    ("gpu", "rule"),
+    cases(("rejection", "traversal", "kseq", "typical", "coupled", "joint", "coupled_inverse"), ("rejection",)),
+    indirect=["gpu"],
 )
 def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
     """Supports of one token, of 64, of more than a list holds, and of all tokens."""
@@ -98,7 +101,7 @@ def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
     draft = target[:, :drafts] + torch.randn(requests, drafts, vocabulary, generator=random) * 0.7
     sampling = sampling_of(filters)
     sampling |= (
-        {f"draft_{name}": value for name, value in sampling.items()} if rule not in ("coupled", "typical") else {}
+        {f"draft_{name}": value for name, value in sampling.items()} if ACCEPT_RULES[rule].needs_draft_logits else {}
     )
     for seed in range(2):
         step = {"target_logits": target, "seeds": torch.full((requests,), seed), **sampling}
@@ -108,7 +111,7 @@ def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
             for i in range(drafts)
         ]  # fmt: skip
         step["draft_tokens"] = torch.cat(drawn, 1)
-        if rule not in ("coupled", "typical"):
+        if ACCEPT_RULES[rule].needs_draft_logits:
             step["draft_logits"] = draft
         expected, actual = (on(backend, pass_ext.accept_chain, step, rule=rule) for backend in (CPU, gpu))
         assert all(map(torch.equal, actual, expected)), seed

@@ -87,7 +87,7 @@ def test_greedy_steps_and_gathered_ones():
         assert same(results, step.whole()) and len(exchanges) == 1 + (not layout.is_aligned)
 
 
-@pytest.mark.parametrize("rule", ["kseq", "typical"])
+@pytest.mark.parametrize("rule", ["kseq", "typical", "coupled_inverse", "adaptive_rejection", "joint"])
 def test_rules_that_need_all_columns_gather_them(rule):
     step = random_step(5, rule="rejection_with_replacement", vocabulary=300)
     step.keywords["rule"] = rule

@@ -14,7 +14,7 @@ namespace pass_ext {
 
 constexpr int kGroup = 64;
 
-enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft };
+enum class Purpose : uint32_t { coupled, coin, residual, bonus, draft, inverse };
 
 struct Noise {
   uint64_t seed;
@@ -84,5 +84,6 @@ inline bool operator<(Coin coin, double bound) {
 }
 
 inline Coin coin(uint64_t, int64_t, int node) { return {1.0, node}; }
+inline uint64_t uniform_bits(const Noise&) { return 0; }  // nobody reads it: a script chooses the token
 
 }  // namespace pass_ext
