@@ -91,6 +91,7 @@ def parts(result: Row) -> list[Row]:
             {
                 "contender": name,
                 "rows": measured["rows"],
+                "once_ms": measured["once_ms"],
                 "ms": {part: measured["ms"][part] for part in PARTS},
                 "limit_ms": {part: 1e3 * seconds[part] for part in PARTS if part in seconds},
                 "share": {part: 1e3 * seconds[part] / measured["ms"][part] for part in PARTS if part in seconds},

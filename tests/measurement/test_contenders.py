@@ -16,7 +16,7 @@ from benchmarks.contenders import page, process, roster, rounds, summary
 from benchmarks.contenders.process import Worker, WorkerFailed
 from benchmarks.contenders.rounds import Race, raced_text
 from benchmarks.contenders.workers import names
-from benchmarks.contenders.workers.step_parts import sum_of_layers
+from benchmarks.contenders.workers.step_parts import loop_and_once, sum_of_layers
 from benchmarks.decoding.prompts import Prompt
 
 LOOKUP = f"{roster.LLAMA}, ngram-mod"
@@ -50,6 +50,7 @@ def result():
     step = {
         "rows": 4.0,
         "ms": {"layers": 20.0, "small": 1.5, "loop": 0.75},
+        "once_ms": 6.5,
         "bytes": {"layers": 200e6},
         "flops": {"layers": 1e9},
         "others": 0.0,
@@ -227,6 +228,22 @@ def test_a_disturbed_round_is_replaced(clock):
     race.run(prompts(5), 1, 1e9)
     assert len(race.state["rows"]) == 4 and race.undisturbed == 1
     assert [row["others"] for row in race.state["rows"]] == pytest.approx([0.0, 0.3, 0.0, 0.05])
+
+
+def test_what_a_text_costs_once_is_not_counted_in_its_steps():
+    """8 ms for each text and 0.5 ms for each call, divided over the parts of the loop."""
+    rows = [
+        {
+            "calls": calls,
+            "draft_ms": 0.1,
+            "accept_ms": 0.2,
+            "commit_ms": 0.0,
+            "rest_ms": 0.2 + 8.0 / calls,
+            "verify_ms": 9.0,
+        }
+        for calls in (20, 80)
+    ]
+    assert loop_and_once(*rows) == pytest.approx((0.5, 8.0))
 
 
 def test_texts_that_loop_or_end_are_not_raced(clock):

@@ -3,13 +3,15 @@
     layers       products and attention, and all that is in one op with them:
                  max(bytes of weights, keys and values / read bandwidth, flops / peak)
     small        everything else in the model's call
-    loop         draft, accept, commit, and the loop itself
+    loop         draft, accept, commit, and the loop itself: (o(n) - o(n / 4)) / (c(n) - c(n / 4)),
+                 o(n) the time outside the model's calls in a text of n tokens, c(n) its calls behind the one on the prompt
+    once         o(n) - loop c(n): what a text costs whatever its length, the model's calls left out
 
-Layers are a sum of ops under torch's profiler; the call and the loop are timed without it.
+Layers are a sum of ops under torch's profiler; the calls and what is outside are timed without it.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -25,6 +27,7 @@ from benchmarks.harness.cases import Contender, settings_for
 
 LAYERS = re.compile(r"linear|::mm\b|addmm|matmul|::bmm|gemm|attention|pass_ext::layer_")
 CALL = "pass_ext::verify"
+OUTSIDE = ("draft", "accept", "commit", "rest")
 TURNS = 3
 
 
@@ -40,12 +43,16 @@ def machine_limits() -> dict[str, float]:
 def step_parts(model: Any, contender: Contender, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
     """Milliseconds of each part per call of the model, behind the call on the prompt, with the bytes and flops of its limit.
 
-    Each is the median of `TURNS` texts; texts with and without the profiler take turns.
+    Each is the median of `TURNS` texts; texts with and without the profiler take turns, and short ones between them.
     """
-    ids, timed, profiled = tuple(prompt), list[dict[str, Any]](), list[float]()
+    ids, timed, profiled, loops = tuple(prompt), list[dict[str, Any]](), list[float](), list[tuple[float, float]]()
     activities = [torch.profiler.ProfilerActivity.CPU]
     for _ in range(TURNS):
-        timed.append(profile(contender, [Prompt("", "", ids)], GREEDY, tokens, model.device))
+        short, long = (
+            profile(contender, [Prompt("", "", ids)], GREEDY, length, model.device) for length in (tokens // 4, tokens)
+        )
+        timed.append(long)
+        loops.append(loop_and_once(short, long))
         with counted_rows() as counts, torch.profiler.profile(activities=activities) as profiler:
             contender(ids, GREEDY, 0, tokens)
         counts = counts[1:]
@@ -55,20 +62,27 @@ def step_parts(model: Any, contender: Contender, prompt: Sequence[int], tokens: 
     size, config = model.dtype.itemsize, model.config
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
     layers = median(profiled)
-    call, draft, accept, commit, rest = (
-        median(times[f"{name}_ms"] for times in timed) for name in ("verify", "draft", "accept", "commit", "rest")
-    )
+    call = median(times["verify_ms"] for times in timed)
+    loop, once = map(median, zip(*loops, strict=True))
     return {
         "calls": len(counts),
         "rows": rows,
         "ms": {
             "layers": layers,
             "small": call - layers,
-            "loop": draft + accept + commit + rest,
+            "loop": loop,
         },
+        "once_ms": once,
         "bytes": {"layers": weights * size + per_token * (len(ids) + tokens / 2)},
         "flops": {"layers": 2 * weights * rows},
     }
+
+
+def loop_and_once(short: Mapping[str, Any], long: Mapping[str, Any]) -> tuple[float, float]:
+    """Milliseconds outside the model, for each call and for each text, from two texts' rows of ``profile``."""
+    less, more = (row["calls"] * sum(row[f"{name}_ms"] for name in OUTSIDE) for row in (short, long))
+    loop = (more - less) / max(1, long["calls"] - short["calls"])
+    return loop, more - loop * long["calls"]
 
 
 def sum_of_layers(events: Any, call: str) -> float:
