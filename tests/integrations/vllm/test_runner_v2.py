@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pass_ext import draft_sample, reference
-from pass_ext.integrations.vllm.sampling.runner_v2 import CoupledDraw, PackedAccept
+from pass_ext.integrations.vllm.sampling.runner_v2 import PackedAccept, SeededDraw
 from pass_ext.ops.common.rules import ACCEPT_RULES
 
 VOCABULARY, PLACES, STEPS = 60, 7, 4
@@ -119,11 +119,25 @@ def test_options_that_are_off_change_nothing():
     assert torch.equal(sampled, PackedAccept("coupled", None)(**batch)[0])
 
 
+def test_steps_without_drafts_draw_the_tokens_of_steps_with_drafts_by_the_inverse_rule():
+    batch = a_batch(3)
+    roots = batch["cu_num_logits"][:-1].long()
+    logits, positions = batch["target_logits"][roots], batch["pos"][roots]
+    draw = SeededDraw("coupled_inverse", None)
+    tokens = draw(logits, AT.int(), batch["temperature"], batch["seed"], positions, False, False)
+    drafted = PackedAccept("coupled_inverse", None)(**batch)
+    assert tokens.tolist() == drafted[0][:, 0].tolist()
+    coupled = SeededDraw("coupled", None)(
+        logits, AT.int(), batch["temperature"], batch["seed"], positions, False, False
+    )
+    assert tokens.tolist() != coupled.tolist()
+
+
 def test_steps_without_drafts_draw_the_same_tokens():
     batch = a_batch(2)
     roots = batch["cu_num_logits"][:-1].long()
     logits, positions = batch["target_logits"][roots], batch["pos"][roots]
-    draw = CoupledDraw(None)
+    draw = SeededDraw("rejection", None)
     tokens = draw(logits, AT.int(), batch["temperature"], batch["seed"], positions, False, False, use_fp64=False)
     one_draft = PackedAccept("coupled", None)(**batch | {"draft_sampled": batch["draft_sampled"] * 0 - 1})
     assert tokens.tolist() == one_draft[0][:, 0].tolist()
@@ -140,7 +154,7 @@ def test_steps_without_drafts_draw_the_same_tokens():
     "change", [dict(is_drafting=True), dict(apply_temperature=True), dict(logits_cache=torch.ones(2))]
 )
 def test_other_draws_stay_vllms_own(change):
-    draw = CoupledDraw(lambda *arguments, **options: "vLLM's")
+    draw = SeededDraw("coupled", lambda *arguments, **options: "vLLM's")
     batch = a_batch(0)
     arguments = dict(apply_temperature=False, is_drafting=False) | change
     logits = batch["target_logits"]

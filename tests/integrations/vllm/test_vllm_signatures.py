@@ -46,7 +46,7 @@ def test_rejection_sample_of_runner_v2(record):
 
 def test_gumbel_sample_of_runner_v2(record):
     names, optional = arguments(record, "v1/worker/gpu/sample/gumbel.py", "gumbel_sample")
-    ours = list(inspect.signature(runner_v2.CoupledDraw.__call__).parameters)
+    ours = list(inspect.signature(runner_v2.SeededDraw.__call__).parameters)
     assert ["self", *names[: len(names) - len(optional)], "others", "options"] == ours
 
 

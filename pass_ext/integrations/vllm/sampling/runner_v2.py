@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.integrations.vllm.versions import LOG
-from pass_ext.ops.accept import accept_tree
+from pass_ext.ops.accept import accept_chain, accept_tree
 from pass_ext.ops.common.rules import ACCEPT_RULES
 from pass_ext.ops.draft import draft_sample
 
@@ -37,8 +37,7 @@ def replace_sampling(rule: str) -> str:
 
     accept, draw = rejection_sampler.rejection_sample, sampler.gumbel_sample
     rejection_sampler.rejection_sample = PackedAccept(rule, accept.vllm if isinstance(accept, PackedAccept) else accept)
-    if not isinstance(draw, CoupledDraw):
-        sampler.gumbel_sample = CoupledDraw(draw)
+    sampler.gumbel_sample = SeededDraw(rule, draw.vllm if isinstance(draw, SeededDraw) else draw)
     return "rejection_sample and gumbel_sample (runner V2)"
 
 
@@ -112,11 +111,12 @@ class PackedAccept:
         return ""
 
 
-class CoupledDraw:
-    """``gumbel_sample`` of runner V2 for the target's own tokens, with the noise of rule "coupled": steps without drafts."""
+class SeededDraw:
+    """``gumbel_sample`` of runner V2 for the target's own tokens, steps without drafts: with the noise of rule
+    "coupled_inverse" if that is the rule, else with that of "coupled"."""
 
-    def __init__(self, vllm: Callable[..., Tensor]) -> None:
-        self.vllm = vllm
+    def __init__(self, rule: str, vllm: Callable[..., Tensor]) -> None:
+        self.rule, self.vllm = rule, vllm
 
     def __call__(
         self,
@@ -135,12 +135,14 @@ class CoupledDraw:
             return self.vllm(
                 logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, *others, **options
             )
-        tokens, _ = draft_sample(
-            logits,
-            1,
-            mode="coupled",
+        law: dict[str, Any] = dict(
             temperature=(temperature[expanded_idx_mapping] > 0).float(),
             seeds=seed[expanded_idx_mapping],
             positions=pos + 1,
         )
+        if self.rule == "coupled_inverse":
+            lone = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
+            tokens = accept_chain(logits[:, None], lone, rule=self.rule, **law).emitted
+        else:
+            tokens, _ = draft_sample(logits, 1, mode="coupled", **law)
         return tokens[:, 0].clamp(min=0)
