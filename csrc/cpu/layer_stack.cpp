@@ -84,32 +84,35 @@ DeepRows<T> deep_rows_of(const char* op, const OptionalTensor& ids, const Option
 }
 
 // The rows of slots by their adapter; empty without adapters.
-RowsByAdapter slots_of(const char* op, const OptionalTensor& ids, const std::vector<Tensor>& adapters) {
+RowsByAdapter slots_of(const char* op, const OptionalTensor& ids, int64_t adapters) {
   RowsByAdapter slots;
-  if (!adapters.empty() && adapters[0].size(0) > 0)
+  if (adapters > 0)
     dispatch_index(ids->scalar_type(), [&](auto index) {
       using Id = type_of<decltype(index)>;
-      slots = rows_by_adapter(op, data_of<Id>(op, "ids", *ids), ids->size(0), adapters[0].size(0));
+      slots = rows_by_adapter(op, data_of<Id>(op, "ids", *ids), ids->size(0), adapters);
     });
   return slots;
 }
 
-// One layer's adapters as pointers; none where no row is a slot's.
+// Each layer's adapters as pointers; none where no row is a slot's.
 template <typename T>
-LayerAdapters<T> pointers_of(const char* op, const LayerAdapterTensors& layer, const RowsByAdapter& slots,
-                             double scale) {
-  LayerAdapters<T> adapters;
-  if (slots.rows.empty()) return adapters;
-  SlotAdapter<T>* const each[] = {&adapters.q,    &adapters.k,  &adapters.v,   &adapters.o,
-                                  &adapters.gate, &adapters.up, &adapters.down};
+std::vector<LayerAdapters<T>> pointers_of(const char* op, const StackAdapters& adapters, const RowsByAdapter& slots,
+                                          double scale, int64_t layers) {
+  std::vector<LayerAdapters<T>> result(layers);
+  if (slots.rows.empty()) return result;
   for (int i = 0; i < kAdapterLinears; ++i) {
-    const auto& [down, up, place] = layer.of[i];
+    const auto& [down, up, place] = adapters.of[i];
+    if (!down || down->size(2) == 0) continue;
     const auto name = [&](int64_t at) { return "adapters[" + std::to_string(at) + "]"; };
-    if (down && down->size(1) > 0)
-      *each[i] = {data_of<T>(op, name(place), *down), data_of<T>(op, name(place + 1), *up), down->size(1), &slots,
+    const T *const downs = data_of<T>(op, name(place), *down), *const ups = data_of<T>(op, name(place + 1), *up);
+    for (int64_t l = 0; l < layers; ++l) {
+      LayerAdapters<T>& layer = result[l];
+      SlotAdapter<T>* const each[] = {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down};
+      *each[i] = {downs + l * down->stride(0), ups + l * up->stride(0), down->size(2), &slots,
                   static_cast<float>(scale)};
+    }
   }
-  return adapters;
+  return result;
 }
 
 // cos and sin of the rows: those at their positions, copied, or as they come.
@@ -181,8 +184,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   if (positions) check_size(op, "positions", *positions, 0, rows, "N, the rows of x");
   check_rotation(op, cos, sin, input, positions && cos && cos->dim() > 0 ? cos->size(0) : rows, head_dim);
   check_slots(op, ids, deep, !adapters.empty(), input, count);
-  const std::vector<LayerAdapterTensors> adapter_tensors =
-      layer_adapters_of(op, adapters, adapted, scale, layers, input);
+  const StackAdapters stacked_adapters = stack_adapters_of(op, adapters, adapted, scale, layers, input);
   check_norm(op, "final_norm", final_norm, width, 0, input);
   check_places(op, "wanted", wanted, input);
   if (head) check_linear(op, {"head", *head, {}}, width, input);
@@ -241,10 +243,8 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
     LayerLinear<T> logits{};
     if (head) logits = {data_of<T>(op, "head_weight", *head), nullptr, head->size(0), width, head->stride(0)};
     const DeepRows<T> deep_rows = deep_rows_of<T>(op, ids, deep);
-    const RowsByAdapter slots = slots_of(op, ids, adapters);
-    std::vector<LayerAdapters<T>> added;
-    for (const LayerAdapterTensors& layer : adapter_tensors)
-      added.push_back(pointers_of<T>(op, layer, slots, adapter_scale));
+    const RowsByAdapter slots = slots_of(op, ids, stacked_adapters.count);
+    const std::vector<LayerAdapters<T>> added = pointers_of<T>(op, stacked_adapters, slots, adapter_scale, count);
     thread_local Buffer memory;
     T* const queries = const_cast<T*>(static_cast<const T*>(problem.q));
     T* const room =

@@ -150,56 +150,57 @@ constexpr int kAdapterLinears = 7;
 constexpr const char* kAdapterLinearNames[kAdapterLinears] = {"q", "k", "v", "o", "gate", "up", "down"};
 enum AdapterLinear { kAdaptsQ, kAdaptsK, kAdaptsV, kAdaptsO, kAdaptsGate, kAdaptsUp, kAdaptsDown };
 
-// An adapter's tensors, [K, r, in] and [K, r, out]; null: the linear layer has none.
+// The adapters of one linear layer in all decoder layers, [layers, K, r, in] and [layers, K, r, out]; null: it has
+// none.
 struct AdapterTensors {
   const Tensor *down = nullptr, *up = nullptr;
   int64_t place = 0;  // of down in the list, in front of up
 };
-struct LayerAdapterTensors {
+struct StackAdapters {
   AdapterTensors of[kAdapterLinears];
+  int64_t count = 0;  // K
 };
 
-// The list, layer by layer: a down and an up for each linear layer whose bit is set in `adapted`. All have as many
-// adapters as the first; a number of `scale` beside o's and down's would have to come between product and adapter.
-inline std::vector<LayerAdapterTensors> layer_adapters_of(const char* op, const std::vector<Tensor>& adapters,
-                                                          int64_t adapted, double scale,
-                                                          const std::vector<LayerTensors>& layers, const Tensor& x) {
+// The list: a down and an up for each linear layer whose bit is set in `adapted`. All have as many adapters as the
+// first; a number of `scale` beside o's and down's would have to come between product and adapter.
+inline StackAdapters stack_adapters_of(const char* op, const std::vector<Tensor>& adapters, int64_t adapted,
+                                       double scale, const std::vector<LayerTensors>& layers, const Tensor& x) {
   if (adapted < 0 || adapted >> kAdapterLinears)
     refuse(op, "adapted must be in [0, 2^", int{kAdapterLinears}, "), got ", adapted);
   int64_t each = 0;
   for (int i = 0; i < kAdapterLinears; ++i) each += 2 * (adapted >> i & 1);
   const int64_t count = static_cast<int64_t>(layers.size());
-  if (static_cast<int64_t>(adapters.size()) != each * count)
-    refuse(op, "adapters must have ", each * count, " tensors (", count, " layers, adapted ", adapted, "), got ",
-           adapters.size());
+  if (static_cast<int64_t>(adapters.size()) != each)
+    refuse(op, "adapters must have ", each, " tensors (adapted ", adapted, "), got ", adapters.size());
   if (scale != 1.0 && (adapted >> kAdaptsO & 1 || adapted >> kAdaptsDown & 1))
     refuse(op, "scale must be 1 beside adapters of o or down, got ", scale);
-  std::vector<LayerAdapterTensors> result(count);
+  StackAdapters result;
   const Tensor* next = adapters.data();
-  for (int64_t l = 0; l < count; ++l) {
-    const LayerTensors& layer = layers[l];
-    const Tensor* const weights[] = {layer.q_weight,    layer.k_weight,  layer.v_weight,   layer.o_weight,
-                                     layer.gate_weight, layer.up_weight, layer.down_weight};
-    for (int i = 0; i < kAdapterLinears; ++i) {
-      if (!(adapted >> i & 1)) continue;
-      const int64_t at = next - adapters.data();
-      const Tensor &down = *next++, &up = *next++;
-      const std::string place =
-          std::string(op) + ": layer " + std::to_string(l) + ": adapter of " + kAdapterLinearNames[i];
-      const char* const where = place.c_str();
-      for (const auto& [name, tensor] : {std::pair("down", &down), {"up", &up}}) {
-        check_dtype(where, name, *tensor, {x.scalar_type()});
-        check_dim(where, name, *tensor, 3, "[K, r, numbers]");
-        if (!tensor->is_contiguous()) refuse(where, name, " must be contiguous, got ", describe(*tensor));
-        check_same_device(where, name, *tensor, "x", x);
-        check_size(where, name, *tensor, 0, adapters[0].size(0), "K, as in the first adapter");
-      }
-      check_size(where, "down", down, 2, weights[i]->size(1), "in, of the linear layer");
-      check_size(where, "up", up, 1, down.size(1), "r, the rank of down");
-      check_size(where, "up", up, 2, weights[i]->size(0), "out, of the linear layer");
-      check_below(where, "down", down, 1, kMaxAdapterRank + 1, "ranks");
-      result[l].of[i] = {&down, &up, at};
+  for (int i = 0; i < kAdapterLinears; ++i) {
+    if (!(adapted >> i & 1)) continue;
+    const int64_t at = next - adapters.data();
+    const Tensor &down = *next++, &up = *next++;
+    const std::string place = std::string(op) + ": adapter of " + kAdapterLinearNames[i];
+    const char* const where = place.c_str();
+    for (const auto& [name, tensor] : {std::pair("down", &down), {"up", &up}}) {
+      check_dtype(where, name, *tensor, {x.scalar_type()});
+      check_dim(where, name, *tensor, 4, "[layers, K, r, numbers]");
+      if (!tensor->is_contiguous()) refuse(where, name, " must be contiguous, got ", describe(*tensor));
+      check_same_device(where, name, *tensor, "x", x);
+      check_size(where, name, *tensor, 0, count, "layers");
+      check_size(where, name, *tensor, 1, adapters[0].size(1), "K, as in the first adapter");
     }
+    check_size(where, "up", up, 2, down.size(2), "r, the rank of down");
+    check_below(where, "down", down, 2, kMaxAdapterRank + 1, "ranks");
+    for (int64_t l = 0; l < count; ++l) {
+      const LayerTensors& layer = layers[l];
+      const Tensor* const weights[] = {layer.q_weight,    layer.k_weight,  layer.v_weight,   layer.o_weight,
+                                       layer.gate_weight, layer.up_weight, layer.down_weight};
+      check_size(where, "down", down, 3, weights[i]->size(1), "in, of the linear layer");
+      check_size(where, "up", up, 3, weights[i]->size(0), "out, of the linear layer");
+    }
+    result.of[i] = {&down, &up, at};
+    result.count = down.size(1);
   }
   return result;
 }

@@ -175,7 +175,7 @@ def layer_stack(
     windows: Sequence[int] | None = None,
     ids: Tensor | None = None,
     deep: Tensor | None = None,
-    adapters: Sequence[Mapping[str, tuple[Tensor, Tensor]]] | None = None,
+    adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     adapter_scale: float = 1.0,
     final_norm: Tensor | None = None,
     head: Tensor | None = None,
@@ -203,9 +203,9 @@ def layer_stack(
         rotates: whether each layer has the rotary embedding; None: all.
         windows: each layer's window as in ``attention_tree``, -1 for none; None: no layer has one.
         ids, deep: ``[N]`` and ``[layers, L, d]``: rows whose id is -1 - i add ``deep[l, i]`` to the input of layer l.
-        adapters: for each layer the adapters of its linear layers "q", "k", "v", "o", "gate", "up", "down", or of some, the
-            same in all layers: ``down [K, r, in]`` and ``up [K, r, out]`` as in ``adapter_rows_``, for rows whose id is
-            negative; contiguous, and K the same in all. Beside those of o or down ``scale`` must be 1.
+        adapters: for the linear layers "q", "k", "v", "o", "gate", "up", "down", or some of them, the adapters of all layers,
+            ``down [layers, K, r, in]`` and ``up [layers, K, r, out]``: a layer's are those of ``adapter_rows_``, for rows
+            whose id is negative. Contiguous, and K the same in all. Beside those of o or down ``scale`` must be 1.
         adapter_scale: of their products.
         final_norm: ``[d]``, weight of a norm behind the last layer; None: none.
         head: ``[V, d]``, weight of the output layer; None: none.
@@ -252,18 +252,13 @@ ADAPTED = ("q", "k", "v", "o", "gate", "up", "down")
 """The linear layers that may have adapters, in the order of the op's list: csrc/host/layer_stack.h, AdapterLinear."""
 
 
-def adapter_list(op: str, adapters: Sequence[Mapping[str, tuple[Tensor, Tensor]]] | None) -> tuple[int, list[Tensor]]:
-    """Which linear layers have adapters, as bits, and the adapters' tensors, layer by layer."""
-    if not adapters:
-        return 0, []
-    names = set(adapters[0])
-    if unknown := names.difference(ADAPTED):
+def adapter_list(op: str, adapters: Mapping[str, tuple[Tensor, Tensor]] | None) -> tuple[int, list[Tensor]]:
+    """Which linear layers have adapters, as bits, and the adapters' tensors."""
+    adapters = adapters or {}
+    if unknown := set(adapters).difference(ADAPTED):
         raise ValueError(f"pass_ext::{op}: adapters must be of {', '.join(ADAPTED)}, got {', '.join(sorted(unknown))}")
-    if any(set(layer) != names for layer in adapters):
-        raise ValueError(f"pass_ext::{op}: layers must all have adapters of the same linear layers")
-    there = [name for name in ADAPTED if name in names]
-    bits = sum(1 << ADAPTED.index(name) for name in there)
-    return bits, [side for layer in adapters for name in there for side in layer[name]]
+    there = [name for name in ADAPTED if name in adapters]
+    return sum(1 << ADAPTED.index(name) for name in there), [side for name in there for side in adapters[name]]
 
 
 @register_fake("layer_before_attention")

@@ -1,6 +1,6 @@
 """The layer ops as chains of ``linear_rows``, the step ops and ``attention_tree`` of this package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,7 +113,7 @@ def layer_stack(
     windows: Sequence[int] | None = None,
     ids: Tensor | None = None,
     deep: Tensor | None = None,
-    adapters: Sequence[Any] | None = None,
+    adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     adapter_scale: float = 1.0,
     final_norm: Tensor | None = None,
     head: Tensor | None = None,
@@ -131,10 +131,10 @@ def layer_stack(
     """
 
     def adapt(layer: int, name: str, out: Tensor, rows: Tensor) -> Tensor:
-        if not adapters or ids is None or name not in adapters[layer]:
+        if not adapters or ids is None or name not in adapters:
             return out
-        down, up = adapters[layer][name]
-        return adapter_rows_(out, rows, ids, down, up, adapter_scale)
+        down, up = adapters[name]
+        return adapter_rows_(out, rows, ids, down[layer], up[layer], adapter_scale)
 
     pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches
     if positions is not None and cos is not None and sin is not None:

@@ -675,10 +675,10 @@ def layer_stack(draw: Draw):
     )
     adapted = [name for name in shapes if draw.chance(0.2)]
     count, rank = draw.pick((1, 2)), draw.pick((1, 5))
-    adapters = tuple(
-        {name: tuple(draw.floats(count, rank, shapes[name][side], dtype=dtype) for side in (1, 0)) for name in adapted}
-        for _ in range(layers)
-    )
+    adapters = {
+        name: tuple(draw.floats(layers, count, rank, shapes[name][side], dtype=dtype) for side in (1, 0))
+        for name in adapted
+    }
     has_positions, has_deep = draw.chance(0.5), draw.chance(0.3)
     table = 70 if has_positions else rows
     cos, sin = (draw.floats(table, 64, dtype=dtype) for _ in range(2))

@@ -289,7 +289,7 @@ def layer_stack(device):
         places, ids, wanted = (torch.tensor(v, device=device) for v in ([3, 4, 0, 1, 1], [7, -2, 5, 6, -1], [4, 0]))
         deep, head = random(2, 2, 12), random(30, 12)
         sides = ((12, 128), (20, 12))  # of q and down
-        adapters = [random(2, 3, numbers) for _ in range(2) for pair in sides for numbers in pair]
+        adapters = [random(2, 2, 3, numbers) for pair in sides for numbers in pair]
         yield (
             random(5, 12), weights, parts, [torch.stack(caches)], *shared, depths, *rotation, places, (1, 0), (2, -1), ids,
             deep, adapters, 1 | 1 << 6, 0.5, random(12), head, wanted, *ends[:3], 0, 1.0, *ends[5:-1], 5.0,

@@ -4,7 +4,8 @@ model's device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,15 +22,32 @@ class PlacedAdapters(NamedTuple):
 
     scale: float
     pairs: Mapping[str, tuple[Tensor, Tensor]]
-    """Place, such as "3.self_attn.q_proj", -> down ``[K, r, in]`` and up ``[K, r, out]``."""
+    """Place, such as "3.self_attn.q_proj", -> down ``[K, r, in]`` and up ``[K, r, out]``: layers of ``stacks``."""
+    stacks: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
+    """Place in a layer, such as "self_attn.q_proj", -> down ``[layers, K, r, in]`` and up ``[layers, K, r, out]``. Empty if
+    layers differ in places, ranks or sizes; then ``pairs`` are copies of their own."""
 
     @classmethod
     def of(cls, adapters: SlotAdapters, slots: int, like: Tensor) -> PlacedAdapters:
         """Copies of the adapters of the first ``slots`` slots, as ``like``."""
-        return cls(
-            adapters.scale,
-            {place: (_copied(down, like), _copied(up, like)) for place, down, up in adapters.pairs(slots)},
-        )
+        layers: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+        for place, down, up in adapters.pairs(slots):
+            number, _, name = place.partition(".")
+            layers.setdefault(name, {})[int(number)] = (down, up)
+        count = max((number for of_name in layers.values() for number in of_name), default=-1) + 1
+        if all(len(of_name) == count and len(_sizes(of_name)) == 1 for of_name in layers.values()):
+            stacks = {}
+            for name, of_name in layers.items():
+                downs, ups = zip(*(of_name[i] for i in range(count)), strict=True)
+                stacks[name] = _stacked(downs, like), _stacked(ups, like)
+            pairs = {f"{i}.{name}": (down[i], up[i]) for name, (down, up) in stacks.items() for i in range(count)}
+            return cls(adapters.scale, pairs, stacks)
+        pairs = {
+            f"{number}.{name}": (_stacked([down], like)[0], _stacked([up], like)[0])
+            for name, of_name in layers.items()
+            for number, (down, up) in of_name.items()
+        }
+        return cls(adapters.scale, pairs, {})
 
     def has_shapes_of(self, other: PlacedAdapters) -> bool:
         """True if ``copy_`` can take the numbers of the other."""
@@ -42,9 +60,16 @@ class PlacedAdapters(NamedTuple):
                 mine.copy_(theirs)
 
 
-def _copied(parameter: Tensor, like: Tensor) -> Tensor:
-    """A contiguous copy, which the op of all layers wants."""
-    return parameter.detach().to(like, copy=True, memory_format=torch.contiguous_format)
+def _stacked(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Contiguous copies, which the op of all layers wants."""
+    out = like.new_empty((len(parameters), *parameters[0].shape))
+    for copy, parameter in zip(out, parameters, strict=True):
+        copy.copy_(parameter.detach())
+    return out
+
+
+def _sizes(layers: Mapping[int, tuple[Tensor, Tensor]]) -> set[tuple[torch.Size, torch.Size]]:
+    return {(down.shape, up.shape) for down, up in layers.values()}
 
 
 def _shapes(adapters: PlacedAdapters) -> dict[str, list[torch.Size]]:

@@ -275,6 +275,27 @@ def test_kinds_that_there_are_not(llama):
         adapter_sizes(llama, {"qkv": 4})
 
 
+@pytest.mark.parametrize("change", ["none", "a rank", "a layer less", "a size"])
+def test_placed_adapters_of_like_layers_are_one_tensor(change):
+    """Layers that differ get copies of their own; either way the pairs hold the parameters' numbers."""
+    sizes = {f"{i}.mlp.{name}": (6, 4, 3) for i in range(3) for name in ("up_proj", "down_proj")}
+    sizes |= {"a rank": {"1.mlp.up_proj": (6, 4, 2)}, "a size": {"1.mlp.up_proj": (5, 4, 3)}}.get(change, {})
+    if change == "a layer less":
+        del sizes["1.mlp.up_proj"]
+    adapters = SlotAdapters({place: AdapterSize(*size) for place, size in sizes.items()}, 2, dtype=torch.float32)
+    for parameter in adapters.parameters():
+        torch.nn.init.normal_(parameter)
+    placed = PlacedAdapters.of(adapters, 2, torch.zeros(1, dtype=torch.bfloat16))
+    assert bool(placed.stacks) == (change == "none")
+    assert placed.pairs.keys() == sizes.keys()
+    for place, down, up in adapters.pairs(2):
+        for copy, parameter in zip(placed.pairs[place], (down, up), strict=True):
+            assert torch.equal(copy, parameter.bfloat16()) and copy.is_contiguous()
+    for name, pair in placed.stacks.items():
+        for stack, layers in zip(pair, zip(*(placed.pairs[f"{i}.{name}"] for i in range(3)), strict=True), strict=True):
+            assert [layer.data_ptr() for layer in layers] == [stack[i].data_ptr() for i in range(3)]
+
+
 def test_the_first_slot_alone_asks_for_adapters():
     placed = PlacedAdapters(1.0, {})
     assert adapters_of_call(torch.tensor([3, 0, -1]), placed) is not None

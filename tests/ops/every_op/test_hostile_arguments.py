@@ -88,7 +88,7 @@ def keywords_of(op, sample):
         bits = keywords.pop("adapted")
         adapted = [name for i, name in enumerate(layer.ADAPTED) if bits >> i & 1]
         sides = iter(keywords["adapters"])
-        keywords["adapters"] = [{name: (next(sides), next(sides)) for name in adapted} for _ in keywords["layers"]]
+        keywords["adapters"] = {name: (next(sides), next(sides)) for name in adapted}
         caches = keywords["caches"]
         keywords["caches"] = caches[0] if len(caches) == 1 else list(zip(caches[::2], caches[1::2], strict=True))
     if "logprobs" in keywords:

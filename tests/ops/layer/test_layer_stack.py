@@ -36,13 +36,13 @@ OUTPUTS = dict(q=HEADS * DIM, k=KEY_HEADS * DIM, v=KEY_HEADS * DIM, o=WIDTH, gat
 
 
 def adapters_of(random, names, *, count=2, rank=3):
-    """Adapters of every layer; the ranks differ."""
+    """Adapters of all layers; the ranks differ."""
     ranks = {name: rank + place for place, name in enumerate(names)}
 
     def side(name, numbers):
-        return random(count, ranks[name], numbers) * numbers**-0.5
+        return random(LAYERS, count, ranks[name], numbers) * numbers**-0.5
 
-    return [{name: (side(name, INPUTS[name]), side(name, OUTPUTS[name])) for name in names} for _ in range(LAYERS)]
+    return {name: (side(name, INPUTS[name]), side(name, OUTPUTS[name])) for name in names}
 
 
 def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, drafts=3, **options):
@@ -113,7 +113,8 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
         named = layer._asdict()
         turned = cos is not None and (rotates is None or rotates[index])
         before = {name: named[name] for name in ("q_bias", "k_bias", "v_bias", "input_norm", "q_norm", "k_norm")}
-        added = (layer, adapters[index], ids, adapter_scale) if adapters else None
+        of_layer = {name: (down[index], up[index]) for name, (down, up) in (adapters or {}).items()}
+        added = (layer, of_layer, ids, adapter_scale) if adapters else None
         turns = dict(cos=cos if turned else None, sin=sin if turned else None)
         q, k, v = with_adapters(*added, x, **turns, **norm) if added else pass_ext.layer_before_attention(
             x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **norm,
@@ -212,7 +213,7 @@ def test_no_row_of_a_slot_means_no_adapter(cpu):
     case = case_of(torch.bfloat16, adapted=ALL) | dict(deep=None)
     tokens = case | dict(ids=case["ids"].abs())
     assert_same(pass_ext.layer_stack(**tokens), pass_ext.layer_stack(**tokens | dict(adapters=None, ids=None)))
-    empty = [{name: (down[:, :0], up[:, :0]) for name, (down, up) in layer.items()} for layer in case["adapters"]]
+    empty = {name: (down[:, :, :0], up[:, :, :0]) for name, (down, up) in case["adapters"].items()}
     bare = case | dict(adapters=None, ids=None)
     assert_same(pass_ext.layer_stack(**case | dict(adapters=empty)), pass_ext.layer_stack(**bare))
 
@@ -309,6 +310,11 @@ def test_the_caches_stay(cpu):
 ZERO = torch.zeros(12, dtype=torch.int64)
 
 
+def sides(down, up):
+    """Adapters of q of these shapes."""
+    return {"q": (torch.ones(down), torch.ones(up))}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -321,16 +327,16 @@ ZERO = torch.zeros(12, dtype=torch.int64)
         (dict(deep=None), "ids must come with deep or adapters, got ids alone"),
         (dict(deep=None, ids=None, adapted=("q",)), "ids must come with deep or adapters, got only adapters"),
         (dict(adapted=("o",), scale=0.5), "scale must be 1 beside adapters of o or down, got 0.5"),
-        (dict(adapted=("q",), count=1, ids=None, deep=None, adapters=[{"z": ()}] * 3), "adapters must be of q, k, v"),
+        (dict(adapted=("q",), count=1, ids=None, deep=None, adapters={"z": ()}), "adapters must be of q, k, v"),
+        (dict(adapters=sides((3, 1, 2, WIDTH), (3, 1, 3, 384))), "adapter of q: up must have 2"),
+        (dict(adapters=sides((3, 1, 2, 71), (3, 1, 2, 384))), "adapter of q: down must have 72"),
+        (dict(adapters=sides((3, 1, 2, WIDTH), (3, 1, 2, 383))), "adapter of q: up must have 384"),
+        (dict(adapters=sides((3, 1, 2, WIDTH), (3, 2, 2, 384))), "adapter of q: up must have 1 .K, as in the first"),
+        (dict(adapters=sides((2, 1, 2, WIDTH), (2, 1, 2, 384))), "adapter of q: down must have 3 .layers."),
+        (dict(adapters=sides((1, 2, WIDTH), (1, 2, 384))), r"down must have shape \[layers, K, r, numbers\]"),
+        (dict(adapters={"q": (torch.ones(3, 1, 2, WIDTH),)}), "adapters must have 2 tensors"),
         (
-            dict(adapters=[{"q": (torch.ones(1, 2, WIDTH), torch.ones(1, 2, 384))}, {}, {}]),
-            "adapters of the same linear",
-        ),
-        (dict(adapters=[{"q": (torch.ones(1, 2, WIDTH), torch.ones(1, 3, 384))}] * 3), "adapter of q: up must have 2"),
-        (dict(adapters=[{"q": (torch.ones(1, 2, 71), torch.ones(1, 2, 384))}] * 3), "adapter of q: down must have 72"),
-        (dict(adapters=[{"q": (torch.ones(1, 2, WIDTH), torch.ones(1, 2, 384))}] * 2), "adapters must have 6 tensors"),
-        (
-            dict(adapters=[{"q": (torch.ones(1, 129, WIDTH), torch.ones(1, 129, 384))}] * 3),
+            dict(adapters=sides((3, 1, 129, WIDTH), (3, 1, 129, 384))),
             "adapter of q: down must have less than 129 ranks",
         ),
         (dict(adapted=("down",), count=1, ids=ZERO - 2, deep=None), None),

@@ -239,15 +239,14 @@ def _plan_of(layers: list[tuple[nn.Module, KnownLayer]]) -> _Plan | None:
 
 
 def _adapter_arguments(placed: PlacedAdapters, layers: int, plan: _Plan) -> _AdapterArguments | None:
-    """The adapters of the first layers; None if these have not all some of the same linear layers, or joined ones."""
-    by_layer: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in range(layers)]
-    for place, pair in placed.pairs.items():
-        number, _, name = place.partition(".")
-        if int(number) >= layers or name not in _PLACES or pair[0].dtype is not plan.weights[0].dtype:
+    """The adapters of the first layers; None if these have not all the same, or joined ones."""
+    named: dict[str, tuple[Tensor, Tensor]] = {}
+    for place, (down, up) in placed.stacks.items():
+        if len(down) < layers or place not in _PLACES or down.dtype is not plan.weights[0].dtype:
             return None
-        by_layer[int(number)][_PLACES[name]] = pair
+        named[_PLACES[place]] = down[:layers], up[:layers]
     *_, scale, _, _ = plan.numbers
-    if any(set(layer) != set(by_layer[0]) for layer in by_layer) or (scale != 1.0 and {"o", "down"} & set(by_layer[0])):
+    if not named or (scale != 1.0 and {"o", "down"} & set(named)):
         return None
-    adapted, tensors = adapter_list("layer_stack", by_layer)
+    adapted, tensors = adapter_list("layer_stack", named)
     return _AdapterArguments(tensors, adapted, placed.scale)
