@@ -56,6 +56,7 @@ def _files_of_families() -> dict[str, tuple[list[str], list[str]]]:
 # Path below csrc/ -> the sources in cpu/ that are built again, the tests. A new op family needs no line here.
 _CPP = _files_of_families() | {
     "core/accept.h": (["accept"], _ACCEPT),
+    "core/inverse.h": (["rows", "accept"], [*_CORE, *_ACCEPT]),
     "core/weights-inl.h": (["rows", "accept"], _ACCEPT),
     "core/distribution.h": (["rows", "accept", "draft"], _ROWS),
     "core/noise.h": (["rows", "accept", "draft"], _ROWS),
