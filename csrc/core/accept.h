@@ -537,8 +537,10 @@ class AcceptWalk {
       }
       const int32_t first = first_child(node, depth);
       if (first < 0) continue;
+      const int32_t status = status_;
       Judge judge;
       const bool judged = open(node, is_joint, judge);
+      if (judge.p.status != 0) status_ = status;  // its children are ignored; it matters where the path ends at it
       if (judge.p.status != 0 || !judged) continue;
       if (is_joint)
         weigh_jointly(judge, first, node == 0 ? 1.0f : rows_.cut(node));

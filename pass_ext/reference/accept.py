@@ -408,8 +408,10 @@ class Walk:
         for node in range(len(self.request.parents)):
             if node not in depths or not (children := list(self.children(node, depths[node]))):
                 continue
+            status = self.status
             distribution = self.target(node)
             if distribution.status != 0:
+                self.status = status  # it matters where the path ends at it
                 continue
             entropy = -float(torch.special.xlogy(distribution.probs, distribution.probs).sum())
             bound = min(self.threshold, self.alpha * math.exp(-entropy))
@@ -429,7 +431,10 @@ class Walk:
         for node in range(len(self.request.parents)):
             if node not in weights or next(self.children(node, depths[node]), None) is None:
                 continue
+            status = self.status
             judge = self.open(node, depths[node])
+            if judge.target.status != 0:
+                self.status = status  # it matters where the path ends at it
             for child in judge.children:
                 weight = weights[node] * judge.ratio(self.request.token(child))[0]
                 if weight > 0.0:

@@ -404,6 +404,25 @@ def test_rows_off_the_path_are_never_read(backend):
         assert (result.num_accepted.item(), result.status.item()) == (1, 0)
 
 
+def test_a_bad_row_on_another_branch_ends_no_longest_path(backend):
+    """Rules that look at all branches ignore children below a bad row, and say so only where the path ends at it."""
+    logits = one_hot(9, 4, 5, 5, 6, high=3.0)
+    logits[0, 3] = 3.0
+    draft = logits.clone()
+    for rule in ("typical", "joint"):
+        for value, bit in BAD_ROWS:
+            logits[1] = value  # nodes 1 (token 3) and 2 (token 4) hang below the root, 3 below 1, 4 below 2
+            step = dict(rule=rule, threshold=0.05, alpha=1.0, temperature=1.0, seeds=2)
+            rows = torch.cat([logits[:2], draft[2:3], logits[:1], draft[3:4]])
+            drawn = torch.cat([draft[:3], draft[:1], draft[3:4]])
+            result = greedy_step(backend, rows, [0, 3, 4, 7, 5], [-1, 0, 0, 1, 2], draft_logits=drawn, **step)
+            assert (result.num_accepted.item(), result.status.item()) == (2, 0), (rule, value)
+            assert result.emitted[0, :2].tolist() == [4, 5]
+            alone = greedy_step(backend, rows[:2], [0, 3], [-1, 0], draft_logits=drawn[:2], **step)
+            assert (alone.num_accepted.item(), alone.status.item()) == (0, bit)
+            assert alone.emitted[0].tolist() == [3, -1]
+
+
 def test_a_bad_draft_row_sets_its_bit_and_the_target_draws(backend):
     judging = [name for name, rule in ACCEPT_RULES.items() if rule.needs_draft_logits]
     for rule in judging:
