@@ -33,12 +33,10 @@ RESULT = ROOT / "benchmarks/results/pretrained/injection.json"
 SMALL, ADAPTED = "smollm2-135m-instruct", "smollm2-135m-instruct-adapters"
 TRIALS = (
     Trial(SMALL),
+    Trial(SMALL, adapter_rank=1),
     Trial(SMALL, (10,), 32, 0.004),
     Trial(SMALL, (5, 10, 15), 32, 0.004),
     Trial(SMALL, (10,), None, 0.0005),
-    Trial(SMALL, (10,), 32, 0.001),
-    Trial(SMALL, seed=1),
-    Trial(SMALL, (5, 10, 15), 32, 0.004, seed=1),
     Trial(ADAPTED),
     Trial(ADAPTED, (5, 10, 15), 32, 0.004),
 )
@@ -55,19 +53,8 @@ SETTINGS = Settings(
     loss="kl",
 )
 DATA = (
-    *(
-        "--data",
-        "stdlib",
-        "--self-distill",
-        "shipped",
-        "--continuations",
-        "192",
-        "--own-chats",
-        "96",
-        "--held-out",
-        "16",
-    ),
-    *("--dtype", "bfloat16", "--batch", "1", "--anchors", "64"),
+    *("--data", "stdlib", "--self-distill", "shipped", "--continuations", "192", "--own-chats", "96"),
+    *("--held-out", "16", "--dtype", "bfloat16", "--batch", "1", "--anchors", "64"),
 )
 """Of the training command."""
 TEXTS, TOKENS = 12, 72
@@ -128,8 +115,8 @@ def kinds(texts: list[Text]) -> list[str]:
 def row(parts: dict[Trial, dict[str, Any]], trial: Trial) -> dict[str, Any]:
     """A trial's row of the result."""
     part = parts[trial]
-    alone = parts[Trial(trial.start, seed=trial.seed)]["judged"] if trial.layers else {}
-    judged = {scores: summary(texts, alone.get(scores)) for scores, texts in part["judged"].items()}
+    others = {} if trial == trial.alone else parts[trial.alone]["judged"]
+    judged = {scores: summary(texts, others.get(scores)) for scores, texts in part["judged"].items()}
     return {**dataclasses.asdict(trial), **part, "judged": judged}
 
 

@@ -40,15 +40,17 @@ def render(result: dict[str, Any]) -> str:
         f"{result['model']}; {result['machine']['model']}, {result['machine']['torch_threads']} threads; {days}, "
         f"commit {rows[-1]['commit']}; {versions}.",
         "",
-        *table(HEADS, [line(row) for row in rows], left=3),
+        *table(HEADS, [line(row, settings["adapter_learning_rate"]) for row in rows], left=3),
     ])  # fmt: skip
 
 
-def line(row: dict[str, Any]) -> list[str]:
-    """A trial."""
+def line(row: dict[str, Any], rate: float) -> list[str]:
+    """A trial. rate: of adapters."""
     raw, scored = row["judged"]["raw"], row["judged"]["with transitions"]
     matrices = "full" if row["rank"] is None else f"rank {row['rank']}"
     what = [", ".join(map(str, row["layers"])), matrices, f"{row['rate']:g}"] if row["layers"] else ["none", "", ""]
+    if row["adapter_rank"]:
+        what = ["none", f"adapters of rank {row['adapter_rank']}", f"{rate:g}"]
     return [
         row["start"].removeprefix("smollm2-135m-"),
         *what,
