@@ -12,7 +12,6 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,13 @@ from pass_ext.training.lookahead import command
 from pass_ext.training.lookahead.loop import Settings
 
 RESULT = ROOT / "benchmarks/results/pretrained/injection.json"
-SMALL, ADAPTED = "smollm2-135m-instruct", "smollm2-135m-instruct-adapters"
+SMALL = "smollm2-135m-instruct"
 TRIALS = (
     Trial(SMALL),
-    Trial(SMALL, adapter_rank=1),
     Trial(SMALL, (10,), 32, 0.004),
     Trial(SMALL, (5, 10, 15), 32, 0.004),
+    Trial(SMALL, adapter_rank=1),
     Trial(SMALL, (10,), None, 0.0005),
-    Trial(ADAPTED),
-    Trial(ADAPTED, (5, 10, 15), 32, 0.004),
 )
 """Slots alone stand before the trials of the same start and seed."""
 SETTINGS = Settings(
@@ -70,7 +67,7 @@ def measure(model: str, out: Path) -> dict[str, Any]:
     run = load_run(parser.parse_args(words), words)
     texts = run.texts()
     windows = windows_of(run, texts, batch=run.options.batch, anchors=run.options.anchors, lookahead=SLOTS)
-    judged_texts = [text for domain in DOMAINS for text in without_loops(run.model, run.tokenizer, domain)]
+    judged_texts = texts_to_judge(run.model, run.tokenizer, out / f"texts-{TEXTS}-{TOKENS}.json")
     parts: dict[Trial, dict[str, Any]] = {}
     for trial in TRIALS:
         file = out / f"{trial.name}.json"
@@ -100,11 +97,12 @@ def measure(model: str, out: Path) -> dict[str, Any]:
     }
 
 
-def without_loops(model: Any, tokenizer: Any, domain: str) -> Iterator[Text]:
-    """The texts to judge."""
-    return (
-        text for text in texts_of(model, tokenizer, domain, wanted=TEXTS, tokens=TOKENS) if "loops" not in text.kind
-    )
+def texts_to_judge(model: Any, tokenizer: Any, file: Path) -> list[Text]:
+    """Texts that do not loop, from the file or written now."""
+    if not file.exists():
+        each = [texts_of(model, tokenizer, domain, wanted=TEXTS, tokens=TOKENS) for domain in DOMAINS]
+        file.write_text(json.dumps([text for texts in each for text in texts if "loops" not in text.kind]) + "\n")
+    return [Text(*fields) for fields in json.loads(file.read_text())]
 
 
 def kinds(texts: list[Text]) -> list[str]:
