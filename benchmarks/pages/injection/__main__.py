@@ -34,8 +34,6 @@ TRIALS = (
     Trial(SMALL),
     Trial(SMALL, (10,), 32, 0.004),
     Trial(SMALL, (5, 10, 15), 32, 0.004),
-    Trial(SMALL, adapter_rank=1),
-    Trial(SMALL, (10,), None, 0.0005),
 )
 """Slots alone stand before the trials of the same start and seed."""
 SETTINGS = Settings(
