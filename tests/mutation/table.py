@@ -175,7 +175,7 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py"],
     "requests/node_processor": ["tests/decoding/test_generation_config.py"],
-    "drafting/pace": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
+    "drafting/rows/pace": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
     "drafting/from_lookahead": _GENERATE,
     "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
     "models/peft_adapters": ["tests/decoding/models/test_adapted_models.py"],

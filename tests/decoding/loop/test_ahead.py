@@ -13,7 +13,7 @@ from support.generation import BUSHY, Decoder, slots_for, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting import pace
+from pass_ext.decoding.drafting.rows import pace
 from pass_ext.decoding.drafting.from_lookahead import Filled, Offers, TreeFiller
 from pass_ext.decoding.loop import choice, fixed_step
 from pass_ext.decoding.loop.ahead import AheadLoop
