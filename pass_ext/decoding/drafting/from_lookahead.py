@@ -123,7 +123,7 @@ class LookaheadDrafter(Drafter):
                 depths = self.tree.depths[1:]
                 there = [token if depth <= len(group) else -1 for token, depth in zip(tokens, depths, strict=True)]
                 drafts[b] = there, chances
-        return shared.choose(batch.levels, [left > 0 for left in batch.remaining], drafts)
+        return shared.choose(batch.levels, batch.remaining, drafts)
 
     def _groups(self, batch: Batch) -> tuple[list[int], list[list[int]]]:
         """The requests whose last accepted node had look-ahead slots, and the rows of these in the logits."""
@@ -268,6 +268,9 @@ class TreeFiller:
         self._mode = drawing_mode(sampling, rule)
         self._levels = levels_of(tree, table.device)
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
+        # Of the candidates, nodes 1, 2, …
+        self._above = self._parents[1:].long()
+        self._slot_of = torch.tensor([depth - 1 for depth in tree.depths[1:]], device=table.device)
 
     def fill(self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], positions: Sequence[int]) -> Filled:
         """Fills the trees of these requests.
@@ -295,20 +298,20 @@ class TreeFiller:
     def _probabilities(self, slots: Tensor, tokens: Tensor, offered: dict[str, Tensor]) -> Tensor:
         """``[n, nodes - 1]``: each token's probability by its slot and, where the embeddings have them, transition scores
         among the offered tokens; 0 where there is no token."""
-        nodes, at = tokens[:, 1:], [self.tree.depths[node] - 1 for node in range(1, self.tree.num_nodes)]
+        nodes = tokens[:, 1:]
         if self.offers.transition is None:
-            every = slots[:, : self.tree.max_depth].float()
-            total, known = every.logsumexp(-1)[:, at], every[:, at].gather(2, nodes.clamp(min=0)[..., None])
-            return (known[..., 0] - total).exp().where(nodes >= 0, 0)
+            totals = slots[:, : self.tree.max_depth].float().logsumexp(-1).index_select(1, self._slot_of)
+            known = slots[:, self._slot_of].gather(2, nodes.clamp(min=0)[..., None])[..., 0].float()
+            return (known - totals).exp().where(nodes >= 0, 0)
         left, right = self.offers.transition
-        before = embedding(tokens[:, [self.tree.parents[node] for node in range(1, self.tree.num_nodes)]].clamp(min=0), left)
-        choices, scores = offered["offered"][:, at], offered["scores"][:, at]
+        before = embedding(tokens.index_select(1, self._above).clamp(min=0), left)
+        choices, scores = (offered[name].index_select(1, self._slot_of) for name in ("offered", "scores"))
         # Request by request, and without softmax or a product of matrices: see _rows_of.
-        shift = [(embedding(c.clamp(min=0), right) * b[:, None]).sum(-1) for c, b in zip(choices, before, strict=True)]
-        shifted = scores + torch.stack(shift).float()
+        shifts = [(embedding(c, right) * b[:, None]).sum(-1) for c, b in zip(choices.clamp(min=0), before, strict=True)]
+        shifted = scores + torch.stack(shifts)
         weights = (shifted - shifted.amax(-1, keepdim=True)).exp()
-        share = weights.where(choices == nodes[..., None], 0).sum(-1) / weights.sum(-1)
-        return (share * scores.exp().sum(-1)).where(nodes >= 0, 0)
+        shares = weights.where(choices == nodes[..., None], 0).sum(-1) / weights.sum(-1)
+        return (shares * scores.exp().sum(-1)).where(nodes >= 0, 0)
 
     def _offered(
         self, slots: Tensor, roots: Sequence[int], sampling: BatchSampling, places: Tensor

@@ -3,19 +3,21 @@
     seconds(rows, requests) = planned seconds of a call with these rows + requests · what a request adds
 
 Planned seconds are those of one request's rows. Each further one has a text of its own to read, and work on the host; more of it
-where candidates are drafted. What a request adds is the lower median of the last steps of either kind.
+where candidates are drafted. What a request adds is the least of the last steps of either kind, because disturbances only add
+time. Few drafted steps tell nothing: the first ones are slow. After some seconds without any they are tried again.
 """
 
 from __future__ import annotations
 
 import time
 from functools import lru_cache
-from statistics import median_low
+from statistics import median
 
 from pass_ext.decoding.planning.step_times import StepTimes
 
 _MEMORY = 8  # steps
-_OLDEST = 60.0  # seconds
+_FEWEST = 4  # steps
+_OLDEST_PLAIN, _OLDEST_DRAFTED = 60.0, 10.0  # seconds
 
 
 class BatchSeconds:
@@ -35,28 +37,31 @@ class BatchSeconds:
         samples.append((time.perf_counter(), (seconds - self._planned.at(rows)) / requests))
         del samples[:-_MEMORY]
 
-    def knows_plain(self, requests: int) -> bool:
-        """True if a plain step of so many requests was timed in the last minute."""
-        return bool(self._last(True, requests))
+    @property
+    def knows_plain(self) -> bool:
+        """True if some plain steps were timed in the last minute."""
+        return any(is_plain and len(self._last(True, count)) >= _FEWEST for is_plain, count in self._samples)
 
     def at(self, rows: int, requests: int) -> float:
-        """Seconds of a step; never fewer than those of a plain one, because disturbances only add time."""
-        plain = self._planned.at(requests) + requests * self._added(True, requests)
+        """Seconds of an undisturbed step; never fewer than those of a plain one."""
+        plain = self._planned.at(requests) + requests * min(self._added(True, requests))
         if rows == requests:
             return plain
-        return max(plain, self._planned.at(rows) + requests * self._added(False, requests))
+        drafted = self._added(False, requests) or self._added(True, requests)
+        return max(plain, self._planned.at(rows) + requests * min(drafted))
 
-    def _added(self, is_plain: bool, requests: int) -> float:
-        """What a request adds in steps of this kind, of so many requests or about so many; else in the other kind."""
-        for kind in (is_plain, not is_plain):
-            counts = sorted((abs(count - requests), count) for known, count in self._samples if known == kind)
-            for _, count in counts:
-                if samples := self._last(kind, count):
-                    return median_low(samples)
-        return 0.0
+    def usual_plain(self, requests: int) -> float:
+        """The median of plain steps."""
+        return self._planned.at(requests) + requests * median(self._added(True, requests))
+
+    def _added(self, is_plain: bool, requests: int) -> list[float]:
+        """What a request added in the last steps of this kind, of so many requests or about so many."""
+        counts = sorted((abs(count - requests), count) for known, count in self._samples if known == is_plain)
+        known = (self._last(is_plain, count) for _, count in counts)
+        return next((samples for samples in known if len(samples) >= _FEWEST), [0.0] if is_plain else [])
 
     def _last(self, is_plain: bool, requests: int) -> list[float]:
-        oldest = time.perf_counter() - _OLDEST
+        oldest = time.perf_counter() - (_OLDEST_PLAIN if is_plain else _OLDEST_DRAFTED)
         return [added for when, added in self._samples.get((is_plain, requests), ()) if when >= oldest]
 
 

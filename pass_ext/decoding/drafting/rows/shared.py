@@ -2,13 +2,16 @@
 
     worth[slot] of a request   what its candidates gained lately: mean of  sum of max(0, reach - price)  over the slot's depth
     price                      tokens that a row costs: those of a plain step / its seconds · seconds of a further row
+    weight of a request        1/2 + 1/2 · requests · softmax(tokens that are left / 8)
 
-A step's rows are chosen by what was known before its call: the slots' probabilities, earlier steps, and their seconds. While the
-whole batch loses time by drafting, its steps are plain (pace.py).
+The batch is done when its last text is, so a token counts more where many are left, and drafting has gained a step when the
+longest rest is shorter by one. While it loses time by that measure, all steps are plain (pace.py). A step's rows are chosen by
+what was known before its call: the slots' probabilities, earlier steps, and their seconds.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -25,7 +28,7 @@ from pass_ext.tree import Tree
 _REMEMBERED = 0.9  # of a worth, from step to step
 _RETURN = 0.02  # a worth that no slots confirm goes back to what hit rates say
 _PRICED_ROWS = 8  # further rows of a step, or one for each request
-_PLAIN_SAMPLES = 2  # steps
+_LAG = 8.0  # tokens
 _MOST_DISTURBANCE = 2.0  # seconds of one step / the expected ones
 
 
@@ -60,33 +63,44 @@ class SharedRows:
         self._worth: list[list[float] | None] = [None] * len(texts)
         self._drafts: Mapping[int, tuple[Sequence[int], Sequence[float]]] = {}
         self._begun: float | None = None
-        self._requests, self._rows, self._samples = 0, 0, 0
-        self._drafted = 0.0  # seconds of the last drafted step, in plain ones
+        self._requests, self._rows = 0, 0
+        self._longest = 0  # tokens that the slowest text has left
+        self._cost = 0.0  # seconds of the last step if it was drafted, in plain ones
+        self._drafted = 0.0  # those of the last drafted one
 
     def begin(self) -> None:
         """Starts the clock of a step."""
         self._begun = time.perf_counter()
 
     def choose(
-        self, levels: Sequence[int], active: Sequence[bool], drafts: Mapping[int, tuple[Sequence[int], Sequence[float]]]
+        self,
+        levels: Sequence[int],
+        remaining: Sequence[int],
+        drafts: Mapping[int, tuple[Sequence[int], Sequence[float]]],
     ) -> list[Candidates | None]:
         """The candidates and slots of each request; None: its root alone.
 
         Args:
             levels: how deep candidates may be.
-            active: False: the request has ended.
+            remaining: tokens that each request still has to write; 0: it has ended.
             drafts: for requests with slots behind their roots: the tokens of nodes 1, 2, … (-1: none), and the slots'
                 probabilities of them.
         """
-        requests = self._requests = sum(active)
-        offers = {b: self._offer(levels[b], *drafts.get(b, ((), ()))) for b, goes_on in enumerate(active) if goes_on}
+        self._count(max(remaining))
+        left = {b: tokens for b, tokens in enumerate(remaining) if tokens}
+        requests = self._requests = len(left)
+        offers = {b: self._offer(levels[b], *drafts.get(b, ((), ()))) for b in left}
+        lags = {b: math.exp((tokens - self._longest) / _LAG) for b, tokens in left.items()}
+        for b, lag in lags.items():
+            offers[b] = offers[b]._replace(weight=0.5 + 0.5 * requests * lag / sum(lags.values()))
         self._drafts = {b: (drafts[b][0], offers[b].chances) for b in offers if b in drafts}
         self._appraise(offers)
         shares = [Rows()] * requests
-        if not self._rests(requests):
+        # The seconds of plain steps come first: without them nothing tells whether drafting pays.
+        if self._seconds.knows_plain and self._pace.may_draft(plain=1.0, step=self._drafted):
             shares = share_rows(list(offers.values()), lambda rows: self._seconds.at(rows, requests))
         self._rows = sum(len(rows.nodes) + sum(rows.slots.values()) for rows in shares)
-        chosen: list[Candidates | None] = [None] * len(active)
+        chosen: list[Candidates | None] = [None] * len(remaining)
         for b, rows in zip(offers, shares, strict=True):
             if len(rows.nodes) > 1 or rows.slots:
                 tree, groups = _pruned(self._tree, tuple(rows.nodes), tuple(sorted(rows.slots.items())))
@@ -107,18 +121,17 @@ class SharedRows:
         # A moment's disturbance is no fault of drafting, and plain steps have such moments too.
         expected = self._seconds.at(self._rows, self._requests)
         self._seconds.add(self._rows, self._requests, seconds)
-        plain = self._seconds.at(self._requests, self._requests)
+        plain = self._seconds.usual_plain(self._requests)
         is_plain = self._rows == self._requests
-        self._samples = max(0, self._samples - is_plain)
         if not is_plain:
             self._drafted = min(seconds, max(_MOST_DISTURBANCE * expected, plain)) / plain
-            if not self._seconds.knows_plain(self._requests):
-                self._samples = self._samples or _PLAIN_SAMPLES
-        self._pace.add(sum(gained) / self._requests, 0.0 if is_plain else self._drafted, plain=1.0)
+        self._cost = 0.0 if is_plain else self._drafted
 
-    def _rests(self, requests: int) -> bool:
-        """True: the step is plain."""
-        return bool(self._samples) or not self._pace.may_draft(plain=1.0, step=self._drafted)
+    def _count(self, longest: int) -> None:
+        """Counts the step behind which so many tokens are left to the slowest text."""
+        if self._rows:
+            self._pace.add(self._longest - longest, self._cost, plain=1.0)
+        self._longest = longest
 
     def _offer(self, levels: int, tokens: Sequence[int], probabilities: Sequence[float]) -> Offer:
         """What a request with these tokens may take."""
