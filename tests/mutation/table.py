@@ -175,8 +175,16 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py"],
     "requests/node_processor": ["tests/decoding/test_generation_config.py"],
+    **dict.fromkeys(
+        (f"drafting/rows/{name}" for name in ("batch_seconds", "chances", "share", "shared")),
+        ["tests/decoding/drafting/test_shared_rows.py"],
+    ),
     "drafting/rows/pace": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
-    "drafting/from_lookahead": _GENERATE,
+    "drafting/from_lookahead": [
+        "tests/decoding/drafting/test_shared_rows.py",
+        *_GENERATE[:-1],
+        f"{_GENERATE[-1]} or test_shared_rows",
+    ],
     "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
     "models/peft_adapters": ["tests/decoding/models/test_adapted_models.py"],
     "models/plain_tensors": [

@@ -2,9 +2,9 @@
 
     seconds(rows, requests) = planned seconds of a call with these rows + requests · what a request adds
 
-Planned seconds are those of one request's rows. Each further one has a text of its own to read, and work on the host; more of it
-where candidates are drafted. What a request adds is the least of the last steps of either kind, because disturbances only add
-time. Few drafted steps tell nothing: the first ones are slow. After some seconds without any they are tried again.
+Planned seconds are those of one request's rows. Each further one has a text of its own to read, and work on the host; more of
+it where candidates are drafted. What a request adds is the least of the last steps of either kind, because disturbances only
+add time. Few drafted steps tell nothing: the first ones are slow. After some seconds without any they are tried again.
 """
 
 from __future__ import annotations
