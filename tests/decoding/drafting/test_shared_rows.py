@@ -124,6 +124,12 @@ def test_slots_stand_where_the_next_step_will_begin():
     assert chosen(share_rows([short], lambda rows: 1.0 if rows <= 4 else 9.0)) == [([0, 1], {0: 1, 1: 1})], "one fits"
 
 
+def test_a_candidate_makes_the_slots_of_its_parent_worth_less():
+    offer = candidates(0.5, worth=(0.6,), slots=(1, 0))
+    assert chosen(share_rows([offer], lambda rows: 1.0 if rows <= 2 else 1.2)) == [([0], {0: 1})]
+    assert chosen(share_rows([offer], lambda rows: 1.0 if rows <= 2 else 1.1)) == [([0, 1], {0: 1})]
+
+
 # ---- chances ----
 
 

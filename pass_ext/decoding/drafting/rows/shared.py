@@ -55,6 +55,8 @@ class SharedRows:
     ) -> None:
         self._times, self._texts, self._tree = times, texts, tree
         self._slots, self._deepest = slots, deepest
+        self._none = (1.0, *[0.0] * (tree.num_nodes - 1))
+        self._room = self._slots_within(deepest + slots + 1)
         self._seconds = batch_seconds(times, 1 << max(map(len, texts)).bit_length())
         self._chances, self._pace = Chances(tree.max_depth), Pace()
         self._expected = [1.0]
@@ -91,8 +93,9 @@ class SharedRows:
         requests = self._requests = len(left)
         offers = {b: self._offer(levels[b], *drafts.get(b, ((), ()))) for b in left}
         lags = {b: math.exp((tokens - self._longest) / _LAG) for b, tokens in left.items()}
+        usual = sum(lags.values()) / max(1, requests)
         for b, lag in lags.items():
-            offers[b] = offers[b]._replace(weight=0.5 + 0.5 * requests * lag / sum(lags.values()))
+            offers[b] = offers[b]._replace(weight=0.5 + 0.5 * lag / usual)
         self._drafts = {b: (drafts[b][0], offers[b].chances) for b in offers if b in drafts}
         self._appraise(offers)
         shares = [Rows()] * requests
@@ -135,16 +138,22 @@ class SharedRows:
 
     def _offer(self, levels: int, tokens: Sequence[int], probabilities: Sequence[float]) -> Offer:
         """What a request with these tokens may take."""
-        tree, none = self._tree, not tokens or levels < 1
-        chances = [1.0] + [0.0] * (tree.num_nodes - 1)
-        for node in range(0 if none else tree.num_nodes):
+        tree = self._tree
+        room = self._room if levels > self._deepest + 1 else self._slots_within(levels)
+        if not tokens or levels < 1:
+            return Offer(tree.parents, self._none, (), room)
+        chances = list(self._none)
+        for node in range(tree.num_nodes):
             below = [child for child in tree.children(node) if tokens[child - 1] >= 0]
             if below and tree.depths[node] < levels:
                 values = self._chances.of(tree.depths[node] + 1, [probabilities[child - 1] for child in below])
                 for child, chance in zip(below, values, strict=True):
                     chances[child] = chance
-        slots = [max(0, min(self._slots, self._deepest - depth, levels - 1 - depth)) for depth in tree.depths]
-        return Offer(tree.parents, chances, (), slots)
+        return Offer(tree.parents, chances, (), room)
+
+    def _slots_within(self, levels: int) -> tuple[int, ...]:
+        """The most slots behind each node, where candidates may be so deep: further ones would foresee nothing."""
+        return tuple(max(0, min(self._slots, self._deepest - depth, levels - 1 - depth)) for depth in self._tree.depths)
 
     def _appraise(self, offers: dict[int, Offer]) -> None:
         """Fills in what slots are worth."""
