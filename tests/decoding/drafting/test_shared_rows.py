@@ -165,12 +165,11 @@ TIMES = StepTimes((1, 101), (0.010, 0.110))  # 1 ms a row, from 10 ms on
 def test_requests_add_their_seconds_to_those_of_the_rows(clock):
     seconds = BatchSeconds(TIMES)
     assert not seconds.knows_plain and seconds.at(4, 4) == pytest.approx(0.013)
-    for more in (0.004, 0.008, 0.004, 0.012):
+    for more in (0.004, 0.008, 0.004, 0.012) * 2:
         assert not seconds.knows_plain
         seconds.add(4, 4, 0.013 + more)
     assert seconds.knows_plain
     assert seconds.at(4, 4) == pytest.approx(0.017), "an undisturbed step"
-    assert seconds.usual_plain(4) == pytest.approx(0.019)
     assert seconds.at(9, 4) == pytest.approx(0.018 + 0.004), "drafted steps: as the plain ones, at first"
     assert seconds.at(2, 2) == pytest.approx(0.011 + 0.002), "two of them: half of it"
     for _ in range(4):
@@ -185,7 +184,7 @@ def test_requests_add_their_seconds_to_those_of_the_rows(clock):
 
 def test_a_drafted_step_never_looks_faster_than_a_plain_one(clock):
     seconds = BatchSeconds(TIMES)
-    for _ in range(4):
+    for _ in range(8):
         seconds.add(4, 4, 0.033)
         seconds.add(9, 4, 0.019)
     assert seconds.at(9, 4) == seconds.at(4, 4) == pytest.approx(0.033)
@@ -195,9 +194,7 @@ def test_a_drafted_step_never_looks_faster_than_a_plain_one(clock):
 
 
 def shared_rows(requests, monkeypatch, seconds=None, slots=1, rates=((0.5, 0.2),)):
-    seconds = seconds or SimpleNamespace(
-        at=lambda rows, requests: 1.0, usual_plain=lambda requests: 1.0, knows_plain=True, add=lambda *_: None
-    )
+    seconds = seconds or SimpleNamespace(at=lambda rows, requests: 1.0, knows_plain=True, add=lambda *_: None)
     monkeypatch.setattr(shared_module, "batch_seconds", lambda *_: seconds)
     texts = [[0] for _ in range(requests)]
     return SharedRows(StepTimes((1, 64), (1.0, 1.0)), texts, Tree.chain(slots), slots, 2 * slots, rates), texts
@@ -225,7 +222,6 @@ def test_a_missing_token_ends_a_path(monkeypatch):
 def test_slots_that_draft_badly_lose_their_worth(monkeypatch):
     dear = SimpleNamespace(
         at=lambda rows, requests: 1.0 + 0.1 * (rows - requests),
-        usual_plain=lambda n: 1.0,
         knows_plain=True,
         add=lambda *_: None,
     )
@@ -329,9 +325,7 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, temper
     monkeypatch.setattr(
         "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.3))
     )
-    steady = SimpleNamespace(
-        at=lambda rows, requests: 1.0 + 0.02 * rows, usual_plain=lambda n: 1e9, knows_plain=True, add=lambda *_: None
-    )
+    steady = SimpleNamespace(at=lambda rows, requests: 1.0 + 0.02 * rows, knows_plain=True, add=lambda *_: None)
     monkeypatch.setattr(shared_module, "batch_seconds", lambda *_: steady)
     ids, mask = ragged_prompts(4)
     slots = slots_for(llama, rank=3)
@@ -362,8 +356,8 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, temper
     monkeypatch.setattr(LookaheadDrafter, "_shared", spied)
     got = generate(llama, ids, PaSS(slots), eos_token_id=ends, **options)
     assert torch.equal(got.sequences, plain.sequences) and got.lengths == plain.lengths
-    assert got.stats.num_draft_tokens > 0
     if foresees:
+        assert got.stats.num_draft_tokens > 0
         assert any(len({part for part in step if part is not None}) > 1 for step in seen), (
             "requests have their own rows"
         )

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import time
 from functools import lru_cache
-from statistics import median
 
 from pass_ext.decoding.planning.step_times import StepTimes
 
-_MEMORY = 8  # steps
-_FEWEST = 4  # steps
+_MEMORY = 16  # steps
+_FEWEST_PLAIN, _FEWEST_DRAFTED = 8, 4  # steps
 _OLDEST_PLAIN, _OLDEST_DRAFTED = 60.0, 10.0  # seconds
 
 
@@ -40,7 +39,7 @@ class BatchSeconds:
     @property
     def knows_plain(self) -> bool:
         """True if some plain steps were timed in the last minute."""
-        return any(is_plain and len(self._last(True, count)) >= _FEWEST for is_plain, count in self._samples)
+        return any(is_plain and len(self._last(True, count)) >= _FEWEST_PLAIN for is_plain, count in self._samples)
 
     def at(self, rows: int, requests: int) -> float:
         """Seconds of an undisturbed step; never fewer than those of a plain one."""
@@ -50,15 +49,14 @@ class BatchSeconds:
         drafted = self._added(False, requests) or self._added(True, requests)
         return max(plain, self._planned.at(rows) + requests * min(drafted))
 
-    def usual_plain(self, requests: int) -> float:
-        """The median of plain steps."""
-        return self._planned.at(requests) + requests * median(self._added(True, requests))
-
     def _added(self, is_plain: bool, requests: int) -> list[float]:
         """What a request added in the last steps of this kind, of so many requests or about so many."""
         counts = sorted((abs(count - requests), count) for known, count in self._samples if known == is_plain)
-        known = (self._last(is_plain, count) for _, count in counts)
-        return next((samples for samples in known if len(samples) >= _FEWEST), [0.0] if is_plain else [])
+        known, fewest = (
+            (self._last(is_plain, count) for _, count in counts),
+            _FEWEST_PLAIN if is_plain else _FEWEST_DRAFTED,
+        )
+        return next((samples for samples in known if len(samples) >= fewest), [0.0] if is_plain else [])
 
     def _last(self, is_plain: bool, requests: int) -> list[float]:
         oldest = time.perf_counter() - (_OLDEST_PLAIN if is_plain else _OLDEST_DRAFTED)

@@ -124,7 +124,7 @@ class SharedRows:
         # A moment's disturbance is no fault of drafting, and plain steps have such moments too.
         expected = self._seconds.at(self._rows, self._requests)
         self._seconds.add(self._rows, self._requests, seconds)
-        plain = self._seconds.usual_plain(self._requests)
+        plain = self._seconds.at(self._requests, self._requests)
         is_plain = self._rows == self._requests
         if not is_plain:
             self._drafted = min(seconds, max(_MOST_DISTURBANCE * expected, plain)) / plain
