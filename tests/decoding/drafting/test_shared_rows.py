@@ -80,7 +80,7 @@ def test_no_other_choice_gives_more_tokens_per_second(seed):
         for parts in product(*(list(closed_sets(offer)) for offer in offers))
     )
     rate = (requests + gain) / seconds(sum(len(rows.nodes) for rows in shares))
-    if best < 1.1 * plain:
+    if best < 1.15 * plain:
         assert chosen(shares) == [([0], {})] * requests
     else:
         assert rate > 0.985 * best, "rows of less than 0.02 tokens are left out"
@@ -89,7 +89,7 @@ def test_no_other_choice_gives_more_tokens_per_second(seed):
 def test_rows_that_do_not_pay_leave_the_roots():
     offers = [candidates(0.9, 0.05)] * 3
     assert chosen(share_rows(offers, lambda rows: 1.0 + 10 * (rows - 3))) == [([0], {})] * 3
-    assert chosen(share_rows(offers, lambda rows: 1.0 + 0.29 * (rows - 3))) == [([0], {})] * 3, "10 % are too little"
+    assert chosen(share_rows(offers, lambda rows: 1.0 + 0.29 * (rows - 3))) == [([0], {})] * 3, "15 % are needed"
     assert share_rows([], lambda rows: 1.0) == []
     assert chosen(share_rows([candidates(0.9, 0.05)], lambda rows: 1.0)) == [([0, 1, 2], {})], "one request, free rows"
 
@@ -165,11 +165,12 @@ TIMES = StepTimes((1, 101), (0.010, 0.110))  # 1 ms a row, from 10 ms on
 def test_requests_add_their_seconds_to_those_of_the_rows(clock):
     seconds = BatchSeconds(TIMES)
     assert not seconds.knows_plain and seconds.at(4, 4) == pytest.approx(0.013)
-    for more in (0.004, 0.008, 0.004, 0.012) * 2:
+    for more in (0.008, 0.008, 0.004, 0.012, 0.012, 0.008, 0.012, 0.012):
         assert not seconds.knows_plain
         seconds.add(4, 4, 0.013 + more)
     assert seconds.knows_plain
     assert seconds.at(4, 4) == pytest.approx(0.017), "an undisturbed step"
+    assert seconds.usual_plain(4) == pytest.approx(0.013 + 0.008), "the lower quartile"
     assert seconds.at(9, 4) == pytest.approx(0.018 + 0.004), "drafted steps: as the plain ones, at first"
     assert seconds.at(2, 2) == pytest.approx(0.011 + 0.002), "two of them: half of it"
     for _ in range(4):
@@ -192,9 +193,13 @@ def test_a_drafted_step_never_looks_faster_than_a_plain_one(clock):
 
 # ---- a batch's steps ----
 
+USUAL = 1.0  # seconds of a plain step
+
 
 def shared_rows(requests, monkeypatch, seconds=None, slots=1, rates=((0.5, 0.2),)):
-    seconds = seconds or SimpleNamespace(at=lambda rows, requests: 1.0, knows_plain=True, add=lambda *_: None)
+    seconds = seconds or SimpleNamespace(
+        at=lambda rows, requests: 1.0, knows_plain=True, usual_plain=lambda n: USUAL, add=lambda *_: None
+    )
     monkeypatch.setattr(shared_module, "batch_seconds", lambda *_: seconds)
     texts = [[0] for _ in range(requests)]
     return SharedRows(StepTimes((1, 64), (1.0, 1.0)), texts, Tree.chain(slots), slots, 2 * slots, rates), texts
@@ -223,6 +228,7 @@ def test_slots_that_draft_badly_lose_their_worth(monkeypatch):
     dear = SimpleNamespace(
         at=lambda rows, requests: 1.0 + 0.1 * (rows - requests),
         knows_plain=True,
+        usual_plain=lambda n: USUAL,
         add=lambda *_: None,
     )
     rows, texts = shared_rows(2, monkeypatch, dear)
@@ -243,7 +249,7 @@ def test_slots_that_draft_badly_lose_their_worth(monkeypatch):
 def test_a_batch_that_loses_time_pauses_and_the_slowest_text_counts(monkeypatch):
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(shared_module.time, "perf_counter", lambda: now.seconds)
-    for gain, fewest, most in ((0, 0, 4), (1, 38, 40)):
+    for gain, fewest, most in ((0, 4, 8), (1, 37, 39)):
         rows, texts = shared_rows(2, monkeypatch)
         left, drafted = [200, 160], 0
         for _ in range(40):
@@ -325,7 +331,9 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, temper
     monkeypatch.setattr(
         "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.3))
     )
-    steady = SimpleNamespace(at=lambda rows, requests: 1.0 + 0.02 * rows, knows_plain=True, add=lambda *_: None)
+    steady = SimpleNamespace(
+        at=lambda rows, requests: 1.0 + 0.02 * rows, knows_plain=True, usual_plain=lambda n: USUAL, add=lambda *_: None
+    )
     monkeypatch.setattr(shared_module, "batch_seconds", lambda *_: steady)
     ids, mask = ragged_prompts(4)
     slots = slots_for(llama, rank=3)

@@ -49,6 +49,11 @@ class BatchSeconds:
         drafted = self._added(False, requests) or self._added(True, requests)
         return max(plain, self._planned.at(rows) + requests * min(drafted))
 
+    def usual_plain(self, requests: int) -> float:
+        """Seconds of plain steps, the lower quartile: the first ones behind prompts are slow."""
+        samples = sorted(self._added(True, requests))
+        return self._planned.at(requests) + requests * samples[len(samples) // 4]
+
     def _added(self, is_plain: bool, requests: int) -> list[float]:
         """What a request added in the last steps of this kind, of so many requests or about so many."""
         counts = sorted((abs(count - requests), count) for known, count in self._samples if known == is_plain)

@@ -3,7 +3,7 @@
     candidate v        weight reach(v), the product of the chances on its path;  less what its parent's slots lose by it
     slot j behind v    weight last(v) worth[j],  last(v) = reach(v) - reach of its chosen children
     rows of the step   arg max over k of  (requests + sum of the k largest gains) / seconds(requests + k);
-                       the roots alone unless that is 10 % faster
+                       the roots alone unless that is 15 % faster
 
 A candidate comes behind its parent and a slot behind the slot before it. Gains only fall as more rows are chosen, so each is
 computed anew when its turn comes. Of equal gains the earlier request's comes first, of one request's the candidate.
@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _LEAST_GAIN = 0.02  # tokens of a row
-_LEAST_SPEED = (
-    1.1  # against a step of the roots alone: estimates are rough, and not every text gains what the batch does
-)
+# Against a step of the roots alone: estimates are rough, and not every text gains what the batch does.
+_LEAST_SPEED = 1.15
 _HOPELESS = 0.8  # of the best tokens per second: a search this far below it ends
 
 

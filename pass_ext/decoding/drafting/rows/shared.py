@@ -29,7 +29,8 @@ _REMEMBERED = 0.9  # of a worth, from step to step
 _RETURN = 0.02  # a worth that no slots confirm goes back to what hit rates say
 _PRICED_ROWS = 8  # further rows of a step, or one for each request
 _LAG = 8.0  # tokens
-_MOST_DISTURBANCE = 2.0  # seconds of one step / the expected ones
+_MOST_DRAFTED = 24  # steps one behind the other
+_MOST_DISTURBANCE = 1.3  # seconds of one step / the expected ones
 
 
 class SharedRows:
@@ -66,6 +67,7 @@ class SharedRows:
         self._drafts: Mapping[int, tuple[Sequence[int], Sequence[float]]] = {}
         self._begun: float | None = None
         self._requests, self._rows = 0, 0
+        self._unbroken = 0  # drafted steps since the last plain one
         self._longest = 0  # tokens that the slowest text has left
         self._cost = 0.0  # seconds of the last step if it was drafted, in plain ones
         self._drafted = 0.0  # those of the last drafted one
@@ -99,8 +101,9 @@ class SharedRows:
         self._drafts = {b: (drafts[b][0], offers[b].chances) for b in offers if b in drafts}
         self._appraise(offers)
         shares = [Rows()] * requests
-        # The seconds of plain steps come first: without them nothing tells whether drafting pays.
-        if self._seconds.knows_plain and self._pace.may_draft(plain=1.0, step=self._drafted):
+        # The seconds of plain steps come first, and now and then: without them nothing tells whether drafting pays.
+        may_draft = self._seconds.knows_plain and self._unbroken < _MOST_DRAFTED
+        if may_draft and self._pace.may_draft(plain=1.0, step=self._drafted):
             shares = share_rows(list(offers.values()), lambda rows: self._seconds.at(rows, requests))
         self._rows = sum(len(rows.nodes) + sum(rows.slots.values()) for rows in shares)
         chosen: list[Candidates | None] = [None] * len(remaining)
@@ -124,8 +127,9 @@ class SharedRows:
         # A moment's disturbance is no fault of drafting, and plain steps have such moments too.
         expected = self._seconds.at(self._rows, self._requests)
         self._seconds.add(self._rows, self._requests, seconds)
-        plain = self._seconds.at(self._requests, self._requests)
+        plain = self._seconds.usual_plain(self._requests)
         is_plain = self._rows == self._requests
+        self._unbroken = 0 if is_plain else self._unbroken + 1
         if not is_plain:
             self._drafted = min(seconds, max(_MOST_DISTURBANCE * expected, plain)) / plain
         self._cost = 0.0 if is_plain else self._drafted
