@@ -72,7 +72,8 @@ class LookaheadDrafter(Drafter):
         table = context.target.table
         self.max_depth = plan.tree.max_depth
         self.deepest_row = max(*plan.tree.depths, plan.slots)
-        self.prompt_slots = plan.slots
+        self._slots = plan.slots
+        self.prompt_slots = plan.slots if shared is None or shared.begins_with_slots else 0
         self._lookahead, self.shared = lookahead, shared
         self.tree = Tree(plan.tree.parents[: plan.tree.num_nodes])
         self.groups = tuple(plan.groups.items())
@@ -87,7 +88,7 @@ class LookaheadDrafter(Drafter):
 
     def begin(self, session: Session) -> None:
         """Puts the slots' embeddings into the session."""
-        lookahead, slots = self._lookahead, self.prompt_slots
+        lookahead, slots = self._lookahead, self._slots
         deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
         session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters)
 
@@ -115,8 +116,8 @@ class LookaheadDrafter(Drafter):
         requests, rows = self._groups(batch)
         drafts = {}
         if requests:
-            # Groups have up to `prompt_slots` slots: the last row stands for those that are not there.
-            most = self.prompt_slots
+            # Groups have up to so many slots: the last row stands for those that are not there.
+            most = self._slots
             filled = self._fill(batch, requests, [[*group, *[group[-1]] * (most - len(group))] for group in rows])
             assert filled.probabilities is not None
             for b, group, tokens, chances in zip(requests, rows, filled.tokens, filled.probabilities, strict=True):

@@ -246,6 +246,24 @@ def test_slots_that_draft_badly_lose_their_worth(monkeypatch):
     assert shares[0] is None and shares[1].groups == ((0, 1),)
 
 
+def test_where_no_slots_pay_the_next_steps_choose_nothing(monkeypatch):
+    dear = SimpleNamespace(
+        at=lambda rows, requests: 1.0 + 9 * (rows - requests),
+        knows_plain=True,
+        usual_plain=lambda n: USUAL,
+        add=lambda *_: None,
+    )
+    rows, _ = shared_rows(2, monkeypatch, dear)
+    assert not rows.begins_with_slots and shared_rows(2, monkeypatch)[0].begins_with_slots
+    assert rows.choose([9, 9], [10, 10], {}) == [None, None]
+    dear.at = lambda rows, requests: 1.0
+    for step in range(7):
+        assert rows.choose([9, 9], [10 - step, 10 - step], {}) == [None, None]
+    assert None not in rows.choose([9, 9], [3, 3], {})
+    rows, _ = shared_rows(2, monkeypatch, SimpleNamespace(**{**vars(dear), "knows_plain": False}))
+    assert rows.choose([9, 9], [10, 10], {0: ([3], [0.9])}) == [None, None], "plain steps are timed first"
+
+
 def test_a_batch_that_loses_time_pauses_and_the_slowest_text_counts(monkeypatch):
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(shared_module.time, "perf_counter", lambda: now.seconds)

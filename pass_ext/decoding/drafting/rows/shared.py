@@ -29,6 +29,7 @@ _REMEMBERED = 0.9  # of a worth, from step to step
 _RETURN = 0.02  # a worth that no slots confirm goes back to what hit rates say
 _PRICED_ROWS = 8  # further rows of a step, or one for each request
 _LAG = 8.0  # tokens
+_IDLE = 7  # steps behind one for which no slots paid
 _MOST_DRAFTED = 24  # steps one behind the other
 _MOST_DISTURBANCE = 1.3  # seconds of one step / the expected ones
 
@@ -67,10 +68,20 @@ class SharedRows:
         self._drafts: Mapping[int, tuple[Sequence[int], Sequence[float]]] = {}
         self._begun: float | None = None
         self._requests, self._rows = 0, 0
+        self._idle = 0  # further steps for which nothing is chosen
         self._unbroken = 0  # drafted steps since the last plain one
         self._longest = 0  # tokens that the slowest text has left
         self._cost = 0.0  # seconds of the last step if it was drafted, in plain ones
         self._drafted = 0.0  # those of the last drafted one
+
+    @property
+    def begins_with_slots(self) -> bool:
+        """True if slots behind the prompts are expected to pay."""
+        requests = len(self._texts)
+        offers = {b: Offer(self._tree.parents, self._none, (), self._room) for b in range(requests)}
+        self._appraise(offers)
+        shares = share_rows(list(offers.values()), lambda rows: self._seconds.at(rows, requests))
+        return self._seconds.knows_plain and any(rows.slots for rows in shares)
 
     def begin(self) -> None:
         """Starts the clock of a step."""
@@ -93,6 +104,9 @@ class SharedRows:
         self._count(max(remaining))
         left = {b: tokens for b, tokens in enumerate(remaining) if tokens}
         requests = self._requests = len(left)
+        if self._idle and not drafts:  # choosing takes the host about 1 % of a step
+            self._idle, self._rows, self._drafts = self._idle - 1, requests, {}
+            return [None] * len(remaining)
         offers = {b: self._offer(levels[b], *drafts.get(b, ((), ()))) for b in left}
         lags = {b: math.exp((tokens - self._longest) / _LAG) for b, tokens in left.items()}
         usual = sum(lags.values()) / max(1, requests)
@@ -106,6 +120,7 @@ class SharedRows:
         if may_draft and self._pace.may_draft(plain=1.0, step=self._drafted):
             shares = share_rows(list(offers.values()), lambda rows: self._seconds.at(rows, requests))
         self._rows = sum(len(rows.nodes) + sum(rows.slots.values()) for rows in shares)
+        self._idle = _IDLE if self._rows == requests and not drafts else 0
         chosen: list[Candidates | None] = [None] * len(remaining)
         for b, rows in zip(offers, shares, strict=True):
             if len(rows.nodes) > 1 or rows.slots:
