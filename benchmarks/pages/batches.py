@@ -2,7 +2,8 @@
 
     speed = seconds of Plain / seconds of PaSS, for the same prompts, in turn; the best round of each
 
-Drafting shrinks as a call's rows become dear, and pauses where it does not pay: the aim is never to lose more than 2 %.
+Rows are shared among the requests by what they are expected to gain. Drafting shrinks as a call's rows become dear, and pauses
+where it does not pay: the aim is never to lose more than 2 %.
 `python -m benchmarks.pages.batches` writes batches.json and batches.md in the machine's folder of results; `--check` compares
 the pages.
 """

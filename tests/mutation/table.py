@@ -37,6 +37,7 @@ _SPECULATIVE = [
 ]
 
 _GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_grammar_laws.py", "-k", "not faults"]
+_SHARED = ["tests/decoding/drafting/test_shared_rows.py"]
 _AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
@@ -176,8 +177,12 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py"],
     "requests/node_processor": ["tests/decoding/test_generation_config.py"],
-    "drafting/pace": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
-    "drafting/from_lookahead": _GENERATE,
+    "drafting/rows/batch_seconds": _SHARED,
+    "drafting/rows/chances": _SHARED,
+    "drafting/rows/share": _SHARED,
+    "drafting/rows/shared": _SHARED,
+    "drafting/rows/pace": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
+    "drafting/from_lookahead": [*_SHARED, *_GENERATE[:-1], f"{_GENERATE[-1]} or test_shared_rows"],
     "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
     "models/peft_adapters": ["tests/decoding/models/test_adapted_models.py"],
     "models/plain_tensors": [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
 from pass_ext.decoding.drafting.of_method import drafters_of
-from pass_ext.decoding.drafting.pace import Pauses
+from pass_ext.decoding.drafting.rows.pace import Pauses
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal, Step, join
 from pass_ext.decoding.methods import Method
 from pass_ext.decoding.requests.grammar.guide import Guide

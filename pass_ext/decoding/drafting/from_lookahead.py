@@ -4,7 +4,8 @@ Slot i's logits, plus transition scores left[parent] · right[token] where the e
 i + 1 below each parent; child k of a node is its candidate of rank k. With rule "coupled" candidates are the best under the
 target's own noise; for rules that need the drafts' distribution q they are drawn from it, and q's logits are kept.
 
-A step is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one group).
+A step is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one group). In
+a batch with rows="auto" each request takes the part of the tree and the slots that pay (rows/shared.py).
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
+from pass_ext.decoding.drafting.rows.shared import SharedRows
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.planning.for_lookahead import pass_plan
-from pass_ext.decoding.planning.lookahead_tree import Plan
+from pass_ext.decoding.planning.lookahead_tree import Plan, assumed_hit_rates
 from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
@@ -47,6 +50,8 @@ class Filled(NamedTuple):
     """For each request and node the row of ``draft_logits`` that its children were drawn from, or -1."""
     draft_allowed: Tensor | None = None
     """``[R, ceil(V / 32)]``, the masks that tokens were drawn under."""
+    probabilities: list[list[float]] | None = None
+    """For each request the slots' probabilities of these tokens."""
 
 
 class LookaheadDrafter(Drafter):
@@ -56,22 +61,25 @@ class LookaheadDrafter(Drafter):
         lookahead: the embeddings.
         plan: the plan of a step.
         context: the generation.
+        shared: chooses the rows of each step; None: all steps have those of the plan.
     """
 
     name = LOOK_AHEAD
 
-    def __init__(self, lookahead: LookaheadEmbedding, plan: Plan, context: DraftContext) -> None:
+    def __init__(
+        self, lookahead: LookaheadEmbedding, plan: Plan, context: DraftContext, shared: SharedRows | None = None
+    ) -> None:
         table = context.target.table
         self.max_depth = plan.tree.max_depth
         self.deepest_row = max(*plan.tree.depths, plan.slots)
-        self.prompt_slots = plan.slots
-        self._lookahead = lookahead
+        self._slots = plan.slots
+        self.prompt_slots = plan.slots if shared is None or shared.begins_with_slots else 0
+        self._lookahead, self.shared = lookahead, shared
         self.tree = Tree(plan.tree.parents[: plan.tree.num_nodes])
         self.groups = tuple(plan.groups.items())
         self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
-        self._filler = TreeFiller(
-            lookahead, self.tree, table, context.sampling, context.rule, context.target.logit_shards, context.guides
-        )
+        law = context.sampling, context.rule, context.target.logit_shards, context.guides
+        self._filler = TreeFiller(lookahead, self.tree, table, *law, has_probabilities=shared is not None)
 
     @property
     def offers(self) -> Offers:
@@ -80,30 +88,60 @@ class LookaheadDrafter(Drafter):
 
     def begin(self, session: Session) -> None:
         """Puts the slots' embeddings into the session."""
-        lookahead, slots = self._lookahead, self.prompt_slots
+        lookahead, slots = self._lookahead, self._slots
         deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
         session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters)
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""
+        if self.shared is not None:
+            return Proposal(self._shared(self.shared, batch))
         candidates = [self._probe if levels else None for levels in batch.levels]
-        requests: list[int] = []
-        rows: list[int] = []
-        for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
-            group = step.tree.group_rows(batch.last_nodes[b]) if step is not None else ()
-            if batch.levels[b] and len(group):
-                requests.append(b)
-                rows += [first + row for row in group]
+        requests, rows = self._groups(batch)
         if not requests:
             return Proposal(candidates)
-        logits = batch.logits
-        slots = logits[torch.tensor(rows, device=logits.device)].view(len(requests), -1, logits.shape[-1])
-        texts = [batch.texts[b] for b in requests]
-        filled = self._filler.fill(slots, requests, [text[-1] for text in texts], [len(text) - 1 for text in texts])
+        filled = self._fill(batch, requests, rows)
         for i, b in enumerate(requests):
             draft_rows = filled.draft_rows[i] if filled.draft_rows else None
             candidates[b] = Candidates(self.tree, filled.tokens[i], draft_rows, self.groups)
         return Proposal(candidates, filled.draft_logits, filled.draft_allowed)
+
+    def learn(self, gained: Sequence[int]) -> None:
+        """As ``Drafter``."""
+        if self.shared is not None:
+            self.shared.learn(gained)
+
+    def _shared(self, shared: SharedRows, batch: Batch) -> list[Candidates | None]:
+        shared.begin()
+        requests, rows = self._groups(batch)
+        drafts = {}
+        if requests:
+            # Groups have up to so many slots: the last row stands for those that are not there.
+            most = self._slots
+            filled = self._fill(batch, requests, [[*group, *[group[-1]] * (most - len(group))] for group in rows])
+            assert filled.probabilities is not None
+            for b, group, tokens, chances in zip(requests, rows, filled.tokens, filled.probabilities, strict=True):
+                depths = self.tree.depths[1:]
+                there = [token if depth <= len(group) else -1 for token, depth in zip(tokens, depths, strict=True)]
+                drafts[b] = there, chances
+        return shared.choose(batch.levels, batch.remaining, drafts)
+
+    def _groups(self, batch: Batch) -> tuple[list[int], list[list[int]]]:
+        """The requests whose last accepted node had look-ahead slots, and the rows of these in the logits."""
+        requests: list[int] = []
+        rows: list[list[int]] = []
+        for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
+            group = step.tree.group_rows(batch.last_nodes[b]) if step is not None else ()
+            if batch.levels[b] and len(group):
+                requests.append(b)
+                rows.append([first + row for row in group])
+        return requests, rows
+
+    def _fill(self, batch: Batch, requests: Sequence[int], rows: list[list[int]]) -> Filled:
+        slots = _rows_of(batch.logits, rows)
+        texts = [batch.texts[b] for b in requests]
+        roots, places = [text[-1] for text in texts], [len(text) - 1 for text in texts]
+        return self._filler.fill(slots, requests, roots, places)
 
 
 def lookahead_drafters(method: PaSS, context: DraftContext) -> list[Drafter]:
@@ -124,7 +162,8 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
             f"PaSS: look-ahead slots with transitions (rank {method.lookahead.rank}) compute with the model's embedding "
             f"table, and that of {target.name} is {state}: use slots of rank 0"
         )
-    plan, times = pass_plan(method, target, len(context.texts), graphs=context.graphs)
+    shares = pauses and _may_share(method, context)
+    plan, times = pass_plan(method, target, 1 if shares else len(context.texts), graphs=context.graphs)
     if plan.is_plain:
         return None
     if context.chains_only and len(plan.tree.leaves) != 1:
@@ -132,9 +171,23 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
             f"PaSS: tree must be a chain, PaSS(tree=Tree.chain(n)), because rule {context.rule!r} takes chains, got "
             f"{len(plan.tree.leaves)} branches"
         )
+    if shares and times is not None:
+        rates = method.lookahead.hit_rates or assumed_hit_rates(plan.slots, 1)
+        nodes = Tree(plan.tree.parents[: plan.tree.num_nodes])
+        deepest = max(*plan.tree.depths, plan.slots)
+        shared = SharedRows(times, context.texts, nodes, plan.slots, deepest, rates)
+        return LookaheadDrafter(method.lookahead, plan, context, shared)
     drafter = LookaheadDrafter(method.lookahead, plan, context)
     drafter.step_times = times if pauses else None
     return drafter
+
+
+def _may_share(method: PaSS, context: DraftContext) -> bool:
+    """True if each request may have other rows: candidates are fixed proposals, so that leaving some out by their probability
+    changes no text, and no other drafter or grammar adds to them."""
+    is_free = method.rows == "auto" and method.tree is None and method.passes == 1 and method.ngram is None
+    mode = drawing_mode(context.sampling, context.rule)
+    return is_free and len(context.texts) > 1 and mode == "coupled" and context.guides is None
 
 
 class Offers:
@@ -196,6 +249,7 @@ class TreeFiller:
         rule: how the candidates will be judged.
         shards: the ranks that hold the columns of the slots' logits; None: this process has all.
         guides: the grammars of the texts; None: none has one.
+        has_probabilities: tell those of the candidates, in mode "coupled" without a grammar.
     """
 
     def __init__(
@@ -207,14 +261,18 @@ class TreeFiller:
         rule: str,
         shards: LogitShards | None = None,
         guides: Guides | None = None,
+        has_probabilities: bool = False,
     ) -> None:
-        self.tree = tree
+        self.tree, self._has_probabilities = tree, has_probabilities
         self.offers = Offers(lookahead, tree, table, shards)
         self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)
         self._are_judged_by_logits = are_judged_by_logits(sampling, rule)
         self._levels = levels_of(tree, table.device)
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
+        # Of the candidates, nodes 1, 2, …
+        self._above = self._parents[1:].long()
+        self._slot_of = torch.tensor([depth - 1 for depth in tree.depths[1:]], device=table.device)
 
     def fill(self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], positions: Sequence[int]) -> Filled:
         """Fills the trees of these requests.
@@ -229,7 +287,9 @@ class TreeFiller:
         sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
         places = torch.tensor(positions, device=device)
         if self._mode == "coupled" and self._guides is None:
-            return Filled(self._offered(slots, roots, sampling, places), None, None)
+            tokens, offered = self._offered(slots, roots, sampling, places)
+            shares = self._probabilities(slots, tokens, offered).tolist() if self._has_probabilities else None
+            return Filled(tokens[:, 1:].tolist(), None, None, None, shares)
         if self._shards is not None:
             slots = self._shards.whole(slots)
         # The extra entry `num_nodes` takes the surplus candidates of parents with fewer children.
@@ -237,8 +297,29 @@ class TreeFiller:
         tokens[:, 0] = torch.tensor(roots, device=device)
         return self._drawn(slots, requests, tokens, sampling, places)
 
-    def _offered(self, slots: Tensor, roots: Sequence[int], sampling: BatchSampling, places: Tensor) -> list[list[int]]:
-        """The best of the offered tokens below every parent: ``next_rows_`` moves each request to its root."""
+    def _probabilities(self, slots: Tensor, tokens: Tensor, offered: dict[str, Tensor]) -> Tensor:
+        """``[n, nodes - 1]``: each token's probability by its slot and, where the embeddings have them, transition scores
+        among the offered tokens; 0 where there is no token."""
+        nodes = tokens[:, 1:]
+        if self.offers.transition is None:
+            totals = slots[:, : self.tree.max_depth].float().logsumexp(-1).index_select(1, self._slot_of)
+            known = slots[:, self._slot_of].gather(2, nodes.clamp(min=0)[..., None])[..., 0].float()
+            return (known - totals).exp().where(nodes >= 0, 0)
+        left, right = self.offers.transition
+        before = embedding(tokens.index_select(1, self._above).clamp(min=0), left)
+        choices, scores = (offered[name].index_select(1, self._slot_of) for name in ("offered", "scores"))
+        # Request by request, and without softmax or a product of matrices: see _rows_of.
+        shifts = [(embedding(c, right) * b[:, None]).sum(-1) for c, b in zip(choices.clamp(min=0), before, strict=True)]
+        shifted = scores + torch.stack(shifts)
+        weights = (shifted - shifted.amax(-1, keepdim=True)).exp()
+        shares = weights.where(choices == nodes[..., None], 0).sum(-1) / weights.sum(-1)
+        return (shares * scores.exp().sum(-1)).where(nodes >= 0, 0)
+
+    def _offered(
+        self, slots: Tensor, roots: Sequence[int], sampling: BatchSampling, places: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The best of the offered tokens below every parent, ``[n, nodes]`` with the roots, and what was offered:
+        ``next_rows_`` moves each request to its root."""
         requests, nodes, depth = len(roots), self.tree.num_nodes, self.tree.max_depth
         at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
         offered = self.offers.of_rows(slots[:, :depth].flatten(0, 1), at, sampling.repeated(depth), requests)
@@ -260,7 +341,7 @@ class TreeFiller:
             **offered,
             **sampling.keywords(),
         )
-        return rows[1, :, 1:].tolist()
+        return rows[1], offered
 
     def _drawn(
         self, slots: Tensor, requests: Sequence[int], tokens: Tensor, sampling: BatchSampling, places: Tensor
@@ -290,6 +371,20 @@ class TreeFiller:
         if not self._are_judged_by_logits:
             return Filled(filled, None, None)
         return Filled(filled, torch.cat(drawn_from), rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
+
+
+def _rows_of(logits: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+    """``[n, L, V]``, copies of these rows. On the CPU row by row, in words: for larger pieces torch takes its threads, which
+    spin on beside those of the model's layers, and a step of 13 ms then takes 20."""
+    words = 8 // logits.element_size()
+    if logits.device.type != "cpu" or logits.shape[-1] % words or not logits.is_contiguous():
+        return logits[torch.tensor(rows, device=logits.device)]
+    copies = logits.new_empty(len(rows), len(rows[0]), logits.shape[-1])
+    source, target = logits.view(torch.int64), copies.view(torch.int64)
+    for b, group in enumerate(rows):
+        for i, row in enumerate(group):
+            target[b, i] = source[row]
+    return copies
 
 
 def _transition_tables(

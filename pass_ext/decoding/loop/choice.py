@@ -36,6 +36,8 @@ def fixed_plan(context: DraftContext, drafting: Drafting, processors: Sequence[P
     if len(drafting.drafters) > 1 or type(drafting.drafters[0]) is not LookaheadDrafter:
         return "candidates do not come from look-ahead slots alone"
     drafter = drafting.drafters[0]
+    if drafter.shared is not None:
+        return "a batch shares rows by measured times (PaSS with rows='auto'), which takes one text on the CPU"
     if 0 not in dict(drafter.groups):
         return "the root has no look-ahead slots in every step"
     return FixedPlan(drafter.tree, drafter.groups, drafter.prompt_slots, drafter.offers)

@@ -21,7 +21,8 @@ def plan(model: Any, method: PaSS | Speculative | MultiCandidate, requests: int 
     Args:
         model: a model as ``generate`` takes it.
         method: ``PaSS``, or ``Speculative`` or ``MultiCandidate`` without a tree of its own.
-        requests: how many are decoded together.
+        requests: how many are decoded together. The plan is the best one that is common to all; ``PaSS`` with rows "auto"
+            shares the rows of each step among several requests anew.
     """
     if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
         raise ValueError(f"plan: requests must be a whole number, 1 or more, got {requests!r}")

@@ -89,8 +89,10 @@ class Session:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
         attention = StepAttention(self, trees, self._found if self.is_undisturbed else None)
         if positions is None:
-            starts = self.prefix_lens.repeat_interleave(trees.cu_nodes.diff(), output_size=len(ids))
-            positions = (starts + trees.depths).long()
+            # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
+            numbers = torch.arange(len(ids), dtype=torch.int32, device=self.device)
+            owners = torch.bucketize(numbers, trees.cu_nodes[1:], right=True)
+            positions = (self.prefix_lens[owners] + trees.depths).long()
         rows = self.model.embed(ids, self.slots)
         offsets = None if self.deep is None else SlotOffsets(ids, self.deep)
         logits = self.model(rows, positions, attention, wanted, offsets, adapters_of_call(ids, self.adapters))

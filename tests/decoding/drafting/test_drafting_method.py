@@ -15,7 +15,7 @@ from support.small_models import ragged_prompts, small_model
 import pass_ext
 from pass_ext import Candidates, Plain, Proposal, Tree, generate
 from pass_ext.decoding.drafting import drafter as drafter_module
-from pass_ext.decoding.drafting import pace
+from pass_ext.decoding.drafting.rows import pace
 from pass_ext.decoding.planning.run_times import run_times
 from pass_ext.decoding.planning.step_times import StepTimes
 

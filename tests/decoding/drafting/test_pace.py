@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pass_ext import Candidates, Plain, Proposal, Tree, generate
-from pass_ext.decoding.drafting import pace as pace_module
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter
-from pass_ext.decoding.drafting.pace import Pace, Pauses
+from pass_ext.decoding.drafting.rows import pace as pace_module
+from pass_ext.decoding.drafting.rows.pace import Pace, Pauses
 from pass_ext.decoding.drafting.step import Step
 from pass_ext.decoding.planning import run_times as run_times_module
 from pass_ext.decoding.planning.run_times import RunTimes, run_times

@@ -13,8 +13,8 @@ from support.generation import BUSHY, Decoder, slots_for, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting import pace
 from pass_ext.decoding.drafting.from_lookahead import Filled, Offers, TreeFiller
+from pass_ext.decoding.drafting.rows import pace
 from pass_ext.decoding.loop import choice, fixed_step
 from pass_ext.decoding.loop.ahead import AheadLoop
 from pass_ext.decoding.loop.fixed_step import FixedPlan, FixedStep
@@ -248,7 +248,7 @@ def test_on_every_backend(backend, monkeypatch, rank, law):
         (
             "auto",
             dict(num_return_sequences=2, temperature=1.0),
-            "drafting pauses by measured times .*, which takes one text",
+            "a batch shares rows by measured times .*, which takes one text",
         ),
         ("with ngrams", {}, "candidates do not come from look-ahead slots alone"),
         (Plain(), dict(logits_processor=lambda ids, scores: scores), "logits processors run on the host"),
