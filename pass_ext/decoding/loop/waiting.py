@@ -100,7 +100,8 @@ class WaitingLoop(Loop):
         """``[N, V]``, the target's logits of all rows."""
         ids = [token for step in steps if step is not None for token in step.ids]
         self.calls += 1
-        return self._usable(self.session.call(self._packs(_trees(steps)), self._on_device(ids)))
+        logits = self.session.call(self._packs(_trees(steps)), self._on_device(ids), may_hold_slots=min(ids) < 0)
+        return self._usable(logits)
 
     def _usable(self, logits: Tensor) -> Tensor:
         """The logits, with the columns of all ranks where something reads whole rows."""

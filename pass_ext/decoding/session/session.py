@@ -68,13 +68,15 @@ class Session:
         """True: calls of a repeated shape are CUDA graphs."""
         return self._recorded is not None
 
-    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def call(
+        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, *, may_hold_slots: bool = True
+    ) -> Tensor:
         """Calls the model on all rows of the trees, ids ``[N]`` as ``lookahead_embed`` takes them. The next call may overwrite
-        the logits."""
+        the logits. may_hold_slots: False if no row is a look-ahead slot's."""
         if self._recorded is not None and wanted is None and self.caches:
             logits, self._new = self._recorded(trees, ids)
         else:
-            logits, self._new = self._forward(trees, ids, wanted)
+            logits, self._new = self._forward(trees, ids, wanted, may_hold_slots=may_hold_slots)
         return logits
 
     def call_at(self, trees: PackedTrees, ids: Tensor, positions: Tensor) -> Tensor:
@@ -84,7 +86,12 @@ class Session:
         return logits
 
     def _forward(
-        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None
+        self,
+        trees: PackedTrees,
+        ids: Tensor,
+        wanted: Tensor | None = None,
+        positions: Tensor | None = None,
+        may_hold_slots: bool = True,
     ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
         attention = StepAttention(self, trees, self._found if self.is_undisturbed else None)
@@ -94,7 +101,7 @@ class Session:
             owners = torch.bucketize(numbers, trees.cu_nodes[1:], right=True)
             positions = (self.prefix_lens[owners] + trees.depths).long()
         rows = self.model.embed(ids, self.slots)
-        offsets = None if self.deep is None else SlotOffsets(ids, self.deep)
+        offsets = SlotOffsets(ids, self.deep) if self.deep is not None and may_hold_slots else None
         logits = self.model(rows, positions, attention, wanted, offsets, adapters_of_call(ids, self.adapters))
         layers = attention.layers
         if layers != len(self.caches) or not layers:
@@ -264,7 +271,9 @@ class _FirstLayers(Session):
         self._whole, self._count = whole, count
         self.prefix_lens = whole.prefix_lens
 
-    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def call(
+        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, *, may_hold_slots: bool = True
+    ) -> Tensor:
         """As ``Session``."""
         self.caches = self._whole.caches[: self._count]
-        return super().call(trees, ids, wanted)
+        return super().call(trees, ids, wanted, may_hold_slots=may_hold_slots)
