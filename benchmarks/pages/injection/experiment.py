@@ -1,0 +1,31 @@
+"""``Experiment``: trials of one question, with their data, windows, judged texts and table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.pages.slots import Text
+from pass_ext.training.common.windows import Windows
+from pass_ext.training.lookahead.loop import Settings
+
+
+class Experiment(NamedTuple):
+    """What differs between experiments. A trial is a dataclass with a seed, a name, and ``alone``, the trial of slots alone."""
+
+    name: str
+    result: Path
+    part: str
+    """Of the page."""
+    trials: Sequence[Any]
+    """Slots alone stand before the trials that are compared with them."""
+    settings: Settings
+    data: Sequence[str]
+    """Of the training command."""
+    windows: Callable[[Windows], Windows]
+    texts: Callable[[Iterable[Text]], list[Text]]
+    """Those to judge, among texts that do not loop."""
+    run: Callable[..., dict[str, Any]]
+    """(trial, model, windows, settings, texts): a trial's part of the result."""
+    render: Callable[[dict[str, Any]], str]
