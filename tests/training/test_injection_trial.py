@@ -144,7 +144,7 @@ def test_gains_and_standard_errors_by_hand():
 
 
 def test_the_page_shows_the_result():
-    result = json.loads(injection.RESULT.read_text())
+    result = json.loads(injection.HIDDEN.result.read_text())
     assert has_part(PAGE.read_text(), NAME, render(result))
     trials = [(row["start"], tuple(row["layers"]), row["rank"], row["rate"], row["seed"]) for row in result["rows"]]
     assert trials == [tuple(vars(trial).values()) for trial in injection.TRIALS]

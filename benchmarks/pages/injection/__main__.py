@@ -16,7 +16,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from benchmarks.harness.markdown import has_part, replace_part
 from benchmarks.pages.injection.experiment import Experiment
 from benchmarks.pages.injection.noise import page as noise_page
 from benchmarks.pages.injection.noise import trial as noise
+from benchmarks.pages.injection.noise.guesses import guesses
 from benchmarks.pages.injection.noise.windows import SampledWindows
 from benchmarks.pages.injection.page import NAME, PAGE, render
 from benchmarks.pages.injection.summary import summary
@@ -88,17 +89,27 @@ def measure(experiment: Experiment, model: str, out: Path) -> dict[str, Any]:
     windows = experiment.windows(
         windows_of(run, texts, batch=run.options.batch, anchors=run.options.anchors, lookahead=SLOTS)
     )
-    judged_texts = experiment.texts(
-        text for domain in DOMAINS for text in without_loops(run.model, run.tokenizer, domain)
+    written = stored(
+        out / f"{experiment.name}-texts.json",
+        lambda: [
+            text
+            for domain in DOMAINS
+            for text in texts_of(
+                run.model, run.tokenizer, domain, wanted=TEXTS, tokens=TOKENS, temperatures=experiment.temperatures
+            )
+            if "loops" not in text.kind
+        ],
     )
+    judged_texts = experiment.texts([Text(*text) for text in written])
+
+    def result_of(trial: Any) -> dict[str, Any]:
+        seeded = dataclasses.replace(windows, seed=trial.seed)
+        part = experiment.run(trial, run.model, seeded, experiment.settings, judged_texts)
+        return {"date": machine.now(), "commit": commit, **part}
+
     parts: dict[Any, dict[str, Any]] = {}
     for trial in experiment.trials:
-        file = out / f"{trial.name}.json"
-        if not file.exists():
-            seeded = dataclasses.replace(windows, seed=trial.seed)
-            part = experiment.run(trial, run.model, seeded, experiment.settings, judged_texts)
-            file.write_text(json.dumps({"date": machine.now(), "commit": commit, **part}) + "\n")
-        parts[trial] = json.loads(file.read_text())
+        parts[trial] = stored(out / f"{trial.name}.json", lambda trial=trial: result_of(trial))
         print(trial.name, parts[trial]["loss"], row(parts, trial)["judged"], flush=True)
     return {
         "command": shlex.join(
@@ -119,14 +130,15 @@ def measure(experiment: Experiment, model: str, out: Path) -> dict[str, Any]:
             for domain in DOMAINS
         },
         "rows": [row(parts, trial) for trial in experiment.trials],
+        **experiment.bounds(run.model, judged_texts),
     }
 
 
-def without_loops(model: Any, tokenizer: Any, domain: str) -> Iterator[Text]:
-    """The texts of a domain."""
-    return (
-        text for text in texts_of(model, tokenizer, domain, wanted=TEXTS, tokens=TOKENS) if "loops" not in text.kind
-    )
+def stored(file: Path, make: Callable[[], Any]) -> Any:
+    """What the file holds; a missing one is written first."""
+    if not file.exists():
+        file.write_text(json.dumps(make()) + "\n")
+    return json.loads(file.read_text())
 
 
 def kinds(texts: list[Text]) -> list[str]:
@@ -150,8 +162,10 @@ HIDDEN = Experiment(
     SETTINGS,
     (*SAMPLES, "--anchors", "64"),
     windows=lambda windows: windows,
+    temperatures=(0.0, 0.8),
     texts=list,
     run=run_trial,
+    bounds=lambda model, texts: {},
     render=render,
 )
 NOISE = Experiment(
@@ -159,11 +173,13 @@ NOISE = Experiment(
     RESULTS / "noise.json",
     noise_page.NAME,
     NOISE_TRIALS,
-    SETTINGS,
+    dataclasses.replace(SETTINGS, steps=80),
     (*SAMPLES, "--anchors", "32", "--length", "160"),
     windows=lambda windows: SampledWindows.at_temperature(windows, noise.TEMPERATURE),
-    texts=noise.drawn_texts,
+    temperatures=(noise.TEMPERATURE,),
+    texts=noise.behind_first_tokens,
     run=noise.run_trial,
+    bounds=lambda model, texts: guesses(model, SMALL, texts, noise.TEMPERATURE),
     render=noise_page.render,
 )
 EXPERIMENTS = {experiment.name: experiment for experiment in (HIDDEN, NOISE)}

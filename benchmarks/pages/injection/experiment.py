@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,12 @@ class Experiment(NamedTuple):
     data: Sequence[str]
     """Of the training command."""
     windows: Callable[[Windows], Windows]
-    texts: Callable[[Iterable[Text]], list[Text]]
-    """Those to judge, among texts that do not loop."""
+    temperatures: Sequence[float]
+    """Of the judged texts."""
+    texts: Callable[[list[Text]], list[Text]]
+    """Those to judge, of texts that do not loop."""
     run: Callable[..., dict[str, Any]]
     """(trial, model, windows, settings, texts): a trial's part of the result."""
+    bounds: Callable[[Any, Sequence[Text]], dict[str, Any]]
+    """(model, texts): further entries of the result, measured without training."""
     render: Callable[[dict[str, Any]], str]
