@@ -3,8 +3,8 @@
     same draw   sum over x of |[Fp(x - 1), Fp(x)) with [Fq(x - 1), Fq(x))|, the share of u at which p and q draw the same token
     overlap     sum over x of min(p(x), q(x)), the most that any way of drawing from both can reach
 
-p: the model's law at a + 2 + i, q: slot i's guess of it, both at the temperature of the texts. Slot i + 1 is told the u that draws this
-token.
+p: the model's law at a + 2 + i, q: slot i's guess of it, both at the temperature of the texts. Slot i + 1 is told the u that
+draws from p.
 """
 
 from __future__ import annotations
