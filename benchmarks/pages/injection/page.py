@@ -23,7 +23,8 @@ HEADS = (
 
 def render(result: dict[str, Any]) -> str:
     """The table, with what made it above."""
-    return "\n".join([origin(result), "", *table(HEADS, [line(row) for row in result["rows"]], left=3)])
+    rate = result["settings"]["adapter_learning_rate"]
+    return "\n".join([origin(result), "", *table(HEADS, [line(row, rate) for row in result["rows"]], left=3)])
 
 
 def origin(result: dict[str, Any]) -> str:
@@ -47,11 +48,13 @@ def origin(result: dict[str, Any]) -> str:
     )
 
 
-def line(row: dict[str, Any]) -> list[str]:
-    """A trial."""
+def line(row: dict[str, Any], rate: float) -> list[str]:
+    """A trial. rate: of adapters."""
     raw, scored = row["judged"]["raw"], row["judged"]["with transitions"]
     matrices = "full" if row["rank"] is None else f"rank {row['rank']}"
     what = [", ".join(map(str, row["layers"])), matrices, f"{row['rate']:g}"] if row["layers"] else ["none", "", ""]
+    if row["adapter_rank"]:
+        what = ["none", f"adapters of rank {row['adapter_rank']}", f"{rate:g}"]
     return [
         row["start"].removeprefix("smollm2-135m-"),
         *what,

@@ -20,7 +20,9 @@ from torch import Tensor
 from benchmarks.pages.injection.hidden import HiddenInjection
 from benchmarks.pages.injection.noise.injection import NoiseInjection
 from benchmarks.pages.slots import Text
+from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.windows import Windows
 from pass_ext.training.lookahead.evaluation import hits_of
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
@@ -31,21 +33,27 @@ Injection = HiddenInjection | NoiseInjection
 
 @dataclass(frozen=True)
 class Trial:
-    """layers: those at whose input hidden states are added; (): slots alone. rank: None for full matrices."""
+    """layers: those at whose input hidden states are added, none for (). rank: None for full matrices.
+
+    adapter_rank: of fresh adapters in all linear layers, which do not read the anchor: what as many parameters give elsewhere.
+    """
 
     start: str
     layers: tuple[int, ...] = ()
     rank: int | None = None
     rate: float = 0.0
     seed: int = 0
+    adapter_rank: int = 0
 
     @property
     def name(self) -> str:
         """Names the trial's files."""
         size = "full" if self.rank is None else f"rank-{self.rank}"
         places = "-".join(map(str, self.layers))
-        parts = [self.start, f"layers-{places}-{size}-rate-{self.rate:g}" if places else "alone", f"seed-{self.seed}"]
-        return "--".join(parts)
+        added = f"layers-{places}-{size}-rate-{self.rate:g}" if places else "alone"
+        if self.adapter_rank:
+            added = f"adapters-{self.adapter_rank}"
+        return f"{self.start}--{added}--seed-{self.seed}"
 
     @property
     def alone(self) -> Trial:
@@ -87,13 +95,17 @@ def run_trial(trial: Trial, model: Any, windows: Windows, settings: Settings, te
     table = model.get_input_embeddings().weight
     embedding = LookaheadEmbedding.from_pretrained(trial.start, table=table).float()
     torch.manual_seed(trial.seed)
-    injection = None
+    injection, added = None, list[torch.nn.Parameter]()
+    if trial.adapter_rank:
+        embedding.adapters = SlotAdapters(adapter_sizes(model, trial.adapter_rank), dtype=torch.float32)
+        added += embedding.adapters.parameters()
     if trial.layers:
         injection = HiddenInjection(trial.layers, embedding.num_lookahead, embedding.dim, trial.rank)
-    result = train_and_judge(model, embedding, injection, trial.rate, windows, settings, texts)
+        added += injection.parameters()
+    parameters = sum(parameter.numel() for parameter in added)
     return {
-        "parameters": 0 if injection is None else sum(parameter.numel() for parameter in injection.parameters()),
-        **result,
+        "parameters": parameters,
+        **train_and_judge(model, embedding, injection, trial.rate, windows, settings, texts),
     }
 
 
