@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,16 +38,14 @@ class Text(NamedTuple):
     prompt: int
 
 
-def texts_of(
-    model: Any, tokenizer: Any, domain: str, *, wanted: int, tokens: int, temperatures: Sequence[float] = (0.0, 0.8)
-) -> list[Text]:
+def texts_of(model: Any, tokenizer: Any, domain: str, *, wanted: int, tokens: int) -> list[Text]:
     """Up to `wanted` texts of each kind: "greedy", "greedy, loops", "T 0.8"."""
     prompts = read_prompts(domain, tokenizer, 4 * wanted)
     longest = max(len(prompt.ids) for prompt in prompts)
     ids = torch.tensor([[0] * (longest - len(prompt.ids)) + list(prompt.ids) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts])
     by_kind: dict[str, list[Text]] = {}
-    for temperature in temperatures:
+    for temperature in (0.0, 0.8):
         options = dict(max_new_tokens=tokens, attention_mask=mask, temperature=temperature, seeds=list(range(len(ids))))
         written = pass_ext.generate(model, ids, **options)
         rows = zip(prompts, written.sequences[:, longest:].tolist(), written.lengths, strict=True)

@@ -1,9 +1,9 @@
 """The trial of hidden states for look-ahead slots: groups against an ordinary forward, training, its sums and its table."""
 
+import dataclasses
 import json
 import math
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from benchmarks.pages.injection import __main__ as injection
 from benchmarks.pages.injection.hidden import HiddenInjection
 from benchmarks.pages.injection.page import NAME, PAGE, render
 from benchmarks.pages.injection.summary import summary
-from benchmarks.pages.injection.trial import InjectionTrainer, attached
+from benchmarks.pages.injection.trial import InjectionTrainer, Trial, attached, run_trial
+from benchmarks.pages.slots import Text
 from pass_ext import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.windows import Windows
@@ -120,7 +121,7 @@ def test_a_fresh_one_changes_nothing_and_is_trained():
         alone = slot_rows(model, embedding, ANCHORS, text_rows(model, IDS)[1])
         assert torch.equal(rows, alone)
         windows = Windows(None, [], counting(9, 24), 1.0, 24, 2, 6, SLOTS, 0)
-        settings = replace(injection.SETTINGS, steps=3)
+        settings = dataclasses.replace(injection.SETTINGS, steps=3)
         slots = LookaheadEmbedding.from_table(SLOTS, model.get_input_embeddings().weight)
         trainer = InjectionTrainer(model, slots, windows, settings, fresh, 0.01)
         trainer.run()
@@ -143,10 +144,47 @@ def test_gains_and_standard_errors_by_hand():
     assert judged["overlap, gain"] == judged["overlap, standard error"] == [0.0]
 
 
+def test_a_trial_is_judged_behind_the_prompt(tmp_path):
+    model, embedding, _ = setting(4)
+    embedding.save(tmp_path / "slots.safetensors")
+    start, texts = str(tmp_path / "slots.safetensors"), [Text("chat", "greedy", IDS[0].tolist(), 4)]
+    windows, settings = (
+        Windows(None, [], counting(9, 24), 1.0, 24, 2, 6, SLOTS, 0),
+        dataclasses.replace(injection.SETTINGS, steps=2),
+    )
+    sizes = {
+        Trial(start): 0,
+        Trial(start, (1,), 4, 0.01): 4 * DIM + SLOTS * DIM * 4,
+        Trial(start, (0, 1), None, 0.01): 2 * SLOTS * DIM * DIM,
+        Trial(start, adapter_rank=1): 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48)),
+    }
+    for trial, parameters in sizes.items():
+        result = run_trial(trial, model, windows, settings, texts)
+        assert (result["parameters"], result["steps"], trial.alone) == (parameters, 2, Trial(start))
+        for judged in result["judged"].values():
+            (text,) = judged
+            assert text["places"] == 12 - 1 - SLOTS - 2 and all(0 <= right <= text["places"] for right in text["right"])
+            assert all(0 < overlap < text["places"] for overlap in text["overlap"])
+
+
+def test_texts_to_judge_are_written_once_and_do_not_loop(tmp_path, monkeypatch):
+    def texts_of(model, tokenizer, domain, *, wanted, tokens):
+        return [Text(domain, kind, [1, 2, 3], 2) for kind in ("greedy", "greedy, loops", "T 0.8")]
+
+    monkeypatch.setattr(injection, "texts_of", texts_of)
+    texts = injection.texts_to_judge(None, None, tmp_path / "texts.json")
+    assert len(texts) == 6 and {text.kind for text in texts} == {"greedy", "T 0.8"}
+    monkeypatch.delattr(injection, "texts_of")
+    assert injection.texts_to_judge(None, None, tmp_path / "texts.json") == texts
+
+
 def test_the_page_shows_the_result():
     result = json.loads(injection.HIDDEN.result.read_text())
     assert has_part(PAGE.read_text(), NAME, render(result))
-    trials = [(row["start"], tuple(row["layers"]), row["rank"], row["rate"], row["seed"]) for row in result["rows"]]
-    assert trials == [tuple(vars(trial).values()) for trial in injection.TRIALS]
+    fields = [field.name for field in dataclasses.fields(Trial)]
+    trials = [
+        Trial(**{name: row[name] for name in fields} | {"layers": tuple(row["layers"])}) for row in result["rows"]
+    ]
+    assert tuple(trials) == injection.TRIALS
     changed = {**result, "rows": [{**row, "loss": row["loss"] + 1} for row in result["rows"]]}
     assert not has_part(PAGE.read_text(), NAME, render(changed))

@@ -19,9 +19,10 @@ from benchmarks.harness.markdown import has_part
 from benchmarks.pages.by_machine import RESULTS
 from benchmarks.pages.injection import __main__ as injection
 from benchmarks.pages.injection.noise import uniforms
-from benchmarks.pages.injection.noise.guesses import BINS, chi_square, law, same_draw
+from benchmarks.pages.injection.noise.guesses import BINS, chi_square, guesses, law, same_draw
 from benchmarks.pages.injection.noise.injection import NoiseInjection
-from benchmarks.pages.injection.noise.trial import behind_first_tokens
+from benchmarks.pages.injection.noise.page import knowing
+from benchmarks.pages.injection.noise.trial import drawn_texts
 from benchmarks.pages.injection.noise.uniforms import distribution_function, features, posterior_uniforms, quantile
 from benchmarks.pages.injection.noise.windows import SampledWindows
 from benchmarks.pages.injection.page import PAGE
@@ -189,15 +190,9 @@ def test_a_fresh_one_changes_nothing_and_is_trained():
     assert fresh.weight.abs().max() > 1e-3 and all(math.isfinite(loss) for loss in trainer.losses)
 
 
-def test_judged_texts_begin_behind_the_first_new_token():
-    assert behind_first_tokens([Text("code", "T 0.8", [4, 5, 6], 1)]) == [Text("code", "T 0.8", [4, 5, 6], 2)]
-
-
-def test_what_is_stored_is_not_made_again(tmp_path):
-    assert injection.stored(tmp_path / "x.json", lambda: [Text("code", "T 0.8", [4, 5], 1)]) == [
-        ["code", "T 0.8", [4, 5], 1]
-    ]
-    assert injection.stored(tmp_path / "x.json", lambda: 1 / 0) == [["code", "T 0.8", [4, 5], 1]]
+def test_judged_texts_are_drawn_and_begin_behind_the_first_new_token():
+    texts = [Text("code", "greedy", [1, 2, 3], 1), Text("code", "T 0.8", [4, 5, 6], 1)]
+    assert drawn_texts(texts) == [Text("code", "T 0.8", [4, 5, 6], 2)]
 
 
 def test_same_draws_by_hand():
@@ -210,6 +205,44 @@ def test_same_draws_by_hand():
     alike = quantile(sums, u) == quantile(sums.roll(1, 0), u)
     share = same_draw(sums, sums.roll(1, 0))
     assert abs(float(alike.double().mean() - share.mean())) < 4 * 0.5 / math.sqrt(DRAWS)
+
+
+def test_guesses_against_single_groups(monkeypatch):
+    model, embedding, _ = setting()
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    ranked = LookaheadEmbedding.from_table(SLOTS, table, rank=4)
+    with torch.no_grad():
+        ranked.weight.copy_(embedding.weight)
+        ranked.transition_right.normal_(generator=generator())
+    monkeypatch.setattr(LookaheadEmbedding, "from_pretrained", lambda *_, **__: ranked)
+    text = Text("code", "T 0.8", IDS.flatten().tolist(), 6)
+    measured = guesses(model, "any", [text], TEMPERATURE)
+    ids, sums = torch.tensor([text.ids]), torch.zeros(2, 2, SLOTS, dtype=torch.float64)
+    places = range(4, len(text.ids) - 1 - SLOTS)
+    for anchor in places:
+        rows, past = text_rows(model, ids)
+        group = slot_rows(model, ranked, torch.tensor([[anchor]]), past)[0, 0]
+        for slot in range(SLOTS):
+            place = anchor + 1 + slot
+            score = (table[text.ids[place]] @ ranked.transition_left) @ ranked.transition_right.T @ table.T
+            p = distribution_function(head(rows[0, place])[None], TEMPERATURE)
+            for number, logits in enumerate([head(group[slot]) + score, head(group[slot])]):
+                q = distribution_function(logits[None], TEMPERATURE)
+                sums[number, 0, slot] += same_draw(p, q)[0]
+                sums[number, 1, slot] += torch.minimum(law(p), law(q)).sum()
+    for number, scores in enumerate(("with transitions", "raw")):
+        for key, share in zip(("same draw", "overlap"), sums[number] / len(places), strict=True):
+            assert measured["guesses"][scores][key] == pytest.approx(share.tolist(), abs=1e-3)
+    assert measured["u"]["numbers"] == len(text.ids) - text.prompt
+
+
+def test_how_much_of_the_gain_u_has():
+    def row(transitions, rate, **judged):
+        return {"transitions": transitions, "rate": rate, "judged": {k: {"top 1": v} for k, v in judged.items()}}
+
+    known = {"transitions": True, "rate": 0.0, "judged": {"with transitions": {"top 1": [0.6, 0.5]}}}
+    text = knowing([known, row(False, 0.0, raw=[0.2, 0.1]), row(False, 0.1, raw=[0.3, 0.1])])
+    assert "from 0.200 0.100 to 0.600 0.500" in text and "by slot, 25, 0 % of that gain" in text
 
 
 def test_the_page_shows_the_result():

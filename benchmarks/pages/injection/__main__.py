@@ -16,7 +16,6 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +38,11 @@ from pass_ext.training.lookahead import command
 from pass_ext.training.lookahead.loop import Settings
 
 RESULTS = ROOT / "benchmarks/results/pretrained"
-SMALL, ADAPTED = "smollm2-135m-instruct", "smollm2-135m-instruct-adapters"
+SMALL = "smollm2-135m-instruct"
 TRIALS = (
     Trial(SMALL),
-    Trial(SMALL, adapter_rank=1),
     Trial(SMALL, (10,), 32, 0.004),
     Trial(SMALL, (5, 10, 15), 32, 0.004),
-    Trial(SMALL, (10,), None, 0.0005),
-    Trial(ADAPTED),
-    Trial(ADAPTED, (5, 10, 15), 32, 0.004),
 )
 NOISE_TRIALS = (
     noise.NoiseTrial(SMALL, transitions=True),
@@ -87,27 +82,15 @@ def measure(experiment: Experiment, model: str, out: Path) -> dict[str, Any]:
     windows = experiment.windows(
         windows_of(run, texts, batch=run.options.batch, anchors=run.options.anchors, lookahead=SLOTS)
     )
-    written = stored(
-        out / f"{experiment.name}-texts.json",
-        lambda: [
-            text
-            for domain in DOMAINS
-            for text in texts_of(
-                run.model, run.tokenizer, domain, wanted=TEXTS, tokens=TOKENS, temperatures=experiment.temperatures
-            )
-            if "loops" not in text.kind
-        ],
-    )
-    judged_texts = experiment.texts([Text(*text) for text in written])
-
-    def result_of(trial: Any) -> dict[str, Any]:
-        seeded = dataclasses.replace(windows, seed=trial.seed)
-        part = experiment.run(trial, run.model, seeded, experiment.settings, judged_texts)
-        return {"date": machine.now(), "commit": commit, **part}
-
+    judged_texts = experiment.texts(texts_to_judge(run.model, run.tokenizer, out / f"texts-{TEXTS}-{TOKENS}.json"))
     parts: dict[Any, dict[str, Any]] = {}
     for trial in experiment.trials:
-        parts[trial] = stored(out / f"{trial.name}.json", lambda trial=trial: result_of(trial))
+        file = out / f"{trial.name}.json"
+        if not file.exists():
+            seeded = dataclasses.replace(windows, seed=trial.seed)
+            part = experiment.run(trial, run.model, seeded, experiment.settings, judged_texts)
+            file.write_text(json.dumps({"date": machine.now(), "commit": commit, **part}) + "\n")
+        parts[trial] = json.loads(file.read_text())
         print(trial.name, parts[trial]["loss"], row(parts, trial)["judged"], flush=True)
     return {
         "command": shlex.join(
@@ -132,11 +115,12 @@ def measure(experiment: Experiment, model: str, out: Path) -> dict[str, Any]:
     }
 
 
-def stored(file: Path, make: Callable[[], Any]) -> Any:
-    """What the file holds; a missing one is written first."""
+def texts_to_judge(model: Any, tokenizer: Any, file: Path) -> list[Text]:
+    """Texts that do not loop, from the file or written now."""
     if not file.exists():
-        file.write_text(json.dumps(make()) + "\n")
-    return json.loads(file.read_text())
+        each = [texts_of(model, tokenizer, domain, wanted=TEXTS, tokens=TOKENS) for domain in DOMAINS]
+        file.write_text(json.dumps([text for texts in each for text in texts if "loops" not in text.kind]) + "\n")
+    return [Text(*fields) for fields in json.loads(file.read_text())]
 
 
 def kinds(texts: list[Text]) -> list[str]:
@@ -160,7 +144,6 @@ HIDDEN = Experiment(
     SETTINGS,
     (*SAMPLES, "--anchors", "64"),
     windows=lambda windows: windows,
-    temperatures=(0.0, 0.8),
     texts=list,
     run=run_trial,
     bounds=lambda model, texts: {},
@@ -174,8 +157,7 @@ NOISE = Experiment(
     dataclasses.replace(SETTINGS, steps=80),
     (*SAMPLES, "--anchors", "32", "--length", "160"),
     windows=lambda windows: SampledWindows.at_temperature(windows, noise.TEMPERATURE),
-    temperatures=(noise.TEMPERATURE,),
-    texts=noise.behind_first_tokens,
+    texts=noise.drawn_texts,
     run=noise.run_trial,
     bounds=lambda model, texts: guesses(model, SMALL, texts, noise.TEMPERATURE),
     render=noise_page.render,

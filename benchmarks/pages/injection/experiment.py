@@ -24,8 +24,6 @@ class Experiment(NamedTuple):
     data: Sequence[str]
     """Of the training command."""
     windows: Callable[[Windows], Windows]
-    temperatures: Sequence[float]
-    """Of the judged texts."""
     texts: Callable[[list[Text]], list[Text]]
     """Those to judge, of texts that do not loop."""
     run: Callable[..., dict[str, Any]]

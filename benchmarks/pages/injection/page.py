@@ -9,15 +9,9 @@ from benchmarks.harness.markdown import table
 
 PAGE, NAME = ROOT / "docs/guide/training.md", "benchmarks.pages.injection"
 HEADS = (
-    *("start", "layers", "matrices", "rate", "seed", "parameters", "loss"),
-    *(
-        "top 1, raw",
-        "gain of slots 1 and 2",
-        "top 1",
-        "gain of slots 1 and 2",
-        "total variation",
-        "its fall, slots 1 and 2",
-    ),
+    *("start", "layers", "matrices", "rate", "seed", "new parameters", "training loss"),
+    *("top 1, raw", "gain, slots 1 and 2", "top 1, with transitions", "gain, slots 1 and 2"),
+    *("overlap, with transitions", "gain, slots 1 and 2"),
 )
 
 
@@ -65,7 +59,7 @@ def line(row: dict[str, Any], rate: float) -> list[str]:
         gains(raw, "top 1"),
         shares(scored["top 1"]),
         gains(scored, "top 1"),
-        shares([1 - overlap for overlap in scored["overlap"]]),
+        shares(scored["overlap"]),
         gains(scored, "overlap"),
     ]
 

@@ -31,8 +31,8 @@ def render(result: dict[str, Any]) -> str:
         "",
         knowing(result["rows"]),
         "",
-        f"Slot 1 is told the u of a token whose law the row in front of it has. Slots 2, 3, … can know the law of the token before "
-        f"them as far as the slot before guesses it; untrained further, at the texts' temperature:",
+        "Slot 1 is told the u of a token whose law the row in front of it has. Slots 2, 3, … can know the law of the token "
+        "before them as far as the slot before guesses it; with the shipped file, at the texts' temperature:",
         "",
         *table(BOUND_HEADS, bounds),
         "",

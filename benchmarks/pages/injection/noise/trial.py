@@ -42,9 +42,9 @@ class NoiseTrial:
         return NoiseTrial(self.start, self.transitions, seed=self.seed)
 
 
-def behind_first_tokens(texts: list[Text]) -> list[Text]:
-    """The texts with the first new token as a part of the prompt, so that all slots stand where drawn tokens are."""
-    return [text._replace(prompt=text.prompt + 1) for text in texts]
+def drawn_texts(texts: list[Text]) -> list[Text]:
+    """Those drawn at this temperature; the first new token counts as prompt, so that all slots stand where drawn tokens are."""
+    return [text._replace(prompt=text.prompt + 1) for text in texts if text.kind == f"T {TEMPERATURE}"]
 
 
 def run_trial(
