@@ -156,7 +156,6 @@ def test_a_trial_is_judged_behind_the_prompt(tmp_path):
         Trial(start): 0,
         Trial(start, (1,), 4, 0.01): 4 * DIM + SLOTS * DIM * 4,
         Trial(start, (0, 1), None, 0.01): 2 * SLOTS * DIM * DIM,
-        Trial(start, adapter_rank=1): 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48)),
     }
     for trial, parameters in sizes.items():
         result = run_trial(trial, model, windows, settings, texts)

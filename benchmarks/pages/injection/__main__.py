@@ -55,7 +55,6 @@ SETTINGS = Settings(
     learning_rate=0.003,
     transition_learning_rate=0.001,
     deep_learning_rate=0.003,
-    adapter_learning_rate=0.002,
     warm_up=10,
     decay=0.8,
     clip=1.0,

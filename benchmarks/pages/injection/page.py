@@ -17,8 +17,7 @@ HEADS = (
 
 def render(result: dict[str, Any]) -> str:
     """The table, with what made it above."""
-    rate = result["settings"]["adapter_learning_rate"]
-    return "\n".join([origin(result), "", *table(HEADS, [line(row, rate) for row in result["rows"]], left=3)])
+    return "\n".join([origin(result), "", *table(HEADS, [line(row) for row in result["rows"]], left=3)])
 
 
 def origin(result: dict[str, Any]) -> str:
@@ -34,7 +33,7 @@ def origin(result: dict[str, Any]) -> str:
     return (
         f"`{result['command']}`: {settings['steps']} steps of {settings['loss'].upper()} with `{result['training options']}`, "
         f"rates {settings['learning_rate']:g} (slots), {settings['transition_learning_rate']:g} (transitions), "
-        f"{settings['deep_learning_rate']:g} (vectors per layer), {settings['adapter_learning_rate']:g} (adapters). "
+        f"{settings['deep_learning_rate']:g} (vectors per layer). "
         f"Judged on {judged['texts']} texts ({', '.join(f'{count} {kind}' for kind, count in counts.items())}; "
         f"{judged['places']:,} places) of {result['tokens']} tokens at most that do not loop, behind held-out prompts. "
         f"{result['model']}; {result['machine']['model']}, {result['machine']['torch_threads']} threads; {days}, "
@@ -42,13 +41,11 @@ def origin(result: dict[str, Any]) -> str:
     )
 
 
-def line(row: dict[str, Any], rate: float) -> list[str]:
-    """A trial. rate: of adapters."""
+def line(row: dict[str, Any]) -> list[str]:
+    """A trial."""
     raw, scored = row["judged"]["raw"], row["judged"]["with transitions"]
     matrices = "full" if row["rank"] is None else f"rank {row['rank']}"
     what = [", ".join(map(str, row["layers"])), matrices, f"{row['rate']:g}"] if row["layers"] else ["none", "", ""]
-    if row["adapter_rank"]:
-        what = ["none", f"adapters of rank {row['adapter_rank']}", f"{rate:g}"]
     return [
         row["start"].removeprefix("smollm2-135m-"),
         *what,

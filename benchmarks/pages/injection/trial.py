@@ -20,9 +20,7 @@ from torch import Tensor
 from benchmarks.pages.injection.hidden import HiddenInjection
 from benchmarks.pages.injection.noise.injection import NoiseInjection
 from benchmarks.pages.slots import Text
-from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.modules.lookahead import LookaheadEmbedding
-from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.windows import Windows
 from pass_ext.training.lookahead.evaluation import hits_of
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
@@ -33,17 +31,13 @@ Injection = HiddenInjection | NoiseInjection
 
 @dataclass(frozen=True)
 class Trial:
-    """layers: those at whose input hidden states are added, none for (). rank: None for full matrices.
-
-    adapter_rank: of fresh adapters in all linear layers, which do not read the anchor: what as many parameters give elsewhere.
-    """
+    """layers: those at whose input hidden states are added; (): slots alone. rank: None for full matrices."""
 
     start: str
     layers: tuple[int, ...] = ()
     rank: int | None = None
     rate: float = 0.0
     seed: int = 0
-    adapter_rank: int = 0
 
     @property
     def name(self) -> str:
@@ -51,8 +45,6 @@ class Trial:
         size = "full" if self.rank is None else f"rank-{self.rank}"
         places = "-".join(map(str, self.layers))
         added = f"layers-{places}-{size}-rate-{self.rate:g}" if places else "alone"
-        if self.adapter_rank:
-            added = f"adapters-{self.adapter_rank}"
         return f"{self.start}--{added}--seed-{self.seed}"
 
     @property
@@ -95,18 +87,10 @@ def run_trial(trial: Trial, model: Any, windows: Windows, settings: Settings, te
     table = model.get_input_embeddings().weight
     embedding = LookaheadEmbedding.from_pretrained(trial.start, table=table).float()
     torch.manual_seed(trial.seed)
-    injection, added = None, list[torch.nn.Parameter]()
-    if trial.adapter_rank:
-        embedding.adapters = SlotAdapters(adapter_sizes(model, trial.adapter_rank), dtype=torch.float32)
-        added += embedding.adapters.parameters()
+    injection = None
     if trial.layers:
         injection = HiddenInjection(trial.layers, embedding.num_lookahead, embedding.dim, trial.rank)
-        added += injection.parameters()
-    parameters = sum(parameter.numel() for parameter in added)
-    return {
-        "parameters": parameters,
-        **train_and_judge(model, embedding, injection, trial.rate, windows, settings, texts),
-    }
+    return train_and_judge(model, embedding, injection, trial.rate, windows, settings, texts)
 
 
 def train_and_judge(
@@ -118,7 +102,7 @@ def train_and_judge(
     settings: Settings,
     texts: Sequence[Text],
 ) -> dict[str, Any]:
-    """Trains in place and judges: steps, seconds, loss, and for each way of scoring the hits of each text."""
+    """Trains in place and judges: new parameters, steps, seconds, loss, and for each way of scoring the hits of each text."""
     trainer = InjectionTrainer(model, embedding, windows, settings, injection, rate)
     started = time.monotonic()
     trainer.run()
@@ -134,6 +118,7 @@ def train_and_judge(
         judged["raw"] = judge(model, embedding, texts)
     recent = trainer.losses[-LAST:]
     return {
+        "parameters": 0 if injection is None else sum(parameter.numel() for parameter in injection.parameters()),
         "steps": trainer.step,
         "seconds": round(seconds, 1),
         "loss": round(sum(recent) / len(recent), 4),

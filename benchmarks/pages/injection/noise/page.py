@@ -11,8 +11,8 @@ from benchmarks.pages.injection.page import gains, origin, shares
 
 NAME = "benchmarks.pages.injection.noise"
 HEADS = (
-    *("transitions in training", "told", "transitions when judged", "rate", "parameters", "loss"),
-    *("top 1", "gain of slots 1 and 2", "total variation", "its fall, slots 1 and 2"),
+    *("transition scores in training", "told", "when judged", "rate", "new parameters", "training loss"),
+    *("top 1", "gain, slots 1 and 2", "overlap", "gain, slots 1 and 2"),
 )
 BOUND_HEADS = ("the slot before guesses", "draws the same token at the same u", "overlap with the model")
 
@@ -53,7 +53,7 @@ def line(row: dict[str, Any], scores: str) -> list[str]:
         f"{row['loss']:.3f}",
         shares(judged["top 1"]),
         gains(judged, "top 1"),
-        shares([1 - overlap for overlap in judged["overlap"]]),
+        shares(judged["overlap"]),
         gains(judged, "overlap"),
     ]
 

@@ -50,7 +50,7 @@ def drawn_texts(texts: list[Text]) -> list[Text]:
 def run_trial(
     trial: NoiseTrial, model: Any, windows: Windows, settings: Settings, texts: Sequence[Text]
 ) -> dict[str, Any]:
-    """Trains and judges: parameters that were added, loss, seconds, and for each way of scoring the hits of each text."""
+    """Trains and judges: loss, seconds, and for each way of scoring the hits of each text."""
     embedding = LookaheadEmbedding.from_pretrained(trial.start, table=model.get_input_embeddings().weight).float()
     if not trial.transitions:
         embedding.transition_left = embedding.transition_right = None
@@ -58,8 +58,4 @@ def run_trial(
     injection = None
     if trial.rate:
         injection = NoiseInjection(embedding.num_lookahead, embedding.dim, TEMPERATURE, trial.seed)
-    parameters = 0 if injection is None else injection.weight.numel()
-    return {
-        "parameters": parameters,
-        **train_and_judge(model, embedding, injection, trial.rate, windows, settings, texts),
-    }
+    return train_and_judge(model, embedding, injection, trial.rate, windows, settings, texts)
