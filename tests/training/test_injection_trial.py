@@ -178,7 +178,7 @@ def test_texts_to_judge_are_written_once_and_do_not_loop(tmp_path, monkeypatch):
 
 
 def test_the_page_shows_the_result():
-    result = json.loads(injection.RESULT.read_text())
+    result = json.loads(injection.HIDDEN.result.read_text())
     assert has_part(PAGE.read_text(), NAME, render(result))
     fields = [field.name for field in dataclasses.fields(Trial)]
     trials = [

@@ -1,8 +1,12 @@
-"""Trains look-ahead slots alone and with hidden states of their anchors added at the input of some layers, judges both on
-held-out texts, and writes the table of docs/guide/training.md.
+"""Trains look-ahead slots alone and with something added to their rows, judges both on held-out texts, and writes a table of
+docs/guide/training.md.
 
-`python -m benchmarks.pages.injection --model MODEL` trains and keeps benchmarks/results/pretrained/injection.json; stopped, it
-goes on with the trial that is missing in --out. `--render` only writes the table, `--check` compares it.
+    hidden    hidden states of their anchors, at the input of some layers
+    noise     the uniform numbers that draw the tokens before those that they predict
+
+`python -m benchmarks.pages.injection --model MODEL [hidden | noise]` trains and keeps the result in
+benchmarks/results/pretrained; stopped, it goes on with the trial that is missing in --out. `--render` only writes the table,
+`--check` compares it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,11 @@ from benchmarks import ROOT
 from benchmarks.decoding.prompts import DOMAINS
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import has_part, replace_part
+from benchmarks.pages.injection.experiment import Experiment
+from benchmarks.pages.injection.noise import page as noise_page
+from benchmarks.pages.injection.noise import trial as noise
+from benchmarks.pages.injection.noise.guesses import guesses
+from benchmarks.pages.injection.noise.windows import SampledWindows
 from benchmarks.pages.injection.page import NAME, PAGE, render
 from benchmarks.pages.injection.summary import summary
 from benchmarks.pages.injection.trial import Trial, run_trial
@@ -28,14 +37,19 @@ from pass_ext.training.common.windows import windows_of
 from pass_ext.training.lookahead import command
 from pass_ext.training.lookahead.loop import Settings
 
-RESULT = ROOT / "benchmarks/results/pretrained/injection.json"
+RESULTS = ROOT / "benchmarks/results/pretrained"
 SMALL = "smollm2-135m-instruct"
 TRIALS = (
     Trial(SMALL),
     Trial(SMALL, (10,), 32, 0.004),
     Trial(SMALL, (5, 10, 15), 32, 0.004),
 )
-"""Slots alone stand before the trials of the same start and seed."""
+NOISE_TRIALS = (
+    noise.NoiseTrial(SMALL, transitions=True),
+    noise.NoiseTrial(SMALL, transitions=True, rate=0.003),
+    noise.NoiseTrial(SMALL, transitions=False),
+    noise.NoiseTrial(SMALL, transitions=False, rate=0.003),
+)
 SETTINGS = Settings(
     steps=100,
     learning_rate=0.003,
@@ -46,38 +60,43 @@ SETTINGS = Settings(
     clip=1.0,
     loss="kl",
 )
-DATA = (
+SAMPLES = (
     *("--data", "stdlib", "--self-distill", "shipped", "--continuations", "192", "--own-chats", "96"),
-    *("--held-out", "16", "--dtype", "bfloat16", "--batch", "1", "--anchors", "64"),
+    *("--held-out", "16", "--dtype", "bfloat16", "--batch", "1"),
 )
-"""Of the training command."""
+"""Of the training command, as --anchors and --length."""
 TEXTS, TOKENS = 12, 72
 """Judged texts of each domain and temperature at most, and their tokens."""
 
 
-def measure(model: str, out: Path) -> dict[str, Any]:
+def measure(experiment: Experiment, model: str, out: Path) -> dict[str, Any]:
     """The result; each trial's part stays in ``out``."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    words = ["--model", model, *DATA, "--lookahead", str(SLOTS), "--out", str(out)]
+    data = [*experiment.data, "--lookahead", str(SLOTS)]
+    words = ["--model", model, *data, "--out", str(out)]
     commit = machine.commit()
     run = load_run(parser.parse_args(words), words)
     texts = run.texts()
-    windows = windows_of(run, texts, batch=run.options.batch, anchors=run.options.anchors, lookahead=SLOTS)
-    judged_texts = texts_to_judge(run.model, run.tokenizer, out / f"texts-{TEXTS}-{TOKENS}.json")
-    parts: dict[Trial, dict[str, Any]] = {}
-    for trial in TRIALS:
+    windows = experiment.windows(
+        windows_of(run, texts, batch=run.options.batch, anchors=run.options.anchors, lookahead=SLOTS)
+    )
+    judged_texts = experiment.texts(texts_to_judge(run.model, run.tokenizer, out / f"texts-{TEXTS}-{TOKENS}.json"))
+    parts: dict[Any, dict[str, Any]] = {}
+    for trial in experiment.trials:
         file = out / f"{trial.name}.json"
         if not file.exists():
             seeded = dataclasses.replace(windows, seed=trial.seed)
-            part = run_trial(trial, run.model, seeded, SETTINGS, judged_texts)
+            part = experiment.run(trial, run.model, seeded, experiment.settings, judged_texts)
             file.write_text(json.dumps({"date": machine.now(), "commit": commit, **part}) + "\n")
         parts[trial] = json.loads(file.read_text())
         print(trial.name, parts[trial]["loss"], row(parts, trial)["judged"], flush=True)
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.pages.injection", "--model", Path(model).name]),
-        "training options": shlex.join([*DATA, "--lookahead", str(SLOTS)]),
-        "settings": dataclasses.asdict(SETTINGS),
+        "command": shlex.join(
+            ["python", "-m", "benchmarks.pages.injection", "--model", Path(model).name, experiment.name]
+        ),
+        "training options": shlex.join(data),
+        "settings": dataclasses.asdict(experiment.settings),
         "machine": machine.describe_cpu(),
         "versions": machine.describe_versions(),
         "model": Path(model).name,
@@ -90,7 +109,8 @@ def measure(model: str, out: Path) -> dict[str, Any]:
             }
             for domain in DOMAINS
         },
-        "rows": [row(parts, trial) for trial in TRIALS],
+        "rows": [row(parts, trial) for trial in experiment.trials],
+        **experiment.bounds(run.model, judged_texts),
     }
 
 
@@ -107,7 +127,7 @@ def kinds(texts: list[Text]) -> list[str]:
     return list(dict.fromkeys(text.kind for text in texts))
 
 
-def row(parts: dict[Trial, dict[str, Any]], trial: Trial) -> dict[str, Any]:
+def row(parts: dict[Any, dict[str, Any]], trial: Any) -> dict[str, Any]:
     """A trial's row of the result."""
     part = parts[trial]
     others = {} if trial == trial.alone else parts[trial.alone]["judged"]
@@ -115,22 +135,53 @@ def row(parts: dict[Trial, dict[str, Any]], trial: Trial) -> dict[str, Any]:
     return {**dataclasses.asdict(trial), **part, "judged": judged}
 
 
+HIDDEN = Experiment(
+    "hidden",
+    RESULTS / "injection.json",
+    NAME,
+    TRIALS,
+    SETTINGS,
+    (*SAMPLES, "--anchors", "64"),
+    windows=lambda windows: windows,
+    texts=list,
+    run=run_trial,
+    bounds=lambda model, texts: {},
+    render=render,
+)
+NOISE = Experiment(
+    "noise",
+    RESULTS / "noise.json",
+    noise_page.NAME,
+    NOISE_TRIALS,
+    dataclasses.replace(SETTINGS, steps=80),
+    (*SAMPLES, "--anchors", "32", "--length", "160"),
+    windows=lambda windows: SampledWindows.at_temperature(windows, noise.TEMPERATURE),
+    texts=noise.drawn_texts,
+    run=noise.run_trial,
+    bounds=lambda model, texts: guesses(model, SMALL, texts, noise.TEMPERATURE),
+    render=noise_page.render,
+)
+EXPERIMENTS = {experiment.name: experiment for experiment in (HIDDEN, NOISE)}
+
+
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.injection`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("added", nargs="?", choices=list(EXPERIMENTS), default=HIDDEN.name, help="what rows get")
     parser.add_argument("--model", help="a GGUF file, or a transformers model folder or name")
     parser.add_argument("--out", type=Path, default=ROOT / "build/injection", help="folder of samples and trials")
     parser.add_argument("--render", action="store_true", help="train nothing")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     options = parser.parse_args()
+    experiment = EXPERIMENTS[options.added]
     if not (options.render or options.check):
         if options.model is None:
             raise SystemExit("give --model")
-        RESULT.write_text(json.dumps(measure(options.model, options.out), indent=1) + "\n")
-    text = render(json.loads(RESULT.read_text()))
+        experiment.result.write_text(json.dumps(measure(experiment, options.model, options.out), indent=1) + "\n")
+    text = experiment.render(json.loads(experiment.result.read_text()))
     if options.check:
-        return 0 if has_part(PAGE.read_text(), NAME, text) else 1
-    PAGE.write_text(replace_part(PAGE.read_text(), NAME, text))
+        return 0 if has_part(PAGE.read_text(), experiment.part, text) else 1
+    PAGE.write_text(replace_part(PAGE.read_text(), experiment.part, text))
     return 0
 
 

@@ -17,6 +17,11 @@ HEADS = (
 
 def render(result: dict[str, Any]) -> str:
     """The table, with what made it above."""
+    return "\n".join([origin(result), "", *table(HEADS, [line(row) for row in result["rows"]], left=3)])
+
+
+def origin(result: dict[str, Any]) -> str:
+    """What made a result."""
     settings, rows = result["settings"], result["rows"]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     judged = rows[0]["judged"]["raw"]
@@ -25,17 +30,15 @@ def render(result: dict[str, Any]) -> str:
     }
     dates = sorted(row["date"][:10] for row in rows)
     days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    return "\n".join([
+    return (
         f"`{result['command']}`: {settings['steps']} steps of {settings['loss'].upper()} with `{result['training options']}`, "
         f"rates {settings['learning_rate']:g} (slots), {settings['transition_learning_rate']:g} (transitions), "
         f"{settings['deep_learning_rate']:g} (vectors per layer). "
         f"Judged on {judged['texts']} texts ({', '.join(f'{count} {kind}' for kind, count in counts.items())}; "
         f"{judged['places']:,} places) of {result['tokens']} tokens at most that do not loop, behind held-out prompts. "
         f"{result['model']}; {result['machine']['model']}, {result['machine']['torch_threads']} threads; {days}, "
-        f"commit {rows[-1]['commit']}; {versions}.",
-        "",
-        *table(HEADS, [line(row) for row in rows], left=3),
-    ])  # fmt: skip
+        f"commit {rows[-1]['commit']}; {versions}."
+    )
 
 
 def line(row: dict[str, Any]) -> list[str]:

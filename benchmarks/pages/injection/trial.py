@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pages.injection.hidden import HiddenInjection
+from benchmarks.pages.injection.noise.injection import NoiseInjection
 from benchmarks.pages.slots import Text
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.windows import Windows
@@ -25,6 +26,7 @@ from pass_ext.training.lookahead.evaluation import hits_of
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
 
 LAST = 25  # steps whose mean loss is told
+Injection = HiddenInjection | NoiseInjection
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Trial:
 
 
 class InjectionTrainer(LookaheadTrainer):
-    """Trains the matrices of ``injection`` beside the slots, all together clipped, at a rate of their own."""
+    """Trains the parameters of ``injection`` beside the slots, all together clipped, at a rate of their own."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class InjectionTrainer(LookaheadTrainer):
         embedding: LookaheadEmbedding,
         windows: Windows,
         settings: Settings,
-        injection: HiddenInjection | None,
+        injection: Injection | None,
         rate: float,
     ) -> None:
         super().__init__(model, embedding, windows, settings)
@@ -70,12 +72,12 @@ class InjectionTrainer(LookaheadTrainer):
             self._rates.append(rate)
 
     def loss(self, step: int) -> Tensor:
-        """The loss of a step, hidden states added."""
+        """The loss of a step, with the injection."""
         with attached(self._injection, self._model):
             return super().loss(step)
 
 
-def attached(injection: HiddenInjection | None, model: Any) -> AbstractContextManager[None]:
+def attached(injection: Injection | None, model: Any) -> AbstractContextManager[None]:
     """``injection.attached(model)``, or nothing without one."""
     return nullcontext() if injection is None else injection.attached(model)
 
@@ -88,16 +90,31 @@ def run_trial(trial: Trial, model: Any, windows: Windows, settings: Settings, te
     injection = None
     if trial.layers:
         injection = HiddenInjection(trial.layers, embedding.num_lookahead, embedding.dim, trial.rank)
-    trainer = InjectionTrainer(model, embedding, windows, settings, injection, trial.rate)
+    return train_and_judge(model, embedding, injection, trial.rate, windows, settings, texts)
+
+
+def train_and_judge(
+    model: Any,
+    embedding: LookaheadEmbedding,
+    injection: Injection | None,
+    rate: float,
+    windows: Windows,
+    settings: Settings,
+    texts: Sequence[Text],
+) -> dict[str, Any]:
+    """Trains in place and judges: new parameters, steps, seconds, loss, and for each way of scoring the hits of each text."""
+    trainer = InjectionTrainer(model, embedding, windows, settings, injection, rate)
     started = time.monotonic()
     trainer.run()
     seconds = time.monotonic() - started
     for module in (embedding, injection):  # a file would hold bfloat16
         if module is not None:
-            module.to(torch.bfloat16).to(table.dtype)
+            module.to(torch.bfloat16).to(model.get_input_embeddings().weight.dtype)
+    judged = {}
     with attached(injection, model):
-        judged = {"with transitions": judge(model, embedding, texts)}
-        embedding.transition_left = embedding.transition_right = None
+        if embedding.rank:
+            judged["with transitions"] = judge(model, embedding, texts)
+            embedding.transition_left = embedding.transition_right = None
         judged["raw"] = judge(model, embedding, texts)
     recent = trainer.losses[-LAST:]
     return {
