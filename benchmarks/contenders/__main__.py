@@ -41,7 +41,8 @@ WORK = ROOT / "build" / "contenders"
 STATE = WORK / "state.json"
 MOST_PROMPTS = 16
 """Prompts of each domain, raced or not; the last one of a domain warms up."""
-TOKENS_OF_PARTS = 16
+TOKENS_OF_PARTS = 96
+"""Of the texts whose steps are taken apart; a quarter of it is the short text."""
 
 
 def begun_state(key: dict[str, Any], fresh: bool) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def _parts_section(result: dict[str, Any], measured: Sequence[dict[str, Any]]) -
         "Layers and head: products and attention, and all that is in one op with them, against "
         "max(bytes of weights, keys and values ÷ read bandwidth, flops ÷ peak). "
         f"A large read: {limits['read_gb_per_s']:.1f} GB/s; a large product: {limits['gflop_per_s']:.0f} GFLOP/s, both in this "
-        "run. Small ops and the loop have no limit but zero. Once: what a text costs outside the model's calls whatever its "
-        "length; it is not in the whole.\n\n"
+        "run. Small ops and the loop have no limit but zero. Once per text: the time outside the model's calls that "
+        "does not grow with the text's length; it is not in the whole.\n\n"
     )
     heads = ["", "rows", *(PART_WORDS[part] for part in PARTS), "whole", "once per text"]
     rows = [

@@ -84,8 +84,8 @@ def law_of_one_draft(rule: str, p: Tensor, q: Tensor) -> Tensor:
         accepted = (ratio + bounds.alpha * (1.0 - p.max(-1, keepdim=True).values) * (p > 0.0)).clamp(max=1.0)
         behind = (p - q).clamp(min=0.0)
         behind = behind / behind.sum(-1, keepdim=True)
-    kept = q * accepted.where(q > 0.0, 0.0)
-    return kept + (1.0 - kept.sum(-1, keepdim=True)) * behind
+    taken = q * accepted.where(q > 0.0, 0.0)
+    return taken + (1.0 - taken.sum(-1, keepdim=True)) * behind
 
 
 def errors(requests: int) -> dict[str, float]:

@@ -523,13 +523,14 @@ class AcceptWalk {
     return depth < request_.problem.max_depth ? next_child(node, node + 1) : -1;
   }
 
-  // A node's cut is kNotCut if no path goes on at it; else, under rule joint, its w. Nodes come after their parents.
+  // A node's cut is kNotCut if no path goes on at it; else its w under rule joint, its depth under rule typical. Nodes
+  // come after their parents.
   PASS_EXT_HOST_DEVICE void walk_longest() {
     const bool is_joint = request_.problem.rule == Rule::joint;
     reset_cuts();
     int32_t best = 0, best_depth = 0;
-    for (int32_t node = 0; node >= 0; node = next_kept(node)) {
-      const int32_t depth = depth_of(node);
+    for (int32_t node = 0; node >= 0; node = next_uncut(node)) {
+      const int32_t depth = node == 0 ? 0 : is_joint ? depth_of(node) : static_cast<int32_t>(rows_.cut(node));
       const bool is_accepted = node == 0 || !is_joint || rows_.cut(node) > request_.problem.threshold;
       if (is_accepted && depth > best_depth) {
         best = node;
@@ -545,7 +546,7 @@ class AcceptWalk {
       if (is_joint)
         weigh_jointly(judge, first, node == 0 ? 1.0f : rows_.cut(node));
       else
-        accept_typical(judge, first);
+        accept_typical(judge, first, depth + 1);
     }
     Judge judge{};
     judge.node = best;
@@ -555,13 +556,13 @@ class AcceptWalk {
     stop_at(best, draw(judge, {Weight::plain, 0, 0}, false, best_depth));
   }
 
-  PASS_EXT_HOST_DEVICE void accept_typical(const Judge& judge, int32_t child) {
+  PASS_EXT_HOST_DEVICE void accept_typical(const Judge& judge, int32_t child, int32_t depth) {
     const float entropy = static_cast<float>(rows_.entropy(judge));
     const float bound =
         minimum(request_.problem.threshold, request_.problem.alpha * exponential(minimum(-entropy, 0.0f)));
     for (; child >= 0; child = next_child(judge.node, child + 1)) {
       const float p = target_probability(judge, static_cast<int32_t>(request_.token(child)));
-      if (p > bound && p > 0.0f) rows_.set_cut(child, 1.0f);
+      if (p > bound && p > 0.0f) rows_.set_cut(child, static_cast<float>(depth));
     }
   }
 
@@ -580,7 +581,7 @@ class AcceptWalk {
     return depth;
   }
 
-  PASS_EXT_HOST_DEVICE int32_t next_kept(int32_t node) {
+  PASS_EXT_HOST_DEVICE int32_t next_uncut(int32_t node) {
     return rows_.first_node(node + 1, request_.nodes, [&](int32_t i) { return rows_.cut(i) != kNotCut; });
   }
 

@@ -120,7 +120,7 @@ class JobRows : public BlockRows<scan> {
   PASS_EXT_DEVICE static constexpr bool has(JobKind kind) { return has_job(route, scan, kind); }
 
   // Every warp adds up its part of a range of the row; the part that holds the place is the next range, until one warp
-  // holds a piece in each lane.
+  // holds a piece in each lane. It ends because a block with this job has several warps (walk_threads).
   PASS_EXT_DEVICE int32_t invert(const Judge& judge, uint64_t uniform) {
     const LogitRow& row = judge.p_row;
     const int32_t warps = static_cast<int32_t>(warps_in_block()), warp = static_cast<int32_t>(warp_index());
@@ -173,7 +173,7 @@ class JobRows : public BlockRows<scan> {
     const int32_t lane = first_set_bit(ballot(place < up_to));
     place -= shuffle(up_to - mass, lane);
     int32_t id = strip + lane * kPiece;
-    for (uint64_t one; place >= (one = token_mass(judge.p, logit_at(judge.p_row, id), id)); ++id) place -= one;
+    for (uint64_t next; place >= (next = token_mass(judge.p, logit_at(judge.p_row, id), id)); ++id) place -= next;
     return id;
   }
 

@@ -1,8 +1,8 @@
 """The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``. They hold settings only;
 drafting/of_method.py makes the drafters of each.
 
-Every method gives the same text (rule "coupled" and greedy: token for token; other exact rules: in distribution). They differ
-in the tokens per call of the model. docs/guide/pass.md and docs/guide/speculative.md explain them.
+Every method gives the same text (rules "coupled" and "coupled_inverse" and greedy: token for token; other exact rules: in
+distribution). They differ in the tokens per call of the model. docs/guide/pass.md and docs/guide/speculative.md explain them.
 """
 
 from __future__ import annotations

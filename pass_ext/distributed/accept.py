@@ -23,6 +23,7 @@ from pass_ext.distributed.steps import accept_steps, gathered_accept_steps
 from pass_ext.ops import accept as whole
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.ops.common.parameters import Parameter
+from pass_ext.ops.common.rules import ACCEPT_RULES
 
 _GATHERED_RULES = ("kseq", "typical", "coupled_inverse", "adaptive_rejection", "joint")
 
@@ -69,8 +70,8 @@ def accept_tree(
         vocab_size: the columns of all ranks together. Columns behind it are padding and not read. None, with vocab_start None:
             the columns are counted, in an exchange of 24 bytes.
         gather_below: steps of fewer rows gather the logits of all ranks and call the op on them: fewer exchanges, more bytes
-            (docs/distributed.md has the table). Rules "kseq", "typical",
-            "coupled_inverse", "adaptive_rejection" and "joint" always do.
+            (docs/distributed.md has the table). Rules "kseq", "typical", "coupled_inverse", "adaptive_rejection" and "joint"
+            always do.
         allowed, draft_allowed: masks of this rank's columns, ``[N, ceil(C / 32)]`` and ``[R, ceil(C / 32)]``.
         seeds: needed unless all requests are greedy: ranks that draw fresh seeds would disagree.
 
@@ -172,7 +173,7 @@ def tree_steps(
     """The steps of ``accept_tree`` on one rank; ``target`` and ``draft``: temperature, top_k, top_p and min_p."""
     check_rule(op, rule, draft_logits is not None)
     yield from agreed(op, locals())
-    if rule == "coupled":  # does not read them
+    if not ACCEPT_RULES[rule].needs_draft_logits:  # does not read them
         draft_logits = draft_rows = None
     width = layout.ends[rank] - layout.starts[rank]
     if draft_logits is not None and draft_logits.shape[-1] < width:

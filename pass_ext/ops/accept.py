@@ -123,7 +123,7 @@ def accept_tree(
         seeds: ``[B]`` int64, a list, or one for all. None: fresh seeds from ``generator``, or from torch's default generator.
         positions: ``[B]`` int64, a list, or one for all: the text position of the first token that this step can emit; at
             most 2^63 - 1 - max_depth. Without positions, the same seeds repeat the same noise in every step.
-        threshold, alpha: of the approximate rules; None: the rule's own. "typical" accepts a token if
+        threshold, alpha: numbers of the approximate rules; None: the rule's own. "typical" accepts a token if
             p > min(threshold, alpha exp(-entropy)), 0.09 and 0.3; "adaptive_rejection" if u < p / q + alpha (1 - max p), 0.3;
             "joint" a path if the product of its p / q > threshold, 0.5.
         return_logprobs: True: the result has ``logprobs``, the log probabilities of the emitted tokens. Decisions stay the same

@@ -336,7 +336,9 @@ class Walk:
         for child in judge.children:
             judged, token = True, self.request.token(child)
             ratio, size = judge.ratio(token)
-            # A token that the target cannot give stays impossible.
+            # A token that the target cannot give stays impossible: there the chance jumps from 0 to the tolerance.
+            if tolerance > 0.0 and judge.changed and size > ratio:
+                self.chance.near(ratio / (size - ratio))
             if ratio > 0.0 and self.chance.coin(child, ratio + tolerance, size + size_of_tolerance):
                 return child, True
             judge.reject(token, replaced=self.rule == "rejection_with_replacement")

@@ -33,6 +33,7 @@ class EnumeratedRows : public CpuRows {
 
   double entropy(const Judge&) { throw std::invalid_argument("typical is not exact"); }
 
+  // A script chooses from p: the walk is enumerated, not the quantile, which test_accept.py compares with the law.
   int32_t invert(const Judge& judge, uint64_t) {
     std::vector<double> law(judge.p_row.vocabulary);
     for (int32_t id = 0; id < judge.p_row.vocabulary; ++id) law[id] = p_of(judge, id);

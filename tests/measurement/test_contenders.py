@@ -244,6 +244,8 @@ def test_what_a_text_costs_once_is_not_counted_in_its_steps():
         for calls in (20, 80)
     ]
     assert loop_and_once(*rows) == pytest.approx((0.5, 8.0))
+    with pytest.raises(ValueError, match="the long text took 20 calls, the short one 80"):
+        loop_and_once(*reversed(rows))
 
 
 def test_texts_that_loop_or_end_are_not_raced(clock):

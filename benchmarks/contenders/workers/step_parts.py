@@ -81,7 +81,11 @@ def step_parts(model: Any, contender: Contender, prompt: Sequence[int], tokens: 
 def loop_and_once(short: Mapping[str, Any], long: Mapping[str, Any]) -> tuple[float, float]:
     """Milliseconds outside the model, for each call and for each text, from two texts' rows of ``profile``."""
     less, more = (row["calls"] * sum(row[f"{name}_ms"] for name in OUTSIDE) for row in (short, long))
-    loop = (more - less) / max(1, long["calls"] - short["calls"])
+    if long["calls"] <= short["calls"]:
+        raise ValueError(
+            f"the long text took {long['calls']} calls, the short one {short['calls']}: no slope between them"
+        )
+    loop = (more - less) / (long["calls"] - short["calls"])
     return loop, more - loop * long["calls"]
 
 

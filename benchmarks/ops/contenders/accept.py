@@ -21,6 +21,7 @@ from benchmarks.ops.contenders.inputs.distributions import (
     usual_probs,
 )
 from pass_ext import Tree
+from pass_ext.ops.common.rules import ACCEPT_RULES
 
 BRANCHING = {
     3: (1, 2),
@@ -28,7 +29,7 @@ BRANCHING = {
     15: (3, 2, 1),
     63: (3, 2, 3, 2),
 }  # drafts -> children of every node, level by level
-NEEDS_DRAFT = ("rejection", "rejection_with_replacement", "block", "traversal", "kseq")
+NEEDS_DRAFT = tuple(name for name, rule in ACCEPT_RULES.items() if rule.needs_draft_logits)
 
 Accepted = tuple[Tensor, Tensor]  # emitted [B, depth + 1], -1 behind the end; accepted drafts [B]
 

@@ -64,7 +64,7 @@ SAMPLES = (
     *("--data", "stdlib", "--self-distill", "shipped", "--continuations", "192", "--own-chats", "96"),
     *("--held-out", "16", "--dtype", "bfloat16", "--batch", "1"),
 )
-"""Of the training command, as --anchors and --length."""
+"""Arguments of the training command, as --anchors and --length."""
 TEXTS, TOKENS = 12, 72
 """Judged texts of each domain and temperature at most, and their tokens."""
 
@@ -123,7 +123,7 @@ def texts_to_judge(model: Any, tokenizer: Any, file: Path) -> list[Text]:
 
 
 def kinds(texts: list[Text]) -> list[str]:
-    """Of the texts, each once."""
+    """The kinds of the texts, each once."""
     return list(dict.fromkeys(text.kind for text in texts))
 
 

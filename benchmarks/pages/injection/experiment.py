@@ -17,12 +17,12 @@ class Experiment(NamedTuple):
     name: str
     result: Path
     part: str
-    """Of the page."""
+    """The part of the page."""
     trials: Sequence[Any]
     """Slots alone stand before the trials that are compared with them."""
     settings: Settings
     data: Sequence[str]
-    """Of the training command."""
+    """Arguments of the training command."""
     windows: Callable[[Windows], Windows]
     texts: Callable[[list[Text]], list[Text]]
     """Those to judge, of texts that do not loop."""

@@ -16,7 +16,7 @@ HEADS = (
 
 
 def render(result: dict[str, Any]) -> str:
-    """The table, with what made it above."""
+    """The table, and the run above it."""
     return "\n".join([origin(result), "", *table(HEADS, [line(row) for row in result["rows"]], left=3)])
 
 
@@ -45,10 +45,10 @@ def line(row: dict[str, Any]) -> list[str]:
     """A trial."""
     raw, scored = row["judged"]["raw"], row["judged"]["with transitions"]
     matrices = "full" if row["rank"] is None else f"rank {row['rank']}"
-    what = [", ".join(map(str, row["layers"])), matrices, f"{row['rate']:g}"] if row["layers"] else ["none", "", ""]
+    place = [", ".join(map(str, row["layers"])), matrices, f"{row['rate']:g}"] if row["layers"] else ["none", "", ""]
     return [
         row["start"].removeprefix("smollm2-135m-"),
-        *what,
+        *place,
         str(row["seed"]),
         f"{row['parameters']:,}",
         f"{row['loss']:.3f}",
@@ -62,12 +62,12 @@ def line(row: dict[str, Any]) -> list[str]:
 
 
 def shares(values: list[float]) -> str:
-    """By slot."""
+    """The shares of all slots."""
     return " ".join(f"{value:.3f}" for value in values)
 
 
 def gains(judged: dict[str, Any], measure: str) -> str:
-    """Of slots 1 and 2 against slots alone, in percentage points with standard errors; empty for slots alone."""
+    """The gains of slots 1 and 2 over slots alone, in percentage points with standard errors; empty for slots alone."""
     if f"{measure}, gain" not in judged:
         return ""
     pairs = zip(judged[f"{measure}, gain"][:2], judged[f"{measure}, standard error"][:2], strict=True)

@@ -35,5 +35,5 @@ def summary(judged: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]] | 
 
 
 def rounded(shares: torch.Tensor) -> list[float]:
-    """With four digits."""
+    """The shares with four digits."""
     return [round(share, 4) for share in shares.tolist()]

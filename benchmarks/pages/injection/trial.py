@@ -25,7 +25,7 @@ from pass_ext.training.common.windows import Windows
 from pass_ext.training.lookahead.evaluation import hits_of
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
 
-LAST = 25  # steps whose mean loss is told
+LAST = 25  # steps; the reported loss is their mean
 Injection = HiddenInjection | NoiseInjection
 
 
@@ -54,7 +54,7 @@ class Trial:
 
 
 class InjectionTrainer(LookaheadTrainer):
-    """Trains the parameters of ``injection`` beside the slots, all together clipped, at a rate of their own."""
+    """Trains the parameters of ``injection`` beside the slots, clipped on their own, at a rate of their own."""
 
     def __init__(
         self,

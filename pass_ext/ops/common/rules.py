@@ -15,14 +15,14 @@ class AcceptRule:
     exact: bool
     """True: the text has the target's distribution."""
     drafts: str
-    """The mode of ``draft_sample`` that draws candidates for it: "coupled", "without" or "with" replacement, "top"."""
+    """The mode of ``draft_sample`` that draws candidates for it: "coupled", "top", or "without" or "with" replacement."""
     needs_draft_logits: bool
     """True: it divides by the distribution that the candidates were drawn from, so every candidate needs one."""
     chains_only: bool = False
     """True: it judges chains only, no branching trees."""
     threshold: float = 0.0
     alpha: float = 0.0
-    """What ``threshold`` and ``alpha`` are if the caller names neither; 0 for a rule that does not use them."""
+    """``threshold`` and ``alpha`` for None; 0 for a rule that does not use them."""
 
     @property
     def exactness(self) -> str:

@@ -26,9 +26,12 @@ OPTIONS = dict(max_new_tokens=8, eos_token_id=[], temperature=1.0)
 def rows_read(monkeypatch):
     """The rows of each call of a session."""
     rows, call = [], Session.call
-    monkeypatch.setattr(
-        Session, "call", lambda self, trees, ids, *more: rows.append(len(ids)) or call(self, trees, ids, *more)
-    )
+
+    def counted(self, trees, ids, *more, **named):
+        rows.append(len(ids))
+        return call(self, trees, ids, *more, **named)
+
+    monkeypatch.setattr(Session, "call", counted)
     return rows
 
 

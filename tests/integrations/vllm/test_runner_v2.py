@@ -1,12 +1,14 @@
 """Runner V2's two functions on made-up tensors in vLLM's layout, against the reference and the plain sampler."""
 
 import logging
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
 from pass_ext import draft_sample, reference
-from pass_ext.integrations.vllm.sampling.runner_v2 import PackedAccept, SeededDraw
+from pass_ext.integrations.vllm.sampling.runner_v2 import PackedAccept, SeededDraw, replace_sampling
 from pass_ext.ops.common.rules import ACCEPT_RULES
 
 VOCABULARY, PLACES, STEPS = 60, 7, 4
@@ -160,3 +162,18 @@ def test_other_draws_stay_vllms_own(change):
     logits = batch["target_logits"]
     rows = batch["expanded_idx_mapping"]
     assert draw(logits, rows, batch["temperature"], batch["seed"], batch["pos"], **arguments) == "vLLM's"
+
+
+def test_a_second_replacement_changes_the_rule_of_both_functions(monkeypatch):
+    """vLLM's own functions stay known, however often a rule is chosen."""
+    names = ["vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu"]
+    names += [f"{names[-1]}.sample", f"{names[-1]}.spec_decode"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sampler, rejection_sampler = ModuleType("sampler"), ModuleType("rejection_sampler")
+    sampler.gumbel_sample, rejection_sampler.rejection_sample = "draws", "accepts"
+    sys.modules[names[-2]].sampler, sys.modules[names[-1]].rejection_sampler = sampler, rejection_sampler
+    for rule in ("coupled", "coupled_inverse"):
+        replace_sampling(rule)
+        accept, draw = rejection_sampler.rejection_sample, sampler.gumbel_sample
+        assert (accept.rule, accept.vllm, draw.rule, draw.vllm) == (rule, "accepts", rule, "draws")

@@ -15,6 +15,7 @@ from support.steps import random_step, to
 import pass_ext
 from pass_ext import reference, testing
 from pass_ext.ops.common.rules import ACCEPT_RULES
+from pass_ext.reference.common import noise
 from pass_ext.testing import cpu_backends
 
 BEST_CPU = cpu_backends()[-1].name
@@ -82,7 +83,7 @@ def one_hot(vocabulary, *ids, high=9.0):
 
 def test_a_gpu_decides_as_the_cpu_does():
     """A decision may differ only where a coin or an edge is within 5e-7, because devices add sums over a row in another order;
-    test_accept_near_ties.py plants such ties. Rule coupled without top-p has no sum, and its inverse form adds integers:
+    test_accept_near_ties.py plants such ties. Without top-p rule coupled has no sum and its inverse form adds integers:
     always the same tokens.
     """
     others = testing.cuda_backends()
@@ -711,19 +712,22 @@ def test_the_inverse_is_the_quantile_of_one_number_for_all_rows(backend):
             before = after - law.gather(1, tokens[:, None])[:, 0]
             assert before.max() < after.min() + near, (vocabulary, seed)  # one u lies in every interval
             assert (law.gather(1, tokens[:, None]) > 0).all()
+            zero = torch.zeros(1, dtype=torch.int64)
+            high, low = noise.words(seed, 40, noise.Purpose.inverse, zero, zero)[0, :2].tolist()
+            u = (high * 2**32 + low) * 2.0**-64
+            assert before.max() - near < u < after.min() + near
 
 
 def test_the_inverse_follows_drafts_that_name_its_tokens(backend):
     """A chain of its own tokens is accepted whole, and the token behind it is the one of its position."""
     random = torch.Generator().manual_seed(18)
     logits = torch.randn(4, 500, generator=random)
-    noise = dict(temperature=1.0, seeds=3, rule="coupled_inverse")
-    own = [
-        int(greedy_step(backend, logits[i : i + 1], [0], [-1], positions=90 + i, **noise).emitted[0, 0])
-        for i in range(4)
+    law = dict(temperature=1.0, seeds=3, rule="coupled_inverse")
+    alone = [
+        int(greedy_step(backend, logits[i : i + 1], [0], [-1], positions=90 + i, **law).emitted[0, 0]) for i in range(4)
     ]
-    result = greedy_step(backend, logits, [0, *own[:3]], [-1, 0, 1, 2], positions=90, **noise)
-    assert result.emitted[0].tolist() == own
+    result = greedy_step(backend, logits, [0, *alone[:3]], [-1, 0, 1, 2], positions=90, **law)
+    assert result.emitted[0].tolist() == alone
 
 
 def test_adaptive_rejection_accepts_more_where_the_target_is_unsure(backend):

@@ -29,6 +29,7 @@ DRAWN = {  # the drawing mode that each rule needs
     "block": "without",
     "traversal": "without",
     "kseq": "with",
+    "coupled_inverse": "top",
 }
 TREES = {
     "chain": [-1, 0, 1],

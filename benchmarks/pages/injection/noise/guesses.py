@@ -42,7 +42,7 @@ def same_draw(p_sums: Tensor, q_sums: Tensor) -> Tensor:
 
 
 def chi_square(u: Tensor) -> float:
-    """Of the counts of u in ``BINS`` equal parts of [0, 1)."""
+    """The chi-square of the counts of u in ``BINS`` equal parts of [0, 1)."""
     expected = len(u) / BINS
     return float(((torch.histc(u, BINS, 0, 1) - expected).square() / expected).sum())
 

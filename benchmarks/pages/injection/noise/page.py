@@ -18,7 +18,7 @@ BOUND_HEADS = ("the slot before guesses", "draws the same token at the same u", 
 
 
 def render(result: dict[str, Any]) -> str:
-    """The tables, with what made them above."""
+    """The tables, and the run above them."""
     lines = [line(row, scores) for row in result["rows"] for scores in row["judged"]]
     u, guesses = result["u"], result["guesses"]
     bounds = [

@@ -18,7 +18,7 @@ from pass_ext.training.common.windows import Windows
 from pass_ext.training.lookahead.loop import Settings
 
 TEMPERATURE = 0.8
-"""Of all texts, trained on and judged."""
+"""The temperature of all texts, trained on and judged."""
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,13 @@ class Guide:
     def mask(self, path: Sequence[int]) -> Tensor:
         """``[ceil(V / 32)]`` int32 on the CPU: the tokens that may follow the text and these tokens. Not to be written to.
 
-        All tokens where the text has ended: the row behind an end is never used, but must not be empty. None of them behind a
+        All tokens where the text has ended: rows behind an end are never used, but must not be empty. None of them behind a
         forbidden path.
         """
         place = self._place(path)
-        return torch.zeros_like(self._every) if place is None else self._filled(place, path)
+        if place is not None:
+            return self._filled(place, path)
+        return self._every if self._has_ended_on(path) else torch.zeros_like(self._every)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` tokens that the grammar forces behind this path, end tokens included."""
@@ -119,6 +121,15 @@ class Guide:
                 return None
             place = below
         return place
+
+    def _has_ended_on(self, path: Sequence[int]) -> bool:
+        """True if the text has ended somewhere on this path, which was tried."""
+        place: _Place | None = self._root
+        for token in path:
+            place = place.below.get(token) if place is not None else None
+            if place is not None and (place.has_ended or place.is_finished):
+                return True
+        return False
 
     def _tried(self, place: _Place, path: Sequence[int], token: int) -> _Place | None:
         """The place behind one more token; None if the mask or the grammar forbids it."""
