@@ -514,7 +514,7 @@ def test_drafts_decisions_and_the_last_token_together(backend, rule, name):
     for (drawn, stop, last), probability in distribution.items():
         exact[place(drawn, stop, last, world.vocabulary)] += probability
     counts, accepted = torch.zeros(len(exact), dtype=torch.int64), []
-    mode = "without" if rule == "coupled" else None
+    mode = "without" if rule in ("coupled", "coupled_inverse") else None
     for seeds, positions in requests_of(backend.device, requests, 3):
         chunk = step(on_device, parents, rule, seeds, positions, mode=mode)
         depth = chunk.result.num_accepted.long()[:, None]
