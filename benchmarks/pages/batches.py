@@ -26,7 +26,7 @@ from benchmarks.harness.markdown import table
 from benchmarks.pages import by_machine
 from pass_ext.checkpoint import load_checkpoint
 
-SIZES, TOKENS, ROUNDS = (1, 2, 4, 8, 16, 32), 96, 3
+SIZES, TOKENS, ROUNDS = (1, 2, 4, 8, 16, 32), 96, 6
 
 
 def measure(slots: str) -> dict[str, Any]:
