@@ -28,7 +28,7 @@ from pass_ext.training.common.run import Run
 from pass_ext.training.common.sampling import sample
 from pass_ext.training.common.trainer import rate_at
 from pass_ext.training.common.windows import Windows
-from pass_ext.training.lookahead import command, evaluation, pipeline
+from pass_ext.training.lookahead import command, evaluation, loop, pipeline
 from pass_ext.training.lookahead import record as lookahead_record
 from pass_ext.training.lookahead.evaluation import evaluate, hits_of
 from pass_ext.training.lookahead.forward import slot_rows
@@ -607,7 +607,7 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
 def test_the_command_trains_adapters_from_another_run(tmp_path):
     pytest.importorskip("matplotlib")
     console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
-    trained(tmp_path / "bare", console)
+    bare = trained(tmp_path / "bare", console)
     start = str(tmp_path / "bare/lookahead.safetensors")
     options = dict(start=start, adapter_rank=3, adapter_learning_rate=0.02, loss="total-variation", curriculum=3)
     first = trained(tmp_path / "first", console, **options, minutes=1e-9)
@@ -628,6 +628,31 @@ def test_the_command_trains_adapters_from_another_run(tmp_path):
         trained(tmp_path / "other", console, start="nothing")
     more = trained(tmp_path / "more", console, start=str(tmp_path / "whole/lookahead.safetensors"))
     assert more.adapters is not None, "adapters of the file go on"
+    earlier = more.training_record["earlier_runs"]
+    assert [made["data"] for made in earlier] == [run.training_record["data"] for run in (bare, whole)]
+    assert "earlier_runs" not in bare.training_record
+    card = (tmp_path / "more/lookahead.md").read_text()
+    assert card.count("```\nthe command\n```") == 3, "this run's and those of both before it"
+
+
+def test_steps_may_have_another_type_than_samples(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    seen = []
+    for kind in ("sample", "step_loss"):
+        owner = own_texts if kind == "sample" else loop
+        original = getattr(owner, kind)
+
+        def noting(model, *arguments, original=original, kind=kind):
+            seen.append((kind, model.get_input_embeddings().weight.dtype, model.get_output_embeddings().weight.dtype))
+            return original(model, *arguments)
+
+        monkeypatch.setattr(owner, kind, noting)
+    mixed = trained(tmp_path / "mixed", console, step_dtype="bfloat16", steps=2)
+    assert set(seen) == {("sample", *[torch.float32] * 2), ("step_loss", *[torch.bfloat16] * 2)}
+    assert mixed.training_record["settings"]["step_dtype"] == "bfloat16"
+    with pytest.raises(SystemExit, match="other settings or data"):
+        trained(tmp_path / "mixed", console, steps=2)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ def slot_rows(
         adapters_in_training(model, embedding.adapters, ids),
     ):
         if shifted is not None and embedding.deep is not None:
-            shifted.offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1)
+            # A tensor by layer: the gradient of an index into one tensor of all layers is as large as that tensor.
+            shifted.offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1).unbind()
         hidden = model.get_decoder()(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),

@@ -26,13 +26,15 @@ from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
 _FREQUENT = 1000  # slots start at the mean of this many most frequent tokens' embeddings
 _SHAPE = (
     *("lookahead", "transition_rank", "deep", "adapter_rank", "adapter_kinds", "adapter_by_slot", "start"),
-    *("seed", "length", "batch"),
+    *("seed", "length", "batch", "step_dtype"),
 )
+_OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells of the runs before this one
 
 
 def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
-    options, model, texts = run.options, run.model, run.texts()
+    options, texts = run.options, run.texts()
+    model = run.model.to(getattr(torch, options.step_dtype or options.dtype))
     windows = windows_of(run, texts, batch=options.batch, anchors=options.anchors, lookahead=options.lookahead)
     options.slot_weights = tuple(options.slot_weights)
     settings = settings_from(options, Settings)
@@ -41,7 +43,7 @@ def train(run: Run) -> Path:
         described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
     check_head(model, windows.at(0).ids[:1].to(options.device))
-    embedding = _start(run, windows)
+    embedding, earlier = _start(run, windows)
     trainer = LookaheadTrainer(model, embedding, windows, settings)
     checkpoint = Checkpoint(run.out / "checkpoint.pt", identity)
     seconds = take_steps(
@@ -63,6 +65,7 @@ def train(run: Run) -> Path:
         seconds=round(seconds, 1),
         evaluation=evaluation,
         **_share_of_adapters(model, embedding),
+        **({"earlier_runs": earlier} if earlier else {}),
     )
     return save_result(run, embedding.to(torch.bfloat16), facts, trainer.losses, record.card)
 
@@ -83,21 +86,22 @@ def _share_of_adapters(model: Any, embedding: LookaheadEmbedding) -> dict[str, A
     return {"adapters": {"parameters": count, "share": round(share, 5), "bytes": 2 * count}}
 
 
-def _start(run: Run, windows: Windows) -> LookaheadEmbedding:
-    """The embeddings of --start, or fresh ones; with adapters if the options ask for some and the file has none."""
+def _start(run: Run, windows: Windows) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
+    """The embeddings of --start, or fresh ones; with adapters if the options ask for some and the file has none. And the
+    records of the runs that made the file."""
     options, model = run.options, run.model
     torch.manual_seed(options.seed)
-    embedding = _of_file(run) if options.start else _fresh(run, windows)
+    embedding, earlier = _of_file(run) if options.start else (_fresh(run, windows), [])
     if options.adapter_rank and embedding.adapters is None:
         kinds = options.adapter_kinds
         ranks = dict.fromkeys(kinds, options.adapter_rank) if kinds else options.adapter_rank
         count = embedding.num_lookahead if options.adapter_by_slot else 1
         adapters = SlotAdapters(adapter_sizes(model, ranks), count, dtype=torch.float32)
         embedding.adapters = adapters.to(embedding.weight.device)
-    return embedding
+    return embedding, earlier
 
 
-def _of_file(run: Run) -> LookaheadEmbedding:
+def _of_file(run: Run) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
     options, table = run.options, run.model.get_input_embeddings().weight
     try:
         embedding = LookaheadEmbedding.from_pretrained(options.start, table=table)
@@ -107,8 +111,10 @@ def _of_file(run: Run) -> LookaheadEmbedding:
         raise SystemExit(
             f"--start {options.start} must have --lookahead {options.lookahead} slots, got {embedding.num_lookahead}"
         )
+    made = embedding.training_record
+    runs = [*made.get("earlier_runs", []), {key: made[key] for key in _OF_RUN}] if made.keys() >= set(_OF_RUN) else []
     embedding.hit_rates, embedding.training_record = None, {}
-    return embedding.float()
+    return embedding.float(), runs
 
 
 def _fresh(run: Run, windows: Windows) -> LookaheadEmbedding:

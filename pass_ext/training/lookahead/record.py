@@ -18,10 +18,16 @@ def card(name: str, facts: dict[str, Any], picture: str) -> str:
         module="LookaheadEmbedding",
         effort=f"{facts['seconds'] / 60:.0f} minutes of training for {facts['steps']} steps",
         sections=[
+            *([_earlier(facts["earlier_runs"])] if "earlier_runs" in facts else []),
             *([_adapters(facts["adapters"])] if "adapters" in facts else []),
             *([_evaluation(facts["evaluation"])] if facts["evaluation"]["places"] else []),
         ],
     )
+
+
+def _earlier(runs: list[dict[str, Any]]) -> str:
+    lines = [f"{run['steps']} steps, {run['date']}, {run['machine']}:\n\n```\n{run['command']}\n```" for run in runs]
+    return "\n\n".join(["Before it, the file that `--start` names was made by:", *lines])
 
 
 def _adapters(adapters: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ change nothing. In a generation's calls a layer whose forward ``layer_calls`` re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import local
 from typing import Any
@@ -29,12 +29,12 @@ class LayerOffsets:
         self._of_thread = local()
 
     @property
-    def offsets(self) -> Tensor | SlotOffsets | None:
+    def offsets(self) -> Tensor | Sequence[Tensor] | SlotOffsets | None:
         """``[N, d]`` by layer."""
         return getattr(self._of_thread, "offsets", None)
 
     @offsets.setter
-    def offsets(self, offsets: Tensor | SlotOffsets | None) -> None:
+    def offsets(self, offsets: Tensor | Sequence[Tensor] | SlotOffsets | None) -> None:
         self._of_thread.offsets = offsets
 
     @contextmanager
