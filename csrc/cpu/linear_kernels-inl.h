@@ -147,15 +147,30 @@ inline void add_step(Floats (&sum)[R][O], const T* const (&row)[O], int64_t offs
   }
 }
 
-// A block of rows: its part of x for the piece, and the places of its sums. While it multiplies, it asks for the lines
-// [begin, end) of each row of the later piece: for the second cache, because the first one tracks too few misses for
-// the memory's bandwidth.
+// Cache lines of a later piece, which the steps of all blocks ask for in equal shares: line i is the one of output
+// i % O at i / O lines. They go to the second cache, because the first one tracks too few misses for the memory's
+// bandwidth; asked for in a burst they would fill what it tracks, and the loads of this piece would wait for memory.
+struct Lines {
+  static constexpr int kFraction = 16;  // bits of `due` and `each` behind the point
+  uint32_t each, due, asked;            // lines of a step, of all steps so far, asked for
+
+  Lines(int64_t lines, int64_t steps, int64_t first_step)
+      : each(steps > 0 ? static_cast<uint32_t>(((lines << kFraction) + steps - 1) / steps) : 0),
+        due(each * static_cast<uint32_t>(first_step)),
+        asked(due >> kFraction) {}
+  template <int O>
+  void ask(const char* const (&rows)[O]) {
+    for (due += each; asked < due >> kFraction; ++asked) __builtin_prefetch(rows[asked % O] + asked / O * 64, 0, 2);
+  }
+};
+
+// A block of rows: its part of x for the piece, and the places of its sums.
 template <typename T>
 struct Block {
   const typename Factors<T>::Arranged* x;
   typename Factors<T>::Arranged* copy;
   float *between, *to;
-  int64_t begin, end;
+  Lines lines;
 };
 
 // The sums of a tile stay in registers while a piece is multiplied. `between` holds them from one piece of the rows to
@@ -163,7 +178,7 @@ struct Block {
 template <int R, int O, Weights source, typename T>
 void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
   constexpr int64_t kVectorsInStep = Factors<T>::parts * Factors<T>::width;
-  constexpr int64_t kLinesInStep = (kStep * sizeof(T) + 63) / 64;
+  constexpr int kLinesInStep = kStep * sizeof(T) / 64;
   Floats sum[R][O];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -172,15 +187,15 @@ void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
       sum[r][o] = piece.is_first ? zeros() : load(block.between + (r * O + o) * Floats::width);
   const auto* x = block.x;
   auto* copy = block.copy;
-  int64_t line = block.begin;
+  Lines lines = block.lines;
   for (int64_t s = 0; s < piece.whole; ++s) {
-#pragma GCC unroll 2
-    for (int64_t i = 0; i < kLinesInStep; ++i)
-      if (line < block.end) {
+    if constexpr (source == Weights::stored && kLinesInStep > 0) {  // a block alone: a step asks for what it has read
 #pragma GCC unroll 16
-        for (int o = 0; o < O; ++o) __builtin_prefetch(piece.ahead[o] + line * 64, 0, 2);
-        ++line;
-      }
+      for (int i = 0; i < kLinesInStep * O; ++i)
+        __builtin_prefetch(piece.ahead[i % O] + (s * kLinesInStep + i / O) * 64, 0, 2);
+    } else {
+      lines.ask(piece.ahead);
+    }
     add_step<source>(sum, piece.row, s * kStep, x, copy);
     x += R * kVectorsInStep;
     copy += O * kVectorsInStep;
@@ -253,15 +268,13 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
   for (int64_t output = begin; output < end; output += O)
     for (int64_t i = 0; i == 0 || i < problem.in; i += kPiece) {
       const Piece<T, O> piece(problem, output, i);
-      const int64_t lines = (piece.whole * kStep * int64_t{sizeof(T)} + 63) / 64;
+      const int64_t lines = (piece.whole * kStep * int64_t{sizeof(T)} + 63) / 64 * O;
       for (int64_t b = 0; b < blocks.count; ++b) {
         const int64_t row = blocks.begin(b);
         const Block<T> block{arranged + row * width + i / kStep * in_step * blocks.size(b),
                              reinterpret_cast<typename F::Arranged*>(scratch.copy),
-                             scratch.between + row * O * Floats::width,
-                             sums + row * kGroupOutputs + output - begin,
-                             lines * b / blocks.count,
-                             lines * (b + 1) / blocks.count};
+                             scratch.between + row * O * Floats::width, sums + row * kGroupOutputs + output - begin,
+                             Lines(lines, piece.whole * blocks.count, piece.whole * b)};
         with_rows(blocks.size(b), [&](auto count) {
           constexpr int R = decltype(count)::value;
           if constexpr (tile_outputs(R) >= O) {
