@@ -164,9 +164,9 @@ def layer_after_attention(
 class PackedLayers:
     """Decoder layers' weights as ``layer_stack`` takes them without checking each: made by ``layer_pack``.
 
-    It keeps the tensors, not copies of them: numbers that change inside a tensor are those of the next call. A tensor whose data
-    was replaced (``weight.data = …``) or whose memory was freed is refused by the next call; pack the layers again. It belongs
-    to its process, and to those that fork from it: it can be neither copied nor pickled.
+    It keeps the tensors, not copies of them: numbers that change inside a tensor are those of the next call. A tensor whose
+    data was replaced (``weight.data = …``) or whose memory was freed is refused by the next call; pack the layers again. It
+    belongs to its process, and to those that fork from it: it can be neither copied nor pickled.
 
     Attributes:
         key: what stands for the layers in ``torch.ops.pass_ext.layer_stack``, as the one tensor of ``weights``, while this

@@ -678,7 +678,10 @@ def layer_pack(draw: Draw):
     layers = draw.pick((1, 2, 3))
     _, weights = layers_of(draw, layers, draw.width(), draw.pick((1, 2)), draw.pick(FLOATS))
     if draw.is_hostile and draw.chance(0.5):
-        first, name = weights[0], draw.pick([name for name, tensor in weights[0]._asdict().items() if tensor is not None])
+        first, name = (
+            weights[0],
+            draw.pick([name for name, tensor in weights[0]._asdict().items() if tensor is not None]),
+        )
         weights = (first._replace(**{name: draw.damaged_tensor(getattr(first, name))}), *weights[1:])
     packed = yield draw.damaged(dict(layers=weights, head_dim=draw.pick((64, 64, 64, 32, 7, 0))))
     demand(len(packed) == layers, f"{len(packed)} layers are packed")

@@ -1,5 +1,5 @@
-"""layer_pack: packed layers give layer_stack the bits of the listed ones; whatever happens to a weight or a key afterwards, a call
-computes with the weights as they are now, or refuses.
+"""layer_pack: packed layers give layer_stack the bits of the listed ones; whatever happens to a weight or a key afterwards, a
+call computes with the weights as they are now, or refuses.
 """
 
 import copy
@@ -82,7 +82,9 @@ def test_replaced_data_is_refused(cpu, change, part):
         weight.data = former.as_strided(former.shape, (0,))
     else:
         weight.data = REPLACED[change](former)
-    message = rf"layer_stack: layer 2: {part} must lie where layer_pack found it, got .* elsewhere .its data was replaced.: pack"
+    message = (
+        rf"layer_stack: layer 2: {part} must lie where layer_pack found it, got .* elsewhere .its data was replaced."
+    )
     with pytest.raises(RuntimeError, match=message):
         pass_ext.layer_stack(**once)
     weight.data = former
@@ -139,7 +141,9 @@ def test_a_key_that_is_none_is_refused():
     _stack(*arguments)
     for other in (key.clone(), torch.zeros_like(key), key[1:], torch.tensor([key.data_ptr()]), key.new_empty(0)):
         arguments[1] = [other]
-        with pytest.raises(RuntimeError, match="weights must be a key that layer_pack made in this process and that was not"):
+        with pytest.raises(
+            RuntimeError, match="weights must be a key that layer_pack made in this process and that was not"
+        ):
             _stack(*arguments)
     arguments[1] = [key.float()]
     with pytest.raises(RuntimeError, match="weights must have 9 tensors for each of 1 or more layers"):
@@ -235,7 +239,10 @@ def test_in_a_compiled_function():
     ("changes", "message"),
     [
         (dict(head_dim=32), "layer_stack: head_dim must be 64, of the packed layers, got 32"),
-        (dict(x=torch.ones(12, WIDTH, dtype=torch.bfloat16)), r"layer_stack: x must be float32, got bfloat16\[12, 72\]"),
+        (
+            dict(x=torch.ones(12, WIDTH, dtype=torch.bfloat16)),
+            r"layer_stack: x must be float32, got bfloat16\[12, 72\]",
+        ),
         (dict(x=torch.ones(12, 71)), r"layer_stack: x must have 72 .d, of the packed layers. in dimension 1"),
         (dict(windows=(-1, 5)), r"layer_stack: windows must have 3 items .3 layers., got 2"),
         (dict(scale=0.5, norms=("output_norm",)), "layer_stack: scale must be 1 beside attention_norm or output_norm"),
@@ -253,7 +260,7 @@ def test_other_parts_than_packed_are_refused():
     once = packed(case_of(torch.float32))
     arguments = key_arguments(once)
     arguments[2] ^= 1  # without input_norm
-    with pytest.raises(RuntimeError, match="layer_stack: parts must be [0-9]+, of the packed layers, got [0-9]+"):
+    with pytest.raises(RuntimeError, match=r"layer_stack: parts must be [0-9]+, of the packed layers, got [0-9]+"):
         _stack(*arguments)
 
 

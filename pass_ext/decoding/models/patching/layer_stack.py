@@ -180,7 +180,7 @@ class LayerStack:
         step = getattr(attend, "of_all_layers", None)
         if plan is None or step is None or not found_in(attend, plan.unchanged, plan.unchanged.__bool__):
             return None
-        caches = step(layers, rows.new_empty(0, plan.key_heads, plan.numbers[0]))
+        caches = step(layers, rows, plan.key_heads, plan.numbers[0])
         if caches is None:
             return None
         slots = offsets or adapters
@@ -189,18 +189,19 @@ class LayerStack:
             None if offsets is None else offsets.deep, *added, *ends, *plan.numbers,
         )  # fmt: skip
         try:
-            packed = self._pack(layers, plan)
+            packed = self._packed_weights(plan)
             out, new = _stack(rows, [packed.key], *arguments)
         except RuntimeError:
             # A weight whose data was replaced lies elsewhere now, where the op finds it in the list. Anything else is wrong
             # there too.
-            self._packed.pop(layers, None)
+            self._packed.pop(len(plan.windows), None)
             out, new = _stack(rows, plan.weights, *arguments)
         attend.take(new)  # type: ignore[attr-defined]
         return out
 
-    def _pack(self, layers: int, plan: _Plan) -> PackedLayers:
-        """The weights, packed at the first call of the generations that share them."""
+    def _packed_weights(self, plan: _Plan) -> PackedLayers:
+        """Packs the weights at the first call of the generations that share them."""
+        layers = len(plan.windows)
         packed = self._packed.get(layers)
         if packed is None:
             packed = self._packed[layers] = PackedLayers(plan.weights, plan.parts, plan.numbers[0])
