@@ -92,6 +92,7 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "attention_norm, "
       "Tensor? mlp_norm, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, "
       "Tensor? down_bias, Tensor? output_norm, float eps, int form, int activation, float scale) -> Tensor");
+  library.def("layer_pack(Tensor[] weights, int parts, int head_dim) -> Tensor");
   library.def(
       "layer_stack(Tensor x, Tensor[] weights, int parts, Tensor[] caches, Tensor prefix_lens, Tensor cu_nodes, Tensor "
       "visible, int max_nodes, Tensor? depths, Tensor? cos, Tensor? sin, Tensor? positions, int[] rotates, int[] "

@@ -15,7 +15,14 @@ from pass_ext.ops.attention import attention_merge, attention_tree
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.common.rules import RULES
 from pass_ext.ops.draft import draft_sample
-from pass_ext.ops.layer import LayerWeights, layer_after_attention, layer_before_attention, layer_stack
+from pass_ext.ops.layer import (
+    LayerWeights,
+    PackedLayers,
+    layer_after_attention,
+    layer_before_attention,
+    layer_pack,
+    layer_stack,
+)
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.next import next_rows_
@@ -68,6 +75,7 @@ __all__ = [
     "MultiCandidate",
     "NGram",
     "PaSS",
+    "PackedLayers",
     "PackedModel",
     "PackedTrees",
     "Plain",
@@ -91,6 +99,7 @@ __all__ = [
     "generate",
     "layer_after_attention",
     "layer_before_attention",
+    "layer_pack",
     "layer_stack",
     "linear_rows",
     "lookahead_embed",

@@ -8,12 +8,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <tuple>
+#include <variant>
 #include <vector>
 
 #include "cpu/attention.h"
-#include "cpu/layer.h"
+#include "cpu/layer_pack.h"
 #include "cpu/workers.h"
 #include "host/attention.h"
 #include "host/cache.h"
@@ -23,33 +25,6 @@ namespace pass_ext {
 namespace {
 
 using Stacked = std::tuple<Tensor, Tensor>;
-
-// One layer's weights as pointers.
-template <typename T>
-struct StackedLayer {
-  LayerBefore<T> before;
-  LayerAfter<T> after;
-};
-
-template <typename T>
-StackedLayer<T> pointers_of(const char* op, const LayerTensors& layer) {
-  const auto linear = [&](const char* name, const Tensor* weight, const Tensor* bias) {
-    const std::string prefix = name;
-    return LayerLinear<T>{data_of<T>(op, prefix + "_weight", *weight),
-                          bias ? data_of<T>(op, prefix + "_bias", *bias) : nullptr, weight->size(0), weight->size(1),
-                          weight->stride(0)};
-  };
-  const auto norm = [&](const char* name, const Tensor* weight) {
-    return weight ? LayerNorm<T>{data_of<T>(op, name, *weight), weight->size(0)} : LayerNorm<T>{};
-  };
-  return {{norm("input_norm", layer.input_norm), norm("q_norm", layer.q_norm), norm("k_norm", layer.k_norm),
-           linear("q", layer.q_weight, layer.q_bias), linear("k", layer.k_weight, layer.k_bias),
-           linear("v", layer.v_weight, layer.v_bias)},
-          {linear("o", layer.o_weight, layer.o_bias), linear("gate", layer.gate_weight, layer.gate_bias),
-           linear("up", layer.up_weight, layer.up_bias), linear("down", layer.down_weight, layer.down_bias),
-           norm("attention_norm", layer.attention_norm), norm("mlp_norm", layer.mlp_norm),
-           norm("output_norm", layer.output_norm)}};
-}
 
 // Vectors that rows of slots add to the input of each layer: deep [layers, slots, width], by slot or -1 of each row.
 template <typename T>
@@ -154,6 +129,17 @@ std::vector<T> wanted_rows(const char* op, const T* x, int64_t rows, int64_t wid
   return result;
 }
 
+// Refuses rows and options that the layers were not packed for.
+void check_packed(const char* op, const PackedLayers& packed, int64_t parts, int64_t head_dim, const Tensor& x) {
+  check_dtype(op, "x", x, {packed.type});
+  check_size(op, "x", x, 1, packed.width, "d, of the packed layers");
+  const auto check_same = [&](const char* argument, int64_t got, int64_t expected) {
+    if (got != expected) refuse(op, argument, " must be ", expected, ", of the packed layers, got ", got);
+  };
+  check_same("parts", parts, packed.parts);
+  check_same("head_dim", head_dim, packed.head_dim);
+}
+
 Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int64_t parts,
                     const TensorList& cache_list, const Tensor& prefix_lens, const Tensor& cu_nodes,
                     const Tensor& visible, int64_t max_nodes, const OptionalTensor& depths, const OptionalTensor& cos,
@@ -169,7 +155,11 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   if (head_dim < 1) refuse(op, "head_dim must be at least 1, got ", head_dim);
   check_norm_options(op, eps, form);
   check_activation(op, activation, scale, has_part(parts, kAttentionNorm) || has_part(parts, kOutputNorm));
-  const std::vector<LayerTensors> layers = layer_tensors_of(op, weights, parts);
+  const std::shared_ptr<const PackedLayers> packed = is_key(weights) ? packed_layers_of(op, weights[0]) : nullptr;
+  if (packed) check_packed(op, *packed, parts, head_dim, input);
+  const CheckedLayers listed = packed ? CheckedLayers{} : check_layers(op, weights, parts, head_dim, width, input);
+  const CheckedLayers& checked = packed ? packed->layers : listed;
+  const std::vector<LayerTensors>& layers = checked.tensors;
   const int64_t count = static_cast<int64_t>(layers.size());
   const auto check_count = [&](const char* argument, size_t length, int64_t each) {
     if (static_cast<int64_t>(length) != each * count)
@@ -179,7 +169,6 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   check_count("caches", caches.size(), 2);
   check_count("windows", windows.size(), 1);
   check_count("rotates", rotates.size(), 1);
-  for (int64_t l = 0; l < count; ++l) check_layer(op, l, layers[l], layers[0], width, head_dim, input);
   check_places(op, "positions", positions, input);
   if (positions) check_size(op, "positions", *positions, 0, rows, "N, the rows of x");
   check_rotation(op, cos, sin, input, positions && cos && cos->dim() > 0 ? cos->size(0) : rows, head_dim);
@@ -233,8 +222,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
 
   dispatch_up_to_float32(x.scalar_type(), [&](auto value) {
     using T = type_of<decltype(value)>;
-    std::vector<StackedLayer<T>> stack;
-    for (const LayerTensors& layer : layers) stack.push_back(pointers_of<T>(op, layer));
+    const StackedLayers<T>& stack = std::get<StackedLayers<T>>(checked.pointers);
     const LayerOptions options{head_dim, static_cast<float>(eps), static_cast<NormForm>(form),
                                static_cast<Activation>(activation), static_cast<float>(scale)};
     const Rotation rotation = rotation_of_rows<T>(op, cos, sin, positions, x);

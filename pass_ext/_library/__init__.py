@@ -24,6 +24,7 @@ CPU_ONLY = {
     "linear_rows": "this op is for the CPU; on a GPU use torch.nn.functional.linear",
     "layer_before_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
     "layer_after_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
+    "layer_pack": "it checks weights for layer_stack, which is for the CPU",
     "layer_stack": "this op is for the CPU; on a GPU use attention_tree and torch.nn.functional.linear between the step ops",
 }
 """Ops without a CUDA kernel, and the reason."""
@@ -99,6 +100,11 @@ def always_pool(enabled: bool) -> bool:
     return bool(_native.pass_ext_always_pool(int(enabled)))
 
 
+def release_layers(key: int) -> None:
+    """Lets go of the weights whose ``layer_pack`` key begins at this address."""
+    _native.pass_ext_release_layers(key)
+
+
 def op_names() -> list[str]:
     """The names of all operators in the namespace, without overload names."""
     names: list[str] = torch._C._dispatch_get_all_op_names()
@@ -144,6 +150,7 @@ def _load_cpu() -> ctypes.CDLL:
         raise ImportError(f"{path} is another library: it has no pass_ext kernels. Build it again: {_REBUILD}")
     native.pass_ext_cpu_isa.restype = ctypes.c_char_p
     native.pass_ext_limit_cpu_isa.argtypes = [ctypes.c_char_p]
+    native.pass_ext_release_layers.argtypes, native.pass_ext_release_layers.restype = [ctypes.c_void_p], None
     limit = os.environ.get("PASS_EXT_CPU_ISA", "")
     if native.pass_ext_limit_cpu_isa(limit.encode()) != 0:
         raise ImportError(f"PASS_EXT_CPU_ISA must be portable, avx2, avx512 or avx512_bf16, got {limit!r}")

@@ -1,5 +1,6 @@
 """``layer_before_attention`` and ``layer_after_attention``: a decoder layer around its attention, on the CPU, each half as one
-call over the packed rows of a step. ``layer_stack``: decoder layers with their attention, all in one call.
+call over the packed rows of a step. ``layer_stack``: decoder layers with their attention, all in one call. ``layer_pack``:
+their weights, checked once for many calls.
 
     before   q, k, v = rotated(normed(products of normed(x)))
     after    m = residual + o(attended);  m + down(activation(gate(n)) up(n)),  n = normed(m)
@@ -9,11 +10,13 @@ Kernels: csrc/cpu/layer.h, which chains those of ``linear_rows`` and the step op
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
+from pass_ext._library import release_layers
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
@@ -21,6 +24,7 @@ from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS, index_of, refuse_gradient
 
 _before_op = torch.ops.pass_ext.layer_before_attention.default
 _after_op = torch.ops.pass_ext.layer_after_attention.default
+_pack_op = torch.ops.pass_ext.layer_pack.default
 _stack_op = torch.ops.pass_ext.layer_stack.default
 
 
@@ -157,9 +161,66 @@ def layer_after_attention(
     return out
 
 
+class PackedLayers:
+    """Decoder layers' weights as ``layer_stack`` takes them without checking each: made by ``layer_pack``.
+
+    It keeps the tensors, not copies of them: numbers that change inside a tensor are those of the next call. A tensor whose
+    data was replaced (``weight.data = …``) or whose memory was freed is refused by the next call; pack the layers again. It
+    belongs to its process, and to those that fork from it: it can be neither copied nor pickled.
+
+    Attributes:
+        key: what stands for the layers in ``torch.ops.pass_ext.layer_stack``, as the one tensor of ``weights``, while this
+            object lives: ``[layers, parts]`` int64.
+        parts: which tensors the layers have, as bits.
+        head_dim: D.
+    """
+
+    def __init__(self, weights: list[Tensor], parts: int, head_dim: int) -> None:
+        self.key: Tensor = call(_pack_op, weights, parts, head_dim)
+        self.parts, self.head_dim = parts, head_dim
+        finalize(self, release_layers, self.key.data_ptr()).atexit = False
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("PackedLayers cannot be copied or pickled: pack the copied weights with pass_ext.layer_pack")
+
+
+def layer_pack(layers: Sequence[LayerWeights], *, head_dim: int) -> PackedLayers:
+    """Checks decoder layers' weights once for many calls of ``layer_stack``, which then takes the result in their place. A call
+    with 270 tensors spends a fifth of a millisecond on passing and checking them.
+
+    Args:
+        layers: the weights, all with the same optional parts, in one dtype.
+        head_dim: D.
+
+    Returns:
+        The packed layers. They keep the tensors as long as they live, and read them in each call.
+
+    For the CPU only. No gradients, reverse or forward: the op raises if a weight requires one.
+    """
+    op = "layer_pack"
+    weights, parts = _listed(op, layers)
+    if not weights:
+        raise ValueError(f"pass_ext::{op}: layers must be 1 or more, got none")
+    refuse_gradients(op, *weights)
+    return PackedLayers(weights, parts, head_dim)
+
+
+def _listed(op: str, layers: Sequence[LayerWeights]) -> tuple[list[Tensor], int]:
+    """The layers' tensors in the op's order, and which parts they have, as bits."""
+    layers = [LayerWeights(*layer) for layer in layers]
+    present = {tuple(getattr(layer, name) is not None for name in _ORDER) for layer in layers}
+    if len(present) > 1:
+        raise ValueError(f"pass_ext::{op}: layers must all have the same optional parts, got layers that differ")
+    parts = sum(1 << i for i, is_there in enumerate(present.pop() if present else ()) if is_there)
+    return [tensor for layer in layers for name in _ORDER if (tensor := getattr(layer, name)) is not None], parts
+
+
 def layer_stack(
     x: Tensor,
-    layers: Sequence[LayerWeights],
+    layers: Sequence[LayerWeights] | PackedLayers,
     caches: Sequence[tuple[Tensor, Tensor]] | Tensor,
     prefix_lens: Tensor,
     cu_nodes: Tensor,
@@ -193,7 +254,7 @@ def layer_stack(
 
     Args:
         x: ``[N, d]`` bfloat16, float16 or float32.
-        layers: the weights, all with the same optional parts.
+        layers: the weights, all with the same optional parts; or those of ``layer_pack``.
         caches: keys and values ``[B, S, Hk, D]`` of each layer, for ``attention_tree``; they are only read. Or one tensor of
             all, ``[2 * layers, B, S, Hk, D]``, a layer's keys in front of its values.
         prefix_lens, cu_nodes, visible, max_nodes, depths: the step's trees, as in ``attention_tree``.
@@ -227,15 +288,10 @@ def layer_stack(
         integers(op, name, tensor, torch.int64)
         for name, tensor in (("positions", positions), ("ids", ids), ("wanted", wanted))
     )
-    layers = [LayerWeights(*layer) for layer in layers]
     flat = [caches] if isinstance(caches, Tensor) else [cache for pair in caches for cache in pair]
-    present = {tuple(getattr(layer, name) is not None for name in _ORDER) for layer in layers}
-    if len(present) > 1:
-        raise ValueError("pass_ext::layer_stack: layers must all have the same optional parts, got layers that differ")
-    weights = [tensor for layer in layers for name in _ORDER if (tensor := getattr(layer, name)) is not None]
+    weights, parts = ([layers.key], layers.parts) if isinstance(layers, PackedLayers) else _listed(op, layers)
     adapted, added = adapter_list(op, adapters)
     refuse_gradients(op, x, deep, final_norm, head, *weights, *flat, *added)
-    parts = sum(1 << i for i, is_there in enumerate(present.pop() if present else ()) if is_there)
     count = len(layers)
     out, new = call(
         _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,
@@ -279,6 +335,12 @@ def _after_shape(
     scale: float,
 ) -> Tensor:  # fmt: skip
     return residual.new_empty(residual.shape)
+
+
+@register_fake("layer_pack")
+def _key_shape(weights: list[Tensor], parts: int, head_dim: int) -> Tensor:
+    each = max(1, parts.bit_count())
+    return weights[0].new_empty((len(weights) // each, len(_ORDER)), dtype=torch.int64)
 
 
 @register_fake("layer_stack")

@@ -5,7 +5,7 @@ from pass_ext.reference.adapter import adapter_rows_
 from pass_ext.reference.attention import attention_merge, attention_tree
 from pass_ext.reference.cache import cache_commit_
 from pass_ext.reference.draft import draft_sample
-from pass_ext.reference.layer import layer_after_attention, layer_before_attention, layer_stack
+from pass_ext.reference.layer import layer_after_attention, layer_before_attention, layer_pack, layer_stack
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.lookahead import lookahead_embed
 from pass_ext.reference.next import next_rows_
@@ -24,6 +24,7 @@ __all__ = [
     "draft_sample",
     "layer_after_attention",
     "layer_before_attention",
+    "layer_pack",
     "layer_stack",
     "linear_rows",
     "lookahead_embed",

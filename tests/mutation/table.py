@@ -80,6 +80,8 @@ _CPP = _files_of_families() | {
     "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
     "cpu/layer.cpp": (["layer"], ["tests/ops/layer"]),
     "cpu/layer.h": (["layer"], ["tests/ops/layer"]),
+    "cpu/layer_pack.cpp": (["layer"], ["tests/ops/layer"]),
+    "cpu/layer_pack.h": (["layer"], ["tests/ops/layer"]),
     "cpu/layer_stack.cpp": (["layer"], ["tests/ops/layer"]),
     "core/next.h": (["next"], ["tests/ops/test_next.py"]),
     "cpu/next.cpp": (["next"], ["tests/ops/test_next.py"]),

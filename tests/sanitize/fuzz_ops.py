@@ -648,12 +648,9 @@ def layer_after_attention(draw: Draw):
         check_close([out], [reference.layer_after_attention(**arguments)], 0.01)
 
 
-@case
-def layer_stack(draw: Draw):
-    sizes, width, inner, dtype = draw.sizes(), draw.width(), draw.width(), draw.pick(FLOATS)
-    heads, kv_heads, layers, rows = draw.pick((1, 2)), 1, draw.pick((1, 2, 3)), sum(sizes)
-    prefixes = [draw.pick((0, 1, 5, 65)) for _ in sizes]
-    max_nodes, room = max([1, *sizes]), max([1, *prefixes])
+def layers_of(draw: Draw, layers: int, width: int, heads: int, dtype: torch.dtype) -> tuple[dict, tuple]:
+    """The shapes of linear layers by name, and the weights of decoder layers."""
+    inner = draw.width()
     shapes = dict(
         q=(64 * heads, width),
         k=(64, width),
@@ -673,6 +670,32 @@ def layer_stack(draw: Draw):
         )
         for _ in range(layers)
     )
+    return shapes, weights
+
+
+@case
+def layer_pack(draw: Draw):
+    layers = draw.pick((1, 2, 3))
+    _, weights = layers_of(draw, layers, draw.width(), draw.pick((1, 2)), draw.pick(FLOATS))
+    if draw.is_hostile and draw.chance(0.5):
+        first, name = (
+            weights[0],
+            draw.pick([name for name, tensor in weights[0]._asdict().items() if tensor is not None]),
+        )
+        weights = (first._replace(**{name: draw.damaged_tensor(getattr(first, name))}), *weights[1:])
+    packed = yield draw.damaged(dict(layers=weights, head_dim=draw.pick((64, 64, 64, 32, 7, 0))))
+    demand(len(packed) == layers, f"{len(packed)} layers are packed")
+
+
+@case
+def layer_stack(draw: Draw):
+    sizes, width, dtype = draw.sizes(), draw.width(), draw.pick(FLOATS)
+    heads, kv_heads, layers, rows = draw.pick((1, 2)), 1, draw.pick((1, 2, 3)), sum(sizes)
+    prefixes = [draw.pick((0, 1, 5, 65)) for _ in sizes]
+    max_nodes, room = max([1, *sizes]), max([1, *prefixes])
+    shapes, weights = layers_of(draw, layers, width, heads, dtype)
+    if draw.chance(0.5):
+        weights = pass_ext.layer_pack(weights, head_dim=64)
     adapted = [name for name in shapes if draw.chance(0.2)]
     count, rank = draw.pick((1, 2)), draw.pick((1, 5))
     adapters = {

@@ -257,6 +257,14 @@ def layer_after_attention(device):
 
 
 @sample
+def layer_pack(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        shapes = ((12,), (16, 12), (8, 12), (8, 12), (12, 16), (20, 12), (20, 12), (12, 20))
+        weights = [torch.randn(shape, device=device).to(dtype) for _ in range(2) for shape in shapes]
+        yield weights, sum(1 << i for i in (0, 1, 3, 5, 9, 13, 15, 17)), 8
+
+
+@sample
 def layer_stack(device):
     integers = dict(dtype=torch.int32, device=device)
     bounds, prefixes, depths = (torch.tensor(v, **integers) for v in ([0, 2, 5], [3, 0], [0, 1, 0, 1, 1]))

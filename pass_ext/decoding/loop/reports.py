@@ -1,6 +1,7 @@
 """``Reports``: a device's reports on their way to the host, which reads them later without a wait for newer work.
 
-On CUDA a report is copied to pinned memory behind the work that wrote it, and an event marks that it has arrived.
+On CUDA a report is copied to pinned memory behind the work that wrote it, and an event marks that it has arrived. On the CPU a
+report that is on its way alone is read where it is.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ class Reports:
 
     Args:
         report: the buffer that each step overwrites.
-        most: how many may be on their way at once.
+        most: how many may be on their way at once. If 1, each must be read before the next step.
     """
 
     def __init__(self, report: Tensor, most: int) -> None:
         self._report = report
-        self._free = [torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda) for _ in range(most)]
+        self._free = [report]
+        if report.is_cuda or most > 1:
+            self._free = [torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda) for _ in range(most)]
         self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def __len__(self) -> int:
@@ -31,7 +34,8 @@ class Reports:
     def send(self) -> None:
         """Sends the report as the work launched so far will leave it."""
         buffer = self._free.pop()
-        buffer.copy_(self._report, non_blocking=True)
+        if buffer is not self._report:
+            buffer.copy_(self._report, non_blocking=True)
         event = torch.cuda.current_stream(self._report.device).record_event() if self._report.is_cuda else None
         self._sent.append((buffer, event))
 

@@ -86,18 +86,19 @@ class StepAttention:
         )  # fmt: skip
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
-    def of_all_layers(self, layers: int, keys: Tensor) -> tuple[Any, ...] | None:
+    def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with
-        rows like these keys, ``[N, KV heads, D]``. A first call makes the caches."""
-        session, trees, head_dim = self._session, self._trees, keys.shape[-1]
+        keys ``[N, KV heads, D]`` in the dtype of these rows. A first call makes the caches."""
+        session, trees = self._session, self._trees
         if self.layers or head_dim not in HEAD_DIMS:
             return None
         if self.is_first:
+            keys = rows.new_empty(0, heads, head_dim)
             for _ in range(layers):
                 session.add_layer(keys, keys, (head_dim, head_dim))
         elif len(session.head_dims) != layers or any(dims != (head_dim, head_dim) for dims in session.head_dims):
             return None
-        elif session.caches[0][0].shape[2:] != keys.shape[1:] or session.caches[0][0].dtype != keys.dtype:
+        elif session.caches[0][0].shape[2:] != (heads, head_dim) or session.caches[0][0].dtype is not rows.dtype:
             return None  # the layers, one by one, say what does not fit
         caches = session.all_caches()
         listed = [caches] if isinstance(caches, Tensor) else caches

@@ -60,7 +60,7 @@ def listed(op, where):
 
 def named(op, where):
     """As in the op's own messages."""
-    if op == "layer_stack" and arguments_of(op)[where[0]] == "weights":
+    if op in ("layer_pack", "layer_stack") and arguments_of(op)[where[0]] == "weights":
         return STACKED[where[1] % len(STACKED)]
     return listed(op, where)
 
@@ -78,13 +78,14 @@ def keywords_of(op, sample):
         keywords[name] = ROUNDS[keywords[name]]
     if "activation" in keywords:
         keywords["activation"] = ACTIVATIONS[keywords["activation"]]
-    if op == "layer_stack":
+    if op in ("layer_pack", "layer_stack"):
         weights, each = keywords.pop("weights"), len(STACKED)
         assert keywords.pop("parts") == sum(1 << layer._ORDER.index(name) for name in STACKED)
         keywords["layers"] = [
             pass_ext.LayerWeights(**dict(zip(STACKED, weights[i : i + each], strict=True)))
             for i in range(0, len(weights), each)
         ]
+    if op == "layer_stack":
         bits = keywords.pop("adapted")
         adapted = [name for i, name in enumerate(layer.ADAPTED) if bits >> i & 1]
         sides = iter(keywords["adapters"])

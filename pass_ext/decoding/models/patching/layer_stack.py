@@ -21,7 +21,7 @@ from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS
 from pass_ext.decoding.models.patching.layer_parts import LayerParts
 from pass_ext.decoding.models.patching.row_attention import OurCall
 from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
-from pass_ext.ops.layer import ADAPTED, adapter_list
+from pass_ext.ops.layer import ADAPTED, PackedLayers, adapter_list
 
 _PLACES = {f"self_attn.{name}_proj": name for name in ADAPTED[:4]} | {f"mlp.{name}_proj": name for name in ADAPTED[4:]}
 """A linear layer's name in its decoder layer -> its name for ``layer_stack``. Parts of joined layers have none."""
@@ -104,6 +104,7 @@ class LayerStack:
         self._layers: list[tuple[nn.Module, KnownLayer]] = []
         self._in_order = True
         self._plans: dict[int, _Plan | None] = {}
+        self._packed: dict[int, PackedLayers] = {}
         self._last_adapters: tuple[PlacedAdapters, int, _AdapterArguments | None] | None = None
         self._of_thread = local()
 
@@ -134,8 +135,10 @@ class LayerStack:
         self._layers.append((layer, known))
 
     def end(self) -> None:
-        """Behind the last of the generations that share it: lets go of their calls and adapters."""
+        """Behind the last of the generations that share it: lets go of their calls and adapters, and of weights that the model
+        may not have any longer."""
         self._of_thread = local()
+        self._packed.clear()
         self._last_adapters = None
 
     def has_result(self, hidden_states: Tensor) -> bool:
@@ -177,16 +180,32 @@ class LayerStack:
         step = getattr(attend, "of_all_layers", None)
         if plan is None or step is None or not found_in(attend, plan.unchanged, plan.unchanged.__bool__):
             return None
-        caches = step(layers, rows.new_empty(0, plan.key_heads, plan.numbers[0]))
+        caches = step(layers, rows, plan.key_heads, plan.numbers[0])
         if caches is None:
             return None
         slots = offsets or adapters
-        out, new = _stack(
-            rows, plan.weights, plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows,
-            None if slots is None else slots.ids, None if offsets is None else offsets.deep, *added, *ends, *plan.numbers,
+        arguments = (
+            plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows, None if slots is None else slots.ids,
+            None if offsets is None else offsets.deep, *added, *ends, *plan.numbers,
         )  # fmt: skip
+        try:
+            packed = self._packed_weights(plan)
+            out, new = _stack(rows, [packed.key], *arguments)
+        except RuntimeError:
+            # A weight whose data was replaced lies elsewhere now, where the op finds it in the list. Anything else is wrong
+            # there too.
+            self._packed.pop(len(plan.windows), None)
+            out, new = _stack(rows, plan.weights, *arguments)
         attend.take(new)  # type: ignore[attr-defined]
         return out
+
+    def _packed_weights(self, plan: _Plan) -> PackedLayers:
+        """Packs the weights at the first call of the generations that share them."""
+        layers = len(plan.windows)
+        packed = self._packed.get(layers)
+        if packed is None:
+            packed = self._packed[layers] = PackedLayers(plan.weights, plan.parts, plan.numbers[0])
+        return packed
 
     def _adapters_for(self, placed: PlacedAdapters, plan: _Plan) -> _AdapterArguments | None:
         """The adapters as ``layer_stack`` takes them; None if it cannot."""
