@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 BUILD := $(BIN)/python setup.py -q build_ext --inplace
 export HF_HUB_OFFLINE ?= 1
+# Where PYTHONDONTWRITEBYTECODE is set, every process would compile torch and transformers again: seconds, some hundred times a run.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
