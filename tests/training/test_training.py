@@ -33,6 +33,7 @@ from pass_ext.training.lookahead import record as lookahead_record
 from pass_ext.training.lookahead.evaluation import evaluate, hits_of
 from pass_ext.training.lookahead.forward import slot_rows
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings, step_loss
+from pass_ext.training.lookahead.prefix import fresh_prefix
 
 transformers = pytest.importorskip("transformers")
 SETTINGS = Settings(
@@ -50,7 +51,7 @@ SETTINGS = Settings(
 WEIGHTS = (1.0, 0.8, 0.64)  # of three slots
 
 
-def slots_for(model, count=3, *, rank=4, deep=True, seed=1, adapters=0, ranks=3):
+def slots_for(model, count=3, *, rank=4, deep=True, seed=1, adapters=0, ranks=3, learned=0):
     """Look-ahead parameters, all of them away from zero."""
     torch.manual_seed(seed)
     layers = model.config.num_hidden_layers if deep else 0
@@ -58,6 +59,8 @@ def slots_for(model, count=3, *, rank=4, deep=True, seed=1, adapters=0, ranks=3)
     embedding = LookaheadEmbedding.from_table(count, table, rank=rank, deep_layers=layers)
     if adapters:
         embedding.adapters = SlotAdapters(adapter_sizes(model, ranks), adapters, scale=0.5)
+    if learned:
+        embedding.set_prefix(*fresh_prefix(model, torch.tensor([[1, 2, 3, 4]]), learned))
     with torch.no_grad():
         for parameter in embedding.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -70,6 +73,8 @@ def windows_of(samples, *, lookahead=3, documents=(), seed=0):
 
 def sequential_logits(model, embedding, text, anchor):
     """The logits of an ordinary causal forward over [text up to the anchor, the slots] at the slots; differentiable."""
+    if embedding.prefix is not None:
+        return logits_by_hand(model, embedding, text, anchor)
     table = model.get_input_embeddings().weight
     rows = torch.cat([table[text[: anchor + 1]], embedding.weight])[None]
     hooks = []
@@ -94,6 +99,32 @@ def sequential_logits(model, embedding, text, anchor):
         previous = text[anchor + 1 : anchor + 1 + embedding.num_lookahead]
         logits = logits + (table[previous] @ embedding.transition_left) @ (table @ embedding.transition_right).T
     return logits
+
+
+def logits_by_hand(model, embedding, text, anchor):
+    """The same for slots with learned keys and nothing else, by the formulas of a Llama: softmax over text and slots up to the
+    row, and over the learned keys where it is a slot's."""
+    table, first = model.get_input_embeddings().weight, anchor + 1
+    h = torch.cat([table[text[:first]], embedding.weight])
+    cos, sin = (part[0] for part in model.model.rotary_emb(h[None], torch.arange(len(h))[None]))
+    for number, layer in enumerate(model.model.layers):
+        attention, x = layer.self_attn, layer.input_layernorm(h)
+        q, k, v = (each(x).unflatten(1, (-1, 8)) for each in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k = (
+            y * cos[:, None] + torch.cat([-y[..., 4:], y[..., :4]], -1) * sin[:, None] for y in (q, k)
+        )  # fmt: skip
+        k, v = (
+            torch.cat(pair).repeat_interleave(2, 1)
+            for pair in zip((x[number] for x in embedding.prefix), (k, v), strict=True)
+        )
+        scores = torch.einsum("ihd,jhd->hij", q, k) * 8**-0.5
+        learned = embedding.prefix_length
+        row, place = torch.arange(len(h))[:, None], torch.arange(len(k)) - learned
+        seen = torch.where(place < 0, row >= first, row >= place)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        h = h + attention.o_proj(torch.einsum("hij,jhd->ihd", weights, v).flatten(1))
+        h = h + layer.mlp(layer.post_attention_layernorm(h))
+    return model.lm_head(model.model.norm(h))[first:]
 
 
 def dense_loss(model, embedding, window, decay, kind):
@@ -132,6 +163,36 @@ def test_loss_and_gradients_are_those_of_one_ordinary_forward_a_group(tied, kind
     for mine, theirs in zip(gradients, torch.autograd.grad(dense, list(embedding.parameters())), strict=True):
         assert theirs.abs().max() > 1e-4
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("learned", [1, 5])
+def test_loss_and_gradients_of_learned_keys_are_those_of_the_formula(learned):
+    model = tiny_llama()
+    embedding = slots_for(model, rank=0, deep=False, learned=learned)
+    window = windows_of(counting(9, 24)).at(3)
+    ours, dense = step_loss(model, embedding, window, WEIGHTS), dense_loss(model, embedding, window, 0.8, "kl")
+    torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
+    names, parameters = zip(*embedding.named_parameters(), strict=True)
+    assert names == ("weight", "prefix_keys", "prefix_values")
+    gradients = (torch.autograd.grad(loss, parameters) for loss in (ours, dense))
+    for mine, theirs in zip(*gradients, strict=True):
+        assert theirs.abs().max() > 1e-4
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-3)
+
+
+def test_fresh_keys_lie_around_those_of_the_texts():
+    model = tiny_llama()
+    ids = torch.tensor([one.ids for one in counting(2, 20)])
+    _, past = text_rows(model, ids)
+    torch.manual_seed(3)
+    for side, learned in zip(("keys", "values"), fresh_prefix(model, ids, 4000), strict=True):
+        assert learned.shape == (2, 4000, 2, 8)
+        for layer, rows in zip(past.layers, learned, strict=True):
+            seen = getattr(layer, side)[:, :, 1:]  # without the first tokens
+            torch.testing.assert_close(rows.mean(0), seen.mean((0, 2)), atol=0.1, rtol=0)
+            torch.testing.assert_close(
+                rows.std(0), 0.3 * seen.transpose(1, 2).flatten(0, 1).std(0), atol=0.02, rtol=0.2
+            )
 
 
 def test_a_slot_row_is_what_the_model_says_after_the_text_and_the_slots_before_it():
@@ -221,16 +282,17 @@ def test_a_curriculum_begins_with_the_first_slots():
         assert not torch.equal(new[0], old[0]) and torch.equal(new[1:], old[1:])
 
 
-@pytest.mark.parametrize("adapters", [0, 1])
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, adapters):
+@pytest.mark.parametrize(("adapters", "learned"), [(0, 0), (1, 0), (0, 4)])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, adapters, learned):
     model, windows = tiny_llama(), windows_of(counting(9, 40))
     settings = dataclasses.replace(SETTINGS, curriculum=8, loss="total-variation") if adapters else SETTINGS
-    whole = LookaheadTrainer(model, slots_for(model, adapters=adapters), windows, settings)
+    more = dict(adapters=adapters, learned=learned)
+    whole = LookaheadTrainer(model, slots_for(model, **more), windows, settings)
     whole.run(12)
-    first = LookaheadTrainer(model, slots_for(model, adapters=adapters), windows, settings)
+    first = LookaheadTrainer(model, slots_for(model, **more), windows, settings)
     first.run(5)
     first.save(tmp_path / "state.pt", "run")
-    second = LookaheadTrainer(model, slots_for(model, seed=9, adapters=adapters), windows, settings)
+    second = LookaheadTrainer(model, slots_for(model, seed=9, **more), windows, settings)
     second.restore(tmp_path / "state.pt", "run")
     second.run(12)
     assert second.losses == whole.losses
@@ -655,9 +717,35 @@ def test_steps_may_have_another_type_than_samples(tmp_path, monkeypatch):
         trained(tmp_path / "mixed", console, steps=2)
 
 
+def test_the_command_trains_learned_keys(tmp_path):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    bare = trained(tmp_path / "bare", console)
+    assert not any(name.startswith("prefix") for name in bare.training_record["settings"]), "older runs would not go on"
+    options = dict(start=str(tmp_path / "bare/lookahead.safetensors"), prefix_keys=5, prefix_learning_rate=0.02)
+    first = trained(tmp_path / "first", console, **options, minutes=1e-9)
+    whole, again = (trained(tmp_path / name, console, **options) for name in ("whole", "first"))
+    assert first.training_record["steps"] == 1 and not torch.equal(first.prefix_keys, whole.prefix_keys)
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert whole.prefix_keys.shape == whole.prefix_values.shape == (2, 5, 2, 8)
+    facts = whole.training_record
+    assert facts["settings"]["prefix_keys"] == 5 and facts["settings"]["prefix_learning_rate"] == 0.02
+    assert facts["prefix"] == {"keys": 5, "parameters": 2 * 2 * 5 * 2 * 8, "bytes": 2 * 2 * 2 * 5 * 2 * 8}
+    card = (tmp_path / "whole/lookahead.md").read_text()
+    assert "attend to: 5 in every layer, 320 parameters, 0.0 MB in bfloat16" in card
+    start = str(tmp_path / "whole/lookahead.safetensors")
+    more = trained(tmp_path / "more", console, start=start)
+    assert more.prefix_length == 5 and not torch.equal(more.prefix_keys, whole.prefix_keys), "those of the file go on"
+    with pytest.raises(SystemExit, match=r"--prefix-keys must be the 5 of --start .*, or 0, got 4"):
+        trained(tmp_path / "other", console, start=start, prefix_keys=4)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("--prefix-keys -1", "--prefix-keys must be at least 0, got -1"),
+        ("--prefix-learning-rate nan", "--prefix-learning-rate must be at least 0, got nan"),
         ("--slot-weights 1", "--slot-weights must be 2 numbers above 0"),
         ("--slot-weights 1 0", "--slot-weights must be 2 numbers above 0"),
         ("--adapter-kinds q", "need --adapter-rank, got 0"),
@@ -665,7 +753,7 @@ def test_steps_may_have_another_type_than_samples(tmp_path, monkeypatch):
         ("--adapter-rank 129", "--adapter-rank must be at most 128, got 129"),
         ("--curriculum -1", "--curriculum must be at least 0, got -1"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_options_of_adapters_that_cannot_be(tmp_path, line, message):
     parser = argparse.ArgumentParser()

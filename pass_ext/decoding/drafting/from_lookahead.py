@@ -90,7 +90,7 @@ class LookaheadDrafter(Drafter):
         """Puts the slots' embeddings into the session."""
         lookahead, slots = self._lookahead, self._slots
         deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
-        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters)
+        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters, lookahead.prefix)
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""

@@ -37,8 +37,8 @@ _PREFIX = 256  # tokens of text before the measured rows
 def measured_times(model: Adapted, *, graphs: bool = False, lookahead: LookaheadEmbedding | None = None) -> StepTimes:
     """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk.
 
-    lookahead: with adapters, half the rows of a call are slots, so that the times hold the adapters' work; without, it changes
-    no time.
+    lookahead: with adapters or learned keys, half the rows of a call are slots, so that the times hold the work of these;
+    without, it changes no time.
 
     A callable without a config cannot be recognised in another process, so it is measured once per object.
     """
@@ -47,7 +47,8 @@ def measured_times(model: Adapted, *, graphs: bool = False, lookahead: Lookahead
             f"{model.name}: rows must be a number under tensor parallelism, such as PaSS(slots, rows=24), got 'auto': "
             "ranks that measure their own step times would choose different trees"
         )
-    adapted = lookahead if lookahead is not None and lookahead.adapters is not None else None
+    has_more = lookahead is not None and (lookahead.adapters is not None or lookahead.prefix is not None)
+    adapted = lookahead if has_more else None
     fingerprint, key = _fingerprint(model), _key(model, graphs, adapted)
     if key in _times and key not in _doubted:
         return _times[key]
@@ -76,29 +77,33 @@ def doubt(model: Adapted, *, graphs: bool = False) -> None:
     """Says that calls of the model no longer take the measured times. No matter in the first minutes: on a machine that stays
     busy every measurement differs from the last one, and takes seconds."""
     start = _key(model, graphs, None)[:-1]
-    for key in _times:  # with adapters and without
+    for key in _times:  # with adapters or learned keys, and without
         if key[:-1] == start and time.monotonic() - _asked[key] >= _TRUSTED:
             _doubted.add(key)
 
 
 def _key(model: Adapted, graphs: bool, adapted: LookaheadEmbedding | None) -> tuple[Any, ...]:
-    """What times belong to; the last entry describes the adapters."""
+    """What times belong to; the last entry describes adapters and learned keys."""
     machine = str(model.table.device), torch.get_num_threads(), graphs
-    return _fingerprint(model) or id(model.model), *machine, _adapters_text(adapted)
+    return _fingerprint(model) or id(model.model), *machine, _sizes_text(adapted)
 
 
-def _adapters_text(adapted: LookaheadEmbedding | None) -> str:
-    """The sizes of all adapters, which decide their time."""
-    if adapted is None or adapted.adapters is None:
+def _sizes_text(adapted: LookaheadEmbedding | None) -> str:
+    """The sizes of all adapters and the number of learned keys, which decide their time."""
+    if adapted is None:
         return ""
+    text = f" with {adapted.prefix_length} learned keys" if adapted.prefix_length else ""
+    if adapted.adapters is None:
+        return text
     shapes = [(place, list(down.shape), list(up.shape)) for place, down, up in adapted.adapters.pairs()]
-    return f" with adapters {hashlib.sha256(str((shapes, adapted.num_lookahead)).encode()).hexdigest()}"
+    return f" with adapters {hashlib.sha256(str((shapes, adapted.num_lookahead)).encode()).hexdigest()}{text}"
 
 
 class _Calls:
     """Calls with any number of rows behind one prefix. The first call reads the prefix.
 
-    adapted: look-ahead embeddings with adapters, whose slots are the second half of the rows; None: all rows are tokens.
+    adapted: look-ahead embeddings with adapters or learned keys, whose slots are the second half of the rows; None: no row is a
+        slot's.
     """
 
     def __init__(self, model: Adapted, graphs: bool, adapted: LookaheadEmbedding | None = None) -> None:
@@ -107,7 +112,7 @@ class _Calls:
         if adapted is not None:
             self._slots = adapted.num_lookahead
             deep = None if adapted.deep is None else adapted.deep.detach()
-            self._session.set_slots(adapted.weight.detach(), deep, adapted.adapters)
+            self._session.set_slots(adapted.weight.detach(), deep, adapted.adapters, adapted.prefix)
 
     def run(self, rows: int) -> None:
         session = self._session

@@ -35,6 +35,7 @@ class Settings:
     clip: float
     loss: str  # "kl", "total-variation" or "cross-entropy"
     adapter_learning_rate: float = 0.001
+    prefix_learning_rate: float = 0.01
     slot_weights: tuple[float, ...] = ()  # empty: decay^i
     curriculum: int = 0  # steps in which slots join one after the other; 0: all from the start
 
@@ -85,6 +86,8 @@ class LookaheadTrainer(Trainer):
             "transition_left": settings.transition_learning_rate,
             "transition_right": settings.transition_learning_rate,
             "deep": settings.deep_learning_rate,
+            "prefix_keys": settings.prefix_learning_rate,
+            "prefix_values": settings.prefix_learning_rate,
         }
         named = embedding.named_parameters(recurse=False)
         groups: list[dict[str, Any]] = [{"params": [parameter], "lr": rates[name]} for name, parameter in named]

@@ -22,10 +22,20 @@ from pass_ext.training.common.windows import Windows, windows_of
 from pass_ext.training.lookahead import record
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
+from pass_ext.training.lookahead.prefix import fresh_prefix
 
 _FREQUENT = 1000  # slots start at the mean of this many most frequent tokens' embeddings
 _SHAPE = (
-    *("lookahead", "transition_rank", "deep", "adapter_rank", "adapter_kinds", "adapter_by_slot", "start"),
+    *(
+        "lookahead",
+        "transition_rank",
+        "deep",
+        "adapter_rank",
+        "adapter_kinds",
+        "adapter_by_slot",
+        "prefix_keys",
+        "start",
+    ),
     *("seed", "length", "batch", "step_dtype"),
 )
 _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells of the runs before this one
@@ -41,9 +51,11 @@ def train(run: Run) -> Path:
     described = {**dataclasses.asdict(settings), **{name: getattr(options, name) for name in _SHAPE}}
     if options.start:
         described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
-    identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
     check_head(model, windows.at(0).ids[:1].to(options.device))
     embedding, earlier = _start(run, windows)
+    if embedding.prefix is None:  # runs from before there was a prefix go on
+        described = {name: value for name, value in described.items() if not name.startswith("prefix_")}
+    identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
     trainer = LookaheadTrainer(model, embedding, windows, settings)
     checkpoint = Checkpoint(run.out / "checkpoint.pt", identity)
     seconds = take_steps(
@@ -65,6 +77,7 @@ def train(run: Run) -> Path:
         seconds=round(seconds, 1),
         evaluation=evaluation,
         **_share_of_adapters(model, embedding),
+        **_size_of_prefix(embedding),
         **({"earlier_runs": earlier} if earlier else {}),
     )
     return save_result(run, embedding.to(torch.bfloat16), facts, trainer.losses, record.card)
@@ -86,9 +99,17 @@ def _share_of_adapters(model: Any, embedding: LookaheadEmbedding) -> dict[str, A
     return {"adapters": {"parameters": count, "share": round(share, 5), "bytes": 2 * count}}
 
 
+def _size_of_prefix(embedding: LookaheadEmbedding) -> dict[str, Any]:
+    """The size of the learned keys and values, for the card; empty without."""
+    if embedding.prefix is None:
+        return {}
+    count = sum(part.numel() for part in embedding.prefix)
+    return {"prefix": {"keys": embedding.prefix_length, "parameters": count, "bytes": 2 * count}}
+
+
 def _start(run: Run, windows: Windows) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
-    """The embeddings of --start, or fresh ones; with adapters if the options ask for some and the file has none. And the
-    records of the runs that made the file."""
+    """The embeddings of --start, or fresh ones; with adapters and learned keys if the options ask for some and the file has
+    none. And the records of the runs that made the file."""
     options, model = run.options, run.model
     torch.manual_seed(options.seed)
     embedding, earlier = _of_file(run) if options.start else (_fresh(run, windows), [])
@@ -98,6 +119,13 @@ def _start(run: Run, windows: Windows) -> tuple[LookaheadEmbedding, list[dict[st
         count = embedding.num_lookahead if options.adapter_by_slot else 1
         adapters = SlotAdapters(adapter_sizes(model, ranks), count, dtype=torch.float32)
         embedding.adapters = adapters.to(embedding.weight.device)
+    if options.prefix_keys and embedding.prefix is None:
+        ids = windows.at(0).ids.to(embedding.weight.device)
+        embedding.set_prefix(*fresh_prefix(model, ids, options.prefix_keys))
+    if options.prefix_keys not in (0, embedding.prefix_length):
+        raise SystemExit(
+            f"--prefix-keys must be the {embedding.prefix_length} of --start {options.start}, or 0, got {options.prefix_keys}"
+        )
     return embedding, earlier
 
 

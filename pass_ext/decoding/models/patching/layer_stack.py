@@ -3,7 +3,7 @@ them.
 
 In such a call each layer, computed alone, was given the very tensor that the layer before it returned, and the first one's
 rotary embedding. From then on the first layer computes all, and the others pass its result on. Adapters of look-ahead slots
-are computed in it too where every layer has some of the same linear layers.
+are computed in it too where every layer has some of the same linear layers, and so is attention to keys that slots learned.
 """
 
 from __future__ import annotations
@@ -183,10 +183,12 @@ class LayerStack:
         caches = step(layers, rows, plan.key_heads, plan.numbers[0])
         if caches is None:
             return None
-        slots = offsets or adapters
+        learned = getattr(attend, "prefix", None)
+        slots = offsets or adapters or learned
         arguments = (
             plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows, None if slots is None else slots.ids,
-            None if offsets is None else offsets.deep, *added, *ends, *plan.numbers,
+            None if offsets is None else offsets.deep, *added, *((None, None) if learned is None else learned.learned),
+            *ends, *plan.numbers,
         )  # fmt: skip
         try:
             packed = self._packed_weights(plan)
