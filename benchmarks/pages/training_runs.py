@@ -1,6 +1,7 @@
-"""The table of training runs: what was tried, what each gave, and how long it took.
-`python -m benchmarks.pages.training_runs NAME=RECORD.json ...` keeps what the table needs of records that training wrote, in
-benchmarks/results/pretrained/runs.json, and writes runs.md; `--check` compares the page.
+"""The tables of training runs: what was tried, what each gave, and how long it took.
+`python -m benchmarks.pages.training_runs NAME=RECORD.json ...` adds what the tables need of records that training wrote to
+benchmarks/results/pretrained/runs.json, and writes runs.md; a run that is there under this name is replaced. `--check` compares
+the page.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SETTINGS = (
     "transition_learning_rate",
     "deep_learning_rate",
 )
+OPTIONS = ("slot_weights", "adapter_kinds", "adapter_by_slot", "prefix_keys", "step_dtype")  # told where a run has them
 
 
 def kept(name: str, record: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +35,10 @@ def kept(name: str, record: dict[str, Any]) -> dict[str, Any]:
     evaluation = record["evaluation"]
     return {
         "name": name,
-        "settings": {name: record["settings"][name] for name in SETTINGS},
+        "settings": {
+            **{name: record["settings"][name] for name in SETTINGS},
+            **{name: record["settings"][name] for name in OPTIONS if record["settings"].get(name)},
+        },
         "date": record["date"],
         "steps": record["steps"],
         "seconds": record["seconds"],
@@ -42,11 +47,17 @@ def kept(name: str, record: dict[str, Any]) -> dict[str, Any]:
         "top 1": [slot["top 1"] for slot in evaluation["slots"]],
         "accepted": evaluation["accepted"],
         "chain by kind": {kind: lengths["chain"] for kind, lengths in evaluation["accepted_by_kind"].items()},
+        **(
+            {"overlap": evaluation["overlap"], "learned": record["parameters"].split()[0]}
+            if "overlap" in evaluation
+            else {}
+        ),
     }
 
 
-def render(runs: list[dict[str, Any]]) -> str:
-    """The page."""
+def _table(runs: list[dict[str, Any]]) -> list[str]:
+    """The table of runs with the same places."""
+    more = all("overlap" in run for run in runs)
     kinds = list(runs[0]["chain by kind"])
     rows = [
         [
@@ -57,6 +68,7 @@ def render(runs: list[dict[str, Any]]) -> str:
             " ".join(f"{share:.3f}" for share in run["top 1"]),
             *(f"{run['accepted'][name]:.2f}" for name in ("chain", "tree 8")),
             *(f"{run['chain by kind'][kind]:.2f}" for kind in kinds),
+            *([" ".join(f"{share:.3f}" for share in run["overlap"]), run["learned"]] if more else []),
         ]
         for run in runs
     ]
@@ -69,7 +81,15 @@ def render(runs: list[dict[str, Any]]) -> str:
         "chain",
         "tree of 8",
         *(f"chain, {kind}" for kind in kinds),
+        *(["overlap of each slot", "learned numbers"] if more else []),
     ]
+    return list(table(heads, rows))
+
+
+def render(runs: list[dict[str, Any]]) -> str:
+    """The page."""
+    places = dict.fromkeys(run["places"] for run in runs)
+    tables = [_table([run for run in runs if run["places"] == count]) for count in places]
     notes = []
     for run in runs:
         settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in run["settings"].items())
@@ -80,11 +100,11 @@ def render(runs: list[dict[str, Any]]) -> str:
         "Written by `python -m benchmarks.pages.training_runs`; do not edit.",
         "",
         "Accepted candidates a step, of a chain of all slots and of the best tree of 8 nodes, on held-out texts that are cut "
-        "where they begin to loop. Runs compare where they have the same places. Minutes: on two cores, which other programs "
-        "shared at times.",
+        "where they begin to loop. Overlap: mean sum of min(p, q) with the model's distribution at temperature 1. The runs of "
+        "a table were judged at the same places; those of two tables do not compare. Minutes: on two cores, which other "
+        "programs shared at times.",
         "",
-        *table(heads, rows),
-        "",
+        *(line for lines in tables for line in (*lines, "")),
         *notes,
         "",
     ])  # fmt: skip
@@ -93,15 +113,14 @@ def render(runs: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.training_runs`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "records", nargs="*", metavar="NAME=RECORD.json", help="runs for the table, instead of the kept ones"
-    )
+    parser.add_argument("records", nargs="*", metavar="NAME=RECORD.json", help="runs to add, or to replace")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     options = parser.parse_args()
     if options.records:
         pairs = [record.partition("=") for record in options.records]
-        runs = [kept(name, json.loads(Path(path).read_text())) for name, _, path in pairs]
-        RESULT.write_text(json.dumps(runs, indent=1) + "\n")
+        runs = {run["name"]: run for run in json.loads(RESULT.read_text())}
+        runs |= {name: kept(name, json.loads(Path(path).read_text())) for name, _, path in pairs}
+        RESULT.write_text(json.dumps(list(runs.values()), indent=1) + "\n")
     return write_page(RESULT, render, check=options.check)
 
 
