@@ -14,6 +14,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 BUILD := $(BIN)/python setup.py -q build_ext --inplace
 export HF_HUB_OFFLINE ?= 1
 # Where PYTHONDONTWRITEBYTECODE is set, every process would compile torch and transformers again: seconds, some hundred times a run.
+# What is compiled lies in build/, so that whoever has set the variable finds no __pycache__ among the sources.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 

@@ -1,7 +1,8 @@
 // torch.ops.pass_ext.layer_pack: decoder layers' weights, checked once for many calls of layer_stack.
 //   key [layers, parts] = the numbers of elements of each layer's tensors, 0 for none
 // The key stands for the layers by its address. What it holds is not read again, so no numbers in a tensor can lead a
-// kernel astray: neither a key's copy nor one from another process has layers.
+// kernel astray: neither a key's copy nor one from another process has layers. The layers are kept until
+// pass_ext_release_layers is called, as pass_ext.layer_pack's result does at its end.
 #include "cpu/layer_pack.h"
 
 #include <pthread.h>
@@ -155,8 +156,8 @@ std::shared_ptr<const PackedLayers> packed_layers_of(const char* op, const Tenso
   for (size_t i = 0; i < packed->weights.size(); ++i) {
     const WeightName name{packed->parts, i};
     if (!(placement_of(op, name, packed->weights[i]) == packed->placements[i]))
-      refuse(op, name, " must lie where layer_pack found it, got ", describe(packed->weights[i]),
-             " elsewhere (its data was replaced): pack the layers again");
+      refuse(op, name, " must be as layer_pack found it, got ", describe(packed->weights[i]),
+             " (its data was replaced): pack the layers again");
   }
   return packed;
 }

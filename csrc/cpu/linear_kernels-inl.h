@@ -147,6 +147,10 @@ inline void add_step(Floats (&sum)[R][O], const T* const (&row)[O], int64_t offs
   }
 }
 
+// Whole cache lines of an output's weights that a step reads.
+template <typename T>
+constexpr int kLinesInStep = kStep * sizeof(T) / 64;
+
 // Cache lines of a later piece, which the steps of all blocks ask for in equal shares: line i is the one of output
 // i % O at i / O lines. They go to the second cache, because the first one tracks too few misses for the memory's
 // bandwidth; asked for in a burst they would fill what it tracks, and the loads of this piece would wait for memory.
@@ -178,7 +182,6 @@ struct Block {
 template <int R, int O, Weights source, typename T>
 void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
   constexpr int64_t kVectorsInStep = Factors<T>::parts * Factors<T>::width;
-  constexpr int kLinesInStep = kStep * sizeof(T) / 64;
   Floats sum[R][O];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -189,10 +192,11 @@ void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
   auto* copy = block.copy;
   Lines lines = block.lines;
   for (int64_t s = 0; s < piece.whole; ++s) {
-    if constexpr (source == Weights::stored && kLinesInStep > 0) {  // a block alone: a step asks for what it has read
+    if constexpr (source == Weights::stored &&
+                  kLinesInStep<T> > 0) {  // a block alone: a step asks for what it has read
 #pragma GCC unroll 16
-      for (int i = 0; i < kLinesInStep * O; ++i)
-        __builtin_prefetch(piece.ahead[i % O] + (s * kLinesInStep + i / O) * 64, 0, 2);
+      for (int i = 0; i < kLinesInStep<T> * O; ++i)
+        __builtin_prefetch(piece.ahead[i % O] + (s * kLinesInStep<T> + i / O) * 64, 0, 2);
     } else {
       lines.ask(piece.ahead);
     }
@@ -269,12 +273,13 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
     for (int64_t i = 0; i == 0 || i < problem.in; i += kPiece) {
       const Piece<T, O> piece(problem, output, i);
       const int64_t lines = (piece.whole * kStep * int64_t{sizeof(T)} + 63) / 64 * O;
+      const bool are_counted = blocks.count > 1 || kLinesInStep<T> == 0;
       for (int64_t b = 0; b < blocks.count; ++b) {
         const int64_t row = blocks.begin(b);
         const Block<T> block{arranged + row * width + i / kStep * in_step * blocks.size(b),
                              reinterpret_cast<typename F::Arranged*>(scratch.copy),
                              scratch.between + row * O * Floats::width, sums + row * kGroupOutputs + output - begin,
-                             Lines(lines, piece.whole * blocks.count, piece.whole * b)};
+                             are_counted ? Lines(lines, piece.whole * blocks.count, piece.whole * b) : Lines(0, 0, 0)};
         with_rows(blocks.size(b), [&](auto count) {
           constexpr int R = decltype(count)::value;
           if constexpr (tile_outputs(R) >= O) {

@@ -151,7 +151,12 @@ class LookaheadEmbedding(nn.Module):
 
     def set_prefix(self, keys: Tensor, values: Tensor) -> None:
         """Sets ``prefix_keys`` and ``prefix_values``, copies on the device and in the dtype of ``weight``."""
-        if keys.dim() != 4 or keys.shape[:3] != values.shape[:3] or 0 in (*keys.shape, *values.shape):
+        if (
+            keys.dim() != 4
+            or values.dim() != 4
+            or keys.shape[:3] != values.shape[:3]
+            or 0 in (*keys.shape, *values.shape)
+        ):
             raise ValueError(
                 "prefix_keys and prefix_values must be [layers, P, KV heads, D], alike but for D, got "
                 f"{list(keys.shape)} and {list(values.shape)}"

@@ -162,7 +162,8 @@ def layer_after_attention(
 
 
 class PackedLayers:
-    """Decoder layers' weights as ``layer_stack`` takes them without checking each: made by ``layer_pack``.
+    """Decoder layers' weights as ``layer_stack`` takes them without checking each. ``layer_pack`` makes it; do not call its
+    constructor.
 
     It keeps the tensors, not copies of them: numbers that change inside a tensor are those of the next call. A tensor whose
     data was replaced (``weight.data = …``) or whose memory was freed is refused by the next call; pack the layers again. It
@@ -173,11 +174,12 @@ class PackedLayers:
             object lives: ``[layers, parts]`` int64.
         parts: which tensors the layers have, as bits.
         head_dim: D.
+        weights: the tensors.
     """
 
     def __init__(self, weights: list[Tensor], parts: int, head_dim: int) -> None:
         self.key: Tensor = call(_pack_op, weights, parts, head_dim)
-        self.parts, self.head_dim = parts, head_dim
+        self.parts, self.head_dim, self.weights = parts, head_dim, weights
         finalize(self, release_layers, self.key.data_ptr()).atexit = False
 
     def __len__(self) -> int:
@@ -188,8 +190,7 @@ class PackedLayers:
 
 
 def layer_pack(layers: Sequence[LayerWeights], *, head_dim: int) -> PackedLayers:
-    """Checks decoder layers' weights once for many calls of ``layer_stack``, which then takes the result in their place. A call
-    with 270 tensors spends a fifth of a millisecond on passing and checking them.
+    """Checks decoder layers' weights once for many calls of ``layer_stack``, which then takes the result in their place.
 
     Args:
         layers: the weights, all with the same optional parts, in one dtype.
@@ -293,9 +294,13 @@ def layer_stack(
         for name, tensor in (("positions", positions), ("ids", ids), ("wanted", wanted))
     )
     flat = [caches] if isinstance(caches, Tensor) else [cache for pair in caches for cache in pair]
-    weights, parts = ([layers.key], layers.parts) if isinstance(layers, PackedLayers) else _listed(op, layers)
+    if isinstance(layers, PackedLayers):
+        weights, parts, listed = [layers.key], layers.parts, layers.weights
+    else:
+        listed, parts = _listed(op, layers)
+        weights = listed
     adapted, added = adapter_list(op, adapters)
-    refuse_gradients(op, x, deep, slot_keys, slot_values, final_norm, head, *weights, *flat, *added)
+    refuse_gradients(op, x, deep, slot_keys, slot_values, final_norm, head, *listed, *flat, *added)
     count = len(layers)
     out, new = call(
         _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,

@@ -254,7 +254,10 @@ def test_missing_files_are_named(tmp_path):
 def test_a_plain_copy_computes_the_same():
     model = small_model("llama")
     assert same(plain_copy(model, torch.float32), model)
-    assert plain_copy(model, torch.bfloat16).dtype == torch.bfloat16 and model.dtype == torch.float32
+    copied = plain_copy(model, torch.bfloat16)
+    assert copied.dtype == torch.bfloat16 and model.dtype == torch.float32
+    frequencies = [each.model.rotary_emb.inv_freq for each in (copied, model)]
+    assert frequencies[0].dtype == torch.float32 and torch.equal(*frequencies)
 
 
 @pytest.mark.parametrize(

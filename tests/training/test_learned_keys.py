@@ -81,7 +81,17 @@ def test_keys_are_copied_in_the_type_of_the_slots():
     assert embedding.prefix_keys.data_ptr() != embedding.prefix_values.data_ptr()
 
 
-@pytest.mark.parametrize("shapes", [((5, 3, 4),) * 2, ((2, 5, 3, 4), (2, 5, 2, 4)), ((2, 0, 3, 4),) * 2], ids=range(3))
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((5, 3, 4),) * 2,
+        ((2, 5, 3, 4), (2, 5, 2, 4)),
+        ((2, 0, 3, 4),) * 2,
+        ((2, 5, 3, 4), (2, 5, 3)),
+        ((2, 5, 3, 4), (2, 5, 3, 4, 7)),
+    ],
+    ids=range(5),
+)
 def test_keys_that_cannot_be(shapes):
     with pytest.raises(ValueError, match=r"must be \[layers, P, KV heads, D\], alike but for D, got"):
         LookaheadEmbedding(3, 16).set_prefix(*map(torch.ones, shapes))

@@ -713,6 +713,8 @@ def test_steps_may_have_another_type_than_samples(tmp_path, monkeypatch):
     mixed = trained(tmp_path / "mixed", console, step_dtype="bfloat16", steps=2)
     assert set(seen) == {("sample", *[torch.float32] * 2), ("step_loss", *[torch.bfloat16] * 2)}
     assert mixed.training_record["settings"]["step_dtype"] == "bfloat16"
+    same = trained(tmp_path / "same", console, step_dtype="float32", steps=2)
+    assert "step_dtype" not in same.training_record["settings"], "a run without the option goes on"
     with pytest.raises(SystemExit, match="other settings or data"):
         trained(tmp_path / "mixed", console, steps=2)
 

@@ -1,7 +1,7 @@
 """``Reports``: a device's reports on their way to the host, which reads them later without a wait for newer work.
 
-On CUDA a report is copied to pinned memory behind the work that wrote it, and an event marks that it has arrived. On the CPU a
-report that is on its way alone is read where it is.
+On CUDA a report is copied to pinned memory behind the work that wrote it, and an event marks that it has arrived. On the
+CPU, with one report at a time, there is no copy: it is read before the next step writes.
 """
 
 from __future__ import annotations

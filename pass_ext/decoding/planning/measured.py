@@ -92,11 +92,11 @@ def _sizes_text(adapted: LookaheadEmbedding | None) -> str:
     """The sizes of all adapters and the number of learned keys, which decide their time."""
     if adapted is None:
         return ""
-    text = f" with {adapted.prefix_length} learned keys" if adapted.prefix_length else ""
-    if adapted.adapters is None:
-        return text
-    shapes = [(place, list(down.shape), list(up.shape)) for place, down, up in adapted.adapters.pairs()]
-    return f" with adapters {hashlib.sha256(str((shapes, adapted.num_lookahead)).encode()).hexdigest()}{text}"
+    adapters, learned = "", f" with {adapted.prefix_length} learned keys" if adapted.prefix_length else ""
+    if adapted.adapters is not None:
+        shapes = [(place, list(down.shape), list(up.shape)) for place, down, up in adapted.adapters.pairs()]
+        adapters = f" with adapters {hashlib.sha256(str((shapes, adapted.num_lookahead)).encode()).hexdigest()}"
+    return adapters + learned
 
 
 class _Calls:

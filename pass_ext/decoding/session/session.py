@@ -96,7 +96,7 @@ class Session:
         may_hold_slots: bool = True,
     ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
-        prefix = None if self.prefix is None else self.prefix.of_call(ids, trees)
+        prefix = self.prefix.of_call(ids, trees) if self.prefix is not None and may_hold_slots else None
         attention = StepAttention(self, trees, self._found if self.is_undisturbed else None, prefix)
         if positions is None:
             # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
@@ -204,19 +204,17 @@ class Session:
             raise ValueError("this session and the method differ in whether slots shift the input of every layer")
         if (placed is None) != (self.adapters is None):
             raise ValueError("this session and the method differ in whether slots have adapters")
-        if placed is not None and self.adapters is not None:
-            if not self.adapters.has_shapes_of(placed):
-                raise ValueError(
-                    "this session and the method differ in the places, ranks or scale of the slots' adapters"
-                )
-            self.adapters.copy_(placed)
+        if placed is not None and self.adapters is not None and not self.adapters.has_shapes_of(placed):
+            raise ValueError("this session and the method differ in the places, ranks or scale of the slots' adapters")
         if (learned is None) != (self.prefix is None):
             raise ValueError("this session and the method differ in whether slots have learned keys and values")
+        if learned is not None and self.prefix is not None and not self.prefix.has_shapes_of(learned):
+            raise ValueError(
+                "this session and the method differ in the number or sizes of the slots' learned keys and values"
+            )
+        if placed is not None and self.adapters is not None:
+            self.adapters.copy_(placed)
         if learned is not None and self.prefix is not None:
-            if not self.prefix.has_shapes_of(learned):
-                raise ValueError(
-                    "this session and the method differ in the number or sizes of the slots' learned keys and values"
-                )
             self.prefix.copy_(learned)
         self.slots.copy_(slots)
         if self.deep is not None and deep is not None:

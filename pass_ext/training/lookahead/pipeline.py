@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pass_ext.checkpoint import with_dtype
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.modules.files import pretrained_path
 from pass_ext.modules.lookahead import LookaheadEmbedding
@@ -44,7 +45,7 @@ _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells o
 def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
     options, texts = run.options, run.texts()
-    model = run.model.to(getattr(torch, options.step_dtype or options.dtype))
+    model = with_dtype(run.model, getattr(torch, options.step_dtype)) if options.step_dtype else run.model
     windows = windows_of(run, texts, batch=options.batch, anchors=options.anchors, lookahead=options.lookahead)
     options.slot_weights = tuple(options.slot_weights)
     settings = settings_from(options, Settings)
@@ -53,8 +54,10 @@ def train(run: Run) -> Path:
         described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
     check_head(model, windows.at(0).ids[:1].to(options.device))
     embedding, earlier = _start(run, windows)
-    if embedding.prefix is None:  # runs from before there was a prefix go on
-        described = {name: value for name, value in described.items() if not name.startswith("prefix_")}
+    # Runs from before there were these options go on.
+    unused = [name for name in described if name.startswith("prefix_")] if embedding.prefix is None else []
+    unused += ["step_dtype"] if options.step_dtype in (None, options.dtype) else []
+    described = {name: value for name, value in described.items() if name not in unused}
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
     trainer = LookaheadTrainer(model, embedding, windows, settings)
     checkpoint = Checkpoint(run.out / "checkpoint.pt", identity)
@@ -122,6 +125,11 @@ def _start(run: Run, windows: Windows) -> tuple[LookaheadEmbedding, list[dict[st
     if options.prefix_keys and embedding.prefix is None:
         ids = windows.at(0).ids.to(embedding.weight.device)
         embedding.set_prefix(*fresh_prefix(model, ids, options.prefix_keys))
+    layers = model.config.get_text_config().num_hidden_layers
+    if embedding.prefix_keys is not None and len(embedding.prefix_keys) != layers:
+        raise SystemExit(
+            f"--start {options.start} has learned keys for {len(embedding.prefix_keys)} layers, the model has {layers}"
+        )
     if options.prefix_keys not in (0, embedding.prefix_length):
         raise SystemExit(
             f"--prefix-keys must be the {embedding.prefix_length} of --start {options.start}, or 0, got {options.prefix_keys}"
@@ -140,7 +148,9 @@ def _of_file(run: Run) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
             f"--start {options.start} must have --lookahead {options.lookahead} slots, got {embedding.num_lookahead}"
         )
     made = embedding.training_record
-    runs = [*made.get("earlier_runs", []), {key: made[key] for key in _OF_RUN}] if made.keys() >= set(_OF_RUN) else []
+    runs = list(made.get("earlier_runs", []))
+    if made.keys() >= set(_OF_RUN):
+        runs.append({key: made[key] for key in _OF_RUN})
     embedding.hit_rates, embedding.training_record = None, {}
     return embedding.float(), runs
 

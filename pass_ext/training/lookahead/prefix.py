@@ -33,8 +33,10 @@ def fresh_prefix(model: Any, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _around_mean(layers: list[Tensor], count: int) -> Tensor:
     """``[B, KV heads, T, D]`` by layer -> ``[layers, P, KV heads, D]``."""
     if len({x.shape for x in layers}) != 1:
-        shapes = sorted({tuple(x.shape[1::2]) for x in layers})
-        raise SystemExit(f"--prefix-keys needs a model whose layers have like keys, got (KV heads, D) {shapes}")
+        shapes = sorted({tuple(x.shape[1:]) for x in layers})
+        raise SystemExit(
+            f"--prefix-keys needs a model whose layers keep like keys, got (KV heads, texts' tokens, D) {shapes}"
+        )
     rows = torch.stack(layers)[:, :, :, 1:].transpose(2, 3).flatten(1, 2).float()  # [layers, B (T - 1), KV heads, D]
     noise = torch.randn(len(rows), count, *rows.shape[2:]).to(rows.device)
     return rows.mean(1, keepdim=True) + _NOISE * rows.std(1, keepdim=True, correction=0) * noise

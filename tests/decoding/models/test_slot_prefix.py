@@ -19,6 +19,7 @@ from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.slot_prefix import RowPrefix, SlotPrefix
 from pass_ext.modules.slot_adapters import SlotAdapters
+from pass_ext.reference.attention import attention_terms
 from pass_ext.testing import assert_error_within, assert_same_bits
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.lookahead.forward import slot_rows
@@ -95,11 +96,14 @@ def test_steps_that_run_ahead_draft_as_those_that_wait(llama, law, merged):
 
 
 def test_rule_rejection_draws_from_slots_with_learned_keys(llama):
-    got = generate(
-        llama, IDS, PaSS(prefixed_slots(llama, size=30.0), tree=Tree.chain(3), rows=24, slots=3), rule="rejection",
-        temperature=1.0, seeds=[3], **OPTIONS,
-    )  # fmt: skip
-    assert got.sequences.shape[1] == IDS.shape[1] + OPTIONS["max_new_tokens"]
+    """Other learned keys make other drafts, and with them other draws."""
+
+    def text(**prefix):
+        method = PaSS(prefixed_slots(llama, **prefix), tree=Tree.chain(3), rows=24, slots=3)
+        return generate(llama, IDS, method, rule="rejection", temperature=1.0, seeds=[3], **OPTIONS)
+
+    small, large = text(size=1.0), text(size=30.0)
+    assert small.sequences.tolist() == text(size=1.0).sequences.tolist() != large.sequences.tolist()
 
 
 # ---- rows ----
@@ -206,8 +210,6 @@ def test_attention_over_the_learned_keys_too(backend, dtype, softcap):
     ]
 
     def exact(precision):
-        from pass_ext.reference.attention import attention_terms
-
         return attention_terms(
             q, *longer, lengths + 5, *call, k_new=k, v_new=v, precision=precision, **options
         ).out[~tokens]  # fmt: skip

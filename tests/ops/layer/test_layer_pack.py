@@ -82,9 +82,7 @@ def test_replaced_data_is_refused(cpu, change, part):
         weight.data = former.as_strided(former.shape, (0,))
     else:
         weight.data = REPLACED[change](former)
-    message = (
-        rf"layer_stack: layer 2: {part} must lie where layer_pack found it, got .* elsewhere .its data was replaced."
-    )
+    message = rf"layer_stack: layer 2: {part} must be as layer_pack found it, got .* .its data was replaced."
     with pytest.raises(RuntimeError, match=message):
         pass_ext.layer_stack(**once)
     weight.data = former
@@ -151,6 +149,15 @@ def test_a_key_that_is_none_is_refused():
     key.zero_()  # its numbers are not read
     arguments[1] = [key]
     _stack(*arguments)
+
+
+def test_a_packed_weight_that_requires_a_gradient_is_refused():
+    once = packed(case_of(torch.float32))
+    once["layers"].weights[3].requires_grad_()
+    with pytest.raises(RuntimeError, match="layer_stack: no gradient is implemented"):
+        pass_ext.layer_stack(**once)
+    with torch.no_grad():
+        pass_ext.layer_stack(**once)
 
 
 def test_a_released_key_is_refused():

@@ -9,6 +9,7 @@ are computed in it too where every layer has some of the same linear layers, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from operator import is_
 from threading import local
 from typing import Any, NamedTuple, Protocol
@@ -135,8 +136,8 @@ class LayerStack:
         self._layers.append((layer, known))
 
     def end(self) -> None:
-        """Behind the last of the generations that share it: lets go of their calls and adapters, and of weights that the model
-        may not have any longer."""
+        """Behind the last of the generations that share it: lets go of their calls and adapters, and of packed weights, which
+        Python's collector cannot see."""
         self._of_thread = local()
         self._packed.clear()
         self._last_adapters = None
@@ -190,14 +191,15 @@ class LayerStack:
             None if offsets is None else offsets.deep, *added, *((None, None) if learned is None else learned.learned),
             *ends, *plan.numbers,
         )  # fmt: skip
-        try:
-            packed = self._packed_weights(plan)
-            out, new = _stack(rows, [packed.key], *arguments)
-        except RuntimeError:
+        results = None
+        with suppress(RuntimeError):
+            results = _stack(rows, [self._packed_weights(plan).key], *arguments)
+        if results is None:
             # A weight whose data was replaced lies elsewhere now, where the op finds it in the list. Anything else is wrong
-            # there too.
+            # there too, and is said there.
             self._packed.pop(len(plan.windows), None)
-            out, new = _stack(rows, plan.weights, *arguments)
+            results = _stack(rows, plan.weights, *arguments)
+        out, new = results
         attend.take(new)  # type: ignore[attr-defined]
         return out
 
