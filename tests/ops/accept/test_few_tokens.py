@@ -178,3 +178,16 @@ def test_a_residual_of_one_token_is_found_among_groups_that_promise_more(gpu, vo
     expected, actual = (on(backend, pass_ext.accept_chain, step, rule="rejection") for backend in (CPU, gpu))
     assert expected[0][:, 0].tolist() == [left] * len(seeds), "the residual is one token"
     assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize(("gpu", "spread"), cases((0.3, 3.0, 0.0), (3.0,)), indirect=["gpu"])
+def test_the_winners_of_a_flat_row_are_found_span_by_span(gpu, spread):
+    """More groups and tokens may win than the lists hold, so a block takes a span of the groups at a time."""
+    random = torch.Generator().manual_seed(8)
+    logits = torch.randn(4, 40_000, generator=random) * spread
+    logits[1, 20_000:] = -torch.inf  # fewer groups than a first span
+    tensors = {"logits": logits, "temperature": torch.full((4,), 0.8), "seeds": torch.arange(4)}
+    for mode, k in (("coupled", 1), ("coupled", 4), ("without", 40)):
+        expected, actual = (on(backend, pass_ext.draft_sample, tensors, k=k, mode=mode) for backend in (CPU, gpu))
+        assert torch.equal(actual[0], expected[0]), (mode, k)
+        torch.testing.assert_close(actual[1], expected[1], atol=1e-5, rtol=1e-6)
