@@ -171,9 +171,9 @@ PASS_EXT_DEVICE void for_each_listed_piece(const LogitRow& row, const int32_t* g
       }
     }
     const int32_t loaded = !aligned ? 1 : is_wide ? kLoads / 2 : kLoads;
+    // Each piece moves to the front in turn: one copy of the code below.
 #pragma unroll 1
-    for (int32_t k = 0; k < loaded && base < pieces;
-         ++k, base += stride) {  // each moves to the front: one copy of code
+    for (int32_t k = 0; k < loaded && base < pieces; ++k, base += stride) {
       RawPiece piece;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
