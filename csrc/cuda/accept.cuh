@@ -174,9 +174,13 @@ inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
   return plan;
 }
 
+// Walks that scan on the way are those of many requests. The default rule has a kernel for them, and all others one
+// together: of its code a walk runs what it would run of a kernel of its own, and five more of 180 to 320 KB would take
+// a quarter of the time in which all kernels here are compiled.
 template <Route route>
 void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, int64_t blocks, bool are_bounds_checked,
                  Stream stream) {
+  constexpr Route on_the_way = route == Route::coupled ? route : Route::any;
   const auto walk = [&](auto kernel, unsigned threads) {
     launch("accept", kernel, LaunchShape{{blocks}, {threads}, sizeof(AcceptShared), workspace.rows > 0}, stream,
            problem, workspace, are_bounds_checked);
@@ -185,7 +189,7 @@ void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, i
   if (workspace.rows > 0)
     walk(accept_kernel<route, Scan::beforehand>, walk_threads<route, Scan::beforehand>(vocabulary));
   else
-    walk(accept_kernel<route, Scan::on_the_way>, walk_threads<route, Scan::on_the_way>(vocabulary));
+    walk(accept_kernel<on_the_way, Scan::on_the_way>, walk_threads<on_the_way, Scan::on_the_way>(vocabulary));
 }
 
 inline void launch_accept(const AcceptProblem& problem, const RowsPlan& plan, const RowsWorkspace& workspace,

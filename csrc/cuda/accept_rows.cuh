@@ -42,11 +42,12 @@ struct AcceptShared {
 
 PASS_EXT_DEVICE AcceptShared& accept_shared() { return *dynamic_shared<AcceptShared>(); }
 
-// True if walks of this route and scan have jobs of this kind.
+// True if walks of this route and scan have jobs of this kind; those of `any` have the jobs of all.
 PASS_EXT_HOST_DEVICE constexpr bool has_job(Route route, Scan scan, JobKind kind) {
   if (kind == JobKind::describe) return scan == Scan::on_the_way;
   // After a scan beforehand a coupled walk reads the winners of the races from the workspace.
   if (kind == JobKind::draw) return route != Route::inverse && (scan == Scan::on_the_way || route != Route::coupled);
+  if (route == Route::any) return true;
   if (kind == JobKind::invert) return route == Route::inverse;
   if (kind == JobKind::entropy) return route == Route::longest;
   if (kind == JobKind::residual_sums) return route == Route::down || route == Route::traversal || route == Route::kseq;

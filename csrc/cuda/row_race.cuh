@@ -21,7 +21,8 @@ constexpr int32_t kRacingGroups = 256;  // with more, warps score another group 
 constexpr int32_t kRacingTokens = 256;
 constexpr float kBoundSlack = 0.001f;  // more than a score may exceed its bound by rounding
 
-constexpr int32_t kMostAtOnce = 32;  // winners that one race names
+constexpr int32_t kMostAtOnce = 32;        // winners that one race names
+constexpr int32_t kRoundsBeforeSpans = 4;  // then a span of the groups dismisses more than one more group of each warp
 
 struct RacingToken {
   int32_t id;
@@ -33,11 +34,12 @@ struct RaceScratch {
   int32_t group_list[kRacingGroups];
   union {
     RacingToken token_list[kRacingTokens];
-    uint64_t keys[kRacingTokens];  // of the tokens' scores; 0: the token does not race
+    uint64_t keys[kRacingTokens + kMostAtOnce];  // of the scores of tokens that may win, and of `best`
   };
+  uint64_t best[kMostAtOnce];  // keys of the best tokens so far, in order
   float group_bests[kMostAtOnce];
   uint32_t reached;  // ordered_bits of the best score so far; 0: none
-  int32_t groups, tokens;
+  int32_t groups, tokens, keyed;
 };
 
 // A token's score in a race; -inf outside the distribution's support.
@@ -188,7 +190,7 @@ PASS_EXT_DEVICE_CALL Best best_of_race(RaceScratch& scratch, BlockScratch& block
   float reached = -kInfinity;
   for (;;) {
     Best bound{-kInfinity, INT32_MAX};  // the highest of the warp's share, behind the group examined last
-    for_each_four_groups<1>(bounds, groups, threads, [&](int32_t group, const float (&four)[4]) {
+    for_each_four_groups<1>(bounds, 0, groups, threads, [&](int32_t group, const float (&four)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Best candidate{four[i], group + i};
@@ -202,7 +204,7 @@ PASS_EXT_DEVICE_CALL Best best_of_race(RaceScratch& scratch, BlockScratch& block
     }
     sync_block();
     reached = scratch.reached == 0 ? -kInfinity : float_of_ordered(scratch.reached);
-    for_each_four_groups<1>(bounds, groups, threads, [&](int32_t group, const float (&four)[4]) {
+    for_each_four_groups<1>(bounds, 0, groups, threads, [&](int32_t group, const float (&four)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (four[i] > -kInfinity && four[i] >= reached && is_better(examined, {four[i], group + i})) {
@@ -247,80 +249,111 @@ PASS_EXT_DEVICE float ranked_of_few(const float* values, int32_t count, int32_t 
   return is_it == 0 ? -kInfinity : shuffle(value, first_set_bit(is_it));
 }
 
-// A block finds the `count` best tokens of a race, up to kMostAtOnce, in one go: take(place, id) for each, from one
-// thread. Returns the number of tokens that it has compared, fewer than `count` only if no more race; -1, and nothing
-// is taken, if the lists are too short for this row. The groups' best tokens, `count` of them or more, give a score
-// that so many tokens reach: the winners are among the tokens whose bounds reach it. Arguments as for best_of_race.
-template <typename Score, typename Take>
-PASS_EXT_DEVICE int32_t best_of_race_at_once(RaceScratch& scratch, const LogitRow& row, const float* maxima,
-                                             const float* bounds, int32_t groups, float scale, const Noise* noise,
-                                             int32_t count, const Score& score, const Take& take) {
-  const Best before_all{kInfinity, -1};
+// A block finds the `count` best tokens of a race behind `last`, up to kMostAtOnce. Their keys are in scratch.best, in
+// order; returns their number, less than `count` only if no more race. Arguments as for best_of_race. `count` groups or
+// more, those with the highest bounds, give their best tokens: so many tokens reach the `count`-th of these scores, and
+// the winners are among the tokens whose bounds do. Of a flat row these are more than the lists hold. Then more groups
+// give their best; and then the block takes a span of the groups at a time, and the best tokens of the spans so far
+// dismiss most of the others. Four groups always fit.
+template <typename Score>
+PASS_EXT_DEVICE_CALL int32_t best_few_of_race(RaceScratch& scratch, const LogitRow& row, const float* maxima,
+                                              const float* bounds, int32_t groups, float scale, const Noise* noise,
+                                              int32_t count, const Best& last, const Score& score) {
+  static_assert(kRacingTokens >= 4 * kGroup && kRacingGroups >= 4, "a span of four groups always fits");
+  static_assert(kRoundsBeforeSpans * 8 <= kMostAtOnce, "a best token of each warp and round");
   const int32_t threads = static_cast<int32_t>(block_size().x), warps = threads / 32;
-  if (thread_rank() == 0) scratch.groups = scratch.tokens = 0;
-  int32_t rounds = (count + warps - 1) / warps + 1;  // one more than needed: a higher score dismisses more groups
+  const int32_t thread = static_cast<int32_t>(thread_rank());
+  // One round more than needed: a higher score dismisses more groups. A single winner's is high enough.
+  int32_t rounds = count == 1 ? 1 : (count + warps - 1) / warps + 1;
   if (rounds * warps > kMostAtOnce) rounds = kMostAtOnce / warps;
-  Best examined = before_all;
+  Best examined{kInfinity, -1};
+  float reached = -kInfinity;
+  int32_t found = 0;
 #pragma unroll 1
-  for (int32_t round = 0; round < rounds; ++round) {
-    Best bound{-kInfinity, INT32_MAX};  // the highest of the warp's share, behind the group examined last
-    for_each_four_groups<1>(bounds, groups, threads, [&](int32_t group, const float (&four)[4]) {
+  for (int32_t begin = 0, span = groups, round = 0; begin < groups;) {
+    const int32_t end = begin + span < groups ? begin + span : groups;
+#pragma unroll 1
+    for (; round < rounds; ++round) {
+      Best bound{-kInfinity, INT32_MAX};  // the highest of the warp's share, behind the group examined last
+      for_each_four_groups<1>(bounds, 0, groups, threads, [&](int32_t group, const float (&four)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Best candidate{four[i], group + i};
+          if (is_better(candidate, bound) && is_better(examined, candidate)) bound = candidate;
+        }
+      });
+      examined = best_of_warp(bound);
+      Best best{-kInfinity, -1};
+      if (examined.score > -kInfinity) best = best_of_group(row, noise, examined.id, last, score);
+      if (lane_index() == 0) scratch.group_bests[round * warps + static_cast<int32_t>(warp_index())] = best.score;
+    }
+    if (thread == 0) scratch.groups = scratch.tokens = scratch.keyed = 0;
+    sync_block();
+    if (begin == 0) reached = ranked_of_few(scratch.group_bests, rounds * warps, count);
+    for_each_four_groups<1>(bounds, begin, end, threads, [&](int32_t group, const float (&four)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const Best candidate{four[i], group + i};
-        if (is_better(candidate, bound) && is_better(examined, candidate)) bound = candidate;
+        if (four[i] > -kInfinity && four[i] >= reached) {
+          const int32_t place = atomic_add(&scratch.groups, 1);
+          if (place < kRacingGroups) scratch.group_list[place] = group + i;
+        }
       }
     });
-    examined = best_of_warp(bound);
-    Best best{-kInfinity, -1};
-    if (examined.score > -kInfinity) best = best_of_group(row, noise, examined.id, before_all, score);
-    if (lane_index() == 0) scratch.group_bests[round * warps + static_cast<int32_t>(warp_index())] = best.score;
-  }
-  sync_block();
-  const float reached = ranked_of_few(scratch.group_bests, rounds * warps, count);
-  for_each_four_groups<1>(bounds, groups, threads, [&](int32_t group, const float (&four)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (four[i] > -kInfinity && four[i] >= reached) {
-        const int32_t place = atomic_add(&scratch.groups, 1);
-        if (place < kRacingGroups) scratch.group_list[place] = group + i;
+    sync_block();
+    const int32_t listed = scratch.groups;
+    if (listed <= kRacingGroups)
+      for_each_listed_piece(row, scratch.group_list, listed, [&](int32_t first, const float (&z)[kPiece]) {
+        const float bound = bounds[first / kGroup], largest = maxima[first / kGroup];
+        const auto can_win = [&](float logit) {
+          return logit > -kInfinity && bound_of_token(bound, (largest - logit) * scale) >= reached;
+        };
+        for_each_element(z, can_win, [&](int i, float logit) {
+          const int32_t place = atomic_add(&scratch.tokens, 1);
+          if (place < kRacingTokens) scratch.token_list[place] = {first + i, logit};
+        });
+      });
+    sync_block();
+    const int32_t tokens = scratch.tokens;
+    if (listed > kRacingGroups || tokens > kRacingTokens) {
+      if (begin == 0 && span == groups && listed > kRacingGroups && rounds < kRoundsBeforeSpans) {
+        ++rounds;
+      } else {  // a span that needs about half of the lists' room
+        span = listed > kRacingGroups ? span / 2 * kRacingGroups / listed : span / 2 * kRacingTokens / tokens;
+        span = span < 4 ? 4 : span / 4 * 4;
       }
+      sync_block();  // all have read the counters
+      continue;
     }
-  });
-  sync_block();
-  if (scratch.groups > kRacingGroups) return -1;
-  for_each_listed_piece(row, scratch.group_list, scratch.groups, [&](int32_t first, const float (&z)[kPiece]) {
-    const float bound = bounds[first / kGroup], largest = maxima[first / kGroup];
-    const auto can_win = [&](float logit) {
-      return logit > -kInfinity && bound_of_token(bound, (largest - logit) * scale) >= reached;
-    };
-    for_each_element(z, can_win, [&](int i, float logit) {
-      const int32_t place = atomic_add(&scratch.tokens, 1);
-      if (place < kRacingTokens) scratch.token_list[place] = {first + i, logit};
-    });
-  });
-  sync_block();
-  const int32_t tokens = scratch.tokens;
-  if (tokens > kRacingTokens) return -1;
-  for (int32_t i = static_cast<int32_t>(thread_rank()); i < tokens; i += threads) {
-    const RacingToken token = scratch.token_list[i];
-    const Best scored = score_token(noise, before_all, score, token.id, token.logit);
-    scratch.keys[i] = scored.id < 0 ? 0 : key_of(scored.score, scored.id);
-  }
-  sync_block();
-  int32_t racing = 0;
-  for (int32_t base = 0; base < tokens; base += threads) {
-    const int32_t i = base + static_cast<int32_t>(thread_rank());
-    const uint64_t key = i < tokens ? scratch.keys[i] : 0;
-    if (key != 0) {
+    // The `count`-th best reaches this score too, so of the tokens scored few are compared with each other. Their keys
+    // take the place of tokens that have been read.
+#pragma unroll 1
+    for (int32_t base = 0; base < tokens; base += threads) {
+      Best best{-kInfinity, -1};
+      if (base + thread < tokens) {
+        const RacingToken token = scratch.token_list[base + thread];
+        best = score_token(noise, last, score, token.id, token.logit);
+      }
+      sync_block();
+      if (best.id >= 0 && best.score >= reached)
+        scratch.keys[atomic_add(&scratch.keyed, 1)] = key_of(best.score, best.id);
+    }
+    if (thread < found) scratch.keys[atomic_add(&scratch.keyed, 1)] = scratch.best[thread];
+    sync_block();
+    const int32_t racing = scratch.keyed;
+    for (int32_t i = thread; i < racing; i += threads) {
+      const uint64_t key = scratch.keys[i];
       int32_t before = 0;
 #pragma unroll 4
-      for (int32_t k = 0; k < tokens; ++k) before += scratch.keys[k] > key;
-      if (before < count) take(before, id_of_key(key));
+      for (int32_t k = 0; k < racing; ++k) before += scratch.keys[k] > key;
+      if (before < count) scratch.best[before] = key;
     }
-    racing += sync_block_count(key != 0);
+    sync_block();
+    found = racing < count ? racing : count;
+    if (found == count) reached = larger(reached, logit_of_key(scratch.best[count - 1]));
+    if (2 * tokens <= kRacingTokens) span *= 2;
+    begin = end;
   }
-  return racing;
+  return found;
 }
 
 }  // namespace pass_ext::gpu

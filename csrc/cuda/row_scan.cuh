@@ -116,13 +116,13 @@ PASS_EXT_DEVICE void scan_chunk_of_any_type(LogitRow row, int32_t chunk, const R
   }
 }
 
-// function(i, four neighbouring numbers of groups, from group i on) for this thread's share of the groups; `kLoads` are
-// under way at once.
+// function(i, four neighbouring numbers of groups, from group i on) for this thread's share of the groups from `begin`,
+// a multiple of four, to `end`; `kLoads` are under way at once.
 template <int kLoads, typename Function>
-PASS_EXT_DEVICE void for_each_four_groups(const float* maxima, int32_t groups, int32_t threads,
+PASS_EXT_DEVICE void for_each_four_groups(const float* maxima, int32_t begin, int32_t end, int32_t threads,
                                           const Function& function) {
 #pragma unroll kLoads
-  for (int32_t i = static_cast<int32_t>(thread_rank()) * 4; i < groups; i += threads * 4) {
+  for (int32_t i = begin + static_cast<int32_t>(thread_rank()) * 4; i < end; i += threads * 4) {
     const Bytes16 four = load16(maxima + i);
     const float largest[4] = {float_of(four.word[0]), float_of(four.word[1]), float_of(four.word[2]),
                               float_of(four.word[3])};
@@ -130,33 +130,63 @@ PASS_EXT_DEVICE void for_each_four_groups(const float* maxima, int32_t groups, i
   }
 }
 
+// True if a piece is one aligned load, or two of float32. For others load_any is called, where the piece is needed: it
+// waits for its own loads anyway.
+PASS_EXT_DEVICE bool is_aligned(const LogitRow& row, int32_t first) {
+  return shift_of(row) == 0 && first + kPiece <= row.vocabulary;
+}
+
 // function(first id, eight logits) for this thread's share of the pieces of `count` groups, listed in shared memory.
+// Four loads of 16 bytes are under way at once: four pieces, or two of float32. More would not fit into the registers
+// that callers leave, nor would these if they were kept across a call: a load that goes to local memory is waited for.
 template <typename Function>
 PASS_EXT_DEVICE void for_each_listed_piece(const LogitRow& row, const int32_t* groups, int32_t count,
                                            const Function& function) {
-  constexpr int32_t kAtOnce = 4;  // pieces that a thread loads before it looks at the first
+  constexpr int32_t kLoads = 4;
+  const bool is_wide = row.type == LogitType::float32;
   const int32_t stride = static_cast<int32_t>(block_size().x), pieces = count * kLanesPerGroup;
-  for (int32_t base = static_cast<int32_t>(thread_rank()); base < pieces; base += kAtOnce * stride) {
-    RawPiece raw[kAtOnce];
-    int32_t first[kAtOnce];
+  const auto first_of = [&](int32_t piece) {
+    return groups[piece / kLanesPerGroup] * kGroup + piece % kLanesPerGroup * kPiece;
+  };
+  for (int32_t base = static_cast<int32_t>(thread_rank()); base < pieces;) {
+    int32_t first[kLoads];
+    bool aligned = shift_of(row) == 0;
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      const int32_t piece = base + k * stride;
-      first[k] = piece < pieces ? groups[piece / kLanesPerGroup] * kGroup + piece % kLanesPerGroup * kPiece : -1;
-      if (first[k] >= 0) raw[k] = load_raw(row, first[k]);
+    for (int k = 0; k < kLoads; ++k) {
+      const int32_t piece = base + (is_wide ? k / 2 : k) * stride;
+      first[k] = piece < pieces ? first_of(piece) : -1;
+      aligned = aligned && first[k] + kPiece <= row.vocabulary;
     }
-#pragma unroll 1
-    for (int k = 0; k < kAtOnce && first[0] >= 0; ++k) {  // each moves to the front: one copy of the code below
-      float z[kPiece];
-      convert(row.type, raw[0], z);
-      if (row.allowed != nullptr) forbid(load_allowed(row, first[0]), z);
-      function(first[0], z);
+    Bytes16 raw[kLoads] = {};
+    if (aligned) {
 #pragma unroll
-      for (int i = 1; i < kAtOnce; ++i) {
-        first[i - 1] = first[i];
-        raw[i - 1] = raw[i];
+      for (int k = 0; k < kLoads; ++k)
+        if (first[k] >= 0) raw[k] = load16_streaming(piece_address(row, first[k]) + (is_wide ? k % 2 * 16 : 0));
+    } else {
+      const RawPiece piece = load_raw(row, first[0]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        raw[0].word[i] = piece.word[i];
+        raw[1].word[i] = piece.word[4 + i];
       }
-      first[kAtOnce - 1] = -1;
+    }
+    const int32_t loaded = !aligned ? 1 : is_wide ? kLoads / 2 : kLoads;
+    // Each piece moves to the front in turn: one copy of the code below.
+#pragma unroll 1
+    for (int32_t k = 0; k < loaded && base < pieces; ++k, base += stride) {
+      RawPiece piece;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        piece.word[i] = raw[0].word[i];
+        piece.word[4 + i] = raw[1].word[i];
+      }
+      const int32_t id = first_of(base);
+      float z[kPiece];
+      convert(row.type, piece, z);
+      if (row.allowed != nullptr) forbid(load_allowed(row, id), z);
+      function(id, z);
+#pragma unroll
+      for (int i = 0; i + 1 < kLoads; ++i) raw[i] = is_wide && i + 2 < kLoads ? raw[i + 2] : raw[i + 1];
     }
   }
 }

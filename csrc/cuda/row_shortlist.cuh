@@ -111,7 +111,7 @@ PASS_EXT_DEVICE_CALL ShortlistSize make_shortlist(Shortlist& list, ShortlistScra
   if (thread == 0) scratch.groups = scratch.tokens = 0;
   if (thread < kSets) {
     float value = -kInfinity;
-    for_each_four_groups<4>(maxima, groups, kSets, [&](int32_t, const float (&largest)[4]) {
+    for_each_four_groups<4>(maxima, 0, groups, kSets, [&](int32_t, const float (&largest)[4]) {
       value = larger(value, larger(larger(largest[0], largest[1]), larger(largest[2], largest[3])));
     });
     rank_sets(scratch, value, rank);
@@ -119,7 +119,7 @@ PASS_EXT_DEVICE_CALL ShortlistSize make_shortlist(Shortlist& list, ShortlistScra
   sync_block();
   const float floor = ranked_of_warps(scratch, (wanted + rank - 1) / rank);
   const auto is_high = [&](float z) { return z >= floor && z > -kInfinity; };
-  for_each_four_groups<1>(maxima, groups, stride, [&](int32_t group, const float (&largest)[4]) {
+  for_each_four_groups<1>(maxima, 0, groups, stride, [&](int32_t group, const float (&largest)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (is_high(largest[i])) {
@@ -132,13 +132,16 @@ PASS_EXT_DEVICE_CALL ShortlistSize make_shortlist(Shortlist& list, ShortlistScra
   for_each_listed_piece(row, list.groups, scratch.groups, [&](int32_t first, const float (&z)[kPiece]) {
     for_each_element(z, is_high, [&](int i, float logit) {
       const int32_t place = atomic_add(&scratch.tokens, 1);
-      if (place < kShortlist)
-        list.found[place] = {key_of(logit, first + i), integer_mass(exponential(log_weight(distribution, logit)))};
+      if (place < kShortlist) list.found[place].key = key_of(logit, first + i);
     });
   });
   sync_block();
   const int32_t count = scratch.tokens;
   if (count > kShortlist) return {-1, false};
+  // Not where a token is found: the pieces on their way there need the registers.
+  for (int32_t i = thread; i < count; i += stride)
+    list.found[i].mass = integer_mass(exponential(log_weight(distribution, logit_of_key(list.found[i].key))));
+  sync_block();
   for (int32_t i = thread; i < count; i += stride) {
     const ListedToken token = list.found[i];
     const Place place = place_of(list, count, token);

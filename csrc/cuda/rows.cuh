@@ -225,27 +225,21 @@ class BlockRows {
     const bool is_drawn =
         scan == Scan::beforehand && workspace_.log_firsts != nullptr && noise != nullptr && noise->draw == 0;
     const float* const maxima = bound_race(row, distribution, noise, is_drawn, 0.0f);
+    const RaceScratch& race = row_shared().race;
     Best last{kInfinity, -1};
-    int32_t place = 0;
-    if (count > 1 && count <= kMostAtOnce) {
-      const int32_t racing =
-          best_of_race_at_once(row_shared().race, row, maxima, bounds(), workspace_.groups, distribution.scale, noise,
-                               count, PlainScore{distribution}, [&](int32_t at, int32_t id) {
-                                 tokens[at] = id;
-                                 logprobs[at] = log_weight(distribution, logit_at(row, id)) - distribution.log_mass;
-                               });
-      if (racing >= 0) return fill(tokens, logprobs, racing, count);
+    for (int32_t place = 0; place < count; place += kMostAtOnce) {
+      const int32_t wanted = count - place < kMostAtOnce ? count - place : kMostAtOnce;
+      const int32_t found = best_few_of_race(row_shared().race, row, maxima, bounds(), workspace_.groups,
+                                             distribution.scale, noise, wanted, last, PlainScore{distribution});
+      for (int32_t i = first_index(); i < found; i += stride()) {
+        const int32_t id = id_of_key(race.best[i]);
+        tokens[place + i] = id;
+        logprobs[place + i] = log_weight(distribution, logit_at(row, id)) - distribution.log_mass;
+      }
+      if (found < wanted) return fill(tokens, logprobs, place + found, count);
+      last = {logit_of_key(race.best[wanted - 1]), id_of_key(race.best[wanted - 1])};
       sync_block();  // the lists are used again
     }
-    for (; place < count; ++place) {
-      last = next_best(row, maxima, distribution, noise, last, PlainScore{distribution});
-      if (last.id < 0) break;
-      if (is_leader()) {
-        tokens[place] = last.id;
-        logprobs[place] = log_weight(distribution, logit_at(row, last.id)) - distribution.log_mass;
-      }
-    }
-    fill(tokens, logprobs, place, count);
   }
 
   // The winner of the race whose noise the scan knew, drawn there or here, among the tokens of the distribution's
@@ -325,12 +319,13 @@ class BlockRows {
                 first[k] = (base + first_set_bit(high)) * kGroup + lane() % kLanesPerGroup * kPiece;
               high &= high - 1;
             }
-          if (first[k] >= 0) raw[k] = load_raw(row, first[k]);
+          if (first[k] >= 0 && is_aligned(row, first[k])) raw[k] = load_aligned(row, first[k]);
         }
 #pragma unroll 1
         for (int k = 0; k < kAtOnce; ++k) {  // each piece moves to the front in turn: one copy of the code below
           if (first[0] >= 0) {
             float z[kPiece];
+            if (!is_aligned(row, first[0])) raw[0] = load_any(row, first[0]);
             convert(row.type, raw[0], z);
             if (row.allowed != nullptr) forbid(load_allowed(row, first[0]), z);
             take(first[0], z);
@@ -390,13 +385,14 @@ class BlockRows {
     for (int k = 0; k < kPieces; ++k) {
       const int32_t first = chunk * kChunk + (k * 32 + lane()) * kPiece;
       reaches_cut[k] = first < row.vocabulary && summary.maxima[first / kGroup] >= distribution.cut;
-      if (reaches_cut[k]) raw[k] = load_raw(row, first);
+      if (reaches_cut[k] && is_aligned(row, first)) raw[k] = load_aligned(row, first);
     }
 #pragma unroll 1
     for (int k = 0; k < kPieces; ++k) {  // as in for_each_high_piece
       const int32_t first = chunk * kChunk + (k * 32 + lane()) * kPiece;
       if (reaches_cut[0]) {
         float z[kPiece];
+        if (!is_aligned(row, first)) raw[0] = load_any(row, first);
         convert(row.type, raw[0], z);
         if (row.allowed != nullptr) forbid(load_allowed(row, first), z);
         for_each_element(

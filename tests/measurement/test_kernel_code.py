@@ -147,8 +147,16 @@ SCAN = "scan_rows_kernel<pass_ext::gpu::DraftSource>"
         (SCAN, "rows.cuh", "(32 * kScanWarps, kScansPerMultiprocessor)", "(32 * kScanWarps)", "registers"),
         (SCAN, "row_scan.cuh", "#pragma unroll\n", "#pragma unroll 1\n", "stack"),
         (SCAN, "row_pieces.cuh", "#pragma unroll\n", "#pragma unroll 1\n", LOADS),
+        (SCAN, "row_scan.cuh", "kLoads = 4;", "kLoads = 8;", "local accesses"),
     ],
-    ids=["attention, launch bounds", "attention, unroll", "scan, launch bounds", "scan, unroll", "loads, unroll"],
+    ids=[
+        "attention, launch bounds",
+        "attention, unroll",
+        "scan, launch bounds",
+        "scan, unroll",
+        "loads, unroll",
+        "spills",
+    ],
 )
 def test_planted_faults_in_the_real_kernels_are_breaches(tmp_path, kernel, file, old, new, number):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")

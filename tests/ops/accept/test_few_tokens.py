@@ -87,6 +87,43 @@ def test_filters_leave_the_tokens_that_they_leave_on_the_cpu(gpu, kind):
         torch.testing.assert_close(actual[1], expected[1], atol=1e-5, rtol=1e-6)
 
 
+def logits_at_the_floor(wanted, ties):
+    """A row whose short list of ``wanted`` tokens has none to spare: each of its tokens is the only high one of its set (four
+    groups of 64; a warp has 32 sets), and warp after warp has ``ceil(wanted / 4)`` of them, at random lanes. ``ties``: all
+    are equal, and so are tokens behind them that belong to no list of this length.
+    """
+    share = -(-wanted // 4)
+    count = -(-wanted // share) * share
+    random = torch.Generator().manual_seed(wanted)
+    lanes = torch.cat([torch.randperm(32, generator=random)[:share] + 32 * warp for warp in range(count // share)])
+    ids = lanes * 256 + torch.randint(256, (count,), generator=random)
+    logits = torch.full((33_000,), -30.0)
+    logits[ids] = 5.0 if ties else 5.0 - 0.01 * torch.arange(count)
+    logits[32_900:32_910] = (
+        5.0 if ties else 4.99 - 0.01 * count
+    )  # in the sets of the first warp, which has no place left
+    return logits
+
+
+@pytest.mark.parametrize(("gpu", "ties"), cases((False, True), (False, True)), indirect=["gpu"])
+def test_a_short_list_loses_no_token_at_its_floor(gpu, ties):
+    """Exactly as many tokens reach the floor as filters or a ranking want: a higher one would lose some."""
+    wanted = (1, 2, 3, 4, 8, 9, 48, 50, 64, 96)
+    rows = torch.stack([logits_at_the_floor(count, ties) for count in wanted])
+    columns = sampling_of([(count, top_p, 0.0) for top_p in (1.0, 0.9999) for count in wanted])
+    filtered = {"logits": rows.repeat(2, 1), **columns}
+    expected, actual = (on(backend, pass_ext.draft_sample, filtered, k=100, mode="top") for backend in (CPU, gpu))
+    assert (expected[0][: len(wanted)] >= 0).sum(1).tolist() == list(wanted)
+    assert torch.equal(actual[0], expected[0]), (actual[0] != expected[0]).any(1).nonzero().flatten()
+    torch.testing.assert_close(actual[1], expected[1], atol=1e-5, rtol=1e-6)
+    for count in (2, 4, 8, 48, 96):  # a ranking wants one token more than it names
+        ranked = {"logits": logits_at_the_floor(count, ties)[None]}
+        expected, actual = (
+            on(backend, pass_ext.draft_sample, ranked, k=count - 1, mode="top") for backend in (CPU, gpu)
+        )
+        assert torch.equal(actual[0], expected[0]), count
+
+
 @pytest.mark.parametrize(
     ("gpu", "rule"),
     cases(("rejection", "traversal", "kseq", "typical", "coupled", "joint", "coupled_inverse"), ("rejection",)),
@@ -141,3 +178,16 @@ def test_a_residual_of_one_token_is_found_among_groups_that_promise_more(gpu, vo
     expected, actual = (on(backend, pass_ext.accept_chain, step, rule="rejection") for backend in (CPU, gpu))
     assert expected[0][:, 0].tolist() == [left] * len(seeds), "the residual is one token"
     assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize(("gpu", "spread"), cases((0.3, 3.0, 0.0), (3.0,)), indirect=["gpu"])
+def test_the_winners_of_a_flat_row_are_found_span_by_span(gpu, spread):
+    """More groups and tokens may win than the lists hold, so a block takes a span of the groups at a time."""
+    random = torch.Generator().manual_seed(8)
+    logits = torch.randn(4, 40_000, generator=random) * spread
+    logits[1, 20_000:] = -torch.inf  # fewer groups than a first span
+    tensors = {"logits": logits, "temperature": torch.full((4,), 0.8), "seeds": torch.arange(4)}
+    for mode, k in (("coupled", 1), ("coupled", 4), ("without", 40)):
+        expected, actual = (on(backend, pass_ext.draft_sample, tensors, k=k, mode=mode) for backend in (CPU, gpu))
+        assert torch.equal(actual[0], expected[0]), (mode, k)
+        torch.testing.assert_close(actual[1], expected[1], atol=1e-5, rtol=1e-6)

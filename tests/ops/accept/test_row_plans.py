@@ -1,6 +1,7 @@
 """The memory of accept and draft on a GPU of 132 multiprocessors, and the rows that this lets them scan beforehand."""
 
 import sys
+from contextlib import contextmanager
 
 import emulator
 import pytest
@@ -147,3 +148,29 @@ def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws, 
     ours = accept.accept_chain(logits, tokens, 0, None, *sampling, None, None, seeds, positions, 0.09, 0.3, -1)[:4]
     for ours_part, expected_part in zip(ours, expected, strict=True):
         assert torch.equal(ours_part, expected_part)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_begin_between_two_wide_loads_take_one_more_for_each_piece(dtype, monkeypatch):
+    """Not eight loads of one logit: that took 10 to 20 times as long."""
+    accesses = []
+
+    @contextmanager
+    def counting(buffers, **options):
+        with emulator.session(buffers, **options) as machine:
+            yield machine
+            accesses.append(machine.count_accesses())
+
+    monkeypatch.setattr(launching, "session", counting)
+    monkeypatch.setattr(launching, "multiprocessors", lambda: 132)
+    vocabulary, none = 24_700, dict.fromkeys((*SAMPLING, "allowed", "seeds", "positions", "nodes"))
+    memory = torch.empty(vocabulary + 16, dtype=dtype)
+    wide = 16 // memory.element_size()
+    aligned = -memory.data_ptr() // memory.element_size() % wide
+    counts = []
+    for shift in (0, 1, wide - 1):
+        row = memory[aligned + shift :][:vocabulary].copy_(torch.linspace(-9, 9, vocabulary))
+        draft.draft_sample(row[None], 1, pass_ext.ops.draft.MODES.index("top"), **none)
+        counts.append(accesses[-1])  # the one before is of the question for the workspace
+    pieces = vocabulary / 8
+    assert pieces < min(counts[1:]) - counts[0] and max(counts[1:]) - counts[0] < 1.2 * pieces, counts
