@@ -108,16 +108,17 @@ def newest(root: Path, name: str) -> tuple[Path, Result] | None:
     return max(results, key=lambda entry: entry[1]["date"], default=None)
 
 
-def contenders(root: Path) -> tuple[Path, Result]:
-    """The newest race, and its file."""
-    found_one = newest(root, CONTENDERS)
-    if found_one is None:
+def races(root: Path) -> dict[Path, Result]:
+    """The race of each machine by its file, the newest first."""
+    paths = [path.relative_to(root) for path in root.glob(f"benchmarks/results/*/{CONTENDERS}")]
+    if not paths:
         raise Missing(f"there is no benchmarks/results/*/{CONTENDERS}")
-    return found_one
+    results = {path: json.loads((root / path).read_text()) for path in paths}
+    return dict(sorted(results.items(), key=lambda entry: entry[1]["date"], reverse=True))
 
 
-def contender_numbers(file: Path, result: Result) -> list[Number]:
-    """Tokens per second of whole texts beside other programs, round by round."""
+def contender_numbers(file: Path, result: Result, *, only_fastest: bool = False) -> list[Number]:
+    """Tokens per second of whole texts beside other programs, round by round; or beside the fastest alone."""
     rows = counted(result)
     speeds = {line["contender"]: f"{line['tokens_per_second'][0]:.1f} tokens/s" for line in lines(rows)}
     llama = llama_of(rows)
@@ -129,14 +130,14 @@ def contender_numbers(file: Path, result: Result) -> list[Number]:
         (names.PLAIN, "vLLM, eager", "its CPU build"),
         (names.PLAIN, names.TRANSFORMERS, "its `generate`"),
     )
-    shown = []
-    for name, other, words in pairs:
+    shown, processor = [], result["machine"]["cpu"]["model"]
+    for name, other, words in pairs[: 2 if only_fastest else None]:
         ours, theirs = (found(file.name, speeds, contender) for contender in (name, other))
         ratios = ratios_of(rows, name, other)
         if not ratios:
             raise Missing(f"{file.name} has no round with {name} and {other}")
         ratio = f"{median(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})"
-        shown.append(Number(f"`generate`, {name}", ours, f"{theirs}, {other}, {words}", ratio, file))
+        shown.append(Number(f"`generate`, {name}, {processor}", ours, f"{theirs}, {other}, {words}", ratio, file))
     return shown
 
 
@@ -212,8 +213,13 @@ def numbers(root: Path) -> list[Number]:
         op_number(what.format(**labels), name, results[name], **labels)
         for what, name, labels in zip(words, files, (accept, attention, linear, cache), strict=True)
     ]
+    texts = [
+        number
+        for place, (file, result) in enumerate(races(root).items())
+        for number in contender_numbers(file, result, only_fastest=place > 0)
+    ]
     return [
-        *contender_numbers(*contenders(root)),
+        *texts,
         *ops,
         acceptance_number(results["acceptance.json"]),
         kernel_code_number(*kernel_code(root)),
@@ -266,13 +272,13 @@ def text(root: Path) -> str:
     results = read(root)
     shown = [[str(i), n.what, n.ours, n.other, n.ratio, link(n.file)] for i, n in enumerate(numbers(root), 1)]
     file, code = kernel_code(root)
-    race, raced = contenders(root)
-    runs = [run_cells(race, RACE, raced)]
+    raced = races(root)
+    runs = [run_cells(race, RACE, result) for race, result in raced.items()]
     runs += [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
     runs.append(run_cells(file, MEASURE_KERNEL_CODE, code))
     runs += [run_cells(file, GPU_COMMANDS[name], result) for name, (file, result) in gpu_results(root).items()]
     heads = ["", "", "pass_ext", "beside it", "ratio", "result"]
-    aims = aims_sentence({CONTENDERS: raced} | results)
+    aims = aims_sentence({str(race): result for race, result in raced.items()} | results)
     parts = [gpu_sentence(root), "", *table(heads, shown, left=6), "", aims, ""]
     return "\n".join([*parts, *table(["result", "command", "date", "commit", "machine", "versions"], runs, left=6)])
 
@@ -280,7 +286,7 @@ def text(root: Path) -> str:
 def readme_text(root: Path) -> str:
     """The part of README.md: the same numbers, each with its command."""
     commands = {RESULTS / name: command for name, command in COMMANDS.items()}
-    commands[contenders(root)[0]] = RACE
+    commands |= dict.fromkeys(races(root), RACE)
     commands |= {file: GPU_COMMANDS[name] for name, (file, _) in gpu_results(root).items()}
     rows = [
         [number.what, number.ours, number.other, number.ratio, f"`{commands.get(number.file, MEASURE_KERNEL_CODE)}`"]
