@@ -101,8 +101,8 @@ def render(runs: list[dict[str, Any]]) -> str:
         "",
         "Accepted candidates a step, of a chain of all slots and of the best tree of 8 nodes, on held-out texts that are cut "
         "where they begin to loop. Overlap: mean sum of min(p, q) with the model's distribution at temperature 1. The runs of "
-        "a table were judged at the same places; those of two tables do not compare. Minutes: on two cores, which other "
-        "programs shared at times.",
+        "a table were judged at the same places; those of two tables do not compare. Minutes: wall clock, pauses "
+        "included, on two cores that other programs shared at times.",
         "",
         *(line for lines in tables for line in (*lines, "")),
         *notes,
