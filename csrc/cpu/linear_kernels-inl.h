@@ -192,8 +192,8 @@ void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
   auto* copy = block.copy;
   Lines lines = block.lines;
   for (int64_t s = 0; s < piece.whole; ++s) {
-    if constexpr (source == Weights::stored &&
-                  kLinesInStep<T> > 0) {  // a block alone: a step asks for what it has read
+    // A block alone asks in each step for as many lines as it reads; nothing needs to be counted.
+    if constexpr (source == Weights::stored && kLinesInStep<T> > 0) {
 #pragma GCC unroll 16
       for (int i = 0; i < kLinesInStep<T> * O; ++i)
         __builtin_prefetch(piece.ahead[i % O] + (s * kLinesInStep<T> + i / O) * 64, 0, 2);

@@ -175,8 +175,8 @@ inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
 }
 
 // Walks that scan on the way are those of many requests. The default rule has a kernel for them, and all others one
-// together: of its code a walk runs what it would run of a kernel of its own, and five more of 180 to 320 KB would take
-// a quarter of the time in which all kernels here are compiled.
+// together: of its code a walk runs what it would run of a kernel of its own, and five kernels, each with the scan and
+// all jobs, would be most of what is compiled here.
 template <Route route>
 void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, int64_t blocks, bool are_bounds_checked,
                  Stream stream) {

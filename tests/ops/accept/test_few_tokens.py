@@ -99,9 +99,8 @@ def logits_at_the_floor(wanted, ties):
     ids = lanes * 256 + torch.randint(256, (count,), generator=random)
     logits = torch.full((33_000,), -30.0)
     logits[ids] = 5.0 if ties else 5.0 - 0.01 * torch.arange(count)
-    logits[32_900:32_910] = (
-        5.0 if ties else 4.99 - 0.01 * count
-    )  # in the sets of the first warp, which has no place left
+    # In the sets of the first warp, which has no place left.
+    logits[32_900:32_910] = 5.0 if ties else 4.99 - 0.01 * count
     return logits
 
 
