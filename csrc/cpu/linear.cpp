@@ -21,6 +21,7 @@ namespace {
 constexpr int64_t kArrangedBytes = 512 * 1024;  // of rows at a time: a part of a core's own cache
 constexpr int64_t kFewestRows = 24;             // least rows at a time, whatever their bytes
 constexpr int64_t kGroupBytes = 16 * 1024;      // least weights for a thread to take at once
+constexpr int64_t kGroupsOfThread = 3;          // the fewest for larger groups, whose runs of memory are longer
 
 // The rows of x in the order of multiplication, what rows of slots add, and work space. Each thread has its own: rows
 // that another thread has just arranged would come from that thread's cache, more slowly than it takes to arrange them
@@ -57,14 +58,17 @@ template <typename T>
 struct Job {
   const LinearRows<T>* const* products;
   int count;
+  int64_t outputs;      // that the groups divide
   int64_t first, rows;  // of x; few enough to stay arranged while all weights are read
   uint64_t number = next_job();
-  int64_t group = group_outputs(products[0]->in * int64_t{sizeof(T)});
+  int64_t group = group_outputs();
 
-  static int64_t group_outputs(int64_t output_bytes) {
+  int64_t group_outputs() const {
+    for (const int64_t large : {kGroupOutputs, kGroupOutputs / 2})
+      if (outputs >= large * kGroupsOfThread * thread_count()) return large;
     const int64_t unit = product_isa() >= Isa::avx512 ? 16 : 24;  // whole tiles, and vectors: parts of them are slow
-    const int64_t unit_bytes = unit * std::max<int64_t>(1, output_bytes);
-    return std::min(kGroupOutputs, unit * ((kGroupBytes + unit_bytes - 1) / unit_bytes));
+    const int64_t unit_bytes = unit * std::max<int64_t>(1, products[0]->in * int64_t{sizeof(T)});
+    return std::min(kGroupOutputs / 2, unit * ((kGroupBytes + unit_bytes - 1) / unit_bytes));
   }
   int64_t groups(int64_t outputs) const { return (outputs + group - 1) / group; }
 
@@ -103,11 +107,11 @@ struct Job {
 
 // function(job) for sets of rows that may stay arranged.
 template <typename T, typename Function>
-void for_sets_of_rows(const LinearRows<T>* const* products, int count, Function&& function) {
+void for_sets_of_rows(const LinearRows<T>* const* products, int count, int64_t outputs, Function&& function) {
   const int64_t row_bytes = std::max<int64_t>(1, arranged_bytes(1, products[0]->in));
   const int64_t at_once = std::max(kFewestRows, kArrangedBytes / row_bytes), rows = products[0]->rows;
   for (int64_t first = 0; first < rows; first += at_once)
-    function(Job<T>{products, count, first, std::min(at_once, rows - first)});
+    function(Job<T>{products, count, outputs, first, std::min(at_once, rows - first)});
 }
 
 }  // namespace
@@ -115,8 +119,12 @@ void for_sets_of_rows(const LinearRows<T>* const* products, int count, Function&
 template <typename T>
 void multiply(const LinearRows<T>* products, int count) {
   const LinearRows<T>* each[kMostProducts];
-  for (int i = 0; i < count; ++i) each[i] = products + i;
-  for_sets_of_rows(each, count, [&](const Job<T>& job) {
+  int64_t outputs = 0;
+  for (int i = 0; i < count; ++i) {
+    each[i] = products + i;
+    outputs += products[i].outputs;
+  }
+  for_sets_of_rows(each, count, outputs, [&](const Job<T>& job) {
     int64_t pieces = 0;
     for (int i = 0; i < count; ++i) pieces += job.groups(products[i].outputs);
     for_each_piece(pieces, [&](int64_t piece) {
@@ -138,7 +146,7 @@ void multiply(const LinearRows<T>* products, int count) {
 template <typename T>
 void multiply(const GatedRows<T>& product) {
   const LinearRows<T>* const each[] = {&product.gate, &product.up};
-  for_sets_of_rows(each, 2, [&](const Job<T>& job) {
+  for_sets_of_rows(each, 2, product.gate.outputs, [&](const Job<T>& job) {
     for_each_piece(job.groups(product.gate.outputs), [&](int64_t piece) {
       const int64_t begin = piece * job.group, end = std::min(begin + job.group, product.gate.outputs);
       job.with_memory([&](const float* arranged, const LinearScratch& scratch, const AddedRows<T>* added) {

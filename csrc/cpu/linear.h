@@ -13,7 +13,7 @@ namespace pass_ext {
 
 constexpr int kMostTileOutputs = 4;    // outputs whose weights are read side by side
 constexpr int64_t kPiece = 768;        // weights of each multiplied before the next piece: fits beside rows of x
-constexpr int64_t kGroupOutputs = 48;  // most outputs that a thread takes at once: whole tiles, and vectors
+constexpr int64_t kGroupOutputs = 96;  // most outputs that a thread takes at once: whole tiles, and vectors
 constexpr int64_t kMostStep = 32;      // two vectors of the widest level
 
 template <typename T>

@@ -51,6 +51,17 @@ constexpr int tile_outputs(int) { return 4; }
 #endif
 static_assert(tile_outputs(1) <= kMostTileOutputs, "");
 
+// Outputs [begin, end) as tiles of O that lie `count` apart. So each of the O runs through memory of its own, row
+// behind row, and the processor's prefetchers, which follow a run to the end of its page, work on O pages at once.
+template <int O>
+struct Tiles {
+  int64_t begin, end, count;
+
+  Tiles(int64_t begin, int64_t end) : begin(begin), end(end), count((end - begin + O - 1) / O) {}
+  // Of the tile behind the last: an output of the next group.
+  int64_t output(int64_t tile, int o) const { return (tile < count ? begin + tile : end) + o * count; }
+};
+
 // A piece of the weights of O outputs: rows as stored, from a multiple of kPiece on. It has `whole` steps and, at the
 // end of the rows, perhaps a padded one.
 template <typename T, int O>
@@ -61,7 +72,7 @@ struct Piece {
   int64_t whole, steps;
   bool is_first, is_last;  // the first piece of its rows, the last one
 
-  Piece(const LinearRows<T>& problem, int64_t output, int64_t begin) {
+  Piece(const LinearRows<T>& problem, const Tiles<O>& tiles, int64_t tile, int64_t begin) {
     const int64_t length = problem.in - begin < kPiece ? problem.in - begin : kPiece;
     whole = length / kStep;
     steps = (length + kStep - 1) / kStep;
@@ -69,8 +80,8 @@ struct Piece {
     is_last = begin + length == problem.in;
     const bool next_tile = begin + kPiece >= problem.in;
     for (int o = 0; o < O; ++o) {
-      row[o] = weights_of(problem, output + o) + begin;
-      const T* next = next_tile ? weights_of(problem, output + O + o) : row[o] + kPiece;
+      row[o] = weights_of(problem, tiles.output(tile, o)) + begin;
+      const T* next = next_tile ? weights_of(problem, tiles.output(tile + 1, o)) : row[o] + kPiece;
       ahead[o] = reinterpret_cast<const char*>(next);
       if (steps == whole) continue;
       memset(last[o], 0, sizeof last[o]);
@@ -174,6 +185,7 @@ struct Block {
   const typename Factors<T>::Arranged* x;
   typename Factors<T>::Arranged* copy;
   float *between, *to;
+  int64_t apart;  // numbers between the results of two outputs of the tile
   Lines lines;
 };
 
@@ -214,7 +226,7 @@ void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
     if (piece.is_last) {
       float sums[4];
       store_sums(sums, sum[r][0], sum[r][O > 1 ? 1 : 0], sum[r][O > 2 ? 2 : 0], sum[r][O > 3 ? 3 : 0]);
-      memcpy(block.to + r * kGroupOutputs, sums, O * sizeof(float));
+      for (int o = 0; o < O; ++o) block.to[r * kGroupOutputs + o * block.apart] = sums[o];
     } else {
 #pragma GCC unroll 16
       for (int o = 0; o < O; ++o) store(block.between + (r * O + o) * Floats::width, sum[r][o]);
@@ -269,16 +281,19 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
   using F = Factors<T>;
   const auto* const arranged = static_cast<const typename F::Arranged*>(memory);
   const int64_t in_step = F::parts * F::width, width = padded_to_step(problem.in) / kStep * in_step;
-  for (int64_t output = begin; output < end; output += O)
+  const Tiles<O> tiles(begin, end);
+  for (int64_t tile = 0; tile < tiles.count; ++tile)
     for (int64_t i = 0; i == 0 || i < problem.in; i += kPiece) {
-      const Piece<T, O> piece(problem, output, i);
+      const Piece<T, O> piece(problem, tiles, tile, i);
       const int64_t lines = (piece.whole * kStep * int64_t{sizeof(T)} + 63) / 64 * O;
       const bool are_counted = blocks.count > 1 || kLinesInStep<T> == 0;
       for (int64_t b = 0; b < blocks.count; ++b) {
         const int64_t row = blocks.begin(b);
         const Block<T> block{arranged + row * width + i / kStep * in_step * blocks.size(b),
                              reinterpret_cast<typename F::Arranged*>(scratch.copy),
-                             scratch.between + row * O * Floats::width, sums + row * kGroupOutputs + output - begin,
+                             scratch.between + row * O * Floats::width,
+                             sums + row * kGroupOutputs + tile,
+                             tiles.count,
                              are_counted ? Lines(lines, piece.whole * blocks.count, piece.whole * b) : Lines(0, 0, 0)};
         with_rows(blocks.size(b), [&](auto count) {
           constexpr int R = decltype(count)::value;
