@@ -158,30 +158,59 @@ class LearnedKeys {
   int64_t key_layer_ = 0, value_layer_ = 0;  // from layer to layer
 };
 
-// cos and sin of the rows: those at their positions, copied, or as they come.
-template <typename T>
-Rotation rotation_of_rows(const char* op, const OptionalTensor& cos, const OptionalTensor& sin,
-                          const OptionalTensor& positions, const Tensor& x) {
-  Rotation rotation = rotation_of(op, cos, sin, x);
-  if (!positions || !cos) return rotation;
-  const int64_t rows = x.size(0), bytes = rotation.dim * (rotation.is_float32 ? sizeof(float) : sizeof(T));
-  const int64_t* const places = data_of<int64_t>(op, "positions", *positions);
-  thread_local Buffer memory;
-  char* const copies = reinterpret_cast<char*>(memory.at_least((2 * rows * bytes + 3) / sizeof(float)));
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t place = places[row];
-    if (place < 0 || place >= cos->size(0))
-      refuse(op, "positions must be in [0, ", cos->size(0), ") (the rows of cos), got ", place, " at ", row);
-    const int64_t element = bytes / std::max<int64_t>(1, rotation.dim);
-    std::memcpy(copies + row * bytes, static_cast<const char*>(rotation.cos) + place * rotation.cos_row * element,
-                bytes);
-    std::memcpy(copies + (rows + row) * bytes,
-                static_cast<const char*>(rotation.sin) + place * rotation.sin_row * element, bytes);
+// Rotary embeddings, of cos and sin each: none, one [N, D'], or K [K, N, D'].
+struct RotationTables {
+  std::vector<OptionalTensor> cos, sin;
+
+  // rows: those of x; with positions any number.
+  RotationTables(const char* op, const OptionalTensor& all_cos, const OptionalTensor& all_sin,
+                 const OptionalTensor& positions, const Tensor& x, int64_t head_dim) {
+    if (all_cos && all_sin && all_cos->dim() == 3) {
+      check_like(op, "sin", *all_sin, "cos", *all_cos);
+      if (all_cos->size(0) == 0) refuse(op, "cos must have 1 or more rotary embeddings, got ", describe(*all_cos));
+      for (int64_t i = 0; i < all_cos->size(0); ++i) {
+        cos.push_back(torch::stable::select(*all_cos, 0, i));
+        sin.push_back(torch::stable::select(*all_sin, 0, i));
+      }
+    } else {
+      cos = {all_cos};
+      sin = {all_sin};
+    }
+    for (size_t i = 0; i < cos.size(); ++i) {
+      const bool has_places = positions && cos[i] && cos[i]->dim() > 0;
+      check_rotation(op, cos[i], sin[i], x, has_places ? cos[i]->size(0) : x.size(0), head_dim);
+    }
   }
-  rotation.cos = copies;
-  rotation.sin = copies + rows * bytes;
-  rotation.cos_row = rotation.sin_row = rotation.dim;
-  return rotation;
+  int64_t size() const { return static_cast<int64_t>(cos.size()); }
+};
+
+// Item 0: no rotary embedding. Behind it those of the tables: their rows at the positions, copied, or as they come.
+template <typename T>
+std::vector<Rotation> rotations_of_rows(const char* op, const RotationTables& tables, const OptionalTensor& positions,
+                                        const Tensor& x) {
+  std::vector<Rotation> rotations(1);
+  for (int64_t i = 0; i < tables.size(); ++i) rotations.push_back(rotation_of(op, tables.cos[i], tables.sin[i], x));
+  if (!positions || !tables.cos[0]) return rotations;
+  const int64_t rows = x.size(0), places = tables.cos[0]->size(0), element = rotations[1].is_float32 ? 4 : sizeof(T);
+  const int64_t bytes = rotations[1].dim * element;
+  const int64_t* const place = data_of<int64_t>(op, "positions", *positions);
+  for (int64_t row = 0; row < rows; ++row)
+    if (place[row] < 0 || place[row] >= places)
+      refuse(op, "positions must be in [0, ", places, ") (the rows of cos), got ", place[row], " at ", row);
+  thread_local Buffer memory;
+  char* to = reinterpret_cast<char*>(memory.at_least((2 * tables.size() * rows * bytes + 3) / sizeof(float)));
+  const auto copy = [&](const void*& table, int64_t& row_numbers) {
+    const char* const from = static_cast<const char*>(table);
+    table = to;
+    for (int64_t row = 0; row < rows; ++row, to += bytes)
+      std::memcpy(to, from + place[row] * row_numbers * element, bytes);
+    row_numbers = bytes / element;
+  };
+  for (int64_t i = 1; i <= tables.size(); ++i) {
+    copy(rotations[i].cos, rotations[i].cos_row);
+    copy(rotations[i].sin, rotations[i].sin_row);
+  }
+  return rotations;
 }
 
 // The rows of x that `wanted` names.
@@ -240,7 +269,10 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   check_count("rotates", rotates.size(), 1);
   check_places(op, "positions", positions, input);
   if (positions) check_size(op, "positions", *positions, 0, rows, "N, the rows of x");
-  check_rotation(op, cos, sin, input, positions && cos && cos->dim() > 0 ? cos->size(0) : rows, head_dim);
+  const RotationTables tables(op, cos, sin, positions, input, head_dim);
+  for (const int64_t rotation : rotates)
+    if (rotation < 0 || rotation > tables.size())
+      refuse(op, "rotates must be in [0, ", tables.size(), "] (0 for none), got ", rotation);
   check_slots(op, ids, deep, !adapters.empty(), slot_keys || slot_values, input, count);
   const StackAdapters stacked_adapters = stack_adapters_of(op, adapters, adapted, scale, layers, input);
   check_norm(op, "final_norm", final_norm, width, 0, input);
@@ -296,7 +328,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
     const StackedLayers<T>& stack = std::get<StackedLayers<T>>(checked.pointers);
     const LayerOptions options{head_dim, static_cast<float>(eps), static_cast<NormForm>(form),
                                static_cast<Activation>(activation), static_cast<float>(scale)};
-    const Rotation rotation = rotation_of_rows<T>(op, cos, sin, positions, x);
+    const std::vector<Rotation> rotations = rotations_of_rows<T>(op, tables, positions, x);
     const LayerNorm<T> norm =
         final_norm ? LayerNorm<T>{data_of<T>(op, "final_norm", *final_norm), width} : LayerNorm<T>{};
     LayerLinear<T> logits{};
@@ -319,8 +351,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       T* const k = output_of<T>(fresh_rows) + 2 * l * new_numbers;
       T* const v = k + new_numbers;
       if (deep) deep_rows.add(l, const_cast<T*>(stream), width);
-      before_attention(stack[l].before, added[l], options, rotates[l] ? rotation : Rotation{}, stream, rows, queries, k,
-                       v);
+      before_attention(stack[l].before, added[l], options, rotations[rotates[l]], stream, rows, queries, k, v);
       problem.k_cache = cache_rows[2 * l];
       problem.v_cache = cache_rows[2 * l + 1];
       problem.k_new.data = k;

@@ -233,7 +233,7 @@ def layer_stack(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     positions: Tensor | None = None,
-    rotates: Sequence[bool] | None = None,
+    rotates: Sequence[int] | None = None,
     windows: Sequence[int] | None = None,
     ids: Tensor | None = None,
     deep: Tensor | None = None,
@@ -262,9 +262,10 @@ def layer_stack(
             all, ``[2 * layers, B, S, Hk, D]``, a layer's keys in front of its values.
         prefix_lens, cu_nodes, visible, max_nodes, depths: the step's trees, as in ``attention_tree``.
         head_dim: D.
-        cos, sin: ``[N, D']`` as in ``step_rotary``; None: no rotary embedding.
-        positions: ``[N]`` int64, each row's place in ``cos`` and ``sin``, which then are ``[P, D']``; None: its own number.
-        rotates: whether each layer has the rotary embedding; None: all.
+        cos, sin: ``[N, D']`` as in ``step_rotary``, or ``[K, N, D']`` of K rotary embeddings; None: no rotary embedding.
+        positions: ``[N]`` int64, each row's place in ``cos`` and ``sin``, which then have P rows in place of N; None: its own
+            number.
+        rotates: the rotary embedding of each layer: 1 for the first, 2 for the second, …, 0 for none; None: all have the first.
         windows: each layer's window as in ``attention_tree``, -1 for none; None: no layer has one.
         ids, deep: ``[N]`` and ``[layers, L, d]``: rows whose id is -1 - i add ``deep[l, i]`` to the input of layer l.
         adapters: for the linear layers "q", "k", "v", "o", "gate", "up", "down", or some of them, the adapters of all layers,

@@ -114,7 +114,7 @@ def layer_stack(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     positions: Tensor | None = None,
-    rotates: Sequence[bool] | None = None,
+    rotates: Sequence[int] | None = None,
     windows: Sequence[int] | None = None,
     ids: Tensor | None = None,
     deep: Tensor | None = None,
@@ -145,18 +145,20 @@ def layer_stack(
         return adapter_rows_(out, rows, ids, down[layer], up[layer], adapter_scale)
 
     pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches
-    if positions is not None and cos is not None and sin is not None:
-        cos, sin = cos[positions], sin[positions]
+    rotations: list[tuple[Tensor | None, Tensor | None]] = [(None, None), (None, None)]
+    if cos is not None and sin is not None:
+        tables = zip(*(part if part.dim() == 3 else part[None] for part in (cos, sin)), strict=True)
+        rotations[1:] = [pair if positions is None else (pair[0][positions], pair[1][positions]) for pair in tables]
     new: list[Tensor] = []
     norm: dict[str, Any] = dict(eps=eps, form=form)
     for index, (weights, (k_cache, v_cache)) in enumerate(zip(layers, pairs, strict=True)):
         if deep is not None and ids is not None:
             x = torch.where((ids < 0)[:, None], x + deep[index][(-1 - ids.long()).clamp(min=0)], x)
-        turned = rotates is None or rotates[index]
+        cos, sin = rotations[1 if rotates is None else rotates[index]]
         q, k, v = layer_before_attention(
             x, weights.q_weight, weights.k_weight, weights.v_weight, head_dim=head_dim, q_bias=weights.q_bias,
             k_bias=weights.k_bias, v_bias=weights.v_bias, input_norm=weights.input_norm, q_norm=weights.q_norm,
-            k_norm=weights.k_norm, cos=cos if turned else None, sin=sin if turned else None, _adapt=partial(adapt, index),
+            k_norm=weights.k_norm, cos=cos, sin=sin, _adapt=partial(adapt, index),
             **norm,
         )  # fmt: skip
         new += k, v

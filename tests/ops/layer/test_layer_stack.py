@@ -111,18 +111,20 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
            slot_keys=None, slot_values=None, **norm):  # fmt: skip
     """The ops one by one."""
     if positions is not None:
-        cos, sin = cos[positions], sin[positions]
+        cos, sin = cos[..., positions, :], sin[..., positions, :]
     new = []
     for index, (layer, pair) in enumerate(zip(layers, caches, strict=True)):
         if deep is not None:
             shifted = x + deep[index][(-1 - ids).clamp(min=0)]
             x = torch.where((ids < 0)[:, None], shifted, x)
         named = layer._asdict()
-        turned = cos is not None and (rotates is None or rotates[index])
+        number = 0 if cos is None else 1 if rotates is None else int(rotates[index])
+        turns = dict(cos=None, sin=None)
+        if number:
+            turns = dict(cos=cos, sin=sin) if cos.dim() == 2 else dict(cos=cos[number - 1], sin=sin[number - 1])
         before = {name: named[name] for name in ("q_bias", "k_bias", "v_bias", "input_norm", "q_norm", "k_norm")}
         of_layer = {name: (down[index], up[index]) for name, (down, up) in (adapters or {}).items()}
         added = (layer, of_layer, ids, adapter_scale) if adapters else None
-        turns = dict(cos=cos if turned else None, sin=sin if turned else None)
         q, k, v = with_adapters(*added, x, **turns, **norm) if added else pass_ext.layer_before_attention(
             x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **norm,
         )  # fmt: skip
@@ -337,6 +339,23 @@ def test_close_to_float64_as_the_reference_is(cpu, dtype, adapted, learned):
         assert_error_within(ours, near, truth)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
+@pytest.mark.parametrize("placed", [False, True], ids=["rows", "positions"])
+def test_layers_with_rotary_embeddings_of_their_own(cpu, dtype, wide, placed):
+    """As gemma3's: one for layers with a window, one for those without."""
+    case = case_of(dtype)
+    angles = Numbers(5, torch.float64)(2, 120, DIM)
+    cos, sin = (part.to(torch.float32 if wide else dtype) for part in (angles.cos(), angles.sin()))
+    if not placed:
+        cos, sin = (part[:, case["positions"]] for part in (cos, sin))
+    case |= dict(cos=cos, sin=sin, rotates=(2, 1, 0), positions=case["positions"] if placed else None)
+    got = pass_ext.layer_stack(**case)
+    assert_same(got, by_ops(**case))
+    for rotates in ((1, 1, 0), (2, 2, 0), (2, 1, 1)):
+        assert not torch.equal(pass_ext.layer_stack(**case | dict(rotates=rotates))[0], got[0])
+
+
 def test_a_request_has_the_same_bits_alone(cpu):
     case = case_of(torch.bfloat16) | dict(wanted=None)
     out, new = pass_ext.layer_stack(**case)
@@ -374,6 +393,10 @@ def sides(down, up):
         (dict(windows=(-1, -1)), "windows must have 3 items .3 layers., got 2"),
         (dict(windows=(-1, 0, -1)), "window must be positive, or -1 for none, got 0"),
         (dict(rotates=(True,)), "rotates must have 3 items"),
+        (dict(rotates=(1, 2, 0)), r"rotates must be in \[0, 1\] .0 for none., got 2"),
+        (dict(rotates=(1, -1, 0)), r"rotates must be in \[0, 1\] .0 for none., got -1"),
+        (dict(cos=torch.ones(0, 120, DIM), sin=torch.ones(0, 120, DIM)), "cos must have 1 or more rotary embeddings"),
+        (dict(cos=torch.ones(2, 120, DIM)), "sin must"),
         (dict(head_dim=32, cos=None, sin=None, positions=None), "q must have a head size of 64, 80"),
         (dict(ids=None), "ids must come with deep, adapters or slot_keys, got only deep"),
         (dict(deep=None), "ids must come with deep, adapters or slot_keys, got ids alone"),

@@ -4,7 +4,8 @@
 
 A call shows it by the tensors that its parts take and return: the rows go to the rotary embedding and the first layer as they
 are, the last layer's output to the norm, the norm's to the head, and the head's output is the logits. A model that scales its
-rows, or caps its logits, is called as ever.
+rows, or caps its logits, is called as ever. The rotary embedding may be called several times, with the name of a kind of layer
+behind rows and positions, as gemma3's is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pass_ext.decoding.models.patching.step_modules import norm_of
 from pass_ext.decoding.models.row_adapters import RowAdapters
 from pass_ext.tree import MAX_TREE_NODES
 
-_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
+_FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose frequencies do not depend on the text's length."""
 
 
@@ -40,6 +41,9 @@ class DirectCall:
         self._stack = stack
         self._parts = _parts_of(model)
         self._is_right: bool | None = None  # None: not yet shown
+        self._kinds: list[tuple[str, ...]] = [
+            ()
+        ]  # what the rotary embedding takes behind rows and positions, call by call
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         self._has_table = False
 
@@ -66,8 +70,8 @@ class DirectCall:
             return None
         ends = LayerEnds(parts.norm_weight, parts.head_weight, wanted)
         if not self._has_table:
-            cos, sin = parts.rotary(rows[None], positions[None])
-            return self._stack.run(attend, layers, rows, cos[0], sin[0], None, offsets, adapters, ends)
+            cos, sin = self._rotated(rows, positions)
+            return self._stack.run(attend, layers, rows, cos, sin, None, offsets, adapters, ends)
         cos, sin = self._rotations(rows, getattr(attend, "room", 0))
         return self._stack.run(attend, layers, rows, cos, sin, positions, offsets, adapters, ends)
 
@@ -91,7 +95,7 @@ class DirectCall:
         def check(logits: Tensor) -> None:
             self._is_right = self._is_shown(flow, _Value(rows, former), positions, logits)
             if self._is_right:
-                self._has_table = self._is_in_table(rows, positions, flow[0].output, getattr(call.attend, "room", 0))
+                self._has_table = self._is_in_table(rows, positions, getattr(call.attend, "room", 0))
 
         with ExitStack() as hooks:
             for name in ("rotary", "norm", "head"):
@@ -99,37 +103,60 @@ class DirectCall:
             yield check
 
     def _is_shown(self, flow: list[_Step], rows: _Value, positions: Tensor, logits: Tensor) -> bool:
-        if [step.part for step in flow] != ["rotary", "norm", "head"] or self._stack.ends is None:
+        names = [step.part for step in flow]
+        if names != [*["rotary"] * (len(flow) - 2), "norm", "head"] or self._stack.ends is None:
             return False
-        rotary, norm, head = flow
-        first_input, rotation, last_output = self._stack.ends
-        places = rotary.inputs[1] if len(rotary.inputs) == 2 else None
+        *rotary, norm, head = flow
+        first_input, rotations, last_output = self._stack.ends
+        calls = [step for rotation in rotations for step in rotary if step.output is rotation]
+        self._kinds = [step.inputs[2:] for step in calls]
         return (
-            rows.is_in(rotary.inputs[0])
+            len(calls) == len(rotations)
+            and all(_is_rotary_call(step, rows, positions) for step in calls)
+            and all(map(torch.equal, self._rotated(rows.tensor, positions), _joined(rotations)))
             and rows.is_in(first_input)
-            and isinstance(places, Tensor)
-            and torch.equal(places[0], positions)
-            and rotation is rotary.output
             and norm.inputs[0] is last_output
             and norm.value().is_in(head.inputs[0])
             and head.value().is_in(logits)
         )
 
-    def _is_in_table(self, rows: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], room: int) -> bool:
+    def _is_in_table(self, rows: Tensor, positions: Tensor, room: int) -> bool:
         """True if the rotary embedding of positions does not depend on which others are computed beside them."""
-        if self._parts is None or getattr(self._parts.rotary, "rope_type", None) not in _FIXED_ROPES:
+        types = None if self._parts is None else getattr(self._parts.rotary, "rope_type", None)
+        if not set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES:
             return False
-        table = self._rotations(rows, room)
-        return all(torch.equal(known[positions], part[0]) for known, part in zip(table, rotation, strict=True))
+        known, given = self._rotations(rows, room), self._rotated(rows, positions)
+        return all(torch.equal(table[..., positions, :], part) for table, part in zip(known, given, strict=True))
 
     def _rotations(self, rows: Tensor, room: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all positions of a text in a cache with this room, and of a tree behind it."""
         length = room + MAX_TREE_NODES
-        if self._table is None or len(self._table[0]) < length:
-            assert self._parts is not None
-            cos, sin = self._parts.rotary(rows[None], torch.arange(length, device=rows.device)[None])
-            self._table = cos[0], sin[0]
+        if self._table is None or self._table[0].shape[-2] < length:
+            self._table = self._rotated(rows, torch.arange(length, device=rows.device))
         return self._table
+
+    def _rotated(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at these positions, as ``layer_stack`` takes them."""
+        assert self._parts is not None
+        return _joined([self._parts.rotary(rows[None], positions[None], *kind) for kind in self._kinds])
+
+
+def _joined(rotations: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Cosines ``[1, N, D']`` and sines of each kind of layer as one ``[N, D']``, or ``[K, N, D']``."""
+    if len(rotations) == 1:
+        cos, sin = rotations[0]
+        return cos[0], sin[0]
+    all_cos, all_sin = zip(*rotations, strict=True)
+    return torch.cat(all_cos), torch.cat(all_sin)
+
+
+def _is_rotary_call(step: _Step, rows: _Value, positions: Tensor) -> bool:
+    """True if the rotary embedding was called with the rows, their positions and nothing else but names."""
+    if len(step.inputs) < 2:
+        return False
+    given, places, *kind = step.inputs
+    is_at_positions = isinstance(places, Tensor) and torch.equal(places[0], positions)
+    return is_at_positions and rows.is_in(given) and all(isinstance(name, str) for name in kind)
 
 
 class _Parts(NamedTuple):

@@ -1,9 +1,10 @@
 """``LayerStack``: a model's decoder layers as one call of ``layer_stack``, once a call has shown that nothing lies between
 them.
 
-In such a call each layer, computed alone, was given the very tensor that the layer before it returned, and the first one's
-rotary embedding. From then on the first layer computes all, and the others pass its result on. Adapters of look-ahead slots
-are computed in it too where every layer has some of the same linear layers, and so is attention to keys that slots learned.
+In such a call each layer, computed alone, was given the very tensor that the layer before it returned. From then on the first
+layer computes all, and the others pass its result on; where layers have several rotary embeddings, of which the first layer
+gets one, direct_call.py computes all. Adapters of look-ahead slots are computed in it too where every layer has some of the
+same linear layers, and so is attention to keys that slots learned.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class _Plan(NamedTuple):
     numbers: tuple[Any, ...]
     """Head size, eps, form, activation, scale, attention's scale and softcap."""
     key_heads: int
+    rotations: int
+    """How many rotary embeddings there are."""
     unchanged: _Unchanged
 
 
@@ -110,8 +113,8 @@ class LayerStack:
         self._of_thread = local()
 
     @property
-    def ends(self) -> tuple[Tensor, Any, Tensor] | None:
-        """The first layer's input, its rotary embedding and the last layer's output, in this thread's last run."""
+    def ends(self) -> tuple[Tensor, list[Any], Tensor] | None:
+        """The first layer's input, the rotary embeddings and the last layer's output, in this thread's last run."""
         return getattr(self._of_thread, "ends", None)
 
     def norm_form(self, layers: int | None) -> tuple[float, int] | None:
@@ -149,7 +152,8 @@ class LayerStack:
     def run_first(self, call: OurCall, hidden_states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor | None:
         """The first layer's call: computes all layers ``[1, N, d]``, if that is known to be right; else None."""
         self._of_thread.result = None
-        if not self.can_run(call.layers, hidden_states[0]):
+        plan = None if call.layers is None else self._plans.get(call.layers)
+        if plan is None or plan.rotations != 1 or not self.can_run(call.layers, hidden_states[0]):
             return None
         cos, sin = rotation
         rows = hidden_states[0]
@@ -157,7 +161,7 @@ class LayerStack:
         if out is None:
             return None
         result = self._of_thread.result = out[None]
-        self._of_thread.ends = hidden_states, rotation, result
+        self._of_thread.ends = hidden_states, [rotation], result
         return result
 
     def run(
@@ -222,18 +226,26 @@ class LayerStack:
         """Notes that a layer was computed alone: its input, before offsets, and its output."""
         state = self._of_thread
         if index == 0:
-            state.call, state.rotation, state.follows = call, rotation, True
+            state.call, state.first, state.rotations, state.numbers, state.follows = call, hidden_states, [], [], True
         elif getattr(state, "call", None) is call:
-            state.follows &= hidden_states is state.last and rotation is state.rotation and index == state.index + 1
+            state.follows &= hidden_states is state.last and index == state.index + 1
+        if getattr(state, "call", None) is not call:
+            return
+        if not any(rotation is known for known in state.rotations):
+            state.rotations.append(rotation)
+        state.numbers.append(1 + next(i for i, known in enumerate(state.rotations) if known is rotation))
         state.index, state.last = index, out
-        if call.layers == index + 1 and getattr(state, "call", None) is call:
-            if state.follows and self._in_order and call.layers not in self._plans:
-                self._plans[call.layers] = _plan_of(self._layers[: call.layers])
-            state.call = state.rotation = state.last = None
+        if call.layers == index + 1:
+            if state.follows and self._in_order:
+                if call.layers not in self._plans:
+                    self._plans[call.layers] = _plan_of(self._layers[: call.layers], state.numbers)
+                state.ends = state.first, state.rotations, out
+            state.call = state.first = state.rotations = state.last = None
 
 
-def _plan_of(layers: list[tuple[nn.Module, KnownLayer]]) -> _Plan | None:
-    """The arguments for these layers; None if they differ in what ``layer_stack`` takes once."""
+def _plan_of(layers: list[tuple[nn.Module, KnownLayer]], rotations: list[int]) -> _Plan | None:
+    """The arguments for these layers, with the numbers of the rotary embeddings that they got; None if the layers differ in
+    what ``layer_stack`` takes once."""
     weights: list[Tensor] = []
     alike = set()
     for _, known in layers:
@@ -257,8 +269,8 @@ def _plan_of(layers: list[tuple[nn.Module, KnownLayer]]) -> _Plan | None:
         return None
     windows = [known.attention.get("window", -1) for _, known in layers]
     key_heads = layers[0][1].parts.before[0][3].shape[0] // numbers[0]
-    rotates = [int(known.rotates) for _, known in layers]
-    return _Plan(weights, parts, rotates, windows, numbers, key_heads, _Unchanged(layers))
+    rotates = [number if known.rotates else 0 for (_, known), number in zip(layers, rotations, strict=True)]
+    return _Plan(weights, parts, rotates, windows, numbers, key_heads, max(rotations), _Unchanged(layers))
 
 
 def _adapter_arguments(placed: PlacedAdapters, layers: int, plan: _Plan) -> _AdapterArguments | None:
