@@ -136,8 +136,7 @@ void multiply(const LinearRows<T>* products, int count) {
         prefetch(added[i], begin, end);
         PASS_EXT_AT_LEVEL(product_isa(),
                           multiply_group(product, job.rows, arranged, scratch, scratch.sums, begin, end));
-        PASS_EXT_AT_LEVEL(product_isa(),
-                          finish_group(product, added[i], job.first, job.rows, scratch.sums, begin, end));
+        PASS_EXT_AT_LEVEL(product_isa(), finish_group(product, added[i], job.first, job.rows, scratch, begin, end));
       });
     });
   });
@@ -155,8 +154,7 @@ void multiply(const GatedRows<T>& product) {
         PASS_EXT_AT_LEVEL(product_isa(),
                           multiply_group(product.gate, job.rows, arranged, scratch, scratch.sums, begin, end));
         PASS_EXT_AT_LEVEL(product_isa(), multiply_group(product.up, job.rows, arranged, scratch, up_sums, begin, end));
-        PASS_EXT_AT_LEVEL(product_isa(),
-                          finish_group(product, added, job.first, job.rows, scratch.sums, up_sums, begin, end));
+        PASS_EXT_AT_LEVEL(product_isa(), finish_group(product, added, job.first, job.rows, scratch, begin, end));
       });
     });
   });

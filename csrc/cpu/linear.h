@@ -63,16 +63,22 @@ constexpr int64_t arranged_bytes(int64_t rows, int64_t in) {
 
 // Work space of one thread, 64-byte aligned, for `rows` rows.
 struct LinearScratch {
+  int64_t rows;
   float* between;  // [rows, kMostTileOutputs, kMostStep / 2]
   float* sums;     // [2, rows, kGroupOutputs]
+  float* added;    // [2, rows, kGroupOutputs], sums of what rows of slots add
   float* copy;     // [kMostTileOutputs, kPiece], of weights
 
   static constexpr int64_t kBetween = kMostTileOutputs * kMostStep / 2;
   static constexpr int64_t floats(int64_t rows) {
-    return rows * (kBetween + 2 * kGroupOutputs) + kMostTileOutputs * kPiece;
+    return rows * (kBetween + 4 * kGroupOutputs) + kMostTileOutputs * kPiece;
   }
   LinearScratch(float* memory, int64_t rows)
-      : between(memory), sums(memory + rows * kBetween), copy(memory + rows * (kBetween + 2 * kGroupOutputs)) {}
+      : rows(rows),
+        between(memory),
+        sums(memory + rows * kBetween),
+        added(sums + rows * 2 * kGroupOutputs),
+        copy(added + rows * 2 * kGroupOutputs) {}
 };
 
 }  // namespace pass_ext

@@ -329,29 +329,72 @@ inline Floats finished(const float* sums, const T* bias, int64_t count) {
   return rounded<T>(bias ? sum + load_first(bias, count) : sum);
 }
 
-// A product of neighbouring outputs from `output` on, rounded, with what its row adds, rounded again.
+// sums[n][o - begin] = sum over j of hidden[n][j] up[j][o] for R rows with one adapter, outputs [begin, end).
+template <int R, typename T>
+void up_sums(const float* const* hidden, const T* up, int64_t rank, int64_t outputs, float* const* sums, int64_t begin,
+             int64_t end) {
+  for (int64_t o = begin; o < end; o += Floats::width) {
+    Floats sum[R];
+#pragma GCC unroll 16
+    for (int n = 0; n < R; ++n) sum[n] = zeros();
+    for (int64_t j = 0; j < rank; ++j) {
+      const Floats weight = load_first(up + j * outputs + o, outputs - o);
+#pragma GCC unroll 16
+      for (int n = 0; n < R; ++n) sum[n] = fused(constant(Floats{}, hidden[n][j]), weight, sum[n]);
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < R; ++n) store(sums[n] + o - begin, sum[n]);
+  }
+}
+
+// The sums of all rows of slots among rows [first, first + rows), [rows, kGroupOutputs]. Rows that share an adapter are
+// taken several at a time, so that it is read once.
 template <typename T>
-inline Floats with_adapter(const AddedRows<T>& added, int64_t row, int64_t output, Floats value, int64_t count) {
-  const int64_t place = added.hidden ? added.place[row] : -1;
-  if (place < 0) return value;
-  const float* hidden = added.hidden + place * added.rank;
-  const T* up = added.up + added.adapter[place] * added.rank * added.outputs + output;
-  Floats sum = zeros();
-  for (int64_t j = 0; j < added.rank; ++j)
-    sum = fused(constant(Floats{}, hidden[j]), load_first(up + j * added.outputs, added.outputs - output), sum);
-  return rounded<T>(fused(constant(Floats{}, added.scale), sum, value));
+void up_sums_of_rows(const AddedRows<T>& added, int64_t first, int64_t rows, float* sums, int64_t begin, int64_t end) {
+  constexpr int kAtOnce = 4;
+  const float* hidden[kAtOnce];
+  float* to[kAtOnce];
+  int64_t adapter = -1;
+  int count = 0;
+  const auto finish = [&] {
+    const T* const up = added.up + adapter * added.rank * added.outputs;
+    switch (count) {
+      case 1: up_sums<1>(hidden, up, added.rank, added.outputs, to, begin, end); break;
+      case 2: up_sums<2>(hidden, up, added.rank, added.outputs, to, begin, end); break;
+      case 3: up_sums<3>(hidden, up, added.rank, added.outputs, to, begin, end); break;
+      case 4: up_sums<4>(hidden, up, added.rank, added.outputs, to, begin, end); break;
+    }
+    count = 0;
+  };
+  for (int64_t row = 0; added.hidden && row < rows; ++row) {
+    const int64_t place = added.place[first + row];
+    if (place < 0) continue;
+    if (count == kAtOnce || (count > 0 && added.adapter[place] != adapter)) finish();
+    adapter = added.adapter[place];
+    hidden[count] = added.hidden + place * added.rank;
+    to[count++] = sums + row * kGroupOutputs;
+  }
+  finish();
+}
+
+// A product of neighbouring outputs, rounded, with what its row adds, rounded again.
+template <typename T>
+inline Floats with_adapter(const AddedRows<T>& added, int64_t row, const float* sums, Floats value) {
+  if (!added.hidden || added.place[row] < 0) return value;
+  return rounded<T>(fused(constant(Floats{}, added.scale), load(sums), value));
 }
 
 // Rows [first, first + rows) of the result, for outputs [begin, end).
 template <typename T>
 void finish_group(const LinearRows<T>& problem, const AddedRows<T>& added, int64_t first, int64_t rows,
-                  const float* sums, int64_t begin, int64_t end) {
+                  const LinearScratch& scratch, int64_t begin, int64_t end) {
+  up_sums_of_rows(added, first, rows, scratch.added, begin, end);
   const Floats scale = constant(Floats{}, problem.scale);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t o = begin; o < end; o += Floats::width) {
-      const int64_t place = (first + r) * problem.outputs + o, count = end - o;
-      Floats value = finished(sums + r * kGroupOutputs + o - begin, problem.bias ? problem.bias + o : nullptr, count);
-      value = with_adapter(added, first + r, o, value, count);
+      const int64_t place = (first + r) * problem.outputs + o, sum = r * kGroupOutputs + o - begin, count = end - o;
+      Floats value = finished(scratch.sums + sum, problem.bias ? problem.bias + o : nullptr, count);
+      value = with_adapter(added, first + r, scratch.added + sum, value);
       if (problem.scale != 1.0f) value = rounded<T>(value * scale);
       if (problem.residual) value = load_first(problem.residual + place, count) + value;
       store_first(problem.out + place, value, count);
@@ -360,26 +403,27 @@ void finish_group(const LinearRows<T>& problem, const AddedRows<T>& added, int64
 
 template <Activation activation, typename T>
 void finish_gated(const GatedRows<T>& problem, const AddedRows<T>* added, int64_t first, int64_t rows,
-                  const float* gate_sums, const float* up_sums, int64_t begin, int64_t end) {
+                  const LinearScratch& scratch, int64_t begin, int64_t end) {
   const T *gate_bias = problem.gate.bias, *up_bias = problem.up.bias;
+  const int64_t second = scratch.rows * kGroupOutputs;  // where the numbers of `up` begin
+  for (int i = 0; i < 2; ++i) up_sums_of_rows(added[i], first, rows, scratch.added + i * second, begin, end);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t o = begin; o < end; o += Floats::width) {
       const int64_t place = r * kGroupOutputs + o - begin, count = end - o;
-      Floats gate = finished(gate_sums + place, gate_bias ? gate_bias + o : nullptr, count);
-      Floats up = finished(up_sums + place, up_bias ? up_bias + o : nullptr, count);
-      gate = with_adapter(added[0], first + r, o, gate, count);
-      up = with_adapter(added[1], first + r, o, up, count);
+      Floats gate = finished(scratch.sums + place, gate_bias ? gate_bias + o : nullptr, count);
+      Floats up = finished(scratch.sums + second + place, up_bias ? up_bias + o : nullptr, count);
+      gate = with_adapter(added[0], first + r, scratch.added + place, gate);
+      up = with_adapter(added[1], first + r, scratch.added + second + place, up);
       store_first(problem.out + (first + r) * problem.gate.outputs + o, gated<T, activation>(gate, up), count);
     }
 }
 
 template <typename T>
 void finish_group(const GatedRows<T>& problem, const AddedRows<T>* added, int64_t first, int64_t rows,
-                  const float* gate_sums, const float* up_sums, int64_t begin, int64_t end) {
+                  const LinearScratch& scratch, int64_t begin, int64_t end) {
   switch (problem.activation) {
-    case Activation::silu:
-      return finish_gated<Activation::silu>(problem, added, first, rows, gate_sums, up_sums, begin, end);
+    case Activation::silu: return finish_gated<Activation::silu>(problem, added, first, rows, scratch, begin, end);
     case Activation::gelu_tanh:
-      return finish_gated<Activation::gelu_tanh>(problem, added, first, rows, gate_sums, up_sums, begin, end);
+      return finish_gated<Activation::gelu_tanh>(problem, added, first, rows, scratch, begin, end);
   }
 }
