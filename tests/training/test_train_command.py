@@ -1,0 +1,388 @@
+"""``python -m pass_ext train``: what it writes, how it goes on after any interruption, and what it refuses."""
+
+import argparse
+import re
+import resource
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from lookahead_cases import SETTINGS, slots_for, windows_of
+from support.paths import ROOT
+from support.training_models import Letters, counting, tiny_llama
+
+from pass_ext import LookaheadEmbedding
+from pass_ext.decoding.models.patching.layer_adapters import KINDS
+from pass_ext.training.common import options as shared
+from pass_ext.training.common import own_texts, record
+from pass_ext.training.common.run import Run
+from pass_ext.training.lookahead import command, loop, pipeline
+from pass_ext.training.lookahead import record as lookahead_record
+from pass_ext.training.lookahead.loop import LookaheadTrainer
+
+transformers = pytest.importorskip("transformers")
+
+
+def options_for(out, **changes):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    line = ["--model", "tiny", "--out", str(out), "--steps", "6", "--length", "24", "--anchors", "4"]
+    line += ["--lookahead", "2", "--sample-tokens", "12", "--checkpoint-every", "2", "--own-chats", "12"]
+    line += ["--transition-rank", "2", "--warm-up", "2"]
+    for name, value in changes.items():
+        line += [f"--{name.replace('_', '-')}={value}"]
+    return parser.parse_args(line)
+
+
+def trained(out, console, **changes):
+    from pass_ext.training.common.documents import Document
+
+    documents = [Document(f"part {n}.py", "python", f"line {n} of a text\n" * 40) for n in range(30)]
+    options = options_for(out, **changes)
+    run = Run(options, "the command", tiny_llama(), Letters(), documents, ["Say hello.", "Count."], console)
+    return LookaheadEmbedding.load(pipeline.train(run))
+
+
+def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
+    pytest.importorskip("matplotlib")
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(file=(tmp_path / "log").open("w"))
+    whole = trained(tmp_path / "whole", console, continuations=20)
+    facts = whole.training_record
+    assert facts["command"] == "the command" and facts["steps"] == 6 and facts["evaluation"]["places"] > 0
+    assert facts["machine"] == record.machine("cpu")
+    assert whole.hit_rates is not None and len(whole.hit_rates) == 2 and len(whole.hit_rates[0]) == 16
+    assert {"own samples", "documents", "held out"} == set(facts["data"])
+    card = (tmp_path / "whole/lookahead.md").read_text()
+    assert "the command" in card and "| 0 |" in card and (tmp_path / "whole/lookahead.svg").stat().st_size > 1000
+
+    # stopped after the first step, then given the same command again
+    stopped = trained(tmp_path / "parts", console, continuations=20, minutes=1e-9)
+    assert stopped.training_record["steps"] == 1
+    again = trained(tmp_path / "parts", console, continuations=20)
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert again.hit_rates == whole.hit_rates
+    with pytest.raises(SystemExit, match="other settings or data"):
+        trained(tmp_path / "parts", console, continuations=20, clip=0.5)
+    with pytest.raises(SystemExit, match="samples of other settings"):
+        trained(tmp_path / "parts", console, continuations=20, sample_tokens=9)
+
+
+def test_the_command_trains_adapters_from_another_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    bare = trained(tmp_path / "bare", console)
+    start = str(tmp_path / "bare/lookahead.safetensors")
+    options = dict(start=start, adapter_rank=3, adapter_learning_rate=0.02, loss="total-variation", curriculum=3)
+    first = trained(tmp_path / "first", console, **options, minutes=1e-9)
+    assert first.training_record["steps"] == 1 and first.num_lookahead == 2 and first.rank == 2
+    whole, again = (trained(tmp_path / name, console, **options) for name in ("whole", "first"))
+    assert len(whole.adapters.places) == 7 * tiny_llama().config.num_hidden_layers and whole.adapters.count == 1
+    assert all(bool(up.any()) for _, _, up in whole.adapters.pairs())
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    facts = whole.training_record
+    assert facts["adapters"]["parameters"] == sum(x.numel() for x in whole.adapters.parameters())
+    assert facts["settings"]["start"].startswith(f"{start}, SHA-256 ")
+    card = (tmp_path / "whole/lookahead.md").read_text()
+    assert f"{facts['adapters']['parameters']:,} parameters, {facts['adapters']['share']:.2%} of the model's" in card
+    with pytest.raises(SystemExit, match="must have --lookahead 3 slots, got 2"):
+        trained(tmp_path / "other", console, start=start, lookahead=3)
+    with pytest.raises(SystemExit, match="--start nothing: 'nothing' is neither a file"):
+        trained(tmp_path / "other", console, start="nothing")
+    more = trained(tmp_path / "more", console, start=str(tmp_path / "whole/lookahead.safetensors"))
+    assert more.adapters is not None, "adapters of the file go on"
+    earlier = more.training_record["earlier_runs"]
+    assert [made["data"] for made in earlier] == [run.training_record["data"] for run in (bare, whole)]
+    assert "earlier_runs" not in bare.training_record
+    card = (tmp_path / "more/lookahead.md").read_text()
+    assert card.count("```\nthe command\n```") == 3, "this run's and those of both before it"
+
+
+def test_steps_may_have_another_type_than_samples(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    seen = []
+    for kind in ("sample", "step_loss"):
+        owner = own_texts if kind == "sample" else loop
+        original = getattr(owner, kind)
+
+        def noting(model, *arguments, original=original, kind=kind):
+            seen.append((kind, model.get_input_embeddings().weight.dtype, model.get_output_embeddings().weight.dtype))
+            return original(model, *arguments)
+
+        monkeypatch.setattr(owner, kind, noting)
+    mixed = trained(tmp_path / "mixed", console, step_dtype="bfloat16", steps=2)
+    assert set(seen) == {("sample", *[torch.float32] * 2), ("step_loss", *[torch.bfloat16] * 2)}
+    assert mixed.training_record["settings"]["step_dtype"] == "bfloat16"
+    same = trained(tmp_path / "same", console, step_dtype="float32", steps=2)
+    assert "step_dtype" not in same.training_record["settings"], "a run without the option goes on"
+    with pytest.raises(SystemExit, match="other settings or data"):
+        trained(tmp_path / "mixed", console, steps=2)
+
+
+def test_the_command_trains_learned_keys(tmp_path):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    bare = trained(tmp_path / "bare", console)
+    assert not any(name.startswith("prefix") for name in bare.training_record["settings"]), "older runs would not go on"
+    options = dict(start=str(tmp_path / "bare/lookahead.safetensors"), prefix_keys=5, prefix_learning_rate=0.02)
+    first = trained(tmp_path / "first", console, **options, minutes=1e-9)
+    whole, again = (trained(tmp_path / name, console, **options) for name in ("whole", "first"))
+    assert first.training_record["steps"] == 1 and not torch.equal(first.prefix_keys, whole.prefix_keys)
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert whole.prefix_keys.shape == whole.prefix_values.shape == (2, 5, 2, 8)
+    facts = whole.training_record
+    assert facts["settings"]["prefix_keys"] == 5 and facts["settings"]["prefix_learning_rate"] == 0.02
+    assert facts["prefix"] == {"keys": 5, "parameters": 2 * 2 * 5 * 2 * 8, "bytes": 2 * 2 * 2 * 5 * 2 * 8}
+    card = (tmp_path / "whole/lookahead.md").read_text()
+    assert "attend to: 5 in every layer, 320 parameters, 0.0 MB in bfloat16" in card
+    start = str(tmp_path / "whole/lookahead.safetensors")
+    more = trained(tmp_path / "more", console, start=start)
+    assert more.prefix_length == 5 and not torch.equal(more.prefix_keys, whole.prefix_keys), "those of the file go on"
+    with pytest.raises(SystemExit, match=r"--prefix-keys must be the 5 of --start .*, or 0, got 4"):
+        trained(tmp_path / "other", console, start=start, prefix_keys=4)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--prefix-keys -1", "--prefix-keys must be at least 0, got -1"),
+        ("--prefix-learning-rate nan", "--prefix-learning-rate must be at least 0, got nan"),
+        ("--slot-weights 1", "--slot-weights must be 2 numbers above 0"),
+        ("--slot-weights 1 0", "--slot-weights must be 2 numbers above 0"),
+        ("--adapter-kinds q", "need --adapter-rank, got 0"),
+        ("--adapter-by-slot", "need --adapter-rank, got 0"),
+        ("--adapter-rank 129", "--adapter-rank must be at most 128, got 129"),
+        ("--curriculum -1", "--curriculum must be at least 0, got -1"),
+    ],
+    ids=range(8),
+)
+def test_options_of_adapters_that_cannot_be(tmp_path, line, message):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    options = parser.parse_args(
+        ["--model", "m", "--out", str(tmp_path), "--own-chats", "2", "--lookahead", "2", *line.split()]
+    )
+    with pytest.raises(SystemExit, match=message):
+        command.check_arguments(options)
+
+
+def test_the_kinds_of_the_command_are_those_of_the_models():
+    assert tuple(KINDS) == command.KINDS
+
+
+class Killed(BaseException):
+    """No handler of errors may catch it, as none catches a SIGKILL."""
+
+
+def killed_in(call, *, half=False, behind=False, at=1):
+    """Wraps ``call`` so that its ``at``-th call ends the program: before it, in its midst (half), or behind it."""
+    calls = []
+
+    def ending(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == at and half:
+            arguments[1].write(b"PK half of a checkpoint")
+            arguments[1].flush()
+        found = call(*arguments, **named) if len(calls) < at or behind else None
+        if len(calls) == at:
+            raise Killed
+        return found
+
+    return ending
+
+
+def test_a_run_that_is_killed_at_any_write_ends_with_the_same_parameters(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    whole, out = trained(tmp_path / "whole", console), tmp_path / "parts"
+    kills = [  # in the order of a run, so that each starts from the files of the one before
+        (Path, "write_text", dict()),  # the samples' header
+        (own_texts.Path, "write_text", dict(behind=True)),
+        (own_texts, "asdict", dict(at=20)),
+        (torch, "save", dict()),
+        (torch, "save", dict(half=True)),
+        (Path, "replace", dict()),
+        (Path, "replace", dict(behind=True)),
+        (torch, "save", dict(half=True)),
+        (Path, "replace", dict(at=2)),
+        (LookaheadEmbedding, "save", dict()),
+        (LookaheadEmbedding, "save", dict(behind=True)),
+        (lookahead_record, "card", dict()),
+    ]
+    for place, name, how in kills:
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr(place, name, killed_in(getattr(place, name), **how))
+            trained(out, console)
+    again = trained(out, console)
+    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert again.hit_rates == whole.hit_rates and again.training_record["steps"] == 6
+    assert {file.name for file in out.iterdir()} == {file.name for file in (tmp_path / "whole").iterdir()}
+    # Files of an earlier version, and a checkpoint without the time: only the time is lost.
+    (out / "seconds.txt").write_text("")
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert state.pop("seconds") > 0
+    for garbled in ({}, {"seconds": float("nan")}, {"seconds": "long"}):
+        torch.save(state | garbled, out / "checkpoint.pt")
+        again = trained(out, console)
+        for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        assert torch.load(out / "checkpoint.pt", weights_only=True)["seconds"] >= 0
+    console.file.flush()
+    assert (tmp_path / "log").read_text().count("does not say how long it was trained") == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: whole[:100],
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[:-1],
+        lambda whole: b"\0" * len(whole),
+        lambda whole: b"<html>404</html>",
+    ],
+    ids=["empty", "100 bytes", "half", "all but a byte", "zeros", "HTML"],
+)
+def test_a_damaged_checkpoint_gets_a_sentence(tmp_path, damage):
+    trainer = LookaheadTrainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
+    path = tmp_path / "checkpoint.pt"
+    trainer.save(path, "run", 1.5)
+    assert trainer.restore(path, "run") == 1.5
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(
+        SystemExit, match=rf"^{path} is damaged or was cut off: delete it to train from the first step on"
+    ):
+        trainer.restore(path, "run")
+
+
+def test_a_checkpoint_with_parts_missing_gets_a_sentence(tmp_path):
+    trainer = LookaheadTrainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
+    path = tmp_path / "checkpoint.pt"
+    trainer.save(path, "run")
+    state = torch.load(path, weights_only=True)
+    for other in (
+        [],
+        *({name: part for name, part in state.items() if name != gone} for gone in set(state) - {"seconds"}),
+        state | {"module": {}},
+        state | {"optimizer": {}},
+        state | {"losses": None},
+    ):
+        torch.save(other, path)
+        with pytest.raises(SystemExit, match=r"checkpoint\.pt is damaged or was cut off"):
+            trainer.restore(path, "run")
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path):
+    trainer = LookaheadTrainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), SETTINGS)
+    path = tmp_path / "checkpoint.pt"
+    trainer.save(path, "run", 1.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(SystemExit, match=f"^{path} cannot be written, the checkpoint before it stays: "):
+            trainer.save(path, "run", 2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert trainer.restore(path, "run") == 1.0 and [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_pictures_keep_text_as_text_and_repeat_themselves(tmp_path):
+    pytest.importorskip("matplotlib")
+    losses = [3.0, 2.0, 1.5]
+    for name in ("a.svg", "b.svg"):
+        record.save_picture(losses, tmp_path / name, lambda axes: axes.set(xlabel="levels drafted"))
+    picture = (tmp_path / "a.svg").read_text()
+    assert ">loss</text>" in picture and ">mean of 25</text>" in picture and ">levels drafted</text>" in picture
+    assert picture == (tmp_path / "b.svg").read_text()
+
+
+def test_the_record_names_the_machine_that_trained(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, {device}")
+    assert record.machine("cpu").endswith(f"{torch.get_num_threads()} threads")
+    assert record.machine("cuda:1") == "a GPU, cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lookahead": 0}, "--lookahead must be at least 1, got 0"),
+        ({"continuations": -1}, "--continuations must be at least 0, got -1"),
+        ({"own_chats": -1}, "--own-chats must be at least 0, got -1"),
+        ({"held_out": -2}, "--held-out must be at least 0, got -2"),
+        ({"transition_rank": -4}, "--transition-rank must be at least 0, got -4"),
+        ({"warm_up": -1}, "--warm-up must be at least 0, got -1"),
+        ({"minutes": -0.5}, "--minutes must be at least 0, got -0.5"),
+        ({"learning_rate": "nan"}, "--learning-rate must be at least 0, got nan"),
+        ({"decay": -0.1}, "--decay must be at least 0, got -0.1"),
+        ({"length": 3}, r"--length must be at least --lookahead \+ 2 = 4, got 3"),
+        ({"own_chats": 0}, "nothing to train on: give --data"),
+        ({"continuations": 4}, "takes its prefixes from --data"),
+        ({"sample_share": 2}, "--sample-share must lie between 0 and 1, got 2"),
+        ({"self_distill": "/no/such/file"}, "--self-distill names '/no/such/file'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, message):
+    with pytest.raises(SystemExit, match=message):
+        command.run(options_for(tmp_path, **changes), ["x"])
+
+
+def test_the_smallest_options_are_taken(tmp_path):
+    command.check_arguments(options_for(tmp_path, warm_up=0, held_out=0, transition_rank=0, minutes=0, length=4))
+
+
+def test_the_shipped_instructions_are_the_packages_own(tmp_path, monkeypatch):
+    """The shipped instructions reach the run from any folder."""
+    for package in shared.PACKAGES:
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pass_ext.training.common.run.load_frozen", lambda *_: (tiny_llama(), Letters()))
+    seen = []
+    monkeypatch.setattr(pipeline, "train", lambda run: seen.append(run.instructions))
+    command.run(options_for(tmp_path, self_distill="shipped"), ["x"])
+    assert seen == [shared.INSTRUCTIONS.read_text().splitlines()] and len(seen[0]) == 267
+
+
+def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypatch):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    root = ROOT
+    guide, _, _ = (
+        (root / "docs/guide/training.md").read_text().replace("\\\n", " ").partition("## Train an early-exit draft")
+    )
+    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
+    lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
+    assert len(lines) == 1
+    monkeypatch.chdir(root)  # the shipped command ran there
+    for line, instructions in (lines[0], "shipped"), (shipped, "pass_ext/training/instructions.txt"):
+        options = parser.parse_args(shlex.split(line)[4:])
+        assert options.lookahead == 4 and options.self_distill == instructions
+        command.check_arguments(options)
+    for option in re.findall(r"`(--[a-z-]+)", guide):
+        assert option in parser.format_help(), option
+
+
+@pytest.mark.parametrize("package", shared.PACKAGES)
+def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, package, monkeypatch):
+    monkeypatch.setattr(shared, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(SystemExit, match=rf"training needs {package}: pip install 'pass_ext\[hf,train\]'"):
+        command.run(options_for(tmp_path, data=tmp_path / "absent"), ["x"])
+
+
+def test_missing_models_and_data_are_named(tmp_path):
+    for package in shared.PACKAGES:
+        pytest.importorskip(package)
+    with pytest.raises(SystemExit, match=r"no\.gguf' cannot be loaded: no such model file"):
+        command.run(options_for(tmp_path, model=tmp_path / "no.gguf"), ["x"])
+    with pytest.raises(SystemExit, match="which does not exist"):
+        command.run(options_for(tmp_path, data=tmp_path / "absent"), ["x"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=r"holds no \.py"):
+        command.run(options_for(tmp_path, data=tmp_path / "empty"), ["x"])
