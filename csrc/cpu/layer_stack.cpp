@@ -162,10 +162,11 @@ class LearnedKeys {
 struct RotationTables {
   std::vector<OptionalTensor> cos, sin;
 
-  // rows: those of x; with positions any number.
+  // N: the rows of x; with positions any number.
   RotationTables(const char* op, const OptionalTensor& all_cos, const OptionalTensor& all_sin,
                  const OptionalTensor& positions, const Tensor& x, int64_t head_dim) {
-    if (all_cos && all_sin && all_cos->dim() == 3) {
+    const bool are_several = all_cos && all_sin && all_cos->dim() == 3;
+    if (are_several) {
       check_like(op, "sin", *all_sin, "cos", *all_cos);
       if (all_cos->size(0) == 0) refuse(op, "cos must have 1 or more rotary embeddings, got ", describe(*all_cos));
       for (int64_t i = 0; i < all_cos->size(0); ++i) {
@@ -176,10 +177,9 @@ struct RotationTables {
       cos = {all_cos};
       sin = {all_sin};
     }
-    for (size_t i = 0; i < cos.size(); ++i) {
-      const bool has_places = positions && cos[i] && cos[i]->dim() > 0;
-      check_rotation(op, cos[i], sin[i], x, has_places ? cos[i]->size(0) : x.size(0), head_dim);
-    }
+    const bool has_places = positions && cos[0] && cos[0]->dim() > 0;
+    check_rotation(op, cos[0], sin[0], x, has_places ? cos[0]->size(0) : x.size(0), head_dim,
+                   are_several ? "cos[0]" : "cos", are_several ? "sin[0]" : "sin");  // the others are like it
   }
   int64_t size() const { return static_cast<int64_t>(cos.size()); }
 };

@@ -94,14 +94,18 @@ struct Job {
       added[i] = {hidden + numbers[i],
                   adapter->up,
                   adapter->slots->place.data(),
+                  adapter->slots->rows.data(),
                   adapter->slots->adapter.data(),
+                  static_cast<int64_t>(adapter->slots->rows.size()),
                   static_cast<int64_t>(adapter->slots->start.size()) - 1,
                   adapter->rank,
                   products[i]->outputs,
                   adapter->scale};
     }
     memory.job = number;
-    function(arranged, LinearScratch(memory.scratch.at_least(LinearScratch::floats(rows)), rows), added);
+    const bool has_adapters = hidden != nullptr;
+    float* const numbers_of_thread = memory.scratch.at_least(LinearScratch::floats(rows, has_adapters));
+    function(arranged, LinearScratch(numbers_of_thread, rows, has_adapters), added);
   }
 };
 

@@ -35,9 +35,11 @@ struct LinearRows {
 // What rows of slots add to a product: scale * hidden[place] up[adapter of the place].
 template <typename T>
 struct AddedRows {
-  const float* hidden;             // [places, rank]; null: nothing
-  const T* up;                     // [adapters, rank, outputs]
-  const int64_t *place, *adapter;  // of each row, or -1; of each place
+  const float* hidden;           // [places, rank]; null: nothing
+  const T* up;                   // [adapters, rank, outputs]
+  const int64_t* place;          // of each row, or -1
+  const int64_t *row, *adapter;  // of each place; those of one adapter are neighbours
+  int64_t places;
   int64_t adapters, rank, outputs;
   float scale;
 };
@@ -66,19 +68,19 @@ struct LinearScratch {
   int64_t rows;
   float* between;  // [rows, kMostTileOutputs, kMostStep / 2]
   float* sums;     // [2, rows, kGroupOutputs]
-  float* added;    // [2, rows, kGroupOutputs], sums of what rows of slots add
+  float* added;    // [2, rows, kGroupOutputs], sums of what rows of slots add, if any do
   float* copy;     // [kMostTileOutputs, kPiece], of weights
 
   static constexpr int64_t kBetween = kMostTileOutputs * kMostStep / 2;
-  static constexpr int64_t floats(int64_t rows) {
-    return rows * (kBetween + 4 * kGroupOutputs) + kMostTileOutputs * kPiece;
+  static constexpr int64_t floats(int64_t rows, bool has_adapters) {
+    return rows * (kBetween + (has_adapters ? 4 : 2) * kGroupOutputs) + kMostTileOutputs * kPiece;
   }
-  LinearScratch(float* memory, int64_t rows)
+  LinearScratch(float* memory, int64_t rows, bool has_adapters)
       : rows(rows),
         between(memory),
         sums(memory + rows * kBetween),
-        added(sums + rows * 2 * kGroupOutputs),
-        copy(added + rows * 2 * kGroupOutputs) {}
+        added(sums + (has_adapters ? rows * 2 * kGroupOutputs : 0)),
+        copy(sums + rows * (has_adapters ? 4 : 2) * kGroupOutputs) {}
 };
 
 }  // namespace pass_ext

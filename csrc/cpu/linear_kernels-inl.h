@@ -347,16 +347,22 @@ void up_sums(const float* const* hidden, const T* up, int64_t rank, int64_t outp
   }
 }
 
-// The sums of all rows of slots among rows [first, first + rows), [rows, kGroupOutputs]. Rows that share an adapter are
-// taken several at a time, so that it is read once.
+// The sums of all rows of slots among rows [first, first + rows), [rows, kGroupOutputs]; an adapter is read once for
+// every four of its rows.
 template <typename T>
 void up_sums_of_rows(const AddedRows<T>& added, int64_t first, int64_t rows, float* sums, int64_t begin, int64_t end) {
   constexpr int kAtOnce = 4;
   const float* hidden[kAtOnce];
   float* to[kAtOnce];
-  int64_t adapter = -1;
-  int count = 0;
-  const auto finish = [&] {
+  for (int64_t place = 0; added.hidden && place < added.places;) {
+    const int64_t adapter = added.adapter[place];
+    int count = 0;
+    for (; count < kAtOnce && place < added.places && added.adapter[place] == adapter; ++place) {
+      const int64_t row = added.row[place] - first;
+      if (row < 0 || row >= rows) continue;
+      hidden[count] = added.hidden + place * added.rank;
+      to[count++] = sums + row * kGroupOutputs;
+    }
     const T* const up = added.up + adapter * added.rank * added.outputs;
     switch (count) {
       case 1: up_sums<1>(hidden, up, added.rank, added.outputs, to, begin, end); break;
@@ -364,17 +370,7 @@ void up_sums_of_rows(const AddedRows<T>& added, int64_t first, int64_t rows, flo
       case 3: up_sums<3>(hidden, up, added.rank, added.outputs, to, begin, end); break;
       case 4: up_sums<4>(hidden, up, added.rank, added.outputs, to, begin, end); break;
     }
-    count = 0;
-  };
-  for (int64_t row = 0; added.hidden && row < rows; ++row) {
-    const int64_t place = added.place[first + row];
-    if (place < 0) continue;
-    if (count == kAtOnce || (count > 0 && added.adapter[place] != adapter)) finish();
-    adapter = added.adapter[place];
-    hidden[count] = added.hidden + place * added.rank;
-    to[count++] = sums + row * kGroupOutputs;
   }
-  finish();
 }
 
 // A product of neighbouring outputs, rounded, with what its row adds, rounded again.

@@ -56,19 +56,19 @@ inline void check_rows(const char* op, const char* argument, const Tensor& x, co
 
 // cos and sin [N, D'] come together or not at all.
 inline void check_rotation(const char* op, const OptionalTensor& cos, const OptionalTensor& sin, const Tensor& x,
-                           int64_t rows, int64_t head_dim) {
+                           int64_t rows, int64_t head_dim, const char* cos_name = "cos", const char* sin_name = "sin") {
   if (cos.has_value() != sin.has_value()) refuse(op, "cos and sin must be given together or not at all");
   if (!cos) return;
-  check_dtype(op, "cos", *cos, {x.scalar_type(), ScalarType::Float});
-  check_dim(op, "cos", *cos, 2, "[N, D']");
-  check_size(op, "cos", *cos, 0, rows, "N, the rows of x");
+  check_dtype(op, cos_name, *cos, {x.scalar_type(), ScalarType::Float});
+  check_dim(op, cos_name, *cos, 2, "[N, D']");
+  check_size(op, cos_name, *cos, 0, rows, "N, the rows of x");
   if (cos->size(1) % 2 != 0 || cos->size(1) > head_dim)
-    refuse(op, "cos must have an even number of at most ", head_dim, " (head_dim) in dimension 1, got ",
+    refuse(op, cos_name, " must have an even number of at most ", head_dim, " (head_dim) in dimension 1, got ",
            describe(*cos));
-  check_contiguous_rows(op, "cos", *cos);
-  check_same_device(op, "cos", *cos, "x", x);
-  check_like(op, "sin", *sin, "cos", *cos);
-  check_contiguous_rows(op, "sin", *sin);
+  check_contiguous_rows(op, cos_name, *cos);
+  check_same_device(op, cos_name, *cos, "x", x);
+  check_like(op, sin_name, *sin, cos_name, *cos);
+  check_contiguous_rows(op, sin_name, *sin);
 }
 
 inline void check_activation(const char* op, int64_t activation, double scale, bool has_norm_behind) {

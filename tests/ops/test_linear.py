@@ -52,7 +52,7 @@ def assert_right(x, weight, bias=None):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 63, 65, 768, 1000])
-@pytest.mark.parametrize("outputs", [1, 3, 17, 193])
+@pytest.mark.parametrize("outputs", [1, 3, 17, 193, 601])
 def test_odd_sizes(cpu, dtype, width, outputs):
     x, weight, bias = make_case(130, width, outputs, dtype)  # so many that a single unlucky sum decides nothing
     for given in (bias, None):
@@ -143,7 +143,7 @@ def test_threads_change_no_bit(cpu, threads, dtype):
     x, weight, bias = make_case(9, 576, 1023, dtype)
     threads(1)
     alone = pass_ext.linear_rows(x, weight, bias)
-    for count in (2, 3):
+    for count in (2, 3, 5, 8):  # which take smaller and smaller groups of outputs
         threads(count)
         assert_same_bits(pass_ext.linear_rows(x, weight, bias), alone)
         assert_same_bits(pass_ext.linear_rows(x[4:5], weight, bias), alone[4:5])

@@ -705,9 +705,11 @@ def layer_stack(draw: Draw):
     has_positions, has_deep, has_keys = draw.chance(0.5), draw.chance(0.3), draw.chance(0.3)
     learned = draw.pick((1, 5, 65))
     table = 70 if has_positions else rows
-    cos, sin = (draw.floats(table, 64, dtype=dtype) for _ in range(2))
+    rotations = draw.pick((None, None, 0, 1, 3))  # None: one, without a dimension for it
+    cos, sin = (draw.floats(*([] if rotations is None else [rotations]), table, 64, dtype=dtype) for _ in range(2))
+    numbers = tuple(draw.pick((0, 1, 2)) for _ in range(layers)) if draw.chance(0.3) else None
     arguments = draw.damaged(dict(
-        x=draw.floats(rows, width, dtype=dtype), layers=weights,
+        x=draw.floats(rows, width, dtype=dtype), layers=weights, rotates=numbers,
         caches=draw.floats(2 * layers, len(sizes), room, kv_heads, 64, dtype=dtype), prefix_lens=draw.spoilt(prefixes),
         cu_nodes=draw.bounds(sizes),
         visible=draw.integers(-(2**63), 2**63 - 1, rows, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,

@@ -303,6 +303,11 @@ def layer_stack(device):
             random(5, 12), weights, parts, [torch.stack(caches)], *shared, depths, *rotation, places, (1, 0), (2, -1), ids,
             deep, adapters, 1 | 1 << 6, 0.5, *learned, random(12), head, wanted, *ends[:3], 0, 1.0, *ends[5:-1], 5.0,
         )  # fmt: skip
+    rotations = [random(2, 9, 64) for _ in range(2)]
+    yield (
+        random(5, 12), weights, parts, caches, *shared, depths, *rotations, places, (2, 1), (-1, -1), None, None, *no_adapters,
+        *[None] * 5, *ends,
+    )  # fmt: skip
     nothing = (prefixes, bounds * 0, visible[:0], 3)
     yield (
         random(0, 12), weights, parts, caches, *nothing, *[None] * 4, (1, 1), (-1, -1), None, None, *no_adapters,

@@ -1,8 +1,17 @@
-"""Small random models, a letter tokenizer and samples of a learnable pattern, for the tests of training."""
+"""Small random models, a letter tokenizer and samples of a learnable pattern, for the tests of training; slots and windows for
+them, and the loss of a step computed by one ordinary forward a group.
+"""
 
 import torch
+import torch.nn.functional as F
 
+from pass_ext import LookaheadEmbedding
+from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.own_texts import Sample
+from pass_ext.training.common.windows import Windows
+from pass_ext.training.lookahead.loop import Settings
+from pass_ext.training.lookahead.prefix import fresh_prefix
 
 
 class Letters:
@@ -40,3 +49,116 @@ def counting(count, length, *, kind="chat", name="sample"):
         Sample(f"{name} {number}", kind, 0.0, 4, [(7 * number + place) % 90 for place in range(length)])
         for number in range(count)
     ]
+
+
+SETTINGS = Settings(
+    steps=40,
+    learning_rate=0.05,
+    transition_learning_rate=0.1,
+    deep_learning_rate=0.02,
+    warm_up=5,
+    decay=0.8,
+    clip=1.0,
+    loss="kl",
+)
+
+
+WEIGHTS = (1.0, 0.8, 0.64)  # of three slots
+
+
+def slots_for(model, count=3, *, rank=4, deep=True, seed=1, adapters=0, ranks=3, learned=0):
+    """Look-ahead parameters, all of them away from zero."""
+    torch.manual_seed(seed)
+    layers = model.config.num_hidden_layers if deep else 0
+    table = model.get_input_embeddings().weight
+    embedding = LookaheadEmbedding.from_table(count, table, rank=rank, deep_layers=layers)
+    if adapters:
+        embedding.adapters = SlotAdapters(adapter_sizes(model, ranks), adapters, scale=0.5)
+    if learned:
+        embedding.set_prefix(*fresh_prefix(model, torch.tensor([[1, 2, 3, 4]]), learned))
+    with torch.no_grad():
+        for parameter in embedding.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return embedding
+
+
+def windows_of(samples, *, lookahead=3, documents=(), seed=0):
+    return Windows(Letters(), documents, samples, 1.0, 32, 2, 6, lookahead, seed)
+
+
+def sequential_logits(model, embedding, text, anchor):
+    """The logits of an ordinary causal forward over [text up to the anchor, the slots] at the slots; differentiable."""
+    if embedding.prefix is not None:
+        return logits_by_hand(model, embedding, text, anchor)
+    table = model.get_input_embeddings().weight
+    rows = torch.cat([table[text[: anchor + 1]], embedding.weight])[None]
+    hooks = []
+    if embedding.deep is not None:
+        for layer, offset in zip(model.model.layers, embedding.deep, strict=True):
+            padded = F.pad(offset, (0, 0, anchor + 1, 0))
+            hooks.append(layer.register_forward_pre_hook(lambda _, x, padded=padded: (x[0] + padded, *x[1:])))
+    for place, down, up in [] if embedding.adapters is None else embedding.adapters.pairs():
+        number, _, name = place.partition(".")
+
+        def add(_, x, out, down=down, up=up):
+            slots = x[0][0, anchor + 1 :]
+            each = zip(slots, down.expand(len(slots), -1, -1), up.expand(len(slots), -1, -1), strict=True)
+            product = torch.stack([(a @ row) @ b for row, a, b in each])
+            return out + F.pad(0.5 * product, (0, 0, anchor + 1, 0))
+
+        hooks.append(model.model.layers[int(number)].get_submodule(name).register_forward_hook(add))
+    logits = model(inputs_embeds=rows).logits[0, anchor + 1 :]
+    for hook in hooks:
+        hook.remove()
+    if embedding.rank:
+        previous = text[anchor + 1 : anchor + 1 + embedding.num_lookahead]
+        logits = logits + (table[previous] @ embedding.transition_left) @ (table @ embedding.transition_right).T
+    return logits
+
+
+def logits_by_hand(model, embedding, text, anchor):
+    """The same for slots with learned keys and nothing else, by the formulas of a Llama: softmax over text and slots up to the
+    row, and over the learned keys where it is a slot's."""
+    table, first = model.get_input_embeddings().weight, anchor + 1
+    h = torch.cat([table[text[:first]], embedding.weight])
+    cos, sin = (part[0] for part in model.model.rotary_emb(h[None], torch.arange(len(h))[None]))
+    for number, layer in enumerate(model.model.layers):
+        attention, x = layer.self_attn, layer.input_layernorm(h)
+        q, k, v = (each(x).unflatten(1, (-1, 8)) for each in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k = (
+            y * cos[:, None] + torch.cat([-y[..., 4:], y[..., :4]], -1) * sin[:, None] for y in (q, k)
+        )  # fmt: skip
+        k, v = (
+            torch.cat(pair).repeat_interleave(2, 1)
+            for pair in zip((x[number] for x in embedding.prefix), (k, v), strict=True)
+        )
+        scores = torch.einsum("ihd,jhd->hij", q, k) * 8**-0.5
+        learned = embedding.prefix_length
+        row, place = torch.arange(len(h))[:, None], torch.arange(len(k)) - learned
+        seen = torch.where(place < 0, row >= first, row >= place)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        h = h + attention.o_proj(torch.einsum("hij,jhd->ihd", weights, v).flatten(1))
+        h = h + layer.mlp(layer.post_attention_layernorm(h))
+    return model.lm_head(model.model.norm(h))[first:]
+
+
+def dense_loss(model, embedding, window, decay, kind):
+    """The training loss from one ordinary forward per group."""
+    total, slots = 0.0, embedding.num_lookahead
+    weights = decay ** torch.arange(slots)
+    for text, anchors in zip(window.ids, window.anchors, strict=True):
+        with torch.no_grad():
+            teacher = model(input_ids=text[None]).logits[0]
+        for anchor in anchors.tolist():
+            own = sequential_logits(model, embedding, text, anchor).log_softmax(-1)
+            for i in range(slots):
+                if kind == "kl":
+                    goal = teacher[anchor + 1 + i].log_softmax(-1)
+                    loss = (goal.exp() * (goal - own[i])).sum()
+                elif kind == "total-variation":
+                    goal = teacher[anchor + 1 + i].softmax(-1)
+                    loss = (goal - own[i].exp()).abs().sum() / 2
+                else:
+                    loss = -own[i, text[anchor + 2 + i]]
+                total = total + weights[i] / weights.sum() * loss / window.anchors.numel()
+    return total

@@ -5,8 +5,7 @@ import itertools
 
 import pytest
 import torch
-from lookahead_cases import sequential_logits, slots_for
-from support.training_models import counting, tiny_llama
+from support.training_models import counting, sequential_logits, slots_for, tiny_llama
 
 from pass_ext.training.common import rates
 from pass_ext.training.lookahead import evaluation

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from lookahead_cases import SETTINGS, WEIGHTS, dense_loss, sequential_logits, slots_for, windows_of
-from support.training_models import counting, tiny_llama
+from support.training_models import (
+    SETTINGS,
+    WEIGHTS,
+    counting,
+    dense_loss,
+    sequential_logits,
+    slots_for,
+    tiny_llama,
+    windows_of,
+)
 
 from pass_ext import LookaheadEmbedding
 from pass_ext.ops.adapter import adapter_rows

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lookahead_cases import SETTINGS, slots_for, windows_of
 from support.paths import ROOT
-from support.training_models import Letters, counting, tiny_llama
+from support.training_models import SETTINGS, Letters, counting, slots_for, tiny_llama, windows_of
 
 from pass_ext import LookaheadEmbedding
 from pass_ext.decoding.models.patching.layer_adapters import KINDS

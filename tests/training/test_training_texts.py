@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lookahead_cases import windows_of
-from support.training_models import Letters, counting, tiny_llama
+from support.training_models import Letters, counting, tiny_llama, windows_of
 
 from pass_ext.training.common import documents, own_texts
 from pass_ext.training.common.sampling import sample

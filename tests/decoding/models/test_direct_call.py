@@ -3,6 +3,7 @@ whose calls must stay as they are.
 """
 
 import copy
+import itertools
 import pickle
 import sys
 import weakref
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pass_ext import NGram, PaSS, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.patching import attachment, direct_call, layer_stack
+from pass_ext.decoding.models.patching import attachment, layer_stack
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.decoding.models.transformers import TransformersModel
 from pass_ext.modules.slot_adapters import SlotAdapters
@@ -207,22 +208,84 @@ def test_scaled_rotary_embeddings(rope, calls, monkeypatch):
     assert calls["whole"]
 
 
-@pytest.mark.parametrize("table", [True, False], ids=["table", "each call"])
-def test_layers_with_rotary_embeddings_of_their_own(table, calls, monkeypatch):
-    """gemma3's, in an order that is not that of their names; the model without one of them writes another text."""
-    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    model = model_of("gemma3_text", num_hidden_layers=4, layer_types=kinds)
-    if not table:
-        monkeypatch.setattr(direct_call, "_FIXED_ROPES", set())
-    ids = prompts(1, 7)[0]
+KINDS = ("sliding_attention", "full_attention", "sliding_attention", "full_attention")
+PLAIN, GROWING = dict(rope_type="default", rope_theta=1e4), dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("full", "sliding", "has_table"), [(PLAIN, PLAIN | dict(rope_theta=5e3), True), (GROWING, PLAIN, False)], ids=str
+)
+def test_layers_with_rotary_embeddings_of_their_own(full, sliding, has_table, calls, monkeypatch):
+    """gemma3's. Kinds come in another order than that of their names; frequencies that grow with the text, in layers of one
+    kind, are computed for each call."""
+
+    def model():
+        ropes = dict(full_attention=full, sliding_attention=sliding)
+        return model_of(
+            "gemma3_text",
+            num_hidden_layers=4,
+            layer_types=list(KINDS),
+            rope_parameters=ropes,
+            max_position_embeddings=64,
+        )
+
+    ids, options = prompts(1, 7)[0], dict(max_new_tokens=30)
     with without_stack(monkeypatch):
-        expected = generated(model, ids, NGram())
-    ours = generated(model, ids, NGram())
-    assert_same_calls(ours, expected)
-    assert calls["whole"] >= ours[0].stats.model_calls - 3
-    with torch.no_grad():
-        model.model.rotary_emb.full_attention_inv_freq.mul_(3)
-    assert not torch.equal(generated(model, ids, NGram())[1][-1], expected[1][-1])
+        expected = generated(model(), ids, **options)
+    ours = model()
+    rotated = []
+    former = type(ours.model.rotary_emb).forward
+    monkeypatch.setattr(
+        type(ours.model.rotary_emb), "forward", lambda *inputs: rotated.append(inputs[2]) or former(*inputs)
+    )
+    got = generated(ours, ids, **options)
+    assert_same_calls(got, expected)
+    count = got[0].stats.model_calls
+    assert calls["whole"] >= count - 3
+    assert (len(rotated) < count) == has_table, len(rotated)
+    changed, other = (model() for _ in range(2))
+    for each in (changed, other):
+        each.model.rotary_emb.full_attention_inv_freq.mul_(3)
+    with without_stack(monkeypatch):
+        expected = generated(other, ids, NGram())
+    assert_same_calls(generated(changed, ids, NGram()), expected)
+
+
+def test_layers_that_get_other_rotary_embeddings_in_the_second_call(calls, monkeypatch):
+    """Layers become one call by the rotary embeddings of the first call, and the model's parts by those of the second."""
+    ids = prompts(1, 7)[0]
+
+    def model():
+        made, number = model_of("gemma3_text", num_hidden_layers=4, layer_types=list(KINDS)), itertools.count()
+        kind = type("Turning", (type(made.model),), {})
+
+        def forward(self, *inputs, **named):
+            self.config.layer_types = [KINDS[1]] * 4 if next(number) == 1 else list(KINDS)
+            return super(kind, self).forward(*inputs, **named)
+
+        kind.forward = forward
+        made.model.__class__ = kind
+        return made
+
+    with without_stack(monkeypatch):
+        expected = generated(model(), ids)
+    assert_same_calls(generated(model(), ids), expected)
+    assert not calls
+
+
+def test_a_model_that_moves_its_positions_is_called(calls, monkeypatch):
+    model, ids = model_of("llama"), prompts(1, 7)[0]
+    kind = type("Moved", (type(model.model),), {})
+
+    def forward(self, *inputs, position_ids, **named):
+        return super(kind, self).forward(*inputs, position_ids=2 * position_ids, **named)
+
+    kind.forward = forward
+    model.model.__class__ = kind
+    with without_stack(monkeypatch):
+        expected = generated(model, ids)
+    assert_same_calls(generated(model, ids), expected)
+    assert calls["layers"] and not calls["whole"]
 
 
 def test_a_model_that_adds_something_is_called(calls):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from layer_numbers import Numbers
 from torch import nn
+from torch.nn import functional
 
 import pass_ext
 from pass_ext import LayerWeights, Tree, reference
@@ -198,6 +199,22 @@ def test_adapters_have_the_bits_of_adapter_rows(cpu, dtype, options):
     assert not torch.equal(got[1], without[1])
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_adapters_of_runs_of_slots(cpu, count):
+    """1 to 6 and 9 slots in a row, adapters mixed in them."""
+    case = case_of(torch.bfloat16, adapted=ALL, count=count, drafts=40) | dict(wanted=None)
+    ids, row, slot = torch.arange(len(case["x"])), 1, 0
+    for length in (1, 2, 3, 4, 5, 6, 9):
+        for each in range(length):
+            ids[row + each] = -1 - slot % 3 // 2  # -1, -1, -2, -1, -1, -2, …
+            slot += 1
+        row += length + 1
+    case |= dict(ids=ids)
+    got = pass_ext.layer_stack(**case)
+    assert_same(got, by_ops(**case))
+    assert not torch.equal(got[1], pass_ext.layer_stack(**case | dict(adapters=None))[1])
+
+
 def test_adapters_of_more_rows_than_stay_arranged(cpu, monkeypatch):
     """Products over so many numbers take 24 rows at a time; slots stand behind these too."""
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 5504)
@@ -320,10 +337,23 @@ def test_threads_change_no_bit(cpu, threads):
         torch.set_num_threads(former)
 
 
-@pytest.mark.parametrize(("adapted", "learned"), [((), 0), (ALL, 0), ((), 5)], ids=str)
+def two_rotations(case, dtype):
+    """As gemma3's: one for some layers, one for others. Neither cos nor sin is contiguous."""
+    angles = Numbers(5, torch.float64)(120, 2, DIM)
+    cos, sin = angles.cos().to(dtype), functional.pad(angles.sin().to(dtype), (0, 6))[..., :DIM]
+    return case | dict(cos=cos.transpose(0, 1), sin=sin.transpose(0, 1), rotates=(2, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("adapted", "learned", "several"),
+    [((), 0, False), (ALL, 0, False), ((), 5, False), ((), 0, True)],
+    ids=["plain", "adapters", "learned keys", "two rotary embeddings"],
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_close_to_float64_as_the_reference_is(cpu, dtype, adapted, learned):
+def test_close_to_float64_as_the_reference_is(cpu, dtype, adapted, learned, several):
     case = case_of(dtype, adapted=adapted) | (learned_keys(dtype, learned) if learned else {})
+    if several:
+        case = two_rotations(case, dtype)
 
     def doubled(value):
         if isinstance(value, torch.Tensor):
@@ -343,13 +373,9 @@ def test_close_to_float64_as_the_reference_is(cpu, dtype, adapted, learned):
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
 @pytest.mark.parametrize("placed", [False, True], ids=["rows", "positions"])
 def test_layers_with_rotary_embeddings_of_their_own(cpu, dtype, wide, placed):
-    """As gemma3's: one for layers with a window, one for those without."""
-    case = case_of(dtype)
-    angles = Numbers(5, torch.float64)(2, 120, DIM)
-    cos, sin = (part.to(torch.float32 if wide else dtype) for part in (angles.cos(), angles.sin()))
+    case = two_rotations(case_of(dtype), torch.float32 if wide else dtype)
     if not placed:
-        cos, sin = (part[:, case["positions"]] for part in (cos, sin))
-    case |= dict(cos=cos, sin=sin, rotates=(2, 1, 0), positions=case["positions"] if placed else None)
+        case |= {name: case[name][:, case["positions"]] for name in ("cos", "sin")} | dict(positions=None)
     got = pass_ext.layer_stack(**case)
     assert_same(got, by_ops(**case))
     for rotates in ((1, 1, 0), (2, 2, 0), (2, 1, 1)):
@@ -397,6 +423,10 @@ def sides(down, up):
         (dict(rotates=(1, -1, 0)), r"rotates must be in \[0, 1\] .0 for none., got -1"),
         (dict(cos=torch.ones(0, 120, DIM), sin=torch.ones(0, 120, DIM)), "cos must have 1 or more rotary embeddings"),
         (dict(cos=torch.ones(2, 120, DIM)), "sin must"),
+        (
+            dict(cos=torch.ones(2, 120, 3), sin=torch.ones(2, 120, 3)),
+            r"cos\[0\] must have an even number of at most 64",
+        ),
         (dict(head_dim=32, cos=None, sin=None, positions=None), "q must have a head size of 64, 80"),
         (dict(ids=None), "ids must come with deep, adapters or slot_keys, got only deep"),
         (dict(deep=None), "ids must come with deep, adapters or slot_keys, got ids alone"),

@@ -93,8 +93,10 @@ class DirectCall:
         former = rows.clone()
 
         def check(logits: Tensor) -> None:
-            self._is_right = self._is_shown(flow, _Value(rows, former), positions, logits)
-            if self._is_right:
+            kinds = self._shown_kinds(flow, _Value(rows, former), positions, logits)
+            self._is_right = kinds is not None
+            if kinds is not None:
+                self._kinds = kinds
                 self._has_table = self._is_in_table(rows, positions, getattr(call.attend, "room", 0))
 
         with ExitStack() as hooks:
@@ -102,23 +104,29 @@ class DirectCall:
                 hooks.callback(getattr(parts, name).register_forward_hook(_noting(flow, name), with_kwargs=True).remove)
             yield check
 
-    def _is_shown(self, flow: list[_Step], rows: _Value, positions: Tensor, logits: Tensor) -> bool:
+    def _shown_kinds(
+        self, flow: list[_Step], rows: _Value, positions: Tensor, logits: Tensor
+    ) -> list[tuple[str, ...]] | None:
+        """What the rotary embedding takes behind rows and positions, call by call; None if the call has not shown that nothing
+        else computes in it."""
         names = [step.part for step in flow]
         if names != [*["rotary"] * (len(flow) - 2), "norm", "head"] or self._stack.ends is None:
-            return False
+            return None
         *rotary, norm, head = flow
         first_input, rotations, last_output = self._stack.ends
         calls = [step for rotation in rotations for step in rotary if step.output is rotation]
-        self._kinds = [step.inputs[2:] for step in calls]
-        return (
+        kinds = [step.inputs[2:] for step in calls]
+        is_shown = (
             len(calls) == len(rotations)
             and all(_is_rotary_call(step, rows, positions) for step in calls)
-            and all(map(torch.equal, self._rotated(rows.tensor, positions), _joined(rotations)))
+            and len({cos.shape for cos, _ in rotations}) == 1
+            and all(map(torch.equal, self._rotated(rows.tensor, positions, kinds), _joined(rotations)))
             and rows.is_in(first_input)
             and norm.inputs[0] is last_output
             and norm.value().is_in(head.inputs[0])
             and head.value().is_in(logits)
         )
+        return kinds if is_shown else None
 
     def _is_in_table(self, rows: Tensor, positions: Tensor, room: int) -> bool:
         """True if the rotary embedding of positions does not depend on which others are computed beside them."""
@@ -135,10 +143,13 @@ class DirectCall:
             self._table = self._rotated(rows, torch.arange(length, device=rows.device))
         return self._table
 
-    def _rotated(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at these positions, as ``layer_stack`` takes them."""
+    def _rotated(
+        self, rows: Tensor, positions: Tensor, kinds: list[tuple[str, ...]] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at these positions, as ``layer_stack`` takes them. kinds: None: those that were shown."""
         assert self._parts is not None
-        return _joined([self._parts.rotary(rows[None], positions[None], *kind) for kind in self._kinds])
+        kinds = self._kinds if kinds is None else kinds
+        return _joined([self._parts.rotary(rows[None], positions[None], *kind) for kind in kinds])
 
 
 def _joined(rotations: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

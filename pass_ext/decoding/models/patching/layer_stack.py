@@ -50,8 +50,8 @@ class _Plan(NamedTuple):
     numbers: tuple[Any, ...]
     """Head size, eps, form, activation, scale, attention's scale and softcap."""
     key_heads: int
-    rotations: int
-    """How many rotary embeddings there are."""
+    rotations: list[int]
+    """The rotary embedding that each layer is given, by its number."""
     unchanged: _Unchanged
 
 
@@ -153,7 +153,7 @@ class LayerStack:
         """The first layer's call: computes all layers ``[1, N, d]``, if that is known to be right; else None."""
         self._of_thread.result = None
         plan = None if call.layers is None else self._plans.get(call.layers)
-        if plan is None or plan.rotations != 1 or not self.can_run(call.layers, hidden_states[0]):
+        if plan is None or max(plan.rotations) != 1 or not self.can_run(call.layers, hidden_states[0]):
             return None
         cos, sin = rotation
         rows = hidden_states[0]
@@ -239,7 +239,9 @@ class LayerStack:
             if state.follows and self._in_order:
                 if call.layers not in self._plans:
                     self._plans[call.layers] = _plan_of(self._layers[: call.layers], state.numbers)
-                state.ends = state.first, state.rotations, out
+                plan = self._plans[call.layers]
+                is_as_planned = plan is not None and plan.rotations == state.numbers
+                state.ends = (state.first, state.rotations, out) if is_as_planned else None
             state.call = state.first = state.rotations = state.last = None
 
 
@@ -270,7 +272,7 @@ def _plan_of(layers: list[tuple[nn.Module, KnownLayer]], rotations: list[int]) -
     windows = [known.attention.get("window", -1) for _, known in layers]
     key_heads = layers[0][1].parts.before[0][3].shape[0] // numbers[0]
     rotates = [number if known.rotates else 0 for (_, known), number in zip(layers, rotations, strict=True)]
-    return _Plan(weights, parts, rotates, windows, numbers, key_heads, max(rotations), _Unchanged(layers))
+    return _Plan(weights, parts, rotates, windows, numbers, key_heads, rotations, _Unchanged(layers))
 
 
 def _adapter_arguments(placed: PlacedAdapters, layers: int, plan: _Plan) -> _AdapterArguments | None:
