@@ -168,6 +168,8 @@ struct RotationTables {
     const bool are_several = all_cos && all_sin && all_cos->dim() == 3;
     if (are_several) {
       check_like(op, "sin", *all_sin, "cos", *all_cos);
+      data_of<void>(op, "cos", *all_cos);  // refuses a tensor without its storage, of which select has no part
+      data_of<void>(op, "sin", *all_sin);
       if (all_cos->size(0) == 0) refuse(op, "cos must have 1 or more rotary embeddings, got ", describe(*all_cos));
       for (int64_t i = 0; i < all_cos->size(0); ++i) {
         cos.push_back(torch::stable::select(*all_cos, 0, i));
