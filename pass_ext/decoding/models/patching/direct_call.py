@@ -41,9 +41,8 @@ class DirectCall:
         self._stack = stack
         self._parts = _parts_of(model)
         self._is_right: bool | None = None  # None: not yet shown
-        self._kinds: list[tuple[str, ...]] = [
-            ()
-        ]  # what the rotary embedding takes behind rows and positions, call by call
+        # What the rotary embedding takes behind rows and positions, call by call.
+        self._kinds: list[tuple[str, ...]] = [()]
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         self._has_table = False
 
