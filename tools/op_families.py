@@ -107,7 +107,7 @@ def report(root: Path, families: list[str]) -> tuple[list[str], list[str]]:
             excuse = (
                 EXCUSES.get((family_of(op), part.name))
                 or EXCUSES.get((op, part.name))
-                or (cpu_reasons.get(op) if part.on_gpu and (part.name, state) != ("formula", "there") else None)
+                or (cpu_reasons.get(op) if part.on_gpu and (part.pattern or state != "there") else None)
             )
             if state != "there" and not excuse:
                 complaints.append(f"{op}: {part.name}: {where} {'is missing' if state == 'no file' else 'lacks it'}")

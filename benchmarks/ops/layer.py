@@ -1,5 +1,5 @@
 """A decoder layer around its attention, `pass_ext.layer_before_attention` and `layer_after_attention`, and layers with their
-attention, `pass_ext.layer_stack`, against the same work as single ops of pass_ext, and as a model's lines in PyTorch.
+attention, `pass_ext.layer_stack` (on the CPU), against the same work as single ops of pass_ext, and as a model's lines in PyTorch.
 `python -m benchmarks.ops.layer --help`.
 
 The shapes are those of SmolLM2-135M. Warm: the same layer every time, from the cache that holds it. Cold: the caches are swept,
@@ -161,9 +161,8 @@ def check_bits(case: Case) -> None:
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Both halves with every number of rows; one row with --quick."""
-    if options.device != "cpu":
-        raise SystemExit(f"layer: --device must be cpu, the layer ops have no CUDA kernel; got {options.device}")
-    sizes = [(half, rows) for half in CONTENDERS for rows in ROWS[: 1 if options.quick else None]]
+    halves = [half for half in CONTENDERS if half != "stack" or options.device == "cpu"]  # the op is for the CPU
+    sizes = [(half, rows) for half in halves for rows in ROWS[: 1 if options.quick else None]]
     return Plan([f"{half}, {rows} rows" for half, rows in sizes], make_cases(options, sizes))
 
 
@@ -173,14 +172,14 @@ def make_cases(options: argparse.Namespace, sizes: list[tuple[str, int]]) -> Ite
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(options.device, dtype)
 
     def weight(outputs: int, inputs: int) -> Tensor:
         return random(outputs, inputs) * inputs**-0.5
 
     for half, rows in sizes:
         angles = torch.arange(rows)[:, None] * 1e4 ** -(torch.arange(0, HEAD, 2).repeat(2) / HEAD)
-        rotation = angles.cos().to(dtype), angles.sin().to(dtype)
+        rotation = angles.cos().to(options.device, dtype), angles.sin().to(options.device, dtype)
         products = [weight(heads * HEAD, D) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
         inputs: dict[str, tuple[Tensor, ...]] = {
             "before": (random(rows, D), random(D), *products, *rotation),

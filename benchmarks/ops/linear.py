@@ -58,8 +58,6 @@ def check_errors(case: Case) -> None:
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Every shape with every number of rows; one small shape with --quick."""
-    if options.device != "cpu":
-        raise SystemExit(f"linear: --device must be cpu, linear_rows has no CUDA kernel; got {options.device}")
     sizes = [(rows, *shape) for shape in SHAPES[: 1 if options.quick else None] for rows in ROWS]
     return Plan([f"{outputs} × {width}, {rows} rows" for rows, outputs, width in sizes], make_cases(options, sizes))
 
@@ -69,7 +67,7 @@ def make_cases(options: argparse.Namespace, sizes: list[tuple[int, int, int]]) -
     dtype = DTYPES[options.dtype]
     for rows, outputs, width in sizes:
         generator = torch.Generator().manual_seed(0)
-        wide_x, wide_weight = (torch.randn(n, width, generator=generator) for n in (rows, outputs))
+        wide_x, wide_weight = (torch.randn(n, width, generator=generator).to(options.device) for n in (rows, outputs))
         inputs = [(wide_x.to(dtype), wide_weight.to(dtype), wide_x, wide_weight)]
         labels: dict[str, str | int] = {"weight": f"{outputs} × {width}", "rows": rows}
         moved = (outputs * width + rows * (outputs + width)) * dtype.itemsize

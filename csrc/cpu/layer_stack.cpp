@@ -377,7 +377,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       if (norm) norm_layer_rows(normed, stream, out_rows, norm, options);
       const T* const last = norm ? normed : stream;
       if (head) {
-        const LinearRows<T> product = product_of(logits, {}, last, result, out_rows);
+        const AdaptedRows<T> product = product_of(logits, {}, last, result, out_rows);
         multiply(&product, 1);
       } else if (!norm) {
         std::copy_n(last, out_rows * width, result);

@@ -56,7 +56,7 @@ void prefetch(const AddedRows<T>& added, int64_t begin, int64_t end) {
 // Products of the same rows: how their outputs are cut, and which rows are arranged.
 template <typename T>
 struct Job {
-  const LinearRows<T>* const* products;
+  const AdaptedRows<T>* const* products;
   int count;
   int64_t outputs;      // that the groups divide
   int64_t first, rows;  // of x; few enough to stay arranged while all weights are read
@@ -111,7 +111,7 @@ struct Job {
 
 // function(job) for sets of rows that may stay arranged.
 template <typename T, typename Function>
-void for_sets_of_rows(const LinearRows<T>* const* products, int count, int64_t outputs, Function&& function) {
+void for_sets_of_rows(const AdaptedRows<T>* const* products, int count, int64_t outputs, Function&& function) {
   const int64_t row_bytes = std::max<int64_t>(1, arranged_bytes(1, products[0]->in));
   const int64_t at_once = std::max(kFewestRows, kArrangedBytes / row_bytes), rows = products[0]->rows;
   for (int64_t first = 0; first < rows; first += at_once)
@@ -121,8 +121,8 @@ void for_sets_of_rows(const LinearRows<T>* const* products, int count, int64_t o
 }  // namespace
 
 template <typename T>
-void multiply(const LinearRows<T>* products, int count) {
-  const LinearRows<T>* each[kMostProducts];
+void multiply(const AdaptedRows<T>* products, int count) {
+  const AdaptedRows<T>* each[kMostProducts];
   int64_t outputs = 0;
   for (int i = 0; i < count; ++i) {
     each[i] = products + i;
@@ -148,7 +148,7 @@ void multiply(const LinearRows<T>* products, int count) {
 
 template <typename T>
 void multiply(const GatedRows<T>& product) {
-  const LinearRows<T>* const each[] = {&product.gate, &product.up};
+  const AdaptedRows<T>* const each[] = {&product.gate, &product.up};
   for_sets_of_rows(each, 2, product.gate.outputs, [&](const Job<T>& job) {
     for_each_piece(job.groups(product.gate.outputs), [&](int64_t piece) {
       const int64_t begin = piece * job.group, end = std::min(begin + job.group, product.gate.outputs);
@@ -164,46 +164,26 @@ void multiply(const GatedRows<T>& product) {
   });
 }
 
-template void multiply(const LinearRows<float>*, int);
-template void multiply(const LinearRows<float16>*, int);
-template void multiply(const LinearRows<bfloat16>*, int);
+template void multiply(const AdaptedRows<float>*, int);
+template void multiply(const AdaptedRows<float16>*, int);
+template void multiply(const AdaptedRows<bfloat16>*, int);
 template void multiply(const GatedRows<float>&);
 template void multiply(const GatedRows<float16>&);
 template void multiply(const GatedRows<bfloat16>&);
 
 namespace {
 
-Tensor linear_rows(const Tensor& input, const Tensor& weight, const OptionalTensor& input_bias) {
-  constexpr const char* op = "linear_rows";
-  check_linear_rows(input, weight, input_bias);
-  const int64_t distance = distance_of_rows(input);
-  const Tensor x = distance < 0 ? contiguous_of(op, "x", input) : input;
-  const OptionalTensor bias = input_bias ? OptionalTensor(contiguous_of(op, "bias", *input_bias)) : input_bias;
-  const Tensor out = empty_linear_rows(x, weight);
-  if (out.numel() == 0) return out;
-  const int64_t in = weight.size(1), outputs = weight.size(0), rows = out.numel() / outputs;
-  const auto call = [&](auto value) {
-    using T = type_of<decltype(value)>;
-    const LinearRows<T> product{data_of<T>(op, "x", x),
-                                data_of<T>(op, "weight", weight),
-                                bias ? data_of<T>(op, "bias", *bias) : nullptr,
-                                output_of<T>(out),
-                                rows,
-                                in,
-                                outputs,
-                                distance < 0 ? in : distance,
-                                weight.stride(0)};
+struct OnCpu {
+  template <typename T>
+  static void run(const LinearRows<T>& problem, const Tensor&) {
+    const AdaptedRows<T> product{problem};
     multiply(&product, 1);
-  };
-  switch (x.scalar_type()) {
-    case ScalarType::BFloat16: call(TypeTag<bfloat16>{}); break;
-    case ScalarType::Half: call(TypeTag<float16>{}); break;
-    default: call(TypeTag<float>{});
   }
-  return out;
-}
+};
 
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) { library.impl("linear_rows", TORCH_BOX(&pass_ext::linear_rows)); }
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+  library.impl("linear_rows", TORCH_BOX(&pass_ext::linear_rows<pass_ext::OnCpu>));
+}

@@ -1,5 +1,4 @@
-// Linear layers on the CPU for few rows:  product[r][o] = bias[o] + sum over i of x[r][i] weight[o][i], rounded, and
-//   LinearRows   out = product,  or residual + scale product
+// Linear layers on the CPU for few rows (core/linear.h), and two of them gated:
 //   GatedRows    out = activation(gate product) up product
 // Rows of slots may add products of low rank to theirs (core/adapter.h), with the bits of adapter_rows_ behind them.
 // linear.cpp cuts the outputs into groups, linear_kernels-inl.h computes them.
@@ -7,6 +6,7 @@
 
 #include <cstdint>
 
+#include "core/linear.h"
 #include "core/step.h"
 
 namespace pass_ext {
@@ -20,15 +20,7 @@ template <typename T>
 struct SlotAdapter;  // cpu/adapter.h
 
 template <typename T>
-struct LinearRows {
-  const T* x;
-  const T* weight;
-  const T* bias;  // or null
-  T* out;         // [rows, outputs]
-  int64_t rows, in, outputs;
-  int64_t x_row, weight_row;    // strides
-  const T* residual = nullptr;  // [rows, outputs], or null
-  float scale = 1.0f;           // of the product before it is added
+struct AdaptedRows : LinearRows<T> {
   const SlotAdapter<T>* adapter = nullptr;
 };
 
@@ -47,14 +39,14 @@ struct AddedRows {
 // Two products of the same rows, of equal shape.
 template <typename T>
 struct GatedRows {
-  LinearRows<T> gate, up;
+  AdaptedRows<T> gate, up;
   T* out;  // [rows, outputs]
   Activation activation;
 };
 
 // Products of the same rows, shared among threads as one job.
 template <typename T>
-void multiply(const LinearRows<T>* products, int count);
+void multiply(const AdaptedRows<T>* products, int count);
 template <typename T>
 void multiply(const GatedRows<T>& product);
 

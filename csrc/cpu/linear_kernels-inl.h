@@ -385,13 +385,12 @@ template <typename T>
 void finish_group(const LinearRows<T>& problem, const AddedRows<T>& added, int64_t first, int64_t rows,
                   const LinearScratch& scratch, int64_t begin, int64_t end) {
   up_sums_of_rows(added, first, rows, scratch.added, begin, end);
-  const Floats scale = constant(Floats{}, problem.scale);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t o = begin; o < end; o += Floats::width) {
       const int64_t place = (first + r) * problem.outputs + o, sum = r * kGroupOutputs + o - begin, count = end - o;
       Floats value = finished(scratch.sums + sum, problem.bias ? problem.bias + o : nullptr, count);
       value = with_adapter(added, first + r, scratch.added + sum, value);
-      if (problem.scale != 1.0f) value = rounded<T>(value * scale);
+      value = scaled<T>(value, problem.scale);
       if (problem.residual) value = load_first(problem.residual + place, count) + value;
       store_first(problem.out + place, value, count);
     }

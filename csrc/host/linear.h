@@ -1,10 +1,11 @@
-// Checks linear_rows' arguments and measures the distance of its rows.
+// Checks linear_rows' arguments, the same on every device, and packs them into the struct of core/linear.h.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <vector>
 
+#include "core/linear.h"
 #include "host/checks.h"
 #include "host/dispatch.h"
 #include "host/tensor.h"
@@ -46,6 +47,27 @@ inline int64_t distance_of_rows(const Tensor& x) {
     next = x.stride(i) * x.size(i);
   }
   return distance < 0 ? x.size(x.dim() - 1) : distance;
+}
+
+// `run(problem, x)` computes on the device of the tensor `x`.
+template <typename Run>
+Tensor linear_rows(const Tensor& input, const Tensor& weight, const OptionalTensor& input_bias) {
+  constexpr const char* op = "linear_rows";
+  check_linear_rows(input, weight, input_bias);
+  const int64_t distance = distance_of_rows(input);
+  const Tensor x = distance < 0 ? contiguous_of(op, "x", input) : input;
+  const OptionalTensor bias = input_bias ? OptionalTensor(contiguous_of(op, "bias", *input_bias)) : input_bias;
+  const Tensor out = empty_linear_rows(x, weight);
+  if (out.numel() == 0) return out;
+  const int64_t in = weight.size(1), outputs = weight.size(0);
+  dispatch_up_to_float32(x.scalar_type(), [&](auto value) {
+    using T = type_of<decltype(value)>;
+    Run::run(LinearRows<T>{data_of<T>(op, "x", x), data_of<T>(op, "weight", weight),
+                           bias ? data_of<T>(op, "bias", *bias) : nullptr, output_of<T>(out), out.numel() / outputs, in,
+                           outputs, distance < 0 ? in : distance, weight.stride(0)},
+             x);
+  });
+  return out;
 }
 
 }  // namespace pass_ext

@@ -21,11 +21,8 @@ from pass_ext._library.elf import damage_of
 
 NAMESPACE = "pass_ext"
 CPU_ONLY = {
-    "linear_rows": "this op is for the CPU; on a GPU use torch.nn.functional.linear",
-    "layer_before_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
-    "layer_after_attention": "this op is for the CPU; on a GPU use torch.nn.functional.linear between the step ops",
     "layer_pack": "it checks weights for layer_stack, which is for the CPU",
-    "layer_stack": "this op is for the CPU; on a GPU use attention_tree and torch.nn.functional.linear between the step ops",
+    "layer_stack": "this op is for the CPU; on a GPU use attention_tree between layer_before_attention and layer_after_attention",
 }
 """Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent

@@ -1,12 +1,12 @@
-"""``layer_before_attention`` and ``layer_after_attention``: a decoder layer around its attention, on the CPU, each half as one
-call over the packed rows of a step. ``layer_stack``: decoder layers with their attention, all in one call. ``layer_pack``:
+"""``layer_before_attention`` and ``layer_after_attention``: a decoder layer around its attention, each half as one call over
+the packed rows of a step. ``layer_stack``, on the CPU: decoder layers with their attention, all in one call. ``layer_pack``:
 their weights, checked once for many calls.
 
     before   q, k, v = rotated(normed(products of normed(x)))
     after    m = residual + o(attended);  m + down(activation(gate(n)) up(n)),  n = normed(m)
     stack    x = after(attention_tree(before(x)), x), layer by layer
 
-Kernels: csrc/cpu/layer.h, which chains those of ``linear_rows`` and the step ops.
+Kernels: csrc/cpu/layer.h and csrc/cuda/layer.cuh, which chain and join those of ``linear_rows`` and the step ops.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,8 +96,8 @@ def layer_before_attention(
     Returns:
         ``(q [N, Hq, D], k [N, Hk, D], v [N, Hk, D])``, contiguous.
 
-    A row has the same bits whatever the other rows are. For the CPU only. No gradients, reverse or forward: the op raises if an
-    input requires one.
+    A row has the same bits whatever the other rows are. On a GPU it is one launch, two where heads are normed. No gradients,
+    reverse or forward: the op raises if an input requires one.
     """
     op = "layer_before_attention"
     refuse_gradients(op, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, input_norm, q_norm, k_norm)
@@ -147,8 +147,8 @@ def layer_after_attention(
     Returns:
         ``[N, d]``.
 
-    A row has the same bits whatever the other rows are. For the CPU only. No gradients, reverse or forward: the op raises if an
-    input requires one.
+    A row has the same bits whatever the other rows are. On a GPU it is three launches, and two more for each norm behind a
+    product. No gradients, reverse or forward: the op raises if an input requires one.
     """
     op = "layer_after_attention"
     refuse_gradients(op, attended, residual, o_weight, gate_weight, up_weight, down_weight, o_bias, gate_bias, up_bias,

@@ -1,6 +1,6 @@
-"""``linear_rows``: a linear layer for the few rows of a decoding step, on the CPU.
+"""``linear_rows``: a linear layer for the few rows of a decoding step.
 
-out[r] = weight @ x[r] + bias. Kernel: csrc/cpu/linear.cpp.
+out[r] = weight @ x[r] + bias. Kernels: csrc/cpu/linear.cpp, csrc/cuda/linear.cuh.
 """
 
 import torch
@@ -13,8 +13,8 @@ _op = torch.ops.pass_ext.linear_rows.default
 
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` on the CPU for the few rows of a decoding step, ``[..., in]`` to ``[..., out]``: reads the
-    weight once for all rows.
+    """``torch.nn.functional.linear`` for the few rows of a decoding step, ``[..., in]`` to ``[..., out]``: reads the weight once
+    for all rows, on a GPU once for every 16.
 
     Args:
         x: ``[..., in]`` bfloat16, float16 or float32.
@@ -25,10 +25,9 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         ``[..., out]`` in x's dtype; products and sums are fp32, rounded once.
 
     A row's result has the same bits whatever the other rows are, how many there are, and how many threads compute them
-    (on one instruction set). So a token decoded in a batch of drafts gets the same numbers as a token decoded alone.
+    (on one instruction set, or on GPUs). So a token decoded in a batch of drafts gets the same numbers as a token decoded alone.
 
-    For the CPU only; on a GPU use ``torch.nn.functional.linear``. It may also be faster on the CPU for more than 64 rows.
-    No gradients, reverse or forward: the op raises if an input requires one.
+    For more than 64 rows ``torch.nn.functional.linear`` may be faster, on a GPU for large weights too. No gradients, reverse or forward: the op raises if an input requires one.
     """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)):
         raise RuntimeError(

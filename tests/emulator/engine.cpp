@@ -63,6 +63,7 @@ struct Engine {
   std::mt19937_64 random;
   std::unique_ptr<Memory> memory;
   bool in_session = false;
+  uint64_t launches = 0;
   uint64_t accesses = 0;
   bool records_copies = false;
   std::vector<CopyRecord> copies;
@@ -371,6 +372,7 @@ std::vector<CopyRecord> taken_copies() {
 
 void set_exp2_error(Exp2Error error) { engine().exp2_error = error; }
 
+uint64_t count_launches() { return engine().launches; }
 uint64_t count_accesses() { return engine().accesses; }
 
 void record_paths(PathSettings settings) { engine().paths.start(std::move(settings)); }
@@ -408,6 +410,7 @@ void run_grid(const char* name, Index3 grid, Index3 block, size_t dynamic_shared
   std::vector<unsigned> order(blocks);
   for (unsigned i = 0; i < blocks; ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), e.random);
+  ++e.launches;
   if (e.paths.is_on) e.paths.begin_launch(name, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads));
   for (unsigned rank : order) {
     run_block(rank);

@@ -35,6 +35,7 @@ std::vector<CopyRecord> taken_copies();
 // taken_paths.
 void record_paths(PathSettings settings);
 std::vector<LaunchPath> taken_paths();
+uint64_t count_launches();  // since the library was loaded
 uint64_t count_accesses();  // of kernels to buffers and shared memory in this session, each whatever its size
 
 // How far 2^x is off on this machine: not at all; or by 2 units in the last place, the most that the PTX ISA allows

@@ -98,6 +98,7 @@ PYBIND11_MODULE(_emulator, module) {
                };
                emulator::add_buffer(name, emulator::as<void>(address), bytes, kContents.at(content));
              });
+  module.def("count_launches", &emulator::count_launches);
   module.def("count_accesses", &emulator::count_accesses);
   module.def("record_copies", &emulator::record_copies);
   module.def("taken_copies", [] {

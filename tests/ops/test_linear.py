@@ -1,4 +1,4 @@
-"""linear_rows on the CPU at every instruction set: values against float64, bits of a row that do not depend on other rows, and
+"""linear_rows on every backend: values against float64, bits of a row that do not depend on other rows, and
 memory that must not be read. Also `few_rows_linear`, which gives the op to a model's layers.
 """
 
@@ -8,19 +8,12 @@ from torch import nn
 from torch.nn import functional
 
 import pass_ext
-from pass_ext import _library, reference
+from pass_ext import reference
 from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS, few_rows_linear
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BEST_CPU = cpu_backends()[-1].name
-
-
-@pytest.fixture
-def cpu(backend):
-    if not backend.name.startswith("cpu"):
-        pytest.skip("linear_rows is for the CPU only")
-    return backend
 
 
 @pytest.fixture
@@ -52,8 +45,8 @@ def assert_right(x, weight, bias=None):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 63, 65, 768, 1000])
-@pytest.mark.parametrize("outputs", [1, 3, 17, 193, 601])
-def test_odd_sizes(cpu, dtype, width, outputs):
+@pytest.mark.parametrize("outputs", [1, 3, 17, 193, pytest.param(601, marks=pytest.mark.quick_on("cpu"))])
+def test_odd_sizes(backend, dtype, width, outputs):
     x, weight, bias = make_case(130, width, outputs, dtype)  # so many that a single unlucky sum decides nothing
     for given in (bias, None):
         got = assert_right(x, weight, given)
@@ -62,35 +55,35 @@ def test_odd_sizes(cpu, dtype, width, outputs):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_reference_agrees(cpu, dtype):
+def test_the_reference_agrees(backend, dtype):
     case = make_case(6, 96, 21, dtype)
     exact = functional.linear(*(tensor.double() for tensor in case))
     assert_error_within(pass_ext.linear_rows(*case), reference.linear_rows(*case), exact)
 
 
-def test_rows_wider_than_the_scratch_holds_at_once(cpu):
+def test_rows_wider_than_the_scratch_holds_at_once(backend):
     assert_right(*make_case(53, 5600, 9))
 
 
-def test_many_rows(cpu):
+def test_many_rows(backend):
     assert_right(*make_case(700, 200, 70, torch.float32))
 
 
 @pytest.mark.parametrize(("rows", "width", "outputs"), [(0, 8, 3), (4, 0, 3), (4, 8, 0), (0, 0, 0)])
-def test_empty(cpu, rows, width, outputs):
+def test_empty(backend, rows, width, outputs):
     x, weight, bias = make_case(rows, width, outputs)
     assert_same_bits(pass_ext.linear_rows(x, weight, bias), bias.expand(rows, outputs))
     assert_same_bits(pass_ext.linear_rows(x, weight), torch.zeros(rows, outputs, dtype=x.dtype))
 
 
 @pytest.mark.parametrize("shape", [(40,), (1, 40), (2, 3, 40), (2, 0, 40), (1, 1, 5, 40)], ids=str)
-def test_every_leading_shape(cpu, shape):
+def test_every_leading_shape(backend, shape):
     _, weight, bias = make_case(1, 40, 12)
     assert_right(torch.randn(shape).bfloat16(), weight, bias)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_tensors_need_not_be_contiguous(cpu, dtype):
+def test_tensors_need_not_be_contiguous(backend, dtype):
     x, weight, bias = make_case(10, 45, 14, dtype)
     expected = pass_ext.linear_rows(x, weight, bias)
     for offset in (0, 3):
@@ -111,7 +104,7 @@ def test_tensors_need_not_be_contiguous(cpu, dtype):
     assert_same_bits(pass_ext.linear_rows(x[:1].expand(4, 45), weight, bias), expected[:1].repeat(4, 1))
 
 
-def test_sums_run_in_fp32(cpu):
+def test_sums_run_in_fp32(backend):
     """4,100 ones add to 256 in bfloat16 and to 2,048 in float16, but to 4,100 in fp32."""
     ones = torch.ones(3, 4100)
     for dtype, sum_of_ones in ((torch.bfloat16, 4096.0), (torch.float16, 4100.0), (torch.float32, 4100.0)):
@@ -125,7 +118,7 @@ def test_sums_run_in_fp32(cpu):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("width", "outputs"), [(100, 23), (1600, 9)])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(cpu, dtype, width, outputs):
+def test_a_row_has_the_same_bits_among_any_number_of_rows(backend, dtype, width, outputs):
     x, weight, bias = make_case(40, width, outputs, dtype)
     alone = torch.cat([pass_ext.linear_rows(row[None], weight, bias) for row in x])
     for rows in range(1, 41):
@@ -139,7 +132,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(cpu, dtype, width, out
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_threads_change_no_bit(cpu, threads, dtype):
+def test_threads_change_no_bit(backend, threads, dtype):
     x, weight, bias = make_case(9, 576, 1023, dtype)
     threads(1)
     alone = pass_ext.linear_rows(x, weight, bias)
@@ -149,7 +142,7 @@ def test_threads_change_no_bit(cpu, threads, dtype):
         assert_same_bits(pass_ext.linear_rows(x[4:5], weight, bias), alone[4:5])
 
 
-def test_an_output_has_the_same_bits_among_any_others(cpu):
+def test_an_output_has_the_same_bits_among_any_others(backend):
     x, weight, bias = make_case(7, 130, 90)
     whole = pass_ext.linear_rows(x, weight, bias)
     for first, end in ((0, 1), (3, 90), (70, 81)):
@@ -162,7 +155,7 @@ def test_an_output_has_the_same_bits_among_any_others(cpu):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_value_that_is_not_finite_spoils_its_row_or_output_only(cpu, dtype, bad):
+def test_a_value_that_is_not_finite_spoils_its_row_or_output_only(backend, dtype, bad):
     for width in (64, 71, 900):
         x, weight, bias = make_case(11, width, 19, dtype)
         clean = pass_ext.linear_rows(x, weight, bias)
@@ -180,7 +173,7 @@ def test_a_value_that_is_not_finite_spoils_its_row_or_output_only(cpu, dtype, ba
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_nothing_is_left_of_earlier_calls(cpu, dtype):
+def test_nothing_is_left_of_earlier_calls(backend, dtype):
     case, before = make_case(9, 79, 31, dtype), make_case(40, 1000, 70, dtype)
     expected = pass_ext.linear_rows(*case)
     pass_ext.linear_rows(*(torch.full_like(tensor, float("nan")) for tensor in before))
@@ -208,17 +201,6 @@ REFUSALS = [
 def test_bad_input_is_refused_in_words(arguments, message):
     with pytest.raises(RuntimeError, match="pass_ext::linear_rows: " + message):
         pass_ext.linear_rows(*arguments)
-
-
-def test_a_cuda_tensor_is_told_where_to_go():
-    assert "CUDA:" in torch._C._dispatch_dump("pass_ext::linear_rows")
-    with pytest.raises(RuntimeError, match=r"got a CUDA tensor, but this op is for the CPU.*functional\.linear"):
-        _library._refusal("linear_rows", _library.CPU_ONLY["linear_rows"])()
-
-
-def test_a_cuda_tensor_is_refused(cuda):
-    with pytest.raises(RuntimeError, match=r"this op is for the CPU.*functional\.linear"):
-        pass_ext.linear_rows(X.to(cuda.device), WEIGHT.to(cuda.device))
 
 
 @pytest.mark.parametrize("which", range(3))

@@ -28,6 +28,8 @@ CPP_INCLUDES = {
             "cuda/accept_rows.cuh",
             "cuda/shard_rows.cuh",
             "cuda/attention_",
+            "cuda/linear.cuh",  # a layer is made of its products
+            "cuda/step.cuh",
         ),
     ),
     "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention", "cuda/logprobs.cuh"),
@@ -279,7 +281,9 @@ def test_drafting_and_planning_never_ask_for_a_methods_class():
             assert not asks.search(path.read_text()), path
 
 
-FOLDERS_OF_FAMILIES = [ROOT / name for name in ("pass_ext/ops", "pass_ext/reference", "benchmarks/ops", "tests/ops")]
+FOLDERS_OF_FAMILIES = [
+    ROOT / name for name in ("pass_ext/ops", "pass_ext/reference", "benchmarks/ops", "tests/ops", "tests/emulator/ops")
+]
 """Folders that hold a module per op family. Those count once, or there could be twelve families at most."""
 
 

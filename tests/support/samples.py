@@ -244,8 +244,8 @@ def layer_after_attention(device):
         def random(*shape, dtype=dtype):
             return torch.randn(shape, device=device).to(dtype)
 
-        attended, residual, o = (random(*shape) for shape in ((5, 16), (5, 12), (12, 16)))
-        gate, up, down = random(20, 12), random(20, 12), random(12, 20)
+        attended, residual = random(5, 16), random(5, 12)
+        o, gate, up, down = (random(*shape) / 4 for shape in ((12, 16), (20, 12), (20, 12), (12, 20)))
         yield attended, residual, o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 0.5
         biases = [random(n) for n in (12, 20, 20, 12)]
         norms = [random(12) for _ in range(3)]

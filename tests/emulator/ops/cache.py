@@ -10,6 +10,11 @@ def strides_of(tensor: Tensor) -> list[int]:
     return [stride * tensor.element_size() for stride in tensor.stride()]
 
 
+def unstacked(tensors: list[Tensor], dims: int) -> list[Tensor]:
+    """The items of a stack, or the tensors of a list."""
+    return list(tensors[0]) if len(tensors) == 1 and tensors[0].dim() == dims + 1 else tensors
+
+
 def layout_of(cache: Tensor, fresh: Tensor | None) -> tuple[tuple[str, int], ...]:
     outer, slot, head, _ = strides_of(cache)
     outers, slots, heads, dim = cache.shape
@@ -21,7 +26,7 @@ def layout_of(cache: Tensor, fresh: Tensor | None) -> tuple[tuple[str, int], ...
 
 
 def cache_commit(caches, prefix_lens, cu_nodes, path, num_accepted, new, block_table) -> None:
-    new = new or None
+    caches, new = unstacked(caches, 4), unstacked(new, 3) if new else None
     step = given(
         prefix_lens=prefix_lens, cu_nodes=cu_nodes, path=path, num_accepted=num_accepted, block_table=block_table
     )

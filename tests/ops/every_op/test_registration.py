@@ -31,6 +31,12 @@ def test_every_op_has_a_kernel_or_a_refusal_on_each_device(op):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pass_ext::{op}", key), key
 
 
+@pytest.mark.parametrize("op", _library.CPU_ONLY)
+def test_an_op_without_a_cuda_kernel_says_what_to_do(op):
+    with pytest.raises(RuntimeError, match=f"{op}: got a CUDA tensor, but .*for the CPU"):
+        _library._refusal(op, _library.CPU_ONLY[op])()
+
+
 def test_no_op_is_registered_under_a_name_that_the_package_does_not_mention():
     """`import pass_ext` offers the forward ops; the others are their gradients."""
     for op in _library.op_names():

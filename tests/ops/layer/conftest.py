@@ -1,4 +1,4 @@
-"""The backends of the layer ops."""
+"""The backends of layer_stack and layer_pack."""
 
 import pytest
 
@@ -6,5 +6,5 @@ import pytest
 @pytest.fixture
 def cpu(backend):
     if not backend.name.startswith("cpu"):
-        pytest.skip("the layer ops are for the CPU only")
+        pytest.skip("layer_stack is for the CPU only")
     return backend

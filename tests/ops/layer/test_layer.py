@@ -1,5 +1,5 @@
-"""layer_before_attention and layer_after_attention on the CPU at every instruction set: the bits of linear_rows and the step
-ops called one by one, errors against float64, and rows that do not depend on each other.
+"""layer_before_attention and layer_after_attention on every backend: the bits of linear_rows and the step ops called one by
+one, errors against float64, and rows that do not depend on each other.
 """
 
 import pytest
@@ -76,11 +76,11 @@ def doubled(case):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 8, 33, 130])
+@pytest.mark.parametrize("rows", [1, 5, 8, 33, pytest.param(130, marks=pytest.mark.quick_on("cpu"))])
 @pytest.mark.parametrize(
     "options", [{}, dict(whole=True), dict(plain=True), dict(fp32_cos=True), dict(width=65, head_dim=10)], ids=str
 )
-def test_before_has_the_bits_of_the_single_ops(cpu, dtype, rows, options):
+def test_before_has_the_bits_of_the_single_ops(backend, dtype, rows, options):
     case = before_case(rows, dtype, **options) | dict(head_dim=options.get("head_dim", 16))
     for form in ("llama", "olmo2", "gemma"):
         got = pass_ext.layer_before_attention(**case, eps=1e-3, form=form)
@@ -93,13 +93,13 @@ def test_before_has_the_bits_of_the_single_ops(cpu, dtype, rows, options):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 8, 33, 130])
+@pytest.mark.parametrize("rows", [1, 5, 8, 33, pytest.param(130, marks=pytest.mark.quick_on("cpu"))])
 @pytest.mark.parametrize(
     "norms",
     [("mlp_norm",), (), ("attention_norm", "output_norm"), ("attention_norm", "mlp_norm", "output_norm")],
     ids=str,
 )
-def test_after_has_the_bits_of_the_single_ops(cpu, dtype, rows, norms):
+def test_after_has_the_bits_of_the_single_ops(backend, dtype, rows, norms):
     for biases in (True, False):
         case = after_case(rows, dtype, norms=norms, biases=biases)
         for options in (dict(form="olmo2"), dict(activation="gelu_tanh", form="gemma", eps=0.5)):
@@ -111,7 +111,7 @@ def test_after_has_the_bits_of_the_single_ops(cpu, dtype, rows, norms):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_close_to_float64_as_the_reference_is(cpu, dtype):
+def test_close_to_float64_as_the_reference_is(backend, dtype):
     before = before_case(9, dtype) | dict(head_dim=16)
     exact = reference.layer_before_attention(**doubled(before))
     for ours, near, truth in zip(
@@ -124,7 +124,7 @@ def test_close_to_float64_as_the_reference_is(cpu, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_row_has_the_same_bits_among_others(cpu, dtype):
+def test_a_row_has_the_same_bits_among_others(backend, dtype):
     before, after = before_case(40, dtype) | dict(head_dim=16), after_case(40, dtype)
     q, k, v = pass_ext.layer_before_attention(**before)
     out = pass_ext.layer_after_attention(**after)
@@ -136,7 +136,7 @@ def test_a_row_has_the_same_bits_among_others(cpu, dtype):
         assert_same_bits(pass_ext.layer_after_attention(**cut), out[rows])
 
 
-def test_parts_of_a_joined_weight(cpu):
+def test_parts_of_a_joined_weight(backend):
     """Rows with gaps between them hold NaN, which must not be read."""
     case = before_case(6, torch.float32, plain=True) | dict(head_dim=16)
     expected = pass_ext.layer_before_attention(**case)
@@ -166,7 +166,7 @@ def test_parts_of_a_joined_weight(cpu):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_wrong_arguments_before(cpu, changes, message):
+def test_wrong_arguments_before(changes, message):
     case = before_case(6, torch.float32) | dict(head_dim=16)
     with pytest.raises(RuntimeError, match=message):
         pass_ext.layer_before_attention(**case | changes)
@@ -182,13 +182,13 @@ def test_wrong_arguments_before(cpu, changes, message):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_wrong_arguments_after(cpu, changes, message):
+def test_wrong_arguments_after(changes, message):
     case = after_case(6, torch.float32, biases=False)
     with pytest.raises(RuntimeError, match=message):
         pass_ext.layer_after_attention(**case | changes)
 
 
-def test_gradients_are_refused(cpu):
+def test_gradients_are_refused():
     case = after_case(2, torch.float32) | dict(o_weight=nn.Parameter(torch.ones(72, 96)))
     with pytest.raises(RuntimeError, match="layer_after_attention: no gradient is implemented"):
         pass_ext.layer_after_attention(**case)

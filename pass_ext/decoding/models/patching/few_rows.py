@@ -1,6 +1,8 @@
 """``few_rows_linear``: replaces the forward of a model's linear layers by ``pass_ext::linear_rows``, inside a context.
 
-A decoding step has some dozens of rows at most, and PyTorch's matrix product is slow for few rows on the CPU.
+A decoding step has some dozens of rows at most, and PyTorch's matrix product is slow for few rows on the CPU. On a GPU it is
+not, but small weights are read in less time than a launch takes, and the layer ops, which need fewer launches, have the bits of
+``linear_rows``.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,23 +19,25 @@ from pass_ext.ops import linear  # noqa: F401, which registers the op
 MAX_FEW_ROWS = 64
 """With more rows ``torch.nn.functional.linear`` may be faster."""
 
+MOST_BYTES_ON_CUDA = 8 << 20
+"""A heavier weight keeps PyTorch's product on a GPU: reading it takes longer than a launch, and no GPU has yet compared the two."""
+
 _op = torch.ops.pass_ext.linear_rows.default
 
 
 @contextmanager
 def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Inside, every plain ``nn.Linear`` of the module on the CPU computes up to ``MAX_FEW_ROWS`` rows by ``linear_rows``. More
-    rows, calls that record gradients or are compiled, and calls for which ``when()`` is False use
+    """Inside, every plain ``nn.Linear`` of the module computes up to ``MAX_FEW_ROWS`` rows by ``linear_rows``. More rows, calls that record gradients or are compiled, and calls for which ``when()`` is False use
     ``torch.nn.functional.linear`` as before.
 
     Plain means: exactly this type, without hooks, without a replaced ``forward`` (wrapped layers, and those of an outer
-    ``few_rows_linear``, stay as they are), and with plain weights (``is_plain``) in bfloat16, float16 or float32. Weights that
-    are replaced inside the context are used, by ``torch.nn.functional.linear``. Under autocast nothing changes. The layers are
+    ``few_rows_linear``, stay as they are), and with plain weights (``is_plain``) in bfloat16, float16 or float32, on the CPU or,
+    up to ``MOST_BYTES_ON_CUDA``, on a GPU. Weights that are replaced inside the context are used, by ``torch.nn.functional.linear``. Under autocast nothing changes. The layers are
     restored at the end, also after an error.
     """
     changed: list[nn.Linear] = []
     try:
-        if not torch.is_autocast_enabled("cpu"):
+        if not is_autocast_enabled():
             for layer in module.modules():
                 if is_plain_linear(layer):
                     layer.forward = _forward(layer, when)  # type: ignore[method-assign, assignment]
@@ -44,16 +48,21 @@ def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -
             del layer.forward
 
 
+def is_autocast_enabled() -> bool:
+    """True under autocast of any device that has our kernels."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
 def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """True for exactly an ``nn.Linear`` without hooks, without a forward of its own, and with plain weights on the CPU that
-    ``linear_rows`` takes."""
+    """True for exactly an ``nn.Linear`` without hooks, without a forward of its own, and with plain weights that
+    ``linear_rows`` takes and computes quickly."""
     if type(layer) is not nn.Linear:
         return False
     weight = layer._parameters.get("weight")  # missing where a parametrization computes it
     return (
         weight is not None
         and is_plain(weight)
-        and weight.device.type == "cpu"
+        and (weight.is_cpu or (weight.is_cuda and weight.nbytes <= MOST_BYTES_ON_CUDA))
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and (layer.bias is None or (is_plain(layer.bias) and layer.bias.dtype == weight.dtype))
         and (weight.shape[1] < 2 or weight.stride(1) == 1)
@@ -68,6 +77,7 @@ def _forward(layer: nn.Linear, when: Callable[[], bool] | None) -> Callable[[Ten
     # whether a weight was replaced.
     parameters = layer._parameters
     weight, bias, dtype, most = layer.weight, layer.bias, layer.weight.dtype, MAX_FEW_ROWS * layer.in_features
+    is_cpu = weight.is_cpu
 
     def forward(input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # a compiled graph would never call `when` again
@@ -75,7 +85,7 @@ def _forward(layer: nn.Linear, when: Callable[[], bool] | None) -> Callable[[Ten
         if (
             input.numel() <= most
             and input.dtype is dtype
-            and input.is_cpu
+            and input.is_cpu is is_cpu
             and parameters.get("weight") is weight
             and parameters.get("bias") is bias
             and not torch.is_grad_enabled()

@@ -1,8 +1,9 @@
-"""``layer_calls``: inside a context a model's decoder layers compute few rows on the CPU by two ops around their attention,
-``layer_before_attention`` and ``layer_after_attention``, or all of them by one, ``layer_stack``.
+"""``layer_calls``: inside a context a model's decoder layers compute few rows by two ops around their attention,
+``layer_before_attention`` and ``layer_after_attention``, or on the CPU all of them by one, ``layer_stack``.
 
-A layer is taken apart by the names of its parts, and believed by its numbers: its first call runs as before, and only if the
-ops give the same bits for queries, keys, values and output do they compute the layer's further calls.
+A layer is taken apart by the names of its parts, and believed by its numbers: in its first call, however many rows that has,
+some of them are computed both ways, and only if the ops give the same bits for queries, keys, values and output do they compute
+the layer from then on. So steps compare nothing, which on a GPU would make them wait.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend
-from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS
+from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS, is_autocast_enabled
 from pass_ext.decoding.models.patching.layer_adapters import adapting
 from pass_ext.decoding.models.patching.layer_parts import LayerParts, parts_of
 from pass_ext.decoding.models.patching.layer_stack import LayerStack
-from pass_ext.decoding.models.patching.row_attention import OurCall, attending, current_call
+from pass_ext.decoding.models.patching.row_attention import OurCall, attending, current_call, is_being_recorded
 from pass_ext.ops import layer as registration  # noqa: F401
 
 _before = torch.ops.pass_ext.layer_before_attention.default
 _after = torch.ops.pass_ext.layer_after_attention.default
+_COMPARED = 8  # rows
 
 
 @contextmanager
@@ -37,7 +39,7 @@ def layer_calls(module: nn.Module) -> Iterator[LayerStack]:
     changed: list[nn.Module] = []
     stack = LayerStack()
     try:
-        if not (torch.is_autocast_enabled("cpu") or nn.modules.module._has_any_global_hook()):
+        if not (is_autocast_enabled() or nn.modules.module._has_any_global_hook()):
             for layer in list(module.modules()):
                 parts = parts_of(layer)
                 if parts is None:
@@ -89,33 +91,31 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             return original(hidden_states, *others, **named)
         if parts.layer and stack.has_result(hidden_states):
             return (hidden_states,) if known.returns_tuple else hidden_states
-        is_ours = not (
+        takes = not (
             known.is_right is False
             or others
             or hidden_states.dim() != 3
             or hidden_states.shape[0] != 1
-            or not 0 < hidden_states.shape[1] <= most
             or hidden_states.dtype is not dtype
             or torch.is_grad_enabled()
             or named.get("past_key_values") is not None
+            or not _is_pair(rotation)
         )
-        if is_ours and parts.layer == 0 and _is_pair(rotation):
+        if takes and known.is_right is None and hidden_states.shape[1] and not is_being_recorded(hidden_states):
+            _compare(original, known, call, hidden_states[:, :_COMPARED], named)
+        is_ours = takes and known.is_right and 0 < hidden_states.shape[1] <= most
+        if is_ours and parts.layer == 0:
             out = stack.run_first(call, hidden_states, rotation)
             if out is not None:
                 return (out,) if known.returns_tuple else out
         given = hidden_states
         if call.offsets is not None:
             hidden_states = hidden_states + call.offsets[parts.layer]
-        if not is_ours or not _is_pair(rotation) or not parts.are_current():
+        if not is_ours or not parts.are_current():
             return original(hidden_states, *others, **named)
         rows, cos, sin = hidden_states[0], rotation[0][0], rotation[1][0]
         if call.adapters is not None:
-            if known.is_right is None:
-                _first_call(original, known, call, _ones_for_attention, hidden_states, cos, sin, named)
             result = original(hidden_states, **named)
-            out = result[0] if isinstance(result, tuple) else result
-        elif known.is_right is None:
-            result = _first_call(original, known, call, call.attend, hidden_states, cos, sin, named)
             out = result[0] if isinstance(result, tuple) else result
         else:
             q, k, v = known.before(rows, cos, sin) if known.rotates else known.before(rows, None, None)
@@ -133,46 +133,39 @@ def _is_pair(rotation: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
     return isinstance(rotation, tuple) and len(rotation) == 2
 
 
-def _ones_for_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Stands for attention where a layer is called to be compared alone, and nothing may be kept of its keys and values."""
-    return q.new_ones(*q.shape[:2], v.shape[-1])
+    return q if q.shape[-1] == v.shape[-1] else q.new_ones(*q.shape[:2], v.shape[-1])
 
 
-def _first_call(
-    original: Callable[..., Any],
-    known: _Layer,
-    call: OurCall,
-    attend_by: Attend,
-    hidden_states: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    named: dict[str, Any],
-) -> Any:
-    """Calls the layer as it is, without adapters, and compares."""
+def _compare(
+    original: Callable[..., Any], known: _Layer, call: OurCall, hidden_states: Tensor, named: dict[str, Any]
+) -> None:
+    """Calls the layer as it is, without attention and adapters, and computes the same by the ops."""
+    cos, sin = (part[:, : hidden_states.shape[1]] for part in named["position_embeddings"])
     seen: list[tuple[int, tuple[Tensor, ...], Tensor, dict[str, Any]]] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        out = attend_by(layer, q, k, v, **options)
+        out = _no_attention(layer, q, k, v)
         seen.append((layer, (q, k, v), out, options))
         return out
 
     recording: Attend = attend
-    with attending(call, recording), adapting(None):
-        result = original(hidden_states, **named)
-    rows = hidden_states[0]
-    out = result[0] if isinstance(result, tuple) and len(result) == 1 else result
     known.is_right = False
+    with attending(call, recording), adapting(None):
+        result = original(hidden_states, **named | {"position_embeddings": (cos, sin)})
+    out = result[0] if isinstance(result, tuple) and len(result) == 1 else result
     if len(seen) != 1 or seen[0][0] != known.parts.layer or not isinstance(out, Tensor):
-        return result
+        return
     _, inputs, attended, known.attention = seen[0]
     known.returns_tuple = isinstance(result, tuple)
+    rows = hidden_states[0]
     for known.rotates in (True, False):
         try:
-            ours = known.before(rows, *((cos, sin) if known.rotates else (None, None)))
+            ours = known.before(rows, *((cos[0], sin[0]) if known.rotates else (None, None)))
             is_same = all(map(torch.equal, ours, inputs)) and torch.equal(known.after(attended, rows)[None], out)
         except RuntimeError:  # the op refuses shapes that these parts do not have
             is_same = False
         if is_same:
             known.is_right = True
             break
-    return result

@@ -88,6 +88,8 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
         for name, tensor in part._parameters.items()
         if tensor is not None
     )
+    if len({tensor.device for _, _, tensor in sources}) != 1:
+        return None
     return LayerParts(before, after, sources, index, o[0].dtype)
 
 
@@ -100,8 +102,7 @@ def _norm_at(parent: nn.Module, name: str) -> Any:
     part = parent._modules[name]
     if part is None or type(type(part).forward) is not FunctionType or not _is_untouched(part):
         return None
-    norm = norm_of(part)
-    return norm if norm is not None and norm.weight.is_cpu else None
+    return norm_of(part)
 
 
 Linear = tuple[Tensor, Tensor | None]

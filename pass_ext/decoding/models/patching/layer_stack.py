@@ -267,7 +267,7 @@ def _plan_of(layers: list[tuple[nn.Module, KnownLayer]], rotations: list[int]) -
     if len(alike) != 1:
         return None
     parts, numbers, *are_right = alike.pop()
-    if not all(are_right):
+    if not all(are_right) or not all(weight.is_cpu for weight in weights):  # the op is for the CPU
         return None
     windows = [known.attention.get("window", -1) for _, known in layers]
     key_heads = layers[0][1].parts.before[0][3].shape[0] // numbers[0]

@@ -213,7 +213,7 @@ def _is_causal(mask: Any, rows: int) -> bool:
     """True for a purely causal mask tensor. Some models of transformers 4 turn a mask of ones into such a tensor."""
     if not isinstance(mask, Tensor) or mask.shape[-2:] != (rows, rows) or not mask.is_floating_point():
         return False
-    if _is_being_recorded(mask):
+    if is_being_recorded(mask):
         return True
     hidden = mask < torch.finfo(mask.dtype).min / 2
     above = torch.ones(rows, rows, dtype=torch.bool, device=mask.device).triu(1)
@@ -237,10 +237,10 @@ def _hides_nothing(mask: Any, seen: Tensor) -> bool:
     """True if the mask is all True. Does not synchronise with the device if it is the tensor ``seen`` itself."""
     if not isinstance(mask, Tensor) or mask.shape != seen.shape:
         return False
-    return mask.data_ptr() == seen.data_ptr() or _is_being_recorded(mask) or bool(mask.all())
+    return mask.data_ptr() == seen.data_ptr() or is_being_recorded(mask) or bool(mask.all())
 
 
-def _is_being_recorded(tensor: Tensor) -> bool:
+def is_being_recorded(tensor: Tensor) -> bool:
     """True while a CUDA graph is recorded, when values cannot be read; the call before, outside the graph, checked them."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -1,0 +1,40 @@
+// torch.ops.pass_ext.layer_before_attention and layer_after_attention on CUDA: workspace, launches, registration. The
+// launches: cuda/layer.cuh.
+#include "cuda/layer.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include "cuda/runtime.h"
+#include "host/layer.h"
+
+namespace pass_ext {
+namespace {
+
+struct OnCuda {
+  template <typename T>
+  static void before(const LayerBefore<T>& layer, const LayerOptions& options, const Rotation& rotation, const T* x,
+                     int64_t rows, T* q, T* k, T* v, const Tensor& like) {
+    constexpr const char* op = "layer_before_attention";
+    const CudaScope scope(like);
+    const Tensor workspace = empty_of_shape(op, like, {gpu::before_workspace(layer, rotation, rows)});
+    gpu::launch_before_attention(layer, options, rotation, x, rows, q, k, v, output_of<T>(workspace), scope.stream());
+    check_launch(op);
+  }
+  template <typename T>
+  static void after(const LayerAfter<T>& layer, const LayerOptions& options, const T* attended, const T* residual,
+                    int64_t rows, T* out, const Tensor& like) {
+    constexpr const char* op = "layer_after_attention";
+    const CudaScope scope(like);
+    const Tensor workspace = empty_of_shape(op, like, {gpu::after_workspace(layer, rows)});
+    gpu::launch_after_attention(layer, options, attended, residual, rows, out, output_of<T>(workspace), scope.stream());
+    check_launch(op);
+  }
+};
+
+}  // namespace
+}  // namespace pass_ext
+
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+  library.impl("layer_before_attention", TORCH_BOX(&pass_ext::layer_before_attention<pass_ext::OnCuda>));
+  library.impl("layer_after_attention", TORCH_BOX(&pass_ext::layer_after_attention<pass_ext::OnCuda>));
+}

@@ -1,0 +1,26 @@
+// torch.ops.pass_ext.linear_rows on CUDA: launch, registration. The kernel: cuda/linear.cuh.
+#include "cuda/linear.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include "cuda/runtime.h"
+#include "host/linear.h"
+
+namespace pass_ext {
+namespace {
+
+struct OnCuda {
+  template <typename T>
+  static void run(const LinearRows<T>& problem, const Tensor& like) {
+    const CudaScope scope(like);
+    gpu::launch_products<T>("linear_rows", &problem, 1, {}, {}, scope.stream());
+    check_launch("linear_rows");
+  }
+};
+
+}  // namespace
+}  // namespace pass_ext
+
+STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+  library.impl("linear_rows", TORCH_BOX(&pass_ext::linear_rows<pass_ext::OnCuda>));
+}

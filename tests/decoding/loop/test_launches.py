@@ -1,0 +1,71 @@
+"""The kernels that a step of a transformers model launches on a GPU: ours counted on the emulator, and one for each op of torch
+that computes.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+import emulator
+from emulator.ops import KERNELS
+from support.generation import slots_for
+from support.small_models import ragged_prompts, small_model
+
+from pass_ext import PaSS, Tree, generate, testing
+from pass_ext.decoding.loop.fixed_step import FixedStep
+from pass_ext.decoding.models.patching import layer_stack
+
+VIEWS = {"view", "_unsafe_view", "slice", "select", "expand", "unsqueeze", "alias", "detach", "transpose", "reshape", "t",
+         "split", "split_with_sizes", "as_strided", "permute", "squeeze", "empty", "empty_strided", "new_empty"}  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """The launches of a step, by op."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = emulator.load().count_launches()
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        ours = emulator.load().count_launches() - before
+        self.ops += [name] * (ours if func.namespace == "pass_ext" else name not in VIEWS)
+        return result
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The launches of each step, as on a GPU, where layer_stack has no kernel."""
+    step, modes = FixedStep._run, []
+
+    def run(self):
+        with Launches() as mode:
+            step(self)
+        modes.append(mode.ops)
+
+    monkeypatch.setattr(FixedStep, "_run", run)
+    monkeypatch.setattr(layer_stack, "_plan_of", lambda *_: None)
+    return modes
+
+
+@pytest.mark.parametrize(("architecture", "of_layer"), [("llama", 4), ("qwen3", 5)])
+def test_launches_of_a_step(steps, architecture, of_layer):
+    """A layer's: norm, q, k, v and rotation (qwen3: the norms of heads and the rotation behind them); o; norm, gate and up; down.
+    Attention has one or two. docs/ops/layer.md has the sums for 30 layers."""
+    outside = []
+    for layers in (2, 4):
+        model = small_model(architecture, num_hidden_layers=layers, head_dim=64)
+        method = PaSS(slots_for(model), tree=Tree.from_branching((2,)).with_lookahead({0: 2, 1: 2, 2: 2}), rows=9)
+        with testing.rerouted_backend("emulated", KERNELS).active():
+            generate(model, ragged_prompts(1, longest=9)[0], method, max_new_tokens=8, run_ahead=True, eos_token_id=[])
+        ops = steps[-1]
+        assert layers <= ops.count("attention_tree") <= 2 * layers
+        assert ops.count("layer_before_attention") + ops.count("layer_after_attention") == of_layer * layers
+        outside.append([op for op in ops if op != "attention_tree" and not op.startswith("layer_")])
+    # How many an op has may depend on the size of the GPU, which changes from launch to launch here.
+    assert set(outside[0]) == set(outside[1]) and abs(len(outside[0]) - len(outside[1])) <= 2, "nothing between the ops"
+    assert max(map(len, outside)) + 30 * (of_layer + 2) <= (200 if architecture == "llama" else 230), outside
