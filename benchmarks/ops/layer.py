@@ -1,6 +1,6 @@
-"""A decoder layer around its attention, `pass_ext.layer_before_attention` and `layer_after_attention`, and layers with their
-attention, `pass_ext.layer_stack` (on the CPU), against the same work as single ops of pass_ext, and as a model's lines in PyTorch.
-`python -m benchmarks.ops.layer --help`.
+"""A decoder layer around its attention, `pass_ext.layer_before_attention` and `layer_after_attention`, and on the CPU layers
+with their attention, `pass_ext.layer_stack`, against the same work as single ops of pass_ext, and as a model's lines
+in PyTorch. `python -m benchmarks.ops.layer --help`.
 
 The shapes are those of SmolLM2-135M. Warm: the same layer every time, from the cache that holds it. Cold: the caches are swept,
 as the other layers of a model sweep them. `of_read`: the share of the memory's read bandwidth, by the fewest bytes.

@@ -2,6 +2,7 @@
 //   before attention   1: norm, products and rotary embedding; where heads are normed 2: these and the rotation behind
 //                      the products; where whole rows of q and k are normed 4
 //   after attention    3: o and its addition; norm, gate and up; down and its addition. A norm behind o or down: 2 more
+// A norm in front of products has a launch of its own where a block has no room for its rows.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,27 @@ namespace pass_ext::gpu {
 template <typename T>
 InputNorm<T> input_norm(const LayerNorm<T>& norm, const LayerOptions& options) {
   return norm ? InputNorm<T>{norm.weight, options.eps, options.form} : InputNorm<T>{};
+}
+
+// True if the norm in front of products needs a launch of its own, and room for the normed rows.
+template <typename T>
+bool is_apart(const LayerNorm<T>& norm, int64_t rows) {
+  return norm && normed_bytes<T>(rows, norm.dim) > kMostNormedBytes;
+}
+
+// The rows that products read, and the norm that is left to them.
+template <typename T>
+struct NormedRows {
+  const T* x;
+  InputNorm<T> norm;
+};
+
+template <typename T>
+NormedRows<T> norm_in_front(const LayerNorm<T>& norm, const LayerOptions& options, const T* x, int64_t rows, T* room,
+                            Stream stream) {
+  if (!is_apart(norm, rows)) return {x, input_norm(norm, options)};
+  launch_step(rows_of<T>(norm, x, room, rows, options), stream);
+  return {room, {}};
 }
 
 template <typename T>
@@ -91,7 +113,8 @@ void launch_heads(const char* name, const NormedHeads<T>& problem, Stream stream
 // Numbers of the workspace that launch_before_attention needs.
 template <typename T>
 int64_t before_workspace(const LayerBefore<T>& layer, const Rotation& rotation, int64_t rows) {
-  return has_norms_behind(layer) && rotation.cos ? rows * (layer.q.outputs + layer.k.outputs) : 0;
+  const int64_t heads = has_norms_behind(layer) && rotation.cos ? layer.q.outputs + layer.k.outputs : 0;
+  return rows * (heads + (is_apart(layer.input_norm, rows) ? layer.q.in : 0));
 }
 
 // q, k, v [rows, heads, head_dim]
@@ -102,8 +125,10 @@ void launch_before_attention(const LayerBefore<T>& layer, const LayerOptions& op
   const bool has_norms = has_norms_behind(layer), rotates = rotation.cos != nullptr;
   T* const queries = has_norms && rotates ? workspace : q;
   T* const keys = has_norms && rotates ? workspace + rows * layer.q.outputs : k;
-  const LinearRows<T> products[] = {rows_of(layer.q, x, queries, rows), rows_of(layer.k, x, keys, rows),
-                                    rows_of(layer.v, x, v, rows)};
+  T* const room = workspace + (has_norms && rotates ? rows * (layer.q.outputs + layer.k.outputs) : 0);
+  const NormedRows<T> in = norm_in_front(layer.input_norm, options, x, rows, room, stream);
+  const LinearRows<T> products[] = {rows_of(layer.q, in.x, queries, rows), rows_of(layer.k, in.x, keys, rows),
+                                    rows_of(layer.v, in.x, v, rows)};
   HeadRotation heads{rotation.cos,
                      rotation.sin,
                      rotation.cos_row,
@@ -112,7 +137,7 @@ void launch_before_attention(const LayerBefore<T>& layer, const LayerOptions& op
                      static_cast<int>(options.head_dim),
                      rotation.is_float32,
                      rotates && !has_norms ? 2 : 0};
-  launch_products(name, products, 3, input_norm(layer.input_norm, options), heads, stream);
+  launch_products(name, products, 3, in.norm, heads, stream);
   if (!has_norms) return;
 
   const int64_t dim = options.head_dim;
@@ -161,7 +186,7 @@ void launch_add(const char* name, T* sum, const T* before, int64_t count, Stream
 // Numbers of the workspace that launch_after_attention needs.
 template <typename T>
 int64_t after_workspace(const LayerAfter<T>& layer, int64_t rows) {
-  return rows * (layer.gate.outputs + layer.o.outputs);
+  return rows * (layer.gate.outputs + layer.o.outputs * (is_apart(layer.mlp_norm, rows) ? 2 : 1));
 }
 
 // out [rows, width]; not residual
@@ -185,9 +210,10 @@ void launch_after_attention(const LayerAfter<T>& layer, const LayerOptions& opti
     launch_add(name, to, before, rows * linear.outputs, stream);
   };
   add_product(middle, layer.o, attended, residual, layer.attention_norm);
-  launch_gated_products(name, rows_of<T>(layer.gate, middle, nullptr, rows),
-                        rows_of<T>(layer.up, middle, nullptr, rows), hidden, options.activation,
-                        input_norm(layer.mlp_norm, options), stream);
+  const NormedRows<T> in =
+      norm_in_front(layer.mlp_norm, options, middle, rows, middle + rows * layer.o.outputs, stream);
+  launch_gated_products(name, rows_of<T>(layer.gate, in.x, nullptr, rows), rows_of<T>(layer.up, in.x, nullptr, rows),
+                        hidden, options.activation, in.norm, stream);
   add_product(out, layer.down, hidden, middle, layer.output_norm);
 }
 

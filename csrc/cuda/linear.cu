@@ -1,4 +1,5 @@
-// torch.ops.pass_ext.linear_rows on CUDA: launch, registration. The kernel: cuda/linear.cuh.
+// torch.ops.pass_ext.linear_rows on CUDA: launch, registration. The kernel: cuda/linear.cuh, compiled here for the
+// layer ops too.
 #include "cuda/linear.cuh"
 
 #include <torch/csrc/stable/library.h>
@@ -7,6 +8,14 @@
 #include "host/linear.h"
 
 namespace pass_ext {
+
+template void gpu::launch_products(const char*, const LinearRows<float>*, int, const gpu::InputNorm<float>&,
+                                   const gpu::HeadRotation&, gpu::Stream);
+template void gpu::launch_products(const char*, const LinearRows<float16>*, int, const gpu::InputNorm<float16>&,
+                                   const gpu::HeadRotation&, gpu::Stream);
+template void gpu::launch_products(const char*, const LinearRows<bfloat16>*, int, const gpu::InputNorm<bfloat16>&,
+                                   const gpu::HeadRotation&, gpu::Stream);
+
 namespace {
 
 struct OnCuda {

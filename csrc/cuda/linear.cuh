@@ -8,6 +8,7 @@
 // whatever the other rows and outputs are. Weights are read before the launch in front has ended, if launches overlap.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/half.h"
@@ -26,7 +27,7 @@ constexpr int kUnit = 4 * kNumbers;           // numbers along `in` that a warp 
 constexpr int kSumStride = kTileOutputs + 4;  // of sums in shared memory: the lanes of a warp write to different banks
 constexpr int kMostProducts = 3;
 
-// A norm of the rows in front of the products; weight null: none.
+// A norm of the rows in front of the products; weight null: none. The normed rows of a block lie in its shared memory.
 template <typename T>
 struct InputNorm {
   const T* weight = nullptr;
@@ -144,19 +145,6 @@ PASS_EXT_DEVICE float number_of(const Eight<T>& eight, int i) {
   }
 }
 
-template <typename T>
-PASS_EXT_DEVICE Eight<T> eight_of(const float (&value)[kNumbers]) {
-  Eight<T> eight;
-  if constexpr (sizeof(T) == sizeof(float)) {
-#pragma unroll
-    for (int i = 0; i < kNumbers; ++i) eight.part[i / 4].word[i % 4] = bits_of(value[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kNumbers; i += 2) eight.part[0].word[i / 2] = pack2<T>(value[i], value[i + 1]);
-  }
-  return eight;
-}
-
 // ---- the rows, normed on the way ----
 
 // The sum of squares of a row in the order that core/step.h defines; all lanes of the warp get it. Lane l has the
@@ -202,19 +190,26 @@ PASS_EXT_DEVICE float weighted_by(NormForm form, float normal, float weight) {
   }
 }
 
-// Eight numbers of a row from `k` on, normed if `norm` says so, with eight of its weights; zeros for no row. `inverse`:
-// of the row's root mean square, only there if it is normed.
+// Elements between normed rows in shared memory: eight lanes that read 16 bytes of two rows meet different banks.
+template <typename T>
+PASS_EXT_HOST_DEVICE int64_t normed_stride(int64_t in) {
+  constexpr int64_t kLine = 128 / sizeof(T);
+  return (in + kLine - 1) / kLine * kLine + kLine / 2;
+}
+
+// Writes the row, normed, to shared memory; by a warp.
 template <bool wide, typename T>
-PASS_EXT_DEVICE Eight<T> numbers_of_row(const T* row, const InputNorm<T>& norm, const Eight<T>& weight,
-                                        const float* inverse, int64_t k, int64_t in) {
-  if (row == nullptr) return {};
-  const Eight<T> raw = load_eight<wide, false>(row + k, in - k);
-  if (norm.weight == nullptr) return raw;
-  float value[kNumbers];
+PASS_EXT_DEVICE void norm_row(T* to, const T* x, const InputNorm<T>& norm, int64_t in) {
+  const float inverse = inverse_rms(squares_of_row<wide>(x, in), in, norm.eps);
+#pragma unroll 1
+  for (int64_t i = int64_t{kNumbers} * lane_index(); i < in; i += 32 * kNumbers) {
+    float value[kNumbers], weight[kNumbers];
+    load_numbers<wide>(value, x + i, in - i);
+    load_numbers<wide>(weight, norm.weight + i, in - i);
 #pragma unroll
-  for (int i = 0; i < kNumbers; ++i)
-    value[i] = weighted_by<T>(norm.form, number_of(raw, i) * *inverse, number_of(weight, i));
-  return eight_of<T>(value);
+    for (int n = 0; n < kNumbers; ++n) value[n] = weighted_by<T>(norm.form, value[n] * inverse, weight[n]);
+    store_numbers<wide>(to + i, value, in - i);
+  }
 }
 
 // ---- a warp's sums: 16 outputs times the rows of the block ----
@@ -333,7 +328,6 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   using Sums = TileSums<T, row_tiles>;
   constexpr int kRows = 8 * row_tiles, kWeights = gated ? 2 : 1;
   constexpr int kAhead = kIsFloat32<T> ? 1 : gated ? 2 : 4;  // units whose loads overlap
-  PASS_EXT_SHARED(float, inverse, kRows);
   PASS_EXT_SHARED(float, sums, kLinearWarps * kWeights * kRows * kSumStride);
   let_next_begin();
   const LinearRows<T>& rows = problem.product[0];
@@ -367,12 +361,16 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   load_weights(warp);
   wait_for_launch_before();
 
+  const T* x = rows.x + first_row * rows.x_row;
+  int64_t x_row = rows.x_row;
+  const int count = static_cast<int>(rows.rows - first_row < kRows ? rows.rows - first_row : kRows);
   if (problem.norm.weight) {
-    for (int n = warp; n < kRows && first_row + n < rows.rows; n += kLinearWarps) {
-      const float squares = squares_of_row<wide>(rows.x + (first_row + n) * rows.x_row, in);
-      if (lane == 0) inverse[n] = inverse_rms(squares, in, problem.norm.eps);
-    }
+    T* const normed = dynamic_shared<T>();
+    for (int n = warp; n < count; n += kLinearWarps)
+      norm_row<wide>(normed + n * normed_stride<T>(in), x + n * x_row, problem.norm, in);
     sync_block();
+    x = normed;
+    x_row = normed_stride<T>(in);
   }
   Sums sum[kWeights];
   for (int64_t unit = warp; unit < units; unit += kAhead * kLinearWarps) {
@@ -388,15 +386,12 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
     for (int a = 0; a < kAhead; ++a) {
       if (unit + a * kLinearWarps >= units) break;
       const int64_t k = (unit + a * kLinearWarps) * kUnit + of_lane;
-      Eight<T> norm_weight{};
-      if (problem.norm.weight) norm_weight = load_eight<wide, true>(problem.norm.weight + k, in - k);
 #pragma unroll
       for (int i = 0; i < Sums::kLoads; ++i) {
         const int n = Sums::row_of_load(i);
-        const T* const row = first_row + n < rows.rows ? rows.x + (first_row + n) * rows.x_row : nullptr;
-        const Eight<T> x = numbers_of_row<wide>(row, problem.norm, norm_weight, inverse + n, k, in);
+        const Eight<T> numbers = n < count ? load_eight<wide, false>(x + n * x_row + k, in - k) : Eight<T>{};
 #pragma unroll
-        for (int w = 0; w < kWeights; ++w) sum[w].add(i, now[a][w], x);
+        for (int w = 0; w < kWeights; ++w) sum[w].add(i, now[a][w], numbers);
       }
     }
   }
@@ -408,7 +403,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   for (int index = static_cast<int>(thread_rank()); index < tile_rows * kRows; index += kLinearThreads) {
     const int n = index / tile_rows, r = index % tile_rows;
     const int64_t row = first_row + n, output = tile.output(r);
-    if (row >= rows.rows || !tile.has(r)) continue;
+    if (n >= count || !tile.has(r)) continue;
     if constexpr (gated) {
       const float gate = product_at<T, kRows, 2>(sums, 0, n, r, problem.product[0].bias, output);
       const float up = product_at<T, kRows, 2>(sums, 1, n, r, problem.product[1].bias, output);
@@ -434,6 +429,18 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
 // ---- launch ----
 
 template <typename T>
+int64_t rows_of_block(int64_t rows) {
+  return rows <= 8 || kIsFloat32<T> ? 8 : 16;
+}
+
+// Bytes of the normed rows of a block, and the most that fit.
+constexpr int64_t kMostNormedBytes = 64 * 1024;
+template <typename T>
+int64_t normed_bytes(int64_t rows, int64_t in) {
+  return std::min(rows, rows_of_block<T>(rows)) * normed_stride<T>(in) * int64_t{sizeof(T)};
+}
+
+template <typename T>
 bool has_wide_rows(const LinearRows<T>& product) {
   return is_whole(product.in) && is_whole(product.x_row) && is_whole(product.weight_row) && is_aligned16(product.x) &&
          is_aligned16(product.weight);
@@ -442,14 +449,16 @@ bool has_wide_rows(const LinearRows<T>& product) {
 template <typename T, bool gated, bool wide>
 void launch_row_products(const char* name, const RowProducts<T>& problem, int64_t tiles, Stream stream) {
   constexpr int kMostTiles = kIsFloat32<T> ? 1 : 2;
-  const int64_t rows = problem.product[0].rows, of_block = rows <= 8 ? 8 : 8 * kMostTiles;
+  const int64_t rows = problem.product[0].rows, of_block = rows_of_block<T>(rows);
   LaunchShape shape{{tiles, (rows + of_block - 1) / of_block}, {kLinearThreads}};
+  if (problem.norm.weight) shape.dynamic_shared_bytes = normed_bytes<T>(rows, problem.product[0].in);
   shape.overlaps = true;
   launch(name, of_block == 8 ? linear_kernel<T, 1, gated, wide> : linear_kernel<T, kMostTiles, gated, wide>, shape,
          stream, problem);
 }
 
-// Launches products of the same rows, each `rotation.products` first of them with its outputs rotated.
+// Launches products of the same rows; the outputs of the first `rotation.products` are rotated. A norm must fit:
+// normed_bytes.
 template <typename T>
 void launch_products(const char* name, const LinearRows<T>* products, int count, const InputNorm<T>& norm,
                      const HeadRotation& rotation, Stream stream) {

@@ -22,7 +22,7 @@ from pass_ext._library.elf import damage_of
 NAMESPACE = "pass_ext"
 CPU_ONLY = {
     "layer_pack": "it checks weights for layer_stack, which is for the CPU",
-    "layer_stack": "this op is for the CPU; on a GPU use attention_tree between layer_before_attention and layer_after_attention",
+    "layer_stack": "this op is for the CPU; on a GPU attention_tree goes between layer_before_attention and _after_attention",
 }
 """Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent

@@ -13,8 +13,8 @@ _op = torch.ops.pass_ext.linear_rows.default
 
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` for the few rows of a decoding step, ``[..., in]`` to ``[..., out]``: reads the weight once
-    for all rows, on a GPU once for every 16.
+    """``torch.nn.functional.linear`` for the few rows of a decoding step, ``[..., in]`` to ``[..., out]``: reads the weight
+    once for all rows, on a GPU once for every 16.
 
     Args:
         x: ``[..., in]`` bfloat16, float16 or float32.
@@ -24,10 +24,11 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Returns:
         ``[..., out]`` in x's dtype; products and sums are fp32, rounded once.
 
-    A row's result has the same bits whatever the other rows are, how many there are, and how many threads compute them
-    (on one instruction set, or on GPUs). So a token decoded in a batch of drafts gets the same numbers as a token decoded alone.
+    A row's result has the same bits whatever the other rows are, how many there are, and how many threads compute them (on one
+    instruction set, or on GPUs). So a token decoded in a batch of drafts gets the same numbers as a token decoded alone.
 
-    For more than 64 rows ``torch.nn.functional.linear`` may be faster, on a GPU for large weights too. No gradients, reverse or forward: the op raises if an input requires one.
+    For more than 64 rows ``torch.nn.functional.linear`` may be faster, on a GPU for large weights too. No gradients, reverse or
+    forward: the op raises if an input requires one.
     """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)):
         raise RuntimeError(

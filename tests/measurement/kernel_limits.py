@@ -62,6 +62,8 @@ LIMITS = (
     Limit("shard_combine_kernel", ALL, "stack", 112, "spilled registers of the walk, by one thread of a block"),
     Limit("shard_bins_kernel", "sm_90", "stack", 8, "two spilled registers behind the sweep"),
     Limit("shard_masses_kernel", "sm_100", "stack", 8, "the same"),
+    Limit("linear_kernel*2, true, false>", ALL, "stack", 32, "spilled registers of unaligned rows, gated"),
+    Limit("linear_kernel*2, true, true>", "sm_80", "stack", 8, "two spilled registers of 16 rows, gated"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
@@ -74,6 +76,9 @@ LIMITS = (
     Limit("attention_combine_kernel*", ALL, "registers", 128, "four blocks of 128 threads, 144 KB of loads in flight"),
     Limit("commit_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
     Limit("adapter_kernel*", ALL, "registers", 80, "three blocks of 256 threads; the loads of four ranks in flight"),
+    Limit("linear_kernel<float, *", ALL, "registers", 255, "one block of 256 threads, with the sums of all rows"),
+    Limit("linear_kernel*", ALL, "registers", 128, "two blocks of 256 threads, 64 KB of weights in flight"),
+    Limit("heads_kernel*", ALL, "registers", 80, "six blocks of 128 threads"),
     Limit("embed_kernel*", ALL, "registers", 40, "1,536 threads: it only waits for memory"),
     Limit("norm_kernel*", ALL, "registers", 56, "1,152 threads: nine blocks of 128"),
     Limit("rotary_kernel*", ALL, "registers", 50, "1,280 threads: ten blocks of 128"),
@@ -97,6 +102,7 @@ LIMITS = (
     Limit("shard_races_kernel", ALL, "code", 70_000, "a race over p and one over the residual; once a step"),
     Limit("shard_best_kernel", ALL, "code", 48_500, "a race"),
     Limit("shard_residuals_kernel", ALL, "code", 58_500, "p, q and the deleted children, for eight tokens at once"),
+    Limit("linear_kernel*", ALL, "code", 50_500, "unaligned rows are read number by number; aligned ones take 30,000"),
     Limit("*", ALL, "code", 44_000, "mask_kernel's, the largest of the others"),
 
     # Instructions.
@@ -108,6 +114,7 @@ LIMITS = (
     Limit("scan_rows_kernel<DraftSource>", "sm_90", "local accesses", 657, "the same"),
     Limit("scan_rows_kernel*", "sm_90", "local accesses", 505, "LDL and STL of finishing a row, today"),
     Limit("attention_combine_kernel*", "sm_90", LOADS, 18, "a thread loads columns and totals of nine parts before it waits"),
+    Limit("linear_kernel<*16, ?, *, true>", "sm_90", LOADS, 8, "a lane loads 128 bytes of weights before it waits"),
     Limit("scan_rows_kernel*", "sm_90", LOADS, 8, "a lane loads all of its 32 logits (float32: 8 loads) before it waits"),
     Limit("accept_kernel*", "sm_90", "atomics that are CAS loops", 0, "64-bit sums take two atomics of 32 bits"),
     Limit("scan_rows_kernel*", "sm_90", "atomics that are CAS loops", 0, "64-bit sums take two atomics of 32 bits"),

@@ -3,7 +3,6 @@ that computes.
 """
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
@@ -54,7 +53,7 @@ def steps(monkeypatch):
 
 @pytest.mark.parametrize(("architecture", "of_layer"), [("llama", 4), ("qwen3", 5)])
 def test_launches_of_a_step(steps, architecture, of_layer):
-    """A layer's: norm, q, k, v and rotation (qwen3: the norms of heads and the rotation behind them); o; norm, gate and up; down.
+    """A layer's: norm, q, k, v and rotation (qwen3: norms of heads and rotation behind them); o; norm, gate and up; down.
     Attention has one or two. docs/ops/layer.md has the sums for 30 layers."""
     outside = []
     for layers in (2, 4):

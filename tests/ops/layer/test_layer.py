@@ -110,6 +110,16 @@ def test_after_has_the_bits_of_the_single_ops(backend, dtype, rows, norms):
                 assert_same_bits(got, after_by_ops(**case, scale=scale))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_a_block_of_a_gpu_cannot_hold(backend, dtype):
+    """Their norm has a launch of its own."""
+    case = before_case(16, dtype, width=2120, heads=2, key_heads=1) | dict(head_dim=16)
+    for ours, theirs in zip(pass_ext.layer_before_attention(**case), before_by_ops(**case), strict=True):
+        assert_same_bits(ours, theirs.contiguous())
+    case = after_case(16, dtype, width=2120, attended=16, inner=24)
+    assert_same_bits(pass_ext.layer_after_attention(**case), after_by_ops(**case))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_close_to_float64_as_the_reference_is(backend, dtype):
     before = before_case(9, dtype) | dict(head_dim=16)

@@ -20,20 +20,21 @@ MAX_FEW_ROWS = 64
 """With more rows ``torch.nn.functional.linear`` may be faster."""
 
 MOST_BYTES_ON_CUDA = 8 << 20
-"""A heavier weight keeps PyTorch's product on a GPU: reading it takes longer than a launch, and no GPU has yet compared the two."""
+"""A heavier weight keeps PyTorch's product on a GPU: it is read for longer than a launch takes, and no GPU has compared the
+two."""
 
 _op = torch.ops.pass_ext.linear_rows.default
 
 
 @contextmanager
 def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Inside, every plain ``nn.Linear`` of the module computes up to ``MAX_FEW_ROWS`` rows by ``linear_rows``. More rows, calls that record gradients or are compiled, and calls for which ``when()`` is False use
-    ``torch.nn.functional.linear`` as before.
+    """Inside, every plain ``nn.Linear`` of the module computes up to ``MAX_FEW_ROWS`` rows by ``linear_rows``. More rows, calls
+    that record gradients or are compiled, and calls for which ``when()`` is False use ``torch.nn.functional.linear`` as before.
 
     Plain means: exactly this type, without hooks, without a replaced ``forward`` (wrapped layers, and those of an outer
-    ``few_rows_linear``, stay as they are), and with plain weights (``is_plain``) in bfloat16, float16 or float32, on the CPU or,
-    up to ``MOST_BYTES_ON_CUDA``, on a GPU. Weights that are replaced inside the context are used, by ``torch.nn.functional.linear``. Under autocast nothing changes. The layers are
-    restored at the end, also after an error.
+    ``few_rows_linear``, stay as they are), and with plain weights (``is_plain``) in bfloat16, float16 or float32, on the CPU
+    or, up to ``MOST_BYTES_ON_CUDA``, on a GPU. Weights that are replaced inside the context are used, by
+    ``torch.nn.functional.linear``. Under autocast nothing changes. The layers are restored at the end, also after an error.
     """
     changed: list[nn.Linear] = []
     try:

@@ -86,12 +86,13 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
     def forward(hidden_states: Tensor, *others: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(hidden_states, *others, **named)
-        call, rotation = current_call(), named.get("position_embeddings")
+        call = current_call()
+        rotation: Any = named.get("position_embeddings")
         if call is None:
             return original(hidden_states, *others, **named)
         if parts.layer and stack.has_result(hidden_states):
             return (hidden_states,) if known.returns_tuple else hidden_states
-        takes = not (
+        takes = _is_pair(rotation) and not (
             known.is_right is False
             or others
             or hidden_states.dim() != 3
@@ -99,11 +100,10 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             or hidden_states.dtype is not dtype
             or torch.is_grad_enabled()
             or named.get("past_key_values") is not None
-            or not _is_pair(rotation)
         )
         if takes and known.is_right is None and hidden_states.shape[1] and not is_being_recorded(hidden_states):
             _compare(original, known, call, hidden_states[:, :_COMPARED], named)
-        is_ours = takes and known.is_right and 0 < hidden_states.shape[1] <= most
+        is_ours = takes and bool(known.is_right) and 0 < hidden_states.shape[1] <= most
         if is_ours and parts.layer == 0:
             out = stack.run_first(call, hidden_states, rotation)
             if out is not None:
