@@ -139,7 +139,8 @@ def sweep(run: Run, prompts: Sequence[Prompt]) -> list[Row]:
     methods = sweep_methods(run.lookahead)
     if run.options.quick:
         methods = {name: methods[name] for name in list(methods)[:: len(methods) // 3]}
-    plan = {name: pass_plan(method, packed_model(run.model), 1)[0] for name, method in methods.items() if name != PLAIN}
+    model = packed_model(run.model)
+    plan = {name: pass_plan(method, model, 1, greedy=True)[0] for name, method in methods.items() if name != PLAIN}
     raced = [method_contender(name, run.model, method) for name, method in methods.items()]
     places = {name: place for place, name in enumerate(methods)}
     runs = rounds(run, "sweep", prompts, raced, run.options.tokens)

@@ -84,7 +84,7 @@ def _show_plan(
 ) -> None:
     """Prints the length of the prompt and the planner's choice; with ``verbose`` also the measured times and the tree."""
     with console.status("measuring the model's calls: a few seconds, longer while other programs keep the CPU busy"):
-        plan, times = pass_plan(joined(lookahead), packed_model(model), 1)
+        plan, times = pass_plan(joined(lookahead), packed_model(model), 1, greedy=True)
     choice = (
         "plain decoding: no drafts are expected to pay"
         if plan.is_plain

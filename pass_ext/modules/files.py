@@ -39,14 +39,16 @@ def save_trained(
     tensors: Mapping[str, Tensor],
     *,
     hit_rates: HitRates | None = None,
+    greedy_hit_rates: HitRates | None = None,
     training_record: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes tensors, and what they belong to, as one safetensors file of the format ``form``."""
     from safetensors.torch import save_file
 
     described = {"format": form, **{key: str(value) for key, value in metadata.items()}}
-    if hit_rates is not None:
-        described["hit_rates"] = json.dumps(hit_rates)
+    for key, rates in (("hit_rates", hit_rates), ("greedy_hit_rates", greedy_hit_rates)):
+        if rates is not None:
+            described[key] = json.dumps(rates)
     if training_record:
         described["training"] = json.dumps(training_record)
     save_file(
@@ -154,21 +156,21 @@ class TrainedFile:
             raise self.refuse(f"metadata {key!r}", "a number from 0 to 1", value)
         return number
 
-    def hit_rates(self, rows: int | None = None) -> HitRates | None:
+    def hit_rates(self, rows: int | None = None, key: str = "hit_rates") -> HitRates | None:
         """Probabilities of exclusive events in each row; so many rows, where that is known. None: the file has none."""
-        if "hit_rates" not in self._metadata:
+        if key not in self._metadata:
             return None
-        found = self._json("hit_rates", "rows of probabilities")
+        found = self._json(key, "rows of probabilities")
         if found is None:
             return None
         if not isinstance(found, list) or not found or not all(isinstance(row, list) and row for row in found):
-            raise self.refuse("metadata 'hit_rates'", "rows of probabilities", self._metadata["hit_rates"])
+            raise self.refuse(f"metadata {key!r}", "rows of probabilities", self._metadata[key])
         if rows not in (None, len(found)):
-            raise self.refuse("metadata 'hit_rates'", f"a row for each of {rows} slots", len(found))
+            raise self.refuse(f"metadata {key!r}", f"a row for each of {rows} slots", len(found))
         for number, row in enumerate(found):
             if not all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in row) or sum(row) > 1 + _ROUNDING:
                 wanted = "numbers from 0 to 1 that sum to at most 1"
-                raise self.refuse(f"row {number} of metadata 'hit_rates'", wanted, row)
+                raise self.refuse(f"row {number} of metadata {key!r}", wanted, row)
         return tuple(tuple(map(float, row)) for row in found)
 
     def training_record(self) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class LookaheadEmbedding(nn.Module):
             without rotary embedding, queries with that of their row, and no window hides them. All slots share them.
         hit_rates: calibration, or None. Row i belongs to slot i; its entry k is the share of held-out places where the
             candidate of rank k was right, among those where the path before it was.
+        greedy_hit_rates: the same in texts of the most probable tokens alone, where slots are right more often; or None.
         training_record: what made the parameters (command, data, versions, evaluation), as JSON can hold it; empty if unknown.
     """
 
@@ -100,6 +101,7 @@ class LookaheadEmbedding(nn.Module):
         self.base_model = base_model
         self.vocabulary = vocabulary
         self.hit_rates: HitRates | None = None
+        self.greedy_hit_rates: HitRates | None = None
         self.training_record: dict[str, Any] = {}
         self.weight = nn.Parameter(torch.empty(num_lookahead, dim, device=device, dtype=dtype))
         nn.init.normal_(self.weight, std=0.02)
@@ -320,6 +322,7 @@ class LookaheadEmbedding(nn.Module):
             },
             tensors,
             hit_rates=self.hit_rates,
+            greedy_hit_rates=self.greedy_hit_rates,
             training_record=self.training_record,
         )
 
@@ -344,9 +347,10 @@ class LookaheadEmbedding(nn.Module):
             adapters = _read_adapters(file, slots)
             file.check_names([*_TENSORS, *file.names("adapter.")])
             tensors = {_TENSORS[name]: tensor for name, tensor in file.weights(shapes).items()}
-            rates, record = file.hit_rates(slots), file.training_record()
+            rates, greedy_rates = file.hit_rates(slots), file.hit_rates(slots, "greedy_hit_rates")
+            record = file.training_record()
         embedding = cls._with(tensors, trained_for, vocabulary, adapters)
-        embedding.hit_rates, embedding.training_record = rates, record
+        embedding.hit_rates, embedding.greedy_hit_rates, embedding.training_record = rates, greedy_rates, record
         if table is not None:
             embedding.check_fits(table, base_model)
             embedding = embedding.to(table.device)

@@ -80,6 +80,16 @@ def test_evaluation_reads_each_text_from_its_prompts_end_to_where_slots_end(anch
     assert found["slots"] == rates.top_rates(torch.cat(wanted))
 
 
+def test_greedy_texts_have_hit_rates_of_their_own():
+    model = tiny_llama()
+    embedding, samples = slots_for(model), counting(6, 24)
+    warm = [dataclasses.replace(one, temperature=0.8) if i % 2 else one for i, one in enumerate(samples)]
+    found, greedy = evaluate(model, embedding, warm, 9), evaluate(model, embedding, samples[::2], 9)
+    assert found["hit_rates"] == evaluate(model, embedding, samples, 9)["hit_rates"] != greedy["hit_rates"]
+    assert found["greedy_hit_rates"] == greedy["hit_rates"] and found["greedy_places"] == greedy["places"]
+    assert "greedy_hit_rates" not in evaluate(model, embedding, warm[1::2], 9)
+
+
 def test_hit_rates_are_shares_among_places_whose_path_was_right():
     ranks = torch.randint(0, 6, (200, 3), generator=torch.Generator().manual_seed(0))
     found = rates.hit_rates(ranks, count=4)

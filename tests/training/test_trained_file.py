@@ -16,6 +16,7 @@ from pass_ext import DecisionModel, ExitAdapter, LookaheadEmbedding
 def lookahead():
     embedding = LookaheadEmbedding(3, 16, rank=4, deep_layers=5, base_model="tiny", vocabulary=100)
     embedding.hit_rates = ((0.5, 0.25), (0.4, 0.125), (0.3, 0.0))
+    embedding.greedy_hit_rates = ((0.625, 0.25), (0.5, 0.125), (0.375, 0.0))
     return embedding
 
 
@@ -134,6 +135,8 @@ DAMAGE = [  # kind, name of the part, change of tensors and metadata
         for value in ("", "[", "[]", "0.5", '{"0": [0.5]}', "[" * 100_000)
     ),
     ("lookahead", "hit_rates", lambda t, m: m.update(hit_rates="[[0.5]]")),
+    ("lookahead", "greedy_hit_rates", lambda t, m: m.update(greedy_hit_rates="[[0.5]]")),
+    ("lookahead", "greedy_hit_rates", lambda t, m: m.update(greedy_hit_rates="[[1.5], [0.5], [0.5]]")),
     ("lookahead", "deep", lambda t, m: t.update(deep=torch.zeros(0, 3, 16))),
     ("lookahead", "deep", lambda t, m: t.update(deep=torch.tensor(0.0))),
     ("lookahead", "transition_left", lambda t, m: t.update(transition_left=torch.zeros(16, 0))),
@@ -269,6 +272,16 @@ def test_a_header_that_claims_what_the_file_has_not_is_refused(tmp_path):
     (tmp_path / "x").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
     with pytest.raises(ValueError, match="is no look-ahead embedding file, or it was cut off"):
         LookaheadEmbedding.load(tmp_path / "x")
+
+
+def test_rates_of_greedy_texts_are_kept_apart(tmp_path):
+    embedding = lookahead()
+    embedding.save(tmp_path / "x")
+    loaded = LookaheadEmbedding.load(tmp_path / "x")
+    assert (loaded.hit_rates, loaded.greedy_hit_rates) == (embedding.hit_rates, embedding.greedy_hit_rates)
+    embedding.greedy_hit_rates = None  # as files were before
+    embedding.save(tmp_path / "x")
+    assert LookaheadEmbedding.load(tmp_path / "x").greedy_hit_rates is None
 
 
 def test_rates_that_were_rounded_up_to_one_still_load(tmp_path):

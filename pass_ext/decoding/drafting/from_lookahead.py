@@ -25,8 +25,8 @@ from pass_ext.decoding.drafting.rows.shared import SharedRows
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.models.logit_shards import LogitShards
-from pass_ext.decoding.planning.for_lookahead import pass_plan
-from pass_ext.decoding.planning.lookahead_tree import Plan, assumed_hit_rates
+from pass_ext.decoding.planning.for_lookahead import pass_plan, slot_hit_rates
+from pass_ext.decoding.planning.lookahead_tree import Plan
 from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
@@ -163,7 +163,8 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
             f"table, and that of {target.name} is {state}: use slots of rank 0"
         )
     shares = pauses and _may_share(method, context)
-    plan, times = pass_plan(method, target, 1 if shares else len(context.texts), graphs=context.graphs)
+    greedy = context.sampling.is_greedy
+    plan, times = pass_plan(method, target, 1 if shares else len(context.texts), greedy=greedy, graphs=context.graphs)
     if plan.is_plain:
         return None
     if context.chains_only and len(plan.tree.leaves) != 1:
@@ -172,7 +173,7 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
             f"{len(plan.tree.leaves)} branches"
         )
     if shares and times is not None:
-        rates = method.lookahead.hit_rates or assumed_hit_rates(plan.slots, 1)
+        rates = slot_hit_rates(method.lookahead, plan.slots, 1, greedy=greedy)
         nodes = Tree(plan.tree.parents[: plan.tree.num_nodes])
         deepest = max(*plan.tree.depths, plan.slots)
         shared = SharedRows(times, context.texts, nodes, plan.slots, deepest, rates)

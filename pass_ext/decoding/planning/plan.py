@@ -13,7 +13,9 @@ from pass_ext.decoding.planning.for_lookahead import pass_plan
 from pass_ext.decoding.planning.lookahead_tree import Plan
 
 
-def plan(model: Any, method: PaSS | Speculative | MultiCandidate, requests: int = 1) -> Plan | DraftPlan:
+def plan(
+    model: Any, method: PaSS | Speculative | MultiCandidate, requests: int = 1, *, temperature: float = 0.0
+) -> Plan | DraftPlan:
     """Returns the plan that the method would follow. ``print`` shows it as a table.
 
     Measures the model's calls if no times are on disk: a few seconds, once per model and machine.
@@ -23,27 +25,28 @@ def plan(model: Any, method: PaSS | Speculative | MultiCandidate, requests: int 
         method: ``PaSS``, or ``Speculative`` or ``MultiCandidate`` without a tree of its own.
         requests: how many are decoded together. The plan is the best one that is common to all; ``PaSS`` with rows "auto"
             shares the rows of each step among several requests anew.
+        temperature: of the texts. ``PaSS`` knows how often slots are right in greedy texts, temperature 0, and in others.
     """
     if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
         raise ValueError(f"plan: requests must be a whole number, 1 or more, got {requests!r}")
-    return _plan(method, model, requests)
+    return _plan(method, model, requests, temperature)
 
 
 @singledispatch
-def _plan(method: Any, model: Any, requests: int) -> Plan | DraftPlan:
+def _plan(method: Any, model: Any, requests: int, temperature: float) -> Plan | DraftPlan:
     raise TypeError(
         f"plan: method must be PaSS(...), Speculative(...) or MultiCandidate(...), got {type(method).__name__}"
     )
 
 
 @_plan.register
-def _(method: PaSS, model: Any, requests: int) -> Plan:
-    return pass_plan(method, packed_model(model), requests)[0]
+def _(method: PaSS, model: Any, requests: int, temperature: float) -> Plan:
+    return pass_plan(method, packed_model(model), requests, greedy=temperature == 0)[0]
 
 
 @_plan.register(Speculative)
 @_plan.register(MultiCandidate)
-def _(method: Speculative | MultiCandidate, model: Any, requests: int) -> DraftPlan:
+def _(method: Speculative | MultiCandidate, model: Any, requests: int, temperature: float) -> DraftPlan:
     if method.tree is not None:
         raise ValueError(
             f'plan: method must have length="auto" or branching="auto", got a {type(method).__name__} with a tree of its own'

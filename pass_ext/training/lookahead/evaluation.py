@@ -60,6 +60,7 @@ def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample
     """Hit rates and accepted lengths over all samples and by kind, at ``anchors`` even places a sample at most."""
     device = model.get_input_embeddings().weight.device
     hits_by_kind: dict[str, list[SlotHits]] = {}
+    greedy: list[Tensor] = []
     for sample in samples:
         # The first place has the last token of the prompt as its new root.
         places = torch.arange(max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead)
@@ -68,6 +69,8 @@ def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample
             ids = torch.tensor(sample.ids, device=device)
             hits = hits_of(model, embedding, ids, even.to(device))
             hits_by_kind.setdefault(sample.kind, []).append(SlotHits(*(part.cpu() for part in hits)))
+            if sample.temperature == 0:
+                greedy.append(hits.ranks.cpu())
     if not hits_by_kind:
         return {"places": 0}
     by_kind = {kind: torch.cat([hits.ranks for hits in parts]) for kind, parts in sorted(hits_by_kind.items())}
@@ -79,6 +82,9 @@ def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample
         "texts": sum(map(len, hits_by_kind.values())),
         "temperatures": sorted({sample.temperature for sample in samples}),
         "hit_rates": rates,
+        **(
+            {"greedy_hit_rates": hit_rates(torch.cat(greedy)), "greedy_places": sum(map(len, greedy))} if greedy else {}
+        ),
         "slots": top_rates(ranks),
         "overlap": [round(share, 4) for share in overlaps.mean(0).tolist()],
         "accepted": accepted_lengths(ranks, rates),

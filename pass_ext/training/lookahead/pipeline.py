@@ -70,7 +70,7 @@ def train(run: Run) -> Path:
     embedding.to(next(model.parameters()).dtype)
     evaluation = evaluate(model, embedding, texts.held_out, options.evaluation_anchors)
     if evaluation["places"]:
-        embedding.hit_rates = evaluation["hit_rates"]
+        embedding.hit_rates, embedding.greedy_hit_rates = evaluation["hit_rates"], evaluation.get("greedy_hit_rates")
     facts = facts_of(
         run,
         embedding,
@@ -151,7 +151,7 @@ def _of_file(run: Run) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
     runs = list(made.get("earlier_runs", []))
     if made.keys() >= set(_OF_RUN):
         runs.append({key: made[key] for key in _OF_RUN})
-    embedding.hit_rates, embedding.training_record = None, {}
+    embedding.hit_rates, embedding.greedy_hit_rates, embedding.training_record = None, None, {}
     return embedding.float(), runs
 
 

@@ -10,9 +10,10 @@ pytest.importorskip("transformers")
 
 from support.small_models import small_model
 
-from pass_ext import LookaheadEmbedding, PaSS, generate
+from pass_ext import LookaheadEmbedding, PaSS, generate, plan
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.decoding.planning import for_lookahead
 from pass_ext.decoding.planning import measured as timing
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.modules.slot_adapters import SlotAdapters
@@ -106,6 +107,24 @@ def test_adapters_have_times_of_their_own(measured, monkeypatch):
         for rows in (1, 5, 8):
             calls.run(rows)
     assert ids_seen == [[0], [0, 1, 2, -1, -2], [0, 1, 2, 3, -1, -2, -3, -1]]
+
+
+def test_greedy_texts_are_planned_by_rates_of_their_own(monkeypatch):
+    """Slots that are right only in greedy texts have rows there and nowhere else."""
+    model = small_model("llama")
+    times = StepTimes((1, 64), (1.0, 7.3))  # a tenth of a call for each further row
+    monkeypatch.setattr(for_lookahead, "measured_times", lambda *_, **__: times)
+    lookahead = LookaheadEmbedding.from_table(2, model.get_input_embeddings().weight)
+    lookahead.hit_rates, lookahead.greedy_hit_rates = ((0.01,), (0.01,)), ((0.9,), (0.9,))
+    method = PaSS(lookahead)
+    assert not plan(model, method).is_plain and plan(model, method, temperature=0.8).is_plain
+    ids = torch.tensor([[3, 4, 5]])
+    rows = [
+        generate(model, ids, method, max_new_tokens=4, **law).stats.rows for law in ({}, dict(temperature=0.8, seeds=1))
+    ]
+    assert rows[0] > rows[1]
+    lookahead.greedy_hit_rates = None
+    assert plan(model, method).is_plain, "an older file has one calibration"
 
 
 @dataclasses.dataclass  # its __eq__ makes it unhashable
