@@ -1,12 +1,15 @@
-"""Steps of a large model on a GPU: milliseconds per token of pass_ext's loop and of transformers' generate.
+"""Steps of a large model on a GPU, and with --small of a small one: milliseconds per token of pass_ext's loop and of
+transformers' generate.
 
     ms per token = (time of n tokens - time of n / 2 tokens) / (n / 2)
 
-so the prompt and the first steps, which load kernels and record graphs, cancel. The model has the shape of Llama 3 8B and
-random weights in bfloat16: the time of a step does not depend on them. One request, a prompt of 200 tokens, greedy. Slots of
-a random model foresee nothing, so PaSS gains no token here: its line is the price of a step with 16 rows. The contenders run
-in turn; the result is the median of the rounds that the time allowed (`rounds`). The limit is the time in which the weights
-that a step reads are read once, at the speed of a large read in this run. `python -m benchmarks.gpu.large_model`.
+so the prompt and the first steps, which load kernels and record graphs, cancel. The model has the shape of Llama 3 8B, or of
+SmolLM2-135M, and random weights in bfloat16: the time of a step does not depend on them. One request, a prompt of 200 tokens,
+greedy. Slots of a random model foresee nothing, so PaSS gains no token here: its line is the price of a step with 16 rows. The
+contenders run in turn; the result is the median of the rounds that the time allowed (`rounds`). The limit is the time in which
+the weights that a step reads are read once, at the speed of a large read in this run. "other products": a layer's products by
+the way that `generate` does not choose for this model, `linear_rows` inside the layer ops or PyTorch's.
+`python -m benchmarks.gpu.large_model`.
 """
 
 from __future__ import annotations
@@ -27,15 +30,18 @@ from benchmarks.harness import evidence, gpu_timing, machine
 from benchmarks.harness.cases import settings_for
 from benchmarks.harness.command import provenance
 from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree
+from pass_ext.decoding.models.patching import attachment, few_rows
 
-FILE = "large-model.json"
-SHAPE = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+FILES = {False: "large-model.json", True: "small-model.json"}
+SMALL = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+             num_key_value_heads=3, vocab_size=49152, max_position_embeddings=8192, rope_theta=100000.0)  # fmt: skip
+LARGE = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
              num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0)  # fmt: skip
 PROMPT, TOKENS, TOKENS_OF_TRANSFORMERS, ROUNDS = 200, 64, 16, 3
 SLOTS = 3
 
 
-def make_model() -> Any:
+def make_model(shape: dict[str, Any]) -> Any:
     """The model with random weights, on the GPU."""
     import transformers
 
@@ -44,7 +50,7 @@ def make_model() -> Any:
     try:
         with torch.device("cuda"):
             torch.manual_seed(0)
-            config = transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False)
+            config = transformers.LlamaConfig(**shape, tie_word_embeddings=False)
             return transformers.LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(default)
@@ -65,12 +71,29 @@ def contenders(model: Any, ids: torch.Tensor) -> dict[str, tuple[int, int, Calla
             ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None
         )
 
+    # A weight is at most so large for linear_rows: all are, or none.
+    other = 0 if model.get_input_embeddings().weight.shape[1] == SMALL["hidden_size"] else 1 << 40
+
+    def by_other_products(method: Any) -> Callable[[int], Any]:
+        def run(count: int) -> Any:
+            usual, few_rows.MOST_BYTES_ON_CUDA = few_rows.MOST_BYTES_ON_CUDA, other
+            vars(model).pop(attachment.KEPT, None)  # what was chosen before
+            try:
+                return pass_ext.generate(model, ids, method, max_new_tokens=count)
+            finally:
+                few_rows.MOST_BYTES_ON_CUDA = usual
+                vars(model).pop(attachment.KEPT, None)
+
+        return run
+
     rows = (SLOTS + 1) ** 2
     return {
         "pass_ext, Plain": (1, TOKENS, ours(Plain(), None)),
         "pass_ext, Plain, without a graph": (1, TOKENS, ours(Plain(), False)),
         "pass_ext, PaSS": (rows, TOKENS, ours(one_pass, None)),
         "pass_ext, PaSS, without a graph": (rows, TOKENS, ours(one_pass, False)),
+        "pass_ext, Plain, other products": (1, TOKENS, by_other_products(Plain())),
+        "pass_ext, PaSS, other products": (rows, TOKENS, by_other_products(one_pass)),
         "transformers": (1, TOKENS_OF_TRANSFORMERS, transformers),
     }
 
@@ -86,8 +109,8 @@ def seconds(function: Callable[[int], Any], count: int) -> float:
 
 def measure(result: dict[str, Any], save: Callable[[], None]) -> None:
     """Fills the result round by round."""
-    model = make_model()
-    ids = torch.randint(0, SHAPE["vocab_size"], (1, PROMPT), device="cuda")
+    model = make_model(result["model"])
+    ids = torch.randint(0, result["model"]["vocab_size"], (1, PROMPT), device="cuda")
     read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     cache = (machine.describe_gpu() or {})["l2_cache_bytes"] or 64 * 2**20
     speed = gpu_timing.read_bandwidth(settings_for("cuda", False, cache), cache)
@@ -115,14 +138,16 @@ def main() -> int:
     """Entry point of `python -m benchmarks.gpu.large_model`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    parser.add_argument("--small", action="store_true", help="SmolLM2-135M's shape")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.gpu.large_model: torch sees no GPU", file=sys.stderr)
         return 1
-    result: dict[str, Any] = {**provenance("large-model", False, "cuda"), "model": SHAPE}
+    result: dict[str, Any] = {**provenance(FILES[options.small].removesuffix(".json"), False, "cuda")}
+    result["model"] = SMALL if options.small else LARGE
 
     def save() -> None:
-        evidence.add_here("bench", file=FILE, result=result)
+        evidence.add_here("bench", file=FILES[options.small], result=result)
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -3,7 +3,7 @@
 Logits: 128,256 in bfloat16, peaked (distributions.py), temperature 0.8. Each step has a planned number of accepted drafts.
 Under `coupled` the drafts up to that number are the target's tokens, the others differ. Under `rejection` a draft is certain
 to be accepted if both distributions are equal, and certain to be rejected if q is one at a token that the target does not draw.
-Attention: 32 heads and 8 key heads of head_dim 128 in bfloat16.
+Attention: 32 heads and 8 key heads of head_dim 128 in bfloat16. A layer around its attention: SmolLM2-135M's shapes.
 """
 
 from __future__ import annotations
@@ -161,6 +161,45 @@ def attention_call(name: str, keys: int, rows: int, window: int, key_heads: int)
     }
     plain = pass_ext.attention_tree(**arguments)[0]  # type: ignore[arg-type]
     return Call("attention", name, pass_ext.attention_tree, arguments, _is_near(plain))
+
+
+def layer_calls(width: int = 576, heads: int = 9, key_heads: int = 3, inner: int = 1536) -> Iterator[Call]:
+    """layer_before_attention and layer_after_attention of 8 and 16 rows, heads of 64."""
+    dim = 64
+    for rows in (8, 16):
+        random = torch.Generator().manual_seed(SEED)
+
+        def numbers(*shape: int, generator: torch.Generator = random) -> Tensor:
+            return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+
+        x, norm = numbers(rows, width) * 24, numbers(width) * 24
+        q, k, v = (numbers(count * dim, width) for count in (heads, key_heads, key_heads))
+        angles = torch.arange(rows)[:, None] * 1e4 ** -(torch.arange(0, dim, 2).repeat(2) / dim)
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        arguments: dict[str, Any] = {"x": x, "q_weight": q, "k_weight": k, "v_weight": v, "head_dim": dim}
+        arguments |= {"input_norm": norm, "cos": cos, "sin": sin}
+        op = pass_ext.layer_before_attention
+        yield Call("layer", f"before attention, {rows} rows", op, arguments, _are_near(op(**arguments)))
+        arguments = {
+            "attended": numbers(rows, heads * dim) * 24,
+            "residual": x,
+            "o_weight": numbers(width, heads * dim),
+        }
+        arguments |= {"gate_weight": numbers(inner, width), "up_weight": numbers(inner, width)}
+        arguments |= {"down_weight": numbers(width, inner), "mlp_norm": norm}
+        after = pass_ext.layer_after_attention
+        yield Call("layer", f"after attention, {rows} rows", after, arguments, _are_near((after(**arguments),)))
+
+
+def _are_near(plain: tuple[Tensor, ...]) -> Callable[[Any], bool]:
+    def compare(result: Any) -> bool:
+        parts = result if isinstance(result, tuple) else (result,)
+        near = [
+            (ours.float().cpu() - theirs.float()).abs().max() < 0.1 for ours, theirs in zip(parts, plain, strict=True)
+        ]
+        return all(near)
+
+    return compare
 
 
 def _is_near(plain: Tensor) -> Callable[[Any], bool]:

@@ -22,6 +22,7 @@ from benchmarks.kernel_time.inputs import (
     accept_calls,
     attention_call,
     draft_calls,
+    layer_calls,
 )
 from pass_ext import testing
 
@@ -77,7 +78,7 @@ def record_all(in_flight: Mapping[str, tuple[int, int]], only: str = "") -> list
     machine = Machine()
     launching.multiprocessors = lambda: MULTIPROCESSORS
     blocks = RESIDENT_BLOCKS * MULTIPROCESSORS // KEY_HEADS
-    steps = [emulated(call) for call in (*draft_calls(), *accept_calls())]
+    steps = [emulated(call) for call in (*draft_calls(), *accept_calls(), *layer_calls())]
     steps += [attention_step(name, *shape, blocks) for name, shape in ATTENTION.items()]
     records = []
     for step in steps:
