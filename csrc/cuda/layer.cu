@@ -11,11 +11,11 @@ namespace pass_ext {
 
 // linear.cu has their kernels.
 extern template void gpu::launch_products(const char*, const LinearRows<float>*, int, const gpu::InputNorm<float>&,
-                                          const gpu::HeadRotation&, gpu::Stream);
+                                          const gpu::HeadRotation&, bool, gpu::Stream);
 extern template void gpu::launch_products(const char*, const LinearRows<float16>*, int, const gpu::InputNorm<float16>&,
-                                          const gpu::HeadRotation&, gpu::Stream);
+                                          const gpu::HeadRotation&, bool, gpu::Stream);
 extern template void gpu::launch_products(const char*, const LinearRows<bfloat16>*, int,
-                                          const gpu::InputNorm<bfloat16>&, const gpu::HeadRotation&, gpu::Stream);
+                                          const gpu::InputNorm<bfloat16>&, const gpu::HeadRotation&, bool, gpu::Stream);
 
 namespace {
 

@@ -104,6 +104,7 @@ void launch_heads(const char* name, const NormedHeads<T>& problem, Stream stream
   const bool wide = is_whole(problem.rotation.head_dim) && has_wide_rows(problem.q) && has_wide_rows(problem.k) &&
                     is_wide(problem.q_norm) && is_wide(problem.k_norm);
   const int64_t heads = problem.rows * (problem.q.heads + problem.k.heads);
+  if (heads == 0) return;
   launch(name, wide ? heads_kernel<T, true> : heads_kernel<T, false>,
          LaunchShape{{(heads + kHeadWarps - 1) / kHeadWarps}, {32 * kHeadWarps}}, stream, problem);
 }
@@ -137,7 +138,7 @@ void launch_before_attention(const LayerBefore<T>& layer, const LayerOptions& op
                      static_cast<int>(options.head_dim),
                      rotation.is_float32,
                      rotates && !has_norms ? 2 : 0};
-  launch_products(name, products, 3, in.norm, heads, stream);
+  launch_products(name, products, 3, in.norm, heads, false, stream);
   if (!has_norms) return;
 
   const int64_t dim = options.head_dim;
@@ -151,7 +152,7 @@ void launch_before_attention(const LayerBefore<T>& layer, const LayerOptions& op
                         stream);
   }
   const auto norm_rows = [&](const LayerNorm<T>& norm, T* all, int64_t outputs) {
-    if (norm) launch_step(rows_of<T>(norm, all, all, rows * outputs / norm.dim, options), stream);
+    if (norm && outputs > 0) launch_step(rows_of<T>(norm, all, all, rows * outputs / norm.dim, options), stream);
   };
   norm_rows(layer.q_norm, queries, layer.q.outputs);
   norm_rows(layer.k_norm, keys, layer.k.outputs);
@@ -198,23 +199,23 @@ void launch_after_attention(const LayerAfter<T>& layer, const LayerOptions& opti
   T* const middle = workspace + rows * layer.gate.outputs;
   // to = before + the product, normed or scaled
   const auto add_product = [&](T* to, const LayerLinear<T>& linear, const T* from, const T* before,
-                               const LayerNorm<T>& norm) {
+                               const LayerNorm<T>& norm, bool overlaps) {
     LinearRows<T> product = rows_of(linear, from, to, rows);
     if (!norm) {
       product.residual = before;
       product.scale = options.scale;
     }
-    launch_products<T>(name, &product, 1, {}, {}, stream);
+    launch_products<T>(name, &product, 1, {}, {}, overlaps, stream);
     if (!norm) return;
     launch_step(rows_of<T>(norm, to, to, rows, options), stream);
     launch_add(name, to, before, rows * linear.outputs, stream);
   };
-  add_product(middle, layer.o, attended, residual, layer.attention_norm);
+  add_product(middle, layer.o, attended, residual, layer.attention_norm, false);
   const NormedRows<T> in =
       norm_in_front(layer.mlp_norm, options, middle, rows, middle + rows * layer.o.outputs, stream);
   launch_gated_products(name, rows_of<T>(layer.gate, in.x, nullptr, rows), rows_of<T>(layer.up, in.x, nullptr, rows),
                         hidden, options.activation, in.norm, stream);
-  add_product(out, layer.down, hidden, middle, layer.output_norm);
+  add_product(out, layer.down, hidden, middle, layer.output_norm, true);
 }
 
 }  // namespace pass_ext::gpu

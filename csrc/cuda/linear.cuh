@@ -5,7 +5,8 @@
 //
 // A block computes 16 outputs of up to 16 rows (in fp32: 8) and reads their weights once. Its warps share the numbers
 // along `in`, 32 of them at a time; a thread reads eight neighbours of two outputs. The sum of an output has one order,
-// whatever the other rows and outputs are. Weights are read before the launch in front has ended, if launches overlap.
+// whatever the other rows and outputs are. A launch that overlaps reads its weights before the launch in front has
+// ended; so it must not be the first of its op, in front of which they could have been written.
 #pragma once
 
 #include <algorithm>
@@ -318,6 +319,11 @@ PASS_EXT_DEVICE Pair rotated_pair(const HeadRotation& rotation, int64_t row, int
 
 // ---- the kernel ----
 
+// Bytes of the warps' sums of a block; a multiple of 128.
+PASS_EXT_HOST_DEVICE constexpr int64_t sum_bytes(int64_t rows, int weights) {
+  return kLinearWarps * weights * rows * kSumStride * int64_t{sizeof(float)};
+}
+
 // fp32 needs the registers of a multiprocessor for one block.
 template <typename T>
 constexpr bool kIsFloat32 = sizeof(T) == sizeof(float);
@@ -328,7 +334,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   using Sums = TileSums<T, row_tiles>;
   constexpr int kRows = 8 * row_tiles, kWeights = gated ? 2 : 1;
   constexpr int kAhead = kIsFloat32<T> ? 1 : gated ? 2 : 4;  // units whose loads overlap
-  PASS_EXT_SHARED(float, sums, kLinearWarps * kWeights * kRows * kSumStride);
+  float* const sums = dynamic_shared<float>();  // [warps, weights, rows, kSumStride]; behind them normed rows
   let_next_begin();
   const LinearRows<T>& rows = problem.product[0];
   const int64_t in = rows.in, first_row = int64_t{block_index().y} * kRows;
@@ -365,7 +371,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   int64_t x_row = rows.x_row;
   const int count = static_cast<int>(rows.rows - first_row < kRows ? rows.rows - first_row : kRows);
   if (problem.norm.weight) {
-    T* const normed = dynamic_shared<T>();
+    T* const normed = dynamic_shared<T>() + sum_bytes(kRows, kWeights) / sizeof(T);
     for (int n = warp; n < count; n += kLinearWarps)
       norm_row<wide>(normed + n * normed_stride<T>(in), x + n * x_row, problem.norm, in);
     sync_block();
@@ -447,12 +453,14 @@ bool has_wide_rows(const LinearRows<T>& product) {
 }
 
 template <typename T, bool gated, bool wide>
-void launch_row_products(const char* name, const RowProducts<T>& problem, int64_t tiles, Stream stream) {
+void launch_row_products(const char* name, const RowProducts<T>& problem, int64_t tiles, bool overlaps, Stream stream) {
+  if (tiles == 0) return;
   constexpr int kMostTiles = kIsFloat32<T> ? 1 : 2;
   const int64_t rows = problem.product[0].rows, of_block = rows_of_block<T>(rows);
   LaunchShape shape{{tiles, (rows + of_block - 1) / of_block}, {kLinearThreads}};
-  if (problem.norm.weight) shape.dynamic_shared_bytes = normed_bytes<T>(rows, problem.product[0].in);
-  shape.overlaps = true;
+  shape.dynamic_shared_bytes = sum_bytes(of_block, gated ? 2 : 1);
+  if (problem.norm.weight) shape.dynamic_shared_bytes += normed_bytes<T>(rows, problem.product[0].in);
+  shape.overlaps = overlaps;
   launch(name, of_block == 8 ? linear_kernel<T, 1, gated, wide> : linear_kernel<T, kMostTiles, gated, wide>, shape,
          stream, problem);
 }
@@ -461,7 +469,7 @@ void launch_row_products(const char* name, const RowProducts<T>& problem, int64_
 // normed_bytes.
 template <typename T>
 void launch_products(const char* name, const LinearRows<T>* products, int count, const InputNorm<T>& norm,
-                     const HeadRotation& rotation, Stream stream) {
+                     const HeadRotation& rotation, bool overlaps, Stream stream) {
   RowProducts<T> problem{};
   bool wide = !norm.weight || is_aligned16(norm.weight);
   int64_t tiles = 0;
@@ -475,11 +483,11 @@ void launch_products(const char* name, const LinearRows<T>* products, int count,
   problem.count = count;
   problem.norm = norm;
   problem.rotation = rotation;
-  wide ? launch_row_products<T, false, true>(name, problem, tiles, stream)
-       : launch_row_products<T, false, false>(name, problem, tiles, stream);
+  wide ? launch_row_products<T, false, true>(name, problem, tiles, overlaps, stream)
+       : launch_row_products<T, false, false>(name, problem, tiles, overlaps, stream);
 }
 
-// Launches out = activation(gate product) up product, [rows, outputs].
+// Launches out = activation(gate product) up product, [rows, outputs]; not as the first launch of an op.
 template <typename T>
 void launch_gated_products(const char* name, const LinearRows<T>& gate, const LinearRows<T>& up, T* out,
                            Activation activation, const InputNorm<T>& norm, Stream stream) {
@@ -492,8 +500,8 @@ void launch_gated_products(const char* name, const LinearRows<T>& gate, const Li
   problem.activation = activation;
   const bool wide = has_wide_rows(gate) && has_wide_rows(up) && (!norm.weight || is_aligned16(norm.weight));
   const int64_t tiles = problem.end_tile[0] = tiles_of(gate.outputs, kTileOutputs);
-  wide ? launch_row_products<T, true, true>(name, problem, tiles, stream)
-       : launch_row_products<T, true, false>(name, problem, tiles, stream);
+  wide ? launch_row_products<T, true, true>(name, problem, tiles, true, stream)
+       : launch_row_products<T, true, false>(name, problem, tiles, true, stream);
 }
 
 }  // namespace pass_ext::gpu

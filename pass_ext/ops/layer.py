@@ -96,8 +96,9 @@ def layer_before_attention(
     Returns:
         ``(q [N, Hq, D], k [N, Hk, D], v [N, Hk, D])``, contiguous.
 
-    A row has the same bits whatever the other rows are. On a GPU it is one launch, two where heads are normed. No gradients,
-    reverse or forward: the op raises if an input requires one.
+    A row has the same bits whatever the other rows are. On a GPU it is one launch, two where heads are normed, four where whole
+    rows of queries and keys are, and one more where a block has no room for its normed rows. No gradients, reverse or forward:
+    the op raises if an input requires one.
     """
     op = "layer_before_attention"
     refuse_gradients(op, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, input_norm, q_norm, k_norm)
@@ -147,8 +148,9 @@ def layer_after_attention(
     Returns:
         ``[N, d]``.
 
-    A row has the same bits whatever the other rows are. On a GPU it is three launches, and two more for each norm behind a
-    product. No gradients, reverse or forward: the op raises if an input requires one.
+    A row has the same bits whatever the other rows are. On a GPU it is three launches, two more for each norm behind a product,
+    and one more where a block has no room for its normed rows. No gradients, reverse or forward: the op raises if an input
+    requires one.
     """
     op = "layer_after_attention"
     refuse_gradients(op, attended, residual, o_weight, gate_weight, up_weight, down_weight, o_bias, gate_bias, up_bias,

@@ -14,7 +14,7 @@ _op = torch.ops.pass_ext.linear_rows.default
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` for the few rows of a decoding step, ``[..., in]`` to ``[..., out]``: reads the weight
-    once for all rows, on a GPU once for every 16.
+    once for all rows, on a GPU once for every 16 (in float32 8).
 
     Args:
         x: ``[..., in]`` bfloat16, float16 or float32.
@@ -25,7 +25,7 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         ``[..., out]`` in x's dtype; products and sums are fp32, rounded once.
 
     A row's result has the same bits whatever the other rows are, how many there are, and how many threads compute them (on one
-    instruction set, or on GPUs). So a token decoded in a batch of drafts gets the same numbers as a token decoded alone.
+    instruction set, or one kind of GPU). So a token decoded in a batch of drafts gets the numbers of a token decoded alone.
 
     For more than 64 rows ``torch.nn.functional.linear`` may be faster, on a GPU for large weights too. No gradients, reverse or
     forward: the op raises if an input requires one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import singledispatch
 from typing import Any
 
@@ -25,10 +26,13 @@ def plan(
         method: ``PaSS``, or ``Speculative`` or ``MultiCandidate`` without a tree of its own.
         requests: how many are decoded together. The plan is the best one that is common to all; ``PaSS`` with rows "auto"
             shares the rows of each step among several requests anew.
-        temperature: of the texts. ``PaSS`` knows how often slots are right in greedy texts, temperature 0, and in others.
+        temperature: of the texts. ``PaSS`` knows how often slots are right in greedy texts, temperature 0, and in others; draft
+            models' hit rates are those that were counted.
     """
     if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
         raise ValueError(f"plan: requests must be a whole number, 1 or more, got {requests!r}")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ValueError(f"plan: temperature must be a number, 0 or more, got {temperature!r}")
     return _plan(method, model, requests, temperature)
 
 

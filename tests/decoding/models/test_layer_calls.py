@@ -26,7 +26,10 @@ from pass_ext.testing import assert_same_bits
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIONS = dict(max_new_tokens=8, eos_token_id=[])
-MORE = dict.fromkeys(("granite", "olmo2", "smollm3"), ARCHITECTURES["llama"]) | {"gemma3_text": ARCHITECTURES["gemma"]}
+GREEDY = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+MORE = dict.fromkeys(("granite", "olmo2", "smollm3", "ministral3"), ARCHITECTURES["llama"]) | {
+    "gemma3_text": ARCHITECTURES["gemma"]
+}
 WHOLE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3")
 # Experts, norms that subtract the mean, MLPs without a gate, rotated neighbours.
 NOT = ("qwen2_moe", "phi", "gpt_neox", "opt")
@@ -92,6 +95,47 @@ def test_whole_layers_give_the_logits_that_they_gave(architecture, dtype, calls,
     assert [known.is_right for known in known_layers(model)] == [True] * 2
     assert calls["_before"] >= 2 * (after.stats.model_calls - 1)
     assert not any("forward" in vars(layer) for layer in model.get_decoder().layers)
+
+
+@pytest.mark.parametrize("length", [7, 12, 70])
+def test_a_rotary_embedding_of_a_part_of_each_head(length):
+    model, ids = model_of("phi3", partial_rotary_factor=0.5), prompts(1, length)[0]
+    ours = generate(model, ids, **OPTIONS)
+    assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
+    assert [known.is_right for known in known_layers(model)] == [True] * 2
+
+
+@pytest.mark.parametrize("any_rows", [False, True], ids=["", "as on a GPU"])
+@pytest.mark.parametrize("length", [7, 12, 70])
+def test_layers_that_compute_with_positions_stay(length, any_rows, monkeypatch):
+    """Queries of ministral3 are scaled by their position, which the ops do not know; at the first positions by 1."""
+    if any_rows:
+        monkeypatch.setattr(layer_calls, "_may_compare", lambda rows, most: True)
+    rotary = dict(
+        rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=8, llama_4_scaling_beta=3.0,
+        beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+    )  # fmt: skip
+    model, ids = model_of("ministral3", rope_parameters=rotary), prompts(1, length)[0]
+    ours = generate(model, ids, **OPTIONS)
+    assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
+    assert True not in [known.is_right for known in known_layers(model)]
+
+
+@pytest.mark.parametrize("architecture", WHOLE)
+def test_some_rows_of_a_prompt_show_what_layers_compute(architecture, monkeypatch):
+    """As on a GPU, where prompts of any length are looked at so that no step compares."""
+    compare, compared = layer_calls._compare, []
+    monkeypatch.setattr(layer_calls, "_may_compare", lambda rows, most: True)
+
+    def counting(original, known, call, rows, named):
+        compared.append(rows.shape[1])
+        compare(original, known, call, rows, named)
+
+    monkeypatch.setattr(layer_calls, "_compare", counting)
+    model, ids = model_of(architecture), prompts(1, 70)[0]
+    ours = generate(model, ids, **OPTIONS)
+    assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
+    assert compared == [70, 70] and [known.is_right for known in known_layers(model)] == [True] * 2
 
 
 @pytest.mark.parametrize("architecture", NOT)

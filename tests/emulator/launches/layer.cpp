@@ -60,7 +60,11 @@ pass_ext::LayerAfter<T> after(const Arguments& given) {
 }
 
 int64_t before_workspace(const Arguments& given) {
-  return pass_ext::gpu::before_workspace(before<float>(given), rotation(given), given("rows"));
+  int64_t size = 0;
+  with_type(given, [&](auto value) {
+    size = pass_ext::gpu::before_workspace(before<typename decltype(value)::type>(given), rotation(given), given("rows"));
+  });
+  return size;
 }
 
 void layer_before_attention(const Arguments& given) {
@@ -73,7 +77,11 @@ void layer_before_attention(const Arguments& given) {
 }
 
 int64_t after_workspace(const Arguments& given) {
-  return pass_ext::gpu::after_workspace(after<float>(given), given("rows"));
+  int64_t size = 0;
+  with_type(given, [&](auto value) {
+    size = pass_ext::gpu::after_workspace(after<typename decltype(value)::type>(given), given("rows"));
+  });
+  return size;
 }
 
 void layer_after_attention(const Arguments& given) {

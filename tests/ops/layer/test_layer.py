@@ -14,7 +14,9 @@ from pass_ext.testing import assert_error_within, assert_same_bits
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def before_case(rows, dtype, *, width=72, heads=3, key_heads=2, head_dim=16, whole=False, plain=False, fp32_cos=False):
+def before_case(
+    rows, dtype, *, width=72, heads=3, key_heads=2, head_dim=16, whole=False, plain=False, fp32_cos=False, rotated=0
+):
     random = Numbers(rows + width, dtype)
     sizes = heads * head_dim, key_heads * head_dim, key_heads * head_dim
     tensors = dict(x=random(rows, width) * width**0.5)
@@ -23,7 +25,7 @@ def before_case(rows, dtype, *, width=72, heads=3, key_heads=2, head_dim=16, who
         tensors |= {f"{name}_bias": random(size) for name, size in zip("qkv", sizes, strict=True)}
         widths = sizes[:2] if whole else (head_dim, head_dim)
         tensors |= dict(input_norm=random(width), q_norm=random(widths[0]), k_norm=random(widths[1]))
-    angles = random(rows, head_dim, dtype=torch.float64)
+    angles = random(rows, rotated or head_dim, dtype=torch.float64)
     wide = torch.float32 if fp32_cos else dtype
     return tensors | dict(cos=angles.cos().to(wide), sin=angles.sin().to(wide))
 
@@ -78,14 +80,24 @@ def doubled(case):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 8, 33, pytest.param(130, marks=pytest.mark.quick_on("cpu"))])
 @pytest.mark.parametrize(
-    "options", [{}, dict(whole=True), dict(plain=True), dict(fp32_cos=True), dict(width=65, head_dim=10)], ids=str
-)
+    "options",
+    [
+        {}, dict(whole=True), dict(plain=True), dict(fp32_cos=True), dict(width=65, head_dim=10), dict(plain=True, rotated=6),
+        dict(plain=True, head_dim=80, rotated=40), dict(head_dim=7, rotated=6), dict(head_dim=520, heads=1, key_heads=1),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_before_has_the_bits_of_the_single_ops(backend, dtype, rows, options):
     case = before_case(rows, dtype, **options) | dict(head_dim=options.get("head_dim", 16))
     for form in ("llama", "olmo2", "gemma"):
         got = pass_ext.layer_before_attention(**case, eps=1e-3, form=form)
         for ours, theirs in zip(got, before_by_ops(**case, eps=1e-3, form=form), strict=True):
             assert ours.is_contiguous()
+            assert_same_bits(ours, theirs.contiguous())
+    for name in {"q_norm", "k_norm"} & set(case):
+        for ours, theirs in zip(
+            pass_ext.layer_before_attention(**case | {name: None}), before_by_ops(**case | {name: None}), strict=True
+        ):
             assert_same_bits(ours, theirs.contiguous())
     case |= dict(cos=None, sin=None)
     for ours, theirs in zip(pass_ext.layer_before_attention(**case), before_by_ops(**case), strict=True):

@@ -1,10 +1,10 @@
 """``attached``: patches a transformers model while a generation runs and restores it afterwards.
 
-In the generation's calls the model attends by pass_ext, its linear layers on the CPU are ``few_rows_linear``, its norms, rotary
-embeddings and gates ``step_modules``, and look-ahead slots may shift the input of its layers and have adapters of its linear
-layers. Other calls of the model, also in other threads, compute what they always did. But until the last generation ends the
-model is in eval mode, and its config names pass_ext's attention. Generations on one model, nested or in several threads, share
-one attachment.
+In the generation's calls the model attends by pass_ext, its linear layers (on a GPU small ones) are ``few_rows_linear``, its
+norms, rotary embeddings and gates ``step_modules``, and look-ahead slots may shift the input of its layers and have adapters of
+its linear layers. Other calls of the model, also in other threads, compute what they always did. But until the last generation
+ends the model is in eval mode, and its config names pass_ext's attention. Generations on one model, nested or in several
+threads, share one attachment.
 
 Finding the parts takes longer than a step of a small model, so what is put in their place is kept for the next generation, in
 an attribute of the model, and with it what calls have shown (``LayerStack``, ``DirectCall``), as long as the model is the same

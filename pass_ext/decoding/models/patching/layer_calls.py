@@ -1,9 +1,9 @@
 """``layer_calls``: inside a context a model's decoder layers compute few rows by two ops around their attention,
 ``layer_before_attention`` and ``layer_after_attention``, or on the CPU all of them by one, ``layer_stack``.
 
-A layer is taken apart by the names of its parts, and believed by its numbers: in its first call, however many rows that has,
-some of them are computed both ways, and only if the ops give the same bits for queries, keys, values and output do they compute
-the layer from then on. So steps compare nothing, which on a GPU would make them wait.
+A layer is taken apart by the names of its parts, and believed by its numbers: in its first call of few rows these are computed
+both ways, and only if the ops give the same bits for queries, keys, values and output do they compute the layer from then on.
+On a GPU some rows of the prompt are, however many it has: a step that compares would wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pass_ext.ops import layer as registration  # noqa: F401
 
 _before = torch.ops.pass_ext.layer_before_attention.default
 _after = torch.ops.pass_ext.layer_after_attention.default
-_COMPARED = 8  # rows
+_COMPARED = 8  # rows of many
+_ELSEWHERE = 1 << 20  # positions
 
 
 @contextmanager
@@ -101,8 +102,8 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             or torch.is_grad_enabled()
             or named.get("past_key_values") is not None
         )
-        if takes and known.is_right is None and hidden_states.shape[1] and not is_being_recorded(hidden_states):
-            _compare(original, known, call, hidden_states[:, :_COMPARED], named)
+        if takes and known.is_right is None and parts.are_current() and _may_compare(hidden_states, most):
+            _compare(original, known, call, hidden_states, named)
         is_ours = takes and bool(known.is_right) and 0 < hidden_states.shape[1] <= most
         if is_ours and parts.layer == 0:
             out = stack.run_first(call, hidden_states, rotation)
@@ -133,16 +134,42 @@ def _is_pair(rotation: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
     return isinstance(rotation, tuple) and len(rotation) == 2
 
 
+def _may_compare(hidden_states: Tensor, most: int) -> bool:
+    """True for few rows, and on a GPU for any number, unless a graph is being recorded, which cannot read them."""
+    rows = hidden_states.shape[1]
+    return rows > 0 and (rows <= most or hidden_states.is_cuda) and not is_being_recorded(hidden_states)
+
+
 def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Stands for attention where a layer is called to be compared alone, and nothing may be kept of its keys and values."""
-    return q if q.shape[-1] == v.shape[-1] else q.new_ones(*q.shape[:2], v.shape[-1])
+    return q.contiguous() if q.shape[-1] == v.shape[-1] else q.new_ones(*q.shape[:2], v.shape[-1])
+
+
+def _some_rows(hidden_states: Tensor, named: dict[str, Any], count: int) -> tuple[Tensor, dict[str, Any]]:
+    """The first ``count`` rows of a call, and its arguments for them. Positions are others than those that the rotation stands
+    for: the ops know the rotation alone, so a layer that computes with positions too must differ."""
+    rows = hidden_states.shape[1]
+    cos, sin = named["position_embeddings"]
+    named = named | {"position_embeddings": (cos[:, :count], sin[:, :count])}
+    for name in ("position_ids", "cache_position"):
+        value = named.get(name)
+        if isinstance(value, Tensor) and value.shape[-1:] == (rows,):
+            named[name] = value[..., :count] + _ELSEWHERE
+    return hidden_states[:, :count], named
 
 
 def _compare(
     original: Callable[..., Any], known: _Layer, call: OurCall, hidden_states: Tensor, named: dict[str, Any]
 ) -> None:
-    """Calls the layer as it is, without attention and adapters, and computes the same by the ops."""
-    cos, sin = (part[:, : hidden_states.shape[1]] for part in named["position_embeddings"])
+    """Calls the layer as it is, without attention and adapters, and computes the same by the ops. Of many rows some; a layer
+    that cannot be called with those is compared in a call of few."""
+    rows = hidden_states.shape[1]
+    is_cut = rows > MAX_FEW_ROWS
+    if any(part.dim() != 3 or part.shape[:2] != (1, rows) for part in named["position_embeddings"]):
+        known.is_right = False
+        return
+    hidden_states, named = _some_rows(hidden_states, named, _COMPARED if is_cut else rows)
+    cos, sin = named["position_embeddings"]
     seen: list[tuple[int, tuple[Tensor, ...], Tensor, dict[str, Any]]] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -151,21 +178,26 @@ def _compare(
         return out
 
     recording: Attend = attend
-    known.is_right = False
-    with attending(call, recording), adapting(None):
-        result = original(hidden_states, **named | {"position_embeddings": (cos, sin)})
+    try:
+        with attending(call, recording), adapting(None):
+            result = original(hidden_states, **named)
+    except Exception:  # the layer takes no such rows; what is wrong with the call itself is said when it runs
+        known.is_right = None if is_cut else False
+        return
     out = result[0] if isinstance(result, tuple) and len(result) == 1 else result
     if len(seen) != 1 or seen[0][0] != known.parts.layer or not isinstance(out, Tensor):
+        known.is_right = False
         return
-    _, inputs, attended, known.attention = seen[0]
-    known.returns_tuple = isinstance(result, tuple)
-    rows = hidden_states[0]
-    for known.rotates in (True, False):
+    _, inputs, attended, options = seen[0]
+    few = hidden_states[0]
+    for rotates in (True, False):
         try:
-            ours = known.before(rows, *((cos[0], sin[0]) if known.rotates else (None, None)))
-            is_same = all(map(torch.equal, ours, inputs)) and torch.equal(known.after(attended, rows)[None], out)
+            ours = known.before(few, *((cos[0], sin[0]) if rotates else (None, None)))
+            is_same = all(map(torch.equal, ours, inputs)) and torch.equal(known.after(attended, few)[None], out)
         except RuntimeError:  # the op refuses shapes that these parts do not have
             is_same = False
         if is_same:
-            known.is_right = True
-            break
+            known.attention, known.returns_tuple, known.rotates = options, isinstance(result, tuple), rotates
+            known.is_right = True  # last: other threads read the others then
+            return
+    known.is_right = False
