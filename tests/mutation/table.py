@@ -80,6 +80,7 @@ _CPP = _files_of_families() | {
     "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
     "cpu/linear_kernels-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
     "cpu/layer.cpp": (["layer"], ["tests/ops/layer"]),
+    "core/layer.h": (["layer"], ["tests/ops/layer"]),
     "cpu/layer.h": (["layer"], ["tests/ops/layer"]),
     "cpu/layer_pack.cpp": (["layer"], ["tests/ops/layer"]),
     "cpu/layer_pack.h": (["layer"], ["tests/ops/layer"]),
