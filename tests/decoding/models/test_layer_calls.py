@@ -121,6 +121,29 @@ def test_layers_that_compute_with_positions_stay(length, any_rows, monkeypatch):
     assert True not in [known.is_right for known in known_layers(model)]
 
 
+@pytest.mark.parametrize(
+    ("refuses", "is_right"),
+    [(lambda rows, named: rows.shape[1] == 8, True), (lambda rows, named: named["position_ids"].max() > 1000, False)],
+    ids=["some of a prompt's rows", "other positions"],
+)
+def test_a_layer_that_cannot_be_called_to_be_compared(refuses, is_right, monkeypatch):
+    """Where it does not take some rows of a prompt, a step shows what it computes; else it stays."""
+    monkeypatch.setattr(layer_calls, "_may_compare", lambda rows, most: True)
+    model, ids = model_of("llama"), prompts(1, 70)[0]
+    layer = type(model.get_decoder().layers[0])
+    forward = layer.forward
+
+    def refusing(self, hidden_states, **named):
+        if refuses(hidden_states, named):
+            raise ValueError("not such rows")
+        return forward(self, hidden_states, **named)
+
+    monkeypatch.setattr(layer, "forward", refusing)
+    ours = generate(model, ids, **OPTIONS)
+    assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
+    assert [known.is_right for known in known_layers(model)] == [is_right] * 2
+
+
 @pytest.mark.parametrize("architecture", WHOLE)
 def test_some_rows_of_a_prompt_show_what_layers_compute(architecture, monkeypatch):
     """As on a GPU, where prompts of any length are looked at so that no step compares."""
