@@ -42,7 +42,7 @@ PASS_EXT_HOST_DEVICE F gated(F gate, F up) {
   return rounded<T>(activated<activation>(gate)) * up;
 }
 
-// A product that is added to the residual stream: rounded times `scale`, and rounded again; a scale of 1 rounds nothing.
+// A rounded product that is added to the residual stream: times `scale`, rounded again; a scale of 1 rounds nothing.
 template <typename T, typename F>
 PASS_EXT_HOST_DEVICE F scaled(F product, float scale) {
   return scale == 1.0f ? product : rounded<T>(product * constant(product, scale));

@@ -62,7 +62,8 @@ pass_ext::LayerAfter<T> after(const Arguments& given) {
 int64_t before_workspace(const Arguments& given) {
   int64_t size = 0;
   with_type(given, [&](auto value) {
-    size = pass_ext::gpu::before_workspace(before<typename decltype(value)::type>(given), rotation(given), given("rows"));
+    size =
+        pass_ext::gpu::before_workspace(before<typename decltype(value)::type>(given), rotation(given), given("rows"));
   });
   return size;
 }
