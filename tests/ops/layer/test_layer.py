@@ -78,7 +78,7 @@ def doubled(case):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 8, 33, pytest.param(130, marks=pytest.mark.quick_on("cpu"))])
+@pytest.mark.parametrize("rows", [1, 5, 8, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (33, 130))])
 @pytest.mark.parametrize(
     "options",
     [
@@ -105,7 +105,7 @@ def test_before_has_the_bits_of_the_single_ops(backend, dtype, rows, options):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 8, 33, pytest.param(130, marks=pytest.mark.quick_on("cpu"))])
+@pytest.mark.parametrize("rows", [1, 5, 8, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (33, 130))])
 @pytest.mark.parametrize(
     "norms",
     [("mlp_norm",), (), ("attention_norm", "output_norm"), ("attention_norm", "mlp_norm", "output_norm")],
