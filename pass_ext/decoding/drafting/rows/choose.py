@@ -63,14 +63,15 @@ class RowChoice:
             tokens: of nodes 1, 2, …; -1: none. Empty: there are no candidates.
             probabilities: of these tokens, by their slots.
         """
-        tree, reach, nodes = self._tree, [1.0], []
-        for node, (token, probability) in enumerate(zip(tokens, probabilities, strict=True), 1):
-            # A probability that rounding lifts above 1 would put a node before its parent.
-            usable = token >= 0 and tree.depths[node] <= levels
-            reach.append(reach[tree.parents[node]] * min(probability, 1.0) if usable else 0.0)
+        tree, reach = self._tree, [1.0, *probabilities]
+        nodes = []
+        for node, token in enumerate(tokens, 1):
+            reach[node] *= reach[tree.parents[node]] if token >= 0 and tree.depths[node] <= levels else 0.0
             if reach[node] > 0:
                 nodes.append(node)
-        nodes.sort(key=lambda node: -reach[node])  # stable, so of equal ones parents stay in front
+        nodes.sort(
+            key=lambda node: -reach[node]
+        )  # parents stay in front: chances are at most 1, and the sort is stable
         best, chosen = 1.0, 0
         groups: Groups = ()
         for form in self._forms:
