@@ -70,10 +70,9 @@ class PaSS:
         lookahead: the trained embeddings, ``LookaheadEmbedding.from_pretrained(...)`` or ``load(...)``.
         passes: 1: one call verifies this step's candidates and computes the next ones. 2: as published, one call for the
             candidates, then one that verifies them.
-        rows: the most rows of one call per request. With 8 or more, steps of one text on the CPU take the candidates and slots
-            that suit the place, by the slots' probabilities. "auto": the fastest number for this model on this machine; its
-            calls are measured once and the times kept on disk. Drafting pauses while it does not pay. In a batch, each step
-            shares rows among the requests by what they are expected to gain.
+        rows: the most rows of one call per request. "auto": the fastest number for this model on this machine; its calls are
+            measured once and the times kept on disk. Drafting pauses while it does not pay. In a batch, each step shares rows
+            among the requests by what they are expected to gain.
         tree: instead of planning: a tree of candidates, in which child k of a node is the candidate of rank k. Look-ahead
             groups are planned unless the tree has some.
         ngram: n-gram candidates join the tree.

@@ -183,7 +183,6 @@ _PYTHON: dict[str, list[str]] = {
     "requests/node_processor": ["tests/decoding/test_generation_config.py"],
     "drafting/rows/batch_seconds": _SHARED,
     "drafting/rows/chances": _SHARED,
-    "drafting/rows/choose": ["tests/decoding/drafting/test_row_choice.py"],
     "drafting/rows/share": _SHARED,
     "drafting/rows/shared": _SHARED,
     "drafting/rows/pace": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],

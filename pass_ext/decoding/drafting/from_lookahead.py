@@ -4,9 +4,8 @@ Slot i's logits, plus transition scores left[parent] · right[token] where the e
 i + 1 below each parent; child k of a node is its candidate of rank k. With rule "coupled" candidates are the best under the
 target's own noise; for rules that need the drafts' distribution q they are drawn from it, and q's logits are kept.
 
-A step is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one group). One
-text on the CPU takes the candidates and slots that pay at each place (rows/choose.py), and so does each request of a batch with
-rows="auto" (rows/shared.py).
+A step is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one group). In
+a batch with rows="auto" each request takes the part of the tree and the slots that pay (rows/shared.py).
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from torch.nn.functional import embedding
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
-from pass_ext.decoding.drafting.rows.choose import RowChoice
 from pass_ext.decoding.drafting.rows.shared import SharedRows
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.planning.for_lookahead import pass_plan, slot_hit_rates
-from pass_ext.decoding.planning.lookahead_tree import Plan, likeliest_nodes
+from pass_ext.decoding.planning.lookahead_tree import Plan
 from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
@@ -37,7 +35,6 @@ from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.next import next_rows_
 from pass_ext.tree import Tree
 
-_FEWEST_CHOSEN, _MOST_CHOSEN = 8, 64  # rows: of fewer, choosing costs more than it gains; with more the host takes long
 _SHORTLIST = 64  # candidates of a slot that transition scores reorder, or more where a node has more children
 _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
@@ -64,7 +61,7 @@ class LookaheadDrafter(Drafter):
         lookahead: the embeddings.
         plan: the plan of a step.
         context: the generation.
-        shared: chooses the rows of each step of a batch; None: all steps have those of the plan.
+        shared: chooses the rows of each step; None: all steps have those of the plan.
     """
 
     name = LOOK_AHEAD
@@ -78,20 +75,11 @@ class LookaheadDrafter(Drafter):
         self._slots = plan.slots
         self.prompt_slots = plan.slots if shared is None or shared.begins_with_slots else 0
         self._lookahead, self.shared = lookahead, shared
-        self.choice: RowChoice | None = None
-        """Chooses the rows of one text's steps; None: all have those of the plan."""
         self.tree = Tree(plan.tree.parents[: plan.tree.num_nodes])
         self.groups = tuple(plan.groups.items())
         self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
-        self._law = context.sampling, context.rule, context.target.logit_shards, context.guides
-        self._filler = TreeFiller(lookahead, self.tree, table, *self._law, has_probabilities=shared is not None)
-
-    def choose_from(self, tree: Tree, rates: Sequence[float], rows: int) -> None:
-        """Takes at each place up to so many rows: candidates of this tree and slots, all of which have a rate."""
-        slots = len(rates)
-        self.choice, self._slots, self.prompt_slots = RowChoice(tree, rates, rows), slots, slots
-        self.max_depth, self.deepest_row = tree.max_depth, slots + 1
-        self._filler = TreeFiller(self._lookahead, tree, self._filler.table, *self._law, has_probabilities=True)
+        law = context.sampling, context.rule, context.target.logit_shards, context.guides
+        self._filler = TreeFiller(lookahead, self.tree, table, *law, has_probabilities=shared is not None)
 
     @property
     def offers(self) -> Offers:
@@ -108,10 +96,6 @@ class LookaheadDrafter(Drafter):
         """As ``Drafter``."""
         if self.shared is not None:
             return Proposal(self._shared(self.shared, batch))
-        if self.choice is not None:
-            tokens, probabilities = self._drafts(batch).get(0, ((), ()))
-            levels = batch.levels[0]
-            return Proposal([self.choice.choose(levels, tokens, probabilities) if levels else None])
         candidates = [self._probe if levels else None for levels in batch.levels]
         requests, rows = self._groups(batch)
         if not requests:
@@ -129,31 +113,25 @@ class LookaheadDrafter(Drafter):
 
     def _shared(self, shared: SharedRows, batch: Batch) -> list[Candidates | None]:
         shared.begin()
-        return shared.choose(batch.levels, batch.remaining, self._drafts(batch))
-
-    def _drafts(self, batch: Batch) -> dict[int, tuple[list[int], list[float]]]:
-        """For requests with slots behind their roots: the tokens of nodes 1, 2, … (-1: none), and the slots' probabilities."""
         requests, rows = self._groups(batch)
-        if not requests:
-            return {}
-        # Groups have up to so many slots: the last row stands for those that are not there.
-        most, depths = self._slots, self._filler.tree.depths[1:]
-        filled = self._fill(batch, requests, [[*group, *[group[-1]] * (most - len(group))] for group in rows])
-        assert filled.probabilities is not None
         drafts = {}
-        for b, group, tokens, chances in zip(requests, rows, filled.tokens, filled.probabilities, strict=True):
-            drafts[b] = [t if depth <= len(group) else -1 for t, depth in zip(tokens, depths, strict=True)], chances
-        return drafts
+        if requests:
+            # Groups have up to so many slots: the last row stands for those that are not there.
+            most = self._slots
+            filled = self._fill(batch, requests, [[*group, *[group[-1]] * (most - len(group))] for group in rows])
+            assert filled.probabilities is not None
+            for b, group, tokens, chances in zip(requests, rows, filled.tokens, filled.probabilities, strict=True):
+                depths = self.tree.depths[1:]
+                there = [token if depth <= len(group) else -1 for token, depth in zip(tokens, depths, strict=True)]
+                drafts[b] = there, chances
+        return shared.choose(batch.levels, batch.remaining, drafts)
 
     def _groups(self, batch: Batch) -> tuple[list[int], list[list[int]]]:
-        """The requests with look-ahead slots behind their last accepted node, and the rows of these in the logits."""
+        """The requests whose last accepted node had look-ahead slots, and the rows of these in the logits."""
         requests: list[int] = []
         rows: list[list[int]] = []
         for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
-            group: Sequence[int] = ()
-            if step is not None:
-                node = batch.last_nodes[b]
-                group = step.tree.group_rows(node) if self.choice is None else _slots_behind(step.tree, node)
+            group = step.tree.group_rows(batch.last_nodes[b]) if step is not None else ()
             if batch.levels[b] and len(group):
                 requests.append(b)
                 rows.append([first + row for row in group])
@@ -202,40 +180,15 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
         return LookaheadDrafter(method.lookahead, plan, context, shared)
     drafter = LookaheadDrafter(method.lookahead, plan, context)
     drafter.step_times = times if pauses else None
-    if pauses and _chooses(method, context):
-        assert isinstance(method.rows, int)
-        rates = slot_hit_rates(method.lookahead, method.num_slots, 2 * method.rows, greedy=greedy)
-        drafter.choose_from(likeliest_nodes(rates, 2 * method.rows), [max(level) for level in rates], method.rows)
     return drafter
-
-
-def _slots_behind(tree: Tree, node: int) -> Sequence[int]:
-    """The slots that foresee what follows a node: its own, or those of the nearest node above that are still ahead of it."""
-    passed = 0
-    while node >= 0:
-        if len(rows := tree.group_rows(node)):
-            return rows[passed:]
-        node, passed = tree.parents[node], passed + 1
-    return ()
 
 
 def _may_share(method: PaSS, context: DraftContext) -> bool:
     """True if each request may have other rows: candidates are fixed proposals, so that leaving some out by their probability
     changes no text, and no other drafter or grammar adds to them."""
-    return method.rows == "auto" and len(context.texts) > 1 and _may_choose(method, context)
-
-
-def _chooses(method: PaSS, context: DraftContext) -> bool:
-    """True if each step takes other rows of a fixed number: for one text on the CPU, where the host reads each step."""
-    is_one = len(context.texts) == 1 and context.device.type == "cpu" and context.target.logit_shards is None
-    has_rows = isinstance(method.rows, int) and _FEWEST_CHOSEN <= method.rows <= _MOST_CHOSEN
-    return is_one and has_rows and _may_choose(method, context)
-
-
-def _may_choose(method: PaSS, context: DraftContext) -> bool:
-    """True if steps may have other rows than the plan's, by the candidates' probabilities."""
-    is_free = method.tree is None and method.passes == 1 and method.ngram is None
-    return is_free and drawing_mode(context.sampling, context.rule) == "coupled" and context.guides is None
+    is_free = method.rows == "auto" and method.tree is None and method.passes == 1 and method.ngram is None
+    mode = drawing_mode(context.sampling, context.rule)
+    return is_free and len(context.texts) > 1 and mode == "coupled" and context.guides is None
 
 
 class Offers:
@@ -311,7 +264,7 @@ class TreeFiller:
         guides: Guides | None = None,
         has_probabilities: bool = False,
     ) -> None:
-        self.tree, self.table, self._has_probabilities = tree, table, has_probabilities
+        self.tree, self._has_probabilities = tree, has_probabilities
         self.offers = Offers(lookahead, tree, table, shards)
         self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)

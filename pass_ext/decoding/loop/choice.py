@@ -40,7 +40,7 @@ def fixed_plan(context: DraftContext, drafting: Drafting, processors: Sequence[P
         return "a batch shares rows by measured times (PaSS with rows='auto'), which takes one text on the CPU"
     if 0 not in dict(drafter.groups):
         return "the root has no look-ahead slots in every step"
-    return FixedPlan(drafter.tree, drafter.groups, dict(drafter.groups)[0], drafter.offers)
+    return FixedPlan(drafter.tree, drafter.groups, drafter.prompt_slots, drafter.offers)
 
 
 def loop_of(
@@ -58,10 +58,8 @@ def loop_of(
         plan = "drafting pauses by measured times (PaSS with rows='auto'), which takes one text on the CPU"
     if chosen and isinstance(plan, str):
         raise ValueError(f"generate: run_ahead must be False or None, because {plan}, got True")
-    # On the CPU nothing overlaps, but a step costs the host less. In a batch some texts need fewer rows than others, and rows
-    # that are chosen at each place give more tokens.
-    chooses = any(getattr(drafter, "choice", None) is not None for drafter in drafting.drafters)
-    pays = not on_cpu or (len(context.texts) == 1 and not chooses)
+    # On the CPU nothing overlaps, but a step costs the host less. In a batch some texts need fewer rows than others.
+    pays = not on_cpu or len(context.texts) == 1
     if isinstance(plan, str) or not (pays if chosen is None else chosen):
         return None
     return partial(PacedLoop if is_paced else AheadLoop, plan=plan)

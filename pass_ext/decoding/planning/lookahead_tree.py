@@ -203,11 +203,6 @@ def assumed_hit_rates(slots: int, ranks: int) -> list[list[float]]:
     return [[0.35 * 0.5**rank for rank in range(ranks)] for _ in range(slots)]
 
 
-def likeliest_nodes(hit_rates: HitRates, nodes: int) -> Tree:
-    """The tree of the root and the nodes that are most often reached, so many in all, the likeliest first."""
-    return Tree(_best_first(checked_rates(hit_rates), len(hit_rates), nodes)[0])
-
-
 class _Costs:
     """t(rows), and the tokens per second of a plan by it."""
 

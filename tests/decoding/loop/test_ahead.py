@@ -35,7 +35,7 @@ def methods_of(model):
         "plain": Plain(),
         "chain": PaSS(slots, tree=Tree.chain(3).with_lookahead({0: 3, 3: 3}), rows=24),
         "tree": PaSS(slots, tree=BUSHY, rows=24),
-        "planned": PaSS(slots, rows=7),
+        "planned": PaSS(slots, rows=12),
         "chain with transitions": PaSS(rich, tree=Tree.chain(2), rows=24),
         "tree with transitions": PaSS(rich, tree=BUSHY.with_lookahead({0: 4, 2: 4, 7: 4}), rows=24),
     }
