@@ -38,8 +38,12 @@ struct Factors<bfloat16> {
 };
 #endif
 
-// The shape of a tile: its sums and a vector of each output's weights fit the registers.
-#if PASS_EXT_LEVEL >= 2
+// The shape of a tile: its sums and a vector of each output's weights fit the registers. Pairs are multiplied so fast
+// that more rows at once pay.
+#if PASS_EXT_LEVEL == 3
+constexpr int kTileRows = 9;
+constexpr int tile_outputs(int rows) { return rows <= 6 ? 4 : 3; }
+#elif PASS_EXT_LEVEL == 2
 constexpr int kTileRows = 6;
 constexpr int tile_outputs(int) { return 4; }
 #elif PASS_EXT_LEVEL == 1
@@ -58,9 +62,13 @@ struct Tiles {
   int64_t begin, end, count;
 
   Tiles(int64_t begin, int64_t end) : begin(begin), end(end), count((end - begin + O - 1) / O) {}
-  // Of the tile behind the last: an output of the next group.
-  int64_t output(int64_t tile, int o) const { return (tile < count ? begin + tile : end) + o * count; }
+  // Of tiles behind the last: outputs of the next group.
+  int64_t output(int64_t tile, int o) const { return (tile < count ? begin : end - count) + tile + o * count; }
 };
+
+// How many tiles ahead weights are asked for: two where a tile of several rows is multiplied so fast, as pairs are,
+// that one tile ahead comes too late.
+constexpr int tiles_ahead(int rows) { return PASS_EXT_LEVEL == 3 && rows > 4 ? 2 : 1; }
 
 // A piece of the weights of O outputs: rows as stored, from a multiple of kPiece on. It has `whole` steps and, at the
 // end of the rows, perhaps a padded one.
@@ -72,7 +80,7 @@ struct Piece {
   int64_t whole, steps;
   bool is_first, is_last;  // the first piece of its rows, the last one
 
-  Piece(const LinearRows<T>& problem, const Tiles<O>& tiles, int64_t tile, int64_t begin) {
+  Piece(const LinearRows<T>& problem, const Tiles<O>& tiles, int64_t tile, int64_t begin, int ahead_by) {
     const int64_t length = problem.in - begin < kPiece ? problem.in - begin : kPiece;
     whole = length / kStep;
     steps = (length + kStep - 1) / kStep;
@@ -81,7 +89,7 @@ struct Piece {
     const bool next_tile = begin + kPiece >= problem.in;
     for (int o = 0; o < O; ++o) {
       row[o] = weights_of(problem, tiles.output(tile, o)) + begin;
-      const T* next = next_tile ? weights_of(problem, tiles.output(tile + 1, o)) : row[o] + kPiece;
+      const T* next = next_tile ? weights_of(problem, tiles.output(tile + ahead_by, o)) : row[o] + kPiece;
       ahead[o] = reinterpret_cast<const char*>(next);
       if (steps == whole) continue;
       memset(last[o], 0, sizeof last[o]);
@@ -130,8 +138,11 @@ inline void add_products(Floats (&sum)[R][O], const typename Factors<T>::Vector 
 }
 
 // Where a tile's weights come from: as stored, with or without a copy for further blocks, or from that copy. The copy
-// [step][part][output][lane] is already widened, and lies in the first cache in one run.
+// [step][part][output][lane] is already widened, and lies in the first cache in one run. Pairs need no widening:
+// further blocks read them again as stored, from the first cache.
 enum class Weights { stored, copied, copy };
+template <typename T>
+constexpr bool kAreWidened = Factors<T>::parts == 2;
 
 template <Weights source, int part, typename T, int O>
 inline void load_weights(typename Factors<T>::Vector (&weight)[O], const T* const (&row)[O], int64_t offset,
@@ -141,7 +152,7 @@ inline void load_weights(typename Factors<T>::Vector (&weight)[O], const T* cons
   for (int o = 0; o < O; ++o) {
     auto* const place = copy + (part * O + o) * F::width;
     weight[o] = source == Weights::copy ? F::arranged(place) : F::template of<part>(row[o] + offset);
-    if (source == Weights::copied) F::arrange(place, weight[o]);
+    if (source == Weights::copied && kAreWidened<T>) F::arrange(place, weight[o]);
   }
 }
 
@@ -221,16 +232,20 @@ void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
     for (int o = 0; o < O; ++o) last[o] = piece.last[o];
     add_step<source>(sum, last, 0, x, copy);
   }
+  if (!piece.is_last) {
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    if (piece.is_last) {
-      float sums[4];
-      store_sums(sums, sum[r][0], sum[r][O > 1 ? 1 : 0], sum[r][O > 2 ? 2 : 0], sum[r][O > 3 ? 3 : 0]);
-      for (int o = 0; o < O; ++o) block.to[r * kGroupOutputs + o * block.apart] = sums[o];
-    } else {
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
       for (int o = 0; o < O; ++o) store(block.between + (r * O + o) * Floats::width, sum[r][o]);
-    }
+    return;
+  }
+  // Four sums at a time, whatever rows they are of.
+#pragma GCC unroll 16
+  for (int i = 0; i < R * O; i += 4) {
+    const auto at = [&](int j) -> const Floats& { return j < R * O ? sum[j / O][j % O] : sum[i / O][i % O]; };
+    float sums[4];
+    store_sums(sums, at(i), at(i + 1), at(i + 2), at(i + 3));
+    for (int j = i; j < i + 4 && j < R * O; ++j) block.to[j / O * kGroupOutputs + j % O * block.apart] = sums[j - i];
   }
 }
 
@@ -249,6 +264,11 @@ inline void with_rows(int rows, Function&& function) {
     case 4: return function(RowCount<4>{});
     case 5: return function(RowCount<5>{});
     case 6: return function(RowCount<6>{});
+#endif
+#if PASS_EXT_LEVEL == 3
+    case 7: return function(RowCount<7>{});
+    case 8: return function(RowCount<8>{});
+    case 9: return function(RowCount<9>{});
 #endif
   }
 }
@@ -284,7 +304,7 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
   const Tiles<O> tiles(begin, end);
   for (int64_t tile = 0; tile < tiles.count; ++tile)
     for (int64_t i = 0; i == 0 || i < problem.in; i += kPiece) {
-      const Piece<T, O> piece(problem, tiles, tile, i);
+      const Piece<T, O> piece(problem, tiles, tile, i, tiles_ahead(blocks.size(0)));
       const int64_t lines = (piece.whole * kStep * int64_t{sizeof(T)} + 63) / 64 * O;
       const bool are_counted = blocks.count > 1 || kLinesInStep<T> == 0;
       for (int64_t b = 0; b < blocks.count; ++b) {
@@ -298,8 +318,9 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
         with_rows(blocks.size(b), [&](auto count) {
           constexpr int R = decltype(count)::value;
           if constexpr (tile_outputs(R) >= O) {
+            constexpr Weights further = kAreWidened<T> ? Weights::copy : Weights::copied;
             if (b > 0)
-              multiply_block<R, O, Weights::copy>(piece, block);
+              multiply_block<R, O, further>(piece, block);
             else if (blocks.count > 1)
               multiply_block<R, O, Weights::copied>(piece, block);
             else
