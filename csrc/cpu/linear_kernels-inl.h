@@ -138,11 +138,12 @@ inline void add_products(Floats (&sum)[R][O], const typename Factors<T>::Vector 
 }
 
 // Where a tile's weights come from: as stored, with or without a copy for further blocks, or from that copy. The copy
-// [step][part][output][lane] is already widened, and lies in the first cache in one run. Pairs need no widening:
-// further blocks read them again as stored, from the first cache.
-enum class Weights { stored, copied, copy };
+// [step][part][output][lane] is already widened, and lies in the first cache in one run. Pairs need no widening: a few
+// further blocks read them again as stored, from the first cache, and ask for no later ones, as the first block does.
+enum class Weights { stored, copied, copy, again };
 template <typename T>
 constexpr bool kAreWidened = Factors<T>::parts == 2;
+constexpr int64_t kMostBlocksAgain = 3;  // with more the memory would rest too long behind the first block
 
 template <Weights source, int part, typename T, int O>
 inline void load_weights(typename Factors<T>::Vector (&weight)[O], const T* const (&row)[O], int64_t offset,
@@ -152,7 +153,7 @@ inline void load_weights(typename Factors<T>::Vector (&weight)[O], const T* cons
   for (int o = 0; o < O; ++o) {
     auto* const place = copy + (part * O + o) * F::width;
     weight[o] = source == Weights::copy ? F::arranged(place) : F::template of<part>(row[o] + offset);
-    if (source == Weights::copied && kAreWidened<T>) F::arrange(place, weight[o]);
+    if (source == Weights::copied) F::arrange(place, weight[o]);
   }
 }
 
@@ -220,7 +221,7 @@ void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
 #pragma GCC unroll 16
       for (int i = 0; i < kLinesInStep<T> * O; ++i)
         __builtin_prefetch(piece.ahead[i % O] + (s * kLinesInStep<T> + i / O) * 64, 0, 2);
-    } else {
+    } else if constexpr (source != Weights::again) {
       lines.ask(piece.ahead);
     }
     add_step<source>(sum, piece.row, s * kStep, x, copy);
@@ -306,7 +307,8 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
     for (int64_t i = 0; i == 0 || i < problem.in; i += kPiece) {
       const Piece<T, O> piece(problem, tiles, tile, i, tiles_ahead(blocks.size(0)));
       const int64_t lines = (piece.whole * kStep * int64_t{sizeof(T)} + 63) / 64 * O;
-      const bool are_counted = blocks.count > 1 || kLinesInStep<T> == 0;
+      const bool reads_again = !kAreWidened<T> && blocks.count <= kMostBlocksAgain;
+      const bool are_counted = kLinesInStep<T> == 0 || (blocks.count > 1 && !reads_again);
       for (int64_t b = 0; b < blocks.count; ++b) {
         const int64_t row = blocks.begin(b);
         const Block<T> block{arranged + row * width + i / kStep * in_step * blocks.size(b),
@@ -318,13 +320,14 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
         with_rows(blocks.size(b), [&](auto count) {
           constexpr int R = decltype(count)::value;
           if constexpr (tile_outputs(R) >= O) {
-            constexpr Weights further = kAreWidened<T> ? Weights::copy : Weights::copied;
-            if (b > 0)
-              multiply_block<R, O, further>(piece, block);
-            else if (blocks.count > 1)
-              multiply_block<R, O, Weights::copied>(piece, block);
-            else
+            if (b == 0 && (blocks.count == 1 || reads_again))
               multiply_block<R, O, Weights::stored>(piece, block);
+            else if (b == 0)
+              multiply_block<R, O, Weights::copied>(piece, block);
+            else if (!reads_again)
+              multiply_block<R, O, Weights::copy>(piece, block);
+            else if constexpr (!kAreWidened<T>)
+              multiply_block<R, O, Weights::again>(piece, block);
           }
         });
       }
