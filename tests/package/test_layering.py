@@ -28,7 +28,7 @@ CPP_INCLUDES = {
             "cuda/accept_rows.cuh",
             "cuda/shard_rows.cuh",
             "cuda/attention_",
-            "cuda/linear.cuh",  # a layer is made of its products
+            "cuda/linear",  # a layer is made of its products
             "cuda/step.cuh",
         ),
     ),

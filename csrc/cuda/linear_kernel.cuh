@@ -1,0 +1,245 @@
+// Linear layers for few rows on the GPU: up to three products of the same rows in one launch, with the norm in front of
+// them and what follows them. The problems: core/linear.h, core/step.h; the formulas: core/step-inl.h.
+//   plain     out = product,  or residual + scale product, or queries and keys rotated
+//   gated     out = activation(gate product) up product
+//
+// A block computes 16 outputs of up to 16 rows (in fp32: 8) and reads their weights once. Its warps share the numbers
+// along `in`, 32 of them at a time; a thread reads eight neighbours of two outputs. The sum of an output has one order,
+// whatever the other rows and outputs are. A launch that overlaps reads its weights before the launch in front has
+// ended; so it must not be the first of its op, in front of which they could have been written.
+#pragma once
+
+#include <cstdint>
+
+#include "core/half.h"
+#include "core/linear.h"
+#include "core/step.h"
+#include "cuda/linear_norm.cuh"
+#include "cuda/linear_sums.cuh"
+#include "cuda/numbers.cuh"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+constexpr int kMostProducts = 3;
+
+// A rotary embedding of the first `products` products, whose outputs are heads of `head_dim` numbers.
+struct HeadRotation {
+  const void *cos = nullptr, *sin = nullptr;  // [rows, dim]
+  int64_t cos_row = 0, sin_row = 0;
+  int dim = 0, head_dim = 1;
+  bool is_float32 = false;  // else of the layer's type
+  int products = 0;
+};
+
+// Products of the same rows; gated: the first is the gate, the second `up`, and they share tiles.
+template <typename T>
+struct RowProducts {
+  LinearRows<T> product[kMostProducts];
+  int count;
+  int64_t end_tile[kMostProducts];  // of each product, counted through all
+  InputNorm<T> norm;
+  HeadRotation rotation;
+  T* gated_out;
+  Activation activation;
+};
+
+// ---- the outputs of a tile ----
+
+// Tile rows 0 to 7 are outputs from `low` on, tile rows 8 to 15 from `high` on, each up to its end. `pairs`: tile rows
+// r and r + 8 are a pair of the rotary embedding, the first being number `pair` of its head.
+struct OutputTile {
+  int product;
+  int64_t low, low_end, high, high_end;
+  bool pairs;
+  int pair;
+
+  PASS_EXT_DEVICE int64_t output(int row) const { return row < kHalfTile ? low + row : high + row - kHalfTile; }
+  PASS_EXT_DEVICE bool has(int row) const { return output(row) < (row < kHalfTile ? low_end : high_end); }
+};
+
+PASS_EXT_HOST_DEVICE int64_t tiles_of(int64_t outputs, int64_t of_tile) { return (outputs + of_tile - 1) / of_tile; }
+
+// The tiles of a head: pairs first, then numbers that are not rotated.
+PASS_EXT_HOST_DEVICE int64_t pair_tiles(const HeadRotation& rotation) { return tiles_of(rotation.dim / 2, kHalfTile); }
+PASS_EXT_HOST_DEVICE int64_t tiles_of_head(const HeadRotation& rotation) {
+  return pair_tiles(rotation) + tiles_of(rotation.head_dim - rotation.dim, kTileOutputs);
+}
+
+template <typename T>
+PASS_EXT_DEVICE OutputTile tile_of(const RowProducts<T>& problem, int64_t index) {
+  int product = 0;
+  int64_t before = 0;
+#pragma unroll
+  for (int i = 0; i + 1 < kMostProducts; ++i)
+    if (i + 1 < problem.count && index >= problem.end_tile[i]) {
+      product = i + 1;
+      before = problem.end_tile[i];
+    }
+  index -= before;
+  const HeadRotation& rotation = problem.rotation;
+  if (product >= rotation.products) {
+    const int64_t low = index * kTileOutputs, end = problem.product[product].outputs;
+    return {product, low, end, low + kHalfTile, end, false, 0};
+  }
+  const int64_t tiles = tiles_of_head(rotation), pairs = pair_tiles(rotation), place = index % tiles;
+  const int64_t head = index / tiles * rotation.head_dim, end = head + rotation.head_dim, half = rotation.dim / 2;
+  if (place >= pairs) {
+    const int64_t low = head + rotation.dim + (place - pairs) * kTileOutputs;
+    return {product, low, end, low + kHalfTile, end, false, 0};
+  }
+  const int64_t low = head + place * kHalfTile;
+  return {product, low, head + half, low + half, head + 2 * half, true, static_cast<int>(place) * kHalfTile};
+}
+
+// ---- what follows the sums ----
+
+// The rounded product of tile row `row` and row `n` of the block: the warps' sums, in their order, and the bias.
+template <typename T, int rows, int weights>
+PASS_EXT_DEVICE float product_at(const float* sums, int which, int n, int row, const T* bias, int64_t output) {
+  float total = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kLinearWarps; ++warp)
+    total += sums[((warp * weights + which) * rows + n) * kSumStride + row];
+  return rounded<T>(bias ? total + to_float(bias[output]) : total);
+}
+
+template <typename T>
+PASS_EXT_DEVICE void store_product(const LinearRows<T>& product, int64_t row, int64_t output, float value) {
+  const int64_t place = row * product.outputs + output;
+  value = scaled<T>(value, product.scale);
+  if (product.residual) value = to_float(product.residual[place]) + value;
+  product.out[place] = from_float<T>(value);
+}
+
+template <typename T>
+PASS_EXT_DEVICE float factor_at(const HeadRotation& rotation, const void* table, int64_t place) {
+  return rotation.is_float32 ? static_cast<const float*>(table)[place] : to_float(static_cast<const T*>(table)[place]);
+}
+
+struct Pair {
+  float first, second;
+};
+
+// Numbers i and i + dim / 2 of a head, rotated; not yet rounded.
+template <typename T>
+PASS_EXT_DEVICE Pair rotated_pair(const HeadRotation& rotation, int64_t row, int i, Pair pair) {
+  const int64_t j = i + rotation.dim / 2, cos_row = row * rotation.cos_row, sin_row = row * rotation.sin_row;
+  const float cos[2] = {factor_at<T>(rotation, rotation.cos, cos_row + i),
+                        factor_at<T>(rotation, rotation.cos, cos_row + j)};
+  const float sin[2] = {factor_at<T>(rotation, rotation.sin, sin_row + i),
+                        factor_at<T>(rotation, rotation.sin, sin_row + j)};
+  if (rotation.is_float32 || sizeof(T) == sizeof(float))
+    return {rotated_first<T, true>(pair.first, pair.second, cos[0], sin[0]),
+            rotated_second<T, true>(pair.first, pair.second, cos[1], sin[1])};
+  return {rotated_first<T, false>(pair.first, pair.second, cos[0], sin[0]),
+          rotated_second<T, false>(pair.first, pair.second, cos[1], sin[1])};
+}
+
+// ---- the kernel ----
+
+template <typename T, int row_tiles, bool gated, bool wide>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
+    linear_kernel(PASS_EXT_PARAMETER RowProducts<T> problem) {
+  using Sums = TileSums<T, row_tiles>;
+  constexpr int kRows = 8 * row_tiles, kWeights = gated ? 2 : 1;
+  constexpr int kAhead = kIsFloat32<T> ? 1 : gated ? 2 : 4;  // units whose loads overlap
+  float* const sums = dynamic_shared<float>();  // [warps, weights, rows, kSumStride]; behind them normed rows
+  let_next_begin();
+  const LinearRows<T>& rows = problem.product[0];
+  const int64_t in = rows.in, first_row = int64_t{block_index().y} * kRows;
+  const int lane = static_cast<int>(lane_index()), warp = static_cast<int>(warp_index());
+  const OutputTile tile = tile_of(problem, block_index().x);
+  const int64_t units = (in + kUnit - 1) / kUnit, of_lane = lane % 4 * kNumbers;
+
+  const T* weight[kWeights][2];  // of this lane's outputs; null: there is none
+#pragma unroll
+  for (int w = 0; w < kWeights; ++w)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const LinearRows<T>& product = problem.product[gated ? w : tile.product];
+      const int row = lane / 4 + half * kHalfTile;
+      weight[w][half] = tile.has(row) ? product.weight + tile.output(row) * product.weight_row + of_lane : nullptr;
+    }
+  Eight<T> next[kAhead][kWeights][2];
+  const auto load_weights = [&](int64_t unit) {
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a)
+#pragma unroll
+      for (int w = 0; w < kWeights; ++w)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int64_t k = (unit + a * kLinearWarps) * kUnit;
+          next[a][w][half] =
+              weight[w][half] == nullptr ? Eight<T>{} : load_eight<wide, true>(weight[w][half] + k, in - k - of_lane);
+        }
+  };
+  load_weights(warp);
+  wait_for_launch_before();
+
+  const T* x = rows.x + first_row * rows.x_row;
+  int64_t x_row = rows.x_row;
+  const int count = static_cast<int>(rows.rows - first_row < kRows ? rows.rows - first_row : kRows);
+  if (problem.norm.weight) {
+    T* const normed = dynamic_shared<T>() + sum_bytes(kRows, kWeights) / sizeof(T);
+    for (int n = warp; n < count; n += kLinearWarps)
+      norm_row<wide>(normed + n * normed_stride<T>(in), x + n * x_row, problem.norm, in);
+    sync_block();
+    x = normed;
+    x_row = normed_stride<T>(in);
+  }
+  Sums sum[kWeights];
+  for (int64_t unit = warp; unit < units; unit += kAhead * kLinearWarps) {
+    Eight<T> now[kAhead][kWeights][2];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a)
+#pragma unroll
+      for (int w = 0; w < kWeights; ++w)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) now[a][w][half] = next[a][w][half];
+    if (unit + kAhead * kLinearWarps < units) load_weights(unit + kAhead * kLinearWarps);
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (unit + a * kLinearWarps >= units) break;
+      const int64_t k = (unit + a * kLinearWarps) * kUnit + of_lane;
+#pragma unroll
+      for (int i = 0; i < Sums::kLoads; ++i) {
+        const int n = Sums::row_of_load(i);
+        const Eight<T> numbers = n < count ? load_eight<wide, false>(x + n * x_row + k, in - k) : Eight<T>{};
+#pragma unroll
+        for (int w = 0; w < kWeights; ++w) sum[w].add(i, now[a][w], numbers);
+      }
+    }
+  }
+#pragma unroll
+  for (int w = 0; w < kWeights; ++w) sum[w].store(sums + (warp * kWeights + w) * kRows * kSumStride);
+  sync_block();
+
+  const int tile_rows = tile.pairs ? kHalfTile : kTileOutputs;
+  for (int index = static_cast<int>(thread_rank()); index < tile_rows * kRows; index += kLinearThreads) {
+    const int n = index / tile_rows, r = index % tile_rows;
+    const int64_t row = first_row + n, output = tile.output(r);
+    if (n >= count || !tile.has(r)) continue;
+    if constexpr (gated) {
+      const float gate = product_at<T, kRows, 2>(sums, 0, n, r, problem.product[0].bias, output);
+      const float up = product_at<T, kRows, 2>(sums, 1, n, r, problem.product[1].bias, output);
+      const float value = problem.activation == Activation::silu ? pass_ext::gated<T, Activation::silu>(gate, up)
+                                                                 : pass_ext::gated<T, Activation::gelu_tanh>(gate, up);
+      problem.gated_out[row * problem.product[0].outputs + output] = from_float<T>(value);
+    } else {
+      const LinearRows<T>& product = problem.product[tile.product];
+      const float value = product_at<T, kRows, 1>(sums, 0, n, r, product.bias, output);
+      if (!tile.pairs) {
+        store_product(product, row, output, value);
+        continue;
+      }
+      const int other = r + kHalfTile;
+      const float second = product_at<T, kRows, 1>(sums, 0, n, other, product.bias, tile.output(other));
+      const Pair pair = rotated_pair<T>(problem.rotation, row, tile.pair + r, {value, second});
+      product.out[row * product.outputs + output] = from_float<T>(pair.first);
+      product.out[row * product.outputs + tile.output(other)] = from_float<T>(pair.second);
+    }
+  }
+}
+
+}  // namespace pass_ext::gpu
