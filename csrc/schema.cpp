@@ -86,12 +86,15 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
   library.def(
       "layer_before_attention(Tensor x, Tensor? input_norm, Tensor q_weight, Tensor? q_bias, Tensor k_weight, "
       "Tensor? k_bias, Tensor v_weight, Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, "
-      "int head_dim, float eps, int form) -> (Tensor q, Tensor k, Tensor v)");
+      "int head_dim, float eps, int form, Tensor? ids, Tensor[] adapters, int adapted, float adapter_scale) -> (Tensor "
+      "q, "
+      "Tensor k, Tensor v)");
   library.def(
       "layer_after_attention(Tensor attended, Tensor residual, Tensor o_weight, Tensor? o_bias, Tensor? "
       "attention_norm, "
       "Tensor? mlp_norm, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, "
-      "Tensor? down_bias, Tensor? output_norm, float eps, int form, int activation, float scale) -> Tensor");
+      "Tensor? down_bias, Tensor? output_norm, float eps, int form, int activation, float scale, Tensor? ids, Tensor[] "
+      "adapters, int adapted, float adapter_scale) -> Tensor");
   library.def("layer_pack(Tensor[] weights, int parts, int head_dim) -> Tensor");
   library.def(
       "layer_stack(Tensor x, Tensor[] weights, int parts, Tensor[] caches, Tensor prefix_lens, Tensor cu_nodes, Tensor "

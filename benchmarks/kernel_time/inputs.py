@@ -164,8 +164,11 @@ def attention_call(name: str, keys: int, rows: int, window: int, key_heads: int)
 
 
 def layer_calls(width: int = 576, heads: int = 9, key_heads: int = 3, inner: int = 1536) -> Iterator[Call]:
-    """layer_before_attention and layer_after_attention of 8 and 16 rows, heads of 64."""
+    """layer_before_attention and layer_after_attention of 8 and 16 rows, heads of 64; the latter also with adapters of rank 8,
+    which half of the rows share."""
     dim = 64
+    shapes = {"q": (heads * dim, width), "k": (key_heads * dim, width), "v": (key_heads * dim, width)}
+    shapes |= {"o": (width, heads * dim), "gate": (inner, width), "up": (inner, width), "down": (width, inner)}
     for rows in (8, 16):
         random = torch.Generator().manual_seed(SEED)
 
@@ -173,22 +176,36 @@ def layer_calls(width: int = 576, heads: int = 9, key_heads: int = 3, inner: int
             return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
 
         x, norm = numbers(rows, width) * 24, numbers(width) * 24
-        q, k, v = (numbers(count * dim, width) for count in (heads, key_heads, key_heads))
+        weights = {f"{name}_weight": numbers(*shape) for name, shape in shapes.items()}
         angles = torch.arange(rows)[:, None] * 1e4 ** -(torch.arange(0, dim, 2).repeat(2) / dim)
-        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-        arguments: dict[str, Any] = {"x": x, "q_weight": q, "k_weight": k, "v_weight": v, "head_dim": dim}
-        arguments |= {"input_norm": norm, "cos": cos, "sin": sin}
-        op = pass_ext.layer_before_attention
-        yield Call("layer", f"before attention, {rows} rows", op, arguments, _are_near(op(**arguments)))
-        arguments = {
-            "attended": numbers(rows, heads * dim) * 24,
-            "residual": x,
-            "o_weight": numbers(width, heads * dim),
-        }
-        arguments |= {"gate_weight": numbers(inner, width), "up_weight": numbers(inner, width)}
-        arguments |= {"down_weight": numbers(width, inner), "mlp_norm": norm}
-        after = pass_ext.layer_after_attention
-        yield Call("layer", f"after attention, {rows} rows", after, arguments, _are_near((after(**arguments),)))
+        arguments: dict[str, Any] = {f"{name}_weight": weights[f"{name}_weight"] for name in "qkv"}
+        arguments |= {"x": x, "head_dim": dim, "input_norm": norm}
+        arguments |= {"cos": angles.cos().bfloat16(), "sin": angles.sin().bfloat16()}
+        after: dict[str, Any] = {name: weight for name, weight in weights.items() if name not in arguments}
+        after |= {"attended": numbers(rows, heads * dim) * 24, "residual": x, "mlp_norm": norm}
+        halves = (
+            (pass_ext.layer_before_attention, "before", arguments),
+            (pass_ext.layer_after_attention, "after", after),
+        )
+        for op, half, given in halves:
+            yield _layer_call(f"{half} attention, {rows} rows", op, given)
+        if rows != 16:
+            continue
+        ids = torch.arange(rows) - rows // 2
+        for op, half, given in halves:
+            adapters = {
+                name: (numbers(1, 8, inputs), numbers(1, 8, outputs))
+                for name, (outputs, inputs) in shapes.items()
+                if f"{name}_weight" in given
+            }
+            yield _layer_call(
+                f"{half} attention, {rows} rows, half with adapters", op, given | {"ids": ids, "adapters": adapters}
+            )
+
+
+def _layer_call(name: str, op: Callable[..., Any], arguments: dict[str, Any]) -> Call:
+    result = op(**arguments)
+    return Call("layer", name, op, arguments, _are_near(result if isinstance(result, tuple) else (result,)))
 
 
 def _are_near(plain: tuple[Tensor, ...]) -> Callable[[Any], bool]:

@@ -13,6 +13,26 @@ namespace pass_ext {
 
 constexpr int kMaxAdapterRank = 128;
 
+// The adapters of one linear layer; rank 0: it has none.
+template <typename T>
+struct AdapterWeights {
+  const T* down = nullptr;  // [adapters, rank, in]
+  const T* up = nullptr;    // [adapters, rank, outputs]
+  int64_t rank = 0;
+};
+
+// The ids of a step's rows, and what all its adapters share; ids null: no row has an adapter.
+struct AdapterIds {
+  const void* ids = nullptr;  // [rows]
+  bool is_int64 = false;      // else int32
+  int64_t adapters = 0;
+  float scale = 1.0f;
+
+  PASS_EXT_HOST_DEVICE int64_t operator[](int64_t row) const {
+    return is_int64 ? static_cast<const int64_t*>(ids)[row] : static_cast<const int32_t*>(ids)[row];
+  }
+};
+
 template <typename T, typename Id>
 struct AdapterRows {
   static constexpr const char* op = "adapter_rows_";

@@ -1,10 +1,12 @@
 // A decoder layer around its attention, by raw pointers:
 //   before attention   q, k, v = rotated(normed(products of normed(x)))
 //   after attention    m = residual + o(attended);  out = m + down(activation(gate(n)) up(n)),  n = normed(m)
+// Rows of look-ahead slots may have adapters behind each product (core/adapter.h).
 #pragma once
 
 #include <cstdint>
 
+#include "core/adapter.h"
 #include "core/linear.h"
 #include "core/step.h"
 
@@ -44,6 +46,19 @@ template <typename T>
 struct LayerAfter {
   LayerLinear<T> o, gate, up, down;
   LayerNorm<T> attention_norm, mlp_norm, output_norm;
+};
+
+// What rows of slots add to the products of either half.
+template <typename T>
+struct BeforeAdapters {
+  AdapterIds ids;
+  AdapterWeights<T> q, k, v;
+};
+
+template <typename T>
+struct AfterAdapters {
+  AdapterIds ids;
+  AdapterWeights<T> o, gate, up, down;
 };
 
 // Rows of cosines and sines, [rows, dim]; cos null: no rotary embedding.

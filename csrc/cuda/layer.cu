@@ -11,31 +11,36 @@ namespace pass_ext {
 
 // linear.cu has their kernels.
 extern template void gpu::launch_products(const char*, const LinearRows<float>*, int, const gpu::InputNorm<float>&,
-                                          const gpu::HeadRotation&, bool, gpu::Stream);
+                                          const gpu::HeadRotation&, const gpu::ProductAdapters<float>&, bool,
+                                          gpu::Stream);
 extern template void gpu::launch_products(const char*, const LinearRows<float16>*, int, const gpu::InputNorm<float16>&,
-                                          const gpu::HeadRotation&, bool, gpu::Stream);
+                                          const gpu::HeadRotation&, const gpu::ProductAdapters<float16>&, bool,
+                                          gpu::Stream);
 extern template void gpu::launch_products(const char*, const LinearRows<bfloat16>*, int,
-                                          const gpu::InputNorm<bfloat16>&, const gpu::HeadRotation&, bool, gpu::Stream);
+                                          const gpu::InputNorm<bfloat16>&, const gpu::HeadRotation&,
+                                          const gpu::ProductAdapters<bfloat16>&, bool, gpu::Stream);
 
 namespace {
 
 struct OnCuda {
   template <typename T>
-  static void before(const LayerBefore<T>& layer, const LayerOptions& options, const Rotation& rotation, const T* x,
-                     int64_t rows, T* q, T* k, T* v, const Tensor& like) {
+  static void before(const LayerBefore<T>& layer, const BeforeAdapters<T>& adapters, const LayerOptions& options,
+                     const Rotation& rotation, const T* x, int64_t rows, T* q, T* k, T* v, const Tensor& like) {
     constexpr const char* op = "layer_before_attention";
     const CudaScope scope(like);
     const Tensor workspace = empty_of_shape(op, like, {gpu::before_workspace(layer, rotation, rows)});
-    gpu::launch_before_attention(layer, options, rotation, x, rows, q, k, v, output_of<T>(workspace), scope.stream());
+    gpu::launch_before_attention(layer, adapters, options, rotation, x, rows, q, k, v, output_of<T>(workspace),
+                                 scope.stream());
     check_launch(op);
   }
   template <typename T>
-  static void after(const LayerAfter<T>& layer, const LayerOptions& options, const T* attended, const T* residual,
-                    int64_t rows, T* out, const Tensor& like) {
+  static void after(const LayerAfter<T>& layer, const AfterAdapters<T>& adapters, const LayerOptions& options,
+                    const T* attended, const T* residual, int64_t rows, T* out, const Tensor& like) {
     constexpr const char* op = "layer_after_attention";
     const CudaScope scope(like);
     const Tensor workspace = empty_of_shape(op, like, {gpu::after_workspace(layer, rows)});
-    gpu::launch_after_attention(layer, options, attended, residual, rows, out, output_of<T>(workspace), scope.stream());
+    gpu::launch_after_attention(layer, adapters, options, attended, residual, rows, out, output_of<T>(workspace),
+                                scope.stream());
     check_launch(op);
   }
 };

@@ -2,7 +2,8 @@
 //   before attention   1: norm, products and rotary embedding; where heads are normed 2: these and the rotation behind
 //                      the products; where whole rows of q and k are normed 4
 //   after attention    3: o and its addition; norm, gate and up; down and its addition. A norm behind o or down: 2 more
-// A norm in front of products has a launch of its own where a block has no room for its rows.
+// A norm in front of products has a launch of its own where a block has no room for its rows. The adapters of slots add
+// no launch.
 #pragma once
 
 #include <cstdint>
@@ -120,8 +121,9 @@ int64_t before_workspace(const LayerBefore<T>& layer, const Rotation& rotation, 
 
 // q, k, v [rows, heads, head_dim]
 template <typename T>
-void launch_before_attention(const LayerBefore<T>& layer, const LayerOptions& options, const Rotation& rotation,
-                             const T* x, int64_t rows, T* q, T* k, T* v, T* workspace, Stream stream) {
+void launch_before_attention(const LayerBefore<T>& layer, const BeforeAdapters<T>& adapters,
+                             const LayerOptions& options, const Rotation& rotation, const T* x, int64_t rows, T* q,
+                             T* k, T* v, T* workspace, Stream stream) {
   constexpr const char* name = "layer_before_attention";
   const bool has_norms = has_norms_behind(layer), rotates = rotation.cos != nullptr;
   T* const queries = has_norms && rotates ? workspace : q;
@@ -138,7 +140,8 @@ void launch_before_attention(const LayerBefore<T>& layer, const LayerOptions& op
                      static_cast<int>(options.head_dim),
                      rotation.is_float32,
                      rotates && !has_norms ? 2 : 0};
-  launch_products(name, products, 3, in.norm, heads, false, stream);
+  launch_products(name, products, 3, in.norm, heads, {adapters.ids, {adapters.q, adapters.k, adapters.v}}, false,
+                  stream);
   if (!has_norms) return;
 
   const int64_t dim = options.head_dim;
@@ -192,30 +195,30 @@ int64_t after_workspace(const LayerAfter<T>& layer, int64_t rows) {
 
 // out [rows, width]; not residual
 template <typename T>
-void launch_after_attention(const LayerAfter<T>& layer, const LayerOptions& options, const T* attended,
-                            const T* residual, int64_t rows, T* out, T* workspace, Stream stream) {
+void launch_after_attention(const LayerAfter<T>& layer, const AfterAdapters<T>& adapters, const LayerOptions& options,
+                            const T* attended, const T* residual, int64_t rows, T* out, T* workspace, Stream stream) {
   constexpr const char* name = "layer_after_attention";
   T* const hidden = workspace;
   T* const middle = workspace + rows * layer.gate.outputs;
   // to = before + the product, normed or scaled
-  const auto add_product = [&](T* to, const LayerLinear<T>& linear, const T* from, const T* before,
-                               const LayerNorm<T>& norm, bool overlaps) {
+  const auto add_product = [&](T* to, const LayerLinear<T>& linear, const AdapterWeights<T>& adapter, const T* from,
+                               const T* before, const LayerNorm<T>& norm, bool overlaps) {
     LinearRows<T> product = rows_of(linear, from, to, rows);
     if (!norm) {
       product.residual = before;
       product.scale = options.scale;
     }
-    launch_products<T>(name, &product, 1, {}, {}, overlaps, stream);
+    launch_products<T>(name, &product, 1, {}, {}, {adapters.ids, {adapter}}, overlaps, stream);
     if (!norm) return;
     launch_step(rows_of<T>(norm, to, to, rows, options), stream);
     launch_add(name, to, before, rows * linear.outputs, stream);
   };
-  add_product(middle, layer.o, attended, residual, layer.attention_norm, false);
+  add_product(middle, layer.o, adapters.o, attended, residual, layer.attention_norm, false);
   const NormedRows<T> in =
       norm_in_front(layer.mlp_norm, options, middle, rows, middle + rows * layer.o.outputs, stream);
   launch_gated_products(name, rows_of<T>(layer.gate, in.x, nullptr, rows), rows_of<T>(layer.up, in.x, nullptr, rows),
-                        hidden, options.activation, in.norm, stream);
-  add_product(out, layer.down, hidden, middle, layer.output_norm, true);
+                        hidden, options.activation, in.norm, {adapters.ids, {adapters.gate, adapters.up}}, stream);
+  add_product(out, layer.down, adapters.down, hidden, middle, layer.output_norm, true);
 }
 
 }  // namespace pass_ext::gpu

@@ -10,11 +10,11 @@
 namespace pass_ext {
 
 template void gpu::launch_products(const char*, const LinearRows<float>*, int, const gpu::InputNorm<float>&,
-                                   const gpu::HeadRotation&, bool, gpu::Stream);
+                                   const gpu::HeadRotation&, const gpu::ProductAdapters<float>&, bool, gpu::Stream);
 template void gpu::launch_products(const char*, const LinearRows<float16>*, int, const gpu::InputNorm<float16>&,
-                                   const gpu::HeadRotation&, bool, gpu::Stream);
+                                   const gpu::HeadRotation&, const gpu::ProductAdapters<float16>&, bool, gpu::Stream);
 template void gpu::launch_products(const char*, const LinearRows<bfloat16>*, int, const gpu::InputNorm<bfloat16>&,
-                                   const gpu::HeadRotation&, bool, gpu::Stream);
+                                   const gpu::HeadRotation&, const gpu::ProductAdapters<bfloat16>&, bool, gpu::Stream);
 
 namespace {
 
@@ -22,7 +22,7 @@ struct OnCuda {
   template <typename T>
   static void run(const LinearRows<T>& problem, const Tensor& like) {
     const CudaScope scope(like);
-    gpu::launch_products<T>("linear_rows", &problem, 1, {}, {}, false, scope.stream());
+    gpu::launch_products<T>("linear_rows", &problem, 1, {}, {}, {}, false, scope.stream());
     check_launch("linear_rows");
   }
 };

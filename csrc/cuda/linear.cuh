@@ -26,6 +26,18 @@ bool has_wide_rows(const LinearRows<T>& product) {
          is_aligned16(product.weight);
 }
 
+// What rows of slots add to the products of a launch; wide: whether the adapters' rows are.
+template <typename T>
+bool take_adapters(RowProducts<T>& problem, const ProductAdapters<T>& adapters, int count) {
+  bool wide = true, has_some = false;
+  for (int i = 0; i < count; ++i) {
+    wide = wide && is_aligned16(adapters.of[i].down);
+    has_some = has_some || adapters.of[i].rank > 0;
+  }
+  if (has_some) problem.adapters = adapters;  // else no block reads the ids
+  return wide;
+}
+
 template <typename T, bool gated, bool wide>
 void launch_row_products(const char* name, const RowProducts<T>& problem, int64_t tiles, bool overlaps, Stream stream) {
   if (tiles == 0) return;
@@ -43,9 +55,9 @@ void launch_row_products(const char* name, const RowProducts<T>& problem, int64_
 // normed_bytes.
 template <typename T>
 void launch_products(const char* name, const LinearRows<T>* products, int count, const InputNorm<T>& norm,
-                     const HeadRotation& rotation, bool overlaps, Stream stream) {
+                     const HeadRotation& rotation, const ProductAdapters<T>& adapters, bool overlaps, Stream stream) {
   RowProducts<T> problem{};
-  bool wide = !norm.weight || is_aligned16(norm.weight);
+  bool wide = take_adapters(problem, adapters, count) && (!norm.weight || is_aligned16(norm.weight));
   int64_t tiles = 0;
   for (int i = 0; i < count; ++i) {
     problem.product[i] = products[i];
@@ -64,7 +76,8 @@ void launch_products(const char* name, const LinearRows<T>* products, int count,
 // Launches out = activation(gate product) up product, [rows, outputs]; not as the first launch of an op.
 template <typename T>
 void launch_gated_products(const char* name, const LinearRows<T>& gate, const LinearRows<T>& up, T* out,
-                           Activation activation, const InputNorm<T>& norm, Stream stream) {
+                           Activation activation, const InputNorm<T>& norm, const ProductAdapters<T>& adapters,
+                           Stream stream) {
   RowProducts<T> problem{};
   problem.product[0] = gate;
   problem.product[1] = up;
@@ -72,7 +85,8 @@ void launch_gated_products(const char* name, const LinearRows<T>& gate, const Li
   problem.norm = norm;
   problem.gated_out = out;
   problem.activation = activation;
-  const bool wide = has_wide_rows(gate) && has_wide_rows(up) && (!norm.weight || is_aligned16(norm.weight));
+  const bool wide = take_adapters(problem, adapters, 2) && has_wide_rows(gate) && has_wide_rows(up) &&
+                    (!norm.weight || is_aligned16(norm.weight));
   const int64_t tiles = problem.end_tile[0] = tiles_of(gate.outputs, kTileOutputs);
   wide ? launch_row_products<T, true, true>(name, problem, tiles, true, stream)
        : launch_row_products<T, true, false>(name, problem, tiles, true, stream);

@@ -11,9 +11,11 @@
 
 #include <cstdint>
 
+#include "core/adapter.h"
 #include "core/half.h"
 #include "core/linear.h"
 #include "core/step.h"
+#include "cuda/linear_adapters.cuh"
 #include "cuda/linear_norm.cuh"
 #include "cuda/linear_sums.cuh"
 #include "cuda/numbers.cuh"
@@ -32,6 +34,13 @@ struct HeadRotation {
   int products = 0;
 };
 
+// What rows of slots add to up to three products; ids null: nothing.
+template <typename T>
+struct ProductAdapters {
+  AdapterIds ids;
+  AdapterWeights<T> of[kMostProducts];
+};
+
 // Products of the same rows; gated: the first is the gate, the second `up`, and they share tiles.
 template <typename T>
 struct RowProducts {
@@ -40,6 +49,7 @@ struct RowProducts {
   int64_t end_tile[kMostProducts];  // of each product, counted through all
   InputNorm<T> norm;
   HeadRotation rotation;
+  ProductAdapters<T> adapters;
   T* gated_out;
   Activation activation;
 };
@@ -50,12 +60,26 @@ struct RowProducts {
 // r and r + 8 are a pair of the rotary embedding, the first being number `pair` of its head.
 struct OutputTile {
   int product;
-  int64_t low, low_end, high, high_end;
+  int low, low_end, high, high_end;
   bool pairs;
   int pair;
 
-  PASS_EXT_DEVICE int64_t output(int row) const { return row < kHalfTile ? low + row : high + row - kHalfTile; }
+  PASS_EXT_DEVICE int output(int row) const { return row < kHalfTile ? low + row : high + row - kHalfTile; }
   PASS_EXT_DEVICE bool has(int row) const { return output(row) < (row < kHalfTile ? low_end : high_end); }
+};
+
+// The output of a tile that a thread of its block finishes: that of tile row r and row n of the block, the first of a
+// pair, or one of both products.
+struct ThreadOutput {
+  int n, r;
+  bool is_there;
+
+  PASS_EXT_DEVICE ThreadOutput(const OutputTile& tile, int count) {
+    const int rank = static_cast<int>(thread_rank()), tile_rows = tile.pairs ? kHalfTile : kTileOutputs;
+    n = rank / tile_rows;
+    r = rank % tile_rows;
+    is_there = n < count && tile.has(r);
+  }
 };
 
 PASS_EXT_HOST_DEVICE int64_t tiles_of(int64_t outputs, int64_t of_tile) { return (outputs + of_tile - 1) / of_tile; }
@@ -79,16 +103,17 @@ PASS_EXT_DEVICE OutputTile tile_of(const RowProducts<T>& problem, int64_t index)
   index -= before;
   const HeadRotation& rotation = problem.rotation;
   if (product >= rotation.products) {
-    const int64_t low = index * kTileOutputs, end = problem.product[product].outputs;
+    const int low = static_cast<int>(index * kTileOutputs), end = static_cast<int>(problem.product[product].outputs);
     return {product, low, end, low + kHalfTile, end, false, 0};
   }
   const int64_t tiles = tiles_of_head(rotation), pairs = pair_tiles(rotation), place = index % tiles;
-  const int64_t head = index / tiles * rotation.head_dim, end = head + rotation.head_dim, half = rotation.dim / 2;
+  const int head = static_cast<int>(index / tiles) * rotation.head_dim, end = head + rotation.head_dim,
+            half = rotation.dim / 2;
   if (place >= pairs) {
-    const int64_t low = head + rotation.dim + (place - pairs) * kTileOutputs;
+    const int low = head + rotation.dim + static_cast<int>(place - pairs) * kTileOutputs;
     return {product, low, end, low + kHalfTile, end, false, 0};
   }
-  const int64_t low = head + place * kHalfTile;
+  const int low = head + static_cast<int>(place) * kHalfTile;
   return {product, low, head + half, low + half, head + 2 * half, true, static_cast<int>(place) * kHalfTile};
 }
 
@@ -97,11 +122,14 @@ PASS_EXT_DEVICE OutputTile tile_of(const RowProducts<T>& problem, int64_t index)
 // The rounded product of tile row `row` and row `n` of the block: the warps' sums, in their order, and the bias.
 template <typename T, int rows, int weights>
 PASS_EXT_DEVICE float product_at(const float* sums, int which, int n, int row, const T* bias, int64_t output) {
-  float total = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kLinearWarps; ++warp)
-    total += sums[((warp * weights + which) * rows + n) * kSumStride + row];
+  const float total = total_of_warps<weights * rows * kSumStride>(sums + (which * rows + n) * kSumStride + row);
   return rounded<T>(bias ? total + to_float(bias[output]) : total);
+}
+
+// A rounded product with what the adapter of its row adds.
+template <typename T>
+PASS_EXT_DEVICE float with_adapter(const AddedOutputs& added, int i, float scale, float value) {
+  return added.is_there[i] ? rounded<T>(fused(scale, added.sum[i], value)) : value;
 }
 
 template <typename T>
@@ -144,6 +172,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   using Sums = TileSums<T, row_tiles>;
   constexpr int kRows = 8 * row_tiles, kWeights = gated ? 2 : 1;
   constexpr int kAhead = kIsFloat32<T> ? 1 : gated ? 2 : 4;  // units whose loads overlap
+  static_assert(kTileOutputs * kRows <= kLinearThreads, "each thread has one output of a tile");
   float* const sums = dynamic_shared<float>();  // [warps, weights, rows, kSumStride]; behind them normed rows
   let_next_begin();
   const LinearRows<T>& rows = problem.product[0];
@@ -175,11 +204,13 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
         }
   };
   load_weights(warp);
+  const int count = static_cast<int>(rows.rows - first_row < kRows ? rows.rows - first_row : kRows);
+  const AdapterIds& ids = problem.adapters.ids;
+  const SlotRows slots = ids.ids ? slot_rows(ids, first_row, count) : SlotRows{};
   wait_for_launch_before();
 
   const T* x = rows.x + first_row * rows.x_row;
   int64_t x_row = rows.x_row;
-  const int count = static_cast<int>(rows.rows - first_row < kRows ? rows.rows - first_row : kRows);
   if (problem.norm.weight) {
     T* const normed = dynamic_shared<T>() + sum_bytes(kRows, kWeights) / sizeof(T);
     for (int n = warp; n < count; n += kLinearWarps)
@@ -187,6 +218,20 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
     sync_block();
     x = normed;
     x_row = normed_stride<T>(in);
+  }
+  AddedOutputs added;  // while the first weights are on their way
+  if (slots.leaders) {
+    const ThreadOutput place(tile, count);
+    const int64_t outputs = problem.product[gated ? 0 : tile.product].outputs;
+    const int first = place.is_there ? tile.output(place.r) : -1;
+    const int other = place.is_there && tile.pairs ? tile.output(place.r + kHalfTile) : -1;
+    const int output[2] = {first, gated ? first : other};
+    const AdapterWeights<T>* const of = problem.adapters.of;
+    if constexpr (gated)
+      added = add_adapters<wide, row_tiles>(sums, {of, of + 1}, slots, place.n, output, outputs, x, x_row, count, in);
+    else
+      added = add_adapters<wide, row_tiles>(sums, {of + tile.product}, slots, place.n, output, outputs, x, x_row, count,
+                                            in);
   }
   Sums sum[kWeights];
   for (int64_t unit = warp; unit < units; unit += kAhead * kLinearWarps) {
@@ -215,30 +260,29 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   for (int w = 0; w < kWeights; ++w) sum[w].store(sums + (warp * kWeights + w) * kRows * kSumStride);
   sync_block();
 
-  const int tile_rows = tile.pairs ? kHalfTile : kTileOutputs;
-  for (int index = static_cast<int>(thread_rank()); index < tile_rows * kRows; index += kLinearThreads) {
-    const int n = index / tile_rows, r = index % tile_rows;
-    const int64_t row = first_row + n, output = tile.output(r);
-    if (n >= count || !tile.has(r)) continue;
-    if constexpr (gated) {
-      const float gate = product_at<T, kRows, 2>(sums, 0, n, r, problem.product[0].bias, output);
-      const float up = product_at<T, kRows, 2>(sums, 1, n, r, problem.product[1].bias, output);
-      const float value = problem.activation == Activation::silu ? pass_ext::gated<T, Activation::silu>(gate, up)
-                                                                 : pass_ext::gated<T, Activation::gelu_tanh>(gate, up);
-      problem.gated_out[row * problem.product[0].outputs + output] = from_float<T>(value);
-    } else {
-      const LinearRows<T>& product = problem.product[tile.product];
-      const float value = product_at<T, kRows, 1>(sums, 0, n, r, product.bias, output);
-      if (!tile.pairs) {
-        store_product(product, row, output, value);
-        continue;
-      }
-      const int other = r + kHalfTile;
-      const float second = product_at<T, kRows, 1>(sums, 0, n, other, product.bias, tile.output(other));
-      const Pair pair = rotated_pair<T>(problem.rotation, row, tile.pair + r, {value, second});
-      product.out[row * product.outputs + output] = from_float<T>(pair.first);
-      product.out[row * product.outputs + tile.output(other)] = from_float<T>(pair.second);
-    }
+  const ThreadOutput place(tile, count);
+  if (!place.is_there) return;
+  const int n = place.n, r = place.r;
+  const int64_t row = first_row + n, output = tile.output(r);
+  if constexpr (gated) {
+    float gate = product_at<T, kRows, 2>(sums, 0, n, r, problem.product[0].bias, output);
+    float up = product_at<T, kRows, 2>(sums, 1, n, r, problem.product[1].bias, output);
+    gate = with_adapter<T>(added, 0, ids.scale, gate);
+    up = with_adapter<T>(added, 1, ids.scale, up);
+    const float value = problem.activation == Activation::silu ? pass_ext::gated<T, Activation::silu>(gate, up)
+                                                               : pass_ext::gated<T, Activation::gelu_tanh>(gate, up);
+    problem.gated_out[row * problem.product[0].outputs + output] = from_float<T>(value);
+  } else {
+    const LinearRows<T>& product = problem.product[tile.product];
+    float value = product_at<T, kRows, 1>(sums, 0, n, r, product.bias, output);
+    value = with_adapter<T>(added, 0, ids.scale, value);
+    if (!tile.pairs) return store_product(product, row, output, value);
+    const int other = r + kHalfTile;
+    float second = product_at<T, kRows, 1>(sums, 0, n, other, product.bias, tile.output(other));
+    second = with_adapter<T>(added, 1, ids.scale, second);
+    const Pair pair = rotated_pair<T>(problem.rotation, row, tile.pair + r, {value, second});
+    product.out[row * product.outputs + output] = from_float<T>(pair.first);
+    product.out[row * product.outputs + tile.output(other)] = from_float<T>(pair.second);
   }
 }
 

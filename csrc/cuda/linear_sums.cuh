@@ -122,6 +122,15 @@ struct TileSums<float, row_tiles> {
   }
 };
 
+// The sum of the warps' numbers, in their order, `apart` numbers apart.
+template <int apart>
+PASS_EXT_DEVICE float total_of_warps(const float* sums) {
+  float total = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kLinearWarps; ++warp) total += sums[warp * apart];
+  return total;
+}
+
 // Bytes of the warps' sums of a block; a multiple of 128.
 PASS_EXT_HOST_DEVICE constexpr int64_t sum_bytes(int64_t rows, int weights) {
   return kLinearWarps * weights * rows * kSumStride * int64_t{sizeof(float)};

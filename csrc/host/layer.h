@@ -6,10 +6,13 @@
 
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "core/layer.h"
 #include "host/checks.h"
 #include "host/dispatch.h"
+#include "host/layer_adapters.h"
+#include "host/linear.h"
 #include "host/step.h"
 #include "host/tensor.h"
 
@@ -29,6 +32,7 @@ inline void check_linear(const char* op, const Linear& linear, int64_t in, const
   check_dtype(op, weight.c_str(), linear.weight, {x.scalar_type()});
   check_dim(op, weight.c_str(), linear.weight, 2, "[out, in]");
   check_size(op, weight.c_str(), linear.weight, 1, in, "in, the width of its input");
+  check_below(op, weight.c_str(), linear.weight, 0, kMostLinearOutputs, "outputs");
   check_contiguous_rows(op, weight.c_str(), linear.weight);
   check_same_device(op, weight.c_str(), linear.weight, "the input", x);
   if (!linear.bias) return;
@@ -111,13 +115,12 @@ LayerNorm<T> pointers_of(const char* op, const char* argument, const OptionalTen
 // ---- the ops with their torch signatures; `Run` computes on the device of its last argument ----
 
 template <typename Run>
-std::tuple<Tensor, Tensor, Tensor> layer_before_attention(const Tensor& input, const OptionalTensor& input_norm,
-                                                          const Tensor& q_weight, const OptionalTensor& q_bias,
-                                                          const Tensor& k_weight, const OptionalTensor& k_bias,
-                                                          const Tensor& v_weight, const OptionalTensor& v_bias,
-                                                          const OptionalTensor& q_norm, const OptionalTensor& k_norm,
-                                                          const OptionalTensor& cos, const OptionalTensor& sin,
-                                                          int64_t head_dim, double eps, int64_t form) {
+std::tuple<Tensor, Tensor, Tensor> layer_before_attention(
+    const Tensor& input, const OptionalTensor& input_norm, const Tensor& q_weight, const OptionalTensor& q_bias,
+    const Tensor& k_weight, const OptionalTensor& k_bias, const Tensor& v_weight, const OptionalTensor& v_bias,
+    const OptionalTensor& q_norm, const OptionalTensor& k_norm, const OptionalTensor& cos, const OptionalTensor& sin,
+    int64_t head_dim, double eps, int64_t form, const OptionalTensor& ids, const std::vector<Tensor>& adapters,
+    int64_t adapted, double adapter_scale) {
   constexpr const char* op = "layer_before_attention";
   const Linear q{"q", q_weight, q_bias}, k{"k", k_weight, k_bias}, v{"v", v_weight, v_bias};
   check_rows(op, "x", input, "[N, d]");
@@ -134,6 +137,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_before_attention(const Tensor& input, c
   check_norm(op, "k_norm", k_norm, k.outputs(), head_dim, input);
   check_norm_options(op, eps, form);
   check_rotation(op, cos, sin, input, rows, head_dim);
+  const AdaptedHalf half = adapted_half_of(op, ids, adapters, adapted, adapter_scale,
+                                           {{kAdaptsQ, q_weight}, {kAdaptsK, k_weight}, {kAdaptsV, v_weight}}, input);
 
   const Tensor x = contiguous_of(op, "x", input);
   const auto heads_like = [&](const Linear& linear) {
@@ -150,7 +155,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_before_attention(const Tensor& input, c
                                pointers_of<T>(op, k),
                                pointers_of<T>(op, v)};
     const LayerOptions options{head_dim, static_cast<float>(eps), static_cast<NormForm>(form)};
-    Run::before(layer, options, rotation_of(op, cos, sin, x), data_of<T>(op, "x", x), rows, output_of<T>(q_out),
+    const BeforeAdapters<T> added{half.pointers(op), half.pointers<T>(op, kAdaptsQ), half.pointers<T>(op, kAdaptsK),
+                                  half.pointers<T>(op, kAdaptsV)};
+    Run::before(layer, added, options, rotation_of(op, cos, sin, x), data_of<T>(op, "x", x), rows, output_of<T>(q_out),
                 output_of<T>(k_out), output_of<T>(v_out), x);
   });
   return {q_out, k_out, v_out};
@@ -162,7 +169,8 @@ Tensor layer_after_attention(const Tensor& attended, const Tensor& residual, con
                              const OptionalTensor& mlp_norm, const Tensor& gate_weight, const OptionalTensor& gate_bias,
                              const Tensor& up_weight, const OptionalTensor& up_bias, const Tensor& down_weight,
                              const OptionalTensor& down_bias, const OptionalTensor& output_norm, double eps,
-                             int64_t form, int64_t activation, double scale) {
+                             int64_t form, int64_t activation, double scale, const OptionalTensor& ids,
+                             const std::vector<Tensor>& adapters, int64_t adapted, double adapter_scale) {
   constexpr const char* op = "layer_after_attention";
   const Linear o{"o", o_weight, o_bias}, gate{"gate", gate_weight, gate_bias}, up{"up", up_weight, up_bias};
   const Linear down{"down", down_weight, down_bias};
@@ -184,6 +192,9 @@ Tensor layer_after_attention(const Tensor& attended, const Tensor& residual, con
   check_norm(op, "output_norm", output_norm, width, 0, attended);
   check_norm_options(op, eps, form);
   check_activation(op, activation, scale, attention_norm || output_norm);
+  const AdaptedHalf half = adapted_half_of(
+      op, ids, adapters, adapted, adapter_scale,
+      {{kAdaptsO, o_weight}, {kAdaptsGate, gate_weight}, {kAdaptsUp, up_weight}, {kAdaptsDown, down_weight}}, attended);
 
   const Tensor x = contiguous_of(op, "attended", attended), stream = contiguous_of(op, "residual", residual);
   const Tensor out = empty_of_shape(op, stream, {rows, width});
@@ -199,7 +210,9 @@ Tensor layer_after_attention(const Tensor& attended, const Tensor& residual, con
                               pointers_of<T>(op, "output_norm", output_norm)};
     const LayerOptions options{0, static_cast<float>(eps), static_cast<NormForm>(form),
                                static_cast<Activation>(activation), static_cast<float>(scale)};
-    Run::after(layer, options, data_of<T>(op, "attended", x), data_of<T>(op, "residual", stream), rows,
+    const AfterAdapters<T> added{half.pointers(op), half.pointers<T>(op, kAdaptsO), half.pointers<T>(op, kAdaptsGate),
+                                 half.pointers<T>(op, kAdaptsUp), half.pointers<T>(op, kAdaptsDown)};
+    Run::after(layer, added, options, data_of<T>(op, "attended", x), data_of<T>(op, "residual", stream), rows,
                output_of<T>(out), x);
   });
   return out;

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "core/adapter.h"
 #include "host/attention.h"
 #include "host/layer.h"
+#include "host/layer_adapters.h"
 
 namespace pass_ext {
 
@@ -167,11 +167,6 @@ inline void check_slot_keys(const char* op, const OptionalTensor& keys, const Op
   }
   check_below(op, "slot_keys", *keys, 1, INT32_MAX - 2 * kMaxTreeNodes, "keys");
 }
-
-// The linear layers that may have adapters, in the order of their tensors in the list.
-constexpr int kAdapterLinears = 7;
-constexpr const char* kAdapterLinearNames[kAdapterLinears] = {"q", "k", "v", "o", "gate", "up", "down"};
-enum AdapterLinear { kAdaptsQ, kAdaptsK, kAdaptsV, kAdaptsO, kAdaptsGate, kAdaptsUp, kAdaptsDown };
 
 // The adapters of one linear layer in all decoder layers, [layers, K, r, in] and [layers, K, r, out]; null: it has
 // none.

@@ -12,11 +12,14 @@
 
 namespace pass_ext {
 
+constexpr int64_t kMostLinearOutputs = kInt32Limit - 64;  // kernels count those of whole tiles in int32
+
 inline void check_linear_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   constexpr const char* op = "linear_rows";
   check_dtype(op, "x", x, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
   check_dtype(op, "weight", weight, {x.scalar_type()});
   check_dim(op, "weight", weight, 2, "[out, in]");
+  check_below(op, "weight", weight, 0, kMostLinearOutputs, "outputs");
   if (x.dim() == 0) refuse(op, "x must have shape [..., in], got ", describe(x));
   check_size(op, "x", x, x.dim() - 1, weight.size(1), "in, the columns of weight");
   check_contiguous_rows(op, "weight", weight);

@@ -56,14 +56,13 @@ def adapter_rows_(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor,
     return out
 
 
-def check_adapter_ids(ids: Tensor, adapters: int) -> None:
+def check_adapter_ids(ids: Tensor, adapters: int, op: str = "adapter_rows_") -> None:
     """Raises IndexError for the first slot below ``-adapters``, unless all share one. Synchronises with the device."""
     bad = ids < -adapters
     if adapters != 1 and bool(bad.any()):
         index = int(bad.nonzero()[0])
         raise IndexError(
-            f"pass_ext::adapter_rows_: ids must be at least {-adapters} ({adapters} adapters), got {int(ids[index])} at index "
-            f"{index}"
+            f"pass_ext::{op}: ids must be at least {-adapters} ({adapters} adapters), got {int(ids[index])} at index {index}"
         )
 
 

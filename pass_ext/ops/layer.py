@@ -4,6 +4,7 @@ their weights, checked once for many calls.
 
     before   q, k, v = rotated(normed(products of normed(x)))
     after    m = residual + o(attended);  m + down(activation(gate(n)) up(n)),  n = normed(m)
+             with adapters of look-ahead slots behind each product
     stack    x = after(attention_tree(before(x)), x), layer by layer
 
 Kernels: csrc/cpu/layer.h and csrc/cuda/layer.cuh, which chain and join those of ``linear_rows`` and the step ops.
@@ -16,7 +17,9 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from pass_ext import _library
 from pass_ext._library import release_layers
+from pass_ext.ops.adapter import check_adapter_ids
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
@@ -61,6 +64,11 @@ _ORDER = (
 """The order of a layer's tensors in the op's list: csrc/host/layer_stack.h, LayerPart."""
 
 
+ADAPTED_BEFORE, ADAPTED_AFTER = ("q", "k", "v"), ("o", "gate", "up", "down")
+ADAPTED = ADAPTED_BEFORE + ADAPTED_AFTER
+"""The linear layers that may have adapters, in the order of the ops' lists: csrc/host/layer_adapters.h, AdapterLinear."""
+
+
 def layer_before_attention(
     x: Tensor,
     q_weight: Tensor,
@@ -78,6 +86,9 @@ def layer_before_attention(
     sin: Tensor | None = None,
     eps: float = 1e-6,
     form: str = "llama",
+    ids: Tensor | None = None,
+    adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    adapter_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of rows ``x [N, d]``, ready for attention: ``step_rms_norm``, three ``linear_rows``, the norms
     of heads, and ``step_rotary``, with their bits.
@@ -92,19 +103,25 @@ def layer_before_attention(
         q_norm, k_norm: weights of norms behind the products: ``[D]`` norms each head, ``[heads * D]`` the whole row.
         cos, sin: ``[N, D']`` as in ``step_rotary``; None: no rotary embedding.
         eps, form: of all norms, as in ``step_rms_norm``.
+        ids: ``[N]`` integers of the rows, where negative ones are look-ahead slots; only with adapters.
+        adapters: for "q", "k", "v", or some of them, ``down [K, r, d]`` and ``up [K, r, out]``: what ``adapter_rows_`` adds
+            behind the product for rows whose id is negative, with its bits. Contiguous, and K the same in all.
+        adapter_scale: of their products.
 
     Returns:
         ``(q [N, Hq, D], k [N, Hk, D], v [N, Hk, D])``, contiguous.
 
-    A row has the same bits whatever the other rows are. On a GPU it is one launch, two where heads are normed, four where whole
-    rows of queries and keys are, and one more where a block has no room for its normed rows. No gradients, reverse or forward:
-    the op raises if an input requires one.
+    A row has the same bits whatever the other rows are; those of tokens are as without adapters. On a GPU it is one launch,
+    two where heads are normed, four where whole rows of queries and keys are, and one more where a block has no room for
+    its normed rows; adapters add none. Slots below -K are refused, or on CUDA have no adapter, as in ``adapter_rows_``. No
+    gradients, reverse or forward: the op raises if an input requires one.
     """
     op = "layer_before_attention"
-    refuse_gradients(op, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, input_norm, q_norm, k_norm)
+    ids, added, adapted = _adapted(op, ids, adapters, ADAPTED_BEFORE)
+    refuse_gradients(op, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, input_norm, q_norm, k_norm, *added)
     q, k, v = call(
         _before_op, x, input_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias, q_norm, k_norm, cos, sin, head_dim,
-        eps, index_of(op, "form", form, NORM_FORMS),
+        eps, index_of(op, "form", form, NORM_FORMS), ids, added, adapted, adapter_scale,
     )  # fmt: skip
     return q, k, v
 
@@ -128,6 +145,9 @@ def layer_after_attention(
     form: str = "llama",
     activation: str = "silu",
     scale: float = 1.0,
+    ids: Tensor | None = None,
+    adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    adapter_scale: float = 1.0,
 ) -> Tensor:
     """A decoder layer's output from its attention's: ``linear_rows``, ``step_rms_norm``, ``step_gate`` and the residual
     additions, with their bits.
@@ -144,23 +164,38 @@ def layer_after_attention(
         eps, form: of all norms, as in ``step_rms_norm``.
         activation: as in ``step_gate``.
         scale: factor of both products before they are added (granite's ``residual_multiplier``); 1 beside norms behind them.
+        ids, adapters, adapter_scale: as in ``layer_before_attention``, for "o", "gate", "up", "down". The residual's ``scale``
+            multiplies what they add, too.
 
     Returns:
         ``[N, d]``.
 
-    A row has the same bits whatever the other rows are. On a GPU it is three launches, two more for each norm behind a product,
-    and one more where a block has no room for its normed rows. No gradients, reverse or forward: the op raises if an input
-    requires one.
+    A row has the same bits whatever the other rows are; rows of tokens have those of a call without adapters. On a GPU it is
+    three launches, two more for each norm behind a product, and one more where a block has no room for its normed rows;
+    adapters add none. No gradients, reverse or forward: the op raises if an input requires one.
     """
     op = "layer_after_attention"
+    ids, added, adapted = _adapted(op, ids, adapters, ADAPTED_AFTER)
     refuse_gradients(op, attended, residual, o_weight, gate_weight, up_weight, down_weight, o_bias, gate_bias, up_bias,
-                     down_bias, attention_norm, mlp_norm, output_norm)  # fmt: skip
+                     down_bias, attention_norm, mlp_norm, output_norm, *added)  # fmt: skip
     out: Tensor = call(
         _after_op, attended, residual, o_weight, o_bias, attention_norm, mlp_norm, gate_weight, gate_bias, up_weight, up_bias,
         down_weight, down_bias, output_norm, eps, index_of(op, "form", form, NORM_FORMS),
-        index_of(op, "activation", activation, ACTIVATIONS), scale,
+        index_of(op, "activation", activation, ACTIVATIONS), scale, ids, added, adapted, adapter_scale,
     )  # fmt: skip
     return out
+
+
+def _adapted(
+    op: str, ids: Tensor | None, adapters: Mapping[str, tuple[Tensor, Tensor]] | None, names: Sequence[str]
+) -> tuple[Tensor | None, list[Tensor], int]:
+    """The adapters of a half in the op's order. Under ``set_debug`` the ids are checked on any device."""
+    if ids is not None and ids.dtype not in (torch.int32, torch.int64):
+        ids = integers(op, "ids", ids, torch.int64)
+    adapted, added = adapter_list(op, adapters, names)
+    if ids is not None and added and _library.debug_enabled() and not torch.compiler.is_compiling():
+        check_adapter_ids(ids, added[0].shape[0] if added[0].dim() else 0, op)
+    return ids, added, adapted
 
 
 class PackedLayers:
@@ -316,15 +351,13 @@ def layer_stack(
     return out, new
 
 
-ADAPTED = ("q", "k", "v", "o", "gate", "up", "down")
-"""The linear layers that may have adapters, in the order of the op's list: csrc/host/layer_stack.h, AdapterLinear."""
-
-
-def adapter_list(op: str, adapters: Mapping[str, tuple[Tensor, Tensor]] | None) -> tuple[int, list[Tensor]]:
-    """Which linear layers have adapters, as bits, and the adapters' tensors."""
+def adapter_list(
+    op: str, adapters: Mapping[str, tuple[Tensor, Tensor]] | None, names: Sequence[str] = ADAPTED
+) -> tuple[int, list[Tensor]]:
+    """Which linear layers have adapters, as bits, and the adapters' tensors. names: those that may have some."""
     adapters = adapters or {}
-    if unknown := set(adapters).difference(ADAPTED):
-        raise ValueError(f"pass_ext::{op}: adapters must be of {', '.join(ADAPTED)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(adapters).difference(names):
+        raise ValueError(f"pass_ext::{op}: adapters must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     there = [name for name in ADAPTED if name in adapters]
     return sum(1 << ADAPTED.index(name) for name in there), [side for name in there for side in adapters[name]]
 
@@ -333,7 +366,8 @@ def adapter_list(op: str, adapters: Mapping[str, tuple[Tensor, Tensor]] | None) 
 def _before_shape(
     x: Tensor, input_norm: Tensor | None, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
     v_weight: Tensor, v_bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor | None,
-    sin: Tensor | None, head_dim: int, eps: float, form: int,
+    sin: Tensor | None, head_dim: int, eps: float, form: int, ids: Tensor | None, adapters: list[Tensor], adapted: int,
+    adapter_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = (x.new_empty((x.shape[0], w.shape[0] // head_dim, head_dim)) for w in (q_weight, k_weight, v_weight))
     return q, k, v

@@ -1,6 +1,6 @@
 """The layer ops as chains of ``linear_rows``, the step ops and ``attention_tree`` of this package."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,15 @@ from pass_ext.reference.attention import attention_merge, attention_tree
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
 
-# A linear layer's name, its output and its input -> its output with what adapters add.
-Adapt = Callable[[str, Tensor, Tensor], Tensor]
+# A linear layer's name -> down [K, r, in] and up [K, r, out].
+Adapters = Mapping[str, tuple[Tensor, Tensor]]
 
 
-def _unchanged(name: str, out: Tensor, x: Tensor) -> Tensor:
-    return out
+def _adapted(name: str, out: Tensor, x: Tensor, ids: Tensor | None, adapters: Adapters | None, scale: float) -> Tensor:
+    """A linear layer's output with what its adapters add to the rows of slots."""
+    if ids is None or not adapters or name not in adapters:
+        return out
+    return adapter_rows_(out, x, ids, *adapters[name], scale)
 
 
 def layer_before_attention(
@@ -37,9 +40,12 @@ def layer_before_attention(
     sin: Tensor | None = None,
     eps: float = 1e-6,
     form: str = "llama",
-    _adapt: Adapt = _unchanged,
+    ids: Tensor | None = None,
+    adapters: Adapters | None = None,
+    adapter_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v = rotated(normed(products of normed(x)))."""
+    """q, k, v = rotated(normed(products of normed(x))); behind each product what ``adapter_rows_`` adds."""
+    adapt = partial(_adapted, ids=ids, adapters=adapters, scale=adapter_scale)
 
     def normed(rows: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None or not len(weight):
@@ -49,7 +55,7 @@ def layer_before_attention(
 
     x = normed(x, input_norm)
     linears = (("q", q_weight, q_bias), ("k", k_weight, k_bias), ("v", v_weight, v_bias))
-    q, k, v = (_adapt(name, linear_rows(x, weight, bias), x) for name, weight, bias in linears)
+    q, k, v = (adapt(name, linear_rows(x, weight, bias), x) for name, weight, bias in linears)
     heads = [rows.unflatten(1, (-1, head_dim)) for rows in (normed(q, q_norm), normed(k, k_norm), v)]
     if cos is not None and sin is not None:
         heads[:2] = step_rotary(heads[0], heads[1], cos, sin)
@@ -75,9 +81,14 @@ def layer_after_attention(
     form: str = "llama",
     activation: str = "silu",
     scale: float = 1.0,
-    _adapt: Adapt = _unchanged,
+    ids: Tensor | None = None,
+    adapters: Adapters | None = None,
+    adapter_scale: float = 1.0,
 ) -> Tensor:
-    """m = residual + o(attended); m + down(activation(gate(n)) up(n)), n = normed(m)."""
+    """m = residual + o(attended); m + down(activation(gate(n)) up(n)), n = normed(m); behind each product what
+    ``adapter_rows_`` adds.
+    """
+    adapt = partial(_adapted, ids=ids, adapters=adapters, scale=adapter_scale)
 
     def normed(rows: Tensor, weight: Tensor | None) -> Tensor:
         return rows if weight is None else step_rms_norm(rows, weight, eps=eps, form=form)[0]
@@ -86,7 +97,7 @@ def layer_after_attention(
         return rows if scale == 1.0 else (rows.float() * torch.tensor(scale)).to(rows.dtype)
 
     def product(name: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _adapt(name, linear_rows(rows, weight, bias), rows)
+        return adapt(name, linear_rows(rows, weight, bias), rows)
 
     middle = residual + scaled(normed(product("o", attended, o_weight, o_bias), attention_norm))
     x = normed(middle, mlp_norm)
@@ -138,12 +149,6 @@ def layer_stack(
     slot_keys, slot_values: what rows of slots attend to in each layer beside what they see.
     """
 
-    def adapt(layer: int, name: str, out: Tensor, rows: Tensor) -> Tensor:
-        if not adapters or ids is None or name not in adapters:
-            return out
-        down, up = adapters[name]
-        return adapter_rows_(out, rows, ids, down[layer], up[layer], adapter_scale)
-
     pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches
     rotations: list[tuple[Tensor | None, Tensor | None]] = [(None, None), (None, None)]
     if cos is not None and sin is not None:
@@ -155,11 +160,12 @@ def layer_stack(
         if deep is not None and ids is not None:
             x = torch.where((ids < 0)[:, None], x + deep[index][(-1 - ids.long()).clamp(min=0)], x)
         cos, sin = rotations[1 if rotates is None else rotates[index]]
+        of_layer = {name: (down[index], up[index]) for name, (down, up) in (adapters or {}).items()}
+        added: dict[str, Any] = dict(ids=ids, adapters=of_layer, adapter_scale=adapter_scale)
         q, k, v = layer_before_attention(
             x, weights.q_weight, weights.k_weight, weights.v_weight, head_dim=head_dim, q_bias=weights.q_bias,
             k_bias=weights.k_bias, v_bias=weights.v_bias, input_norm=weights.input_norm, q_norm=weights.q_norm,
-            k_norm=weights.k_norm, cos=cos, sin=sin, _adapt=partial(adapt, index),
-            **norm,
+            k_norm=weights.k_norm, cos=cos, sin=sin, **added, **norm,
         )  # fmt: skip
         new += k, v
         attended, lse = attention_tree(
@@ -177,7 +183,7 @@ def layer_stack(
             attended.to(x.dtype).flatten(1), x, weights.o_weight, weights.gate_weight, weights.up_weight,
             weights.down_weight, o_bias=weights.o_bias, gate_bias=weights.gate_bias, up_bias=weights.up_bias,
             down_bias=weights.down_bias, attention_norm=weights.attention_norm, mlp_norm=weights.mlp_norm,
-            output_norm=weights.output_norm, activation=activation, scale=scale, _adapt=partial(adapt, index), **norm,
+            output_norm=weights.output_norm, activation=activation, scale=scale, **added, **norm,
         )  # fmt: skip
     x = x if wanted is None else x[wanted]
     x = x if final_norm is None else step_rms_norm(x, final_norm, **norm)[0]

@@ -608,6 +608,24 @@ def optional(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor | None:
     return draw.floats(*shape, dtype=dtype) if draw.chance(0.5) else None
 
 
+def adapters_of_half(draw: Draw, rows: int, shapes: dict, dtype: torch.dtype) -> dict:
+    """ids and adapters of some linear layers (name -> (out, in)), or of none."""
+    count, ids = draw.pick((1, 2, 3)), [draw.pick((-3, -2, -1, -1, 0, 7)) for _ in range(rows)]
+    ids = [max(id, -count) for id in ids]  # those below are refused
+    if draw.chance(0.1):
+        ids = [-1 - count for _ in ids]
+    adapters = {
+        name: tuple(draw.floats(count, rank, shape[side], dtype=dtype).contiguous() for side in (1, 0))
+        for name, shape in shapes.items()
+        if draw.chance(0.4)
+        for rank in (draw.pick((0, 1, 5, 17)),)
+    }
+    if not adapters:
+        return {}
+    id_dtype = draw.pick((torch.int32, torch.int64))
+    return dict(ids=torch.tensor(ids, dtype=id_dtype), adapters=adapters, adapter_scale=draw.pick((1.0, 0.5)))
+
+
 @case
 def layer_before_attention(draw: Draw):
     rows, width, dtype = draw.size(), draw.width(), draw.pick(FLOATS)
@@ -624,9 +642,10 @@ def layer_before_attention(draw: Draw):
         x=draw.floats(rows, width, dtype=dtype), **weights, **biases, **norms, head_dim=head_dim,
         input_norm=optional(draw, width, dtype=dtype), cos=cos, sin=sin, eps=draw.pick((1e-6, 0.5)),
         form=draw.pick(pass_ext.ops.step.NORM_FORMS),
+        **adapters_of_half(draw, rows, {name: (size, width) for name, size in zip("qkv", sizes, strict=True)}, dtype),
     ))  # fmt: skip
     out = yield arguments
-    if dtype == torch.float32 and all(map(is_tame, filter(torch.is_tensor, arguments.values()))):
+    if dtype == torch.float32 and all(map(is_tame, tensors_of(arguments))):
         check_close(out, reference.layer_before_attention(**arguments), 0.01)
 
 
@@ -642,9 +661,10 @@ def layer_after_attention(draw: Draw):
         **{f"{name}_bias": optional(draw, shape[0], dtype=dtype) for name, shape in shapes.items()}, **norms,
         eps=draw.pick((1e-6, 0.5)), form=draw.pick(pass_ext.ops.step.NORM_FORMS),
         activation=draw.pick(pass_ext.ops.step.ACTIVATIONS), scale=draw.pick((1.0, 0.25)) if is_scaled else 1.0,
+        **adapters_of_half(draw, rows, shapes, dtype),
     ))  # fmt: skip
     out = yield arguments
-    if dtype == torch.float32 and all(map(is_tame, filter(torch.is_tensor, arguments.values()))):
+    if dtype == torch.float32 and all(map(is_tame, tensors_of(arguments))):
         check_close([out], [reference.layer_after_attention(**arguments)], 0.01)
 
 
@@ -730,6 +750,14 @@ def layer_stack(draw: Draw):
 
 
 # ---- results against the specification ----
+
+
+def tensors_of(arguments: dict) -> list[Tensor]:
+    """The tensors among arguments, also those in dictionaries of tuples."""
+    inner = [
+        part for value in arguments.values() if isinstance(value, dict) for pair in value.values() for part in pair
+    ]
+    return [value for value in (*arguments.values(), *inner) if torch.is_tensor(value)]
 
 
 def is_tame(values: Tensor) -> bool:

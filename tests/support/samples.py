@@ -222,6 +222,10 @@ def step_gate(device):
     yield gate[:0], None, 0
 
 
+NO_ADAPTERS = (None, [], 0, 1.0)
+"""The last arguments of both layer ops."""
+
+
 @sample
 def layer_before_attention(device):
     for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
@@ -230,11 +234,17 @@ def layer_before_attention(device):
             return torch.randn(shape, device=device).to(dtype)
 
         x, q, k, v = (random(rows, 12) for rows in (5, 16, 8, 8))
-        yield x, None, q, None, k, None, v, None, None, None, None, None, 8, 1e-6, form
+        yield x, None, q, None, k, None, v, None, None, None, None, None, 8, 1e-6, form, *NO_ADAPTERS
         norms, biases = (random(12), random(8), random(8)), (random(16), random(8), random(8))
         cos, sin = (random(5, 6, dtype=torch.float32 if form == 1 else dtype) for _ in range(2))
-        yield x, norms[0], q, biases[0], k, biases[1], v, biases[2], *norms[1:], cos, sin, 8, 1e-5, form
-    yield x[:0], norms[0], q, None, k, None, v, None, random(16), random(8), cos[:0], sin[:0], 8, 0.0, form
+        ids = torch.tensor([3, -2, 0, -1, -2], device=device, dtype=torch.int32 if form == 1 else torch.int64)
+        adapters = [random(2, 3, numbers) for numbers in (12, 16, 12, 8)]  # of q and v
+        arguments = (x, norms[0], q, biases[0], k, biases[1], v, biases[2], *norms[1:], cos, sin, 8, 1e-5, form)
+        yield *arguments, *NO_ADAPTERS
+        yield *arguments, ids, adapters, 1 | 1 << 2, 0.5
+    empty = (x[:0], norms[0], q, None, k, None, v, None, random(16), random(8), cos[:0], sin[:0], 8, 0.0, form)
+    yield *empty, *NO_ADAPTERS
+    yield *empty, ids[:0], adapters, 1 | 1 << 2, 0.5
 
 
 @sample
@@ -246,14 +256,20 @@ def layer_after_attention(device):
 
         attended, residual = random(5, 16), random(5, 12)
         o, gate, up, down = (random(*shape) / 4 for shape in ((12, 16), (20, 12), (20, 12), (12, 20)))
-        yield attended, residual, o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 0.5
+        plain = (attended, residual, o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 0.5)
+        yield *plain, *NO_ADAPTERS
+        ids = torch.tensor([-2, 3, 0, -1, -2], device=device, dtype=torch.int32 if form == 1 else torch.int64)
+        adapters = [random(2, 3, numbers) / 4 for numbers in (12, 20, 20, 12)]  # of up and down
+        yield *plain, ids, adapters, 1 << 5 | 1 << 6, 0.5
         biases = [random(n) for n in (12, 20, 20, 12)]
         norms = [random(12) for _ in range(3)]
         yield (
             attended, residual, o, biases[0], *norms[:2], gate, biases[1], up, biases[2], down, biases[3], norms[2], 1e-5, form,
-            1, 1.0,
+            1, 1.0, *NO_ADAPTERS,
         )  # fmt: skip
-    yield attended[:0], residual[:0], o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 1.0
+    empty = (attended[:0], residual[:0], *plain[2:])
+    yield *empty, *NO_ADAPTERS
+    yield *empty, ids[:0], adapters, 1 << 5 | 1 << 6, 0.5
 
 
 @sample

@@ -15,6 +15,8 @@ from support.small_models import ragged_prompts, small_model
 from pass_ext import PaSS, Tree, generate, testing
 from pass_ext.decoding.loop.fixed_step import FixedStep
 from pass_ext.decoding.models.patching import layer_stack
+from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.modules.slot_adapters import SlotAdapters
 
 VIEWS = {"view", "_unsafe_view", "slice", "select", "expand", "unsqueeze", "alias", "detach", "transpose", "reshape", "t",
          "split", "split_with_sizes", "as_strided", "permute", "squeeze", "empty", "empty_strided", "new_empty"}  # fmt: skip
@@ -51,14 +53,17 @@ def steps(monkeypatch):
     return modes
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["slots", "adapted"])
 @pytest.mark.parametrize(("architecture", "of_layer"), [("llama", 4), ("qwen3", 5)])
-def test_launches_of_a_step(steps, architecture, of_layer):
+def test_launches_of_a_step(steps, architecture, of_layer, adapted):
     """A layer's: norm, q, k, v and rotation (qwen3: norms of heads and rotation behind them); o; norm, gate and up; down.
-    Attention has one or two. docs/ops/layer.md has the sums for 30 layers."""
+    Adapters of the slots add none. Attention has one or two. docs/ops/layer.md has the sums for 30 layers."""
     outside = []
     for layers in (1, 2):
         model = small_model(architecture, num_hidden_layers=layers, head_dim=64)
-        method = PaSS(slots_for(model), tree=Tree.from_branching((2,)).with_lookahead({0: 2, 1: 2, 2: 2}), rows=9)
+        adapters = SlotAdapters(adapter_sizes(model, 3)) if adapted else None
+        slots = slots_for(model, adapters=adapters)
+        method = PaSS(slots, tree=Tree.from_branching((2,)).with_lookahead({0: 2, 1: 2, 2: 2}), rows=9)
         with testing.rerouted_backend("emulated", KERNELS).active():
             generate(model, ragged_prompts(1, longest=9)[0], method, max_new_tokens=4, run_ahead=True, eos_token_id=[])
         ops = steps[-1]

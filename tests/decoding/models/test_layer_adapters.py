@@ -21,6 +21,7 @@ from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters, adapters_of_call
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops import adapter
+from pass_ext.ops.layer import ADAPTED
 from pass_ext.testing import assert_same_bits
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -46,9 +47,18 @@ def method_of(lookahead, **more):
 
 @pytest.fixture
 def added(monkeypatch):
-    """The places whose adapters are added, call by call."""
+    """The places whose adapters are added, call by call; not by layer_stack."""
     places = []
-    add = RowAdapters.add_
+    add, halves = RowAdapters.add_, layer_adapters.halves_of
+    names = {name: place for place, name in layer_adapters.PLACES.items()}
+
+    def halves_of(placed, layer, dtype):
+        found = halves(placed, layer, dtype)
+        for half in found or ():
+            places.extend(f"{layer}.{names[name]}" for i, name in enumerate(ADAPTED) if half.adapted >> i & 1)
+        return found
+
+    monkeypatch.setattr(layer_stack, "halves_of", halves_of)
     monkeypatch.setattr(RowAdapters, "add_", lambda self, place, *rest: places.append(place) or add(self, place, *rest))
     return places
 
@@ -157,35 +167,73 @@ def test_ranks_per_kind(llama, kinds, added):
 # ---- the fused layers ----
 
 
-def test_fused_layers_run_where_a_call_has_no_slot(llama, added, monkeypatch):
-    """Plain steps of a model with adapters attached keep the fused layers, and calls with slots leave them."""
-    fused, slots_seen = [], []
-    before = layer_calls._before
-    monkeypatch.setattr(
-        layer_calls, "_before", lambda *a: fused.append(layer_adapters._current.get() is not None) or before(*a)
-    )
-    hidden = layer_adapters.adapting
-    monkeypatch.setattr(
-        "pass_ext.decoding.models.transformers.adapting", lambda a: slots_seen.append(a is None) or hidden(a)
-    )
+@pytest.fixture
+def fused(monkeypatch):
+    """Whether each call of the op in front of attention has adapters."""
+    calls, before = [], layer_calls._before
+    monkeypatch.setattr(layer_calls, "_before", lambda *a: calls.append(bool(a[-2])) or before(*a))
+    return calls
+
+
+def test_fused_layers_take_adapters_in_calls_with_slots(llama, fused, monkeypatch):
+    """Calls without slots, of the same attached model too, give them none."""
+    hooked, add = [], RowAdapters.add_
+    monkeypatch.setattr(RowAdapters, "add_", lambda self, place, *rest: hooked.append(place) or add(self, place, *rest))
+    monkeypatch.setattr(layer_stack, "_plan_of", lambda *_: None)  # as on a GPU
     plain = generate(llama, IDS, Plain(), **OPTIONS)
-    assert fused and not any(fused) and all(slots_seen)
+    assert fused and not any(fused)
     fused.clear()
     lookahead = adapted_slots(llama)
     packed = packed_model(llama)
     with packed.attached():
         got = generate(llama, IDS, method_of(lookahead), **OPTIONS)
-        assert added and not any(fused), "a fused layer ran in a call with slots"
+        assert any(fused) and not hooked, "a layer ran as modules in a call with slots"
         fused.clear()
         again = generate(llama, IDS, Plain(), **OPTIONS)
-        assert fused, "no fused layer ran after a generation with adapters"
+        assert fused and not any(fused), "adapters were left behind"
     assert torch.equal(got.sequences, plain.sequences) and torch.equal(again.sequences, plain.sequences)
     for layer in llama.model.layers:
         assert "forward" not in vars(layer)
 
 
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "granite"])
+def test_fused_layers_give_the_bits_of_modules(architecture, each, monkeypatch):
+    """Layer by layer, with the adapters in both ops, logits are those of the modules with hooks."""
+    model = small_model(architecture)
+    lookahead = adapted_slots(model, ranks=dict(q=3, v=2, gate=4, down=5, o=1), each=each)
+    monkeypatch.setattr(layer_stack, "_plan_of", lambda *_: None)
+    ids = [5, -1, -3, 6, -2, -1]
+    ours = logits_of(model, lookahead, ids, monkeypatch)
+    monkeypatch.setattr(layer_stack, "halves_of", lambda *_: None)
+    assert_same_bits(ours, logits_of(model, lookahead, ids, monkeypatch))
+    bare = slots_for(model, 3)
+    bare.weight.data.copy_(lookahead.weight)
+    assert not torch.equal(ours, logits_of(model, bare, ids, monkeypatch))
+
+
+@pytest.mark.parametrize("change", ["a place", "a dtype", "nothing"])
+def test_layers_whose_ops_cannot_take_their_adapters(change):
+    """Another layer's adapters do not matter, nor does a layer without any."""
+    dtype = torch.bfloat16 if change == "a dtype" else torch.float32
+    pairs = {f"0.{place}": (torch.ones(2, 3, 4), torch.ones(2, 3, 5)) for place in ("self_attn.q_proj", "mlp.up_proj")}
+    pairs |= {"1.self_attn.qkv_proj": pairs["0.mlp.up_proj"]}
+    if change == "a place":
+        pairs |= {"0.self_attn.extra": pairs["0.mlp.up_proj"]}
+    placed = PlacedAdapters(0.5, pairs)
+    assert layer_adapters.halves_of(placed, 1, torch.float32) is None
+    before, after = layer_adapters.halves_of(placed, 2, torch.float32)
+    assert before.of_rows(IDS) == after.of_rows(IDS) == layer_adapters.WITHOUT_ADAPTERS
+    halves = layer_adapters.halves_of(placed, 0, dtype)
+    if change != "nothing":
+        assert halves is None
+        return
+    assert [half[1:] for half in halves] == [(1 << 0, 0.5), (1 << 5, 0.5)]
+    assert halves[0].tensors[0] is pairs["0.self_attn.q_proj"][0] and halves[1].tensors[1] is pairs["0.mlp.up_proj"][1]
+
+
 def test_one_call_for_all_layers_with_adapters(added, monkeypatch):
-    """The first call with slots goes module by module, the others are one; drafts are those of layers never fused."""
+    """The first call with slots goes layer by layer, the others are one; drafts are those of layers never fused."""
     model = small_model("llama", head_dim=64)
     stacked, op = [], layer_stack._stack
     monkeypatch.setattr(layer_stack, "_stack", lambda *a: stacked.append(len(added)) or op(*a))

@@ -59,6 +59,27 @@ pass_ext::LayerAfter<T> after(const Arguments& given) {
           norm<T>(given, "output_norm")};
 }
 
+pass_ext::AdapterIds ids(const Arguments& given) {
+  return {given.at<void>("ids"), given("ids_are_int64") != 0, given("adapters"),
+          static_cast<float>(given.number("adapter_scale"))};
+}
+
+template <typename T>
+pass_ext::AdapterWeights<T> adapter(const Arguments& given, const std::string& name) {
+  return {given.at<T>(name + "_adapter_down"), given.at<T>(name + "_adapter_up"), given(name + "_rank")};
+}
+
+template <typename T>
+pass_ext::BeforeAdapters<T> before_adapters(const Arguments& given) {
+  return {ids(given), adapter<T>(given, "q"), adapter<T>(given, "k"), adapter<T>(given, "v")};
+}
+
+template <typename T>
+pass_ext::AfterAdapters<T> after_adapters(const Arguments& given) {
+  return {ids(given), adapter<T>(given, "o"), adapter<T>(given, "gate"), adapter<T>(given, "up"),
+          adapter<T>(given, "down")};
+}
+
 int64_t before_workspace(const Arguments& given) {
   int64_t size = 0;
   with_type(given, [&](auto value) {
@@ -71,9 +92,9 @@ int64_t before_workspace(const Arguments& given) {
 void layer_before_attention(const Arguments& given) {
   with_type(given, [&](auto value) {
     using T = typename decltype(value)::type;
-    pass_ext::gpu::launch_before_attention(before<T>(given), options(given), rotation(given), given.at<T>("x"),
-                                           given("rows"), given.at<T>("q"), given.at<T>("k"), given.at<T>("v"),
-                                           given.at<T>("workspace"), {});
+    pass_ext::gpu::launch_before_attention(before<T>(given), before_adapters<T>(given), options(given), rotation(given),
+                                           given.at<T>("x"), given("rows"), given.at<T>("q"), given.at<T>("k"),
+                                           given.at<T>("v"), given.at<T>("workspace"), {});
   });
 }
 
@@ -88,9 +109,9 @@ int64_t after_workspace(const Arguments& given) {
 void layer_after_attention(const Arguments& given) {
   with_type(given, [&](auto value) {
     using T = typename decltype(value)::type;
-    pass_ext::gpu::launch_after_attention(after<T>(given), options(given), given.at<T>("attended"),
-                                          given.at<T>("residual"), given("rows"), given.at<T>("out"),
-                                          given.at<T>("workspace"), {});
+    pass_ext::gpu::launch_after_attention(after<T>(given), after_adapters<T>(given), options(given),
+                                          given.at<T>("attended"), given.at<T>("residual"), given("rows"),
+                                          given.at<T>("out"), given.at<T>("workspace"), {});
   });
 }
 

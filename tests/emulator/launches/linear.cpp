@@ -13,7 +13,7 @@ void launch_of(const Arguments& given) {
   const pass_ext::LinearRows<T> problem{given.at<T>("x"),   given.at<T>("weight"), given.at<T>("bias"),
                                         given.at<T>("out"), given("rows"),         given("in"),
                                         given("outputs"),   given("x_row"),        given("weight_row")};
-  pass_ext::gpu::launch_products<T>("linear_rows", &problem, 1, {}, {}, false, {});
+  pass_ext::gpu::launch_products<T>("linear_rows", &problem, 1, {}, {}, {}, false, {});
 }
 
 void linear_rows(const Arguments& given) {

@@ -4,6 +4,7 @@ import torch
 
 from emulator import session
 from emulator.ops.launching import given, name_of, pointers, seeds
+from pass_ext.ops.layer import ADAPTED
 
 
 class Arguments:
@@ -26,6 +27,19 @@ class Arguments:
             self.tensors[name] = weight
             self.numbers[f"{name}_dim"] = len(weight)
 
+    def adapters(self, names, ids, adapters, adapted, scale) -> None:
+        """The half's adapters, for the linear layers `names`."""
+        if not adapted:
+            return
+        there = [name for name in names if adapted >> ADAPTED.index(name) & 1]
+        self.tensors["ids"] = ids
+        self.numbers |= {"ids_are_int64": int(ids.dtype is torch.int64), "adapters": len(adapters[0])}
+        self.numbers["adapter_scale"] = float(scale)
+        for name, down, up in zip(there, adapters[::2], adapters[1::2], strict=True):
+            if down.shape[1]:
+                self.tensors |= {f"{name}_adapter_down": down, f"{name}_adapter_up": up}
+                self.numbers[f"{name}_rank"] = down.shape[1]
+
     def run(self, name, outputs) -> None:
         """Launches with a workspace of as many numbers as `<half>_workspace` says."""
         first = next(iter(outputs.values()))
@@ -40,7 +54,8 @@ class Arguments:
 
 
 def layer_before_attention(
-    x, input_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias, q_norm, k_norm, cos, sin, head_dim, eps, form
+    x, input_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias, q_norm, k_norm, cos, sin, head_dim, eps, form, ids,
+    adapters, adapted, adapter_scale,
 ):  # fmt: skip
     x = x.contiguous()
     arguments = Arguments(x)
@@ -54,6 +69,7 @@ def layer_before_attention(
         wide = int(cos.dtype is torch.float32 and x.dtype is not torch.float32)
         arguments.numbers |= {"cos_row": cos.stride(0), "sin_row": sin.stride(0), "cos_dim": cos.shape[1]}
         arguments.numbers["cos_is_float32"] = wide
+    arguments.adapters("qkv", ids, adapters, adapted, adapter_scale)
     weights = {"q": q_weight, "k": k_weight, "v": v_weight}
     out = {name: x.new_empty((len(x), len(weight) // head_dim, head_dim)) for name, weight in weights.items()}
     if len(x):
@@ -63,7 +79,7 @@ def layer_before_attention(
 
 def layer_after_attention(
     attended, residual, o_weight, o_bias, attention_norm, mlp_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight,
-    down_bias, output_norm, eps, form, activation, scale,
+    down_bias, output_norm, eps, form, activation, scale, ids, adapters, adapted, adapter_scale,
 ):  # fmt: skip
     attended, residual = attended.contiguous(), residual.contiguous()
     arguments = Arguments(attended)
@@ -75,6 +91,7 @@ def layer_after_attention(
     for name, weight in norms.items():
         arguments.norm(name, weight)
     arguments.numbers |= {"eps": float(eps), "form": form, "activation": activation, "scale": float(scale)}
+    arguments.adapters(("o", "gate", "up", "down"), ids, adapters, adapted, adapter_scale)
     out = residual.new_empty(residual.shape)
     if out.numel():
         arguments.run("layer_after_attention", {"out": out})

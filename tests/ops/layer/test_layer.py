@@ -4,7 +4,7 @@ one, errors against float64, and rows that do not depend on each other.
 
 import pytest
 import torch
-from layer_numbers import Numbers
+from layer_cases import after_by_ops, after_case, before_by_ops, before_case, doubled
 from torch import nn
 
 import pass_ext
@@ -12,69 +12,6 @@ from pass_ext import reference
 from pass_ext.testing import assert_error_within, assert_same_bits
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def before_case(
-    rows, dtype, *, width=72, heads=3, key_heads=2, head_dim=16, whole=False, plain=False, fp32_cos=False, rotated=0
-):
-    random = Numbers(rows + width, dtype)
-    sizes = heads * head_dim, key_heads * head_dim, key_heads * head_dim
-    tensors = dict(x=random(rows, width) * width**0.5)
-    tensors |= {f"{name}_weight": random(size, width) for name, size in zip("qkv", sizes, strict=True)}
-    if not plain:
-        tensors |= {f"{name}_bias": random(size) for name, size in zip("qkv", sizes, strict=True)}
-        widths = sizes[:2] if whole else (head_dim, head_dim)
-        tensors |= dict(input_norm=random(width), q_norm=random(widths[0]), k_norm=random(widths[1]))
-    angles = random(rows, rotated or head_dim, dtype=torch.float64)
-    wide = torch.float32 if fp32_cos else dtype
-    return tensors | dict(cos=angles.cos().to(wide), sin=angles.sin().to(wide))
-
-
-def after_case(rows, dtype, *, width=72, attended=96, inner=100, norms=("mlp_norm",), biases=True):
-    random = Numbers(rows + inner, dtype)
-    shapes = dict(o=(width, attended), gate=(inner, width), up=(inner, width), down=(width, inner))
-    tensors = dict(attended=random(rows, attended) * attended**0.5, residual=random(rows, width) * width**0.5)
-    tensors |= {f"{name}_weight": random(*shape) for name, shape in shapes.items()}
-    if biases:
-        tensors |= {f"{name}_bias": random(shape[0]) for name, shape in shapes.items()}
-    return tensors | {name: random(width) for name in norms}
-
-
-# ---- the ops one by one ----
-
-
-def before_by_ops(x, q_weight, k_weight, v_weight, *, head_dim, q_bias=None, k_bias=None, v_bias=None, input_norm=None,
-                  q_norm=None, k_norm=None, cos=None, sin=None, **norm):  # fmt: skip
-    if input_norm is not None:
-        x = pass_ext.step_rms_norm(x, input_norm, **norm)[0]
-    products = []
-    for weight, bias, scale in ((q_weight, q_bias, q_norm), (k_weight, k_bias, k_norm), (v_weight, v_bias, None)):
-        rows = pass_ext.linear_rows(x, weight, bias)
-        if scale is not None:
-            rows = pass_ext.step_rms_norm(rows.unflatten(1, (-1, len(scale))), scale, **norm)[0].flatten(1)
-        products.append(rows.unflatten(1, (-1, head_dim)))
-    if cos is not None:
-        products[:2] = pass_ext.step_rotary(*products[:2], cos, sin)
-    return products
-
-
-def after_by_ops(attended, residual, o_weight, gate_weight, up_weight, down_weight, *, o_bias=None, gate_bias=None,
-                 up_bias=None, down_bias=None, attention_norm=None, mlp_norm=None, output_norm=None, activation="silu",
-                 scale=1.0, **norm):  # fmt: skip
-    def added(before, product, weight):
-        if weight is not None:
-            product = pass_ext.step_rms_norm(product, weight, **norm)[0]
-        return before + product * scale
-
-    middle = added(residual, pass_ext.linear_rows(attended, o_weight, o_bias), attention_norm)
-    x = middle if mlp_norm is None else pass_ext.step_rms_norm(middle, mlp_norm, **norm)[0]
-    gate, up = pass_ext.linear_rows(x, gate_weight, gate_bias), pass_ext.linear_rows(x, up_weight, up_bias)
-    hidden = pass_ext.step_gate(gate, up, activation=activation)
-    return added(middle, pass_ext.linear_rows(hidden, down_weight, down_bias), output_norm)
-
-
-def doubled(case):
-    return {name: value.double() if torch.is_tensor(value) else value for name, value in case.items()}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

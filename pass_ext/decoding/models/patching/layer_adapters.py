@@ -1,7 +1,7 @@
 """Adds the adapters of look-ahead slots to the outputs of a model's linear layers, by hooks, in calls that have such rows.
 
-Decoder layers that ``layer_calls`` replaces never call their linear layers: in a call with adapters each runs as its class has
-it, until all of them run as one call, which computes the adapters itself.
+Decoder layers that ``layer_calls`` replaces never call their linear layers: their ops take the adapters, as ``halves_of`` gives
+them. A layer with adapters that these ops do not know, of joined linear layers, runs as its class has it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.patching.layer_offsets import decoder_layers
 from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
 from pass_ext.modules.slot_adapters import AdapterSize
+from pass_ext.ops.layer import ADAPTED_AFTER, ADAPTED_BEFORE, adapter_list
+
+PLACES = {f"self_attn.{name}_proj": name for name in (*ADAPTED_BEFORE, "o")}
+PLACES |= {f"mlp.{name}_proj": name for name in ADAPTED_AFTER[1:]}
+"""A linear layer's name in its decoder layer -> its name for the layer ops. Parts of joined layers have none."""
 
 # Kind -> the last parts of the names that transformers gives such layers.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -76,6 +82,40 @@ class LayerAdapters:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
+
+
+class HalfAdapters(NamedTuple):
+    """The adapters of one half of a decoder layer, as its op takes them."""
+
+    tensors: list[Tensor]
+    adapted: int
+    scale: float
+
+    def of_rows(self, ids: Tensor) -> tuple[Any, ...]:
+        """The op's last arguments, for rows with these ids."""
+        return (ids, *self) if self.adapted else WITHOUT_ADAPTERS
+
+
+WITHOUT_ADAPTERS: tuple[Any, ...] = (None, [], 0, 1.0)
+"""The last arguments of both layer ops in a call without adapters."""
+
+
+def halves_of(placed: PlacedAdapters, layer: int, dtype: torch.dtype) -> tuple[HalfAdapters, HalfAdapters] | None:
+    """The adapters of a decoder layer in front of its attention and behind it; None if its ops cannot take them."""
+    named: dict[str, tuple[Tensor, Tensor]] = {}
+    for place, pair in placed.pairs.items():
+        number, _, name = place.partition(".")
+        if int(number) != layer:
+            continue
+        if name not in PLACES or pair[0].dtype is not dtype:
+            return None
+        named[PLACES[name]] = pair
+
+    def half(op: str, names: tuple[str, ...]) -> HalfAdapters:
+        adapted, tensors = adapter_list(op, {name: named[name] for name in names if name in named})
+        return HalfAdapters(tensors, adapted, placed.scale)
+
+    return half("layer_before_attention", ADAPTED_BEFORE), half("layer_after_attention", ADAPTED_AFTER)
 
 
 def _added(place: str) -> Callable[..., None]:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS, is_autocast_enabled
-from pass_ext.decoding.models.patching.layer_adapters import adapting
+from pass_ext.decoding.models.patching.layer_adapters import WITHOUT_ADAPTERS, adapting
 from pass_ext.decoding.models.patching.layer_parts import LayerParts, parts_of
 from pass_ext.decoding.models.patching.layer_stack import LayerStack
 from pass_ext.decoding.models.patching.row_attention import OurCall, attending, current_call, is_being_recorded
+from pass_ext.decoding.models.row_adapters import RowAdapters
 from pass_ext.ops import layer as registration  # noqa: F401
 
 _before = torch.ops.pass_ext.layer_before_attention.default
@@ -70,13 +71,15 @@ class _Layer:
         self.attention: dict[str, Any] = {}  # options of attend
         self.returns_tuple = False
 
-    def before(self, rows: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def before(
+        self, rows: Tensor, cos: Tensor | None, sin: Tensor | None, adapters: tuple[Any, ...] = WITHOUT_ADAPTERS
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tensors, numbers = self.parts.before
-        q, k, v = _before(rows, *tensors, cos, sin, *numbers)
+        q, k, v = _before(rows, *tensors, cos, sin, *numbers, *adapters)
         return q, k, v
 
-    def after(self, attended: Tensor, rows: Tensor) -> Tensor:
-        out: Tensor = _after(attended.view(len(rows), -1), rows, *self.parts.after)
+    def after(self, attended: Tensor, rows: Tensor, adapters: tuple[Any, ...] = WITHOUT_ADAPTERS) -> Tensor:
+        out: Tensor = _after(attended.view(len(rows), -1), rows, *self.parts.after, *adapters)
         return out
 
 
@@ -115,18 +118,28 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
         if not is_ours or not parts.are_current():
             return original(hidden_states, *others, **named)
         rows, cos, sin = hidden_states[0], rotation[0][0], rotation[1][0]
-        if call.adapters is not None:
+        halves = (WITHOUT_ADAPTERS, WITHOUT_ADAPTERS) if call.adapters is None else _halves(stack, call.adapters, parts)
+        if halves is None:
             result = original(hidden_states, **named)
             out = result[0] if isinstance(result, tuple) else result
         else:
-            q, k, v = known.before(rows, cos, sin) if known.rotates else known.before(rows, None, None)
-            out = known.after(call.attend(parts.layer, q, k, v, **known.attention), rows)[None]
+            cos, sin = (cos, sin) if known.rotates else (None, None)
+            q, k, v = known.before(rows, cos, sin, halves[0])
+            out = known.after(call.attend(parts.layer, q, k, v, **known.attention), rows, halves[1])[None]
             result = (out,) if known.returns_tuple else out
         stack.saw(call, parts.layer, given, rotation, out)
         return result
 
     forward.layer_call = known  # type: ignore[attr-defined]
     return forward
+
+
+def _halves(
+    stack: LayerStack, adapters: RowAdapters, parts: LayerParts
+) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """The adapters of a call's rows as both ops of a layer take them; None if they cannot."""
+    halves = stack.halves_for(adapters.placed, parts)
+    return None if halves is None else (halves[0].of_rows(adapters.ids), halves[1].of_rows(adapters.ids))
 
 
 def _is_pair(rotation: Any) -> TypeGuard[tuple[Tensor, Tensor]]:

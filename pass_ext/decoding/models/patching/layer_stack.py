@@ -20,13 +20,11 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS
+from pass_ext.decoding.models.patching.layer_adapters import PLACES, HalfAdapters, halves_of
 from pass_ext.decoding.models.patching.layer_parts import LayerParts
 from pass_ext.decoding.models.patching.row_attention import OurCall
 from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
-from pass_ext.ops.layer import ADAPTED, PackedLayers, adapter_list
-
-_PLACES = {f"self_attn.{name}_proj": name for name in ADAPTED[:4]} | {f"mlp.{name}_proj": name for name in ADAPTED[4:]}
-"""A linear layer's name in its decoder layer -> its name for ``layer_stack``. Parts of joined layers have none."""
+from pass_ext.ops.layer import PackedLayers, adapter_list
 
 _stack = torch.ops.pass_ext.layer_stack.default
 
@@ -110,6 +108,7 @@ class LayerStack:
         self._plans: dict[int, _Plan | None] = {}
         self._packed: dict[int, PackedLayers] = {}
         self._last_adapters: tuple[PlacedAdapters, int, _AdapterArguments | None] | None = None
+        self._last_halves: tuple[PlacedAdapters, dict[int, tuple[HalfAdapters, HalfAdapters] | None]] | None = None
         self._of_thread = local()
 
     @property
@@ -143,7 +142,7 @@ class LayerStack:
         Python's collector cannot see."""
         self._of_thread = local()
         self._packed.clear()
-        self._last_adapters = None
+        self._last_adapters = self._last_halves = None
 
     def has_result(self, hidden_states: Tensor) -> bool:
         """True if the first layer has computed all layers, and this is its result."""
@@ -222,6 +221,15 @@ class LayerStack:
             known = self._last_adapters = (placed, layers, _adapter_arguments(placed, layers, plan))
         return known[2]
 
+    def halves_for(self, placed: PlacedAdapters, parts: LayerParts) -> tuple[HalfAdapters, HalfAdapters] | None:
+        """The adapters of one layer as the ops around its attention take them; None if they cannot."""
+        known = self._last_halves
+        if known is None or known[0] is not placed:
+            known = self._last_halves = (placed, {})
+        if parts.layer not in known[1]:
+            known[1][parts.layer] = halves_of(placed, parts.layer, parts.dtype)
+        return known[1][parts.layer]
+
     def saw(self, call: OurCall, index: int, hidden_states: Tensor, rotation: Any, out: Tensor) -> None:
         """Notes that a layer was computed alone: its input, before offsets, and its output."""
         state = self._of_thread
@@ -279,9 +287,9 @@ def _adapter_arguments(placed: PlacedAdapters, layers: int, plan: _Plan) -> _Ada
     """The adapters of the first layers; None if these have not all the same, or joined ones."""
     named: dict[str, tuple[Tensor, Tensor]] = {}
     for place, (down, up) in placed.stacks.items():
-        if len(down) < layers or place not in _PLACES or down.dtype is not plan.weights[0].dtype:
+        if len(down) < layers or place not in PLACES or down.dtype is not plan.weights[0].dtype:
             return None
-        named[_PLACES[place]] = down[:layers], up[:layers]
+        named[PLACES[place]] = down[:layers], up[:layers]
     *_, scale, _, _ = plan.numbers
     if not named or (scale != 1.0 and {"o", "down"} & set(named)):
         return None

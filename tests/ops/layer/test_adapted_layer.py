@@ -1,0 +1,285 @@
+"""Adapters of look-ahead slots in layer_before_attention and layer_after_attention on every backend: the bits of adapter_rows_
+behind each product, rows of tokens to the bit, rows that do not depend on the rows beside them, and memory that must not be
+read.
+"""
+
+import pytest
+import torch
+from layer_cases import adapters_for, after_by_ops, after_case, before_by_ops, before_case, doubled
+
+import pass_ext
+from pass_ext import reference
+from pass_ext.testing import assert_error_within, assert_same_bits
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MIXED = [5, -1, -3, 0, -2, -1, 9, -3, -1]  # unsorted, tokens between slots
+
+
+def ids_of(rows):
+    return (MIXED * (rows // len(MIXED) + 1))[:rows]
+
+
+def assert_before(case):
+    got = pass_ext.layer_before_attention(**case)
+    for ours, theirs in zip(got, before_by_ops(**case), strict=True):
+        assert_same_bits(ours, theirs.contiguous())
+    return got
+
+
+def assert_after(case):
+    got = pass_ext.layer_after_attention(**case)
+    assert_same_bits(got, after_by_ops(**case))
+    return got
+
+
+def plain(case):
+    return {name: value for name, value in case.items() if name not in ("ids", "adapters", "adapter_scale")}
+
+
+ROWS = [2, 9, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (33, 70))]
+BEFORE_RANKS = (dict(q=3, k=8, v=1), dict(q=17, v=0), dict(k=16), dict(q=5, k=5, v=40))
+AFTER_RANKS = (dict(o=3, gate=8, up=1, down=5), dict(gate=17), dict(up=9, gate=0), dict(down=33, o=16))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, dict(whole=True), dict(plain=True), dict(plain=True, width=65, head_dim=10, rotated=6),
+        dict(plain=True, head_dim=80, rotated=40),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_before_has_the_bits_of_adapter_rows(backend, dtype, rows, options):
+    case = before_case(rows, dtype, **options) | dict(head_dim=options.get("head_dim", 16))
+    for ranks, count in zip(BEFORE_RANKS, (3, 1, 5, 1), strict=True):
+        case |= adapters_for(case, ranks, count, ids_of(rows))
+        got = assert_before(case)
+        bare = pass_ext.layer_before_attention(**plain(case))
+        tokens = case["ids"] >= 0
+        for name, ours, theirs in zip("qkv", got, bare, strict=True):
+            assert_same_bits(ours[tokens], theirs[tokens])
+            assert torch.equal(ours, theirs) == (ranks.get(name, 0) == 0)
+    assert_before(case | dict(cos=None, sin=None))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(biases=False, width=65, inner=37), dict(norms=("attention_norm", "output_norm")), dict(norms=())],
+    ids=str,
+)
+def test_after_has_the_bits_of_adapter_rows(backend, dtype, rows, options):
+    case = after_case(rows, dtype, **options)
+    for ranks, count in zip(AFTER_RANKS, (3, 1, 5, 1), strict=True):
+        case |= adapters_for(case, ranks, count, ids_of(rows))
+        got = assert_after(case | dict(activation="gelu_tanh"))
+        bare = pass_ext.layer_after_attention(**plain(case), activation="gelu_tanh")
+        tokens = case["ids"] >= 0
+        assert_same_bits(got[tokens], bare[tokens])
+        assert not torch.equal(got[~tokens], bare[~tokens])
+    if "norms" not in options:
+        for scale in (0.25, 0.22):
+            assert_after(case | dict(scale=scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rank", [2, 15, 16, 31, 64, 127, 128])
+def test_every_rank(backend, dtype, rank):
+    case = before_case(5, dtype, plain=True) | dict(head_dim=16)
+    for count, ids in ((1, [-1, 3, -7, 0, -2]), (3, [-3, -1, 0, -3, -2])):
+        assert_before(case | adapters_for(case, dict(q=rank, v=129 - rank), count, ids))
+    case = after_case(5, dtype)
+    assert_after(case | adapters_for(case, dict(gate=rank, up=129 - rank), 3, [-3, -1, 0, -3, -2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_long_rows(backend, dtype):
+    """More units than the warps of a block read at once, and rows whose norm has a launch of its own."""
+    case = before_case(16, dtype, width=2120, heads=2, key_heads=1) | dict(head_dim=16)
+    assert_before(case | adapters_for(case, dict(q=6, k=20), 3, ids_of(16)))
+    case = after_case(16, dtype, width=2120, attended=1040, inner=1544)
+    assert_after(case | adapters_for(case, dict(o=6, gate=9, up=4, down=8), 3, ids_of(16)))
+
+
+def test_every_row_has_an_adapter_of_its_own(backend):
+    rows = 32
+    ids = [-1 - (7 * n) % rows for n in range(rows)]
+    case = before_case(rows, torch.bfloat16) | dict(head_dim=16)
+    assert_before(case | adapters_for(case, dict(q=4, k=7, v=8), rows, ids))
+    case = after_case(rows, torch.bfloat16)
+    assert_after(case | adapters_for(case, dict(o=4, gate=7, up=8, down=1), rows, ids))
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+def test_ids_of_every_integer_type(backend, id_dtype):
+    case = after_case(9, torch.bfloat16)
+    case |= adapters_for(case, dict(o=3, up=4), 3, ids_of(9))
+    got = pass_ext.layer_after_attention(**case | dict(ids=case["ids"].to(id_dtype)))
+    assert_same_bits(got, assert_after(case))
+
+
+def test_one_adapter_serves_every_slot(backend):
+    case = before_case(5, torch.float32) | dict(head_dim=16)
+    first, second = (
+        assert_before(case | adapters_for(case, dict(q=3, k=2), 1, ids))
+        for ids in ([-1, 4, -9, -1000, 3], [-1, 0, -1, -1, 0])
+    )
+    for ours, theirs in zip(first, second, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_slots_beyond_the_adapters(backend):
+    """Refused on the CPU before anything is computed; on CUDA they have no adapter."""
+    case = after_case(5, torch.float32)
+    case |= adapters_for(case, dict(o=3, gate=2), 2, [-3, -1, 0, -2, -9])
+    if backend.name.startswith("cpu"):
+        with pytest.raises(RuntimeError, match=r"layer_after_attention: ids must be at least -2 .2 adapters., got -3"):
+            pass_ext.layer_after_attention(**case)
+        return
+    got = assert_after(case)
+    bare = pass_ext.layer_after_attention(**plain(case))
+    assert_same_bits(got[[0, 4]], bare[[0, 4]])
+
+
+def test_debug_mode_refuses_slots_beyond_the_adapters(backend):
+    case = before_case(3, torch.float32) | dict(head_dim=16)
+    case |= adapters_for(case, dict(v=2), 2, [0, -3, -1])
+    pass_ext.set_debug(True)
+    try:
+        with pytest.raises(IndexError, match=r"ids must be at least -2 .2 adapters., got -3 at index 1"):
+            pass_ext.layer_before_attention(**case)
+    finally:
+        pass_ext.set_debug(False)
+
+
+def test_adapters_are_not_read_without_slots(backend):
+    """NaN in them changes no bit; nor do those of other slots."""
+    for make, run, ranks in (
+        (before_case, pass_ext.layer_before_attention, dict(q=3, k=2, v=1)),
+        (after_case, pass_ext.layer_after_attention, dict(o=2, gate=3, up=1, down=4)),
+    ):
+        case = make(20, torch.bfloat16) | (dict(head_dim=16) if make is before_case else {})
+        bare = run(**case)
+        given = adapters_for(case, ranks, 2, [7] * 20)
+        for pair in given["adapters"].values():
+            for side in pair:
+                side.fill_(float("nan"))
+        got = run(**case, **given)
+        for ours, theirs in zip(*(out if isinstance(out, tuple) else (out,) for out in (got, bare)), strict=True):
+            assert_same_bits(ours, theirs)
+
+
+def test_numbers_of_other_rows_and_slots_do_not_matter(backend):
+    """Tokens that are infinite, and adapters of other slots that are NaN, leave a slot's row as it is."""
+    case = after_case(6, torch.bfloat16, biases=False)
+    ids = [3, -1, -2, 0, -1, 7]
+    case |= adapters_for(case, dict(o=3, gate=5, up=2, down=3), 2, ids)
+    clean = assert_after(case)
+    spoilt = {name: value.clone() if torch.is_tensor(value) else value for name, value in case.items()}
+    spoilt["attended"][[0, 3]] = float("inf")
+    got = pass_ext.layer_after_attention(**spoilt)
+    assert_same_bits(got[[1, 2, 4, 5]], clean[[1, 2, 4, 5]])
+    for pair in case["adapters"].values():
+        for side in pair:
+            side[1] = float("nan")
+    got = pass_ext.layer_after_attention(**case)
+    assert_same_bits(got[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
+    assert got[2].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_has_the_same_bits_among_others(backend, dtype):
+    case = before_case(40, dtype) | dict(head_dim=16)
+    case |= adapters_for(case, dict(q=3, k=9, v=2), 3, ids_of(40))
+    whole = pass_ext.layer_before_attention(**case)
+    after = after_case(40, dtype)
+    after |= adapters_for(after, dict(o=3, gate=9, up=2, down=4), 3, ids_of(40))
+    out = pass_ext.layer_after_attention(**after)
+    for rows in (slice(1, 2), slice(7, 12), slice(20, 40)):
+        cut = case | {name: case[name][rows] for name in ("x", "cos", "sin", "ids")}
+        for ours, theirs in zip(pass_ext.layer_before_attention(**cut), whole, strict=True):
+            assert_same_bits(ours, theirs[rows])
+        cut = after | {name: after[name][rows] for name in ("attended", "residual", "ids")}
+        assert_same_bits(pass_ext.layer_after_attention(**cut), out[rows])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_close_to_float64_as_the_reference_is(backend, dtype):
+    case = before_case(9, dtype) | dict(head_dim=16)
+    case |= adapters_for(case, dict(q=3, k=9, v=2), 3, MIXED)
+    exact = reference.layer_before_attention(**doubled(case))
+    for ours, near, truth in zip(
+        pass_ext.layer_before_attention(**case), reference.layer_before_attention(**case), exact, strict=True
+    ):
+        assert_error_within(ours, near, truth)
+    case = after_case(9, dtype)
+    case |= adapters_for(case, dict(o=3, gate=9, up=2, down=4), 3, MIXED)
+    truth = reference.layer_after_attention(**doubled(case))
+    assert_error_within(pass_ext.layer_after_attention(**case), reference.layer_after_attention(**case), truth)
+
+
+def test_no_rows(backend):
+    case = before_case(0, torch.float32) | dict(head_dim=16)
+    q, k, v = pass_ext.layer_before_attention(**case, **adapters_for(case, dict(q=3), 2, []))
+    assert q.shape == (0, 3, 16) and k.shape == v.shape == (0, 2, 16)
+    case = after_case(0, torch.float32)
+    assert pass_ext.layer_after_attention(**case, **adapters_for(case, dict(o=3), 2, [])).shape == (0, 72)
+
+
+# ---- what is refused ----
+
+
+def sides(down, up):
+    return dict(adapters=dict(q=(torch.ones(down), torch.ones(up))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(ids=None), "ids and adapters must be given together, got only adapters"),
+        (dict(adapters=None), "ids and adapters must be given together, got only ids"),
+        (dict(ids=torch.zeros(5, dtype=torch.int64)), "ids must have 6 .N, the rows of the input."),
+        (dict(ids=torch.zeros(6, 1, dtype=torch.int64)), r"ids must have shape \[N\]"),
+        (sides((2, 3, 71), (2, 3, 48)), "adapter of q: down must have 72 .in, of the linear layer."),
+        (sides((2, 3, 72), (2, 3, 47)), "adapter of q: up must have 48 .out, of the linear layer."),
+        (sides((2, 3, 72), (2, 4, 48)), "adapter of q: up must have 3 .r, the rank of down."),
+        (sides((2, 3, 72), (3, 3, 48)), "adapter of q: up must have 2 .K, as in the first adapter."),
+        (sides((3, 72), (3, 48)), r"adapter of q: down must have shape \[K, r, numbers\]"),
+        (sides((1, 129, 72), (1, 129, 48)), "adapter of q: down must have less than 129 ranks"),
+        (dict(adapters=dict(q=(torch.ones(2, 3, 72).double(), torch.ones(2, 3, 48)))), "down must be float32"),
+        (dict(adapters=dict(q=(torch.ones(2, 72, 3).mT, torch.ones(2, 3, 48)))), "down must be contiguous"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_arguments(changes, message):
+    case = before_case(6, torch.float32) | dict(head_dim=16)
+    case |= adapters_for(case, dict(q=3), 2, [0, -1, -2, 0, 1, -1])
+    with pytest.raises(RuntimeError, match=message):
+        pass_ext.layer_before_attention(**case | changes)
+
+
+def test_linear_layers_of_the_other_half():
+    case = after_case(2, torch.float32)
+    given = adapters_for(case, dict(o=3), 1, [0, -1])
+    with pytest.raises(ValueError, match="layer_after_attention: adapters must be of o, gate, up, down, got q"):
+        pass_ext.layer_after_attention(**case, **given | dict(adapters=dict(q=given["adapters"]["o"])))
+    tensors = list(given["adapters"]["o"])
+    attended, residual, o, gate, up, down = (
+        case[name] for name in ("attended", "residual", "o_weight", "gate_weight", "up_weight", "down_weight")
+    )
+    arguments = (attended, residual, o, None, None, None, gate, None, up, None, down, None, None, 1e-6, 0, 0, 1.0)
+    with pytest.raises(RuntimeError, match="adapted must have no bits but 120, got 1"):
+        torch.ops.pass_ext.layer_after_attention(*arguments, given["ids"], tensors, 1, 1.0)
+    with pytest.raises(RuntimeError, match=r"adapters must have 2 tensors .adapted 8., got 1"):
+        torch.ops.pass_ext.layer_after_attention(*arguments, given["ids"], tensors[:1], 8, 1.0)
+
+
+def test_gradients_are_refused():
+    case = before_case(2, torch.float32) | dict(head_dim=16)
+    given = adapters_for(case, dict(q=3), 1, [0, -1])
+    given["adapters"]["q"][0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="layer_before_attention: no gradient is implemented"):
+        pass_ext.layer_before_attention(**case, **given)
