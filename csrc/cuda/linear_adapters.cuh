@@ -117,7 +117,7 @@ PASS_EXT_DEVICE void multiply_down(float* sums, const T* const (&down)[2], const
 // two.
 struct AddedOutputs {
   float sum[2] = {};
-  bool is_there[2] = {};
+  int there = 0;  // bits: which of them
 };
 
 // All threads of the block call it together, with the numbers that its warps' sums will take as `sums`. Each has row
@@ -146,7 +146,7 @@ PASS_EXT_DEVICE AddedOutputs add_adapters(float* sums, const AdapterWeights<T>* 
       const int rank = static_cast<int>(of_output.rank),
                 begin = (products == 2 && i == 1 ? of_first : 0) + place * rank;
       if (adapter < 0 || rank == 0 || output[i] < 0) continue;
-      added.is_there[i] = true;
+      added.there |= 1 << i;
       const int from = begin > first ? begin : first, end = first + kTileOutputs;
       const T* up = of_output.up + (int64_t{adapter} * rank + from - begin) * outputs + output[i];
 #pragma unroll 4

@@ -129,7 +129,7 @@ PASS_EXT_DEVICE float product_at(const float* sums, int which, int n, int row, c
 // A rounded product with what the adapter of its row adds.
 template <typename T>
 PASS_EXT_DEVICE float with_adapter(const AddedOutputs& added, int i, float scale, float value) {
-  return added.is_there[i] ? rounded<T>(fused(scale, added.sum[i], value)) : value;
+  return added.there >> i & 1 ? rounded<T>(fused(scale, added.sum[i], value)) : value;
 }
 
 template <typename T>
@@ -178,18 +178,20 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   const LinearRows<T>& rows = problem.product[0];
   const int64_t in = rows.in, first_row = int64_t{block_index().y} * kRows;
   const int lane = static_cast<int>(lane_index()), warp = static_cast<int>(warp_index());
-  const OutputTile tile = tile_of(problem, block_index().x);
   const int64_t units = (in + kUnit - 1) / kUnit, of_lane = lane % 4 * kNumbers;
 
   const T* weight[kWeights][2];  // of this lane's outputs; null: there is none
+  {
+    const OutputTile tile = tile_of(problem, block_index().x);
 #pragma unroll
-  for (int w = 0; w < kWeights; ++w)
+    for (int w = 0; w < kWeights; ++w)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const LinearRows<T>& product = problem.product[gated ? w : tile.product];
-      const int row = lane / 4 + half * kHalfTile;
-      weight[w][half] = tile.has(row) ? product.weight + tile.output(row) * product.weight_row + of_lane : nullptr;
-    }
+      for (int half = 0; half < 2; ++half) {
+        const LinearRows<T>& product = problem.product[gated ? w : tile.product];
+        const int row = lane / 4 + half * kHalfTile;
+        weight[w][half] = tile.has(row) ? product.weight + tile.output(row) * product.weight_row + of_lane : nullptr;
+      }
+  }
   Eight<T> next[kAhead][kWeights][2];
   const auto load_weights = [&](int64_t unit) {
 #pragma unroll
@@ -206,7 +208,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   load_weights(warp);
   const int count = static_cast<int>(rows.rows - first_row < kRows ? rows.rows - first_row : kRows);
   const AdapterIds& ids = problem.adapters.ids;
-  const SlotRows slots = ids.ids ? slot_rows(ids, first_row, count) : SlotRows{};
+  SlotRows slots;
+  if (ids.ids) slots = slot_rows(ids, first_row, count);
   wait_for_launch_before();
 
   const T* x = rows.x + first_row * rows.x_row;
@@ -221,6 +224,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   }
   AddedOutputs added;  // while the first weights are on their way
   if (slots.leaders) {
+    const OutputTile tile = tile_of(problem, block_index().x);
     const ThreadOutput place(tile, count);
     const int64_t outputs = problem.product[gated ? 0 : tile.product].outputs;
     const int first = place.is_there ? tile.output(place.r) : -1;
@@ -260,6 +264,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   for (int w = 0; w < kWeights; ++w) sum[w].store(sums + (warp * kWeights + w) * kRows * kSumStride);
   sync_block();
 
+  const OutputTile tile = tile_of(problem, block_index().x);  // again: it would take registers from the loop
   const ThreadOutput place(tile, count);
   if (!place.is_there) return;
   const int n = place.n, r = place.r;

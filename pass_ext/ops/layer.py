@@ -378,7 +378,7 @@ def _after_shape(
     attended: Tensor, residual: Tensor, o_weight: Tensor, o_bias: Tensor | None, attention_norm: Tensor | None,
     mlp_norm: Tensor | None, gate_weight: Tensor, gate_bias: Tensor | None, up_weight: Tensor, up_bias: Tensor | None,
     down_weight: Tensor, down_bias: Tensor | None, output_norm: Tensor | None, eps: float, form: int, activation: int,
-    scale: float,
+    scale: float, ids: Tensor | None, adapters: list[Tensor], adapted: int, adapter_scale: float,
 ) -> Tensor:  # fmt: skip
     return residual.new_empty(residual.shape)
 

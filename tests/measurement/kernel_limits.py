@@ -62,8 +62,7 @@ LIMITS = (
     Limit("shard_combine_kernel", ALL, "stack", 112, "spilled registers of the walk, by one thread of a block"),
     Limit("shard_bins_kernel", "sm_90", "stack", 8, "two spilled registers behind the sweep"),
     Limit("shard_masses_kernel", "sm_100", "stack", 8, "the same"),
-    Limit("linear_kernel*2, true, false>", ALL, "stack", 32, "spilled registers of unaligned rows, gated"),
-    Limit("linear_kernel*2, true, true>", "sm_80", "stack", 8, "two spilled registers of 16 rows, gated"),
+    Limit("linear_kernel*2, false, true>", "sm_80 sm_90", "stack", 8, "two spilled registers of 16 rows"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
@@ -75,7 +74,7 @@ LIMITS = (
     Limit("attention_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
     Limit("attention_combine_kernel*", ALL, "registers", 128, "four blocks of 128 threads, 144 KB of loads in flight"),
     Limit("commit_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
-    Limit("adapter_kernel*", ALL, "registers", 80, "three blocks of 256 threads; the loads of four ranks in flight"),
+    Limit("adapter_kernel*", ALL, "registers", 80, "three blocks of 256 threads; the loads of 16 ranks in flight"),
     Limit("linear_kernel<float, *", ALL, "registers", 255, "one block of 256 threads, with the sums of all rows"),
     Limit("linear_kernel*", ALL, "registers", 128, "two blocks of 256 threads, 64 KB of weights in flight"),
     Limit("heads_kernel*", ALL, "registers", 80, "six blocks of 128 threads"),

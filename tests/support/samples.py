@@ -237,7 +237,7 @@ def layer_before_attention(device):
         yield x, None, q, None, k, None, v, None, None, None, None, None, 8, 1e-6, form, *NO_ADAPTERS
         norms, biases = (random(12), random(8), random(8)), (random(16), random(8), random(8))
         cos, sin = (random(5, 6, dtype=torch.float32 if form == 1 else dtype) for _ in range(2))
-        ids = torch.tensor([3, -2, 0, -1, -2], device=device, dtype=torch.int32 if form == 1 else torch.int64)
+        ids = torch.tensor([3, -2, 0, -1, -2], device=device)
         adapters = [random(2, 3, numbers) for numbers in (12, 16, 12, 8)]  # of q and v
         arguments = (x, norms[0], q, biases[0], k, biases[1], v, biases[2], *norms[1:], cos, sin, 8, 1e-5, form)
         yield *arguments, *NO_ADAPTERS
@@ -258,7 +258,7 @@ def layer_after_attention(device):
         o, gate, up, down = (random(*shape) / 4 for shape in ((12, 16), (20, 12), (20, 12), (12, 20)))
         plain = (attended, residual, o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 0.5)
         yield *plain, *NO_ADAPTERS
-        ids = torch.tensor([-2, 3, 0, -1, -2], device=device, dtype=torch.int32 if form == 1 else torch.int64)
+        ids = torch.tensor([-2, 3, 0, -1, -2], device=device)
         adapters = [random(2, 3, numbers) / 4 for numbers in (12, 20, 20, 12)]  # of up and down
         yield *plain, ids, adapters, 1 << 5 | 1 << 6, 0.5
         biases = [random(n) for n in (12, 20, 20, 12)]

@@ -197,7 +197,7 @@ def test_fused_layers_take_adapters_in_calls_with_slots(llama, fused, monkeypatc
 
 
 @pytest.mark.parametrize("each", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "granite"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "phi3"])
 def test_fused_layers_give_the_bits_of_modules(architecture, each, monkeypatch):
     """Layer by layer, with the adapters in both ops, logits are those of the modules with hooks."""
     model = small_model(architecture)

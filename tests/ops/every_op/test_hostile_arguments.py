@@ -85,11 +85,12 @@ def keywords_of(op, sample):
             pass_ext.LayerWeights(**dict(zip(STACKED, weights[i : i + each], strict=True)))
             for i in range(0, len(weights), each)
         ]
-    if op == "layer_stack":
+    if "adapted" in keywords:
         bits = keywords.pop("adapted")
         adapted = [name for i, name in enumerate(layer.ADAPTED) if bits >> i & 1]
         sides = iter(keywords["adapters"])
         keywords["adapters"] = {name: (next(sides), next(sides)) for name in adapted}
+    if op == "layer_stack":
         caches = keywords["caches"]
         keywords["caches"] = caches[0] if len(caches) == 1 else list(zip(caches[::2], caches[1::2], strict=True))
     if "logprobs" in keywords:

@@ -3,6 +3,7 @@ behind each product, rows of tokens to the bit, rows that do not depend on the r
 read.
 """
 
+import emulator
 import pytest
 import torch
 from layer_cases import adapters_for, after_by_ops, after_case, before_by_ops, before_case, doubled
@@ -12,6 +13,7 @@ from pass_ext import reference
 from pass_ext.testing import assert_error_within, assert_same_bits
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+WARPS = 8  # of a block
 MIXED = [5, -1, -3, 0, -2, -1, 9, -3, -1]  # unsorted, tokens between slots
 
 
@@ -95,13 +97,28 @@ def test_every_rank(backend, dtype, rank):
     assert_after(case | adapters_for(case, dict(gate=rank, up=129 - rank), 3, [-3, -1, 0, -3, -2]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_long_rows(backend, dtype):
+def test_long_rows(backend):
     """More units than the warps of a block read at once, and rows whose norm has a launch of its own."""
-    case = before_case(16, dtype, width=2120, heads=2, key_heads=1) | dict(head_dim=16)
+    case = before_case(16, torch.bfloat16, width=2120, heads=2, key_heads=1) | dict(head_dim=16)
     assert_before(case | adapters_for(case, dict(q=6, k=20), 3, ids_of(16)))
-    case = after_case(16, dtype, width=2120, attended=1040, inner=1544)
+    case = after_case(16, torch.bfloat16, width=2120, attended=1040, inner=1544)
     assert_after(case | adapters_for(case, dict(o=6, gate=9, up=4, down=8), 3, ids_of(16)))
+    case = before_case(2, torch.float32, width=520, heads=2, key_heads=1, plain=True) | dict(head_dim=16)
+    assert_before(case | adapters_for(case, dict(q=6, k=20), 3, [-2, -1]))
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_adapters_at_odd_addresses(backend, name):
+    case = before_case(4, torch.bfloat16, plain=True) | dict(head_dim=16)
+    given = adapters_for(case, dict(q=3, k=2), 2, [-2, -1, 5, -1])
+    odd = [
+        torch.full((side.numel() + 1,), float("nan"), dtype=side.dtype)[1:].view(side.shape).copy_(side)
+        for side in given["adapters"][name]
+    ]
+    expected = pass_ext.layer_before_attention(**case, **given)
+    given["adapters"][name] = tuple(odd)
+    for ours, theirs in zip(assert_before(case | given), expected, strict=True):
+        assert_same_bits(ours, theirs)
 
 
 def test_every_row_has_an_adapter_of_its_own(backend):
@@ -170,6 +187,25 @@ def test_adapters_are_not_read_without_slots(backend):
         got = run(**case, **given)
         for ours, theirs in zip(*(out if isinstance(out, tuple) else (out,) for out in (got, bare)), strict=True):
             assert_same_bits(ours, theirs)
+
+
+def test_blocks_of_tokens_read_ids_alone(backend):
+    """Each warp of a block reads the block's ids, and a block whose rows are all tokens nothing more."""
+    if backend.name != "emulated":
+        pytest.skip("only the emulator counts reads")
+    rows, tiles = 21, 7  # 48 + 32 + 32 outputs; 16 rows a block
+    case = before_case(rows, torch.bfloat16, plain=True) | dict(head_dim=16, cos=None, sin=None)
+
+    def accesses(**more):
+        pass_ext.layer_before_attention(**case, **more)
+        return emulator.load().count_accesses()  # of the last launch
+
+    without = accesses()
+    assert accesses(**adapters_for(case, dict(q=3, v=5), 2, [7] * rows)) == without + WARPS * rows * tiles
+    assert accesses(**adapters_for(case, dict(q=0), 2, [-1] * rows)) == without
+    half = accesses(**adapters_for(case, dict(q=3, k=3, v=3), 2, [7] * 16 + [-1] + [7] * 4))
+    both = accesses(**adapters_for(case, dict(q=3, k=3, v=3), 2, [7] * 15 + [-1] * 2 + [7] * 4))
+    assert without + WARPS * rows * tiles < half < both
 
 
 def test_numbers_of_other_rows_and_slots_do_not_matter(backend):
