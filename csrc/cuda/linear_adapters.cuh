@@ -4,11 +4,12 @@
 // compute 16 of them for all rows at once. Rows whose slots have different adapters share a tile of 16: of its sums
 // each row uses those of its own adapter.
 //
-// Each block computes the hidden numbers of its rows again, with `down` from the L2 cache. For an adapter of rank 8
-// that all slots share, a block reads 16 `in` bytes beside the 32 `in` of its weights, and waits for them while it
-// waits for these: on an H100 (64 bytes a clock from L2) some 0.2 us a launch for 576 numbers, 0.5 us for 4,096. A
-// launch of its own for each product would take 2 to 3 us. A tile more, for every 16 ranks or two such adapters more,
-// takes another 0.3 us of waiting and as many bytes. No GPU has measured it yet.
+// Each block computes the hidden numbers of its rows again, with `down` from the L2 cache: for an adapter of rank 8
+// that all slots share, 16 `in` bytes beside the 32 `in` of its weights, and most of the waiting is that for these. On
+// an H100 (64 bytes a clock from L2) the bytes are 0.1 us a launch for 576 numbers and 0.5 us for 4,096; barriers and
+// loads in sequence make it 2 us or more by benchmarks/kernel_time, which counts every wait in full. Two to three
+// launches of their own in its place take 2 to 3 us each. A tile more, for every 16 ranks or two such adapters more,
+// takes as many bytes and barriers again. No GPU has measured it yet.
 #pragma once
 
 #include <cstdint>
