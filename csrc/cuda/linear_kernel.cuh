@@ -85,9 +85,11 @@ struct ThreadOutput {
 PASS_EXT_HOST_DEVICE int64_t tiles_of(int64_t outputs, int64_t of_tile) { return (outputs + of_tile - 1) / of_tile; }
 
 // The tiles of a head: pairs first, then numbers that are not rotated.
-PASS_EXT_HOST_DEVICE int64_t pair_tiles(const HeadRotation& rotation) { return tiles_of(rotation.dim / 2, kHalfTile); }
-PASS_EXT_HOST_DEVICE int64_t tiles_of_head(const HeadRotation& rotation) {
-  return pair_tiles(rotation) + tiles_of(rotation.head_dim - rotation.dim, kTileOutputs);
+PASS_EXT_HOST_DEVICE int pair_tiles(const HeadRotation& rotation) {
+  return (rotation.dim / 2 + kHalfTile - 1) / kHalfTile;
+}
+PASS_EXT_HOST_DEVICE int tiles_of_head(const HeadRotation& rotation) {
+  return pair_tiles(rotation) + (rotation.head_dim - rotation.dim + kTileOutputs - 1) / kTileOutputs;
 }
 
 template <typename T>
@@ -100,21 +102,20 @@ PASS_EXT_DEVICE OutputTile tile_of(const RowProducts<T>& problem, int64_t index)
       product = i + 1;
       before = problem.end_tile[i];
     }
-  index -= before;
+  const int at = static_cast<int>(index - before);
   const HeadRotation& rotation = problem.rotation;
   if (product >= rotation.products) {
-    const int low = static_cast<int>(index * kTileOutputs), end = static_cast<int>(problem.product[product].outputs);
+    const int low = at * kTileOutputs, end = static_cast<int>(problem.product[product].outputs);
     return {product, low, end, low + kHalfTile, end, false, 0};
   }
-  const int64_t tiles = tiles_of_head(rotation), pairs = pair_tiles(rotation), place = index % tiles;
-  const int head = static_cast<int>(index / tiles) * rotation.head_dim, end = head + rotation.head_dim,
-            half = rotation.dim / 2;
+  const int tiles = tiles_of_head(rotation), pairs = pair_tiles(rotation), place = at % tiles;
+  const int head = at / tiles * rotation.head_dim, end = head + rotation.head_dim, half = rotation.dim / 2;
   if (place >= pairs) {
-    const int low = head + rotation.dim + static_cast<int>(place - pairs) * kTileOutputs;
+    const int low = head + rotation.dim + (place - pairs) * kTileOutputs;
     return {product, low, end, low + kHalfTile, end, false, 0};
   }
-  const int low = head + static_cast<int>(place) * kHalfTile;
-  return {product, low, head + half, low + half, head + 2 * half, true, static_cast<int>(place) * kHalfTile};
+  const int low = head + place * kHalfTile;
+  return {product, low, head + half, low + half, head + 2 * half, true, place * kHalfTile};
 }
 
 // ---- what follows the sums ----
