@@ -1,4 +1,4 @@
-// The kernel of csrc/cuda/next.cuh through its own launch function, as next.cu calls it.
+// The kernels of csrc/cuda/next.cuh and next_tree.cuh through their own launch functions, as next.cu calls them.
 #include "cuda/next.cuh"
 
 #include "launches.h"
@@ -6,42 +6,55 @@
 namespace emulator {
 namespace {
 
-void next_rows(const Arguments& given) {
+pass_ext::NextProblem step_of(const Arguments& given, int report_numbers) {
   const auto count = [&](const char* name) { return static_cast<int32_t>(given(name)); };
-  const pass_ext::NextProblem problem{
-      given.at<int64_t>("emitted"),
-      given.at<int32_t>("path"),
-      given.at<int32_t>("num_accepted"),
-      given.at<int32_t>("status"),
-      given.at<int32_t>("groups"),
-      count("width"),
-      count("judged_nodes"),
-      given.at<int64_t>("offered"),
-      given.at<float>("scores"),
-      given.at<float>("left"),
-      given.at<float>("right"),
-      given("left_stride"),
-      given("right_stride"),
-      given("vocabulary"),
-      count("slots"),
-      count("count"),
-      count("rank"),
-      {given.at<float>("temperature"), given.at<int32_t>("top_k"), given.at<float>("top_p"), given.at<float>("min_p")},
-      given.at<int64_t>("seeds"),
-      given.at<int32_t>("parents"),
-      count("nodes"),
-      count("row_count"),
-      given.at<int64_t>("limits"),
-      given.at<int64_t>("rows"),
-      given.at<int64_t>("lengths"),
-      given.at<int32_t>("prefix_lens"),
-      given.at<int64_t>("report"),
-      given("requests"),
-      count("report_width")};
-  pass_ext::gpu::launch_next_rows(problem, {});
+  return {given.at<int64_t>("emitted"),
+          given.at<int32_t>("path"),
+          given.at<int32_t>("num_accepted"),
+          given.at<int32_t>("status"),
+          given.at<int32_t>("groups"),
+          count("width"),
+          count("judged_nodes"),
+          given.at<int64_t>("offered"),
+          given.at<float>("scores"),
+          given.at<float>("left"),
+          given.at<float>("right"),
+          given("left_stride"),
+          given("right_stride"),
+          given("vocabulary"),
+          count("slots"),
+          count("count"),
+          count("rank"),
+          {given.at<float>("temperature"), given.at<int32_t>("top_k"), given.at<float>("top_p"), given.at<float>("min_p")},
+          given.at<int64_t>("seeds"),
+          given.at<int32_t>("fixed_parents"),
+          count("nodes"),
+          count("row_count"),
+          given.at<int64_t>("limits"),
+          given.at<int64_t>("rows"),
+          given.at<int64_t>("lengths"),
+          given.at<int32_t>("prefix_lens"),
+          given.at<int64_t>("report"),
+          given("requests"),
+          count("report_width"),
+          report_numbers};
 }
 
-const Registration kLaunch{"next_rows", next_rows};
+void next_rows(const Arguments& given) {
+  pass_ext::gpu::launch_next_rows(step_of(given, pass_ext::kReportNumbers), {});
+}
+
+void next_tree(const Arguments& given) {
+  const pass_ext::NextTreeProblem problem{step_of(given, pass_ext::kTreeReportNumbers),
+                                          given.at<float>("rates"),
+                                          given.at<float>("price"),
+                                          given.at<int32_t>("parents"),
+                                          static_cast<int32_t>(given("rate_count")),
+                                          static_cast<int32_t>(given("first"))};
+  pass_ext::gpu::launch_next_tree(problem, {});
+}
+
+const Registration kRows{"next_rows", next_rows}, kTree{"next_tree", next_tree};
 
 }  // namespace
 }  // namespace emulator
