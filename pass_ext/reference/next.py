@@ -128,8 +128,10 @@ def next_tree_(
             lengths[b] += accepted + 1
         place, levels = int(lengths[b]) - 1, limit - int(lengths[b]) - 1
         slots = _slots_behind(ids[b].tolist(), parents[b].tolist(), last, len(rates))
-        known = 0 if offered is None or not slots or slots[0] < first else offered.shape[1]
-        offering = [row - first for row in slots if row - first < known]
+        offering = [row - first for row in slots]
+        if offered is None or (offering and offering[0] < 0):
+            offering = []
+        offering = [row for row in offering if offered is not None and row < offered.shape[1]]
         law = {
             name: None if value is None else value[b : b + 1]
             for name, value in dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).items()

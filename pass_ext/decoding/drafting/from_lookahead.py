@@ -37,7 +37,7 @@ from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.next import MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, next_rows_
 from pass_ext.tree import Tree
 
-_FEWEST_CHOSEN = 8  # rows: of fewer, all places take nearly the same
+_FEWEST_CHOSEN = 5  # rows: of fewer, all places take nearly the same
 _MOST_PRICED = 32  # rows of a step that are chosen by their prices
 _SHORTLIST = 64  # candidates of a slot that transition scores reorder, or more where a node has more children
 _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()

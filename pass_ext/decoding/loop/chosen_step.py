@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.drafting.from_lookahead import Offers
-from pass_ext.decoding.drafting.rows.choice import RowChoice, RowPrices
+from pass_ext.decoding.drafting.rows.choice import RowChoice
+from pass_ext.decoding.drafting.rows.pace import Pauses
 from pass_ext.decoding.loop.device_step import DeviceStep, Records
 from pass_ext.decoding.loop.synthetic import Synthetic
 from pass_ext.decoding.profiling import profiled
@@ -91,8 +92,6 @@ class ChosenStep(DeviceStep):
 
     def accept_prompts(self, logits: Tensor) -> None:
         """As ``DeviceStep``."""
-        if self._prices is not None:
-            self._set_prices(self._prices)
         self._advance(self._accept(logits, *self._roots(self._plan.prompt_slots), 0), logits, 1)
 
     def read(self) -> list[list[int]]:
@@ -114,14 +113,20 @@ class ChosenStep(DeviceStep):
         self._advance(result, logits, nodes)
         return used
 
-    def learn(self, rows: int, tokens: int) -> None:
-        """As ``DeviceStep``: prices follow."""
-        if self._prices is not None and self._prices.add(rows, tokens):
-            self._set_prices(self._prices)
+    @property
+    def rows_needed(self) -> int | None:
+        """As ``DeviceStep``."""
+        return self._used
 
-    def _set_prices(self, prices: RowPrices) -> None:
-        assert self._price is not None
-        self._price.copy_(torch.tensor(prices.of_rows(len(self._price))))
+    def price_by(self, pauses: Pauses, rows: int = 0, tokens: int = 0) -> None:
+        """As ``DeviceStep``."""
+        if self._prices is None or self._price is None:
+            return
+        if rows:
+            self._prices.add(tokens, pauses.seconds_of(rows))
+        prices = self._prices.of_rows(len(self._price), pauses)
+        if prices is not None:
+            self._price.copy_(torch.tensor(prices))
 
     def _run(self) -> None:
         trees = self._packed(self._flat_parents, self._bounds, self._rows.shape[2])

@@ -19,6 +19,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.drafting.rows.pace import Pauses
 from pass_ext.decoding.loop.synthetic import Synthetic, spine_of
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.sampling import BatchSampling
@@ -102,8 +103,13 @@ class DeviceStep(ABC):
         """Runs a step of the rows that one text needs -> how many. The host has read the step before. drafts: False: the root
         alone."""
 
-    def learn(self, rows: int, tokens: int) -> None:
-        """Counts a drafted step of one text: its rows, and the tokens that the text gained."""
+    @property
+    def rows_needed(self) -> int | None:
+        """The rows of one text's next step where it drafts; None: as before."""
+        return None
+
+    def price_by(self, pauses: Pauses, rows: int = 0, tokens: int = 0) -> None:
+        """Learns what rows cost one text. rows, tokens: of the last step; 0 rows: drafting paused."""
         return
 
     def __call__(self) -> None:

@@ -24,6 +24,8 @@ class PacedLoop(AheadLoop):
         texts, plan, pauses = self.texts, self._plan, self._drafting.pauses
         step = self._device_step()
         step.begin([len(text) for text in texts.tokens], texts.limits, self._context.sampling)
+        if pauses is not None:
+            step.price_by(pauses)
         logits, self.calls = read_prompts(self.session, texts.tokens, self._known, plan.prompt_slots)
         step.accept_prompts(logits)
         self._read(step.read(), step)
@@ -31,16 +33,16 @@ class PacedLoop(AheadLoop):
             levels = [texts.remaining[0] - 1]
             if pauses is not None:
                 pauses.begin(texts.remaining)
-                levels = pauses.levels(levels, True)
+                levels = pauses.levels(levels, True, step.rows_needed)
             before, drafts = len(texts.tokens[0]), levels[0] > 0
             rows = step.run_needed(drafts)
             self._read(step.read(), step)
             self.ahead_calls += 1
             gained = len(texts.tokens[0]) - before
-            if drafts:
-                step.learn(rows, gained)
-            if pauses is not None and pauses.add([_step_of(rows)], [gained], [drafts]):
-                self._context.doubt_measured_times()
+            if pauses is not None:
+                if pauses.add([_step_of(rows)], [gained], [drafts]):
+                    self._context.doubt_measured_times()
+                step.price_by(pauses, rows if drafts else 0, gained)
         self.calls += self.ahead_calls
 
 

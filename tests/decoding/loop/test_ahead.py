@@ -14,7 +14,7 @@ from support.generation import BUSHY, Decoder, slots_for, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting.from_lookahead import Filled, Offers, TreeFiller
+from pass_ext.decoding.drafting.from_lookahead import Filled, LookaheadDrafter, Offers, TreeFiller
 from pass_ext.decoding.drafting.rows import pace
 from pass_ext.decoding.loop import choice, fixed_step
 from pass_ext.decoding.loop.ahead import AheadLoop
@@ -36,7 +36,7 @@ def methods_of(model):
         "plain": Plain(),
         "chain": PaSS(slots, tree=Tree.chain(3).with_lookahead({0: 3, 3: 3}), rows=24),
         "tree": PaSS(slots, tree=BUSHY, rows=24),
-        "planned": PaSS(slots, rows=7),
+        "planned": PaSS(slots, rows=4),
         "chain with transitions": PaSS(rich, tree=Tree.chain(2), rows=24),
         "tree with transitions": PaSS(rich, tree=BUSHY.with_lookahead({0: 4, 2: 4, 7: 4}), rows=24),
     }
@@ -334,7 +334,9 @@ def test_one_text_has_the_calls_of_the_loop_that_waits(llama, monkeypatch, rows_
 
 @pytest.mark.parametrize("step", [0.0005, 0.3], ids=["cheap", "dear"])
 def test_drafting_pauses_as_in_the_loop_that_waits(llama, monkeypatch, rows_called, step):
-    """By a clock that calls alone move: rows beyond the first take ``step`` seconds together, the first takes 0.1."""
+    """By a clock that calls alone move: rows beyond the first take ``step`` seconds together, the first takes 0.1. Both loops
+    follow the plan."""
+    monkeypatch.setattr(LookaheadDrafter, "choose_by", lambda *_: None)
     times = StepTimes((1, 2, 64), (0.1, 0.1 + step, 0.1 + step))
     monkeypatch.setattr("pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: times)
     monkeypatch.setattr(pace.time, "perf_counter", lambda: sum(map(times.at, rows_called)))

@@ -143,7 +143,7 @@ def test_candidates_that_come_true(llama, chosen, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
-        (7, {}),
+        (4, {}),
         (65, {}),
         (8, dict(tree=Tree.chain(1))),
         (8, dict(passes=2)),
@@ -171,33 +171,66 @@ def test_batches_on_the_cpu_wait(llama, chosen):
 # ---- rows="auto" ----
 
 
+class KnownSeconds:
+    """Pauses as prices see them."""
+
+    def __init__(self, times, most_seconds):
+        self.seconds_of, self.most_seconds = times.at, most_seconds
+
+
 def test_prices_are_the_seconds_of_rows_in_tokens():
     times = StepTimes((1, 2, 64), (0.1, 0.15, 3.25))
+    prices, pauses = RowPrices(times, rows=4, tokens=1.5), KnownSeconds(times, 9.0)
+    assert prices.of_rows(3, pauses) == pytest.approx([1.5 / 0.25 * t for t in (0.1, 0.15, 0.2)])
+    changed = []
+    for _ in range(16):
+        prices.add(2, times.at(1))
+        changed.append(prices.of_rows(3, pauses))
+    assert [i for i, found in enumerate(changed) if found is not None] == [7, 15]
+    rate = (16 * 1.5 + 16 * 2) / (16 * 0.25 + 16 * 0.1)
+    assert changed[-1] == pytest.approx([rate * t for t in (0.1, 0.15, 0.2)])
+
+
+def test_steps_that_the_credit_covers_too_few_times_are_not_to_be_had():
+    times = StepTimes((1, 64), (0.1, 6.4))
     prices = RowPrices(times, rows=4, tokens=1.5)
-    assert prices.of_rows(3) == pytest.approx([1.5 / 0.25 * t for t in (0.1, 0.15, 0.2)])
-    changed = [prices.add(1, 2) for _ in range(16)]
-    assert changed == [i % 8 == 7 for i in range(16)]
-    pace = (16 * 1.5 + 16 * 2) / (16 * 0.25 + 16 * 0.1)
-    assert prices.of_rows(2) == pytest.approx([pace * 0.1, pace * 0.15])
+    for most, known in ((0.85, 8), (0.05, 6), (9.0, 20)):
+        found = prices.of_rows(20, KnownSeconds(times, most))
+        assert [price < 1e9 for price in found] == [rows <= known for rows in range(1, 21)]
+        prices.add(1, 0.1)
+    assert prices.of_rows(20, KnownSeconds(times, 9.0)) is None, "as before"
 
 
-@pytest.mark.parametrize(("slope", "fewest", "most"), [(1e-5, 12, 32), (0.01, 1, 16), (0.2, 1, 3)])
-def test_auto_takes_as_many_rows_as_pay(llama, chosen, rows_called, monkeypatch, slope, fewest, most):
-    """By a clock that calls alone move."""
-    times = StepTimes((1, 64), (0.1, 0.1 + 63 * slope))
-    monkeypatch.setattr("pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: times)
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: sum(map(times.at, rows_called)))
-    run_times.cache_clear()
-    slots = slots_for(llama)
-    slots.hit_rates = ((0.9, 0.05), (0.9, 0.05), (0.9, 0.05), (0.9, 0.05))
-    ids = ragged_prompts(1)[0]
-    got = generate(llama, ids, PaSS(slots), max_new_tokens=120, eos_token_id=[])
-    run_times.cache_clear()
-    assert torch.equal(got.sequences, generate(llama, ids, max_new_tokens=120, eos_token_id=[]).sequences)
-    used = [step[0][0] for step in chosen[:-8]]
-    assert fewest <= max(used) <= most, used
-    if slope == 0.2:  # nothing comes true: drafting pauses
-        assert rows_called.count(1) > 80
+@pytest.fixture
+def clocked(llama, rows_called, monkeypatch):
+    """Generates by a clock that calls alone move."""
+
+    def run(times):
+        monkeypatch.setattr("pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: times)
+        monkeypatch.setattr(pace.time, "perf_counter", lambda: sum(map(times.at, rows_called)))
+        run_times.cache_clear()
+        slots, ids = slots_for(llama), ragged_prompts(1)[0]
+        slots.hit_rates = ((0.9, 0.05), (0.9, 0.05), (0.9, 0.05), (0.9, 0.05))
+        got = generate(llama, ids, PaSS(slots), max_new_tokens=120, eos_token_id=[])
+        calls = list(rows_called)
+        run_times.cache_clear()
+        assert torch.equal(got.sequences, generate(llama, ids, max_new_tokens=120, eos_token_id=[]).sequences)
+        return calls
+
+    return run
+
+
+@pytest.mark.parametrize(("slope", "fewest", "most"), [(1e-5, 12, 32), (0.01, 2, 16), (0.03, 2, 8)])
+def test_auto_takes_as_many_rows_as_pay(clocked, chosen, slope, fewest, most):
+    clocked(StepTimes((1, 64), (0.1, 0.1 + 63 * slope)))
+    assert fewest <= max(step[0][0] for step in chosen) <= most
+
+
+@pytest.mark.parametrize("step", [0.0005, 0.3], ids=["cheap", "dear"])
+def test_drafting_pauses_by_the_seconds_of_its_steps(clocked, chosen, step):
+    """Rows beyond the first take ``step`` seconds together, the first takes 0.1."""
+    calls = clocked(StepTimes((1, 2, 64), (0.1, 0.1 + step, 0.1 + step)))
+    assert chosen and (calls.count(1) > 80 if step == 0.3 else calls.count(1) < 10)
 
 
 # ---- no host read ----
