@@ -5,7 +5,8 @@
 //   chance     of a token below a parent = softmax(score + left[parent] · right)  ·  the offered tokens' mass
 //   reach(v)   product of the chances on v's path; candidates are taken by reach, each behind its parent and the
 //              siblings that rank before it
-//   W(o, m)    = 0.8 · sum over i < m - o of  0.6^i · rate[o] · … · rate[o + i],   what m slots are worth when the first
+//   W(o, m)    = 0.8 · sum over i < m - o of  0.6^i · rate[o] · … · rate[o + i],   what m slots are worth when the
+//   first
 //              o of them are passed: the next step has to pay for rows too, and more for those of later slots
 //   tokens     = 1 + W(root's) + sum over candidates v of  reach(v) · (1 + W(slots of v) - W(slots of v's parent))
 //   rows       = arg max over g, h, d, k of  tokens - price[rows]:  g slots behind the root, h behind the d-th node of
@@ -153,7 +154,8 @@ PASS_EXT_HOST_DEVICE bool may_have_children(const NextTreeProblem& problem, cons
   return nodes.depth[node] < slots && nodes.depth[node] < levels && has_transition(problem.step, nodes.token[node]);
 }
 
-// The share of all tokens that the offered ones have, in whole numbers as masses of top-p. score: one's log probability.
+// The share of all tokens that the offered ones have, in whole numbers as masses of top-p. score: one's log
+// probability.
 PASS_EXT_HOST_DEVICE uint64_t offered_mass(float score) {
   return score > -kInfinity ? integer_mass(exponential(minimum(score, 0.0f))) : 0;
 }

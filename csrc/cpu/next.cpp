@@ -122,8 +122,8 @@ void fill_nodes(const NextProblem& problem, int64_t request, const NextRoot& roo
     if (is_scored) {
       if (!has_transition(problem, before)) continue;
       const float* const scores = problem.scores + (offers.tokens - problem.offered);
-      PASS_EXT_AT_ISA(score_offered(problem, offers.tokens, scores, problem.left + before * problem.left_stride,
-                                    offers.scores));
+      PASS_EXT_AT_ISA(
+          score_offered(problem, offers.tokens, scores, problem.left + before * problem.left_stride, offers.scores));
       race(offers, problem, request, root.length + depth);
     }
     Offer last = before_all();
@@ -233,8 +233,8 @@ class CpuTree {
       for (int32_t k = 0; k < step.count; ++k)
         offers.scores[k] = has_transition(step, offers.tokens[k]) ? scores[k] : -kInfinity;
     else
-      PASS_EXT_AT_ISA(score_offered(step, offers.tokens, scores, step.left + nodes.token[node] * step.left_stride,
-                                    offers.scores));
+      PASS_EXT_AT_ISA(
+          score_offered(step, offers.tokens, scores, step.left + nodes.token[node] * step.left_stride, offers.scores));
     set_chances(offers, mass_[depth], chances_of(node));
     race(offers, step, request, root.length + depth);
     open_[node] = opening_behind(offers, chances_of(node), before_all(), nodes.reach[node]);
@@ -274,8 +274,8 @@ void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& p
   tree.fill(request, root, slots, levels);
   TreeChoice best = no_choice();
   for (int32_t form = 0; form < count_forms(problem.slots, tree.nodes.chain_length); ++form) {
-    const TreeChoice choice = best_of_form(tree.nodes, prices.worth, prices.of_rows, form_at(form, problem.slots),
-                                           step.row_count, levels);
+    const TreeChoice choice =
+        best_of_form(tree.nodes, prices.worth, prices.of_rows, form_at(form, problem.slots), step.row_count, levels);
     if (is_better_choice(choice, best)) best = choice;
   }
   const TreeShape shape = shape_of(best);

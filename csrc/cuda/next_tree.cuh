@@ -1,12 +1,12 @@
 // The rows of the next step, chosen at each place, on the GPU in one launch: a block for each request. The formulas:
 // core/next_tree.h.
 //
-// Candidates are taken one by one, because the most probable one decides about the next. For each of them all warps score
-// the tokens offered below it, and one warp makes chances of the scores and takes the next candidate. Then each thread
-// values some shapes.
+// Candidates are taken one by one, because the most probable one decides about the next. For each of them all warps
+// score the tokens offered below it, and one warp makes chances of the scores and takes the next candidate. Then each
+// thread values some shapes.
 //
-// Malformed input raises nothing, because an error message would need a synchronisation: malformed parents are the root,
-// and an accepted node or slots that do not exist offer nothing.
+// Malformed input raises nothing, because an error message would need a synchronisation: malformed parents are the
+// root, and an accepted node or slots that do not exist offer nothing.
 #pragma once
 
 #include <cstdint>
@@ -166,11 +166,9 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
     shared.prices[thread] = price_of_rows(problem, thread + 1);
   }
   if (thread < kWorths * kWorths)
-    shared.worth.of[thread / kWorths][thread % kWorths] =
-        worth_of_slots(problem, thread / kWorths, thread % kWorths);
+    shared.worth.of[thread / kWorths][thread % kWorths] = worth_of_slots(problem, thread / kWorths, thread % kWorths);
   if (thread == 0) begin_tree(shared.nodes, root);
-  const int32_t drafted =
-      sync_block_count(thread > 0 && thread < row_count && *token_of(step, request, thread) >= 0);
+  const int32_t drafted = sync_block_count(thread > 0 && thread < row_count && *token_of(step, request, thread) >= 0);
   if (thread < row_count) shared.first_slots[thread] = first_slot_behind(shared.judged, thread, row_count);
   report_step(step, request, root, drafted);
   sync_block();
@@ -179,8 +177,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
   sum_masses(problem, shared, request, slots);
   fill_tree(problem, &shared, request, root, slots, levels);
   const TreeShape shape = shape_of(best_choice(problem, shared, levels));
-  if (thread < row_count)
-    write_tree_row(problem, request, root, thread, tree_row(shared.nodes, shape, root, thread));
+  if (thread < row_count) write_tree_row(problem, request, root, thread, tree_row(shared.nodes, shape, root, thread));
   if (thread > 0) return;
   step.lengths[request] = root.length;
   step.prefix_lens[request] = static_cast<int32_t>(root.length - 1);
@@ -190,8 +187,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
 }
 
 inline void launch_next_tree(const NextTreeProblem& problem, Stream stream) {
-  launch("next_tree_", next_tree_kernel,
-         LaunchShape{{problem.step.requests}, {kTreeThreads}, next_tree_bytes(problem)}, stream, problem);
+  launch("next_tree_", next_tree_kernel, LaunchShape{{problem.step.requests}, {kTreeThreads}, next_tree_bytes(problem)},
+         stream, problem);
 }
 
 }  // namespace pass_ext::gpu

@@ -110,13 +110,14 @@ inline NextProblem pack_step(const char* op, const StepArguments& arguments, int
   problem.path = contiguous_data<const int32_t>(op, "path", path, ScalarType::Int, {requests, width}, "[B, A]", rows);
   problem.emitted = contiguous_data<const int64_t>(op, "emitted", arguments.emitted, ScalarType::Long,
                                                    {requests, width}, "[B, A]", rows);
-  problem.num_accepted =
-      contiguous_data<const int32_t>(op, "num_accepted", arguments.num_accepted, ScalarType::Int, {requests}, "[B]", rows);
-  problem.status = contiguous_data<const int32_t>(op, "status", arguments.status, ScalarType::Int, {requests}, "[B]", rows);
+  problem.num_accepted = contiguous_data<const int32_t>(op, "num_accepted", arguments.num_accepted, ScalarType::Int,
+                                                        {requests}, "[B]", rows);
+  problem.status =
+      contiguous_data<const int32_t>(op, "status", arguments.status, ScalarType::Int, {requests}, "[B]", rows);
   check_dim(op, "report", report, 2, "[B, numbers + A or more]");
   if (report.size(1) < report_numbers + width || report.size(1) > report_numbers + kMaxTreeNodes)
-    refuse(op, "report must have ", report_numbers + width, " to ", report_numbers + kMaxTreeNodes, " columns (path has ",
-           width, "), got ", describe(report));
+    refuse(op, "report must have ", report_numbers + width, " to ", report_numbers + kMaxTreeNodes,
+           " columns (path has ", width, "), got ", describe(report));
   problem.report_numbers = report_numbers;
   problem.report_width = static_cast<int32_t>(report.size(1) - report_numbers);
   problem.report = contiguous_data<int64_t>(op, "report", report, ScalarType::Long, {requests, report.size(1)},
@@ -136,11 +137,9 @@ void next_rows(const Tensor& rows, const Tensor& lengths, const Tensor& prefix_l
                const OptionalTensor& right, const OptionalTensor& temperature, const OptionalTensor& top_k,
                const OptionalTensor& top_p, const OptionalTensor& min_p, const OptionalTensor& seeds) {
   constexpr const char* op = "next_rows_";
-  NextProblem problem =
-      pack_step(op, {rows, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status}, kMaxTreeNodes,
-                kReportNumbers);
-  if (nodes < 1 || nodes > problem.row_count)
-    refuse(op, "nodes must be in [1, ", problem.row_count, "], got ", nodes);
+  NextProblem problem = pack_step(op, {rows, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status},
+                                  kMaxTreeNodes, kReportNumbers);
+  if (nodes < 1 || nodes > problem.row_count) refuse(op, "nodes must be in [1, ", problem.row_count, "], got ", nodes);
   problem.nodes = static_cast<int32_t>(nodes);
   problem.parents =
       contiguous_data<const int32_t>(op, "parents", parents, ScalarType::Int, {problem.row_count}, "[R]", rows);
@@ -177,8 +176,8 @@ void next_tree(const Tensor& rows, const Tensor& parents, const Tensor& lengths,
   NextProblem& step = problem.step;
   step = pack_step(op, {rows, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status},
                    kMostChosenRows, kTreeReportNumbers);
-  problem.parents =
-      contiguous_data<int32_t>(op, "parents", parents, ScalarType::Int, {step.requests, step.row_count}, "[B, R]", rows);
+  problem.parents = contiguous_data<int32_t>(op, "parents", parents, ScalarType::Int, {step.requests, step.row_count},
+                                             "[B, R]", rows);
   check_dim(op, "rates", rates, 1, "[L]");
   const int64_t slots = rates.size(0);
   if (slots < 1 || slots > kMostChosenSlots)

@@ -135,10 +135,10 @@ def next_tree_(
     candidates and look-ahead slots a request gets, and where, is chosen by the probabilities of the offered tokens: a chain
     where slots are sure, branches where they are not.
 
-    The offered tokens are those of the look-ahead slots behind the last accepted node; if it has none, those of the nearest node
-    above it that has some, without the ones already passed. The next rows are the root, candidates, the slots behind the root,
-    the slots behind one candidate, and rows that are not in use: token -1, id 0, parent 0. A request whose text has reached its
-    limit stays as it is, with its root alone.
+    The offered tokens are those of the look-ahead slots behind the last accepted node; if it has none, those of the nearest
+    node above it that has some, without the ones already passed. The next rows are the root, candidates, the slots behind the
+    root, the slots behind one candidate, and rows that are not in use: token -1, id 0, parent 0. A request whose text has
+    reached its limit stays as it is, with its root alone.
 
     Args:
         rows: ``[3, B, R]`` int64, R at most 64: ids as ``lookahead_embed`` takes them (-1 - i for slot i), tokens as
@@ -154,8 +154,8 @@ def next_tree_(
         rates: ``[L]`` float32, L at most 8: the share of places where the best candidate of each slot is right. A group has at
             most L slots.
         price: ``[R]`` float32, the tokens that a step of 1, 2, … R rows costs, beside 2^-10 for each row. None: no more.
-        offered: ``[B, S, K]`` int64, K at most 128: tokens that rows ``first`` to ``first + S`` of the judged step offer; -1 for
-            none. Those of rows that are no look-ahead slots are not read. None: no candidates.
+        offered: ``[B, S, K]`` int64, K at most 128: tokens that rows ``first`` to ``first + S`` of the judged step offer; -1
+            for none. Those of rows that are no look-ahead slots are not read. None: no candidates.
         scores: ``[B, S, K]`` float32, their log probabilities, as mode "top" of ``draft_sample`` returns both.
         first: the row of the judged step whose tokens ``offered[:, 0]`` are.
         left, right: ``[V, r]`` float32: a token scores ``left[parent's token] · right[token]`` more. None: nothing more.
@@ -164,8 +164,8 @@ def next_tree_(
 
     The CPU refuses lengths, parents, counts and paths that are out of range. On CUDA values are not checked, to avoid a
     synchronisation: malformed parents are the root, and what does not exist offers nothing. A token outside the vocabulary of
-    left is no candidate. Integers that are only read may have any integer dtype. No gradients, reverse or forward: the op raises
-    if a tensor requires one.
+    left is no candidate. Integers that are only read may have any integer dtype. No gradients, reverse or forward: the op
+    raises if a tensor requires one.
     """
     _refuse_gradients("next_tree_", rates, price, scores, left, right)
     requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device

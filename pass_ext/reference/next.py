@@ -203,7 +203,7 @@ def _ranked(
     offered: Tensor, scores: Tensor, before: int, left: Tensor | None, right: Tensor | None, law: dict[str, Tensor | None],
     seed: Tensor, position: int,
 ) -> list[tuple[int, float]]:  # fmt: skip
-    """Tokens of one slot below a parent, the best first, and their chances: softmax among the offered ones, times their mass."""
+    """Tokens of one slot below a parent, the best first, and their chances: softmax among the offered, times their mass."""
     scores = scores.where(~scores.isnan(), -math.inf)
     if left is None or right is None:
         size = max(0, int(offered.max())) + 1 if len(offered) else 1
@@ -216,9 +216,7 @@ def _ranked(
         return []
     mass = min(1.0, float(scores[scores > -math.inf].double().clamp(max=0).exp().sum()))
     chances = (scored[0].softmax(0) * mass).clamp(max=1.0)
-    drafts = draft_sample(
-        scored, len(offered), mode="coupled", seeds=seed, positions=torch.tensor([position]), **law
-    )
+    drafts = draft_sample(scored, len(offered), mode="coupled", seeds=seed, positions=torch.tensor([position]), **law)
     return [(token, float(chances[token])) for token in drafts.tokens[0].tolist() if token >= 0]
 
 
@@ -267,7 +265,9 @@ def _best_shape(
                 value = (_units(1) + _worth(rates, 0, g)) << 20
                 for k, node in enumerate(nodes[: max(0, most - g - h)]):
                     if k:
-                        gain = _behind(nodes, chain, rates, k, g, h, d) - _behind(nodes, chain, rates, node.parent, g, h, d)
+                        gain = _behind(nodes, chain, rates, k, g, h, d) - _behind(
+                            nodes, chain, rates, node.parent, g, h, d
+                        )
                         value += _units(node.reach) * (_units(1) + gain)
                     if k >= chain[d]:
                         shape = _Shape(g, h, d, k)

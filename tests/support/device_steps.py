@@ -3,9 +3,8 @@
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from support.small_models import VOCABULARY
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Mixer:

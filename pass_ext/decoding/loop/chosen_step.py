@@ -67,9 +67,7 @@ class ChosenStep(DeviceStep):
     ) -> None:
         device, requests, rows, slots = session.device, session.requests, plan.choice.rows, plan.prompt_slots
         deepest = Tree.chain(slots)
-        super().__init__(
-            session, rows, deepest, TREE_REPORT_NUMBERS, sampling, records=records, synthetic=synthetic
-        )
+        super().__init__(session, rows, deepest, TREE_REPORT_NUMBERS, sampling, records=records, synthetic=synthetic)
         self._plan, self._prices = plan, plan.choice.prices
         probe = Tree.chain(0).with_lookahead({0: slots})
         unused = rows - len(probe)

@@ -1,5 +1,5 @@
-"""``PacedLoop``: one text on the CPU, by a device's step of which each call takes what it needs: as few ops as running ahead, and
-as few rows as waiting.
+"""``PacedLoop``: one text on the CPU, by a device's step of which each call takes what it needs: as few ops as running ahead,
+and as few rows as waiting.
 
     rows of a plan     all where candidates were offered; the root with look-ahead slots where none were
     chosen rows        those in use

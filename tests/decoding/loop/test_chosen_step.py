@@ -1,5 +1,5 @@
-"""Rows that the device chooses at each place: texts of plain decoding, rows within their number, counts, ends, prices, and steps
-without a host read."""
+"""Rows that the device chooses at each place: texts of plain decoding, rows within their number, counts, ends, prices, and
+steps without a host read."""
 
 import pytest
 import torch
@@ -124,7 +124,9 @@ def test_candidates_that_come_true(llama, chosen, monkeypatch):
         last = int(more["path"][0, more["num_accepted"][0]])
         if offered is not None:
             depths = (rows[2, 0] - (lengths[0] - 1)).tolist()
-            for row in range(offered.shape[1]):  # a slot behind a node at depth d, slot j, foresees the token d + j + 2 behind
+            for row in range(
+                offered.shape[1]
+            ):  # a slot behind a node at depth d, slot j, foresees the token d + j + 2 behind
                 place = int(lengths[0]) + depths[first + row]
                 if rows[0, 0, first + row] < 0 and place < len(future):
                     offered[0, row, 0] = future[place]

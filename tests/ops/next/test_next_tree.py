@@ -1,5 +1,5 @@
-"""next_tree_ on every backend against the reference, and the reference against every shape: slots of nodes above, prices, limits,
-races, and what does not exist."""
+"""next_tree_ on every backend against the reference, and the reference against every shape: slots of nodes above, prices,
+limits, races, and what does not exist."""
 
 import itertools
 import random
@@ -49,7 +49,8 @@ def a_step(
         rows=rows, parents=torch.tensor([step[2] for step in judged], dtype=torch.int32).view(requests, row_count),
         lengths=torch.tensor(lengths), prefix_lens=torch.full((requests,), -7, dtype=torch.int32),
         report=torch.full((requests, 5 + width + seed % 3), -9), limits=torch.tensor([n + room for n in lengths]),
-        emitted=torch.randint(0, VOCABULARY, (requests, width)), path=torch.tensor(path, dtype=torch.int32).view(requests, width),
+        emitted=torch.randint(0, VOCABULARY, (requests, width)),
+        path=torch.tensor(path, dtype=torch.int32).view(requests, width),
         num_accepted=torch.tensor(accepted, dtype=torch.int32), status=torch.zeros(requests, dtype=torch.int32),
         rates=torch.rand(slots), offered=torch.stack(offered).view(requests, row_count, count),
     )  # fmt: skip
@@ -179,7 +180,7 @@ def test_offers_of_the_last_rows_alone(backend):
 
 def test_no_offers_give_the_root_and_its_slots(backend):
     arguments = a_step(backend, 3, rank=5, slots=4) | dict(rates=torch.full((4,), 0.9, device=backend.device))
-    none = {name: None for name in ("offered", "scores", "left", "right")}
+    none = dict.fromkeys(("offered", "scores", "left", "right"))
     state = check(copied(arguments) | none)
     assert shapes_of(state) == [(5, 1)] * 3
     for row_count in (1, 2, 4):
@@ -305,7 +306,7 @@ def worth(rates, passed, slots):
 
 
 def tokens_of(parents, reach, groups, rates):
-    """The expected tokens, by where the accepted path ends: reach + sum of last(v) · W(the slots that foresee v's successor)."""
+    """The expected tokens, by where the accepted path ends: reach + sum of last(v) · W(slots that foresee v's successor)."""
     total = 0.0
     for node, share in enumerate(reach):
         last = share - sum(reach[child] for child, parent in enumerate(parents) if parent == node)

@@ -1,15 +1,15 @@
 """``RowChoice``: what ``next_tree_`` chooses the rows of each step by.
 
-``RowPrices``: the tokens that a step of n rows costs: the seconds that it takes, times the tokens per second of the text.
+``RowPrices``: the tokens that a step of n rows costs, which is its time in tokens at the speed of the text.
 
     price(n) = t(n) · tokens / seconds      of the drafted steps so far; before them the plan's
 
-t(n) is the planned time, corrected by that of the last steps with n rows (planning/run_times.py): planned times are measured at some
-numbers of rows only, and between them calls take no straight line. Steps whose loss the credit of pauses (pace.py) covers but a few
-times are not to be had: so a few wrong guesses do not end drafting.
+t(n) is the planned time, corrected by that of the last steps with n rows (planning/run_times.py): planned times are measured at
+some numbers of rows only, and between them calls take no straight line. Steps whose loss the credit of pauses (pace.py) covers
+but a few times are not to be had: so a few wrong guesses do not end drafting.
 
-A step whose expected tokens are more than its price is better than the steps so far; the choice of rows with the largest difference
-leads to the most tokens per second.
+A step whose expected tokens are more than its price is better than the steps so far. The rows with the largest difference lead
+to the most tokens per second.
 """
 
 from __future__ import annotations
