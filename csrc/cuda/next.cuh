@@ -43,7 +43,8 @@ PASS_EXT_DEVICE void fill_children(const NextProblem& problem, const NextShared&
                                    const NextRoot& root, int32_t parent, const int64_t* offered) {
   WarpOffers offers{offered, shared.scores + warp_index() * problem.count, problem.count};
   const float* const given = problem.scores + (offered - problem.offered);
-  for (int32_t k = 0; k < problem.count; ++k) score_offered(problem, offers, given, shared.tokens[parent], k);
+  const float* const left = problem.left + shared.tokens[parent] * problem.left_stride;
+  for (int32_t k = 0; k < problem.count; ++k) score_offered(problem, offers, given, left, k);
   race(offers, problem, request, root.length + shared.depths[parent]);
   Offer last = before_all();
   for (int32_t child = parent + 1; child < problem.nodes; ++child) {
@@ -85,7 +86,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kNextThreads) next_kernel(PASS_EXT_PARAME
     if (row < problem.nodes) shared.tokens[row] = row == 0 ? static_cast<int32_t>(root.token) : -1;
   }
   sync_block();  // all threads have read the former state; depths are there
-  report_step(problem, request, root, drafted);
+  report_step<kReportNumbers, kNextThreads>(problem, request, root, drafted);
   for (int32_t node = 0; node < problem.nodes; ++node)
     deepest = shared.depths[node] > deepest ? shared.depths[node] : deepest;
   for (int32_t depth = 0; depth < deepest; ++depth) {

@@ -73,28 +73,27 @@ PASS_EXT_DEVICE float product_of_warp(const float* left, const float* right, int
   return sum;
 }
 
-// A warp: the score of offered token k below a parent. given: the slot's own scores.
+// A warp: the score of offered token k. given: the slot's own scores; left: the parent's row of transition scores.
 PASS_EXT_DEVICE void score_offered(const NextProblem& problem, const WarpOffers& offers, const float* given,
-                                   int64_t before, int32_t k) {
+                                   const float* left, int32_t k) {
   const int64_t token = offers.tokens[k];
   float score = -kInfinity;
   if (has_transition(problem, token))
-    score = given[k] + product_of_warp(problem.left + before * problem.left_stride,
-                                       problem.right + token * problem.right_stride, problem.rank);
+    score = given[k] + product_of_warp(left, problem.right + token * problem.right_stride, problem.rank);
   if (static_cast<int32_t>(lane_index()) == k % 32) offers.scores[k] = score;  // the lane that owns it
 }
 
-// All threads of a request's block: the report of its step.
+// All threads of a request's block: the report of its step, with so many numbers in front of the emitted tokens.
+template <int kNumbers, int kThreads>
 PASS_EXT_DEVICE void report_step(const NextProblem& problem, int64_t request, const NextRoot& root, int32_t drafted) {
-  int64_t* const report = problem.report + request * (problem.report_numbers + problem.report_width);
+  int64_t* const report = problem.report + request * (kNumbers + problem.report_width);
   if (thread_rank() == 0) {
     report[0] = root.at_limit ? -1 : problem.num_accepted[request];
     report[1] = problem.status[request];
     report[2] = drafted;
   }
-  for (int32_t i = static_cast<int32_t>(thread_rank()); i < problem.report_width;
-       i += static_cast<int32_t>(block_size().x))
-    report[problem.report_numbers + i] = i < problem.width ? problem.emitted[request * problem.width + i] : -1;
+  for (int32_t i = thread_rank(); i < problem.report_width; i += kThreads)
+    report[kNumbers + i] = i < problem.width ? problem.emitted[request * problem.width + i] : -1;
 }
 
 }  // namespace pass_ext::gpu

@@ -75,9 +75,10 @@ PASS_EXT_DEVICE void score_below(const NextTreeProblem& problem, const NodeOffer
       offers.list.scores[k] = has_transition(step, offers.list.tokens[k]) ? offers.given[k] : -kInfinity;
     return;
   }
+  const float* const left = step.left + before * step.left_stride;
 #pragma unroll 2
   for (int32_t k = static_cast<int32_t>(warp_index()); k < step.count; k += kTreeWarps)
-    score_offered(step, offers.list, offers.given, before, k);
+    score_offered(step, offers.list, offers.given, left, k);
 }
 
 // A warp: takes the open child of the largest reach; false if none is worth a row.
@@ -170,7 +171,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
   if (thread == 0) begin_tree(shared.nodes, root);
   const int32_t drafted = sync_block_count(thread > 0 && thread < row_count && *token_of(step, request, thread) >= 0);
   if (thread < row_count) shared.first_slots[thread] = first_slot_behind(shared.judged, thread, row_count);
-  report_step(step, request, root, drafted);
+  report_step<kTreeReportNumbers, kTreeThreads>(step, request, root, drafted);
   sync_block();
   const SlotRows slots =
       slots_behind(problem, shared.judged, root.last, [&](int32_t node) { return shared.first_slots[node]; });
@@ -181,7 +182,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
   if (thread > 0) return;
   step.lengths[request] = root.length;
   step.prefix_lens[request] = static_cast<int32_t>(root.length - 1);
-  int64_t* const report = step.report + request * (step.report_numbers + step.report_width);
+  int64_t* const report = step.report + request * (kTreeReportNumbers + step.report_width);
   report[kReportNumbers] = shape.rows;
   report[kReportNumbers + 1] = shape.nodes;
 }
