@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("transformers")
 
-from support.device_steps import Mixer, NoHostReads
-from support.generation import BUSHY, Decoder, slots_for, unpadded
+from support.generation import BUSHY, Decoder, Mixer, NoHostReads, slots_for, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate

@@ -6,8 +6,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.device_steps import Mixer, NoHostReads
-from support.generation import slots_for
+from support.generation import Mixer, NoHostReads, slots_for
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Tree, generate
