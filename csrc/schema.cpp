@@ -57,6 +57,11 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "Tensor parents, int nodes, Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor? groups, "
       "Tensor? offered, Tensor? scores, Tensor? left, Tensor? right, Tensor? temperature, Tensor? top_k, "
       "Tensor? top_p, Tensor? min_p, Tensor? seeds) -> ()");
+  library.def(
+      "next_tree_(Tensor(a!) rows, Tensor(b!) parents, Tensor(c!) lengths, Tensor(d!) prefix_lens, Tensor(e!) report, "
+      "Tensor limits, Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor rates, Tensor? price, "
+      "Tensor? offered, Tensor? scores, int first, Tensor? left, Tensor? right, Tensor? temperature, Tensor? top_k, "
+      "Tensor? top_p, Tensor? min_p, Tensor? seeds) -> ()");
 
   // shard
   library.def(

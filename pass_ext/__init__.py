@@ -25,7 +25,7 @@ from pass_ext.ops.layer import (
 )
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
-from pass_ext.ops.next import next_rows_
+from pass_ext.ops.next import next_rows_, next_tree_
 from pass_ext.ops.shard import shard_best, shard_combine, shard_local
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
 from pass_ext.ops.tree import tree_mask, tree_prepare
@@ -104,6 +104,7 @@ __all__ = [
     "linear_rows",
     "lookahead_embed",
     "next_rows_",
+    "next_tree_",
     "pack_trees",
     "plan",
     "set_debug",

@@ -1,5 +1,6 @@
 """The rows of the next step, `pass_ext.next_rows_`, against the same in PyTorch without a host read: gathers by the accepted
-node, and level by level a batched product of transition scores and a `topk`. `python -m benchmarks.ops.next --help`.
+node, and level by level a batched product of transition scores and a `topk`; and `pass_ext.next_tree_`, which chooses among 16
+rows, beside `next_rows_` of a fixed tree with as many. `python -m benchmarks.ops.next --help`.
 
 Greedy, 64 offered tokens below each parent, transition scores of rank 64 over 49,152 tokens; all nodes have look-ahead slots.
 Both contenders write into the same buffers of a step, from an accept result that stays the same.
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from benchmarks.harness.aims import at_least, fastest_of, launches, never_slower
+from benchmarks.harness.aims import at_least, at_most, fastest_of, launches, never_slower
 from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import Aim, Plan
@@ -21,8 +22,10 @@ from benchmarks.harness.results import line_name, lines_of
 
 VOCABULARY, RANK, COUNT = 49152, 64, 64
 TREES = {"chain of 1": pass_ext.Tree.chain(1), "tree of 10": pass_ext.Tree.from_branching((3, 1, 1))}
+CHOSEN = "16 chosen rows"
+FIXED_TREE = pass_ext.Tree.from_branching((3, 1, 1)).with_lookahead({0: 3, 1: 3})  # 16 rows
 BATCHES = (1, 8)
-PLAIN = "PyTorch"
+PLAIN, FIXED = "PyTorch", "next_rows_"
 BUFFERS = ("rows", "lengths", "prefix_lens", "report")
 
 Step = dict[str, Any]
@@ -69,6 +72,12 @@ CONTENDERS = (
 )
 
 
+CHOOSERS = (
+    Contender(OURS, lambda chosen, fixed: pass_ext.next_tree_(**chosen)),
+    Contender(FIXED, lambda chosen, fixed: pass_ext.next_rows_(**fixed), same_job=False),
+)
+
+
 def check_agreement(case: Case) -> None:
     """Raises unless both leave the same tokens, positions and lengths."""
     step, levels = case.inputs[0]
@@ -87,14 +96,15 @@ def check_agreement(case: Case) -> None:
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Every tree with every batch; the chain alone with --quick."""
-    sizes = [(tree, batch) for tree in TREES for batch in BATCHES][: 1 if options.quick else None]
+    sizes = [(tree, batch) for tree in (*TREES, CHOSEN) for batch in BATCHES][: 1 if options.quick else None]
     return Plan([f"{batch} × {tree}" for tree, batch in sizes], make_cases(options, sizes))
 
 
 def make_cases(options: argparse.Namespace, sizes: list[tuple[str, int]]) -> Iterator[Case]:
     """The cases. Fewest bytes: the offered tokens' transition scores and those of the parents, once."""
     for tree, batch in sizes:
-        yield make_case(tree, batch, torch.device(options.device))
+        make = make_chosen_case if tree == CHOSEN else make_case
+        yield make(tree, batch, torch.device(options.device))
 
 
 def make_case(name_of_tree: str, batch: int, device: torch.device) -> Case:
@@ -136,14 +146,47 @@ def make_case(name_of_tree: str, batch: int, device: torch.device) -> Case:
     return Case(labels, CONTENDERS, [(step, levels)], fewest_bytes=moved, check=check_agreement)
 
 
+def make_chosen_case(name_of_tree: str, batch: int, device: torch.device) -> Case:
+    """A case: the slots behind the root offer the next candidates, as surely as trained ones do."""
+    case = make_case("tree of 10", batch, device)
+    step: Step = without_depths(case.inputs[0][0])
+    nodes, rows = FIXED_TREE.num_nodes, len(FIXED_TREE)
+    generator = torch.Generator(device).manual_seed(1)
+    ids = [*range(nodes), *(-1 - slot for slot in FIXED_TREE.slots[nodes:])]
+    slots = rows - nodes
+    logits = 2 * torch.randn(batch, slots, COUNT, generator=generator, device=device)
+    step |= dict(
+        rows=torch.zeros(3, batch, rows, dtype=torch.int64, device=device),
+        offered=step["offered"][:, :slots].contiguous(),
+        scores=logits.log_softmax(-1).sort(descending=True).values,
+        left=step["left"] / 4,
+    )
+    step["rows"][0] = torch.tensor(ids, device=device)
+    step["rows"][1, :, nodes:] = -1
+    integers: dict[str, Any] = dict(dtype=torch.int32, device=device)
+    fixed = {name: value.clone() if name in BUFFERS else value for name, value in step.items()}
+    fixed |= dict(
+        parents=torch.tensor(FIXED_TREE.parents, **integers), nodes=nodes, groups=torch.tensor([0, 3], **integers)
+    )
+    chosen = {name: value for name, value in step.items() if name not in ("nodes", "groups")}
+    chosen |= dict(
+        parents=torch.tensor([FIXED_TREE.parents] * batch, **integers), rates=torch.tensor([0.6, 0.5, 0.4], device=device),
+        report=torch.zeros(batch, 5 + step["path"].shape[1], dtype=torch.int64, device=device), first=nodes,
+    )  # fmt: skip
+    return Case({"tree": name_of_tree, "B": batch}, CHOOSERS, [(chosen, fixed)], check=lambda _: None)
+
+
 # ---- the aims ----
 
 
 def judge(rows: list[Row]) -> list[Aim]:
-    """Three times as fast as PyTorch's ops where the cache is warm; never slower; on a GPU one launch."""
-    lines = lines_of({"rows": rows})
+    """Three times as fast as PyTorch's ops where the cache is warm; never slower; choosing is cheap; on a GPU one launch."""
+    chosen = [row for row in rows if row["labels"]["tree"] == CHOSEN and row["contender"] == OURS]
+    lines = lines_of({"rows": [row for row in rows if row["labels"]["tree"] != CHOSEN]})
     warm = [line for line in lines if line[0]["cache"] == "warm"]
     aims = [at_least("3 × faster, warm", 3, fastest_of(warm, name)), never_slower(lines, name)]
+    one = [row for row in chosen if row["labels"]["B"] == 1 and row["cache"] == "warm"]
+    aims.append(at_most("choosing the rows of one text: at most 100 µs, warm", 100, one, name))
     if any(row["how"] == "graph" for row in rows):
         case = make_case("tree of 10", 1, torch.device("cuda"))
         aims.append(launches("one launch", 1, CONTENDERS[0], case.inputs[0]))

@@ -45,9 +45,10 @@ struct NextProblem {
   int64_t* rows;          // ids, tokens and positions, [3, requests, row_count]
   int64_t* lengths;       // [requests]
   int32_t* prefix_lens;   // [requests]
-  int64_t* report;        // [requests, kReportNumbers + report_width]
+  int64_t* report;        // [requests, report_numbers + report_width]
   int64_t requests;
-  int32_t report_width;
+  int32_t report_width;    // emitted tokens that it has room for
+  int32_t report_numbers;  // in front of them
 };
 
 // The numbers of row `row` of request `request`.
@@ -67,6 +68,7 @@ struct NextRoot {
   bool at_limit;    // before the step: nobody wants its tokens
   int64_t token;    // of the root
   int64_t length;   // of the text, the root included
+  int32_t last;     // the last accepted node, or -1
   int32_t offered;  // the first look-ahead row whose tokens are offered, or -1
 };
 
@@ -74,17 +76,17 @@ PASS_EXT_HOST_DEVICE NextRoot next_root(const NextProblem& problem, int64_t requ
   const int64_t limit = problem.limits[request], known = problem.lengths[request];
   const int64_t length = known < 0 ? 0 : known < kMostLength ? known : kMostLength;
   const int32_t accepted = problem.num_accepted[request];
-  NextRoot root{false, length >= limit, *id_of(problem, request, 0), length, -1};
+  NextRoot root{false, length >= limit, *id_of(problem, request, 0), length, -1, -1};
   if (root.at_limit || accepted < 0 || accepted >= problem.width) return root;
   const int64_t place = request * problem.width + accepted, token = problem.emitted[place];
   if (token < 0) return root;
   root.moves = true;
   root.token = token;
   root.length += accepted + 1;
-  const int32_t last = problem.path[place];
+  root.last = problem.path[place];
   // The last token of a text needs no candidates: the target adds it.
-  if (problem.offered != nullptr && limit - root.length > 1 && last >= 0 && last < problem.judged_nodes)
-    root.offered = problem.groups[last];
+  if (problem.groups != nullptr && limit - root.length > 1 && root.last >= 0 && root.last < problem.judged_nodes)
+    root.offered = problem.groups[root.last];
   if (root.offered >= problem.slots) root.offered = -1;
   return root;
 }

@@ -1,5 +1,5 @@
-// torch.ops.pass_ext.next_rows_ on the CPU: values checked, parallel split, registration. The formulas: core/next.h;
-// the scores: cpu/next_kernels-inl.h.
+// torch.ops.pass_ext.next_rows_ and next_tree_ on the CPU: values checked, parallel split, registration. The formulas:
+// core/next.h and core/next_tree.h; the scores: cpu/next_kernels-inl.h.
 #include "host/next.h"
 
 #include <torch/csrc/stable/library.h>
@@ -15,21 +15,20 @@
 namespace pass_ext {
 namespace {
 
-constexpr const char* kOp = "next_rows_";
-
 // Below this many products of transition scores a second thread costs more than it saves.
 constexpr int64_t kProductsPerTask = 256 * 1024;
 
 // The offered tokens of one row with their scores: the `List` of core/next.h.
 struct CpuOffers {
   const int64_t* tokens;
-  std::vector<float> scores;
+  float* scores;
+  int32_t count;
 
-  Offer at(size_t k) const { return {scores[k], static_cast<int32_t>(tokens[k])}; }
+  Offer at(int32_t k) const { return {scores[k], static_cast<int32_t>(tokens[k])}; }
 
   Offer best(const Offer& last) const {
     Offer best{-kInfinity, -1};
-    for (size_t k = 0; k < scores.size(); ++k) {
+    for (int32_t k = 0; k < count; ++k) {
       const Offer offer = at(k);
       if (offer.score > -kInfinity && ranks_before(last, offer) && (best.id < 0 || ranks_before(offer, best)))
         best = offer;
@@ -40,18 +39,48 @@ struct CpuOffers {
   template <typename Term>
   uint64_t sum(const Term& term) const {
     uint64_t sum = 0;
-    for (size_t k = 0; k < scores.size(); ++k)
+    for (int32_t k = 0; k < count; ++k)
       if (scores[k] > -kInfinity) sum += term(at(k));
     return sum;
   }
 
   template <typename Score>
   void replace(const Score& score) {
-    for (size_t k = 0; k < scores.size(); ++k) scores[k] = score(at(k));
+    for (int32_t k = 0; k < count; ++k) scores[k] = score(at(k));
+  }
+
+  template <typename Function>
+  void each(const Function& function) const {
+    for (int32_t k = 0; k < count; ++k)
+      if (scores[k] > -kInfinity) function(k, at(k));
+  }
+
+  int32_t place_of(const Offer& offer) const {
+    int32_t k = 0;
+    while (tokens[k] != offer.id || scores[k] != offer.score) ++k;
+    return k;
   }
 };
 
+// The numbers of a request that both ops take from the accept result.
+void check_request(const char* op, const NextProblem& problem, int64_t b) {
+  if (problem.lengths[b] < 0 || problem.lengths[b] > kMostLength)
+    refuse(op, "lengths must be in [0, ", kMostLength, "], got ", problem.lengths[b], " at ", b);
+  const int32_t accepted = problem.num_accepted[b];
+  if (accepted < -1 || accepted >= problem.width)
+    refuse(op, "num_accepted must be in [-1, ", problem.width, ") (path has ", problem.width, " columns), got ",
+           accepted, " at ", b);
+}
+
+void check_last_node(const char* op, const NextProblem& problem, int64_t b, int32_t nodes, const char* which) {
+  const int32_t accepted = problem.num_accepted[b];
+  const int32_t last = accepted < 0 ? -1 : problem.path[b * problem.width + accepted];
+  if (problem.offered && last >= nodes)
+    refuse(op, "path must be below ", nodes, " (", which, "), got ", last, " at [", b, ", ", accepted, "]");
+}
+
 void check_values(const NextProblem& problem) {
+  constexpr const char* kOp = "next_rows_";
   for (int32_t row = 0; row < problem.row_count; ++row) {
     const int32_t parent = problem.parents[row];
     if (row == 0 ? parent != -1 : parent < 0 || parent >= row)
@@ -62,28 +91,20 @@ void check_values(const NextProblem& problem) {
       refuse(kOp, "groups must be in [-1, ", problem.slots, ") (the look-ahead rows of offered), got ",
              problem.groups[node], " at ", node);
   for (int64_t b = 0; b < problem.requests; ++b) {
-    if (problem.lengths[b] < 0 || problem.lengths[b] > kMostLength)
-      refuse(kOp, "lengths must be in [0, ", kMostLength, "], got ", problem.lengths[b], " at ", b);
-    const int32_t accepted = problem.num_accepted[b];
-    if (accepted < -1 || accepted >= problem.width)
-      refuse(kOp, "num_accepted must be in [-1, ", problem.width, ") (path has ", problem.width, " columns), got ",
-             accepted, " at ", b);
-    const int32_t last = accepted < 0 ? -1 : problem.path[b * problem.width + accepted];
-    if (problem.offered && last >= problem.judged_nodes)
-      refuse(kOp, "path must be below ", problem.judged_nodes, " (the nodes of groups), got ", last, " at [", b, ", ",
-             accepted, "]");
+    check_request(kOp, problem, b);
+    check_last_node(kOp, problem, b, problem.judged_nodes, "the nodes of groups");
   }
 }
 
 void report_step(const NextProblem& problem, int64_t request, const NextRoot& root) {
-  int64_t* const report = problem.report + request * (kReportNumbers + problem.report_width);
+  int64_t* const report = problem.report + request * (problem.report_numbers + problem.report_width);
   int64_t drafted = 0;
   for (int32_t row = 1; row < problem.row_count; ++row) drafted += *token_of(problem, request, row) >= 0;
   report[0] = root.at_limit ? -1 : problem.num_accepted[request];
   report[1] = problem.status[request];
   report[2] = drafted;
   for (int32_t i = 0; i < problem.report_width; ++i)
-    report[kReportNumbers + i] = i < problem.width ? problem.emitted[request * problem.width + i] : -1;
+    report[problem.report_numbers + i] = i < problem.width ? problem.emitted[request * problem.width + i] : -1;
 }
 
 // Writes the tokens of the nodes below the root. Parents come first.
@@ -101,9 +122,8 @@ void fill_nodes(const NextProblem& problem, int64_t request, const NextRoot& roo
     if (is_scored) {
       if (!has_transition(problem, before)) continue;
       const float* const scores = problem.scores + (offers.tokens - problem.offered);
-      offers.scores.resize(problem.count);
-      PASS_EXT_AT_ISA(score_offered(problem, offers.tokens, scores, problem.left + before * problem.left_stride,
-                                    offers.scores.data()));
+      PASS_EXT_AT_ISA(
+          score_offered(problem, offers.tokens, scores, problem.left + before * problem.left_stride, offers.scores));
       race(offers, problem, request, root.length + depth);
     }
     Offer last = before_all();
@@ -132,15 +152,150 @@ void advance(const NextProblem& problem, int64_t request, CpuOffers& offers) {
     *position_of(problem, request, row) = root.length - 1 + depth_of_row(problem, row);
 }
 
+int64_t requests_per_task(const NextProblem& problem, int32_t nodes) {
+  const int64_t products = int64_t{nodes} * problem.count * std::max(problem.rank, 1);
+  return std::max<int64_t>(1, kProductsPerTask / std::max<int64_t>(1, products));
+}
+
 void next_on_cpu(const NextProblem& problem, const Tensor&) {
   check_values(problem);
   const auto run = [&](int64_t begin, int64_t end) {
-    CpuOffers offers;
+    std::vector<float> scores(problem.scores ? problem.count : 0);
+    CpuOffers offers{nullptr, scores.data(), problem.count};
     for (int64_t request = begin; request < end; ++request) advance(problem, request, offers);
   };
-  const int64_t products = int64_t{problem.nodes} * problem.count * std::max(problem.rank, 1);
-  const int64_t requests_per_task = std::max<int64_t>(1, kProductsPerTask / std::max<int64_t>(1, products));
-  for_ranges(problem.requests, requests_per_task, run);
+  for_ranges(problem.requests, requests_per_task(problem, problem.nodes), run);
+}
+
+// ---- next_tree_ ----
+
+void check_values(const NextTreeProblem& problem) {
+  constexpr const char* kOp = "next_tree_";
+  const NextProblem& step = problem.step;
+  for (int64_t b = 0; b < step.requests; ++b) {
+    for (int32_t row = 0; row < step.row_count; ++row) {
+      const int32_t parent = problem.parents[b * step.row_count + row];
+      if (row == 0 ? parent != -1 : parent < 0 || parent >= row)
+        refuse(kOp, "parents must be -1 for the root and an earlier row for each other row, got ", parent, " at [", b,
+               ", ", row, "]");
+    }
+    check_request(kOp, step, b);
+    check_last_node(kOp, step, b, step.row_count, "the rows of a request");
+  }
+}
+
+// The candidates of one request, in the order of their reach, with buffers for the offers below each of them.
+class CpuTree {
+ public:
+  explicit CpuTree(const NextTreeProblem& problem)
+      : problem_(problem),
+        scores_(static_cast<size_t>(problem.step.row_count) * problem.step.count),
+        chances_(scores_.size()) {}
+
+  TreeNodes nodes;
+
+  void fill(int64_t request, const NextRoot& root, const SlotRows& slots, int32_t levels) {
+    begin_tree(nodes, root);
+    for (int32_t slot = 0; slot < slots.count; ++slot) {
+      mass_[slot] = 0;
+      const float* const scores = problem_.step.scores + offset_of(request, slots.first + slot);
+      for (int32_t k = 0; k < problem_.step.count; ++k) mass_[slot] += offered_mass(scores[k]);
+    }
+    for (int32_t node = 0; nodes.count < problem_.step.row_count; node = nodes.count - 1) {
+      open_below(request, root, slots, levels, node);
+      int32_t parent = 0;
+      for (int32_t other = 1; other < nodes.count; ++other)
+        if (is_taken_before(open_[other].reach, other, open_[parent].reach, parent)) parent = other;
+      if (chance_units(open_[parent].reach) < kLeastReach) return;
+      const TreeOpening taken = open_[parent];
+      take_child(nodes, parent, taken);
+      open_[parent] = opening_behind(offers_[parent], chances_of(parent), taken.offer, nodes.reach[parent]);
+    }
+  }
+
+ private:
+  int64_t offset_of(int64_t request, int32_t row) const {
+    return (request * problem_.step.slots + row) * problem_.step.count;
+  }
+  float* chances_of(int32_t node) { return chances_.data() + int64_t{node} * problem_.step.count; }
+
+  // The best child of a new node.
+  void open_below(int64_t request, const NextRoot& root, const SlotRows& slots, int32_t levels, int32_t node) {
+    const NextProblem& step = problem_.step;
+    open_[node] = nothing_open();
+    if (!may_have_children(problem_, nodes, node, slots.count, levels)) return;
+    const int32_t depth = nodes.depth[node];
+    const int64_t place = offset_of(request, slots.first + depth);
+    CpuOffers& offers = offers_[node];
+    offers = {step.offered + place, scores_.data() + int64_t{node} * step.count, step.count};
+    const float* const scores = step.scores + place;
+    if (step.left == nullptr)
+      for (int32_t k = 0; k < step.count; ++k)
+        offers.scores[k] = has_transition(step, offers.tokens[k]) ? scores[k] : -kInfinity;
+    else
+      PASS_EXT_AT_ISA(
+          score_offered(step, offers.tokens, scores, step.left + nodes.token[node] * step.left_stride, offers.scores));
+    set_chances(offers, mass_[depth], chances_of(node));
+    race(offers, step, request, root.length + depth);
+    open_[node] = opening_behind(offers, chances_of(node), before_all(), nodes.reach[node]);
+  }
+
+  const NextTreeProblem& problem_;
+  std::vector<float> scores_, chances_;
+  CpuOffers offers_[kMostChosenRows];
+  TreeOpening open_[kMostChosenRows];
+  uint64_t mass_[kMostChosenSlots];
+};
+
+struct TreePrices {
+  TreeWorth worth;
+  int64_t of_rows[kMostChosenRows];
+};
+
+TreePrices prices_of(const NextTreeProblem& problem) {
+  TreePrices prices;
+  for (int32_t passed = 0; passed <= kMostChosenSlots; ++passed)
+    for (int32_t slots = 0; slots <= kMostChosenSlots; ++slots)
+      prices.worth.of[passed][slots] = worth_of_slots(problem, passed, slots);
+  for (int32_t rows = 1; rows <= problem.step.row_count; ++rows)
+    prices.of_rows[rows - 1] = price_of_rows(problem, rows);
+  return prices;
+}
+
+void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& prices, CpuTree& tree) {
+  const NextProblem& step = problem.step;
+  const NextRoot root = next_root(step, request);
+  report_step(step, request, root);
+  JudgedRows judged;
+  for (int32_t row = 0; row < step.row_count; ++row) read_judged(problem, request, row, judged);
+  const auto first_slot = [&](int32_t node) { return first_slot_behind(judged, node, step.row_count); };
+  const SlotRows slots = slots_behind(problem, judged, root.last, first_slot);
+  const int32_t levels = levels_left(step, request, root);
+  tree.fill(request, root, slots, levels);
+  TreeChoice best = no_choice();
+  for (int32_t form = 0; form < count_forms(problem.slots, tree.nodes.chain_length); ++form) {
+    const TreeChoice choice =
+        best_of_form(tree.nodes, prices.worth, prices.of_rows, form_at(form, problem.slots), step.row_count, levels);
+    if (is_better_choice(choice, best)) best = choice;
+  }
+  const TreeShape shape = shape_of(best);
+  int64_t* const report = step.report + request * (step.report_numbers + step.report_width);
+  report[kReportNumbers] = shape.rows;
+  report[kReportNumbers + 1] = shape.nodes;
+  step.lengths[request] = root.length;
+  step.prefix_lens[request] = static_cast<int32_t>(root.length - 1);
+  for (int32_t row = 0; row < step.row_count; ++row)
+    write_tree_row(problem, request, root, row, tree_row(tree.nodes, shape, root, row));
+}
+
+void next_tree_on_cpu(const NextTreeProblem& problem, const Tensor&) {
+  check_values(problem);
+  const TreePrices prices = prices_of(problem);
+  const auto run = [&](int64_t begin, int64_t end) {
+    CpuTree tree(problem);
+    for (int64_t request = begin; request < end; ++request) choose(problem, request, prices, tree);
+  };
+  for_ranges(problem.step.requests, requests_per_task(problem.step, problem.step.row_count), run);
 }
 
 }  // namespace
@@ -148,4 +303,5 @@ void next_on_cpu(const NextProblem& problem, const Tensor&) {
 
 STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
   library.impl("next_rows_", TORCH_BOX(&pass_ext::next_rows<pass_ext::next_on_cpu>));
+  library.impl("next_tree_", TORCH_BOX(&pass_ext::next_tree<pass_ext::next_tree_on_cpu>));
 }

@@ -1,9 +1,11 @@
-// Checks next_rows_'s arguments, the same on every device, and packs them into core/next.h's NextProblem.
+// Checks the arguments of next_rows_ and next_tree_, the same on every device, and packs them into core/next.h's
+// NextProblem and core/next_tree.h's NextTreeProblem.
 #pragma once
 
 #include <type_traits>
 
 #include "core/next.h"
+#include "core/next_tree.h"
 #include "host/distribution.h"
 #include "host/packed.h"
 
@@ -11,9 +13,8 @@ namespace pass_ext {
 
 // The address of a contiguous tensor of this dtype and shape on the device of rows.
 template <typename T>
-T* contiguous_data(const char* argument, const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
-                   const char* shape_name, const Tensor& rows) {
-  constexpr const char* op = "next_rows_";
+T* contiguous_data(const char* op, const char* argument, const Tensor& tensor, ScalarType type,
+                   std::initializer_list<int64_t> shape, const char* shape_name, const Tensor& rows) {
   check_dtype(op, argument, tensor, {type});
   check_dim(op, argument, tensor, static_cast<int64_t>(shape.size()), shape_name);
   int64_t dim = 0;
@@ -32,8 +33,7 @@ T* contiguous_data(const char* argument, const Tensor& tensor, ScalarType type, 
 }
 
 // Rows of transition scores, fp32 [V, r].
-inline const float* transitions_of(const char* argument, const Tensor& table, const Tensor& rows) {
-  constexpr const char* op = "next_rows_";
+inline const float* transitions_of(const char* op, const char* argument, const Tensor& table, const Tensor& rows) {
   check_dtype(op, argument, table, {ScalarType::Float});
   check_dim(op, argument, table, 2, "[V, r]");
   check_same_device(op, argument, table, "rows", rows);
@@ -43,42 +43,10 @@ inline const float* transitions_of(const char* argument, const Tensor& table, co
   return data_of<float>(op, argument, table);
 }
 
-struct OfferedArguments {
-  const OptionalTensor &groups, &offered, &scores, &left, &right, &seeds;
-  SamplingArguments sampling;
-};
-
-inline void pack_offered(const OfferedArguments& arguments, const Tensor& rows, NextProblem& problem) {
-  constexpr const char* op = "next_rows_";
-  if (arguments.offered.has_value() != arguments.groups.has_value())
-    refuse(op, "offered and groups must come together, got only ", arguments.offered ? "offered" : "groups");
-  if (arguments.left.has_value() != arguments.right.has_value() ||
-      arguments.left.has_value() != arguments.scores.has_value() ||
-      (arguments.left.has_value() && !arguments.offered.has_value()))
-    refuse(op, "scores, left and right must come together, with offered");
-  if (!arguments.offered) return;
-  const Tensor &offered = *arguments.offered, &groups = *arguments.groups;
-  check_dim(op, "offered", offered, 3, "[B, S, K]");
-  const int64_t slots = offered.size(1), count = offered.size(2);
-  if (count > kMaxTreeNodes)
-    refuse(op, "offered must have at most ", kMaxTreeNodes, " tokens in a row, got ", describe(offered));
-  check_below(op, "offered", offered, 1, kInt32Limit, "look-ahead rows");
-  problem.offered = contiguous_data<const int64_t>("offered", offered, ScalarType::Long,
-                                                   {problem.requests, slots, count}, "[B, S, K]", rows);
-  problem.slots = static_cast<int32_t>(slots);
-  problem.count = static_cast<int32_t>(count);
-  problem.groups = check_integers(op, "groups", groups, "rows", rows);
-  check_below(op, "groups", groups, 0, kInt32Limit, "nodes");
-  problem.judged_nodes = static_cast<int32_t>(groups.size(0));
-  const PerRow per_request{op, rows, "rows", problem.requests, "one for each request"};
-  problem.sampling = sampling_parameters_of(per_request, arguments.sampling);
-  problem.seeds = column_of<int64_t>(per_request, "seeds", arguments.seeds, ScalarType::Long);
-  if (!arguments.left) return;
-  const Tensor &left = *arguments.left, &right = *arguments.right;
-  problem.scores = contiguous_data<const float>("scores", *arguments.scores, ScalarType::Float,
-                                                {problem.requests, slots, count}, "[B, S, K]", rows);
-  problem.left = transitions_of("left", left, rows);
-  problem.right = transitions_of("right", right, rows);
+inline void pack_transitions(const char* op, const Tensor& left, const Tensor& right, const Tensor& rows,
+                             NextProblem& problem) {
+  problem.left = transitions_of(op, "left", left, rows);
+  problem.right = transitions_of(op, "right", right, rows);
   check_size(op, "right", right, 0, left.size(0), "V, the tokens of left");
   check_size(op, "right", right, 1, left.size(1), "r, the width of left");
   problem.left_stride = left.stride(0);
@@ -87,7 +55,77 @@ inline void pack_offered(const OfferedArguments& arguments, const Tensor& rows, 
   problem.rank = static_cast<int32_t>(left.size(1));
 }
 
-// The op with its torch signature; `run` computes on the device of rows.
+// Tokens that look-ahead rows offer, [B, S, K].
+inline void pack_tokens(const char* op, const Tensor& offered, int64_t most, const Tensor& rows, NextProblem& problem) {
+  check_dim(op, "offered", offered, 3, "[B, S, K]");
+  const int64_t slots = offered.size(1), count = offered.size(2);
+  if (count > most) refuse(op, "offered must have at most ", most, " tokens in a row, got ", describe(offered));
+  check_below(op, "offered", offered, 1, kInt32Limit, "look-ahead rows");
+  problem.offered = contiguous_data<const int64_t>(op, "offered", offered, ScalarType::Long,
+                                                   {problem.requests, slots, count}, "[B, S, K]", rows);
+  problem.slots = static_cast<int32_t>(slots);
+  problem.count = static_cast<int32_t>(count);
+}
+
+inline void pack_scores(const char* op, const Tensor& scores, const Tensor& rows, NextProblem& problem) {
+  problem.scores = contiguous_data<const float>(op, "scores", scores, ScalarType::Float,
+                                                {problem.requests, problem.slots, problem.count}, "[B, S, K]", rows);
+}
+
+inline void pack_sampling(const char* op, const SamplingArguments& sampling, const OptionalTensor& seeds,
+                          const Tensor& rows, NextProblem& problem) {
+  const PerRow per_request{op, rows, "rows", problem.requests, "one for each request"};
+  problem.sampling = sampling_parameters_of(per_request, sampling);
+  problem.seeds = column_of<int64_t>(per_request, "seeds", seeds, ScalarType::Long);
+}
+
+// The rows that both ops turn into the next ones, and the accept result.
+struct StepArguments {
+  const Tensor &rows, &lengths, &prefix_lens, &report, &limits, &emitted, &path, &num_accepted, &status;
+};
+
+inline NextProblem pack_step(const char* op, const StepArguments& arguments, int64_t most_rows, int report_numbers) {
+  NextProblem problem{};
+  const Tensor &rows = arguments.rows, &path = arguments.path, &report = arguments.report;
+  check_dim(op, "rows", rows, 3, "[3, B, R]");
+  const int64_t requests = rows.size(1), row_count = rows.size(2);
+  check_below(op, "rows", rows, 1, kInt32Limit, "requests");
+  if (row_count < 1 || row_count > most_rows)
+    refuse(op, "rows must have 1 to ", most_rows, " rows of a request, got ", describe(rows));
+  problem.requests = requests;
+  problem.row_count = static_cast<int32_t>(row_count);
+  problem.rows =
+      contiguous_data<int64_t>(op, "rows", rows, ScalarType::Long, {3, requests, row_count}, "[3, B, R]", rows);
+  problem.lengths =
+      contiguous_data<int64_t>(op, "lengths", arguments.lengths, ScalarType::Long, {requests}, "[B]", rows);
+  problem.prefix_lens =
+      contiguous_data<int32_t>(op, "prefix_lens", arguments.prefix_lens, ScalarType::Int, {requests}, "[B]", rows);
+  problem.limits =
+      contiguous_data<const int64_t>(op, "limits", arguments.limits, ScalarType::Long, {requests}, "[B]", rows);
+  check_dim(op, "path", path, 2, "[B, A]");
+  const int64_t width = path.size(1);
+  if (width < 1 || width > kMaxTreeNodes)
+    refuse(op, "path must have 1 to ", kMaxTreeNodes, " columns, got ", describe(path));
+  problem.width = static_cast<int32_t>(width);
+  problem.path = contiguous_data<const int32_t>(op, "path", path, ScalarType::Int, {requests, width}, "[B, A]", rows);
+  problem.emitted = contiguous_data<const int64_t>(op, "emitted", arguments.emitted, ScalarType::Long,
+                                                   {requests, width}, "[B, A]", rows);
+  problem.num_accepted = contiguous_data<const int32_t>(op, "num_accepted", arguments.num_accepted, ScalarType::Int,
+                                                        {requests}, "[B]", rows);
+  problem.status =
+      contiguous_data<const int32_t>(op, "status", arguments.status, ScalarType::Int, {requests}, "[B]", rows);
+  check_dim(op, "report", report, 2, "[B, numbers + A or more]");
+  if (report.size(1) < report_numbers + width || report.size(1) > report_numbers + kMaxTreeNodes)
+    refuse(op, "report must have ", report_numbers + width, " to ", report_numbers + kMaxTreeNodes,
+           " columns (path has ", width, "), got ", describe(report));
+  problem.report_numbers = report_numbers;
+  problem.report_width = static_cast<int32_t>(report.size(1) - report_numbers);
+  problem.report = contiguous_data<int64_t>(op, "report", report, ScalarType::Long, {requests, report.size(1)},
+                                            "[B, numbers + A or more]", rows);
+  return problem;
+}
+
+// The ops with their torch signatures; `run` computes on the device of rows.
 
 using RunNext = void (*)(const NextProblem& problem, const Tensor& rows);
 
@@ -99,41 +137,71 @@ void next_rows(const Tensor& rows, const Tensor& lengths, const Tensor& prefix_l
                const OptionalTensor& right, const OptionalTensor& temperature, const OptionalTensor& top_k,
                const OptionalTensor& top_p, const OptionalTensor& min_p, const OptionalTensor& seeds) {
   constexpr const char* op = "next_rows_";
-  NextProblem problem{};
-  check_dim(op, "rows", rows, 3, "[3, B, R]");
-  const int64_t requests = rows.size(1), row_count = rows.size(2);
-  check_below(op, "rows", rows, 1, kInt32Limit, "requests");
-  if (row_count < 1 || row_count > kMaxTreeNodes)
-    refuse(op, "rows must have 1 to ", kMaxTreeNodes, " rows of a request, got ", describe(rows));
-  if (nodes < 1 || nodes > row_count) refuse(op, "nodes must be in [1, ", row_count, "], got ", nodes);
-  problem.requests = requests;
-  problem.row_count = static_cast<int32_t>(row_count);
+  NextProblem problem = pack_step(op, {rows, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status},
+                                  kMaxTreeNodes, kReportNumbers);
+  if (nodes < 1 || nodes > problem.row_count) refuse(op, "nodes must be in [1, ", problem.row_count, "], got ", nodes);
   problem.nodes = static_cast<int32_t>(nodes);
-  problem.rows = contiguous_data<int64_t>("rows", rows, ScalarType::Long, {3, requests, row_count}, "[3, B, R]", rows);
-  problem.lengths = contiguous_data<int64_t>("lengths", lengths, ScalarType::Long, {requests}, "[B]", rows);
-  problem.prefix_lens = contiguous_data<int32_t>("prefix_lens", prefix_lens, ScalarType::Int, {requests}, "[B]", rows);
-  problem.limits = contiguous_data<const int64_t>("limits", limits, ScalarType::Long, {requests}, "[B]", rows);
-  problem.parents = contiguous_data<const int32_t>("parents", parents, ScalarType::Int, {row_count}, "[R]", rows);
-  check_dim(op, "path", path, 2, "[B, A]");
-  const int64_t width = path.size(1);
-  if (width < 1 || width > kMaxTreeNodes)
-    refuse(op, "path must have 1 to ", kMaxTreeNodes, " columns, got ", describe(path));
-  problem.width = static_cast<int32_t>(width);
-  problem.path = contiguous_data<const int32_t>("path", path, ScalarType::Int, {requests, width}, "[B, A]", rows);
-  problem.emitted =
-      contiguous_data<const int64_t>("emitted", emitted, ScalarType::Long, {requests, width}, "[B, A]", rows);
-  problem.num_accepted =
-      contiguous_data<const int32_t>("num_accepted", num_accepted, ScalarType::Int, {requests}, "[B]", rows);
-  problem.status = contiguous_data<const int32_t>("status", status, ScalarType::Int, {requests}, "[B]", rows);
-  check_dim(op, "report", report, 2, "[B, 3 + A or more]");
-  if (report.size(1) < kReportNumbers + width || report.size(1) > kReportNumbers + kMaxTreeNodes)
-    refuse(op, "report must have ", kReportNumbers + width, " to ", kReportNumbers + kMaxTreeNodes,
-           " columns (path has ", width, "), got ", describe(report));
-  problem.report_width = static_cast<int32_t>(report.size(1) - kReportNumbers);
-  problem.report = contiguous_data<int64_t>("report", report, ScalarType::Long, {requests, report.size(1)},
-                                            "[B, 3 + A or more]", rows);
-  pack_offered({groups, offered, scores, left, right, seeds, {temperature, top_k, top_p, min_p}}, rows, problem);
-  if (requests > 0) run(problem, rows);
+  problem.parents =
+      contiguous_data<const int32_t>(op, "parents", parents, ScalarType::Int, {problem.row_count}, "[R]", rows);
+  if (offered.has_value() != groups.has_value())
+    refuse(op, "offered and groups must come together, got only ", offered ? "offered" : "groups");
+  if (left.has_value() != right.has_value() || left.has_value() != scores.has_value() ||
+      (left.has_value() && !offered.has_value()))
+    refuse(op, "scores, left and right must come together, with offered");
+  if (offered) {
+    pack_tokens(op, *offered, kMaxTreeNodes, rows, problem);
+    problem.groups = check_integers(op, "groups", *groups, "rows", rows);
+    check_below(op, "groups", *groups, 0, kInt32Limit, "nodes");
+    problem.judged_nodes = static_cast<int32_t>(groups->size(0));
+    pack_sampling(op, {temperature, top_k, top_p, min_p}, seeds, rows, problem);
+  }
+  if (left) {
+    pack_scores(op, *scores, rows, problem);
+    pack_transitions(op, *left, *right, rows, problem);
+  }
+  if (problem.requests > 0) run(problem, rows);
+}
+
+using RunNextTree = void (*)(const NextTreeProblem& problem, const Tensor& rows);
+
+template <RunNextTree run>
+void next_tree(const Tensor& rows, const Tensor& parents, const Tensor& lengths, const Tensor& prefix_lens,
+               const Tensor& report, const Tensor& limits, const Tensor& emitted, const Tensor& path,
+               const Tensor& num_accepted, const Tensor& status, const Tensor& rates, const OptionalTensor& price,
+               const OptionalTensor& offered, const OptionalTensor& scores, int64_t first, const OptionalTensor& left,
+               const OptionalTensor& right, const OptionalTensor& temperature, const OptionalTensor& top_k,
+               const OptionalTensor& top_p, const OptionalTensor& min_p, const OptionalTensor& seeds) {
+  constexpr const char* op = "next_tree_";
+  NextTreeProblem problem{};
+  NextProblem& step = problem.step;
+  step = pack_step(op, {rows, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status},
+                   kMostChosenRows, kTreeReportNumbers);
+  problem.parents = contiguous_data<int32_t>(op, "parents", parents, ScalarType::Int, {step.requests, step.row_count},
+                                             "[B, R]", rows);
+  check_dim(op, "rates", rates, 1, "[L]");
+  const int64_t slots = rates.size(0);
+  if (slots < 1 || slots > kMostChosenSlots)
+    refuse(op, "rates must have 1 to ", kMostChosenSlots, " numbers, one for each slot, got ", describe(rates));
+  problem.slots = static_cast<int32_t>(slots);
+  problem.rates = contiguous_data<const float>(op, "rates", rates, ScalarType::Float, {slots}, "[L]", rows);
+  if (price)
+    problem.price = contiguous_data<const float>(op, "price", *price, ScalarType::Float, {step.row_count}, "[R]", rows);
+  if (offered.has_value() != scores.has_value())
+    refuse(op, "offered and scores must come together, got only ", offered ? "offered" : "scores");
+  if (left.has_value() != right.has_value() || (left.has_value() && !offered.has_value()))
+    refuse(op, "left and right must come together, with offered");
+  step.vocabulary = kInt32Limit;  // without tables every token has a successor
+  if (offered) {
+    pack_tokens(op, *offered, kMostTreeOffers, rows, step);
+    pack_scores(op, *scores, rows, step);
+    if (first < 0 || first + step.slots > step.row_count)
+      refuse(op, "first must be in [0, ", step.row_count - step.slots, "] (rows has ", step.row_count,
+             ", offered has tokens of ", step.slots, "), got ", first);
+    problem.first = static_cast<int32_t>(first);
+    pack_sampling(op, {temperature, top_k, top_p, min_p}, seeds, rows, step);
+  }
+  if (left) pack_transitions(op, *left, *right, rows, step);
+  if (step.requests > 0) run(problem, rows);
 }
 
 }  // namespace pass_ext

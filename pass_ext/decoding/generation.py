@@ -14,7 +14,7 @@ from torch import Tensor
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop.base import Loop
-from pass_ext.decoding.loop.choice import fixed_plan, loop_of
+from pass_ext.decoding.loop.choice import device_plan, loop_of
 from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.synthetic import Rates, Synthetic
 from pass_ext.decoding.loop.texts import Texts
@@ -221,8 +221,12 @@ def generate(
             if keep_logits or logprobs is not None
             else None
         )
-        fixed = "log probabilities or logits are kept" if scores else fixed_plan(context, drafting, processors)
-        loop = loop_of(context, drafting, fixed, run_ahead)
+        plan = (
+            "log probabilities or logits are kept"
+            if scores
+            else device_plan(context, drafting, processors, is_synthetic=coins is not None)
+        )
+        loop = loop_of(context, drafting, plan, run_ahead)
         run: Loop = (
             WaitingLoop(context, drafting, texts, processors, scores, coins)
             if loop is None

@@ -1,7 +1,7 @@
 """``next_rows_``: the rows of the next step from the accept result of this one, on the device, so that the host need not wait
-for it.
+for it. ``next_tree_``: the same, and which rows a step has is chosen anew at each place in the text.
 
-The formulas: csrc/core/next.h. Kernels: csrc/cpu/next.cpp, csrc/cuda/next.cuh.
+The formulas: csrc/core/next.h, csrc/core/next_tree.h. Kernels: csrc/cpu/next.cpp, csrc/cuda/next.cuh, csrc/cuda/next_tree.cuh.
 """
 
 import torch
@@ -13,8 +13,11 @@ from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.common.parameters import Parameter, parameter_tensor
 
 REPORT_NUMBERS = 3  # kReportNumbers of csrc/core/next.h
+TREE_REPORT_NUMBERS = 5  # kTreeReportNumbers of csrc/core/next_tree.h, and the limits of next_tree_
+MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, MAX_TREE_OFFERS = 64, 8, 128
 
 _op = torch.ops.pass_ext.next_rows_.default
+_tree_op = torch.ops.pass_ext.next_tree_.default
 
 
 def next_rows_(
@@ -75,10 +78,7 @@ def next_rows_(
     the vocabulary of left is no candidate. Integers that are only read may have any integer dtype. No gradients, reverse or
     forward: the op raises if a tensor requires one.
     """
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (scores, left, right)):
-        raise RuntimeError(
-            "pass_ext::next_rows_: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
-        )
+    _refuse_gradients("next_rows_", scores, left, right)
     requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device
     call(
         _op,
@@ -106,6 +106,108 @@ def next_rows_(
     )
 
 
+def next_tree_(
+    rows: Tensor,
+    parents: Tensor,
+    lengths: Tensor,
+    prefix_lens: Tensor,
+    report: Tensor,
+    *,
+    limits: Tensor,
+    emitted: Tensor,
+    path: Tensor,
+    num_accepted: Tensor,
+    status: Tensor,
+    rates: Tensor,
+    price: Tensor | None = None,
+    offered: Tensor | None = None,
+    scores: Tensor | None = None,
+    first: int = 0,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
+    temperature: Parameter = None,
+    top_k: Parameter = None,
+    top_p: Parameter = None,
+    min_p: Parameter = None,
+    seeds: Parameter = None,
+) -> None:
+    """Turns the rows ``[3, B, R]`` of a step, and their ``parents [B, R]``, into those of the next one, in place. How many
+    candidates and look-ahead slots a request gets, and where, is chosen by the probabilities of the offered tokens: a chain
+    where slots are sure, branches where they are not.
+
+    The offered tokens are those of the look-ahead slots behind the last accepted node; if it has none, those of the nearest
+    node above it that has some, without the ones already passed. The next rows are the root, candidates, the slots behind the
+    root, the slots behind one candidate, and rows that are not in use: token -1, id 0, parent 0. A request whose text has
+    reached its limit stays as it is, with its root alone.
+
+    Args:
+        rows: ``[3, B, R]`` int64, R at most 64: ids as ``lookahead_embed`` takes them (-1 - i for slot i), tokens as
+            ``accept_tree`` takes them (-1 for rows that are no candidates), positions in the text.
+        parents: ``[B, R]`` int32, -1 for the root, else an earlier row.
+        lengths: ``[B]`` int64, tokens of each text, the root included; grows by ``num_accepted + 1``.
+        prefix_lens: ``[B]`` int32, becomes ``lengths - 1``.
+        report: ``[B, 5 + A or more]`` int64, for the host to read: num_accepted (-1 for a request at its limit), status, the
+            drafted tokens of the step, the rows of the next step that are in use, how many of them are nodes, and the emitted
+            tokens, -1 behind them.
+        limits: ``[B]`` int64, the length at which a text ends. 0 ends it now.
+        emitted, path, num_accepted, status: as ``accept_tree`` returned them, ``[B, A]``, ``[B, A]``, ``[B]`` and ``[B]``.
+        rates: ``[L]`` float32, L at most 8: the share of places where the best candidate of each slot is right. A group has at
+            most L slots.
+        price: ``[R]`` float32, the tokens that a step of 1, 2, … R rows costs, beside 2^-10 for each row. None: no more.
+        offered: ``[B, S, K]`` int64, K at most 128: tokens that rows ``first`` to ``first + S`` of the judged step offer; -1
+            for none. Those of rows that are no look-ahead slots are not read. None: no candidates.
+        scores: ``[B, S, K]`` float32, their log probabilities, as mode "top" of ``draft_sample`` returns both.
+        first: the row of the judged step whose tokens ``offered[:, 0]`` are.
+        left, right: ``[V, r]`` float32: a token scores ``left[parent's token] · right[token]`` more. None: nothing more.
+        temperature, top_k, top_p, min_p, seeds: one number per request as in ``accept_tree``: the tokens below a parent race by
+            the target's own noise at their positions, in the distribution over the offered tokens. None: the best score first.
+
+    The CPU refuses lengths, parents, counts and paths that are out of range. On CUDA values are not checked, to avoid a
+    synchronisation: malformed parents are the root, and what does not exist offers nothing. A token outside the vocabulary of
+    left is no candidate. Integers that are only read may have any integer dtype. No gradients, reverse or forward: the op
+    raises if a tensor requires one.
+    """
+    _refuse_gradients("next_tree_", rates, price, scores, left, right)
+    requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device
+    call(
+        _tree_op,
+        rows,
+        parents,
+        lengths,
+        prefix_lens,
+        report,
+        integers("next_tree_", "limits", limits, torch.int64),
+        integers("next_tree_", "emitted", emitted, torch.int64),
+        integers("next_tree_", "path", path),
+        integers("next_tree_", "num_accepted", num_accepted),
+        integers("next_tree_", "status", status),
+        rates,
+        price,
+        integers("next_tree_", "offered", offered, torch.int64),
+        scores,
+        first,
+        left,
+        right,
+        parameter_tensor("next_tree_", "temperature", temperature, requests, torch.float32, device),
+        parameter_tensor("next_tree_", "top_k", top_k, requests, torch.int32, device),
+        parameter_tensor("next_tree_", "top_p", top_p, requests, torch.float32, device),
+        parameter_tensor("next_tree_", "min_p", min_p, requests, torch.float32, device),
+        parameter_tensor("next_tree_", "seeds", seeds, requests, torch.int64, device),
+    )
+
+
+def _refuse_gradients(op: str, *tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"pass_ext::{op}: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
+        )
+
+
 @register_fake("next_rows_")
 def _nothing(rows: Tensor, *rest: object) -> None:
+    return None
+
+
+@register_fake("next_tree_")
+def _nothing_either(rows: Tensor, *rest: object) -> None:
     return None

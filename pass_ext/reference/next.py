@@ -1,6 +1,12 @@
-"""``next_rows_`` in plain PyTorch: request by request, node by node. The race: draft.py."""
+"""``next_rows_`` and ``next_tree_`` in plain PyTorch: request by request, node by node. The race: draft.py.
+
+A shape of ``next_tree_``: g look-ahead slots behind the root, h behind the node at depth d of the best chain, which has first
+children alone, and the k first candidates.
+"""
 
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +89,222 @@ def next_rows_(
                 continue
             for child, token in zip(children, chosen, strict=False):
                 tokens[b, child], ids[b, child] = token, max(token, 0)
+
+
+def next_tree_(
+    rows: Tensor,
+    parents: Tensor,
+    lengths: Tensor,
+    prefix_lens: Tensor,
+    report: Tensor,
+    *,
+    limits: Tensor,
+    emitted: Tensor,
+    path: Tensor,
+    num_accepted: Tensor,
+    status: Tensor,
+    rates: Tensor,
+    price: Tensor | None = None,
+    offered: Tensor | None = None,
+    scores: Tensor | None = None,
+    first: int = 0,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+) -> None:
+    """Each request moves behind its emitted tokens, and gets the rows that are expected to give the most tokens."""
+    ids, tokens, positions = rows
+    for b in range(len(lengths)):
+        accepted, limit = int(num_accepted[b]), int(limits[b])
+        at_limit, last = int(lengths[b]) >= limit, -1
+        drafted = int((tokens[b, 1:] >= 0).sum())
+        root = int(ids[b, 0])
+        if not at_limit and accepted >= 0 and emitted[b, accepted] >= 0:
+            root, last = int(emitted[b, accepted]), int(path[b, accepted])
+            lengths[b] += accepted + 1
+        place, levels = int(lengths[b]) - 1, limit - int(lengths[b]) - 1
+        slots = _slots_behind(ids[b].tolist(), parents[b].tolist(), last, len(rates))
+        offering = [row - first for row in slots]
+        if offered is None or (offering and offering[0] < 0):
+            offering = []
+        offering = [row for row in offering if offered is not None and row < offered.shape[1]]
+        law = {
+            name: None if value is None else value[b : b + 1]
+            for name, value in dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).items()
+        }
+        seed = torch.zeros(1, dtype=torch.int64) if seeds is None else seeds[b : b + 1]
+
+        def below(
+            token: int, depth: int, b: int = b, place: int = place, offering: list[int] = offering,
+            law: dict[str, Tensor | None] = law, seed: Tensor = seed,
+        ) -> list[tuple[int, float]]:  # fmt: skip
+            """The candidates below a token, the best first, and their chances."""
+            assert offered is not None and scores is not None
+            known = offered[b, offering[depth]], scores[b, offering[depth]]
+            return _ranked(*known, token, left, right, law, seed, place + depth + 1)
+
+        nodes = _likeliest(root, rows.shape[2], min(len(offering), levels), below)
+        shape = _best_shape(nodes, rates.tolist(), None if price is None else price.tolist(), rows.shape[2], levels)
+        report[b] = -1
+        numbers = [-1 if at_limit else accepted, int(status[b]), drafted, shape.rows, 1 + shape.candidates]
+        report[b, :5] = torch.tensor(numbers)
+        report[b, 5 : 5 + emitted.shape[1]] = emitted[b]
+        prefix_lens[b] = place
+        laid = [(node.token, node.token, node.parent, node.depth) for node in nodes[: 1 + shape.candidates]]
+        for above, depth, count in ((0, 0, shape.behind_root), (_chain(nodes)[shape.depth], shape.depth, shape.behind)):
+            for slot in range(count):
+                laid.append((-1 - slot, -1, above if slot == 0 else len(laid) - 1, depth + 1 + slot))
+        laid += [(0, -1, 0, 1)] * (rows.shape[2] - len(laid))
+        written = torch.tensor(laid)
+        ids[b], tokens[b], parents[b], positions[b] = written[:, 0], written[:, 1], written[:, 2], place + written[:, 3]
+
+
+class _Node(NamedTuple):
+    token: int
+    parent: int
+    depth: int
+    rank: int
+    reach: float
+
+
+class _Shape(NamedTuple):
+    behind_root: int
+    behind: int
+    depth: int
+    candidates: int
+
+    @property
+    def rows(self) -> int:
+        return 1 + self.behind_root + self.behind + self.candidates
+
+
+def _slots_behind(ids: list[int], parents: list[int], node: int, most: int) -> list[int]:
+    """The rows of the slots that foresee what follows a node."""
+    passed = 0
+    while node >= 0:
+        starts = [row for row in range(node + 1, len(ids)) if ids[row] == -1 and parents[row] == node]
+        if starts:
+            group = starts[:1]
+            while len(group) < most and group[-1] + 1 < len(ids):
+                row = group[-1] + 1
+                if ids[row] != -1 - len(group) or parents[row] != row - 1:
+                    break
+                group.append(row)
+            return group[passed:]
+        node, passed = parents[node], passed + 1
+    return []
+
+
+def _ranked(
+    offered: Tensor, scores: Tensor, before: int, left: Tensor | None, right: Tensor | None, law: dict[str, Tensor | None],
+    seed: Tensor, position: int,
+) -> list[tuple[int, float]]:  # fmt: skip
+    """Tokens of one slot below a parent, the best first, and their chances: softmax among the offered, times their mass."""
+    scores = scores.where(~scores.isnan(), -math.inf)
+    if left is None or right is None:
+        size = max(0, int(offered.max())) + 1 if len(offered) else 1
+        left = right = torch.zeros(size, 0)
+        before = 0
+    if not 0 <= before < len(left) or not len(offered):
+        return []
+    scored = _scored(offered, scores, left[before], right)
+    if not bool((scored > -math.inf).any()):
+        return []
+    mass = min(1.0, float(scores[scores > -math.inf].double().clamp(max=0).exp().sum()))
+    chances = (scored[0].softmax(0) * mass).clamp(max=1.0)
+    drafts = draft_sample(scored, len(offered), mode="coupled", seeds=seed, positions=torch.tensor([position]), **law)
+    return [(token, float(chances[token])) for token in drafts.tokens[0].tolist() if token >= 0]
+
+
+def _likeliest(root: int, most: int, levels: int, below: Callable[[int, int], list[tuple[int, float]]]) -> list[_Node]:
+    """The root and the candidates of the largest reach, each behind its parent and better siblings."""
+    nodes, children = [_Node(root, -1, 0, 0, 1.0)], [below(root, 0) if levels > 0 and root >= 0 else []]
+    taken = [0]
+    while len(nodes) < most:
+        open_nodes = [
+            (nodes[parent].reach * children[parent][taken[parent]][1], -parent)
+            for parent in range(len(nodes))
+            if taken[parent] < len(children[parent])
+        ]
+        reach, parent = max(open_nodes, default=(0.0, 0))
+        parent = -parent
+        if _units(reach) < 2**8:  # a row must be worth 2^-10 tokens
+            break
+        token, depth = children[parent][taken[parent]][0], nodes[parent].depth + 1
+        nodes.append(_Node(token, parent, depth, taken[parent], reach))
+        taken[parent] += 1
+        taken.append(0)
+        children.append(below(token, depth) if depth < levels else [])
+    return nodes
+
+
+def _chain(nodes: Sequence[_Node]) -> list[int]:
+    """The root and the first children of first children."""
+    chain = [0]
+    for number, node in enumerate(nodes):
+        if number and node.parent == chain[-1] and node.rank == 0:
+            chain.append(number)
+    return chain
+
+
+def _best_shape(
+    nodes: Sequence[_Node], rates: list[float], price: list[float] | None, most: int, levels: int
+) -> _Shape:
+    """The shape of the largest value; among equals the one with the fewest rows, then smaller g, h, d."""
+    slots, chain = len(rates), _chain(nodes)
+    found: list[tuple[int, int, int, int, int, _Shape]] = []
+    for g in range(slots + 1):
+        for h in range(slots + 1):
+            for d in range(1, len(chain)) if h else [0]:
+                if (g and g >= levels) or (h and d + h >= levels):
+                    continue
+                value = (_units(1) + _worth(rates, 0, g)) << 20
+                for k, node in enumerate(nodes[: max(0, most - g - h)]):
+                    if k:
+                        gain = _behind(nodes, chain, rates, k, g, h, d) - _behind(
+                            nodes, chain, rates, node.parent, g, h, d
+                        )
+                        value += _units(node.reach) * (_units(1) + gain)
+                    if k >= chain[d]:
+                        shape = _Shape(g, h, d, k)
+                        cost = (shape.rows << 30) + (0 if price is None else _cost(price[shape.rows - 1]))
+                        found.append((value - cost, -shape.rows, -g, -h, -d, shape))
+    return max(found)[-1]
+
+
+def _behind(
+    nodes: Sequence[_Node], chain: Sequence[int], rates: list[float], number: int, g: int, h: int, d: int
+) -> int:
+    """W of the slots that foresee what follows a node."""
+    depth, at = nodes[number].depth, number
+    while at > 0:
+        if h and at == chain[d]:
+            return _worth(rates, depth - d, h)
+        at = nodes[at].parent
+    return _worth(rates, depth, g)
+
+
+def _worth(rates: list[float], passed: int, slots: int) -> int:
+    """W(passed, slots), in whole numbers of 2^-20."""
+    total, right = 0.0, 0.8
+    for rate in rates[passed:slots]:
+        right *= min(max(rate, 0.0), 1.0) if rate == rate else 0.0
+        total += right
+        right *= 0.6
+    return _units(total)
+
+
+def _units(value: float) -> int:
+    return int(value * 2**20 + 0.5)
+
+
+def _cost(price: float) -> int:
+    """A price in whole numbers of 2^-40; NaN: 0."""
+    return int(min(max(price, -(2.0**20)), 2.0**20) * 2**40) if price == price else 0
 
 
 def _scored(offered: Tensor, scores: Tensor, before: Tensor, right: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ _SPECULATIVE = [
 ]
 
 _GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_grammar_laws.py", "-k", "not faults"]
+_CHOSEN = ["tests/decoding/loop/test_chosen_step.py"]
 _SHARED = ["tests/decoding/drafting/test_shared_rows.py"]
 _AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
@@ -85,9 +86,10 @@ _CPP = _files_of_families() | {
     "cpu/layer_pack.cpp": (["layer"], ["tests/ops/layer"]),
     "cpu/layer_pack.h": (["layer"], ["tests/ops/layer"]),
     "cpu/layer_stack.cpp": (["layer"], ["tests/ops/layer"]),
-    "core/next.h": (["next"], ["tests/ops/test_next.py"]),
-    "cpu/next.cpp": (["next"], ["tests/ops/test_next.py"]),
-    "cpu/next_kernels-inl.h": (["next"], ["tests/ops/test_next.py"]),
+    "core/next.h": (["next"], ["tests/ops/next"]),
+    "core/next_tree.h": (["next"], ["tests/ops/next/test_next_tree.py"]),
+    "cpu/next.cpp": (["next"], ["tests/ops/next"]),
+    "cpu/next_kernels-inl.h": (["next"], ["tests/ops/next"]),
     "core/step-inl.h": (["step"], ["tests/ops/test_step.py"]),
     "core/shard.h": (["shard"], ["tests/ops/shard/test_shard.py", "tests/core/test_shard_core.py"]),
     "cpu/shard.cpp": (["shard"], ["tests/ops/shard/test_shard.py"]),
@@ -126,6 +128,8 @@ _PYTHON: dict[str, list[str]] = {
     "loop/paced": _AHEAD,
     "loop/choice": _AHEAD,
     "loop/fixed_step": _AHEAD,
+    "loop/device_step": _AHEAD,
+    "loop/chosen_step": _CHOSEN,
     "loop/reports": _AHEAD,
     "loop/scores": ["tests/decoding/loop/test_scores.py"],
     "loop/synthetic": ["tests/decoding/loop/test_synthetic.py"],
@@ -182,6 +186,7 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py"],
     "requests/node_processor": ["tests/decoding/test_generation_config.py"],
     "drafting/rows/batch_seconds": _SHARED,
+    "drafting/rows/choice": _CHOSEN,
     "drafting/rows/chances": _SHARED,
     "drafting/rows/share": _SHARED,
     "drafting/rows/shared": _SHARED,

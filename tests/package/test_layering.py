@@ -30,6 +30,7 @@ CPP_INCLUDES = {
             "cuda/attention_",
             "cuda/linear",  # a layer is made of its products
             "cuda/step.cuh",
+            "cuda/next_",
         ),
     ),
     "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention", "cuda/logprobs.cuh"),

@@ -167,6 +167,28 @@ def next_rows_(device):
 
 
 @sample
+def next_tree_(device):
+    integers = dict(dtype=torch.int32, device=device)
+    step = [torch.tensor(v, **integers) for v in ([[0, 2], [0, -1]], [1, 0], [0, 0])]
+    emitted, limits = torch.tensor([[4, 6], [9, -1]], device=device), torch.tensor([40, 40], device=device)
+    offered = torch.stack([torch.randperm(70, device=device)[:8] for _ in range(8)]).view(2, 4, 8)
+    scores = torch.randn(2, 4, 8, device=device).log_softmax(-1).sort(descending=True).values
+    seeds, rates = torch.tensor([1, 2], device=device), torch.tensor([0.7, 0.5], device=device)
+    price, tables = torch.linspace(0, 1, 6, device=device), torch.randn(2, 70, 5, device=device).unbind()
+
+    def state():
+        rows, parents = torch.full((3, 2, 6), -1, device=device), torch.tensor([[-1, 0, 1, 0, 3, 2]] * 2, **integers)
+        rows[0] = torch.tensor([5, 8, 3, -1, -2, 0], device=device)
+        lengths, prefix_lens = torch.tensor([7, 5], device=device), torch.tensor([6, 4], **integers)
+        return rows, parents, lengths, prefix_lens, torch.zeros(2, 7, dtype=torch.int64, device=device)
+
+    fixed = (limits, emitted, *step, rates)
+    yield *state(), *fixed, None, None, None, 0, None, None, *NO_SAMPLING, None
+    yield *state(), *fixed, price, offered, scores, 2, None, None, *NO_SAMPLING, None
+    yield *state(), *fixed, price, offered, scores, 1, *tables, *sampling(device), seeds
+
+
+@sample
 def adapter_rows_(device):
     ids = torch.tensor([3, -2, 0, -1, -2, 7], device=device)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -5,7 +5,8 @@ i + 1 below each parent; child k of a node is its candidate of rank k. With rule
 target's own noise; for rules that need the drafts' distribution q they are drawn from it, and q's logits are kept.
 
 A step is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one group). In
-a batch with rows="auto" each request takes the part of the tree and the slots that pay (rows/shared.py).
+a batch with rows="auto" each request takes the part of the tree and the slots that pay (rows/shared.py). Where the device makes
+the rows (loop/chosen_step.py), it may choose them at each place by a ``RowChoice``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.functional import embedding
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
+from pass_ext.decoding.drafting.rows.choice import RowChoice, RowPrices
 from pass_ext.decoding.drafting.rows.shared import SharedRows
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import PaSS
@@ -32,9 +34,11 @@ from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.draft import draft_sample
-from pass_ext.ops.next import next_rows_
+from pass_ext.ops.next import MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, next_rows_
 from pass_ext.tree import Tree
 
+_FEWEST_CHOSEN = 5  # rows: of fewer, all places take nearly the same
+_MOST_PRICED = 32  # rows of a step that are chosen by their prices
 _SHORTLIST = 64  # candidates of a slot that transition scores reorder, or more where a node has more children
 _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
@@ -75,6 +79,8 @@ class LookaheadDrafter(Drafter):
         self._slots = plan.slots
         self.prompt_slots = plan.slots if shared is None or shared.begins_with_slots else 0
         self._lookahead, self.shared = lookahead, shared
+        self.choice: RowChoice | None = None
+        """What the device may choose rows by; None: it follows the plan."""
         self.tree = Tree(plan.tree.parents[: plan.tree.num_nodes])
         self.groups = tuple(plan.groups.items())
         self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
@@ -86,9 +92,16 @@ class LookaheadDrafter(Drafter):
         """The tokens that look-ahead rows offer."""
         return self._filler.offers
 
+    def choose_by(self, choice: RowChoice) -> None:
+        """Lets the device choose rows, where it makes them."""
+        self.choice, slots = choice, len(choice.rates)
+        self.max_depth = max(self.max_depth, slots)
+        self.deepest_row = max(self.deepest_row, slots + 1)
+
     def begin(self, session: Session) -> None:
         """Puts the slots' embeddings into the session."""
-        lookahead, slots = self._lookahead, self._slots
+        lookahead = self._lookahead
+        slots = self._slots if self.choice is None else max(self._slots, len(self.choice.rates))
         deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
         session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters, lookahead.prefix)
 
@@ -180,15 +193,34 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
         return LookaheadDrafter(method.lookahead, plan, context, shared)
     drafter = LookaheadDrafter(method.lookahead, plan, context)
     drafter.step_times = times if pauses else None
+    if pauses and _may_choose(method, context):
+        rates = slot_hit_rates(method.lookahead, method.num_slots, 1, greedy=greedy)
+        best = tuple(max(level) for level in rates)
+        if method.rows != "auto":
+            drafter.choose_by(RowChoice(method.rows, best))
+        elif times is not None and len(context.texts) == 1 and context.device.type == "cpu":
+            prices = RowPrices(times, plan.rows, plan.tokens_per_call)
+            drafter.choose_by(RowChoice(_MOST_PRICED, best, prices))
     return drafter
 
 
 def _may_share(method: PaSS, context: DraftContext) -> bool:
     """True if each request may have other rows: candidates are fixed proposals, so that leaving some out by their probability
     changes no text, and no other drafter or grammar adds to them."""
-    is_free = method.rows == "auto" and method.tree is None and method.passes == 1 and method.ngram is None
-    mode = drawing_mode(context.sampling, context.rule)
-    return is_free and len(context.texts) > 1 and mode == "coupled" and context.guides is None
+    return method.rows == "auto" and len(context.texts) > 1 and _is_free(method, context)
+
+
+def _may_choose(method: PaSS, context: DraftContext) -> bool:
+    """True if the device may choose the rows of each step."""
+    rows, slots = _MOST_PRICED if method.rows == "auto" else method.rows, method.num_slots
+    fits = _FEWEST_CHOSEN <= rows <= MAX_CHOSEN_ROWS and slots <= min(MAX_CHOSEN_SLOTS, rows - 1)
+    return fits and context.target.logit_shards is None and _is_free(method, context)
+
+
+def _is_free(method: PaSS, context: DraftContext) -> bool:
+    """True if steps may have other rows than the plan's, by the candidates' probabilities."""
+    planned = method.tree is None and method.passes == 1 and method.ngram is None
+    return planned and drawing_mode(context.sampling, context.rule) == "coupled" and context.guides is None
 
 
 class Offers:
@@ -209,6 +241,7 @@ class Offers:
         self.transition = None if tables is None else (tables[0].detach(), tables[1].detach())
         widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
         self.count = min(widest if self.transition is None else max(_SHORTLIST, widest), table.shape[0])
+        self._shortlist = min(_SHORTLIST, table.shape[0])
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -218,6 +251,13 @@ class Offers:
     def draws(self, sampling: BatchSampling) -> bool:
         """True: the offered tokens are drawn, by the noise of their positions."""
         return self.transition is None and not sampling.is_greedy
+
+    def top_of_rows(self, logits: Tensor, requests: int) -> dict[str, Any]:
+        """The most probable tokens of rows ``[requests * S, V]``, as keyword arguments of ``next_tree_``."""
+        tokens, scores = self._draw(logits, self._shortlist, mode="top")
+        left, right = self.transition or (None, None)
+        shape = requests, -1, self._shortlist
+        return {"offered": tokens.view(shape), "scores": scores.view(shape), "left": left, "right": right}
 
     def of_rows(
         self, logits: Tensor, positions: Tensor | None, sampling: BatchSampling, requests: int

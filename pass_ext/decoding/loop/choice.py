@@ -1,4 +1,4 @@
-"""``fixed_plan``: whether the device makes the rows of a generation's steps, and of which plan they are. ``loop_of``: its loop.
+"""``device_plan``: whether the device makes the rows of a generation's steps, and by which plan. ``loop_of``: its loop.
 
 The device does if the host decides nothing between two steps: no logits processors, candidates from look-ahead slots alone or
 none, and the rule "coupled" (or greedy texts, which all rules agree on). Streamers and stopping criteria are called later, in
@@ -14,6 +14,7 @@ from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.drafting.from_lookahead import LookaheadDrafter
 from pass_ext.decoding.loop.ahead import AheadLoop
+from pass_ext.decoding.loop.chosen_step import ChosenPlan
 from pass_ext.decoding.loop.fixed_step import FixedPlan
 from pass_ext.decoding.loop.paced import PacedLoop
 from pass_ext.decoding.requests.stateful_processors import Processor
@@ -21,8 +22,11 @@ from pass_ext.decoding.rules import LONGEST_BRANCH
 from pass_ext.tree import Tree
 
 
-def fixed_plan(context: DraftContext, drafting: Drafting, processors: Sequence[Processor]) -> FixedPlan | str:
-    """The rows of every step; or why the host must read each step before the next, in words that follow "because"."""
+def device_plan(
+    context: DraftContext, drafting: Drafting, processors: Sequence[Processor], *, is_synthetic: bool = False
+) -> FixedPlan | ChosenPlan | str:
+    """The rows of every step, or what they are chosen by; or why the host must read each step before the next, in words that
+    follow "because". is_synthetic: True: coins accept, along one fixed path."""
     if processors:
         return "logits processors run on the host"
     if context.guides is not None:
@@ -38,18 +42,20 @@ def fixed_plan(context: DraftContext, drafting: Drafting, processors: Sequence[P
     drafter = drafting.drafters[0]
     if drafter.shared is not None:
         return "a batch shares rows by measured times (PaSS with rows='auto'), which takes one text on the CPU"
+    if drafter.choice is not None and not is_synthetic:
+        return ChosenPlan(drafter.choice, drafter.offers)
     if 0 not in dict(drafter.groups):
         return "the root has no look-ahead slots in every step"
     return FixedPlan(drafter.tree, drafter.groups, drafter.prompt_slots, drafter.offers)
 
 
 def loop_of(
-    context: DraftContext, drafting: Drafting, plan: FixedPlan | str, chosen: bool | None
+    context: DraftContext, drafting: Drafting, plan: FixedPlan | ChosenPlan | str, chosen: bool | None
 ) -> Callable[..., AheadLoop] | None:
     """The loop whose steps are of the plan; None: the one that waits.
 
     Args:
-        plan: of ``fixed_plan``.
+        plan: of ``device_plan``.
         chosen: by the caller: True refuses a generation that cannot; None: where it pays.
     """
     on_cpu = context.device.type == "cpu"

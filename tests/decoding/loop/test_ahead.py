@@ -5,15 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("transformers")
 
-from support.generation import BUSHY, Decoder, slots_for, unpadded
+from support.generation import BUSHY, Decoder, Mixer, NoHostReads, slots_for, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting.from_lookahead import Filled, Offers, TreeFiller
+from pass_ext.decoding.drafting.from_lookahead import Filled, LookaheadDrafter, Offers, TreeFiller
 from pass_ext.decoding.drafting.rows import pace
 from pass_ext.decoding.loop import choice, fixed_step
 from pass_ext.decoding.loop.ahead import AheadLoop
@@ -35,7 +35,7 @@ def methods_of(model):
         "plain": Plain(),
         "chain": PaSS(slots, tree=Tree.chain(3).with_lookahead({0: 3, 3: 3}), rows=24),
         "tree": PaSS(slots, tree=BUSHY, rows=24),
-        "planned": PaSS(slots, rows=12),
+        "planned": PaSS(slots, rows=4),
         "chain with transitions": PaSS(rich, tree=Tree.chain(2), rows=24),
         "tree with transitions": PaSS(rich, tree=BUSHY.with_lookahead({0: 4, 2: 4, 7: 4}), rows=24),
     }
@@ -211,21 +211,6 @@ def test_sessions(llama, monkeypatch, lag):
     assert torch.equal(again.sequences, waiting.sequences)
 
 
-class Mixer:
-    """A model of one layer; the emulator has all ops that it needs."""
-
-    def __init__(self, device):
-        generator = torch.Generator().manual_seed(2)
-        self.embedding, *self.weights = (
-            torch.randn(rows, 64, generator=generator).to(device) for rows in (VOCABULARY, 64, 64, 64)
-        )
-
-    def __call__(self, rows, positions, attend, wanted):
-        x = rows + (positions[:, None] * torch.arange(1, 65, device=rows.device)).float().cos()
-        x = rows + attend(0, *((x @ weight / 8)[:, None] for weight in self.weights))[:, 0] * 4
-        return (x if wanted is None else x[wanted]) @ self.embedding.T
-
-
 @pytest.mark.quick_on("best", "emulated")
 @pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("rank", [0, 3])
@@ -348,7 +333,9 @@ def test_one_text_has_the_calls_of_the_loop_that_waits(llama, monkeypatch, rows_
 
 @pytest.mark.parametrize("step", [0.0005, 0.3], ids=["cheap", "dear"])
 def test_drafting_pauses_as_in_the_loop_that_waits(llama, monkeypatch, rows_called, step):
-    """By a clock that calls alone move: rows beyond the first take ``step`` seconds together, the first takes 0.1."""
+    """By a clock that calls alone move: rows beyond the first take ``step`` seconds together, the first takes 0.1. Both loops
+    follow the plan."""
+    monkeypatch.setattr(LookaheadDrafter, "choose_by", lambda *_: None)
     times = StepTimes((1, 2, 64), (0.1, 0.1 + step, 0.1 + step))
     monkeypatch.setattr("pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: times)
     monkeypatch.setattr(pace.time, "perf_counter", lambda: sum(map(times.at, rows_called)))
@@ -370,50 +357,13 @@ def test_drafting_pauses_as_in_the_loop_that_waits(llama, monkeypatch, rows_call
 # ---- no host read ----
 
 
-class HostRead(AssertionError):
-    pass
-
-
-class NoHostReads(TorchDispatchMode):
-    """Fails at every op whose result or shape the host has to wait for, and counts the ops."""
-
-    READS = (
-        "_local_scalar_dense",
-        "item",
-        "nonzero",
-        "is_nonzero",
-        "equal",
-        "masked_select",
-        "unique",
-        "_unique2",
-        "where",
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[1]
-        by_mask = name == "index" and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-        if by_mask or (name in self.READS and not (name == "where" and len(args) == 3)):
-            raise HostRead(str(func))
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def no_host_reads(monkeypatch):
     """Fails if the host reads a tensor while a step runs."""
     step, modes = FixedStep._run, []
 
-    def refused(*_):
-        raise HostRead("a tensor's numbers were read")
-
     def run(self):
-        with monkeypatch.context() as patch, NoHostReads() as mode:
-            for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu"):
-                patch.setattr(torch.Tensor, name, refused)
+        with NoHostReads.guarded(monkeypatch) as mode:
             step(self)
         modes.append(mode)
 

@@ -13,6 +13,7 @@ from support.generation import slots_for
 from support.small_models import ragged_prompts, small_model
 
 from pass_ext import PaSS, Tree, generate, testing
+from pass_ext.decoding.loop.chosen_step import ChosenStep
 from pass_ext.decoding.loop.fixed_step import FixedStep
 from pass_ext.decoding.models.patching import layer_stack
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
@@ -41,14 +42,15 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def steps(monkeypatch):
     """The launches of each step, as on a GPU, where layer_stack has no kernel."""
-    step, modes = FixedStep._run, []
+    modes = []
+    for kind in (FixedStep, ChosenStep):
 
-    def run(self):
-        with Launches() as mode:
-            step(self)
-        modes.append(mode.ops)
+        def run(self, step=kind._run):
+            with Launches() as mode:
+                step(self)
+            modes.append(mode.ops)
 
-    monkeypatch.setattr(FixedStep, "_run", run)
+        monkeypatch.setattr(kind, "_run", run)
     monkeypatch.setattr(layer_stack, "_plan_of", lambda *_: None)
     return modes
 
@@ -73,3 +75,19 @@ def test_launches_of_a_step(steps, architecture, of_layer, adapted):
     # How many an op has may depend on the size of the GPU, which changes from launch to launch here.
     assert set(outside[0]) == set(outside[1]) and abs(len(outside[0]) - len(outside[1])) <= 2, "nothing between the ops"
     assert max(map(len, outside)) + 30 * (of_layer + 2) <= (200 if architecture == "llama" else 230), outside
+
+
+def test_chosen_rows_take_one_launch_more_than_fixed_ones(steps):
+    """``tree_prepare``, because trees are not known beforehand. That rows are chosen takes none."""
+    model, found = small_model("llama", num_hidden_layers=1, head_dim=64), []
+    slots, ids = slots_for(model), ragged_prompts(1, longest=9)[0]
+    tree = Tree.from_branching((2,)).with_lookahead({0: 2, 1: 2})
+    for method in (PaSS(slots, rows=7, slots=2), PaSS(slots, tree=tree, rows=7)):
+        steps.clear()
+        with testing.rerouted_backend("emulated", KERNELS).active():
+            # Two texts: one on the CPU has a loop that is its own.
+            generate(model, ids.repeat(2, 1), method, max_new_tokens=4, run_ahead=True, eos_token_id=[])
+        found.append(steps[-1])
+    chosen, fixed = ({name: ops.count(name) for name in set(ops)} for ops in found)
+    assert chosen["tree_prepare"] == chosen["next_tree_"] == fixed["next_rows_"] == 1
+    assert set(chosen) - {"tree_prepare", "next_tree_"} <= set(fixed) - {"next_rows_"}

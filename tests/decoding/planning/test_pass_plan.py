@@ -119,7 +119,7 @@ def test_greedy_texts_are_planned_by_rates_of_their_own(monkeypatch):
     method = PaSS(lookahead)
     assert not plan(model, method).is_plain and plan(model, method, temperature=0.8).is_plain
     for law, drafts in (({}, True), (dict(temperature=0.8, seeds=1), False)):
-        stats = generate(model, torch.tensor([[3, 4, 5]]), method, max_new_tokens=9, **law).stats
+        stats = generate(model, torch.tensor([[3, 4, 5]]), method, max_new_tokens=9, run_ahead=False, **law).stats
         assert bool(stats.num_draft_tokens) == drafts
     lookahead.greedy_hit_rates = None
     assert plan(model, method).is_plain, "an older file has one calibration"

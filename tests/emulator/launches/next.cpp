@@ -1,4 +1,4 @@
-// The kernel of csrc/cuda/next.cuh through its own launch function, as next.cu calls it.
+// The kernels of csrc/cuda/next.cuh and next_tree.cuh through their own launch functions, as next.cu calls them.
 #include "cuda/next.cuh"
 
 #include "launches.h"
@@ -6,9 +6,9 @@
 namespace emulator {
 namespace {
 
-void next_rows(const Arguments& given) {
+pass_ext::NextProblem step_of(const Arguments& given, int report_numbers) {
   const auto count = [&](const char* name) { return static_cast<int32_t>(given(name)); };
-  const pass_ext::NextProblem problem{
+  return {
       given.at<int64_t>("emitted"),
       given.at<int32_t>("path"),
       given.at<int32_t>("num_accepted"),
@@ -28,7 +28,7 @@ void next_rows(const Arguments& given) {
       count("rank"),
       {given.at<float>("temperature"), given.at<int32_t>("top_k"), given.at<float>("top_p"), given.at<float>("min_p")},
       given.at<int64_t>("seeds"),
-      given.at<int32_t>("parents"),
+      given.at<int32_t>("fixed_parents"),
       count("nodes"),
       count("row_count"),
       given.at<int64_t>("limits"),
@@ -37,11 +37,25 @@ void next_rows(const Arguments& given) {
       given.at<int32_t>("prefix_lens"),
       given.at<int64_t>("report"),
       given("requests"),
-      count("report_width")};
-  pass_ext::gpu::launch_next_rows(problem, {});
+      count("report_width"),
+      report_numbers};
 }
 
-const Registration kLaunch{"next_rows", next_rows};
+void next_rows(const Arguments& given) {
+  pass_ext::gpu::launch_next_rows(step_of(given, pass_ext::kReportNumbers), {});
+}
+
+void next_tree(const Arguments& given) {
+  const pass_ext::NextTreeProblem problem{step_of(given, pass_ext::kTreeReportNumbers),
+                                          given.at<float>("rates"),
+                                          given.at<float>("price"),
+                                          given.at<int32_t>("parents"),
+                                          static_cast<int32_t>(given("rate_count")),
+                                          static_cast<int32_t>(given("first"))};
+  pass_ext::gpu::launch_next_tree(problem, {});
+}
+
+const Registration kRows{"next_rows", next_rows}, kTree{"next_tree", next_tree};
 
 }  // namespace
 }  // namespace emulator

@@ -469,7 +469,10 @@ def test_out_of_memory_says_op_shape_and_bytes(call, message):
 
 # Integer arguments that an op takes in any integer dtype: all except words of bits.
 WORDS = {"visible", "allowed", "draft_allowed", "answers", "state"}
-STATE = {"next_rows_": ("rows", "lengths", "prefix_lens", "report")}
+STATE = {
+    "next_rows_": ("rows", "lengths", "prefix_lens", "report"),
+    "next_tree_": ("rows", "parents", "lengths", "prefix_lens", "report"),
+}
 """The first arguments of an op that writes into them, so that they have one dtype."""
 
 

@@ -26,6 +26,7 @@ _SHARE = 1 / _LEAST_SPEED - 1
 _FIRST_CREDIT = _SHARE * _SHORTEST_TEXT  # plain steps
 _MOST_CREDIT = 2 * _FIRST_CREDIT
 _STEPS_OF_A_TRIAL = 2  # behind a pause: a drafter may need one step to begin again
+_TRIALS = 4  # steps of one token each: so many the credit covers where rows are chosen by it
 _PLAIN_SAMPLES = 2  # steps
 _MOST_DISTURBANCE = 2.0  # seconds of one step / those of the last steps
 
@@ -62,6 +63,10 @@ class Pace:
         most = max(self._share * _MOST_CREDIT, _STEPS_OF_A_TRIAL * self._loss)
         if self._tokens - self._seconds / plain > most:
             self._tokens, self._seconds = most, 0.0
+
+    def most_loss(self, plain: float) -> float:
+        """The loss of a step, in plain steps, that the credit covers some times. plain: seconds of a plain step."""
+        return max(0.0, self._tokens - self._seconds / plain) / _TRIALS
 
     def may_draft(self, *, plain: float, step: float) -> bool:
         """True if the next step may draft.
@@ -102,15 +107,15 @@ class Pauses:
         self._active = sum(left > 0 for left in remaining)
         self._begun = time.perf_counter()
 
-    def levels(self, levels: Sequence[int], kind: bool) -> list[int]:
-        """``levels`` with 0 where drafters of this kind pause."""
+    def levels(self, levels: Sequence[int], kind: bool, rows: int | None = None) -> list[int]:
+        """``levels`` with 0 where drafters of this kind pause. rows: of each request's next step; None: of its last one."""
         if self._samples:
             return [0] * len(levels)
         if not self._has_drafted:  # every text has one trial
             return list(levels)
         plain = self._plain()
         return [
-            most if most and pace.may_draft(plain=plain, step=self._seconds_of(*last)) else 0
+            most if most and pace.may_draft(plain=plain, step=self._seconds_of(rows or last[0], last[1])) else 0
             for most, pace, last in zip(levels, self._paces[kind], self._last[kind], strict=True)
         ]
 
@@ -142,6 +147,16 @@ class Pauses:
             for other, paces in self._paces.items():
                 paces[b].add(tokens, drafted if other == kind else 0.0, plain=self._plain())
         return len(steps) == 1 and self._ratios.disagrees()
+
+    def seconds_of(self, rows: int) -> float:
+        """Seconds of a step of one text with so many rows, by the last such steps."""
+        return self._times.at(rows) * self._ratios.ratio(rows)
+
+    @property
+    def most_seconds(self) -> float:
+        """Seconds of a step of one text whose loss the credit covers some times."""
+        plain = self._times.at(1) * self._ratios.plain_ratio
+        return plain * (1 + self._paces[True][0].most_loss(plain))
 
     def _plain(self) -> float:
         """Seconds of a plain step."""

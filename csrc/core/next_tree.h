@@ -1,0 +1,308 @@
+// The rows of the next step, chosen at each place by the tokens that its look-ahead slots offer: the problem as raw
+// pointers, and the arithmetic on which both devices agree to the bit.
+//   slots      those behind the last accepted node; if it has none, those of the nearest node above it that has some,
+//              without the ones already passed: slot k of the ancestor at distance k foresees the token of slot 0
+//   chance     of a token below a parent = softmax(score + left[parent] · right)  ·  the offered tokens' mass
+//   reach(v)   product of the chances on v's path; candidates are taken by reach, each behind its parent and the
+//              siblings that rank before it
+//   W(o, m)    = 0.8 · sum over i < m - o of  0.6^i · rate[o] · … · rate[o + i],   what m slots are worth when the
+//   first
+//              o of them are passed: the next step has to pay for rows too, and more for those of later slots
+//   tokens     = 1 + W(root's) + sum over candidates v of  reach(v) · (1 + W(slots of v) - W(slots of v's parent))
+//   rows       = arg max over g, h, d, k of  tokens - price[rows]:  g slots behind the root, h behind the d-th node of
+//              the best chain, which has first children alone, and the first k candidates; 1 + g + h + k at most R
+// A row costs 2^-10 tokens at least. Among equals the choice with the fewest rows wins, then smaller g, h, d.
+#pragma once
+
+#include <cstdint>
+
+#include "core/next.h"
+
+namespace pass_ext {
+
+constexpr int32_t kMostChosenRows = 64;   // of a request
+constexpr int32_t kMostChosenSlots = 8;   // behind a node
+constexpr int32_t kMostTreeOffers = 128;  // tokens of a look-ahead row
+constexpr int kTreeReportNumbers = 5;     // accepted, status, drafted, rows of the next step, nodes among them
+
+// reach and W are whole numbers of 2^-20, so that sums have the same bits in any order, and choices that are equally
+// good are equal. Products are whole numbers of 2^-40.
+constexpr int kChanceBits = 20;
+constexpr int32_t kChanceUnit = int32_t{1} << kChanceBits;
+PASS_EXT_HOST_DEVICE int32_t chance_units(float value) {
+  return static_cast<int32_t>(static_cast<double>(value) * kChanceUnit + 0.5);
+}
+
+// A row that gives less is not worth the choice; and choices would be nearly equal, where rounding decides.
+constexpr int kLeastPriceBits = 10;
+constexpr int32_t kLeastReach = kChanceUnit >> 12;  // candidates below it are never worth a row
+
+struct NextTreeProblem {
+  NextProblem step;    // without parents, nodes and groups
+  const float* rates;  // [slots], the share of places where a slot's best candidate is right
+  const float* price;  // [row_count], tokens that a step of 1, 2, … rows costs; null: rows are free
+  int32_t* parents;    // [requests, row_count]
+  int32_t slots;       // the most behind a node
+  int32_t first;       // the row of the judged step whose tokens offered[:, 0] are
+};
+
+// ---- the judged step ----
+
+// One request's rows. Malformed parents are the root.
+struct JudgedRows {
+  int32_t parents[kMostChosenRows];
+  int32_t slots[kMostChosenRows];  // the number of a look-ahead row's slot; -1: a node
+};
+
+PASS_EXT_HOST_DEVICE void read_judged(const NextTreeProblem& problem, int64_t request, int32_t row,
+                                      JudgedRows& judged) {
+  const int64_t id = *id_of(problem.step, request, row);
+  const int32_t parent = parent_or_root(problem.parents[request * problem.step.row_count + row], row);
+  judged.parents[row] = row > 0 && parent < 0 ? 0 : parent;
+  judged.slots[row] = id < 0 && id >= -kMostChosenSlots ? static_cast<int32_t>(-1 - id) : -1;
+}
+
+// The row of slot 0 behind a node, or -1.
+PASS_EXT_HOST_DEVICE int32_t first_slot_behind(const JudgedRows& judged, int32_t node, int32_t row_count) {
+  for (int32_t row = node + 1; row < row_count; ++row)
+    if (judged.slots[row] == 0 && judged.parents[row] == node) return row;
+  return -1;
+}
+
+// Look-ahead rows, as indices in `offered`.
+struct SlotRows {
+  int32_t first, count;
+};
+
+// The slots that foresee what follows the last accepted node. first_slot(node): as first_slot_behind.
+template <typename FirstSlot>
+PASS_EXT_HOST_DEVICE SlotRows slots_behind(const NextTreeProblem& problem, const JudgedRows& judged, int32_t last,
+                                           const FirstSlot& first_slot) {
+  const int32_t row_count = problem.step.row_count;
+  if (last < 0 || last >= row_count) return {0, 0};
+  int32_t node = last, passed = 0, row = first_slot(node);
+  while (node > 0 && row < 0) {
+    node = judged.parents[node];
+    ++passed;
+    row = first_slot(node);
+  }
+  if (row < 0) return {0, 0};
+  int32_t length = 1;
+  while (length < problem.slots && row + length < row_count && judged.slots[row + length] == length &&
+         judged.parents[row + length] == row + length - 1)
+    ++length;
+  const int32_t first = row - problem.first + passed, known = problem.step.slots - first;
+  const int32_t count = length - passed < known ? length - passed : known;
+  return first < 0 || count < 0 ? SlotRows{0, 0} : SlotRows{first, count};
+}
+
+// How deep candidates may be by the tokens that are left of the text.
+PASS_EXT_HOST_DEVICE int32_t levels_left(const NextProblem& problem, int64_t request, const NextRoot& root) {
+  const int64_t limit = problem.limits[request], levels = limit <= root.length ? 0 : limit - root.length - 1;
+  return static_cast<int32_t>(levels < kMostChosenRows ? levels : kMostChosenRows);
+}
+
+// ---- candidates, the most probable first ----
+
+struct TreeNodes {
+  int32_t count;  // the root, node 0, included
+  int32_t token[kMostChosenRows], parent[kMostChosenRows], depth[kMostChosenRows], children[kMostChosenRows];
+  int32_t on_chain[kMostChosenRows];  // how deep a node's path is that of the best chain
+  int32_t units[kMostChosenRows];     // reach
+  float reach[kMostChosenRows];
+  int32_t chain[kMostChosenSlots + 1];  // the nodes of the best chain; chain[0] is the root
+  int32_t chain_length;
+};
+
+PASS_EXT_HOST_DEVICE void begin_tree(TreeNodes& nodes, const NextRoot& root) {
+  nodes.count = 1;
+  nodes.token[0] = static_cast<int32_t>(root.token);
+  nodes.parent[0] = -1;
+  nodes.depth[0] = nodes.children[0] = nodes.on_chain[0] = nodes.chain[0] = nodes.chain_length = 0;
+  nodes.units[0] = kChanceUnit;
+  nodes.reach[0] = 1.0f;
+}
+
+// The next child that a node may get. reach 0: none.
+struct TreeOpening {
+  float reach;
+  Offer offer;
+};
+PASS_EXT_HOST_DEVICE TreeOpening nothing_open() { return {0.0f, {-kInfinity, -1}}; }
+
+PASS_EXT_HOST_DEVICE void take_child(TreeNodes& nodes, int32_t parent, const TreeOpening& opening) {
+  const int32_t node = nodes.count, depth = nodes.depth[parent] + 1;
+  const bool extends_chain = nodes.children[parent] == 0 && nodes.on_chain[parent] == nodes.depth[parent];
+  nodes.token[node] = opening.offer.id;
+  nodes.parent[node] = parent;
+  nodes.depth[node] = depth;
+  nodes.children[node] = 0;
+  nodes.on_chain[node] = extends_chain ? depth : nodes.on_chain[parent];
+  nodes.units[node] = chance_units(opening.reach);
+  nodes.reach[node] = opening.reach;
+  if (extends_chain) {
+    nodes.chain[depth] = node;
+    nodes.chain_length = depth;
+  }
+  ++nodes.children[parent];
+  nodes.count = node + 1;
+}
+
+// True if children of a node can be had: `slots` of them foresee, and `levels` are left of the text.
+PASS_EXT_HOST_DEVICE bool may_have_children(const NextTreeProblem& problem, const TreeNodes& nodes, int32_t node,
+                                            int32_t slots, int32_t levels) {
+  return nodes.depth[node] < slots && nodes.depth[node] < levels && has_transition(problem.step, nodes.token[node]);
+}
+
+// The share of all tokens that the offered ones have, in whole numbers as masses of top-p. score: one's log
+// probability.
+PASS_EXT_HOST_DEVICE uint64_t offered_mass(float score) {
+  return score > -kInfinity ? integer_mass(exponential(minimum(score, 0.0f))) : 0;
+}
+
+// Sets the chance of each offered token below one parent. `List`: as for race, in front of it; each(function) calls
+// function(k, offer) for every token with a score. mass: the sum of offered_mass.
+template <typename List>
+PASS_EXT_HOST_DEVICE void set_chances(const List& list, uint64_t mass, float* chances) {
+  const Offer most = list.best(before_all());
+  if (most.id < 0) return;
+  const auto weight = [&](const Offer& offer) { return exponential(offer.score - most.score); };
+  const uint64_t total = list.sum([&](const Offer& offer) { return integer_mass(weight(offer)); });
+  const double share = static_cast<double>(mass) / kMassUnit;
+  const float ratio = static_cast<float>((share < 1.0 ? share : 1.0) / (static_cast<double>(total) / kMassUnit));
+  list.each([&](int32_t k, const Offer& offer) { chances[k] = minimum(weight(offer) * ratio, 1.0f); });
+}
+
+// The best child behind `last` of a parent of this reach. place_of(offer): its first place in the list.
+template <typename List>
+PASS_EXT_HOST_DEVICE TreeOpening opening_behind(const List& list, const float* chances, const Offer& last,
+                                                float reach) {
+  const Offer offer = list.best(last);
+  if (offer.id < 0) return nothing_open();
+  return {reach * chances[list.place_of(offer)], offer};
+}
+
+// True if a is taken before b: larger reach first, children of earlier nodes among equals.
+PASS_EXT_HOST_DEVICE bool is_taken_before(float reach_a, int32_t parent_a, float reach_b, int32_t parent_b) {
+  return reach_a > reach_b || (reach_a == reach_b && parent_a < parent_b);
+}
+
+// ---- the shape ----
+
+PASS_EXT_HOST_DEVICE float checked_rate(const NextTreeProblem& problem, int32_t slot) {
+  return minimum(maximum(problem.rates[slot], 0.0f), 1.0f);
+}
+
+// W(passed, slots) by [passed][slots].
+struct TreeWorth {
+  int32_t of[kMostChosenSlots + 1][kMostChosenSlots + 1];
+};
+
+PASS_EXT_HOST_DEVICE int32_t worth_of_slots(const NextTreeProblem& problem, int32_t passed, int32_t slots) {
+  float total = 0.0f, right = 0.8f;
+  for (int32_t slot = passed; slot < slots && slot < problem.slots; ++slot) {
+    right *= checked_rate(problem, slot);
+    total += right;
+    right *= 0.6f;
+  }
+  return chance_units(total);
+}
+
+// A step's price in units of 2^-40. NaN counts as 0.
+PASS_EXT_HOST_DEVICE int64_t price_of_rows(const NextTreeProblem& problem, int32_t rows) {
+  const int64_t least = static_cast<int64_t>(rows) << (2 * kChanceBits - kLeastPriceBits);
+  if (problem.price == nullptr) return least;
+  const float price = problem.price[rows - 1], most = 0x1p20f;
+  const float known = price > -most ? minimum(price, most) : price <= -most ? -most : 0.0f;
+  return least + static_cast<int64_t>(static_cast<double>(known) * 0x1p40);
+}
+
+struct TreeForm {
+  int32_t behind_root, behind_chain, depth;  // g, h, d
+};
+
+PASS_EXT_HOST_DEVICE int32_t count_forms(int32_t slots, int32_t chain_length) {
+  return (slots + 1) * (1 + slots * chain_length);
+}
+PASS_EXT_HOST_DEVICE TreeForm form_at(int32_t index, int32_t slots) {
+  const int32_t behind_root = index % (slots + 1), rest = index / (slots + 1);
+  if (rest == 0) return {behind_root, 0, 0};
+  return {behind_root, 1 + (rest - 1) % slots, 1 + (rest - 1) / slots};
+}
+
+// A shape and its value. Smaller keys win among equal values: fewer rows, then smaller g, h, d.
+struct TreeChoice {
+  int64_t value;
+  uint32_t key;
+};
+PASS_EXT_HOST_DEVICE bool is_better_choice(const TreeChoice& a, const TreeChoice& b) {
+  return a.value > b.value || (a.value == b.value && a.key < b.key);
+}
+PASS_EXT_HOST_DEVICE TreeChoice no_choice() { return {INT64_MIN, ~0u}; }
+PASS_EXT_HOST_DEVICE uint32_t key_of(const TreeForm& form, int32_t rows) {
+  return static_cast<uint32_t>(rows << 12 | form.behind_root << 8 | form.behind_chain << 4 | form.depth);
+}
+
+// The best number of candidates of a form. prices: of 1, 2, … rows.
+PASS_EXT_HOST_DEVICE TreeChoice best_of_form(const TreeNodes& nodes, const TreeWorth& worth, const int64_t* prices,
+                                             const TreeForm& form, int32_t row_count, int32_t levels) {
+  const int32_t fixed = 1 + form.behind_root + form.behind_chain, room = row_count - fixed;
+  const int32_t least = nodes.chain[form.depth], most = nodes.count - 1 < room ? nodes.count - 1 : room;
+  // Slots that foresee tokens behind the end of the text are worth nothing.
+  if (form.behind_root > 0 && form.behind_root >= levels) return no_choice();
+  if (form.behind_chain > 0 && form.depth + form.behind_chain >= levels) return no_choice();
+  const auto worth_behind = [&](int32_t node) {
+    const int32_t depth = nodes.depth[node];
+    return form.behind_chain > 0 && nodes.on_chain[node] >= form.depth ? worth.of[depth - form.depth][form.behind_chain]
+                                                                       : worth.of[depth][form.behind_root];
+  };
+  TreeChoice best = no_choice();
+  int64_t tokens = static_cast<int64_t>(kChanceUnit + worth.of[0][form.behind_root]) << kChanceBits;
+  for (int32_t node = 0; node <= most; ++node) {
+    if (node > 0)
+      tokens += static_cast<int64_t>(nodes.units[node]) *
+                (kChanceUnit + worth_behind(node) - worth_behind(nodes.parent[node]));
+    if (node < least) continue;
+    const int64_t value = tokens - prices[fixed + node - 1];
+    if (value > best.value) best = {value, key_of(form, fixed + node)};
+  }
+  return best;
+}
+
+// ---- its rows ----
+
+struct TreeShape {
+  int32_t rows, nodes, behind_root, behind_chain, depth;
+};
+PASS_EXT_HOST_DEVICE TreeShape shape_of(const TreeChoice& choice) {
+  const int32_t key = static_cast<int32_t>(choice.key);
+  const int32_t rows = key >> 12, behind_root = key >> 8 & 15, behind_chain = key >> 4 & 15;
+  return {rows, rows - behind_root - behind_chain, behind_root, behind_chain, key & 15};
+}
+
+struct TreeRow {
+  int64_t id, token;
+  int32_t parent, depth;
+};
+
+// The root, candidates, the slots behind the root, those behind the chain's node, rows that are not in use.
+PASS_EXT_HOST_DEVICE TreeRow tree_row(const TreeNodes& nodes, const TreeShape& shape, const NextRoot& root,
+                                      int32_t row) {
+  if (row == 0) return {root.token, root.token, -1, 0};
+  if (row < shape.nodes) return {nodes.token[row], nodes.token[row], nodes.parent[row], nodes.depth[row]};
+  const int32_t behind_chain = shape.nodes + shape.behind_root;
+  if (row >= shape.rows) return {0, -1, 0, 1};
+  const bool is_roots = row < behind_chain;
+  const int32_t slot = row - (is_roots ? shape.nodes : behind_chain), depth = is_roots ? 0 : shape.depth;
+  return {-1 - int64_t{slot}, -1, slot == 0 ? nodes.chain[depth] : row - 1, depth + 1 + slot};
+}
+
+PASS_EXT_HOST_DEVICE void write_tree_row(const NextTreeProblem& problem, int64_t request, const NextRoot& root,
+                                         int32_t row, const TreeRow& values) {
+  *id_of(problem.step, request, row) = values.id;
+  *token_of(problem.step, request, row) = values.token;
+  *position_of(problem.step, request, row) = root.length - 1 + values.depth;
+  problem.parents[request * problem.step.row_count + row] = values.parent;
+}
+
+}  // namespace pass_ext

@@ -1,0 +1,195 @@
+// The rows of the next step, chosen at each place, on the GPU in one launch: a block for each request. The formulas:
+// core/next_tree.h.
+//
+// Candidates are taken one by one, because the most probable one decides about the next. For each of them all warps
+// score the tokens offered below it, and one warp makes chances of the scores and takes the next candidate. Then each
+// thread values some shapes.
+//
+// Malformed input raises nothing, because an error message would need a synchronisation: malformed parents are the
+// root, and an accepted node or slots that do not exist offer nothing.
+#pragma once
+
+#include <cstdint>
+
+#include "core/next_tree.h"
+#include "cuda/block.cuh"
+#include "cuda/next_offers.cuh"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+constexpr int kTreeThreads = 256;
+constexpr int kTreeWarps = kTreeThreads / 32;
+
+// Shared memory of a block; behind it [row_count, count] scores and as many chances.
+struct TreeShared {
+  int64_t prices[kMostChosenRows];
+  uint64_t mass[kMostChosenSlots];
+  TreeChoice best[kTreeWarps];
+  JudgedRows judged;
+  int32_t first_slots[kMostChosenRows];
+  TreeNodes nodes;
+  TreeOpening open[kMostChosenRows];
+  TreeWorth worth;
+};
+
+inline size_t next_tree_bytes(const NextTreeProblem& problem) {
+  return sizeof(TreeShared) + sizeof(float) * 2 * problem.step.row_count * problem.step.count;
+}
+
+// The offers below a node.
+struct NodeOffers {
+  WarpOffers list;
+  float* chances;
+  const float* given;  // the slot's own scores
+};
+
+PASS_EXT_DEVICE NodeOffers offers_below(const NextTreeProblem& problem, TreeShared* shared, int64_t request,
+                                        const SlotRows& slots, int32_t node) {
+  const NextProblem& step = problem.step;
+  float* const scores = reinterpret_cast<float*>(shared + 1) + node * step.count;
+  const int64_t row = request * step.slots + slots.first + shared->nodes.depth[node];
+  return {{step.offered + row * step.count, scores, step.count},
+          scores + step.row_count * step.count,
+          step.scores + row * step.count};
+}
+
+// A warp for each slot: the mass of its offered tokens.
+PASS_EXT_DEVICE void sum_masses(const NextTreeProblem& problem, TreeShared& shared, int64_t request,
+                                const SlotRows& slots) {
+  const NextProblem& step = problem.step;
+  for (int32_t slot = static_cast<int32_t>(warp_index()); slot < slots.count; slot += kTreeWarps) {
+    const float* const given = step.scores + (request * step.slots + slots.first + slot) * step.count;
+    uint64_t mass = 0;
+    for (int32_t k = static_cast<int32_t>(lane_index()); k < step.count; k += 32) mass += offered_mass(given[k]);
+    mass = sum_words_of_warp(mass);
+    if (lane_index() == 0) shared.mass[slot] = mass;
+  }
+}
+
+// All warps: the scores of the tokens offered below a node.
+PASS_EXT_DEVICE void score_below(const NextTreeProblem& problem, const NodeOffers& offers, int64_t before) {
+  const NextProblem& step = problem.step;
+  if (step.left == nullptr) {
+    for (int32_t k = static_cast<int32_t>(thread_rank()); k < step.count; k += kTreeThreads)
+      offers.list.scores[k] = has_transition(step, offers.list.tokens[k]) ? offers.given[k] : -kInfinity;
+    return;
+  }
+  const float* const left = step.left + before * step.left_stride;
+#pragma unroll 2
+  for (int32_t k = static_cast<int32_t>(warp_index()); k < step.count; k += kTreeWarps)
+    score_offered(step, offers.list, offers.given, left, k);
+}
+
+// A warp: takes the open child of the largest reach; false if none is worth a row.
+PASS_EXT_DEVICE bool take_next(TreeShared& shared) {
+  const int32_t lane = static_cast<int32_t>(lane_index()), count = shared.nodes.count;
+  float reach = 0.0f;
+  int32_t parent = INT32_MAX;
+  for (int32_t node = lane; node < count; node += 32)
+    if (is_taken_before(shared.open[node].reach, node, reach, parent)) {
+      reach = shared.open[node].reach;
+      parent = node;
+    }
+  const Best best = best_of_warp({reach, parent});
+  if (chance_units(best.score) < kLeastReach) return false;
+  sync_warp();
+  if (lane == 0) take_child(shared.nodes, best.id, shared.open[best.id]);
+  sync_warp();
+  return true;
+}
+
+// All threads of the block: the candidates.
+PASS_EXT_DEVICE void fill_tree(const NextTreeProblem& problem, TreeShared* shared, int64_t request,
+                               const NextRoot& root, const SlotRows& slots, int32_t levels) {
+  TreeNodes& nodes = shared->nodes;
+  for (int32_t node = 0; node < problem.step.row_count - 1; ++node) {  // as long as there are rows for one more
+    const bool has_children = may_have_children(problem, nodes, node, slots.count, levels);
+    if (has_children) score_below(problem, offers_below(problem, shared, request, slots, node), nodes.token[node]);
+    sync_block();
+    if (warp_index() == 0) {
+      TreeOpening opening = nothing_open(), sibling = nothing_open();
+      if (has_children) {
+        NodeOffers below = offers_below(problem, shared, request, slots, node);
+        set_chances(below.list, shared->mass[nodes.depth[node]], below.chances);
+        race(below.list, problem.step, request, root.length + nodes.depth[node]);
+        sync_warp();  // chances are read by all lanes
+        opening = opening_behind(below.list, below.chances, before_all(), nodes.reach[node]);
+      }
+      const int32_t parent = nodes.parent[node];
+      if (node > 0) {
+        const NodeOffers beside = offers_below(problem, shared, request, slots, parent);
+        sibling = opening_behind(beside.list, beside.chances, shared->open[parent].offer, nodes.reach[parent]);
+      }
+      sync_warp();  // all lanes have read the parent's opening
+      if (lane_index() == 0) {
+        shared->open[node] = opening;
+        if (node > 0) shared->open[parent] = sibling;
+      }
+      sync_warp();
+      take_next(*shared);
+    }
+    sync_block();
+    if (nodes.count == node + 1) return;
+  }
+}
+
+// All threads of the block: the best shape.
+PASS_EXT_DEVICE TreeChoice best_choice(const NextTreeProblem& problem, TreeShared& shared, int32_t levels) {
+  TreeChoice best = no_choice();
+  const int32_t forms = count_forms(problem.slots, shared.nodes.chain_length);
+  for (int32_t form = static_cast<int32_t>(thread_rank()); form < forms; form += kTreeThreads) {
+    const TreeChoice choice = best_of_form(shared.nodes, shared.worth, shared.prices, form_at(form, problem.slots),
+                                           problem.step.row_count, levels);
+    if (is_better_choice(choice, best)) best = choice;
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    const TreeChoice other{shuffle_xor(best.value, step), shuffle_xor(best.key, step)};
+    if (is_better_choice(other, best)) best = other;
+  }
+  if (lane_index() == 0) shared.best[warp_index()] = best;
+  sync_block();
+  for (const TreeChoice& other : shared.best)
+    if (is_better_choice(other, best)) best = other;
+  return best;
+}
+
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_PARAMETER NextTreeProblem problem) {
+  TreeShared& shared = *dynamic_shared<TreeShared>();
+  const NextProblem& step = problem.step;
+  const int64_t request = block_index().x;
+  const int32_t thread = static_cast<int32_t>(thread_rank()), row_count = step.row_count;
+  constexpr int32_t kWorths = kMostChosenSlots + 1;
+  const NextRoot root = next_root(step, request);
+  const int32_t levels = levels_left(step, request, root);
+  if (thread < row_count) {
+    read_judged(problem, request, thread, shared.judged);
+    shared.prices[thread] = price_of_rows(problem, thread + 1);
+  }
+  if (thread < kWorths * kWorths)
+    shared.worth.of[thread / kWorths][thread % kWorths] = worth_of_slots(problem, thread / kWorths, thread % kWorths);
+  if (thread == 0) begin_tree(shared.nodes, root);
+  const int32_t drafted = sync_block_count(thread > 0 && thread < row_count && *token_of(step, request, thread) >= 0);
+  if (thread < row_count) shared.first_slots[thread] = first_slot_behind(shared.judged, thread, row_count);
+  report_step<kTreeReportNumbers, kTreeThreads>(step, request, root, drafted);
+  sync_block();
+  const SlotRows slots =
+      slots_behind(problem, shared.judged, root.last, [&](int32_t node) { return shared.first_slots[node]; });
+  sum_masses(problem, shared, request, slots);
+  fill_tree(problem, &shared, request, root, slots, levels);
+  const TreeShape shape = shape_of(best_choice(problem, shared, levels));
+  if (thread < row_count) write_tree_row(problem, request, root, thread, tree_row(shared.nodes, shape, root, thread));
+  if (thread > 0) return;
+  step.lengths[request] = root.length;
+  step.prefix_lens[request] = static_cast<int32_t>(root.length - 1);
+  int64_t* const report = step.report + request * (kTreeReportNumbers + step.report_width);
+  report[kReportNumbers] = shape.rows;
+  report[kReportNumbers + 1] = shape.nodes;
+}
+
+inline void launch_next_tree(const NextTreeProblem& problem, Stream stream) {
+  launch("next_tree_", next_tree_kernel, LaunchShape{{problem.step.requests}, {kTreeThreads}, next_tree_bytes(problem)},
+         stream, problem);
+}
+
+}  // namespace pass_ext::gpu

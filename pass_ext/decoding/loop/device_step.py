@@ -1,0 +1,184 @@
+"""``DeviceStep``: draft, verify, accept and commit as one function over fixed buffers, which the device runs without the host.
+
+    logits   = model(ids, positions)          of R rows per request
+    result   = accept_tree(logits, tokens)    and its keys and values go into the caches
+    offered  = draft_sample(look-ahead rows of the logits)
+    next     = next_rows_(result, offered)    ids, tokens, positions, lengths for the next step; a report for the host
+
+fixed_step.py: one tree for all requests and steps. chosen_step.py: rows that are chosen at each place, by ``next_tree_``.
+With CUDA graphs the third step is recorded, and this and all later ones replay it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.drafting.rows.pace import Pauses
+from pass_ext.decoding.loop.synthetic import Synthetic, spine_of
+from pass_ext.decoding.profiling import profiled
+from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.decoding.session.recording import record_graph
+from pass_ext.decoding.session.session import Session
+from pass_ext.decoding.session.uploads import uploaded
+from pass_ext.ops.accept import AcceptResult, accept_tree
+from pass_ext.tree import PackedTrees, Tree, pack_trees
+
+_EAGER_STEPS = 2  # before the one that is recorded: kernels load, libraries allocate
+Records = Literal["always", "if possible", "never"]
+
+
+class DeviceStep(ABC):
+    """The step of a batch, and the buffers that it works on.
+
+    Args:
+        session: opened.
+        rows: of each request.
+        candidates: the deepest tree that the steps judge.
+        report_numbers: in front of the emitted tokens of the report.
+        sampling: of the batch.
+        records: whether steps become a CUDA graph. "if possible": a model that no graph can hold goes on without one, with a
+            warning.
+        synthetic: accepts in place of rule "coupled"; None: the rule does.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        rows: int,
+        candidates: Tree,
+        report_numbers: int,
+        sampling: BatchSampling,
+        *,
+        records: Records,
+        synthetic: Synthetic | None = None,
+    ) -> None:
+        device, requests = session.device, session.requests
+        self._session, self._depth, self.report_numbers = session, candidates.max_depth, report_numbers
+        self._synthetic = synthetic
+        self._spines = torch.tensor([spine_of(candidates)] * requests, device=device)
+        self._rows = torch.zeros(3, requests, rows, dtype=torch.int64, device=device)
+        self._ids, self._tokens, self._positions = (rows.flatten() for rows in self._rows)
+        self._lengths = torch.zeros(requests, dtype=torch.int64, device=device)
+        self._limits = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.report = torch.zeros(requests, report_numbers + self._depth + 1, dtype=torch.int64, device=device)
+        """``[B, numbers + A]``, as ``next_rows_`` or ``next_tree_`` writes it; the next step overwrites it."""
+        self._sampling = BatchSampling(**{name: _copy(value) for name, value in sampling.keywords().items()})
+        self._law = self._sampling.keywords()
+        self._root_trees: dict[int, tuple[Tensor, PackedTrees]] = {}
+        self._records: str = records
+        self._eager_steps = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self, lengths: Sequence[int], limits: Sequence[int], sampling: BatchSampling) -> None:
+        """Begins texts of these lengths, to end at these limits."""
+        self._rows.zero_()
+        self._rows[1].fill_(-1)
+        self._lengths.copy_(uploaded(lengths, self._session.device), non_blocking=True)
+        self.end_at(limits)
+        for name, value in self._sampling.keywords().items():
+            if value is not None:
+                value.copy_(sampling.keywords()[name])
+
+    def end_at(self, limits: Sequence[int]) -> None:
+        """Ends texts at these lengths, from the next step on; 0: now."""
+        self._limits.copy_(uploaded(limits, self._session.device), non_blocking=True)
+
+    @abstractmethod
+    def accept_prompts(self, logits: Tensor) -> None:
+        """The first step. logits: ``[B * (1 + slots), V]``, of the prompts' last tokens and the slots behind them."""
+
+    def read(self) -> list[list[int]]:
+        """Waits for the report and returns it."""
+        numbers: list[list[int]] = self.report.tolist()
+        return numbers
+
+    @abstractmethod
+    def run_needed(self, drafts: bool) -> int:
+        """Runs a step of the rows that one text needs -> how many. The host has read the step before. drafts: False: the root
+        alone."""
+
+    @property
+    def rows_needed(self) -> int | None:
+        """The rows of one text's next step where it drafts; None: as before."""
+        return None
+
+    def price_by(self, pauses: Pauses, rows: int = 0, tokens: int = 0) -> None:
+        """Learns what rows cost one text. rows, tokens: of the last step; 0 rows: drafting paused."""
+        return
+
+    def __call__(self) -> None:
+        """Runs a step of all rows."""
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._records == "never" or self._eager_steps < _EAGER_STEPS:
+            self._eager_steps += 1
+            self._run()
+        else:
+            self._record()
+
+    @abstractmethod
+    def _run(self) -> None: ...
+
+    def _record(self) -> None:
+        """Records a step as a graph and runs it."""
+        try:
+            graph, _ = record_graph(self._run, self._session.device)
+        except RuntimeError as error:
+            if self._records != "if possible":
+                raise
+            warn(
+                "generate: this model's steps cannot be a CUDA graph, so the host launches each kernel: "
+                + str(error).partition("\n")[0],
+                stacklevel=2,
+            )
+            self._records = "never"
+            self._run()
+            return
+        graph.replay()
+        self._graph = graph
+
+    def _roots(self, slots: int) -> tuple[Tensor, PackedTrees]:
+        """The tokens, none of them a candidate, and the trees of roots with so many slots."""
+        if slots not in self._root_trees:
+            tree = Tree.chain(0).with_lookahead({0: slots}) if slots else Tree.chain(0)
+            requests, device = self._session.requests, self._session.device
+            none = torch.full((requests * (1 + slots),), -1, dtype=torch.int64, device=device)
+            self._root_trees[slots] = none, pack_trees([tree] * requests, device)
+        return self._root_trees[slots]
+
+    def _judged(
+        self, trees: PackedTrees, ids: Tensor, tokens: Tensor, positions: Tensor, depth: int
+    ) -> tuple[Tensor, AcceptResult]:
+        """Calls the model on rows, accepts among them, and commits the accepted ones -> their logits, and the result."""
+        with profiled("verify"):
+            logits = self._session.call_at(trees, ids, positions)
+        result = self._accept(logits, tokens, trees, depth)
+        with profiled("commit"):
+            self._session.store(trees, result.path, result.num_accepted)
+        return logits, result
+
+    def _accept(self, logits: Tensor, tokens: Tensor, trees: PackedTrees, depth: int) -> AcceptResult:
+        with profiled("accept"):
+            if self._synthetic is not None:
+                roots, spines = trees.cu_nodes[:-1].long(), self._spines[:, : depth + 1]
+                return self._synthetic.accept(logits, tokens, spines, roots, self._lengths, self._sampling)
+            return accept_tree(
+                logits,
+                tokens,
+                trees.parents,
+                trees.cu_nodes,
+                depth,
+                rule="coupled",
+                positions=self._lengths,
+                **self._law,
+            )
+
+
+def _copy(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.clone()

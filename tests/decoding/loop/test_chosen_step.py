@@ -1,0 +1,289 @@
+"""Rows that the device chooses at each place: texts of plain decoding, rows within their number, counts, ends, prices, and
+steps without a host read."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support.generation import Mixer, NoHostReads, slots_for
+from support.small_models import VOCABULARY, ragged_prompts, small_model
+
+from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Tree, generate
+from pass_ext.decoding.drafting.rows import pace
+from pass_ext.decoding.drafting.rows.choice import RowPrices
+from pass_ext.decoding.loop.chosen_step import ChosenStep
+from pass_ext.decoding.planning.run_times import run_times
+from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.decoding.session.session import Session
+
+ENDS = [5, 6, 7]
+GREEDY, WARM = dict(), dict(temperature=0.8, seeds=31)
+MIXED = dict(temperature=[0.0, 0.8, 1.2, 0.5], top_k=[0, 20] * 2, top_p=0.9, min_p=0.01, seeds=range(4))
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The steps' rows, all of them and those that are nodes, of the requests of a test."""
+    shapes, advance = [], ChosenStep._advance
+
+    def spy(self, *arguments):
+        advance(self, *arguments)
+        shapes.append(self.report[:, 3:5].tolist())
+
+    monkeypatch.setattr(ChosenStep, "_advance", spy)
+    return shapes
+
+
+@pytest.fixture
+def rows_called(monkeypatch):
+    """The rows of each call."""
+    rows, forward = [], Session._forward
+    monkeypatch.setattr(
+        Session,
+        "_forward",
+        lambda self, trees, ids, *a, **k: rows.append(len(ids)) or forward(self, trees, ids, *a, **k),
+    )
+    return rows
+
+
+@pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rows", [8, 13])
+def test_one_text_is_that_of_plain_decoding(llama, chosen, rows_called, law, rank, rows):
+    method = PaSS(slots_for(llama, rank=rank), rows=rows)
+    for seed in range(3):
+        ids = ragged_prompts(1, seed=seed)[0]
+        for length in (1, 2, 3, 20):
+            options = dict(max_new_tokens=length, eos_token_id=[], **law)
+            plain = generate(llama, ids, Plain(), **options)
+            rows_called.clear()
+            chosen.clear()
+            ours = generate(llama, ids, method, **options)
+            assert torch.equal(plain.sequences, ours.sequences)
+            assert torch.equal(generate(llama, ids, method, run_ahead=False, **options).sequences, ours.sequences)
+            stats = ours.stats
+            assert stats.ahead_calls == stats.model_calls - 1 == len(chosen) - 1
+            used, nodes = zip(*(step[0] for step in chosen[:-1]), strict=True) if len(chosen) > 1 else ((), ())
+            assert tuple(rows_called[1 : 1 + len(used)]) == used, "each call has the rows in use"
+            assert stats.num_draft_tokens == sum(nodes) - len(nodes) and max(used, default=0) <= rows
+            if length > 1:
+                assert chosen[-1][0] == [1, 1] or stats.tokens == length
+
+
+@pytest.mark.parametrize("law", [GREEDY, WARM, MIXED], ids=["greedy", "warm", "mixed"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_batches_with_ragged_ends(llama, chosen, law, rank):
+    """About three in a hundred tokens end a text."""
+    ids, mask = ragged_prompts(4)
+    method = PaSS(slots_for(llama, rank=rank), rows=11)
+    for tokens in (1, 2, 5, 25):
+        options = dict(attention_mask=mask, eos_token_id=ENDS, max_new_tokens=tokens, **law)
+        plain = generate(llama, ids, Plain(), **options)
+        ahead = generate(llama, ids, method, run_ahead=True, **options)
+        assert torch.equal(plain.sequences, ahead.sequences) and plain.lengths == ahead.lengths
+        assert ahead.stats.ahead_calls == ahead.stats.model_calls - 1
+    assert len({tuple(shape) for step in chosen for shape in step}) > 4
+
+
+def test_streamers_and_criteria_see_the_same(llama, chosen):
+    class Streamer:
+        def __init__(self):
+            self.seen = []
+
+        def put(self, tokens):
+            self.seen += tokens.flatten().tolist()
+
+        def end(self):
+            self.seen.append("end")
+
+    ids = ragged_prompts(1)[0]
+    found = []
+    for method in (Plain(), PaSS(slots_for(llama), rows=9)):
+        streamer, calls = Streamer(), []
+
+        def stop(tokens, scores, calls=calls):
+            calls.append(tokens.shape[1])
+            return len(calls) > 11
+
+        result = generate(llama, ids, method, max_new_tokens=30, eos_token_id=[], streamer=streamer, stopping=stop)
+        found.append((result.sequences.tolist(), streamer.seen, calls))
+    assert found[0] == found[1] and chosen
+
+
+def test_candidates_that_come_true(llama, chosen, monkeypatch):
+    """Slots that offer the text itself: blocks are accepted, also behind nodes that have no slots of their own."""
+    import pass_ext.decoding.loop.chosen_step as module
+
+    ids = ragged_prompts(1)[0]
+    plain = generate(llama, ids, Plain(), max_new_tokens=40, eos_token_id=[])
+    future, op, lasts = plain.sequences[0].tolist(), module.next_tree_, []
+
+    def seer(rows, parents, lengths, *rest, offered=None, scores=None, first=0, **more):
+        last = int(more["path"][0, more["num_accepted"][0]])
+        if offered is not None:
+            depths = (rows[2, 0] - (lengths[0] - 1)).tolist()
+            for row in range(
+                offered.shape[1]
+            ):  # a slot behind a node at depth d, slot j, foresees the token d + j + 2 behind
+                place = int(lengths[0]) + depths[first + row]
+                if rows[0, 0, first + row] < 0 and place < len(future):
+                    offered[0, row, 0] = future[place]
+                    scores[0, row] -= 1.5
+                    scores[0, row, 0] = -0.4
+            lasts.append((last, bool((parents[0] == last)[first:].any() and (rows[0, 0] == -1).any())))
+        op(rows, parents, lengths, *rest, offered=offered, scores=scores, first=first, **more)
+
+    monkeypatch.setattr(module, "next_tree_", seer)
+    got = generate(llama, ids, PaSS(slots_for(llama), rows=10), max_new_tokens=40, eos_token_id=[])
+    assert torch.equal(got.sequences, plain.sequences)
+    assert got.stats.mean_acceptance_length > 2, got.stats
+    assert any(last > 0 for last, _ in lasts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (4, {}),
+        (65, {}),
+        (8, dict(tree=Tree.chain(1))),
+        (8, dict(passes=2)),
+        (8, dict(ngram=NGram())),
+        (8, dict(rule="rejection", temperature=1.0)),
+        (8, dict(synthetic=0.7)),
+        (8, dict(run_ahead=False)),
+        (8, dict(logprobs=0)),
+    ],
+    ids=str,
+)
+def test_other_generations_follow_their_plan(llama, chosen, rows, options):
+    asked = {name: options[name] for name in options if name not in ("tree", "passes", "ngram")}
+    method = PaSS(slots_for(llama), rows=rows, **{name: options[name] for name in options.keys() - asked.keys()})
+    generate(llama, ragged_prompts(1)[0], method, max_new_tokens=8, **asked)
+    assert not chosen
+
+
+def test_batches_on_the_cpu_wait(llama, chosen):
+    ids, mask = ragged_prompts(2)
+    generate(llama, ids, PaSS(slots_for(llama), rows=8), max_new_tokens=8, attention_mask=mask)
+    assert not chosen
+
+
+# ---- rows="auto" ----
+
+
+class KnownSeconds:
+    """Pauses as prices see them."""
+
+    def __init__(self, times, most_seconds):
+        self.seconds_of, self.most_seconds = times.at, most_seconds
+
+
+def test_prices_are_the_seconds_of_rows_in_tokens():
+    times = StepTimes((1, 2, 64), (0.1, 0.15, 3.25))
+    prices, pauses = RowPrices(times, rows=4, tokens=1.5), KnownSeconds(times, 9.0)
+    assert prices.of_rows(3, pauses) == pytest.approx([1.5 / 0.25 * t for t in (0.1, 0.15, 0.2)])
+    changed = []
+    for _ in range(16):
+        prices.add(2, times.at(1))
+        changed.append(prices.of_rows(3, pauses))
+    assert [i for i, found in enumerate(changed) if found is not None] == [7, 15]
+    rate = (16 * 1.5 + 16 * 2) / (16 * 0.25 + 16 * 0.1)
+    assert changed[-1] == pytest.approx([rate * t for t in (0.1, 0.15, 0.2)])
+
+
+def test_steps_that_the_credit_covers_too_few_times_are_not_to_be_had():
+    times = StepTimes((1, 64), (0.1, 6.4))
+    prices = RowPrices(times, rows=4, tokens=1.5)
+    for most, known in ((0.85, 8), (0.05, 6), (9.0, 20)):
+        found = prices.of_rows(20, KnownSeconds(times, most))
+        assert [price < 1e9 for price in found] == [rows <= known for rows in range(1, 21)]
+        prices.add(1, 0.1)
+    assert prices.of_rows(20, KnownSeconds(times, 9.0)) is None, "as before"
+
+
+@pytest.fixture
+def clocked(llama, rows_called, monkeypatch):
+    """Generates by a clock that calls alone move."""
+
+    def run(times):
+        monkeypatch.setattr("pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: times)
+        monkeypatch.setattr(pace.time, "perf_counter", lambda: sum(map(times.at, rows_called)))
+        run_times.cache_clear()
+        slots, ids = slots_for(llama), ragged_prompts(1)[0]
+        slots.hit_rates = ((0.9, 0.05), (0.9, 0.05), (0.9, 0.05), (0.9, 0.05))
+        got = generate(llama, ids, PaSS(slots), max_new_tokens=120, eos_token_id=[])
+        calls = list(rows_called)
+        run_times.cache_clear()
+        assert torch.equal(got.sequences, generate(llama, ids, max_new_tokens=120, eos_token_id=[]).sequences)
+        return calls
+
+    return run
+
+
+@pytest.mark.parametrize(("slope", "fewest", "most"), [(1e-5, 12, 32), (0.01, 2, 16), (0.03, 2, 8)])
+def test_auto_takes_as_many_rows_as_pay(clocked, chosen, slope, fewest, most):
+    clocked(StepTimes((1, 64), (0.1, 0.1 + 63 * slope)))
+    assert fewest <= max(step[0][0] for step in chosen) <= most
+
+
+@pytest.mark.parametrize("step", [0.0005, 0.3], ids=["cheap", "dear"])
+def test_drafting_pauses_by_the_seconds_of_its_steps(clocked, chosen, step):
+    """Rows beyond the first take ``step`` seconds together, the first takes 0.1."""
+    calls = clocked(StepTimes((1, 2, 64), (0.1, 0.1 + step, 0.1 + step)))
+    assert chosen and (calls.count(1) > 80 if step == 0.3 else calls.count(1) < 10)
+
+
+# ---- no host read ----
+
+
+@pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_step_reads_nothing_on_the_host(llama, monkeypatch, law, rank):
+    """And every step is the same ops: outside the model one for the rows' tree, and those of a fixed step."""
+    step, modes = ChosenStep._run, []
+
+    def run(self):
+        with NoHostReads.guarded(monkeypatch) as mode:
+            step(self)
+        modes.append(mode)
+
+    ids, mask = ragged_prompts(3)
+    method = PaSS(slots_for(llama, rank=rank), rows=9)
+    generate(llama, ids, method, max_new_tokens=4, attention_mask=mask, run_ahead=True)  # the model shows its calls
+    monkeypatch.setattr(ChosenStep, "_run", run)
+    generate(llama, ids, method, max_new_tokens=12, attention_mask=mask, run_ahead=True, **law)
+    steps = modes[2:]  # the first two are not recorded: a model shows in them what its Python does
+    assert len(steps) > 1 and all(mode.ops == steps[0].ops for mode in steps)
+    ours = [op.split(".")[1] for op in steps[0].ops if op.startswith("pass_ext.")]
+    around = [op for op in ours if op in ("tree_prepare", "accept_tree", "cache_commit_", "draft_sample", "next_tree_")]
+    assert around == ["tree_prepare", "accept_tree", "cache_commit_", "draft_sample", "next_tree_"]
+
+
+@pytest.mark.parametrize("graphs", [False, True, None])
+@pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_steps_on_a_gpu_are_one_graph(cuda, law, graphs):
+    model = small_model("llama").to(cuda.device)
+    ids, mask = (x.to(cuda.device) for x in ragged_prompts(4))
+    method = PaSS(slots_for(model, rank=3), rows=11)
+    options = dict(max_new_tokens=25, attention_mask=mask, eos_token_id=ENDS, cuda_graphs=graphs, **law)
+    plain = generate(model, ids, Plain(), **options)
+    first = generate(model, ids, method, keep_cache=True, **options)
+    assert torch.equal(plain.sequences, first.sequences) and first.stats.ahead_calls > 0
+    again = generate(model, ids, method, session=first.session, **options)
+    assert torch.equal(plain.sequences, again.sequences)
+    assert bool(first.session.fixed_steps) == bool(graphs)
+
+
+def test_on_every_backend(backend):
+    """The kernels of each, in a loop that runs ahead."""
+    ids, mask = (x.to(backend.device) for x in ragged_prompts(3, longest=7))
+    slots = LookaheadEmbedding(2, 64, rank=3, vocabulary=VOCABULARY).to(backend.device)
+    for parameter in slots.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    for law in (GREEDY, dict(WARM, seeds=3)):
+        options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=ENDS, **law)
+        model = Mixer(backend.device)
+        plain = generate(model, ids, Plain(), run_ahead=False, **options)
+        got = generate(model, ids, PaSS(slots, rows=8), run_ahead=True, **options)
+        assert torch.equal(plain.sequences, got.sequences)
