@@ -235,8 +235,8 @@ class CpuTree {
     else
       PASS_EXT_AT_ISA(
           score_offered(step, offers.tokens, scores, step.left + nodes.token[node] * step.left_stride, offers.scores));
-    set_chances(offers, mass_[depth], chances_of(node));
     race(offers, step, request, root.length + depth);
+    set_chances(offers, mass_[depth], is_raced(step, request), chances_of(node));
     open_[node] = opening_behind(offers, chances_of(node), before_all(), nodes.reach[node]);
   }
 

@@ -111,8 +111,9 @@ PASS_EXT_DEVICE void fill_tree(const NextTreeProblem& problem, TreeShared* share
       TreeOpening opening = nothing_open(), sibling = nothing_open();
       if (has_children) {
         NodeOffers below = offers_below(problem, shared, request, slots, node);
-        set_chances(below.list, shared->mass[nodes.depth[node]], below.chances);
         race(below.list, problem.step, request, root.length + nodes.depth[node]);
+        sync_warp();  // set_chances reads what the race wrote
+        set_chances(below.list, shared->mass[nodes.depth[node]], is_raced(problem.step, request), below.chances);
         sync_warp();  // chances are read by all lanes
         opening = opening_behind(below.list, below.chances, before_all(), nodes.reach[node]);
       }

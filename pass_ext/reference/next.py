@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pass_ext.reference.common.distribution import is_greedy, log_process
+from pass_ext.reference.common.noise import Purpose, exponentials
 from pass_ext.reference.draft import draft_sample
 
 
@@ -203,7 +205,8 @@ def _ranked(
     offered: Tensor, scores: Tensor, before: int, left: Tensor | None, right: Tensor | None, law: dict[str, Tensor | None],
     seed: Tensor, position: int,
 ) -> list[tuple[int, float]]:  # fmt: skip
-    """Tokens of one slot below a parent, the best first, and their chances: softmax among the offered, times their mass."""
+    """Tokens of one slot below a parent, the best first, and their chances: softmax among the offered, at a temperature of the
+    flattened scores of the race, times the offered tokens' mass."""
     scores = scores.where(~scores.isnan(), -math.inf)
     if left is None or right is None:
         size = max(0, int(offered.max())) + 1 if len(offered) else 1
@@ -215,7 +218,13 @@ def _ranked(
     if not bool((scored > -math.inf).any()):
         return []
     mass = min(1.0, float(scores[scores > -math.inf].double().clamp(max=0).exp().sum()))
-    chances = (scored[0].softmax(0) * mass).clamp(max=1.0)
+    heat = 0.0 if law["temperature"] is None else float(law["temperature"])
+    raced = scored[0]
+    if not is_greedy(heat):
+        filters = {name: law[name].item() for name in ("top_k", "top_p", "min_p") if law[name] is not None}
+        raced = log_process(raced, None, heat, **filters).log_weights
+        raced = (raced - exponentials(int(seed), position, Purpose.coupled, len(raced)).log()) / 1.5
+    chances = (raced.softmax(0) * mass).clamp(max=1.0)
     drafts = draft_sample(scored, len(offered), mode="coupled", seeds=seed, positions=torch.tensor([position]), **law)
     return [(token, float(chances[token])) for token in drafts.tokens[0].tolist() if token >= 0]
 
