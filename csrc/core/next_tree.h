@@ -295,16 +295,45 @@ struct TreeRow {
   int32_t parent, depth;
 };
 
+// Nodes of the best chain have the first rows, behind each other as they would lie in the cache: then attention adds up
+// keys and values in the order of plain decoding, and 16-bit floats round alike. The others keep their order behind
+// them.
+struct RowOrder {
+  const TreeNodes& nodes;
+  int32_t on_chain;  // nodes of the chain among the chosen ones, without the root
+
+  PASS_EXT_HOST_DEVICE RowOrder(const TreeNodes& nodes, const TreeShape& shape) : nodes(nodes), on_chain(0) {
+    while (on_chain < nodes.chain_length && nodes.chain[on_chain + 1] < shape.nodes) ++on_chain;
+  }
+  PASS_EXT_HOST_DEVICE bool is_on_chain(int32_t node) const { return nodes.on_chain[node] == nodes.depth[node]; }
+  PASS_EXT_HOST_DEVICE int32_t row_of(int32_t node) const {
+    if (is_on_chain(node)) return nodes.depth[node];
+    int32_t behind = 0;
+    while (behind < on_chain && nodes.chain[on_chain - behind] > node) ++behind;
+    return node + behind;
+  }
+  PASS_EXT_HOST_DEVICE int32_t node_at(int32_t row) const {
+    if (row <= on_chain) return nodes.chain[row];
+    int32_t node = row;
+    while (is_on_chain(node) || row_of(node) != row) --node;
+    return node;
+  }
+};
+
 // The root, candidates, the slots behind the root, those behind the chain's node, rows that are not in use.
 PASS_EXT_HOST_DEVICE TreeRow tree_row(const TreeNodes& nodes, const TreeShape& shape, const NextRoot& root,
                                       int32_t row) {
   if (row == 0) return {root.token, root.token, -1, 0};
-  if (row < shape.nodes) return {nodes.token[row], nodes.token[row], nodes.parent[row], nodes.depth[row]};
+  if (row < shape.nodes) {
+    const RowOrder order(nodes, shape);
+    const int32_t node = order.node_at(row);
+    return {nodes.token[node], nodes.token[node], order.row_of(nodes.parent[node]), nodes.depth[node]};
+  }
   const int32_t behind_chain = shape.nodes + shape.behind_root;
   if (row >= shape.rows) return {0, -1, 0, 1};
   const bool is_roots = row < behind_chain;
   const int32_t slot = row - (is_roots ? shape.nodes : behind_chain), depth = is_roots ? 0 : shape.depth;
-  return {-1 - int64_t{slot}, -1, slot == 0 ? nodes.chain[depth] : row - 1, depth + 1 + slot};
+  return {-1 - int64_t{slot}, -1, slot == 0 ? depth : row - 1, depth + 1 + slot};  // depth: the row of chain[depth]
 }
 
 PASS_EXT_HOST_DEVICE void write_tree_row(const NextTreeProblem& problem, int64_t request, const NextRoot& root,

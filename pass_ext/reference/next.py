@@ -156,8 +156,13 @@ def next_tree_(
         report[b, :5] = torch.tensor(numbers)
         report[b, 5 : 5 + emitted.shape[1]] = emitted[b]
         prefix_lens[b] = place
-        laid = [(node.token, node.token, node.parent, node.depth) for node in nodes[: 1 + shape.candidates]]
-        for above, depth, count in ((0, 0, shape.behind_root), (_chain(nodes)[shape.depth], shape.depth, shape.behind)):
+        chosen = range(1 + shape.candidates)
+        chain = [node for node in _chain(nodes) if node in chosen]  # first, in the order of plain decoding
+        order = [*chain, *(node for node in chosen if node not in chain)]
+        laid = [
+            (nodes[i].token, nodes[i].token, order.index(nodes[i].parent) if i else -1, nodes[i].depth) for i in order
+        ]
+        for above, depth, count in ((0, 0, shape.behind_root), (shape.depth, shape.depth, shape.behind)):
             for slot in range(count):
                 laid.append((-1 - slot, -1, above if slot == 0 else len(laid) - 1, depth + 1 + slot))
         laid += [(0, -1, 0, 1)] * (rows.shape[2] - len(laid))
