@@ -321,7 +321,11 @@ class ShardRows {
     ShardNode& at = node(judge.node);
     const bool is_second = has_drawn_ && noise.purpose != Purpose::coupled;
     has_drawn_ = true;
-    if (is_final_) return at.winner[is_second];
+    if (is_final_) {
+      const int32_t winner = at.winner[is_second];
+      is_unanswered_ = winner < 0 || (is_unanswered_ && noise.purpose == Purpose::coupled);
+      return winner;
+    }
     if (is_second) return -1;
     at.draws = 1;
     at.kind = weight.kind;
@@ -333,13 +337,17 @@ class ShardRows {
     return -1;
   }
 
+  // True if the last walk needed a token that no race gave: the walk before asked elsewhere, since the arguments were
+  // others, or no rank had a token. Under "coupled" each node of the path needs one, else the last draw counts.
+  PASS_EXT_HOST_DEVICE bool is_unanswered() const { return is_unanswered_; }
+
  private:
   PASS_EXT_HOST_DEVICE ShardNode& node(int32_t i) const { return state_.nodes[request_.first + i]; }
 
   ShardState state_;
   AcceptRequest request_;
   Judge* judges_;
-  bool is_final_, has_drawn_ = false;
+  bool is_final_, has_drawn_ = false, is_unanswered_ = false;
 };
 
 // ---- combining: the same on all ranks ----
@@ -577,10 +585,11 @@ PASS_EXT_HOST_DEVICE void combine_request(Team& team, const ShardState& state, c
     ShardRows rows(state, request, judges, next == Round::finish);
     AcceptWalk<ShardRows> walk(rows, request);
     switch (route_of(problem.rule)) {
-      case Route::coupled: return walk.template run<Route::coupled>(divided);
-      case Route::traversal: return walk.template run<Route::traversal>(divided);
-      default: return walk.template run<Route::down>(divided);
+      case Route::coupled: walk.template run<Route::coupled>(divided); break;
+      case Route::traversal: walk.template run<Route::traversal>(divided); break;
+      default: walk.template run<Route::down>(divided);
     }
+    if (rows.is_unanswered()) problem.status[index] |= kEmptySupport;
   });
 }
 

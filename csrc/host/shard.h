@@ -130,6 +130,7 @@ ShardResult shard_combine(const Tensor& target_logits, const Tensor& tokens, con
   check_dtype(op, "answers", answers, {type_of_answers(shape)});
   check_dim(op, "answers", answers, 3, "[ranks, slots, width]");
   check_same_device(op, "answers", answers, "target_logits", target_logits);
+  if (answers.size(0) == 0) refuse(op, "answers must be those of at least one rank, got ", describe(answers));
   check_size(op, "answers", answers, 1, shape.slots, "the slots of this round");
   const int64_t width = answers.size(2);
   if (!answers.is_contiguous() || width % (combination.round == Round::residuals ? 2 : 1) != 0 ||

@@ -117,10 +117,11 @@ def shard_combine(
         state: that of the round before; None behind "peaks".
         temperature and the other sampling parameters: ``[B]`` or None, the draft's without the target's in place of None.
 
-    The other arguments are those of ``accept_tree``.
+    The other arguments are those of ``accept_tree``, the same in all rounds of a step.
 
     Returns:
-        ``(state, result)``. The state is opaque, int64; the result is right if ``next`` is "finish".
+        ``(state, result)``. The state is opaque, int64; the result is right if ``next`` is "finish". A request that needs a
+        token which no race gave, because the arguments changed between the rounds, emits -1 there, and its status has bit 2.
     """
     op = "shard_combine"
     state, *result = call(

@@ -105,8 +105,8 @@ LIMITS = (
     Limit("shard_races_kernel", ALL, "code", 70_000, "a race over p and one over the residual; once a step"),
     Limit("shard_best_kernel", ALL, "code", 48_500, "a race"),
     Limit("shard_residuals_kernel", ALL, "code", 58_500, "p, q and the deleted children, for eight tokens at once"),
-    Limit("linear_kernel*true>", ALL, "code", 57_000, "15,000 of them for adapters of slots, which calls without them skip"),
-    Limit("linear_kernel*", ALL, "code", 69_500, "the same, and unaligned rows are read number by number"),
+    Limit("linear_kernel*true>", ALL, "code", 54_500, "15,000 of them for adapters of slots, which calls without them skip"),
+    Limit("linear_kernel*", ALL, "code", 67_000, "the same, and unaligned rows are read number by number"),
     Limit("*", ALL, "code", 44_000, "mask_kernel's, the largest of the others"),
 
     # Instructions.

@@ -10,7 +10,10 @@ from pathlib import Path
 from sanitize import HERE, ROOT, SANITIZERS, build, run
 
 # Beside test_<family>.py. opcheck and the tests of torch.compile are left out: they call the same kernels.
-MORE_TESTS = ("attention_masks", "attention_merge", "attention_refusals", "lookahead_embedding", "seed_stability")
+MORE_TESTS = (
+    "adapted_layer", "attention_masks", "attention_merge", "attention_refusals", "lookahead_embedding", "next_rows",
+    "next_tree", "seed_stability",
+)  # fmt: skip
 
 
 def op_tests() -> list[Path]:

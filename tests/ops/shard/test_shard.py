@@ -354,6 +354,8 @@ def test_refusals():
         pass_ext.shard_combine(target, *tree, 1, answers, **(combine | {"vocab_size": 100}))
     with pytest.raises(RuntimeError, match=r"shard_combine: answers must have 10 .*in dimension 1"):
         pass_ext.shard_combine(target, *tree, 1, answers[:, :3].contiguous(), **combine)
+    with pytest.raises(RuntimeError, match=r"shard_combine: answers must be those of at least one rank"):
+        pass_ext.shard_combine(target, *tree, 1, answers[:0], **combine)
     state, _ = pass_ext.shard_combine(target, *tree, 1, answers, **combine)
     with pytest.raises(RuntimeError, match="shard_best: state must have"):
         pass_ext.shard_best(target[:2], state, 1, mode="top", vocab_start=0)

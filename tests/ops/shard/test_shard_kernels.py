@@ -2,6 +2,8 @@
 slices' sums to rounding, and the same decisions on any number of ranks.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from shard_cases import FILTERS, RULES, any_layout, drafts_on_ranks, random_drafts, random_step, same
@@ -228,3 +230,64 @@ def test_nothing_to_accept_and_nothing_to_draft(backend):
     )
     assert state.shape == (0,) and result.emitted.shape == (0, 3)
     assert pass_ext.shard_best(logits, state, 2, mode="top", vocab_start=0).shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "rule, asked, walked, emitted",
+    [
+        ("rejection", 2, 0, [-1, -1, -1]),
+        ("traversal", 2, 0, [-1, -1, -1]),
+        ("block", 2, 1, [3, -1, -1]),
+        ("coupled", 1, 2, [3, 4, -1]),
+        ("coupled", 0, 2, [3, -1, -1]),
+    ],
+)
+def test_a_walk_that_ends_where_no_race_was_run_has_a_status(backend, rule, asked, walked, emitted):
+    """max_depth changes between the last two rounds. The second request has its root alone, and no need of depth."""
+    logits = torch.full((4, 70), -30.0)
+    for node, token in enumerate((3, 4, 5, 6)):
+        logits[node, token] = 30.0
+    bounds = torch.tensor([0, 3, 4], dtype=torch.int32)
+    parents = torch.tensor([-1, 0, 1, -1], dtype=torch.int32)
+    tree = moved((torch.tensor([0, 3, 4, 0]), parents, bounds), backend.device)
+    logits, temperature = moved((logits, torch.ones(2)), backend.device)
+    rounds = ["peaks", *(["races"] if rule == "coupled" else ["masses", "races"]), "finish"]
+
+    def steps_of(last_depth, is_silent=False):
+        state, result = None, None
+        for this, following in pairwise(rounds):
+            answers = pass_ext.shard_local(logits, *tree, rule=rule, vocab_start=0, slices=1, round=this, state=state)
+            depth = last_depth if following == "finish" else asked
+            if is_silent and this == "races":
+                answers = torch.full_like(answers, -1)  # NaN and no token
+            state, result = pass_ext.shard_combine(
+                logits, *tree, depth, answers[None], rule=rule, vocab_size=70, round=this, next=following, state=state,
+                temperature=temperature,
+            )  # fmt: skip
+        return [part.cpu().tolist() for part in result]
+
+    tokens, path, accepted, status = steps_of(walked)
+    assert tokens[0] == emitted[: walked + 1] and status == [2, 0]
+    assert accepted == [sum(token >= 0 for token in emitted), 0] and path[0][accepted[0]] == accepted[0]
+    assert tokens[1][0] == 6
+    whole = pass_ext.accept_tree(logits, *tree, asked, rule=rule, temperature=temperature, seeds=0, positions=0)
+    assert steps_of(asked) == [part.cpu().tolist() for part in whole] and whole.status.tolist() == [0, 0]
+    tokens, _, accepted, status = steps_of(asked, is_silent=True)
+    assert status == [2, 2] and [row[n] for row, n in zip(tokens, accepted, strict=True)] == [-1, -1]
+
+
+def test_a_path_over_a_token_that_no_race_gave_keeps_the_status(backend):
+    """Under "coupled" -1, which no race gives, is also the token of a node."""
+    logits = torch.full((3, 70), -30.0)
+    logits[:, 3] = 30.0
+    tree = (torch.tensor([0, -1, 3]), torch.tensor([-1, 0, 1], dtype=torch.int32), torch.tensor([0, 3]).int())
+    logits, *tree, temperature = moved([logits, *tree, torch.ones(1)], backend.device)
+    step = dict(rule="coupled", vocab_size=70, temperature=temperature)
+    answers = pass_ext.shard_local(logits, *tree, rule="coupled", vocab_start=0, slices=1, round="peaks")
+    state, _ = pass_ext.shard_combine(logits, *tree, 2, answers[None], round="peaks", next="races", **step)
+    races = pass_ext.shard_local(logits, *tree, rule="coupled", vocab_start=0, slices=1, round="races", state=state)
+    races[0] = -1  # the root's
+    _, result = pass_ext.shard_combine(
+        logits, *tree, 2, races[None], round="races", next="finish", state=state, **step
+    )  # fmt: skip
+    assert result.emitted.cpu().tolist() == [[-1, 3, 3]] and result.status.cpu().tolist() == [2]
