@@ -58,7 +58,6 @@ LIMITS = (
     Limit("next_kernel*", "sm_80", "stack", 24, "a dozen spilled registers in the race, once a parent"),
     Limit("next_kernel*", "sm_90", "stack", 16, "the same"),
     Limit("next_tree_kernel", "sm_80", "stack", 16, "sampling parameters by address, once a candidate"),
-    Limit("next_tree_kernel", "sm_90", "stack", 8, "spilled registers around the race, once a candidate"),
     Limit("shard_races_kernel", ALL, "stack", 328, "arguments by address: a race's row, distributions and noise"),
     Limit("shard_best_kernel", ALL, "stack", 168, "the same"),
     Limit("shard_combine_kernel", ALL, "stack", 112, "spilled registers of the walk, by one thread of a block"),
