@@ -226,8 +226,9 @@ def _ranked(
     heat = 0.0 if law["temperature"] is None else float(law["temperature"])
     raced = scored[0]
     if not is_greedy(heat):
-        filters = {name: law[name].item() for name in ("top_k", "top_p", "min_p") if law[name] is not None}
-        raced = log_process(raced, None, heat, **filters).log_weights
+        given = {name: value.item() for name, value in law.items() if value is not None}
+        filters = int(given.get("top_k", 0)), given.get("top_p", 1.0), given.get("min_p", 0.0)
+        raced = log_process(raced, None, heat, *filters).log_weights
         raced = (raced - exponentials(int(seed), position, Purpose.coupled, len(raced)).log()) / 1.5
     chances = (raced.softmax(0) * mass).clamp(max=1.0)
     drafts = draft_sample(scored, len(offered), mode="coupled", seeds=seed, positions=torch.tensor([position]), **law)
