@@ -22,7 +22,7 @@ from benchmarks.harness.results import (
 HEADER = """# The ops on this machine
 
 Written by `python -m benchmarks.pages` from `ops/*.json` beside this page; do not edit. How they are measured, and which
-times count: [benchmarks/README.md](../../README.md). Whole texts: [decoding.md](decoding.md), where they were measured.
+times count: [benchmarks/README.md](../../README.md). Whole texts: [performance](../../../docs/performance.md).
 
 Microseconds per call, median (10th–90th percentile). *gain*: the fastest other way that does the same job ÷ ours. Ways
 in italics do another job and are shown for comparison. *GB/s* counts the fewest bytes that one call must move. *of copy*
