@@ -6,9 +6,8 @@
 //              at a temperature softmax(z / 1.5), z being the scores of the race, which hold the target's own noise
 //   reach(v)   product of the chances on v's path; candidates are taken by reach, each behind its parent and the
 //              siblings that rank before it
-//   W(o, m)    = 0.8 · sum over i < m - o of  0.6^i · rate[o] · … · rate[o + i],   what m slots are worth when the
-//   first
-//              o of them are passed: the next step has to pay for rows too, and more for those of later slots
+//   W(o, m)    = 0.8 · sum over i < m - o of  0.6^i · rate[o] · … · rate[o + i],   what m slots are worth when o of
+//              them are passed: the next step has to pay for rows too, and more for those of later slots
 //   tokens     = 1 + W(root's) + sum over candidates v of  reach(v) · (1 + W(slots of v) - W(slots of v's parent))
 //   rows       = arg max over g, h, d, k of  tokens - price[rows]:  g slots behind the root, h behind the d-th node of
 //              the best chain, which has first children alone, and the first k candidates; 1 + g + h + k at most R
