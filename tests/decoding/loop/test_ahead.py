@@ -301,18 +301,6 @@ def test_a_text_that_has_ended_rests(llama, monkeypatch):
 # ---- one text on the CPU ----
 
 
-@pytest.fixture
-def rows_called(monkeypatch):
-    """The rows of each call."""
-    rows, forward = [], Session._forward
-    monkeypatch.setattr(
-        Session,
-        "_forward",
-        lambda self, trees, ids, *a, **k: rows.append(len(ids)) or forward(self, trees, ids, *a, **k),
-    )
-    return rows
-
-
 @pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("name", METHODS)
 def test_one_text_has_the_calls_of_the_loop_that_waits(llama, monkeypatch, rows_called, name, law):

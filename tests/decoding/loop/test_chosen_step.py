@@ -15,7 +15,6 @@ from pass_ext.decoding.drafting.rows.choice import RowPrices
 from pass_ext.decoding.loop.chosen_step import ChosenStep
 from pass_ext.decoding.planning.run_times import run_times
 from pass_ext.decoding.planning.step_times import StepTimes
-from pass_ext.decoding.session.session import Session
 
 ENDS = [5, 6, 7]
 GREEDY, WARM = dict(), dict(temperature=0.8, seeds=31)
@@ -33,18 +32,6 @@ def chosen(monkeypatch):
 
     monkeypatch.setattr(ChosenStep, "_advance", spy)
     return shapes
-
-
-@pytest.fixture
-def rows_called(monkeypatch):
-    """The rows of each call."""
-    rows, forward = [], Session._forward
-    monkeypatch.setattr(
-        Session,
-        "_forward",
-        lambda self, trees, ids, *a, **k: rows.append(len(ids)) or forward(self, trees, ids, *a, **k),
-    )
-    return rows
 
 
 @pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])

@@ -4,13 +4,12 @@ import random
 
 import pytest
 import torch
+from next_cases import VOCABULARY, checked, copied, law_of, on, tables
 
 import pass_ext
-from pass_ext import Tree, reference
-from pass_ext.testing import assert_same_bits
+from pass_ext import Tree
 
 STATE = ("rows", "lengths", "prefix_lens", "report")
-VOCABULARY = 300
 TREES = {
     "root": Tree.chain(0),
     "chain": Tree.chain(4).with_lookahead({0: 4, 4: 4}),
@@ -43,28 +42,14 @@ def a_step(backend, tree, requests=3, *, count=8, rank=None, seed=0, sampled=Fal
     )  # fmt: skip
     if rank is not None:
         arguments["scores"] = torch.randn(requests, slots, count).sort(descending=True).values
-        arguments["left"], arguments["right"] = torch.randn(2, VOCABULARY, rank).unbind()
-    if sampled:
-        arguments |= dict(temperature=torch.linspace(0.0, 1.3, requests), seeds=torch.arange(requests) + 11)
-    if filters:
-        arguments["top_k"] = torch.tensor([0, 1, 5, 40] * requests, dtype=torch.int32)[:requests]
-        arguments["top_p"] = torch.tensor([0.3, 1.0, 0.9, 0.7, 1e-9] * requests)[:requests]
-        arguments["min_p"] = torch.tensor([0.0, 0.02, 0.3] * requests)[:requests]
-    return {name: value.to(backend.device) if torch.is_tensor(value) else value for name, value in arguments.items()}
-
-
-def copied(arguments):
-    return {name: value.clone() if torch.is_tensor(value) else value for name, value in arguments.items()}
+        arguments |= tables(rank)
+    arguments |= law_of(requests, sampled=sampled, filters=filters)
+    return on(backend, arguments)
 
 
 def check(arguments):
     """The state after the op is that of the reference, to the bit -> the state."""
-    wanted = {name: value.cpu() if torch.is_tensor(value) else value for name, value in copied(arguments).items()}
-    reference.next_rows_(**wanted)
-    pass_ext.next_rows_(**arguments)
-    for name in STATE:
-        assert_same_bits(arguments[name].cpu(), wanted[name])
-    return {name: arguments[name].cpu() for name in STATE}
+    return checked("next_rows_", STATE, arguments)
 
 
 @pytest.mark.sanitizer

@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
+from next_cases import VOCABULARY, checked, copied, law_of, on, tables
 
 import pass_ext
 from pass_ext import Tree, reference
 from pass_ext.testing import assert_same_bits
 
 STATE = ("rows", "parents", "lengths", "prefix_lens", "report")
-VOCABULARY = 300
 
 
 def judged_rows(numbers, row_count, slots):
@@ -56,31 +56,16 @@ def a_step(
     )  # fmt: skip
     scores = (sharp * torch.randn(requests, row_count, count + 3)).log_softmax(-1)  # some of the mass is not offered
     arguments["scores"] = scores[..., :count].sort(descending=True).values.contiguous()
-    if rank is not None:
-        arguments["left"], arguments["right"] = torch.randn(2, VOCABULARY, rank).unbind()
-    if sampled:
-        arguments |= dict(temperature=torch.linspace(0.0, 1.3, requests), seeds=torch.arange(requests) + 11)
-    if filters:
-        arguments["top_k"] = torch.tensor([0, 1, 5, 40] * requests, dtype=torch.int32)[:requests]
-        arguments["top_p"] = torch.tensor([0.3, 1.0, 0.9, 0.7, 1e-9] * requests)[:requests]
-        arguments["min_p"] = torch.tensor([0.0, 0.02, 0.3] * requests)[:requests]
+    arguments |= tables(rank)
+    arguments |= law_of(requests, sampled=sampled, filters=filters)
     if priced:
         arguments["price"] = 0.3 * torch.rand(row_count).cumsum(0)
-    return {name: value.to(backend.device) if torch.is_tensor(value) else value for name, value in arguments.items()}
-
-
-def copied(arguments):
-    return {name: value.clone() if torch.is_tensor(value) else value for name, value in arguments.items()}
+    return on(backend, arguments)
 
 
 def check(arguments):
     """The state after the op is that of the reference, to the bit -> the state."""
-    wanted = {name: value.cpu() if torch.is_tensor(value) else value for name, value in copied(arguments).items()}
-    reference.next_tree_(**wanted)
-    pass_ext.next_tree_(**arguments)
-    for name in STATE:
-        assert_same_bits(arguments[name].cpu(), wanted[name])
-    return {name: arguments[name].cpu() for name in STATE}
+    return checked("next_tree_", STATE, arguments)
 
 
 def shapes_of(state):

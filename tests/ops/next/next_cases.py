@@ -1,0 +1,45 @@
+"""What the tests of ``next_rows_`` and ``next_tree_`` share: transition scores, sampling parameters, and the comparison."""
+
+import torch
+
+import pass_ext
+from pass_ext import reference
+from pass_ext.testing import assert_same_bits
+
+VOCABULARY = 300
+
+
+def tables(rank):
+    """Transition scores of this rank; None: none."""
+    return {} if rank is None else dict(zip(("left", "right"), torch.randn(2, VOCABULARY, rank).unbind(), strict=True))
+
+
+def law_of(requests, *, sampled, filters):
+    """Sampling parameters of the requests, the first of which is greedy."""
+    law = {}
+    if sampled:
+        law |= dict(temperature=torch.linspace(0.0, 1.3, requests), seeds=torch.arange(requests) + 11)
+    if filters:
+        law["top_k"] = torch.tensor([0, 1, 5, 40] * requests, dtype=torch.int32)[:requests]
+        law["top_p"] = torch.tensor([0.3, 1.0, 0.9, 0.7, 1e-9] * requests)[:requests]
+        law["min_p"] = torch.tensor([0.0, 0.02, 0.3] * requests)[:requests]
+    return law
+
+
+def on(backend, arguments):
+    """The arguments on the backend's device."""
+    return {name: value.to(backend.device) if torch.is_tensor(value) else value for name, value in arguments.items()}
+
+
+def copied(arguments):
+    return {name: value.clone() if torch.is_tensor(value) else value for name, value in arguments.items()}
+
+
+def checked(op, state, arguments):
+    """The state after the op of this name is that of the reference, to the bit -> the state."""
+    wanted = {name: value.cpu() if torch.is_tensor(value) else value for name, value in copied(arguments).items()}
+    getattr(reference, op)(**wanted)
+    getattr(pass_ext, op)(**arguments)
+    for name in state:
+        assert_same_bits(arguments[name].cpu(), wanted[name])
+    return {name: arguments[name].cpu() for name in state}
