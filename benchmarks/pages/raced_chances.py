@@ -3,7 +3,7 @@
     chance      = softmax(z / f) or softmax(s), times the share of all tokens that the offered ones have
     log loss    = mean of -ln(chance), or of -ln(1 - chance) where the candidate is wrong, of the three best candidates by z
 The places are those of the model's own texts, at temperature 0.8, behind the held-out prompts of `benchmarks.decoding`.
-`python -m benchmarks.pages.raced_chances --model MODEL FILE` writes raced-chances.json and raced-chances.md in the machine's
+`python -m benchmarks.pages.raced_chances --model MODEL FILE` writes raced_chances.json and raced_chances.md in the machine's
 folder of results; `--check` compares the pages.
 """
 
@@ -54,12 +54,16 @@ def places_of(model: Any, embedding: Any, ids: Tensor, prompt: int, seed: int) -
     for anchor, rows in zip(anchors.tolist(), hidden, strict=True):
         for slot in range(slots):
             position = anchor + 2 + slot
-            offered = head(rows[slot]).float().log_softmax(-1).topk(OFFERED)
+            offered = head(rows[slot]).float().log_softmax(-1).topk(min(OFFERED, head.out_features))
             before = transition_hidden(embedding, table_, ids[position - 1 : position])
             scores = (offered.values + (before @ table_[offered.indices].T).float()[0]).double()
-            noise = exponentials(seed, position, Purpose.coupled, head.out_features)[offered.indices]
-            mass = offered.values.exp().sum().item()
-            yield Place(scores, scores / TEMPERATURE - noise.log(), mass, offered.indices == ids[position])
+            raced = raced_scores(scores, offered.indices, seed, position, head.out_features)
+            yield Place(scores, raced, offered.values.exp().sum().item(), offered.indices == ids[position])
+
+
+def raced_scores(scores: Tensor, tokens: Tensor, seed: int, position: int, vocabulary: int) -> Tensor:
+    """z: the scores of some tokens in the race that draws the token at a position."""
+    return scores / TEMPERATURE - exponentials(seed, position, Purpose.coupled, vocabulary)[tokens].log()
 
 
 def log_loss(places: list[Place], flattened: float | None) -> float:
@@ -139,8 +143,8 @@ def main() -> int:
     if not options.check:
         if options.file is None or options.model is None:
             raise SystemExit("give --model and the file")
-        by_machine.keep("raced-chances", measure(options))
-    return by_machine.write_pages("raced-chances", render, check=options.check)
+        by_machine.keep("raced_chances", measure(options))
+    return by_machine.write_pages("raced_chances", render, check=options.check)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+import pass_ext
+
 pytest.importorskip("transformers")
 
 from support.generation import slots_for
@@ -15,7 +17,7 @@ from support.small_models import small_model
 sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
 
 from benchmarks.decoding.prompts import Prompt
-from benchmarks.pages import batches, by_machine, slot_texts, slots, training_runs
+from benchmarks.pages import batches, by_machine, raced_chances, slot_texts, slots, training_runs
 from benchmarks.pages.by_machine import RESULTS
 from benchmarks.pages.slots import Text, judged
 
@@ -29,7 +31,7 @@ def file(tmp_path, llama):
     return str(path)
 
 
-@pytest.mark.parametrize("page", [slots, batches], ids=["slots", "batches"])
+@pytest.mark.parametrize("page", [slots, batches, raced_chances], ids=["slots", "batches", "raced chances"])
 def test_the_pages_show_the_results(page, monkeypatch, tmp_path):
     name = page.__name__.rpartition(".")[2]
     assert list(RESULTS.glob(f"*/{name}.json")), "measured on no machine"
@@ -109,3 +111,40 @@ def test_batches_by_hand():
     result = dict(date="2031-02-03", commit="0123456789ab", versions={"torch": "9"}, model="M", slots="S", rows=[row],
                   machine={"model": "C", "torch_threads": 2})  # fmt: skip
     assert "| 2 | 96 | 120 | 1.25 × (0.80–2.00) | 96 | 60 | 70 |" in batches.render(result)
+
+
+def test_raced_scores_are_those_that_the_target_draws_by():
+    logits = 3 * torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(300)
+    for position, row in enumerate(logits):
+        raced = raced_chances.raced_scores(row.double().log_softmax(-1), tokens, 7, position, 300)
+        law = dict(temperature=[raced_chances.TEMPERATURE], seeds=[7], positions=[position])
+        law = {name: torch.tensor(value) for name, value in law.items()}
+        drawn, _ = pass_ext.draft_sample(row[None], 1, mode="coupled", **law)
+        assert drawn.item() == raced.argmax().item()
+
+
+def test_places_hold_what_was_written(llama, file, monkeypatch):
+    """Behind each place the slots foresee the tokens from the second one on; where all tokens are offered, one is right."""
+    embedding = pass_ext.LookaheadEmbedding.load(file)
+    ids = torch.arange(5, 25)
+    monkeypatch.setattr(raced_chances, "OFFERED", llama.config.vocab_size)
+    places = list(raced_chances.places_of(llama, embedding, ids, 6, 3))
+    assert len(places) == embedding.num_lookahead * (20 - 2 - embedding.num_lookahead - 4)
+    for number, place in enumerate(places):
+        anchor, slot = 4 + number // embedding.num_lookahead, number % embedding.num_lookahead
+        noise = place.raced - place.scores / raced_chances.TEMPERATURE
+        position = anchor + 2 + slot
+        expected = raced_chances.raced_scores(torch.zeros(1), ids[position : position + 1], 3, position, len(noise))
+        assert place.right.sum() == 1 and abs(place.mass - 1) < 1e-5
+        assert abs(noise[place.right] - expected) < 1e-9
+
+
+def test_the_log_loss_is_that_of_the_candidates_chances():
+    raced, right = torch.tensor([0.0, 3.0, 2.0, 1.0]).double(), torch.tensor([False, True, False, False])
+    place = raced_chances.Place(torch.zeros(4).double(), raced, 0.5, right)
+    chances = (raced / 2).softmax(0) * 0.5
+    expected = -(chances[1].log() + (1 - chances[2]).log() + (1 - chances[3]).log()) / 3
+    assert abs(raced_chances.log_loss([place], 2.0) - expected) < 1e-12
+    even = -(torch.tensor(1 / 8).log() + 2 * torch.tensor(7 / 8).log()) / 3
+    assert abs(raced_chances.log_loss([place], None) - even) < 1e-6
