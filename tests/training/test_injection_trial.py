@@ -23,7 +23,7 @@ from benchmarks.pages.injection.hidden import HiddenInjection
 from benchmarks.pages.injection.page import NAME, PAGE, render
 from benchmarks.pages.injection.summary import summary
 from benchmarks.pages.injection.trial import InjectionTrainer, Trial, attached, run_trial
-from benchmarks.pages.slots import Text
+from benchmarks.pages.lookahead.slots import Text
 from pass_ext import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.windows import Windows

@@ -27,7 +27,7 @@ from benchmarks.pages.injection.noise.uniforms import distribution_function, fea
 from benchmarks.pages.injection.noise.windows import SampledWindows
 from benchmarks.pages.injection.page import PAGE
 from benchmarks.pages.injection.trial import InjectionTrainer
-from benchmarks.pages.slots import Text
+from benchmarks.pages.lookahead.slots import Text
 from pass_ext import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.windows import Windows

@@ -17,9 +17,10 @@ from support.small_models import small_model
 sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
 
 from benchmarks.decoding.prompts import Prompt
-from benchmarks.pages import batches, by_machine, raced_chances, slot_texts, slots, training_runs
+from benchmarks.pages import batches, by_machine, training_runs
 from benchmarks.pages.by_machine import RESULTS
-from benchmarks.pages.slots import Text, judged
+from benchmarks.pages.lookahead import raced_chances, slot_texts, slots
+from benchmarks.pages.lookahead.slots import Text, judged
 
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an sdist has no results")
 

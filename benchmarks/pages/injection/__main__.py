@@ -31,7 +31,7 @@ from benchmarks.pages.injection.noise.windows import SampledWindows
 from benchmarks.pages.injection.page import NAME, PAGE, render
 from benchmarks.pages.injection.summary import summary
 from benchmarks.pages.injection.trial import Trial, run_trial
-from benchmarks.pages.slots import SLOTS, Text, texts_of
+from benchmarks.pages.lookahead.slots import SLOTS, Text, texts_of
 from pass_ext.training.common.run import load_run
 from pass_ext.training.common.windows import windows_of
 from pass_ext.training.lookahead import command

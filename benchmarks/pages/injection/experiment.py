@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.pages.slots import Text
+from benchmarks.pages.lookahead.slots import Text
 from pass_ext.training.common.windows import Windows
 from pass_ext.training.lookahead.loop import Settings
 

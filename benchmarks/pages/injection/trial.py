@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.pages.injection.hidden import HiddenInjection
 from benchmarks.pages.injection.noise.injection import NoiseInjection
-from benchmarks.pages.slots import Text
+from benchmarks.pages.lookahead.slots import Text
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.windows import Windows
 from pass_ext.training.lookahead.evaluation import hits_of

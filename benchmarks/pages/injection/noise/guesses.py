@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.pages.injection.noise.injection import NoiseInjection
 from benchmarks.pages.injection.noise.uniforms import distribution_function
 from benchmarks.pages.injection.summary import rounded
-from benchmarks.pages.slots import Text
+from benchmarks.pages.lookahead.slots import Text
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import CHUNK

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.pages.injection.noise.injection import NoiseInjection
 from benchmarks.pages.injection.trial import train_and_judge
-from benchmarks.pages.slots import Text
+from benchmarks.pages.lookahead.slots import Text
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.windows import Windows
 from pass_ext.training.lookahead.loop import Settings

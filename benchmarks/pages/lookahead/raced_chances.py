@@ -3,8 +3,8 @@
     chance      = softmax(z / f) or softmax(s), times the share of all tokens that the offered ones have
     log loss    = mean of -ln(chance), or of -ln(1 - chance) where the candidate is wrong, of the three best candidates by z
 The places are those of the model's own texts, at temperature 0.8, behind the held-out prompts of `benchmarks.decoding`.
-`python -m benchmarks.pages.raced_chances --model MODEL FILE` writes raced_chances.json and raced_chances.md in the machine's
-folder of results; `--check` compares the pages.
+`python -m benchmarks.pages.lookahead.raced_chances --model MODEL FILE` writes raced_chances.json and raced_chances.md in the
+machine's folder of results; `--check` compares the pages.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join([
         "# Chances of candidates that are raced",
         "",
-        "Written by `python -m benchmarks.pages.raced_chances`; do not edit.",
+        "Written by `python -m benchmarks.pages.lookahead.raced_chances`; do not edit.",
         "",
         f"{result['file']} for {result['model']} in bfloat16; {result['places']:,} slots behind places of {result['texts']} "
         f"texts at temperature {TEMPERATURE}, the {CANDIDATES} best candidates of each. {result['date'][:10]}, commit "
@@ -130,7 +130,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Entry point of `python -m benchmarks.pages.raced_chances`."""
+    """Entry point of `python -m benchmarks.pages.lookahead.raced_chances`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "file", nargs="?", help="a file of look-ahead embeddings, or a name that comes with the package"

@@ -3,7 +3,8 @@
     tokens per call = new tokens / calls of the model, the call on the prompt left out of both
     speed           = seconds of Plain / seconds of the method, on the same prompts, in turn
 
-One text at a time, of prompts whose greedy texts do not loop. `python -m benchmarks.pages.slots` runs this and writes the page.
+One text at a time, of prompts whose greedy texts do not loop. `python -m benchmarks.pages.lookahead.slots` runs this and
+writes the page.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     overlap   mean of the sum of min(p, q), the chance that a token drawn from the slot is accepted at temperature 1
 The texts are the model's own continuations of the held-out prompts of `benchmarks.decoding`, greedy and at temperature 0.8,
 those that loop (benchmarks/decoding/texts.py says which) apart from the others.
-`python -m benchmarks.pages.slots --model MODEL FILE ...` writes slots.json and slots.md in the machine's folder of results;
-`--check` compares the pages.
+`python -m benchmarks.pages.lookahead.slots --model MODEL FILE ...` writes slots.json and slots.md in the machine's folder of
+results; `--check` compares the pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.texts import DEFINITION, loops
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
-from benchmarks.pages import by_machine, slot_texts
+from benchmarks.pages import by_machine
+from benchmarks.pages.lookahead import slot_texts
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.training.lookahead.evaluation import hits_of
 
@@ -146,7 +147,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join([
         "# How near slots come to the model",
         "",
-        "Written by `python -m benchmarks.pages.slots`; do not edit.",
+        "Written by `python -m benchmarks.pages.lookahead.slots`; do not edit.",
         "",
         f"{result['model']} in bfloat16; its own continuations, {result['tokens']} tokens at most, of prompts that training "
         f"never read. {result['date'][:10]}, commit {result['commit']}, {versions}. Texts loop by this rule: {DEFINITION}. "
@@ -167,7 +168,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Entry point of `python -m benchmarks.pages.slots`."""
+    """Entry point of `python -m benchmarks.pages.lookahead.slots`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="files of look-ahead embeddings, or names that come with the package")
     parser.add_argument("--model", help="a GGUF file, or a transformers model folder or name")
