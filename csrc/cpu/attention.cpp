@@ -20,33 +20,31 @@
 namespace pass_ext {
 namespace {
 
-constexpr int32_t kChunkKeys = 512;       // least keys of a task, if there are so many
-constexpr int32_t kMostChunks = 16;       // per unit
 constexpr double kAloneBelow = 4e6;       // multiplications; below, one thread ends before others have woken up
 constexpr double kReadyAloneBelow = 2e4;  // if others need not wake up
 
-// Rows of one request and key head. The chunks of their keys are tasks; the last task to end merges them. The cut of
-// the keys depends on the request alone, so neither the batch around it nor the number of threads changes a bit of its
-// result.
+// Rows of one request and key head. The chunks of their keys are tasks; the last task to end merges them. Where the keys
+// are cut depends on their columns alone, so neither the batch around a request, nor the other rows of its step, nor the
+// number of threads changes a bit of a row's result.
 struct Unit {
   AttentionTask task;  // with all its keys
   int32_t chunks;
   std::atomic<int32_t> unfinished;
   Buffer* memory = nullptr;
 
-  Unit(const AttentionTask& task, int32_t chunks) : task(task), chunks(chunks), unfinished(chunks) {}
+  explicit Unit(const AttentionTask& task)
+      : task(task),
+        chunks((task.end_tile + kChunkTiles - 1) / kChunkTiles - task.first_tile / kChunkTiles),
+        unfinished(chunks) {}
 
-  int32_t padded_rows() const { return (task.rows + kTileKeys - 1) / kTileKeys * kTileKeys; }
+  int32_t padded_rows() const { return (task.rows + kMostBlockRows - 1) / kMostBlockRows * kMostBlockRows; }
   size_t chunk_floats() const { return size_t(padded_rows()) * (task.problem->head_dim + 3); }
 
   AttentionTask chunk(int32_t index) const {
-    const int32_t tiles = (task.end_key - task.first_key + kTileKeys - 1) / kTileKeys;
-    const auto bound = [&](int32_t i) {
-      return std::min(task.end_key, task.first_key + static_cast<int32_t>(int64_t{tiles} * i / chunks) * kTileKeys);
-    };
     AttentionTask part = task;
-    part.first_key = bound(index);
-    part.end_key = bound(index + 1);
+    const int32_t first = (task.first_tile / kChunkTiles + index) * kChunkTiles;
+    part.first_tile = std::max(task.first_tile, first);
+    part.end_tile = std::min(task.end_tile, first + kChunkTiles);
     return part;
   }
 
@@ -91,8 +89,8 @@ class Worker {
  public:
   explicit Worker(size_t dim) {
     thread_local Buffer buffer;
-    const size_t sizes[] = {dim * kTaskRows,       dim * kTileKeys, dim * kTileKeys,
-                            kTileKeys * kTileKeys, kTileKeys,       dim * 2};
+    const size_t sizes[] = {dim * kTaskRows,            dim * kTileKeys, dim * kTileKeys,
+                            kTileKeys * kMostBlockRows, kMostBlockRows,  dim * 2};
     size_t total = 0;
     for (size_t size : sizes) total += size;
     float* parts[6] = {buffer.at_least(total)};
@@ -108,20 +106,25 @@ class Worker {
   const Unit* arranged_ = nullptr;  // the unit whose queries are in the scratch
 };
 
-std::vector<std::unique_ptr<Unit>> units_of(const AttentionProblem& problem) {
-  std::vector<std::unique_ptr<Unit>> units;
+struct Units {
+  std::vector<std::unique_ptr<AttentionTiles>> tiles;  // of each request that has nodes
+  std::vector<std::unique_ptr<Unit>> all;
+};
+
+Units units_of(const AttentionProblem& problem) {
+  Units units;
   for (int64_t b = 0; b < problem.requests; ++b) {
     const AttentionRequest request = request_of(problem, b);
-    const int32_t rows = request.nodes * problem.group, keys = request.keys() - request.begin;
-    const int32_t groups = (rows + kTaskRows - 1) / kTaskRows;
-    if (groups == 0) continue;
-    const int32_t chunks = std::clamp(keys / kChunkKeys, 1, std::max(1, kMostChunks / groups));
+    if (request.nodes == 0) continue;
+    units.tiles.push_back(std::make_unique<AttentionTiles>(problem, request));
+    const AttentionTiles* tiles = units.tiles.back().get();
+    const int32_t rows = request.nodes * problem.group;
     for (int32_t head = 0; head < problem.kv_heads; ++head)
       for (int32_t first = 0; first < rows; first += kTaskRows)
-        units.push_back(
-            std::make_unique<Unit>(AttentionTask{&problem, request, head, first, std::min(kTaskRows, rows - first),
-                                                 request.begin, request.keys()},
-                                   chunks));
+        units.all.push_back(
+            std::make_unique<Unit>(AttentionTask{&problem, request, tiles, head, first,
+                                                 std::min(kTaskRows, rows - first), tiles->first_tile(),
+                                                 tiles->end_tile()}));
   }
   return units;
 }
@@ -134,9 +137,9 @@ void Worker::run(Unit& unit, int32_t chunk, Pool& pool) {
   const PartialRows result = unit.result(memory, chunk);
   PASS_EXT_AT_LEVEL(product_isa(), attend(task, scratch_, result));
   if (unit.unfinished.fetch_sub(1) != 1) return;
-  PartialRows parts[kMostChunks];
+  std::vector<PartialRows> parts(unit.chunks);
   for (int32_t i = 0; i < unit.chunks; ++i) parts[i] = unit.result(memory, i);
-  PASS_EXT_AT_ISA(finish_rows(task, parts, unit.chunks));
+  PASS_EXT_AT_ISA(finish_rows(task, parts.data(), unit.chunks));
   pool.give_back(unit.memory);
 }
 
@@ -179,12 +182,13 @@ void attend_on_cpu(const AttentionProblem& problem) {
   clear_rows(problem, 0, problem.requests ? problem.cu_nodes[0] : problem.rows);
   if (problem.requests) clear_rows(problem, problem.cu_nodes[problem.requests], problem.rows);
 
-  const std::vector<std::unique_ptr<Unit>> units = units_of(problem);
+  const Units units = units_of(problem);
   std::vector<std::pair<Unit*, int32_t>> tasks;
   double work = 0.0;
-  for (const auto& unit : units) {
+  for (const auto& unit : units.all) {
     for (int32_t chunk = 0; chunk < unit->chunks; ++chunk) tasks.emplace_back(unit.get(), chunk);
-    work += double(unit->task.rows) * (unit->task.end_key - unit->task.first_key) * problem.head_dim * 2;
+    const AttentionRequest& request = unit->task.request;
+    work += double(unit->task.rows) * (request.keys() - request.begin) * problem.head_dim * 2;
   }
   static Pool pool;
   std::atomic<size_t> next{0};

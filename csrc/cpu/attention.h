@@ -6,19 +6,22 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "cpu/attention_tiles.h"
 
 namespace pass_ext {
 
-constexpr int32_t kTileKeys = 64;   // one word of visible_keys
-constexpr int32_t kTaskRows = 256;  // most rows of a task
+constexpr int32_t kTileKeys = 2 * kTileColumns;  // most keys at once: a tile's columns, some of them in several branches
+constexpr int32_t kMostBlockRows = 64;           // no level multiplies more rows at once
+constexpr int32_t kTaskRows = 256;               // most rows of a task
 constexpr int32_t kMostHeadDim = 256;
 
 struct AttentionTask {
   const AttentionProblem* problem;
   AttentionRequest request;
-  int32_t head;             // key head
-  int32_t first_row, rows;  // among the request's nodes times group
-  int32_t first_key, end_key;
+  const AttentionTiles* tiles;  // of the request
+  int32_t head;                 // key head
+  int32_t first_row, rows;      // among the request's nodes times group
+  int32_t first_tile, end_tile;
   bool has_queries = false;  // the scratch holds them already, from another chunk of the same rows
 
   int32_t node_of(int32_t row) const { return (first_row + row) / problem->group; }
@@ -42,8 +45,8 @@ struct AttentionScratch {
   uint32_t* queries;  // [head_dim, kTaskRows]
   uint32_t* keys;     // [kTileKeys, head_dim]
   uint32_t* values;   // [kTileKeys, head_dim]
-  uint32_t* scores;   // [kTileKeys, kTileKeys]; no level has blocks of more rows than kTileKeys
-  float* scale;       // [kTileKeys]
+  uint32_t* scores;   // [kTileKeys, kMostBlockRows]
+  float* scale;       // [kMostBlockRows]
   void* row;          // [head_dim] of any type
 };
 

@@ -1,6 +1,6 @@
-// Attention of packed rows on the CPU, at one instruction set (see each_isa.h). Keys and values come in tiles of 64,
-// converted once for all rows of a task. Scores lie [key, row]: everything about a row happens in its own lane, nothing
-// is summed across lanes. Both products are the same loop,
+// Attention of packed rows on the CPU, at one instruction set (see each_isa.h). Keys and values come in tiles
+// (attention_tiles.h), converted once for all rows of a task. Scores lie [key, row]: everything about a row happens in its
+// own lane, nothing is summed across lanes, and a row adds its keys one after the other. Both products are the same loop,
 //   C[m][n] = sum over k of A[m][k] B[k][n],    A read number by number, B and C as vectors along n:
 //   scores [key][row]  = K [key][d] Q^T [d][row]            values [row][d] += P [row][key] V [key][d]
 // in fp32, or in pairs of bf16 (Pairs) if the processor multiplies those.
@@ -34,8 +34,8 @@ struct Singles {
 };
 
 #if PASS_EXT_LEVEL == 3
-// Two bf16 in a word, the earlier in the low half: neighbouring components of a query or key, neighbouring keys'
-// values.
+// Two bf16 in a word: neighbouring components of a query or key, or the values of two keys. The processor adds the product
+// of the high halves first, so the earlier key is there: keys then count in their order, wherever those lie that weigh 0.
 struct Pairs {
   using Storage = bfloat16;
   using Element = uint32_t;
@@ -50,10 +50,10 @@ struct Pairs {
   }
   static void put_values(uint32_t* tile, int32_t key, const bfloat16* const* rows, int32_t dim) {
     for (int32_t d = 0; d < dim; d += Words::width)
-      store_words(tile + key / 2 * dim + d, interleaved(rows[0] + d, rows[1] + d));
+      store_words(tile + key / 2 * dim + d, interleaved(rows[1] + d, rows[0] + d));
   }
   static void put_weights(uint32_t* to, const Floats* weights, Floats& total) {
-    const Words pair = paired(weights[0], weights[1]);
+    const Words pair = paired(weights[1], weights[0]);
     store_words(to, pair);
     total = sum_of_products(total, pair, constant(pair, 0x3f803f80u));  // times one, one
   }
@@ -75,23 +75,27 @@ struct TileRows {
   int32_t count = 0;
   bool is_even = false;  // all neighbouring keys are equally far apart, and all neighbouring values
 
-  void find(const AttentionTask& task, int32_t first) {
+  // Finds the keys at places [first, end).
+  void find(const AttentionTask& task, int32_t first, int32_t end) {
     const AttentionProblem& problem = *task.problem;
     const AttentionRequest& request = task.request;
-    count = static_cast<int32_t>(minimum_of(kTileKeys, task.end_key - first));
+    count = end - first;
     is_even = true;
     for (int32_t i = 0; i < count;) {
-      const int32_t from = first + i;
+      const int32_t place = first + i, from = task.tiles->key_at(place);
       const bool is_fresh = problem.k_new.data && from >= request.prefix;
-      int64_t run = problem.k_new.data && !is_fresh ? request.prefix - from : count - i;
+      int64_t run = end - place;
+      if (from >= request.prefix && task.tiles->is_reordered()) run = 1;
+      if (from < request.prefix && (problem.k_new.data || task.tiles->is_reordered()))
+        run = minimum_of(run, request.prefix - from);
       if (problem.block_table && !is_fresh) run = minimum_of(run, problem.page_size - from % problem.page_size);
-      const int32_t end = static_cast<int32_t>(minimum_of(i + run, count));
-      is_even = is_even && end - i == count;
-      put(key, i, end, key_row<T>(problem, request, problem.k_cache, problem.k_new, from, task.head),
+      const int32_t next = static_cast<int32_t>(i + run);
+      is_even = is_even && run == count;
+      put(key, i, next, key_row<T>(problem, request, problem.k_cache, problem.k_new, from, task.head),
           is_fresh ? problem.k_new.slot : problem.k_cache.slot);
-      put(value, i, end, key_row<T>(problem, request, problem.v_cache, problem.v_new, from, task.head),
+      put(value, i, next, key_row<T>(problem, request, problem.v_cache, problem.v_new, from, task.head),
           is_fresh ? problem.v_new.slot : problem.v_cache.slot);
-      i = end;
+      i = next;
     }
   }
 
@@ -181,13 +185,14 @@ inline void transpose_bits(uint64_t (&word)[64]) {
 inline void finish_scores(const AttentionTask& task, float* scores, int64_t row_length, int32_t first_row, int32_t rows,
                           int32_t first, int32_t keys, bool all_seen) {
   const AttentionProblem& problem = *task.problem;
-  uint64_t seen[64] = {};
-  if (!all_seen) {
+  uint64_t seen[kTileKeys] = {};  // by key: the rows that see it
+  for (int32_t key = 0; !all_seen && key < keys; key += 64) {
+    uint64_t(&word)[64] = *reinterpret_cast<uint64_t(*)[64]>(seen + key);
     for (int32_t r = 0; r < rows; ++r)
-      seen[r] = r > 0 && task.node_of(first_row + r) == task.node_of(first_row + r - 1)
-                    ? seen[r - 1]
-                    : visible_keys(problem, task.request, task.node_of(first_row + r), first);
-    transpose_bits(seen);
+      word[r] = r > 0 && task.node_of(first_row + r) == task.node_of(first_row + r - 1)
+                    ? word[r - 1]
+                    : task.tiles->visible(problem, task.request, task.node_of(first_row + r), first + key);
+    transpose_bits(word);
   }
   const Floats scale = spread(problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E);
   const Floats cap = spread(problem.softcap), log2e = spread(kLog2E), nothing = spread(-kInfinity);
@@ -261,10 +266,12 @@ void add_left_out(const AttentionTask& task, int32_t first, int32_t keys, const 
   const AttentionProblem& problem = *task.problem;
   const int32_t dim = problem.head_dim;
   for (int32_t key = 0; key < keys; ++key) {
-    const T* row = key_row<T>(problem, task.request, problem.v_cache, problem.v_new, first + key, task.head);
+    const int32_t place = first + key;
+    const T* row =
+        key_row<T>(problem, task.request, problem.v_cache, problem.v_new, task.tiles->key_at(place), task.head);
     if (is_finite(row, dim)) continue;
     for (int32_t r = 0; r < task.rows; ++r) {
-      if (!(visible_keys(problem, task.request, task.node_of(r), first) >> key & 1)) continue;
+      if (!(task.tiles->visible(problem, task.request, task.node_of(r), place) & 1)) continue;
       for (int32_t d = 0; d < dim; ++d) {
         const float value = to_float(row[d]);
         if (value - value != 0.0f) result.values[int64_t{r} * dim + d] += value;
@@ -289,17 +296,26 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
     result.total[r] = result.exact_total[r] = 0.0f;
   }
   TileRows<T> tiles[2];
-  tiles[0].find(task, task.first_key);
+  int32_t first = task.tiles->first_place(task.first_tile);
+  const int32_t end = task.tiles->first_place(task.end_tile);
+  if (first == end) return;  // levels may leave out a whole chunk
+  // A tile, or so much of it as there is room for.
+  int32_t tile_index = task.first_tile;
+  const auto end_of_tile = [&](int32_t from) {
+    while (task.tiles->first_place(tile_index + 1) <= from) ++tile_index;
+    return static_cast<int32_t>(minimum_of(from + kTileKeys, task.tiles->first_place(tile_index + 1)));
+  };
+  tiles[0].find(task, first, end_of_tile(first));
   tiles[0].prefetch(dim);
-  for (int32_t first = task.first_key, turn = 0; first < task.end_key; first += kTileKeys, turn = 1 - turn) {
+  for (int32_t turn = 0; first < end; first += tiles[turn].count, turn = 1 - turn) {
     const TileRows<T>& tile = tiles[turn];
     const int32_t keys = tile.count;
     const bool all_seen = all_see(problem, task.request, first, keys);
     const Keys<Form> key_rows = keys_of<Form>(tile, scratch, dim);
     const bool left_out = fill_values<Form>(tile, scratch, dim, all_seen);
     Ahead ahead;
-    if (first + keys < task.end_key) {
-      tiles[1 - turn].find(task, first + keys);
+    if (first + keys < end) {
+      tiles[1 - turn].find(task, first + keys, end_of_tile(first + keys));
       ahead.keys = reinterpret_cast<const void* const*>(tiles[1 - turn].key);
       ahead.values = reinterpret_cast<const void* const*>(tiles[1 - turn].value);
       ahead.count = tiles[1 - turn].count;

@@ -97,7 +97,7 @@ class Session:
     ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
         prefix = self.prefix.of_call(ids, trees) if self.prefix is not None and may_hold_slots else None
-        attention = StepAttention(self, trees, self._found if self.is_undisturbed else None, prefix)
+        attention = StepAttention(self, trees, self._found if self.is_undisturbed else None, prefix, ids)
         if positions is None:
             # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
             numbers = torch.arange(len(ids), dtype=torch.int32, device=self.device)

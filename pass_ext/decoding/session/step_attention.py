@@ -4,6 +4,7 @@ that the call's rows got.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -44,6 +45,7 @@ class StepAttention:
         room: text positions that the caches hold.
         found: what earlier calls found out about the model that still holds; None: nothing does.
         prefix: learned keys and values that rows of this call attend to; None: none does.
+        slot_rows: how many rows are look-ahead slots'; 0 where the host does not know it.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class StepAttention:
         trees: PackedTrees,
         found: dict[object, bool] | None = None,
         prefix: RowPrefix | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         self.layers = 0
         self.found = found
@@ -61,6 +64,11 @@ class StepAttention:
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
         self._stacked: Tensor | None = None
+        self._ids = ids
+
+    @cached_property
+    def slot_rows(self) -> int:
+        return 0 if self._ids is None or not self._ids.is_cpu else int((self._ids < 0).sum())
 
     def __call__(
         self,

@@ -26,7 +26,7 @@ LAYOUTS = (*DENSE, *PAGED)
 WITHIN_PAGES = {1: "gaps", 3: "rows", 16: "heads", 128: "rows"}
 UNUSED_PAGES = (2**31 - 1, -1, -(2**31), 10_000)
 
-RANDOM, PEAKY, FLAT, SINK, ONE_HOT = "random", "peaky", "flat", "sink", "one-hot"
+RANDOM, PEAKY, FLAT, SINK, ONE_HOT, ORDERED = "random", "peaky", "flat", "sink", "one-hot", "ordered"
 INPUTS = (RANDOM, PEAKY, FLAT, SINK)
 
 
@@ -107,6 +107,9 @@ def contents(inputs: str, nodes: int, keys: int, heads: tuple[int, int], dim: in
         q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         j = torch.arange(keys)
         v[j, j // dim, j % dim] = 1.0
+    elif inputs == ORDERED:  # all weigh the same, and a sum in fp32 tells in which order it was added up
+        q = torch.zeros_like(q)
+        v = torch.tensor([2.0**25, -(2.0**25), 1.0, 3.0])[torch.randint(0, 4, v.shape, generator=random)]
     return q, k, v
 
 

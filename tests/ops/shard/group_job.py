@@ -203,6 +203,6 @@ if __name__ == "__main__":
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     if "death" not in seen:  # the group cannot be torn down without its last rank
         dist.destroy_process_group()
-    # Not by way of Python's own end: a thread of gloo may still hold the last collective's tensor, and where it drops that while
-    # the interpreter ends, the process aborts ("terminate called without an active exception", torch 2.13).
+    # Not by way of Python's own end: a thread of gloo may still hold the last collective's tensor, and where it drops that
+    # while the interpreter ends, the process aborts ("terminate called without an active exception", torch 2.13).
     os._exit(0)

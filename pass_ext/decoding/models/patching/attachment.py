@@ -31,7 +31,7 @@ from pass_ext.decoding.models.patching.layer_adapters import LayerAdapters
 from pass_ext.decoding.models.patching.layer_calls import layer_calls
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.decoding.models.patching.layer_stack import LayerStack
-from pass_ext.decoding.models.patching.row_attention import in_our_call, name_for
+from pass_ext.decoding.models.patching.row_attention import are_few_of_our_call, in_our_call, name_for
 from pass_ext.decoding.models.patching.step_modules import step_modules
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.decoding.models.row_adapters import PlacedAdapters
@@ -178,7 +178,7 @@ def _kept_parts(model: nn.Module) -> Parts:
         stack = patches.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet
         direct = DirectCall(model, stack)
         patches.enter_context(step_modules(model, when=in_our_call))
-        patches.enter_context(few_rows_linear(model, when=in_our_call))
+        patches.enter_context(few_rows_linear(model, takes=are_few_of_our_call))
         forwards = [(vars(part), vars(part)["forward"]) for part in modules if "forward" in vars(part)]
     parts = vars(model)[KEPT] = Parts(ref(model), direct, stack, forwards, state, _copies(configs))
     return parts

@@ -63,7 +63,7 @@ class DirectCall:
     ) -> Tensor | None:
         """Logits ``[N or len(wanted), V]``; None: the model must be called."""
         parts = self._parts
-        if not self._is_right or parts is None or not self._stack.can_run(layers, rows):
+        if not self._is_right or parts is None or not self._stack.can_run(attend, layers, rows):
             return None
         if not found_in(attend, self, parts.are_reached):
             return None
@@ -84,7 +84,7 @@ class DirectCall:
             or parts is None
             or parts.norm_form != form
             or not parts.are_reached()
-            or not self._stack.can_run(call.layers, rows)
+            or not self._stack.can_run(call.attend, call.layers, rows)
         ):
             yield lambda logits: None
             return

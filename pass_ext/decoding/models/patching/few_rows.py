@@ -13,11 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
 MAX_FEW_ROWS = 64
 """With more rows ``torch.nn.functional.linear`` may be faster."""
+
+
+def are_few(rows: int, attend: Attend | None = None) -> bool:
+    """True for at most ``MAX_FEW_ROWS``. The rows of look-ahead slots are not counted where the call's ``attend`` says how many
+    there are: so a prompt has the same bits with slots behind it as without."""
+    return rows <= MAX_FEW_ROWS or rows - getattr(attend, "slot_rows", 0) <= MAX_FEW_ROWS
+
 
 MOST_BYTES_ON_CUDA = 8 << 20
 """A heavier weight keeps PyTorch's product on a GPU: it is read for longer than a launch takes, and no GPU has compared the
@@ -27,9 +35,9 @@ _op = torch.ops.pass_ext.linear_rows.default
 
 
 @contextmanager
-def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Inside, every plain ``nn.Linear`` of the module computes up to ``MAX_FEW_ROWS`` rows by ``linear_rows``. More rows, calls
-    that record gradients or are compiled, and calls for which ``when()`` is False use ``torch.nn.functional.linear`` as before.
+def few_rows_linear(module: nn.Module, takes: Callable[[int], bool] = are_few) -> Iterator[None]:
+    """Inside, every plain ``nn.Linear`` of the module computes ``takes(rows)`` rows by ``linear_rows``. Others, and calls that
+    record gradients or are compiled, use ``torch.nn.functional.linear`` as before.
 
     Plain means: exactly this type, without hooks, without a replaced ``forward`` (wrapped layers, and those of an outer
     ``few_rows_linear``, stay as they are), and with plain weights (``is_plain``) in bfloat16, float16 or float32, on the CPU
@@ -41,7 +49,7 @@ def few_rows_linear(module: nn.Module, when: Callable[[], bool] | None = None) -
         if not is_autocast_enabled():
             for layer in module.modules():
                 if is_plain_linear(layer):
-                    layer.forward = _forward(layer, when)  # type: ignore[method-assign, assignment]
+                    layer.forward = _forward(layer, takes)  # type: ignore[method-assign, assignment]
                     changed.append(layer)
         yield
     finally:
@@ -72,25 +80,24 @@ def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     )
 
 
-def _forward(layer: nn.Linear, when: Callable[[], bool] | None) -> Callable[[Tensor], Tensor]:
-    """The forward of a plain layer: ``linear_rows`` for few rows, ``torch.nn.functional.linear`` otherwise."""
+def _forward(layer: nn.Linear, takes: Callable[[int], bool]) -> Callable[[Tensor], Tensor]:
+    """The forward of a plain layer: ``linear_rows`` for rows that it takes, ``torch.nn.functional.linear`` otherwise."""
     # Looking up `layer.weight` in each call would cost as much as a small product. The dictionary is quick to read, and shows
     # whether a weight was replaced.
     parameters = layer._parameters
-    weight, bias, dtype, most = layer.weight, layer.bias, layer.weight.dtype, MAX_FEW_ROWS * layer.in_features
+    weight, bias, dtype, width = layer.weight, layer.bias, layer.weight.dtype, max(1, layer.in_features)
     is_cpu = weight.is_cpu
 
     def forward(input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # a compiled graph would never call `when` again
             return functional.linear(input, layer.weight, layer.bias)
         if (
-            input.numel() <= most
-            and input.dtype is dtype
+            input.dtype is dtype
             and input.is_cpu is is_cpu
             and parameters.get("weight") is weight
             and parameters.get("bias") is bias
             and not torch.is_grad_enabled()
-            and (when is None or when())
+            and takes(input.numel() // width)
         ):
             return _op(input, weight, bias)
         return functional.linear(input, layer.weight, layer.bias)

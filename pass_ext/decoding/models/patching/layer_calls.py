@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend
-from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS, is_autocast_enabled
+from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS, are_few, is_autocast_enabled
 from pass_ext.decoding.models.patching.layer_adapters import WITHOUT_ADAPTERS, adapting
 from pass_ext.decoding.models.patching.layer_parts import LayerParts, parts_of
 from pass_ext.decoding.models.patching.layer_stack import LayerStack
@@ -85,7 +85,7 @@ class _Layer:
 
 def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[..., Any]:
     original: Callable[..., Any] = type(layer).forward.__get__(layer)
-    most, dtype, parts = MAX_FEW_ROWS, known.parts.dtype, known.parts
+    dtype, parts = known.parts.dtype, known.parts
 
     def forward(hidden_states: Tensor, *others: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -105,9 +105,14 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             or torch.is_grad_enabled()
             or named.get("past_key_values") is not None
         )
-        if takes and known.is_right is None and parts.are_current() and _may_compare(hidden_states, most):
+        if takes and known.is_right is None and parts.are_current() and _may_compare(hidden_states, call):
             _compare(original, known, call, hidden_states, named)
-        is_ours = takes and bool(known.is_right) and 0 < hidden_states.shape[1] <= most
+        is_ours = (
+            takes
+            and bool(known.is_right)
+            and hidden_states.shape[1] > 0
+            and are_few(hidden_states.shape[1], call.attend)
+        )
         if is_ours and parts.layer == 0:
             out = stack.run_first(call, hidden_states, rotation)
             if out is not None:
@@ -147,10 +152,10 @@ def _is_pair(rotation: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
     return isinstance(rotation, tuple) and len(rotation) == 2
 
 
-def _may_compare(hidden_states: Tensor, most: int) -> bool:
+def _may_compare(hidden_states: Tensor, call: OurCall) -> bool:
     """True for few rows, and on a GPU for any number, unless a graph is being recorded, which cannot read them."""
     rows = hidden_states.shape[1]
-    return rows > 0 and (rows <= most or hidden_states.is_cuda) and not is_being_recorded(hidden_states)
+    return rows > 0 and (are_few(rows, call.attend) or hidden_states.is_cuda) and not is_being_recorded(hidden_states)
 
 
 def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend, SlotOffsets
-from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS
+from pass_ext.decoding.models.patching.few_rows import are_few
 from pass_ext.decoding.models.patching.layer_adapters import PLACES, HalfAdapters, halves_of
 from pass_ext.decoding.models.patching.layer_parts import LayerParts
 from pass_ext.decoding.models.patching.row_attention import OurCall
@@ -121,12 +121,13 @@ class LayerStack:
         plan = None if layers is None else self._plans.get(layers)
         return None if plan is None else plan.numbers[1:3]
 
-    def can_run(self, layers: int | None, rows: Tensor) -> bool:
-        """True if so many layers can be one call for rows ``[N, d]`` like these."""
+    def can_run(self, attend: Attend, layers: int | None, rows: Tensor) -> bool:
+        """True if so many layers can be one call for rows ``[N, d]`` like these, which attend so."""
         plan = None if layers is None else self._plans.get(layers)
         return (
             plan is not None
-            and 0 < len(rows) <= MAX_FEW_ROWS
+            and len(rows) > 0
+            and are_few(len(rows), attend)
             and rows.dtype is plan.weights[0].dtype
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
@@ -152,7 +153,7 @@ class LayerStack:
         """The first layer's call: computes all layers ``[1, N, d]``, if that is known to be right; else None."""
         self._of_thread.result = None
         plan = None if call.layers is None else self._plans.get(call.layers)
-        if plan is None or max(plan.rotations) != 1 or not self.can_run(call.layers, hidden_states[0]):
+        if plan is None or max(plan.rotations) != 1 or not self.can_run(call.attend, call.layers, hidden_states[0]):
             return None
         cos, sin = rotation
         rows = hidden_states[0]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
+from pass_ext.decoding.models.patching.few_rows import are_few
 from pass_ext.decoding.models.patching.mask_patterns import window_conflict, window_of, window_text
 from pass_ext.decoding.models.row_adapters import RowAdapters
 
@@ -106,6 +107,12 @@ def our_call(call: OurCall) -> Iterator[None]:
 def in_our_call() -> bool:
     """True inside ``our_call``, in the same thread."""
     return _our_call.get() is not None
+
+
+def are_few_of_our_call(rows: int) -> bool:
+    """True inside ``our_call`` if its rows, so many, are few."""
+    call = _our_call.get()
+    return call is not None and are_few(rows, call.attend)
 
 
 def current_call() -> OurCall | None:

@@ -1,0 +1,76 @@
+// The order in which the CPU adds up a request's keys, so that a row's bits are those that it would have one row a call:
+//   column of a prefix key = its place in the text        column of a node = prefix + level
+//   level of a node = the nodes that it sees, less itself: the place that it takes behind the prefix if it is accepted
+// Tiles are columns [64 t, 64 (t + 1)), chunks eight tiles. A node that a row does not see weighs 0, which changes no sum,
+// and a row sees its path in the order of the text. So whatever else lies in a tile, a row adds the same numbers in the same
+// groups. (A tile that would hold more than kTileKeys keys is cut; its rows may then differ in rounding.)
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "core/attention.h"
+
+namespace pass_ext {
+
+constexpr int32_t kTileColumns = 64;
+constexpr int32_t kChunkTiles = 8;
+
+// The keys of a request by place: the prefix, then its nodes by the tile of their column, in their own order within a tile.
+class AttentionTiles {
+ public:
+  AttentionTiles(const AttentionProblem& problem, const AttentionRequest& request)
+      : prefix_(request.prefix), begin_(request.begin), first_node_tile_(request.prefix / kTileColumns) {
+    std::vector<int32_t> tile_of(request.nodes);
+    for (int32_t node = 0; node < request.nodes; ++node) {
+      const int32_t tile = (request.prefix + level_of(problem, request, node)) / kTileColumns - first_node_tile_;
+      if (tile >= static_cast<int32_t>(ends_.size())) ends_.resize(tile + 1);
+      ++ends_[tile_of[node] = tile];
+    }
+    for (size_t tile = 1; tile < ends_.size(); ++tile) ends_[tile] += ends_[tile - 1];
+    if (std::is_sorted(tile_of.begin(), tile_of.end())) return;
+    nodes_.resize(request.nodes);
+    for (int32_t node = 0; node < request.nodes; ++node) nodes_[node] = node;
+    std::stable_sort(nodes_.begin(), nodes_.end(), [&](int32_t a, int32_t b) { return tile_of[a] < tile_of[b]; });
+  }
+
+  int32_t first_tile() const { return begin_ / kTileColumns; }
+  int32_t end_tile() const { return first_node_tile_ + static_cast<int32_t>(ends_.size()); }
+  // The first place of a tile, or the number of keys.
+  int32_t first_place(int32_t tile) const {
+    if (tile <= first_node_tile_) return std::max(begin_, tile * kTileColumns);
+    return prefix_ + ends_[tile - 1 - first_node_tile_];
+  }
+  bool is_reordered() const { return !nodes_.empty(); }
+  // The key at a place.
+  int32_t key_at(int32_t place) const {
+    return nodes_.empty() || place < prefix_ ? place : prefix_ + nodes_[place - prefix_];
+  }
+
+  // The keys at places [first, first + 64) that a node sees: bit i for place first + i.
+  uint64_t visible(const AttentionProblem& problem, const AttentionRequest& request, int32_t node, int32_t first) const {
+    const uint64_t seen = visible_keys(problem, request, node, first);
+    if (nodes_.empty() || first + 64 <= prefix_) return seen;
+    uint64_t word = seen & ones_below(int64_t{prefix_} - first);
+    const int32_t end = static_cast<int32_t>(between(int64_t{first} + 64, 0, prefix_ + nodes_.size()));
+    for (int32_t place = std::max(first, prefix_); place < end; ++place)
+      word |= (visible_keys(problem, request, node, key_at(place)) & 1) << (place - first);
+    return word;
+  }
+
+ private:
+  static int32_t level_of(const AttentionProblem& problem, const AttentionRequest& request, int32_t node) {
+    int32_t seen = 0;
+    for (int32_t i = 0; 64 * i < request.nodes; ++i)
+      seen += __builtin_popcountll(visible_word(problem, request, node, i) &
+                                   ones_below(int64_t{request.nodes} - 64 * i));
+    return std::max(seen - 1, 0);
+  }
+
+  int32_t prefix_, begin_, first_node_tile_;
+  std::vector<int32_t> ends_;   // the nodes up to each tile's end, from the tile of column prefix on
+  std::vector<int32_t> nodes_;  // nodes by place; empty if they lie in their own order
+};
+
+}  // namespace pass_ext
