@@ -23,18 +23,19 @@ namespace {
 constexpr double kAloneBelow = 4e6;       // multiplications; below, one thread ends before others have woken up
 constexpr double kReadyAloneBelow = 2e4;  // if others need not wake up
 
-// Rows of one request and key head. The chunks of their keys are tasks; the last task to end merges them. Where the keys
-// are cut depends on their columns alone, so neither the batch around a request, nor the other rows of its step, nor the
-// number of threads changes a bit of a row's result.
+// Rows of one request and key head. The chunks of their keys are tasks; the last task to end merges them. Where the
+// keys are cut depends on their columns alone, so neither the batch around a request, nor the other rows of its step,
+// nor the number of threads changes a bit of a row's result.
 struct Unit {
   AttentionTask task;  // with all its keys
-  int32_t chunks;
+  int32_t chunk_tiles, chunks;
   std::atomic<int32_t> unfinished;
   Buffer* memory = nullptr;
 
   explicit Unit(const AttentionTask& task)
       : task(task),
-        chunks((task.end_tile + kChunkTiles - 1) / kChunkTiles - task.first_tile / kChunkTiles),
+        chunk_tiles(pass_ext::chunk_tiles(task.problem->kv_heads)),
+        chunks((task.end_tile + chunk_tiles - 1) / chunk_tiles - task.first_tile / chunk_tiles),
         unfinished(chunks) {}
 
   int32_t padded_rows() const { return (task.rows + kMostBlockRows - 1) / kMostBlockRows * kMostBlockRows; }
@@ -42,9 +43,9 @@ struct Unit {
 
   AttentionTask chunk(int32_t index) const {
     AttentionTask part = task;
-    const int32_t first = (task.first_tile / kChunkTiles + index) * kChunkTiles;
+    const int32_t first = (task.first_tile / chunk_tiles + index) * chunk_tiles;
     part.first_tile = std::max(task.first_tile, first);
-    part.end_tile = std::min(task.end_tile, first + kChunkTiles);
+    part.end_tile = std::min(task.end_tile, first + chunk_tiles);
     return part;
   }
 
@@ -89,8 +90,8 @@ class Worker {
  public:
   explicit Worker(size_t dim) {
     thread_local Buffer buffer;
-    const size_t sizes[] = {dim * kTaskRows,            dim * kTileKeys, dim * kTileKeys,
-                            kTileKeys * kMostBlockRows, kMostBlockRows,  dim * 2};
+    const size_t sizes[] = {dim * kTaskRows, dim * kTileKeys, dim * kTileKeys, kTileKeys * kMostBlockRows,
+                            kMostBlockRows,  dim * 2};
     size_t total = 0;
     for (size_t size : sizes) total += size;
     float* parts[6] = {buffer.at_least(total)};
@@ -121,10 +122,9 @@ Units units_of(const AttentionProblem& problem) {
     const int32_t rows = request.nodes * problem.group;
     for (int32_t head = 0; head < problem.kv_heads; ++head)
       for (int32_t first = 0; first < rows; first += kTaskRows)
-        units.all.push_back(
-            std::make_unique<Unit>(AttentionTask{&problem, request, tiles, head, first,
-                                                 std::min(kTaskRows, rows - first), tiles->first_tile(),
-                                                 tiles->end_tile()}));
+        units.all.push_back(std::make_unique<Unit>(AttentionTask{&problem, request, tiles, head, first,
+                                                                 std::min(kTaskRows, rows - first), tiles->first_tile(),
+                                                                 tiles->end_tile()}));
   }
   return units;
 }

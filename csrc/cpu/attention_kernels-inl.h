@@ -1,6 +1,7 @@
 // Attention of packed rows on the CPU, at one instruction set (see each_isa.h). Keys and values come in tiles
-// (attention_tiles.h), converted once for all rows of a task. Scores lie [key, row]: everything about a row happens in its
-// own lane, nothing is summed across lanes, and a row adds its keys one after the other. Both products are the same loop,
+// (attention_tiles.h), converted once for all rows of a task. Scores lie [key, row]: everything about a row happens in
+// its own lane, nothing is summed across lanes, and a row adds its keys one after the other. Both products are the same
+// loop,
 //   C[m][n] = sum over k of A[m][k] B[k][n],    A read number by number, B and C as vectors along n:
 //   scores [key][row]  = K [key][d] Q^T [d][row]            values [row][d] += P [row][key] V [key][d]
 // in fp32, or in pairs of bf16 (Pairs) if the processor multiplies those.
@@ -34,8 +35,9 @@ struct Singles {
 };
 
 #if PASS_EXT_LEVEL == 3
-// Two bf16 in a word: neighbouring components of a query or key, or the values of two keys. The processor adds the product
-// of the high halves first, so the earlier key is there: keys then count in their order, wherever those lie that weigh 0.
+// Two bf16 in a word: neighbouring components of a query or key, or the values of two keys. The processor adds the
+// product of the high halves first, so the earlier key is there: keys then count in their order, wherever those lie
+// that weigh 0.
 struct Pairs {
   using Storage = bfloat16;
   using Element = uint32_t;
@@ -187,7 +189,7 @@ inline void finish_scores(const AttentionTask& task, float* scores, int64_t row_
   const AttentionProblem& problem = *task.problem;
   uint64_t seen[kTileKeys] = {};  // by key: the rows that see it
   for (int32_t key = 0; !all_seen && key < keys; key += 64) {
-    uint64_t(&word)[64] = *reinterpret_cast<uint64_t(*)[64]>(seen + key);
+    uint64_t (&word)[64] = *reinterpret_cast<uint64_t (*)[64]>(seen + key);
     for (int32_t r = 0; r < rows; ++r)
       word[r] = r > 0 && task.node_of(first_row + r) == task.node_of(first_row + r - 1)
                     ? word[r - 1]

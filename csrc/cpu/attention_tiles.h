@@ -1,9 +1,10 @@
-// The order in which the CPU adds up a request's keys, so that a row's bits are those that it would have one row a call:
+// The order in which the CPU adds up a request's keys, so that a row's bits are those that it would have one row a
+// call:
 //   column of a prefix key = its place in the text        column of a node = prefix + level
 //   level of a node = the nodes that it sees, less itself: the place that it takes behind the prefix if it is accepted
-// Tiles are columns [64 t, 64 (t + 1)), chunks eight tiles. A node that a row does not see weighs 0, which changes no sum,
-// and a row sees its path in the order of the text. So whatever else lies in a tile, a row adds the same numbers in the same
-// groups. (A tile that would hold more than kTileKeys keys is cut; its rows may then differ in rounding.)
+// Tiles are columns [64 t, 64 (t + 1)), chunks 8 or 16 tiles. A node that a row does not see weighs 0, which changes no
+// sum, and a row sees its path in the order of the text. So whatever else lies in a tile, a row adds the same numbers
+// in the same groups. (A tile that would hold more than kTileKeys keys is cut; its rows may then differ in rounding.)
 #pragma once
 
 #include <algorithm>
@@ -15,9 +16,13 @@
 namespace pass_ext {
 
 constexpr int32_t kTileColumns = 64;
-constexpr int32_t kChunkTiles = 8;
 
-// The keys of a request by place: the prefix, then its nodes by the tile of their column, in their own order within a tile.
+// Tiles of a chunk, whose rows are summed alone and merged: each chunk of each key head can have a thread of its own.
+// The model decides alone, never the length or the number of rows: those would move the cuts.
+inline int32_t chunk_tiles(int32_t kv_heads) { return kv_heads < 8 ? 8 : 16; }
+
+// The keys of a request by place: the prefix, then its nodes by the tile of their column, in their own order within a
+// tile.
 class AttentionTiles {
  public:
   AttentionTiles(const AttentionProblem& problem, const AttentionRequest& request)
@@ -49,7 +54,8 @@ class AttentionTiles {
   }
 
   // The keys at places [first, first + 64) that a node sees: bit i for place first + i.
-  uint64_t visible(const AttentionProblem& problem, const AttentionRequest& request, int32_t node, int32_t first) const {
+  uint64_t visible(const AttentionProblem& problem, const AttentionRequest& request, int32_t node,
+                   int32_t first) const {
     const uint64_t seen = visible_keys(problem, request, node, first);
     if (nodes_.empty() || first + 64 <= prefix_) return seen;
     uint64_t word = seen & ones_below(int64_t{prefix_} - first);
@@ -63,8 +69,8 @@ class AttentionTiles {
   static int32_t level_of(const AttentionProblem& problem, const AttentionRequest& request, int32_t node) {
     int32_t seen = 0;
     for (int32_t i = 0; 64 * i < request.nodes; ++i)
-      seen += __builtin_popcountll(visible_word(problem, request, node, i) &
-                                   ones_below(int64_t{request.nodes} - 64 * i));
+      seen +=
+          __builtin_popcountll(visible_word(problem, request, node, i) & ones_below(int64_t{request.nodes} - 64 * i));
     return std::max(seen - 1, 0);
   }
 
