@@ -2,6 +2,9 @@
 memory that must not be read. Also `few_rows_linear`, which gives the op to a model's layers.
 """
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,8 @@ from torch.nn import functional
 
 import pass_ext
 from pass_ext import reference
-from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS, few_rows_linear
+from pass_ext.decoding.models.patching import few_rows
+from pass_ext.decoding.models.patching.few_rows import are_few, few_rows_linear, most_few_rows
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -277,9 +281,10 @@ def test_plain_layers_compute_through_the_op_while_it_lasts(calls):
         assert len(calls) == 4
 
 
-def test_many_rows_and_gradients_go_where_they_went(calls):
+def test_many_rows_and_gradients_go_where_they_went(calls, monkeypatch):
+    monkeypatch.setattr(few_rows, "most_few_rows", lambda dtype, is_cpu: 100)
     model = make_model()
-    few, most, more = (torch.randn(rows, 16).bfloat16() for rows in (1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1))
+    few, most, more = (torch.randn(rows, 16).bfloat16() for rows in (1, 100, 101))
     with few_rows_linear(model):
         model(few).sum().backward()
         assert calls == [] and model[0].weight.grad is not None
@@ -287,7 +292,32 @@ def test_many_rows_and_gradients_go_where_they_went(calls):
             model(more)
             assert calls == []
             model(most)
-            assert calls == [MAX_FEW_ROWS] * 2
+            assert calls == [100] * 2
+
+
+@pytest.mark.parametrize(
+    ("machine", "amx", "bf16", "fp16", "expected"),
+    [
+        ("x86_64", False, False, False, (sys.maxsize, sys.maxsize, 256)),
+        ("x86_64", False, True, False, (128, sys.maxsize, 256)),
+        ("x86_64", True, True, True, (64, 64, 256)),
+        ("aarch64", False, False, False, (64, 64, 64)),
+    ],
+)
+def test_rows_are_few_while_pytorch_is_slower(monkeypatch, machine, amx, bf16, fp16, expected):
+    monkeypatch.setattr(few_rows.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: fp16)
+    most = most_few_rows.__wrapped__  # which keeps nothing
+    assert tuple(most(dtype, True) for dtype in FLOATS) == expected
+    assert most(torch.bfloat16, False) == 64
+
+
+def test_rows_of_slots_do_not_count():
+    four_slots = SimpleNamespace(slot_rows=4)
+    assert are_few(64, 64) and not are_few(65, 64)
+    assert are_few(68, 64, four_slots) and not are_few(69, 64, four_slots)
 
 
 def test_nested_and_broken_off(calls):

@@ -1,12 +1,15 @@
 """``few_rows_linear``: replaces the forward of a model's linear layers by ``pass_ext::linear_rows``, inside a context.
 
-A decoding step has some dozens of rows at most, and PyTorch's matrix product is slow for few rows on the CPU. On a GPU it is
-not, but small weights are read in less time than a launch takes, and the layer ops, which need fewer launches, have the bits of
-``linear_rows``.
+A decoding step has some dozens of rows at most, and PyTorch's matrix product is slow for few rows on the CPU; without
+instructions for bf16 or fp16 for any number of them. On a GPU it is not, but small weights are read in less time than a launch
+takes, and the layer ops, which need fewer launches, have the bits of ``linear_rows``.
 """
 
+import platform
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TypeGuard
 
 import torch
@@ -17,14 +20,27 @@ from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
-MAX_FEW_ROWS = 64
-"""With more rows ``torch.nn.functional.linear`` may be faster."""
+
+@lru_cache
+def most_few_rows(dtype: torch.dtype, is_cpu: bool) -> int:
+    """With more rows ``torch.nn.functional.linear`` may be faster."""
+    if not is_cpu or platform.machine() not in ("x86_64", "AMD64"):
+        return 64
+    if dtype is torch.float32:
+        return 256
+    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return 64
+    if dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+        return 128
+    if dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return 64
+    return sys.maxsize  # PyTorch converts the weights in each call
 
 
-def are_few(rows: int, attend: Attend | None = None) -> bool:
-    """True for at most ``MAX_FEW_ROWS``. The rows of look-ahead slots are not counted where the call's ``attend`` says how many
-    there are: so a prompt has the same bits with slots behind it as without."""
-    return rows <= MAX_FEW_ROWS or rows - getattr(attend, "slot_rows", 0) <= MAX_FEW_ROWS
+def are_few(rows: int, most: int, attend: Attend | None = None) -> bool:
+    """True for at most so many rows. Those of look-ahead slots are not counted where the call's ``attend`` says how many there
+    are: so a prompt has the same bits with slots behind it as without."""
+    return rows <= most or rows - getattr(attend, "slot_rows", 0) <= most
 
 
 MOST_BYTES_ON_CUDA = 8 << 20
@@ -35,9 +51,9 @@ _op = torch.ops.pass_ext.linear_rows.default
 
 
 @contextmanager
-def few_rows_linear(module: nn.Module, takes: Callable[[int], bool] = are_few) -> Iterator[None]:
-    """Inside, every plain ``nn.Linear`` of the module computes ``takes(rows)`` rows by ``linear_rows``. Others, and calls that
-    record gradients or are compiled, use ``torch.nn.functional.linear`` as before.
+def few_rows_linear(module: nn.Module, takes: Callable[[int, int], bool] = are_few) -> Iterator[None]:
+    """Inside, every plain ``nn.Linear`` of the module computes rows by ``linear_rows`` if ``takes(rows, most_few_rows(...))``.
+    Others, and calls that record gradients or are compiled, use ``torch.nn.functional.linear`` as before.
 
     Plain means: exactly this type, without hooks, without a replaced ``forward`` (wrapped layers, and those of an outer
     ``few_rows_linear``, stay as they are), and with plain weights (``is_plain``) in bfloat16, float16 or float32, on the CPU
@@ -80,13 +96,14 @@ def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     )
 
 
-def _forward(layer: nn.Linear, takes: Callable[[int], bool]) -> Callable[[Tensor], Tensor]:
+def _forward(layer: nn.Linear, takes: Callable[[int, int], bool]) -> Callable[[Tensor], Tensor]:
     """The forward of a plain layer: ``linear_rows`` for rows that it takes, ``torch.nn.functional.linear`` otherwise."""
     # Looking up `layer.weight` in each call would cost as much as a small product. The dictionary is quick to read, and shows
     # whether a weight was replaced.
     parameters = layer._parameters
     weight, bias, dtype, width = layer.weight, layer.bias, layer.weight.dtype, max(1, layer.in_features)
     is_cpu = weight.is_cpu
+    most = most_few_rows(dtype, is_cpu)
 
     def forward(input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # a compiled graph would never call `when` again
@@ -97,7 +114,7 @@ def _forward(layer: nn.Linear, takes: Callable[[int], bool]) -> Callable[[Tensor
             and parameters.get("weight") is weight
             and parameters.get("bias") is bias
             and not torch.is_grad_enabled()
-            and takes(input.numel() // width)
+            and takes(input.numel() // width, most)
         ):
             return _op(input, weight, bias)
         return functional.linear(input, layer.weight, layer.bias)

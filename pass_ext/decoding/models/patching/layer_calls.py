@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend
-from pass_ext.decoding.models.patching.few_rows import MAX_FEW_ROWS, are_few, is_autocast_enabled
+from pass_ext.decoding.models.patching.few_rows import are_few, is_autocast_enabled, most_few_rows
 from pass_ext.decoding.models.patching.layer_adapters import WITHOUT_ADAPTERS, adapting
 from pass_ext.decoding.models.patching.layer_parts import LayerParts, parts_of
 from pass_ext.decoding.models.patching.layer_stack import LayerStack
@@ -26,7 +26,8 @@ from pass_ext.ops import layer as registration  # noqa: F401
 
 _before = torch.ops.pass_ext.layer_before_attention.default
 _after = torch.ops.pass_ext.layer_after_attention.default
-_COMPARED = 8  # rows of many
+_COMPARED = 8  # rows of more than
+_MOST_COMPARED = 64
 _ELSEWHERE = 1 << 20  # positions
 
 
@@ -107,12 +108,7 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
         )
         if takes and known.is_right is None and parts.are_current() and _may_compare(hidden_states, call):
             _compare(original, known, call, hidden_states, named)
-        is_ours = (
-            takes
-            and bool(known.is_right)
-            and hidden_states.shape[1] > 0
-            and are_few(hidden_states.shape[1], call.attend)
-        )
+        is_ours = takes and bool(known.is_right) and _are_few(hidden_states, call)
         if is_ours and parts.layer == 0:
             out = stack.run_first(call, hidden_states, rotation)
             if out is not None:
@@ -152,10 +148,15 @@ def _is_pair(rotation: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
     return isinstance(rotation, tuple) and len(rotation) == 2
 
 
+def _are_few(hidden_states: Tensor, call: OurCall) -> bool:
+    rows, most = hidden_states.shape[1], most_few_rows(hidden_states.dtype, hidden_states.is_cpu)
+    return rows > 0 and are_few(rows, most, call.attend)
+
+
 def _may_compare(hidden_states: Tensor, call: OurCall) -> bool:
     """True for few rows, and on a GPU for any number, unless a graph is being recorded, which cannot read them."""
-    rows = hidden_states.shape[1]
-    return rows > 0 and (are_few(rows, call.attend) or hidden_states.is_cuda) and not is_being_recorded(hidden_states)
+    is_any = hidden_states.is_cuda and hidden_states.shape[1] > 0
+    return (is_any or _are_few(hidden_states, call)) and not is_being_recorded(hidden_states)
 
 
 def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -182,7 +183,7 @@ def _compare(
     """Calls the layer as it is, without attention and adapters, and computes the same by the ops. Of many rows some; a layer
     that cannot be called with those is compared in a call of few."""
     rows = hidden_states.shape[1]
-    is_cut = rows > MAX_FEW_ROWS
+    is_cut = rows > _MOST_COMPARED
     if any(part.dim() != 3 or part.shape[:2] != (1, rows) for part in named["position_embeddings"]):
         known.is_right = False
         return

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import Attend, SlotOffsets
-from pass_ext.decoding.models.patching.few_rows import are_few
+from pass_ext.decoding.models.patching.few_rows import are_few, most_few_rows
 from pass_ext.decoding.models.patching.layer_adapters import PLACES, HalfAdapters, halves_of
 from pass_ext.decoding.models.patching.layer_parts import LayerParts
 from pass_ext.decoding.models.patching.row_attention import OurCall
@@ -127,7 +127,7 @@ class LayerStack:
         return (
             plan is not None
             and len(rows) > 0
-            and are_few(len(rows), attend)
+            and are_few(len(rows), most_few_rows(rows.dtype, rows.is_cpu), attend)
             and rows.dtype is plan.weights[0].dtype
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()

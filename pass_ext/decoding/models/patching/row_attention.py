@@ -109,10 +109,10 @@ def in_our_call() -> bool:
     return _our_call.get() is not None
 
 
-def are_few_of_our_call(rows: int) -> bool:
-    """True inside ``our_call`` if its rows, so many, are few."""
+def are_few_of_our_call(rows: int, most: int) -> bool:
+    """``are_few`` inside ``our_call``; else False."""
     call = _our_call.get()
-    return call is not None and are_few(rows, call.attend)
+    return call is not None and are_few(rows, most, call.attend)
 
 
 def current_call() -> OurCall | None:
