@@ -24,6 +24,7 @@ from pass_ext.testing import assert_error_within
 SHAPES = ((192, 576), (576, 576), (1536, 576), (576, 1536), (49152, 576))  # out, in
 LARGE = ((4096, 4096), (14336, 4096))  # on a GPU too, where `generate` leaves such weights to PyTorch
 ROWS = (1, 4, 8, 16, 24, 32, 64)
+PROMPTS = (128, 256)  # rows of a prompt, which `generate` gives to the op too while PyTorch is not faster
 LARGEST = "49152 × 576"
 PLAIN = "F.linear"
 
@@ -60,7 +61,8 @@ def check_errors(case: Case) -> None:
 def make_plan(options: argparse.Namespace) -> Plan:
     """Every shape with every number of rows; one small shape with --quick."""
     shapes = SHAPES if options.device == "cpu" else SHAPES + LARGE
-    sizes = [(rows, *shape) for shape in shapes[: 1 if options.quick else None] for rows in ROWS]
+    counts = ROWS + PROMPTS if options.device == "cpu" else ROWS
+    sizes = [(rows, *shape) for shape in shapes[: 1 if options.quick else None] for rows in counts]
     return Plan([f"{outputs} × {width}, {rows} rows" for rows, outputs, width in sizes], make_cases(options, sizes))
 
 
