@@ -34,7 +34,7 @@ struct Unit {
 
   explicit Unit(const AttentionTask& task)
       : task(task),
-        chunk_tiles(pass_ext::chunk_tiles(task.problem->kv_heads)),
+        chunk_tiles(pass_ext::chunk_tiles(task.problem->kv_heads, task.request.nodes, task.end_tile)),
         chunks((task.end_tile + chunk_tiles - 1) / chunk_tiles - task.first_tile / chunk_tiles),
         unfinished(chunks) {}
 

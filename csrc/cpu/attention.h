@@ -10,10 +10,9 @@
 
 namespace pass_ext {
 
-constexpr int32_t kTileKeys =
-    2 * kTileColumns;                   // most keys at once: a tile's columns, some of them in several branches
-constexpr int32_t kMostBlockRows = 64;  // no level multiplies more rows at once
-constexpr int32_t kTaskRows = 256;      // most rows of a task
+constexpr int32_t kTileKeys = 2 * kTileColumns;  // most keys at once: branches share columns
+constexpr int32_t kMostBlockRows = 64;           // no level multiplies more rows at once
+constexpr int32_t kTaskRows = 256;               // most rows of a task
 constexpr int32_t kMostHeadDim = 256;
 
 struct AttentionTask {

@@ -2,9 +2,10 @@
 // call:
 //   column of a prefix key = its place in the text        column of a node = prefix + level
 //   level of a node = the nodes that it sees, less itself: the place that it takes behind the prefix if it is accepted
-// Tiles are columns [64 t, 64 (t + 1)), chunks 8 or 16 tiles. A node that a row does not see weighs 0, which changes no
-// sum, and a row sees its path in the order of the text. So whatever else lies in a tile, a row adds the same numbers
-// in the same groups. (A tile that would hold more than kTileKeys keys is cut; its rows may then differ in rounding.)
+// Tiles are columns [64 t, 64 (t + 1)), chunks some tiles, from column 0 on. A node that a row does not see weighs 0,
+// which changes no sum, and a row sees its path in the order of the text. So whatever else lies in a tile, a row adds
+// the same numbers in the same groups. (A tile that would hold more than kTileKeys keys is cut; its rows may then
+// differ in rounding.)
 #pragma once
 
 #include <algorithm>
@@ -18,8 +19,13 @@ namespace pass_ext {
 constexpr int32_t kTileColumns = 64;
 
 // Tiles of a chunk, whose rows are summed alone and merged: each chunk of each key head can have a thread of its own.
-// The model decides alone, never the length or the number of rows: those would move the cuts.
-inline int32_t chunk_tiles(int32_t kv_heads) { return kv_heads < 8 ? 8 : 16; }
+// For the rows of a step the model decides alone, because the length or the number of rows would move the cuts; a
+// prompt, of many rows, has at most 16 chunks, because each has memory for all of them.
+inline int32_t chunk_tiles(int32_t kv_heads, int32_t nodes, int32_t tiles) {
+  int32_t each = kv_heads < 8 ? 8 : 16;
+  while (nodes > kTileColumns && tiles > 16 * each) each *= 2;
+  return each;
+}
 
 // The keys of a request by place: the prefix, then its nodes by the tile of their column, in their own order within a
 // tile.
