@@ -11,8 +11,8 @@ from sanitize import HERE, ROOT, SANITIZERS, build, run
 
 # Beside test_<family>.py. opcheck and the tests of torch.compile are left out: they call the same kernels.
 MORE_TESTS = (
-    "adapted_layer", "attention_masks", "attention_merge", "attention_refusals", "lookahead_embedding", "next_rows",
-    "next_tree", "seed_stability",
+    "adapted_layer", "attention_masks", "attention_merge", "attention_one_row", "attention_refusals", "lookahead_embedding",
+    "next_rows", "next_tree", "seed_stability",
 )  # fmt: skip
 
 
