@@ -182,8 +182,9 @@ PASS_EXT_HOST_DEVICE float logit_of_token(const ShardProblem& shard, const Accep
   const int32_t parent = node == 0 ? -1 : request.parent(node);
   if (parent < 0 || parent >= node || !has_row(request, parent, side)) return -kInfinity;
   const LogitRow row = row_of(request, parent, side);
-  const int64_t id = request.token(node) - shard.start;
-  return id < 0 || id >= row.vocabulary ? -kInfinity : logit_at(row, static_cast<int32_t>(id));
+  const int64_t token = request.token(node);  // any number
+  if (token < shard.start || token - shard.start >= row.vocabulary) return -kInfinity;
+  return logit_at(row, static_cast<int32_t>(token - shard.start));
 }
 
 // p and q over this rank's columns.
@@ -554,7 +555,7 @@ PASS_EXT_HOST_DEVICE void combine_request(Team& team, const ShardState& state, c
   const bool is_about_rows = round != Round::residuals && round != Round::races;
   if (round == Round::peaks) team.each(count, [&](int32_t i) { begin_node(state, request, i); });
   team.sync();
-  for (int side = 0; side < (problem.has_draft ? 2 : 1); ++side) {
+  for (int side = 0; side < (problem.has_draft ? 2 : 1) && count > 0; ++side) {
     const int64_t first = request.first + side * problem.nodes;
     if (round == Round::counts || round == Round::nucleus)
       team.narrow_each(count, state.slots + first, answers, first, round);

@@ -24,7 +24,8 @@ inline float product_of(const float* left, const float* right, int32_t rank) {
 void score_offered(const NextProblem& problem, const int64_t* tokens, const float* scores, const float* left,
                    float* out) {
   for (int32_t k = 0; k < problem.count; ++k) {
-    const float* const right = problem.right + tokens[k] * problem.right_stride;
-    out[k] = has_transition(problem, tokens[k]) ? scores[k] + product_of(left, right, problem.rank) : -kInfinity;
+    out[k] = -kInfinity;
+    if (has_transition(problem, tokens[k]))
+      out[k] = scores[k] + product_of(left, problem.right + tokens[k] * problem.right_stride, problem.rank);
   }
 }

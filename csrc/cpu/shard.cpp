@@ -32,9 +32,9 @@ struct LocalRemoved {
     for (int32_t i = node + 1; i < request.nodes; ++i) {
       const float cut = shard.state.nodes[request.first + i].cut;
       if (request.parent(i) != node || cut == kNotCut) continue;
-      const int64_t id = request.token(i) - shard.start;
-      if (id < 0 || id >= shard.problem.target.vocabulary) continue;
-      ids.push_back(static_cast<int32_t>(id));
+      const int64_t token = request.token(i);  // any number
+      if (token < shard.start || token - shard.start >= shard.problem.target.vocabulary) continue;
+      ids.push_back(static_cast<int32_t>(token - shard.start));
       cuts.push_back(cut);
     }
     return {ids.data(), cuts.data(), static_cast<int32_t>(ids.size())};
@@ -126,6 +126,7 @@ void answer_node(const ShardProblem& shard, const AcceptRequest& request, int32_
 
 // What a rank answers that has nothing to say: no token, or zeros.
 void answer_nothing(const ShardProblem& shard) {
+  if (shard.shape.bytes() == 0) return;  // without rows there is no memory
   std::memset(shard.answers, 0, shard.shape.bytes());
   const int words = shard.round == Round::peaks ? kPeakWords : shard.round == Round::races ? kRaceWords : 0;
   uint32_t* const answers = static_cast<uint32_t*>(shard.answers);
