@@ -27,9 +27,9 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     A row's result has the same bits whatever the other rows are, how many there are, and how many threads compute them (on one
     instruction set, or one kind of GPU). So a token decoded in a batch of drafts gets the numbers of a token decoded alone.
 
-    ``torch.nn.functional.linear`` may be faster for more than 64 rows on a GPU, for large weights there in any case, and for more
-    than 128 rows where the processor multiplies the dtype itself. No gradients, reverse or forward: the op raises if an input
-    requires one.
+    ``torch.nn.functional.linear`` may be faster for more than 64 rows on a GPU, for large weights there in any case, and for
+    more than 128 rows where the processor multiplies the dtype itself. No gradients, reverse or forward: the op raises if an
+    input requires one.
     """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)):
         raise RuntimeError(
