@@ -19,6 +19,7 @@ _CORE = ["tests/core/test_core.py"]
 _ATTENTION = [
     "tests/ops/attention/test_attention.py",
     "tests/ops/attention/test_attention_masks.py",
+    "tests/ops/attention/test_attention_one_row.py",
     "-k",
     "not compiles",
 ]
@@ -79,6 +80,7 @@ _CPP = _files_of_families() | {
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
     "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
+    "cpu/attention_tiles.h": (["attention"], _ATTENTION),
     "cpu/linear_kernels-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
     "cpu/layer.cpp": (["layer"], ["tests/ops/layer"]),
     "core/layer.h": (["layer"], ["tests/ops/layer"]),
