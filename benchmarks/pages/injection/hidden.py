@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.cache_name import given_cache
 from pass_ext.decoding.models.patching.layer_offsets import decoder_layers
 
 RowsHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -58,7 +59,7 @@ class HiddenInjection(nn.Module):
 
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
             hidden = inputs[0]
-            if not named["past_key_values"].get_seq_length(layer):
+            if not given_cache(named).get_seq_length(layer):
                 text[:] = [hidden]
                 return None
             # Slot i of the group behind anchor a stands at position a + 1 + i.

@@ -1,4 +1,4 @@
-"""pass_ext inside Hugging Face transformers (4.57, 5.17, 5.23): attention over trees, and parts of a decoding loop.
+"""pass_ext inside Hugging Face transformers (4.57, 5.17, 5.23, 5.24): attention over trees, and parts of a decoding loop.
 
 ``register()`` adds ``attn_implementation="pass_ext"``; ``use(model)`` switches a model to it and checks the switch.
 ``TreeStep`` turns a forward pass into a tree step; ``read_cache`` and ``write_cache`` read and write keys and values of caches;
@@ -35,8 +35,8 @@ def use(model: Any) -> Any:
     """Switches a transformers model to pass_ext's attention and returns it; raises if its architecture cannot be switched.
 
     The switch writes to ``model.config``: every model built from the same config object switches too. Two kinds of models
-    raise ValueError: those with attention code of their own (bloom, mpt, gptj), for which transformers only warns, and those
-    that do not pass ``pass_ext_tree`` to their layers (stablelm, falcon).
+    raise ValueError: those with attention code of their own (bloom, mpt, before 5.24 gptj), for which transformers only warns,
+    and those that do not pass ``pass_ext_tree`` to their layers (stablelm, falcon).
     """
     register()
     before = model.config._attn_implementation

@@ -1,4 +1,4 @@
-"""Reads and writes keys and values of transformers' caches layer by layer, in 4.57, 5.17 and 5.23 alike.
+"""Reads and writes keys and values of transformers' caches layer by layer, in 4.57, 5.17, 5.23 and 5.24 alike.
 
 ``keys [B, H, S, D]`` hold the S committed columns, padding included.
 """

@@ -16,6 +16,7 @@ from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.cache_name import cache_name, given_cache
 from pass_ext.decoding.requests.node_processor import NodeProcessor
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar.processors import grammars_of
@@ -28,6 +29,7 @@ _KNOWN = {
     "attention_mask",
     "position_ids",
     "past_key_values",
+    "cache",
     "logits_to_keep",
     "use_cache",
     "cache_position",
@@ -96,7 +98,7 @@ class CustomGenerate:
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
         _check_prompt(input_ids, mask, model_kwargs.get("position_ids"), generation_config)
-        cache = model_kwargs.get("past_key_values")
+        cache = given_cache(model_kwargs)
         max_length, end_tokens, criteria = _split_criteria(stopping_criteria, generation_config)
         cache_format = _other_cache_format(model)
         fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
@@ -142,10 +144,11 @@ class CustomGenerate:
 
         warpers = list(logits_processor)[len(processors) :]
         outputs = {
+            cache_name(GenerateDecoderOnlyOutput): cache,
             "scores": step_scores(result, warpers) if _gives(generation_config, "output_scores") else None,
             "logits": step_logits(result) if _gives(generation_config, "output_logits") else None,
         }
-        return GenerateDecoderOnlyOutput(sequences=result.sequences, past_key_values=cache, **outputs)  # type: ignore[arg-type]
+        return GenerateDecoderOnlyOutput(sequences=result.sequences, **outputs)  # type: ignore[arg-type]
 
 
 custom_generate = CustomGenerate

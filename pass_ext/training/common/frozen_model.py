@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.checkpoint import load_checkpoint
+from pass_ext.decoding.models.cache_name import cache_name
 
 _DIGESTED = 64  # elements of a parameter, evenly spread
 
@@ -49,4 +50,4 @@ def text_rows(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
     """Last hidden states ``[B, T, d]`` of texts, without gradients, and the cache with their K/V."""
     with torch.no_grad():
         result = model.get_decoder()(input_ids=ids, use_cache=True)
-    return result.last_hidden_state, result.past_key_values
+    return result.last_hidden_state, result[cache_name(type(result))]

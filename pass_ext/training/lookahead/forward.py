@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.models.cache_name import cache_name
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.lookahead.adapters import adapters_in_training
@@ -39,7 +40,7 @@ def slot_rows(
     """
     table, slots = model.get_input_embeddings().weight, slots or embedding.num_lookahead
     batch, count = anchors.shape
-    length = past.get_seq_length()
+    length, decoder = past.get_seq_length(), model.get_decoder()
     if embedding.prefix is not None:
         put_behind_text(past, embedding.prefix)
     ids = (-1 - torch.arange(slots, device=anchors.device)).repeat(batch, count)
@@ -51,12 +52,12 @@ def slot_rows(
         if shifted is not None and embedding.deep is not None:
             # A tensor by layer: the gradient of an index into one tensor of all layers is as large as that tensor.
             shifted.offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1).unbind()
-        hidden = model.get_decoder()(
+        hidden = decoder(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),
             attention_mask=group_mask(anchors, length, slots, table.dtype, embedding.prefix_length),
-            past_key_values=past,
             use_cache=True,
+            **{cache_name(decoder.forward): past},
         ).last_hidden_state
     return hidden.unflatten(1, (count, slots))
 

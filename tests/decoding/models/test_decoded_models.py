@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+from packaging.version import Version
 from support.small_models import SIZES
 
 import pass_ext
@@ -134,11 +136,27 @@ def test_attention_scaled_by_the_number_of_a_row():
 
 
 def test_attention_of_their_own():
-    model = model_of("codegen", vocab_size=97, n_embd=64, n_layer=1, n_head=4, n_positions=64, rotary_dim=8)
+    shape = dict(vocab_size=97, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96)
+    model = model_of("gpt_neox_japanese", **shape)
     before = model.config._attn_implementation
-    with pytest.raises(ValueError, match="codegen: CodeGenForCausalLM has attention of its own"):
+    with pytest.raises(ValueError, match="gpt_neox_japanese: GPTNeoXJapaneseForCausalLM has attention of its own"):
         generate(model, IDS, max_new_tokens=1)
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("architecture", ["codegen", "gptj"])
+def test_attention_of_their_own_before_it_could_be_switched(architecture):
+    """transformers 5.24 made it replaceable."""
+    model = model_of(architecture, vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=64, rotary_dim=8)
+    model.requires_grad_(False).apply(lambda part: part.weight.mul_(3) if isinstance(part, torch.nn.Linear) else None)
+    if Version(transformers.__version__) < Version("5.24"):
+        with pytest.raises(ValueError, match=f"{architecture}: .* has attention of its own"):
+            generate(model, IDS, max_new_tokens=1)
+        return
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(IDS))
+    want = model.generate(IDS, **options)
+    assert torch.equal(generate(model, IDS, pass_ext.NGram(shortest=1), max_new_tokens=12).sequences, want)
+    assert len(want.unique()) > 4  # not one token again and again, which any attention would give
 
 
 _VISION = dict(hidden_size=48, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)

@@ -99,10 +99,11 @@ class _State(NamedTuple):
             attributes, forward = vars(part), type(part).forward
             objects += (type(part), forward)
             objects += [value for name, value in attributes.items() if name not in _OF_EVERY_MODULE]
-            code = getattr(forward, "__code__", None)
-            if code is not None and code not in codes:  # the functions that it calls may be replaced in its file
-                codes.add(code)
-                objects += [forward.__globals__.get(name) for name in code.co_names]
+            for function in _chain(forward):
+                code = getattr(function, "__code__", None)
+                if code is not None and code not in codes:  # the functions that it calls may be replaced in its file
+                    codes.add(code)
+                    objects += [function.__globals__.get(name) for name in code.co_names]
             for name in ("_parameters", "_buffers"):
                 for tensor in attributes[name].values():
                     objects.append(tensor)
@@ -117,6 +118,13 @@ class _State(NamedTuple):
         if len(self.objects) != len(other.objects) or self.places != other.places:
             return False
         return all(map(is_, self.objects, other.objects))
+
+
+def _chain(function: Any) -> Iterator[Any]:
+    """The function and those behind its decorators."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 KEPT = "_pass_ext_parts"

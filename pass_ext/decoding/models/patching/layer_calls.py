@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.cache_name import given_cache
 from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.patching.few_rows import are_few, is_autocast_enabled, most_few_rows
 from pass_ext.decoding.models.patching.layer_adapters import WITHOUT_ADAPTERS, adapting
@@ -104,7 +105,7 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             or hidden_states.shape[0] != 1
             or hidden_states.dtype is not dtype
             or torch.is_grad_enabled()
-            or named.get("past_key_values") is not None
+            or given_cache(named) is not None
         )
         if takes and known.is_right is None and parts.are_current() and _may_compare(hidden_states, call):
             _compare(original, known, call, hidden_states, named)

@@ -22,6 +22,7 @@ _gate = torch.ops.pass_ext.step_gate.default
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _ROTARY = "apply_rotary_pos_emb"
+_RENAMING = "transformers.utils.deprecation"
 _EPS = ("variance_epsilon", "eps")
 _SEPARATE = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _JOINED = {"gate_up_proj", "chunk", "down_proj", "activation_fn"}
@@ -219,13 +220,19 @@ def _numbers_for_gate() -> tuple[Tensor, Tensor, Tensor]:
 
 def _attention_forward(part: nn.Module, when: When) -> Callable[..., Any] | None:
     """The class's own forward, in which ``apply_rotary_pos_emb`` is the op."""
-    forward = type(part).forward
+    forward = _without_renaming(type(part).forward)
     rotate = forward.__globals__.get(_ROTARY)
     if _ROTARY not in forward.__code__.co_names or not isinstance(rotate, FunctionType) or not _rotates_halves(rotate):
         return None
     copy = _with_our_rotation(forward, rotate, when)
     copy.__globals__.update({**forward.__globals__, _ROTARY: copy.__globals__[_ROTARY]})  # what users replaced since
     return MethodType(copy, part)
+
+
+def _without_renaming(forward: Any) -> Any:
+    """The function behind transformers' decorator of renamed arguments: no call of a generation has one by its old name."""
+    is_renamed = forward.__globals__.get("__name__") == _RENAMING and hasattr(forward, "__wrapped__")
+    return forward.__wrapped__ if is_renamed else forward
 
 
 @cache
