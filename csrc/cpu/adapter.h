@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/adapter.h"
+#include "cpu/linear.h"
 #include "host/checks.h"
 
 namespace pass_ext {
@@ -64,6 +65,14 @@ struct SlotAdapter {
 
   explicit operator bool() const { return down != nullptr; }
 };
+
+template <typename T>
+void NextAdapters::add(int place, const SlotAdapter<T>& adapter, int64_t in) {
+  if (!adapter) return;
+  const int64_t count = static_cast<int64_t>(adapter.slots->start.size()) - 1;
+  from[place] = reinterpret_cast<const char*>(adapter.down);
+  lines[place] = count * adapter.rank * in * int64_t{sizeof(T)} / 64;
+}
 
 // hidden [places, rank] = down x, on this thread alone. x: all rows, `row` elements apart.
 template <typename T>

@@ -9,23 +9,49 @@ constexpr int kRanksAtOnce = 2;
 #endif
 constexpr int kAdapterRows = 4;
 
+// A vector of numbers along `in`, and its product with another, added to a sum: fp32, or pairs of bf16 where the
+// processor multiplies those.
+template <typename T>
+struct Along {
+  using Vector = Floats;
+  static constexpr int64_t numbers = Floats::width;
+  static Vector of(const T* from, int64_t count) { return load_first(from, count); }
+  static Floats add_product(Floats sum, Vector a, Vector b) { return fused(a, b, sum); }
+};
+#if PASS_EXT_LEVEL == 3
+template <>
+struct Along<bfloat16> {
+  using Vector = Words;
+  static constexpr int64_t numbers = 2 * Floats::width;
+  static Vector of(const bfloat16* from, int64_t count) {
+    if (count >= numbers) return {_mm512_loadu_si512(from)};
+    bfloat16 padded[numbers];
+    memset(padded, 0, sizeof padded);
+    memcpy(padded, from, count * sizeof(bfloat16));
+    return {_mm512_loadu_si512(padded)};
+  }
+  static Floats add_product(Floats sum, Vector a, Vector b) { return sum_of_products(sum, a, b); }
+};
+#endif
+
 // hidden[r][j] = down[first + j] x[r] for R rows and J ranks.
 template <int R, int J, typename T>
 void down_block(const T* const* x, const T* down, int64_t in, float* const* hidden) {
+  using A = Along<T>;
   Floats sum[R][J];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int j = 0; j < J; ++j) sum[r][j] = zeros();
-  for (int64_t i = 0; i < in; i += Floats::width) {
-    Floats weight[J];
+  for (int64_t i = 0; i < in; i += A::numbers) {
+    typename A::Vector weight[J];
 #pragma GCC unroll 16
-    for (int j = 0; j < J; ++j) weight[j] = load_first(down + j * in + i, in - i);
+    for (int j = 0; j < J; ++j) weight[j] = A::of(down + j * in + i, in - i);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Floats value = load_first(x[r] + i, in - i);
+      const typename A::Vector value = A::of(x[r] + i, in - i);
 #pragma GCC unroll 16
-      for (int j = 0; j < J; ++j) sum[r][j] = fused(value, weight[j], sum[r][j]);
+      for (int j = 0; j < J; ++j) sum[r][j] = A::add_product(sum[r][j], value, weight[j]);
     }
   }
 #pragma GCC unroll 16

@@ -43,7 +43,7 @@ struct OnCpu {
     adapters.gate = adapter_of(added.gate, added.ids, slots);
     adapters.up = adapter_of(added.up, added.ids, slots);
     adapters.down = adapter_of(added.down, added.ids, slots);
-    after_attention(layer, adapters, options, attended, residual, rows, out);
+    after_attention(layer, adapters, {}, options, attended, residual, rows, out);
   }
 };
 

@@ -17,6 +17,15 @@ struct LayerAdapters {
   SlotAdapter<T> q, k, v, o, gate, up, down;
 };
 
+// What a half reads behind its products: adapters of the same input, `in` wide.
+template <typename T, typename... Adapters>
+NextAdapters next_adapters(int64_t in, const Adapters&... adapters) {
+  NextAdapters next;
+  int place = 0;
+  (next.add<T>(place++, adapters, in), ...);
+  return next;
+}
+
 // A thread's room for rows between the steps of a half.
 template <typename T>
 class LayerRows {
@@ -63,34 +72,35 @@ void before_attention(const LayerBefore<T>& layer, const LayerAdapters<T>& adapt
   const AdaptedRows<T> products[] = {product_of(layer.q, adapters.q, x, queries, rows),
                                      product_of(layer.k, adapters.k, x, keys, rows),
                                      product_of(layer.v, adapters.v, x, v, rows)};
-  multiply(products, 3);
+  multiply(products, 3, next_adapters<T>(layer.q.outputs, adapters.o));
   if (layer.q_norm) norm_layer_rows(queries, queries, rows * layer.q.outputs / layer.q_norm.dim, layer.q_norm, options);
   if (layer.k_norm) norm_layer_rows(keys, keys, rows * layer.k.outputs / layer.k_norm.dim, layer.k_norm, options);
   if (!rotation.cos) return;
   with_rotary(layer, options, rotation, queries, keys, q, k, rows, [](const auto& problem) { rotary_on_cpu(problem); });
 }
 
-// out [rows, width]; not residual
+// out [rows, width]; not residual. next: the adapters of the layer behind.
 template <typename T>
-void after_attention(const LayerAfter<T>& layer, const LayerAdapters<T>& adapters, const LayerOptions& options,
-                     const T* attended, const T* residual, int64_t rows, T* out) {
+void after_attention(const LayerAfter<T>& layer, const LayerAdapters<T>& adapters, const LayerAdapters<T>& next,
+                     const LayerOptions& options, const T* attended, const T* residual, int64_t rows, T* out) {
   const int64_t numbers = rows * layer.o.outputs, inner = rows * layer.gate.outputs;
   LayerRows<T> room(2 * numbers + inner);
   // to = before + the product, normed or scaled
   const auto add_product = [&](T* to, const LayerLinear<T>& linear, const SlotAdapter<T>& adapter, const T* from,
-                               const T* before, const LayerNorm<T>& norm) {
+                               const T* before, const LayerNorm<T>& norm, const NextAdapters& behind) {
     AdaptedRows<T> product = product_of(linear, adapter, from, to, rows);
     if (!norm) {
       product.residual = before;
       product.scale = options.scale;
     }
-    multiply(&product, 1);
+    multiply(&product, 1, behind);
     if (!norm) return;
     norm_layer_rows(to, to, rows, norm, options);
     add_on_cpu(to, before, to, numbers);
   };
   T* const middle = room.take(numbers);
-  add_product(middle, layer.o, adapters.o, attended, residual, layer.attention_norm);
+  add_product(middle, layer.o, adapters.o, attended, residual, layer.attention_norm,
+              next_adapters<T>(layer.o.outputs, adapters.gate, adapters.up));
   const T* read = middle;
   if (layer.mlp_norm) {
     T* const normed = room.take(numbers);
@@ -99,8 +109,10 @@ void after_attention(const LayerAfter<T>& layer, const LayerAdapters<T>& adapter
   }
   T* const hidden = room.take(inner);
   multiply(GatedRows<T>{product_of<T>(layer.gate, adapters.gate, read, nullptr, rows),
-                        product_of<T>(layer.up, adapters.up, read, nullptr, rows), hidden, options.activation});
-  add_product(out, layer.down, adapters.down, hidden, middle, layer.output_norm);
+                        product_of<T>(layer.up, adapters.up, read, nullptr, rows), hidden, options.activation},
+           next_adapters<T>(layer.down.in, adapters.down));
+  add_product(out, layer.down, adapters.down, hidden, middle, layer.output_norm,
+              next_adapters<T>(layer.down.outputs, next.q, next.k, next.v));
 }
 
 }  // namespace pass_ext

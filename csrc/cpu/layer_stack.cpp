@@ -338,6 +338,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
     const DeepRows<T> deep_rows = deep_rows_of<T>(op, ids, deep);
     const RowsByAdapter slots = slots_of(op, ids, stacked_adapters.count);
     const std::vector<LayerAdapters<T>> added = pointers_of<T>(op, stacked_adapters, slots, adapter_scale, count);
+    const LayerAdapters<T> no_adapters;
     thread_local Buffer memory;
     T* const queries = const_cast<T*>(static_cast<const T*>(problem.q));
     T* const room =
@@ -363,7 +364,8 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       attend_on_cpu(problem);
       learned.merge_into<T>(problem, l);
       T* const to = buffers[l % 2];
-      after_attention(stack[l].after, added[l], options, static_cast<const T*>(problem.out), stream, rows, to);
+      const LayerAdapters<T>& next = l + 1 < count ? added[l + 1] : no_adapters;
+      after_attention(stack[l].after, added[l], next, options, static_cast<const T*>(problem.out), stream, rows, to);
       stream = to;
     };
     const auto finish = [&] {

@@ -28,7 +28,8 @@ constexpr int64_t kGroupsOfThread = 3;          // the fewest for larger groups,
 // again.
 struct ThreadMemory {
   Buffer rows, hidden, scratch;
-  uint64_t job = 0;  // the products whose rows are arranged
+  uint64_t job = 0;   // the products whose rows are arranged
+  int64_t asked = 0;  // lines of NextAdapters, in this job
 
   static ThreadMemory& get() {
     thread_local ThreadMemory memory;
@@ -41,8 +42,8 @@ uint64_t next_job() {
   return jobs.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
-constexpr int kMostProducts = 3;           // of a job
-constexpr int64_t kMostRanksFetched = 64;  // of all adapters; more would take longer than they save
+constexpr int64_t kMostRanksFetched = 64;       // of all adapters; more would take longer than they save
+constexpr int64_t kMostLinesFetched = 2 << 10;  // of the next adapters: a part of a core's own cache
 
 // Asks for what rows of slots add to the outputs [begin, end), so that it is there when the products are.
 template <typename T>
@@ -51,6 +52,19 @@ void prefetch(const AddedRows<T>& added, int64_t begin, int64_t end) {
   if (ranks > kMostRanksFetched) return;
   for (int64_t j = 0; j < ranks; ++j)
     for (int64_t o = begin; o < end; o += 64 / int64_t{sizeof(T)}) __builtin_prefetch(added.up + j * added.outputs + o);
+}
+
+// Asks for this thread's next part of what is multiplied behind this job, of which it does one of `pieces` pieces now.
+void prefetch(const NextAdapters& next, int64_t pieces) {
+  int64_t total = 0;
+  for (const int64_t lines : next.lines) total += lines;
+  if (total == 0 || total > kMostLinesFetched) return;
+  int64_t& asked = ThreadMemory::get().asked;
+  const int64_t part = (total * thread_count() + pieces - 1) / pieces, end = std::min(total, asked + part);
+  int64_t first = 0;
+  for (int i = 0; i < kMostProducts; first += next.lines[i++])
+    for (; asked < end && asked - first < next.lines[i]; ++asked)
+      __builtin_prefetch(next.from[i] + (asked - first) * 64, 0, 2);
 }
 
 // Products of the same rows: how their outputs are cut, and which rows are arranged.
@@ -102,6 +116,7 @@ struct Job {
                   products[i]->outputs,
                   adapter->scale};
     }
+    if (is_new) memory.asked = 0;
     memory.job = number;
     const bool has_adapters = hidden != nullptr;
     float* const numbers_of_thread = memory.scratch.at_least(LinearScratch::floats(rows, has_adapters));
@@ -121,7 +136,7 @@ void for_sets_of_rows(const AdaptedRows<T>* const* products, int count, int64_t 
 }  // namespace
 
 template <typename T>
-void multiply(const AdaptedRows<T>* products, int count) {
+void multiply(const AdaptedRows<T>* products, int count, const NextAdapters& next) {
   const AdaptedRows<T>* each[kMostProducts];
   int64_t outputs = 0;
   for (int i = 0; i < count; ++i) {
@@ -138,6 +153,7 @@ void multiply(const AdaptedRows<T>* products, int count) {
       const int64_t begin = piece * job.group, end = std::min(begin + job.group, product.outputs);
       job.with_memory([&](const float* arranged, const LinearScratch& scratch, const AddedRows<T>* added) {
         prefetch(added[i], begin, end);
+        prefetch(next, pieces);
         PASS_EXT_AT_LEVEL(product_isa(),
                           multiply_group(product, job.rows, arranged, scratch, scratch.sums, begin, end));
         PASS_EXT_AT_LEVEL(product_isa(), finish_group(product, added[i], job.first, job.rows, scratch, begin, end));
@@ -147,14 +163,16 @@ void multiply(const AdaptedRows<T>* products, int count) {
 }
 
 template <typename T>
-void multiply(const GatedRows<T>& product) {
+void multiply(const GatedRows<T>& product, const NextAdapters& next) {
   const AdaptedRows<T>* const each[] = {&product.gate, &product.up};
   for_sets_of_rows(each, 2, product.gate.outputs, [&](const Job<T>& job) {
-    for_each_piece(job.groups(product.gate.outputs), [&](int64_t piece) {
+    const int64_t pieces = job.groups(product.gate.outputs);
+    for_each_piece(pieces, [&](int64_t piece) {
       const int64_t begin = piece * job.group, end = std::min(begin + job.group, product.gate.outputs);
       job.with_memory([&](const float* arranged, const LinearScratch& scratch, const AddedRows<T>* added) {
         float* const up_sums = scratch.sums + job.rows * kGroupOutputs;
         for (int i = 0; i < 2; ++i) prefetch(added[i], begin, end);
+        prefetch(next, pieces);
         PASS_EXT_AT_LEVEL(product_isa(),
                           multiply_group(product.gate, job.rows, arranged, scratch, scratch.sums, begin, end));
         PASS_EXT_AT_LEVEL(product_isa(), multiply_group(product.up, job.rows, arranged, scratch, up_sums, begin, end));
@@ -164,12 +182,12 @@ void multiply(const GatedRows<T>& product) {
   });
 }
 
-template void multiply(const AdaptedRows<float>*, int);
-template void multiply(const AdaptedRows<float16>*, int);
-template void multiply(const AdaptedRows<bfloat16>*, int);
-template void multiply(const GatedRows<float>&);
-template void multiply(const GatedRows<float16>&);
-template void multiply(const GatedRows<bfloat16>&);
+template void multiply(const AdaptedRows<float>*, int, const NextAdapters&);
+template void multiply(const AdaptedRows<float16>*, int, const NextAdapters&);
+template void multiply(const AdaptedRows<bfloat16>*, int, const NextAdapters&);
+template void multiply(const GatedRows<float>&, const NextAdapters&);
+template void multiply(const GatedRows<float16>&, const NextAdapters&);
+template void multiply(const GatedRows<bfloat16>&, const NextAdapters&);
 
 namespace {
 

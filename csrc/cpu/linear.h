@@ -44,11 +44,23 @@ struct GatedRows {
   Activation activation;
 };
 
+constexpr int kMostProducts = 3;  // of the same rows
+
+// What the products behind these read first, the adapters of their rows of slots: each thread asks for it while it
+// multiplies, else it would wait for memory that has nothing to do meanwhile.
+struct NextAdapters {
+  const char* from[kMostProducts] = {};
+  int64_t lines[kMostProducts] = {};  // of 64 bytes
+
+  template <typename T>
+  void add(int place, const SlotAdapter<T>& adapter, int64_t in);  // cpu/adapter.h
+};
+
 // Products of the same rows, shared among threads as one job.
 template <typename T>
-void multiply(const AdaptedRows<T>* products, int count);
+void multiply(const AdaptedRows<T>* products, int count, const NextAdapters& next = {});
 template <typename T>
-void multiply(const GatedRows<T>& product);
+void multiply(const GatedRows<T>& product, const NextAdapters& next = {});
 
 // Bytes of `rows` rows in the order of multiplication, at most.
 constexpr int64_t arranged_bytes(int64_t rows, int64_t in) {
