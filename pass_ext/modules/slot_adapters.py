@@ -36,6 +36,7 @@ class SlotAdapters(nn.Module):
         scale: of every product.
 
     Attributes:
+        sizes: as given.
         down, up: ``[K, r, in]`` and ``[K, r, out]`` by place; ``pair`` finds both.
     """
 
@@ -54,6 +55,7 @@ class SlotAdapters(nn.Module):
                 f"adapters need a place and a count of at least 1, got {len(sizes)} places and count {count}"
             )
         self.count, self.scale = count, float(scale)
+        self.sizes = dict(sizes)
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         options: dict[str, object] = {"device": device, "dtype": dtype}
         for place, (inputs, outputs, rank) in sorted(sizes.items(), key=lambda item: _order(item[0])):

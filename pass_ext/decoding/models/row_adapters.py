@@ -4,9 +4,10 @@ model's device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.ops import adapter  # noqa: F401, which registers the op
 
 _op = torch.ops.pass_ext.adapter_rows_.default
+_kept: MutableMapping[SlotAdapters, tuple[Any, PlacedAdapters]] = WeakKeyDictionary()
 
 
 class PlacedAdapters(NamedTuple):
@@ -26,6 +28,19 @@ class PlacedAdapters(NamedTuple):
     stacks: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
     """Place in a layer, such as "self_attn.q_proj", -> down ``[layers, K, r, in]`` and up ``[layers, K, r, out]``. Empty if
     layers differ in places, ranks or sizes; then ``pairs`` are copies of their own."""
+
+    @classmethod
+    def shared(cls, adapters: SlotAdapters, slots: int, like: Tensor) -> PlacedAdapters:
+        """As ``of``, for readers alone: the same copies until one of the parameters changes. Copying hundreds of small tensors
+        takes as long as a step of a small model, and so many new objects make Python look for garbage."""
+        parameters = list(adapters.parameters())
+        if any(x.is_inference() for x in parameters):  # inference tensors have no version to notice a change by
+            return cls.of(adapters, slots, like)
+        state = slots, like.dtype, like.device, adapters.scale, [(x.data_ptr(), x._version) for x in parameters]
+        known = _kept.get(adapters)
+        if known is None or known[0] != state:
+            known = _kept[adapters] = (state, cls.of(adapters, slots, like))
+        return known[1]
 
     @classmethod
     def of(cls, adapters: SlotAdapters, slots: int, like: Tensor) -> PlacedAdapters:

@@ -49,7 +49,8 @@ def measured_times(model: Adapted, *, graphs: bool = False, lookahead: Lookahead
         )
     has_more = lookahead is not None and (lookahead.adapters is not None or lookahead.prefix is not None)
     adapted = lookahead if has_more else None
-    fingerprint, key = _fingerprint(model), _key(model, graphs, adapted)
+    fingerprint = _fingerprint(model)
+    key = _key(model, fingerprint, graphs, adapted)
     if key in _times and key not in _doubted:
         return _times[key]
     with torch.no_grad(), model.attached():
@@ -76,16 +77,16 @@ def _forget(key: tuple[Any, ...]) -> None:
 def doubt(model: Adapted, *, graphs: bool = False) -> None:
     """Says that calls of the model no longer take the measured times. No matter in the first minutes: on a machine that stays
     busy every measurement differs from the last one, and takes seconds."""
-    start = _key(model, graphs, None)[:-1]
+    start = _key(model, _fingerprint(model), graphs, None)[:-1]
     for key in _times:  # with adapters or learned keys, and without
         if key[:-1] == start and time.monotonic() - _asked[key] >= _TRUSTED:
             _doubted.add(key)
 
 
-def _key(model: Adapted, graphs: bool, adapted: LookaheadEmbedding | None) -> tuple[Any, ...]:
+def _key(model: Adapted, fingerprint: str | None, graphs: bool, adapted: LookaheadEmbedding | None) -> tuple[Any, ...]:
     """What times belong to; the last entry describes adapters and learned keys."""
     machine = str(model.table.device), torch.get_num_threads(), graphs
-    return _fingerprint(model) or id(model.model), *machine, _sizes_text(adapted)
+    return fingerprint or id(model.model), *machine, _sizes_text(adapted)
 
 
 def _sizes_text(adapted: LookaheadEmbedding | None) -> str:
@@ -94,8 +95,8 @@ def _sizes_text(adapted: LookaheadEmbedding | None) -> str:
         return ""
     adapters, learned = "", f" with {adapted.prefix_length} learned keys" if adapted.prefix_length else ""
     if adapted.adapters is not None:
-        shapes = [(place, list(down.shape), list(up.shape)) for place, down, up in adapted.adapters.pairs()]
-        adapters = f" with adapters {hashlib.sha256(str((shapes, adapted.num_lookahead)).encode()).hexdigest()}"
+        known = sorted(adapted.adapters.sizes.items()), adapted.adapters.count, adapted.num_lookahead
+        adapters = f" with adapters {hashlib.sha256(str(known).encode()).hexdigest()}"
     return adapters + learned
 
 

@@ -190,7 +190,9 @@ class Session:
                 f"{self.model.name}: look-ahead slots with learned keys and values (prefix_keys) cannot be used under tensor "
                 "parallelism, where each rank has some of the heads; use slots without"
             )
-        placed = None if adapters is None else PlacedAdapters.of(adapters, len(slots), self.slots)
+        is_shared = self.slots.is_cpu  # no recorded call reads this session's own copies
+        place = PlacedAdapters.shared if is_shared else PlacedAdapters.of
+        placed = None if adapters is None else place(adapters, len(slots), self.slots)
         if placed is not None:
             self.model.check_adapters(placed)
         if not self.caches:  # copies: later embeddings are written into them
@@ -212,7 +214,9 @@ class Session:
             raise ValueError(
                 "this session and the method differ in the number or sizes of the slots' learned keys and values"
             )
-        if placed is not None and self.adapters is not None:
+        if is_shared:
+            self.adapters = placed
+        elif placed is not None and self.adapters is not None:
             self.adapters.copy_(placed)
         if learned is not None and self.prefix is not None:
             self.prefix.copy_(learned)

@@ -344,6 +344,25 @@ def test_placed_adapters_of_like_layers_are_one_tensor(change):
             assert [layer.data_ptr() for layer in layers] == [stack[i].data_ptr() for i in range(3)]
 
 
+def test_shared_copies_stay_until_something_changes():
+    adapters, like = SlotAdapters({"0.mlp.up_proj": AdapterSize(6, 4, 3)}, 2), torch.zeros(1, dtype=torch.bfloat16)
+    down, up = adapters.pair("0.mlp.up_proj")
+    kept = PlacedAdapters.shared(adapters, 2, like)
+    assert PlacedAdapters.shared(adapters, 2, like) is kept
+    with torch.no_grad():
+        up.fill_(2.0)
+    changed = PlacedAdapters.shared(adapters, 2, like)
+    assert bool((changed.pairs["0.mlp.up_proj"][1] == 2).all()) and bool((kept.pairs["0.mlp.up_proj"][1] == 0).all())
+    others = [PlacedAdapters.shared(adapters, 1, like), PlacedAdapters.shared(adapters, 1, like.float())]
+    assert [(len(x.pairs["0.mlp.up_proj"][0]), x.pairs["0.mlp.up_proj"][0].dtype) for x in others] == [
+        (1, torch.bfloat16),
+        (1, torch.float32),
+    ]
+    adapters.scale = 3.0
+    assert PlacedAdapters.shared(adapters, 1, like.float()).scale == 3.0
+    assert down.dtype is torch.float32
+
+
 def test_the_first_slot_alone_asks_for_adapters():
     placed = PlacedAdapters(1.0, {})
     assert adapters_of_call(torch.tensor([3, 0, -1]), placed) is not None

@@ -14,7 +14,7 @@ in all that it may depend on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -50,12 +50,13 @@ class Attachment:
         self.model = model
         self.users = 0
         self._offsets: LayerOffsets | None = None
-        self._adapters: LayerAdapters | None = None
+        modules = list(model.modules())  # once: it takes longer than all that is done with them
         with ExitStack() as hooks:
-            hooks.enter_context(_attention(model))
-            hooks.enter_context(_evaluation(model))
-            parts = _kept_parts(model)
-            self.direct = parts.direct
+            configs = hooks.enter_context(_attention(model, modules))
+            hooks.enter_context(_evaluation(model, modules))
+            parts = _kept_parts(model, modules, configs)
+            self.direct, self._adapters = parts.direct, parts.adapters
+            hooks.callback(self._adapters.close)
             hooks.enter_context(parts.in_place())
             self._hooks = hooks.pop_all()
 
@@ -70,9 +71,6 @@ class Attachment:
     def prepare(self, adapters: PlacedAdapters) -> None:
         """Registers the hooks that add these adapters, at first use."""
         with _lock:
-            if self._adapters is None:
-                self._adapters = LayerAdapters(self.model)
-                self._hooks.callback(self._adapters.close)
             self._adapters.prepare(adapters)
 
     def close(self) -> None:
@@ -89,13 +87,13 @@ class _State(NamedTuple):
     """Where weights lie, and as what, to be compared by value."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> _State:
-        """The state of a model whose attention is switched and that is in eval mode."""
+    def of(cls, modules: Sequence[nn.Module]) -> _State:
+        """The state of a model with these modules whose attention is switched and that is in eval mode."""
         objects: list[Any] = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
         objects.append(bool(nn.modules.module._has_any_global_hook()))
         places: list[Any] = []
         codes: set[Any] = set()
-        for part in model.modules():
+        for part in modules:
             attributes, forward = vars(part), type(part).forward
             objects += (type(part), forward)
             objects += [value for name, value in attributes.items() if name not in _OF_EVERY_MODULE]
@@ -141,6 +139,7 @@ class Parts:
     owner: ref[nn.Module]
     """A shallow copy of a model has its parts too, but is not their owner."""
     direct: DirectCall
+    adapters: LayerAdapters
     stack: LayerStack
     forwards: list[tuple[dict[str, Any], Callable[..., Any]]]
     """(a module's attributes, its forward)"""
@@ -175,20 +174,21 @@ class Parts:
             self.stack.end()
 
 
-def _kept_parts(model: nn.Module) -> Parts:
+def _kept_parts(model: nn.Module, modules: Sequence[nn.Module], all_configs: Sequence[Any]) -> Parts:
     """The parts of the last generation, if the model has not changed since; else they are found anew."""
-    state, configs = _State.of(model), [vars(config) for config in _configs(model)]
+    state, configs = _State.of(modules), [vars(config) for config in all_configs]
     known = vars(model).get(KEPT)
     if isinstance(known, Parts) and known.are_of(model, state, configs):
         return known
-    modules = [part for part in model.modules() if "forward" not in vars(part)]
+    free = [part for part in modules if "forward" not in vars(part)]
     with ExitStack() as patches:
         stack = patches.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet
         direct = DirectCall(model, stack)
         patches.enter_context(step_modules(model, when=in_our_call))
         patches.enter_context(few_rows_linear(model, takes=are_few_of_our_call))
-        forwards = [(vars(part), vars(part)["forward"]) for part in modules if "forward" in vars(part)]
-    parts = vars(model)[KEPT] = Parts(ref(model), direct, stack, forwards, state, _copies(configs))
+        forwards = [(vars(part), vars(part)["forward"]) for part in free if "forward" in vars(part)]
+    adapters = LayerAdapters(model)
+    parts = vars(model)[KEPT] = Parts(ref(model), direct, adapters, stack, forwards, state, _copies(configs))
     return parts
 
 
@@ -232,8 +232,9 @@ class _Config:
 
 
 @contextmanager
-def _attention(model: Any) -> Iterator[None]:
-    configs = _configs(model)
+def _attention(model: Any, modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
+    """Switches the attention; yields the configs that name it."""
+    configs = _configs(model, modules)
     for config in configs:
         _switched.setdefault(id(config), _Config(config)).users += 1
     try:
@@ -247,7 +248,7 @@ def _attention(model: Any) -> Iterator[None]:
         for config in configs:
             if config._attn_implementation == ours:  # set_attn_implementation skips parts whose attention is fixed
                 _set(config, name_for(_switched[id(config)].former))
-        yield
+        yield configs
     finally:
         for config in configs:
             switched = _switched[id(config)]
@@ -257,14 +258,14 @@ def _attention(model: Any) -> Iterator[None]:
                 _set(config, switched.former)
 
 
-def _configs(model: Any) -> list[Any]:
+def _configs(model: Any, modules: Sequence[nn.Module]) -> list[Any]:
     """The model's config and those of its parts."""
     configs, queue = {}, [model.config]
     while queue:
         config = queue.pop()
         configs[id(config)] = config
         queue += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
-    for part in model.modules():
+    for part in modules:
         config = vars(part).get("config")
         if hasattr(config, "_attn_implementation"):
             configs[id(config)] = config
@@ -277,8 +278,8 @@ def _set(config: Any, attention: str | None) -> None:
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
+def _evaluation(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    training = [module for module in modules if module.training]
     if training:
         model.eval()
     try:

@@ -50,10 +50,11 @@ def adapting(adapters: RowAdapters | None) -> Iterator[None]:
 
 
 class LayerAdapters:
-    """The hooks of one model's linear layers, registered at first use."""
+    """The hooks of one model's linear layers, registered at first use and removed by ``close``."""
 
     def __init__(self, model: Any) -> None:
-        self._layers = decoder_layers(model)
+        self._model = model
+        self._linears: dict[str, tuple[nn.Module | None, tuple[int, int] | None]] = {}
         self._hooks: dict[str, Any] = {}
 
     def prepare(self, adapters: PlacedAdapters) -> None:
@@ -61,21 +62,24 @@ class LayerAdapters:
         for place, (down, up) in adapters.pairs.items():
             if place in self._hooks:
                 continue
-            module, sizes = self._linear(place), (down.shape[2], up.shape[2])
-            there = None if module is None else sizes_of(module)
+            sizes = down.shape[2], up.shape[2]
+            module, there = self._linear(place)
             if module is None or there != sizes:
                 found = "no such layer" if module is None else f"{there}"
                 raise ValueError(f"these adapters have one for {place} with (in, out) = {sizes}, the model has {found}")
             self._hooks[place] = module.register_forward_hook(_added(place))
 
-    def _linear(self, place: str) -> nn.Module | None:
-        number, _, name = place.partition(".")
-        if int(number) >= len(self._layers):
-            return None
-        try:
-            return self._layers[int(number)].get_submodule(name)
-        except AttributeError:
-            return None
+    def _linear(self, place: str) -> tuple[nn.Module | None, tuple[int, int] | None]:
+        """The module at a place and its (in, out); None: there is none, or it has none."""
+        if place not in self._linears:
+            number, _, name = place.partition(".")
+            layers = decoder_layers(self._model)
+            try:
+                module = layers[int(number)].get_submodule(name)
+            except (AttributeError, IndexError):
+                module = None
+            self._linears[place] = module, None if module is None else sizes_of(module)
+        return self._linears[place]
 
     def close(self) -> None:
         """Removes the hooks."""
