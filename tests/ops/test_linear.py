@@ -299,7 +299,7 @@ def test_many_rows_and_gradients_go_where_they_went(calls, monkeypatch):
     ("machine", "amx", "bf16", "fp16", "expected"),
     [
         ("x86_64", False, False, False, (sys.maxsize, sys.maxsize, 256)),
-        ("x86_64", False, True, False, (128, sys.maxsize, 256)),
+        ("x86_64", False, True, False, (192, sys.maxsize, 256)),
         ("x86_64", True, True, True, (64, 64, 256)),
         ("aarch64", False, False, False, (64, 64, 64)),
     ],

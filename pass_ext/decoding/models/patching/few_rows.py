@@ -31,7 +31,7 @@ def most_few_rows(dtype: torch.dtype, is_cpu: bool) -> int:
     if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         return 64
     if dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
-        return 128
+        return 192
     if dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported():
         return 64
     return sys.maxsize  # PyTorch converts the weights in each call
