@@ -23,7 +23,7 @@ from benchmarks.decoding.texts import DEFINITION, loops
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
 from benchmarks.pages import by_machine
-from benchmarks.pages.lookahead import slot_texts
+from benchmarks.pages.lookahead import slot_aims, slot_texts
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.training.lookahead.evaluation import hits_of
 
@@ -164,6 +164,7 @@ def render(result: dict[str, Any]) -> str:
         "without the call on the prompt; speed against Plain, in turn in one run.",
         "",
         *slot_texts.lines_of(result["written"]),
+        *slot_aims.lines_of(result),
     ])  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="files of look-ahead embeddings, or names that come with the package")
     parser.add_argument("--model", help="a GGUF file, or a transformers model folder or name")
     parser.add_argument("--texts", type=int, default=8, help="of each domain and kind, at most")
-    parser.add_argument("--tokens", type=int, default=72, help="of a continuation")
+    parser.add_argument("--tokens", type=int, default=48, help="of a continuation; with more, few prose texts are without a loop")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     options = parser.parse_args()
