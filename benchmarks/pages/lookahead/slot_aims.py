@@ -1,6 +1,6 @@
 """What the project wants of look-ahead slots with adapters, judged from the rows of `slots.json`.
 
-    one pass against two = speed of one pass with 8 rows / speed of two passes with 8 rows
+one pass against two = speed of one pass with 8 rows / speed of two passes with 8 rows
 """
 
 from __future__ import annotations

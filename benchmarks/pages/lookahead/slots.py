@@ -174,7 +174,9 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="files of look-ahead embeddings, or names that come with the package")
     parser.add_argument("--model", help="a GGUF file, or a transformers model folder or name")
     parser.add_argument("--texts", type=int, default=8, help="of each domain and kind, at most")
-    parser.add_argument("--tokens", type=int, default=48, help="of a continuation; with more, few prose texts are without a loop")
+    parser.add_argument(
+        "--tokens", type=int, default=48, help="of a continuation; with more, few prose texts are without a loop"
+    )
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     options = parser.parse_args()

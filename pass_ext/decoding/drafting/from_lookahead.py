@@ -24,6 +24,7 @@ from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
 from pass_ext.decoding.drafting.rows.choice import RowChoice, RowPrices
 from pass_ext.decoding.drafting.rows.shared import SharedRows
+from pass_ext.decoding.drafting.rows.short import ShortRows
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.models.logit_shards import LogitShards
@@ -310,6 +311,9 @@ class TreeFiller:
         self._mode = drawing_mode(sampling, rule)
         self._are_judged_by_logits = are_judged_by_logits(sampling, rule)
         self._levels = levels_of(tree, table.device)
+        # Under a grammar the best tokens may all be forbidden.
+        transition = self.offers.transition if guides is None else None
+        self._short = None if transition is None else ShortRows(*transition, self.offers.count)
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
         # Of the candidates, nodes 1, 2, …
         self._above = self._parents[1:].long()
@@ -388,17 +392,17 @@ class TreeFiller:
         self, slots: Tensor, requests: Sequence[int], tokens: Tensor, sampling: BatchSampling, places: Tensor
     ) -> Filled:
         """Draws separately below every parent, under its mask, and keeps the logits of the draws for rules that need them."""
+        if self._short is not None:
+            self._short.begin(
+                slots[:, : self.tree.max_depth], len(slots) * sum(len(level.numbers) for level in self._levels)
+            )
         drawn_from: list[Tensor] = []
         drawn_under: list[Tensor] = []
         rows = torch.full((len(slots), self.tree.num_nodes), -1, device=slots.device)
         first = 0
         for i, level in enumerate(self._levels):
             count, width = level.children.shape
-            logits = slots[:, i, None].expand(-1, count, -1)
-            if self.offers.transition is not None:
-                left, right = self.offers.transition
-                logits = logits + left[tokens[:, level.parents].clamp(min=0)] @ right.t()
-            logits = logits.flatten(0, 1).contiguous()
+            logits = self._logits_below(slots, i, tokens[:, level.parents].clamp(min=0))
             allowed = None
             if self._guides is not None:
                 allowed = self._guides.below(self.tree, requests, tokens.tolist(), level.numbers)
@@ -411,7 +415,18 @@ class TreeFiller:
         filled = tokens[:, 1 : self.tree.num_nodes].tolist()
         if not self._are_judged_by_logits:
             return Filled(filled, None, None)
-        return Filled(filled, torch.cat(drawn_from), rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
+        whole = torch.cat(drawn_from) if self._short is None else self._short.rows
+        return Filled(filled, whole, rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
+
+    def _logits_below(self, slots: Tensor, slot: int, parents: Tensor) -> Tensor:
+        """``[n * P, V]``, the logits of a slot below tokens ``parents`` [n, P]."""
+        if self._short is not None:
+            return self._short.below(slot, parents)
+        logits = slots[:, slot, None].expand(-1, parents.shape[1], -1)
+        if self.offers.transition is not None:
+            left, right = self.offers.transition
+            logits = logits + left[parents] @ right.t()
+        return logits.flatten(0, 1).contiguous()
 
 
 def _rows_of(logits: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:

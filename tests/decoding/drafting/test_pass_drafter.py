@@ -83,9 +83,35 @@ def test_rules_that_divide_by_the_drafts_distribution_get_its_logits(rank):
     for own, rows, roots, logits in zip(told.tokens, told.draft_rows, (3, 4), slots, strict=True):
         tokens = [roots, *own]
         for node, depth in ((0, 0), (1, 1), (2, 1)):
-            expected = logits[depth] + left[tokens[node]] @ right.t()
-            torch.testing.assert_close(told.draft_logits[rows[node]], expected)
+            expected = (logits[depth] + left[tokens[node]] @ right.t()).log_softmax(0)
+            torch.testing.assert_close(told.draft_logits[rows[node]].log_softmax(0), expected)
         assert rows[3:] == [-1, -1], "leaves have no children"
+
+
+def test_with_transitions_candidates_are_drawn_among_the_best_of_their_slot():
+    """Tokens of a row have their scores with transitions, all others none; memory of the fill before leaves nothing behind."""
+    torch.manual_seed(6)
+    table = torch.randn(200, 16)
+    lookahead = LookaheadEmbedding.from_table(2, table, rank=4)
+    torch.nn.init.normal_(lookahead.transition_right)
+    sampling = SamplingParams(temperature=1.0, seeds=3).for_batch(2, torch.device("cpu"))
+    filler = TreeFiller(lookahead, Tree.from_branching((2, 1)), table, sampling, "rejection")
+    with torch.no_grad():
+        left, right = lookahead.transition_tables(table)
+        for fill in range(3):
+            slots = torch.randn(2, 2, 200)
+            slots[1, 1, 7:] = -torch.inf  # fewer tokens than the list has
+            told = filler.fill(slots, [0, 1], [3, 4], [5 + fill, 6])
+            for own, rows, root, logits in zip(told.tokens, told.draft_rows, (3, 4), slots, strict=True):
+                tokens = [root, *own]
+                for node, depth in ((0, 0), (1, 1), (2, 1)):
+                    best = logits[depth].topk(64).indices
+                    best = best[logits[depth, best] > -torch.inf]
+                    expected = torch.full((200,), -torch.inf)
+                    expected[best] = (logits[depth] + left[tokens[node]] @ right.t())[best]
+                    torch.testing.assert_close(
+                        told.draft_logits[rows[node]].log_softmax(0), expected.log_softmax(0), rtol=1e-5, atol=1e-5
+                    )
 
 
 def test_transition_scores_are_made_anew_when_their_parameters_change():
