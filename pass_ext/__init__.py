@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
     from pass_ext.decoding.generation import Generation, generate
     from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
-    from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft
+    from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft
     from pass_ext.decoding.models.packed import PackedModel
     from pass_ext.decoding.planning.calibration import calibrate
     from pass_ext.decoding.planning.plan import plan
@@ -130,7 +130,7 @@ _LATER = {
     "DraftLevel": "modules.decision",
     "Drafter": "decoding.drafting.drafter",
     "DraftingMethod": "decoding.drafting.drafter",
-    "EarlyExitDraft": "decoding.models.early_exit_draft",
+    "EarlyExitDraft": "decoding.models.early_exit.draft",
     "ExitAdapter": "modules.exit_adapter",
     "Generation": "decoding.generation",
     "GenerationStats": "decoding.stats",

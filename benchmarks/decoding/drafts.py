@@ -84,7 +84,7 @@ def load_drafts(options: argparse.Namespace, model: Any, tokenizer: Any) -> Draf
 def _draft(name: str, options: argparse.Namespace, model: Any, tokenizer: Any) -> Callable[[Any], Any]:
     kind, _, exit_of = name.partition(":")
     if kind == "exit":
-        from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft
+        from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft
 
         how: dict[str, Any] = {"layers": int(exit_of)} if exit_of.isdigit() else {"adapter": exit_of}
         EarlyExitDraft(model, **how)  # refuses now what does not fit the model

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.early_exit_draft import unwrapped
+from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.hidden_rows import kept_hidden
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import in_vocabulary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft
+from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft
 from pass_ext.decoding.models.packed import Adapted
 
 
@@ -14,7 +14,7 @@ def packed_model(model: Any) -> Adapted:
     if isinstance(model, Adapted):
         return model
     if isinstance(model, EarlyExitDraft):
-        from pass_ext.decoding.models.early_exit import EarlyExitModel
+        from pass_ext.decoding.models.early_exit.model import EarlyExitModel
 
         return EarlyExitModel(model)
     if hasattr(model, "get_input_embeddings") and hasattr(model, "config"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.early_exit_draft import unwrapped
+from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.logit_shards import logit_shards_of
 from pass_ext.decoding.models.packed import Adapted, Attend, SlotOffsets
 from pass_ext.decoding.models.patching.attachment import attached, attachment_of

@@ -4,7 +4,7 @@ calls."""
 from __future__ import annotations
 
 from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, MultiCandidate, Speculative
-from pass_ext.decoding.models.early_exit_draft import unwrapped
+from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.draft_tree import DraftPlan, plan_drafts
 from pass_ext.decoding.planning.lookahead_tree import assumed_hit_rates

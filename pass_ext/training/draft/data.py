@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.early_exit_draft import exit_parts
+from pass_ext.decoding.models.early_exit.draft import exit_parts
 from pass_ext.training.common.documents import Document
 
 ROWS = 1024  # tokens in one forward

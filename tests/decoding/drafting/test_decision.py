@@ -503,9 +503,9 @@ def test_exit_drafts_are_made_when_asked_for(monkeypatch):
                 raise ValueError("'absent' is neither a file nor one of the shipped names")
             self.arguments = (model, layers, adapter)
 
-    fake = types.ModuleType("pass_ext.decoding.models.early_exit_draft")
+    fake = types.ModuleType("pass_ext.decoding.models.early_exit.draft")
     fake.EarlyExitDraft = EarlyExitDraft
-    monkeypatch.setitem(sys.modules, "pass_ext.decoding.models.early_exit_draft", fake)
+    monkeypatch.setitem(sys.modules, "pass_ext.decoding.models.early_exit.draft", fake)
     drafts = [which_draft.load_draft(name, "model", None, torch.float32) for name in ("exit:3", "exit:smol")]
     assert [draft.arguments for draft in drafts] == [("model", 3, None), ("model", None, "smol")]
     with pytest.raises(SystemExit, match="--draft 'exit:absent': 'absent' is neither"):

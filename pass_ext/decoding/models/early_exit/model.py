@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.early_exit_draft import EarlyExitDraft, exit_parts
+from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft, exit_parts
 from pass_ext.decoding.models.packed import Attend, SlotOffsets
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.decoding.models.row_adapters import RowAdapters

@@ -1,0 +1,1 @@
+"""A model's first layers as its draft model."""
