@@ -19,7 +19,7 @@ sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed p
 from benchmarks.decoding.prompts import Prompt
 from benchmarks.pages import batches, by_machine, training_runs
 from benchmarks.pages.by_machine import RESULTS
-from benchmarks.pages.lookahead import raced_chances, slot_texts, slots
+from benchmarks.pages.lookahead import raced_chances, slot_aims, slot_texts, slots
 from benchmarks.pages.lookahead.slots import Text, judged
 
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an sdist has no results")
@@ -149,3 +149,35 @@ def test_the_log_loss_is_that_of_the_candidates_chances():
     assert abs(raced_chances.log_loss([place], 2.0) - expected) < 1e-12
     even = -(torch.tensor(1 / 8).log() + 2 * torch.tensor(7 / 8).log()) / 3
     assert abs(raced_chances.log_loss([place], None) - even) < 1e-6
+
+
+def _result(tops, one, two, tokens):
+    hits = dict(file=slot_aims.FILE, kind="greedy", domain="all", scores="with transitions")
+    shared = {"file": slot_aims.FILE, "sampling": "greedy", "tokens per call": tokens}
+    written = [
+        shared | {"method": method, "domain": domain, "speed": speed}
+        for method, speeds in ((slot_texts.EIGHT, one), (slot_texts.TWO, two))
+        for domain, speed in zip(("code", "prose", "chat"), speeds, strict=True)
+    ]
+    return {"rows": [hits | {"top 1": tops}, hits | {"scores": "raw", "top 1": [0.0] * 4}], "written": written}
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({}, []),
+        ({"tops": [0.60, 0.45, 0.349, 0.30]}, ["top 1"]),
+        ({"tokens": 2.4}, ["tokens per call"]),
+        ({"one": (1.59, 2.0, 2.0)}, ["speed against Plain"]),
+        ({"two": (1.0, 1.0, 1.6)}, ["one pass against two"]),
+    ],
+    ids=str,
+)
+def test_an_aim_is_missed_where_one_domain_or_slot_falls_short(change, missed):
+    result = _result(
+        **({"tops": [0.60, 0.45, 0.35, 0.30], "one": (1.6, 2.0, 2.0), "two": (1.0, 1.0, 1.0), "tokens": 2.5} | change)
+    )
+    aims = slot_aims.aims_of(result)
+    assert len(aims) == 4, "no row tells of the sampled texts, and of rows by measured times"
+    assert [[part for part in missed if part in aim.aim] for aim in aims if not aim.met] == [missed] * len(missed)
+    assert slot_aims.lines_of(result | {"rows": [], "written": []}) == []
