@@ -48,10 +48,15 @@ class SlotOffsets:
         self._dense: Tensor | None = None
 
     def __getitem__(self, layer: int) -> Tensor:
+        return self.dense[layer]
+
+    @property
+    def dense(self) -> Tensor:
+        """``[layers, N, d]``."""
         if self._dense is None:
             known = torch.cat([self.deep.new_zeros(len(self.deep), 1, self.deep.shape[2]), self.deep], dim=1)
             self._dense = known.index_select(1, (-self.ids).clamp(min=0).long())
-        return self._dense[layer]
+        return self._dense
 
 
 class Adapt(Protocol):

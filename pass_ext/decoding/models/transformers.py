@@ -120,9 +120,11 @@ class TransformersModel(Adapted):
                     self._ran = True
                     return logits
             seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
-            if shifted is not None:
-                shifted.offsets = offsets
-            call = OurCall(attend, self.name, self._kept, seen, self.layers, offsets, adapters)
+            if shifted is not None and offsets is not None:
+                # A compiled model would be compiled once for offsets that are not there yet, and once for others.
+                shifted.offsets = offsets if direct is not None else offsets.dense
+            is_compiled = hasattr(self.model, "_orig_mod")
+            call = OurCall(attend, self.name, self._kept, seen, self.layers, offsets, adapters, is_compiled)
             with our_call(call), adapting(adapters):
                 logits = self._called(direct, call, rows, positions, wanted)
         except _MACHINE:

@@ -47,7 +47,8 @@ class CausalRows(NamedTuple):
     model: str = "this model"
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(self._no_tensor(f".{name}"))
+        # torch.compile asks while the fields are not there yet, and `self.model` would lead here again.
+        raise AttributeError(self._no_tensor(f".{name}") if len(self) else name)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, tuple):

@@ -94,7 +94,7 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             return original(hidden_states, *others, **named)
         call = current_call()
         rotation: Any = named.get("position_embeddings")
-        if call is None:
+        if call is None or call.is_compiled:
             return original(hidden_states, *others, **named)
         if parts.layer and stack.has_result(hidden_states):
             return (hidden_states,) if known.returns_tuple else hidden_states

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import SlotOffsets
-from pass_ext.decoding.models.patching.row_attention import in_our_call
+from pass_ext.decoding.models.patching.row_attention import current_call
 
 
 class LayerOffsets:
@@ -54,7 +54,7 @@ class LayerOffsets:
     def _added(self, index: int) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
             offsets = self.offsets
-            if offsets is None or (adds_its_offsets(module) and in_our_call()):
+            if offsets is None or (adds_its_offsets(module) and _is_plain_call()):
                 return None
             if inputs:
                 return (inputs[0] + offsets[index], *inputs[1:]), named
@@ -73,6 +73,12 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     raise ValueError(
         f"{type(model).__name__} has no list of {count} layers that look-ahead slots could shift the input of"
     )
+
+
+def _is_plain_call() -> bool:
+    """True inside a generation's call of a model that is not compiled, in the same thread."""
+    call = current_call()
+    return call is not None and not call.is_compiled
 
 
 def adds_its_offsets(layer: nn.Module) -> bool:

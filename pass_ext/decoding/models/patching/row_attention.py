@@ -50,6 +50,9 @@ class OurCall(NamedTuple):
     """Vectors that rows of slots add to the input of every layer."""
     adapters: RowAdapters | None = None
     """Of the linear layers, for rows of slots."""
+    is_compiled: bool = False
+    """The model is torch.compile's: layers compute as their classes have it, and hooks add all that slots add. Some parts of
+    such a call may run uncompiled, behind torch's limit of graphs, so who adds must not depend on that."""
 
 
 _our_call: ContextVar[OurCall | None] = ContextVar("our_call", default=None)
