@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -69,13 +70,16 @@ class LayerAdapters:
                 raise ValueError(f"these adapters have one for {place} with (in, out) = {sizes}, the model has {found}")
             self._hooks[place] = module.register_forward_hook(_added(place))
 
+    @cached_property
+    def _layers(self) -> nn.ModuleList:
+        return decoder_layers(self._model)
+
     def _linear(self, place: str) -> tuple[nn.Module | None, tuple[int, int] | None]:
         """The module at a place and its (in, out); None: there is none, or it has none."""
         if place not in self._linears:
             number, _, name = place.partition(".")
-            layers = decoder_layers(self._model)
             try:
-                module = layers[int(number)].get_submodule(name)
+                module = self._layers[int(number)].get_submodule(name)
             except (AttributeError, IndexError):
                 module = None
             self._linears[place] = module, None if module is None else sizes_of(module)
