@@ -1,6 +1,7 @@
 """step_modules: the parts of each architecture that compute by the step ops, their results, and parts that must stay."""
 
 from collections import Counter
+from functools import wraps
 
 import pytest
 import torch
@@ -351,6 +352,47 @@ def test_rotations_with_other_results_are_left_alone():
     others = neighbours, lambda q, k, cos, sin: q, lambda q, k, cos, sin: (*halves(q, k, cos, sin), q)
     for rotate in (*others, lambda q, k, cos, sin: (1, 2), lambda q, k, angles: (q, k), lambda *tensors: None):
         assert not patching._rotates_halves(rotate)
+
+
+def _renaming(name, seen):
+    """A decorator as that of transformers 5.24: what comes by an old name goes on by the new one."""
+
+    def around(function):
+        @wraps(function)
+        def renamed(self, *arguments, **named):
+            if f"old_{name}" in named:
+                seen.append(name)
+                named[name] = named.pop(f"old_{name}")
+            return function(self, *arguments, **named)
+
+        return renamed
+
+    return around
+
+
+@pytest.mark.parametrize("names", [["attention_mask"], ["attention_mask", "position_embeddings"]], ids=len)
+def test_attention_keeps_its_decorators(names, monkeypatch):
+    """Inside, a call by an old name does what it did; the rotation is the op's all the same."""
+    from transformers.models.llama import modeling_llama
+
+    model, seen, rotated = small_model("llama"), [], []
+    forward = modeling_llama.LlamaAttention.forward
+    for name in names:
+        forward = _renaming(name, seen)(forward)
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    attention, x = model.model.layers[0].self_attn, torch.randn(1, 5, 64)
+    cos_sin = model.model.rotary_emb(x, torch.arange(5)[None])
+    given = {"position_embeddings": cos_sin, "attention_mask": torch.zeros(1, 1, 5, 5)}
+    old = {f"old_{name}" if name in names else name: value for name, value in given.items()}
+    op = patching._rotary
+    monkeypatch.setattr(patching, "_rotary", lambda *tensors: rotated.append(1) or op(*tensors))
+    with torch.no_grad():
+        before = attention(x, **given)[0]
+        with step_modules(model, always):
+            rotated.clear()
+            assert_same_bits(attention(x, **old)[0], attention(x, **given)[0])
+            assert seen == names[::-1] and len(rotated) == 2
+            torch.testing.assert_close(attention(x, **old)[0], before, rtol=2e-5, atol=2e-6)
 
 
 def test_hooks_run_as_before():

@@ -4,10 +4,11 @@ A part is recognised by what it computes: its class's code runs on random number
 must give the op's numbers. Whatever is not recognised stays as it is.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import FunctionType, MethodType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ _gate = torch.ops.pass_ext.step_gate.default
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _ROTARY = "apply_rotary_pos_emb"
-_RENAMING = "transformers.utils.deprecation"
 _EPS = ("variance_epsilon", "eps")
 _SEPARATE = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _JOINED = {"gate_up_proj", "chunk", "down_proj", "activation_fn"}
@@ -220,19 +220,33 @@ def _numbers_for_gate() -> tuple[Tensor, Tensor, Tensor]:
 
 def _attention_forward(part: nn.Module, when: When) -> Callable[..., Any] | None:
     """The class's own forward, in which ``apply_rotary_pos_emb`` is the op."""
-    forward = _without_renaming(type(part).forward)
+    outer = type(part).forward
+    forward = inspect.unwrap(outer)
+    if not isinstance(forward, FunctionType):
+        return None
     rotate = forward.__globals__.get(_ROTARY)
     if _ROTARY not in forward.__code__.co_names or not isinstance(rotate, FunctionType) or not _rotates_halves(rotate):
         return None
     copy = _with_our_rotation(forward, rotate, when)
     copy.__globals__.update({**forward.__globals__, _ROTARY: copy.__globals__[_ROTARY]})  # what users replaced since
-    return MethodType(copy, part)
+    decorated = _decorated(outer, forward, copy)
+    return None if decorated is None else MethodType(decorated, part)
 
 
-def _without_renaming(forward: Any) -> Any:
-    """The function behind transformers' decorator of renamed arguments: no call of a generation has one by its old name."""
-    is_renamed = forward.__globals__.get("__name__") == _RENAMING and hasattr(forward, "__wrapped__")
-    return forward.__wrapped__ if is_renamed else forward
+@cache
+def _decorated(outer: Any, forward: FunctionType, copy: FunctionType) -> FunctionType | None:
+    """The decorators of ``forward`` around its copy: calls by arguments' old names mean what they did. None: one of them does
+    not hold the function in its closure."""
+    if outer is forward:
+        return copy
+    inner, cells = outer.__wrapped__, outer.__closure__ or ()
+    within = _decorated(inner, forward, copy)
+    if within is None or not any(cell.cell_contents is inner for cell in cells):
+        return None
+    closure = tuple(CellType(within) if cell.cell_contents is inner else cell for cell in cells)
+    again = FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, closure)
+    again.__kwdefaults__ = outer.__kwdefaults__
+    return again
 
 
 @cache
