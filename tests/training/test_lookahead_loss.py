@@ -93,23 +93,24 @@ def test_a_slot_row_is_what_the_model_says_after_the_text_and_the_slots_before_i
             torch.testing.assert_close(logits[b, a], alone, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.4, 3.0])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 @pytest.mark.parametrize("kind", ["kl", "total-variation", "cross-entropy"])
-def test_the_chunked_loss_is_the_dense_one(kind, chunk):
+def test_the_chunked_loss_is_the_dense_one(kind, chunk, temperature):
     torch.manual_seed(0)
     rows = [torch.randn(23, 8, requires_grad=True), torch.randn(23, 6, requires_grad=True)]
     tables, bias = [torch.randn(50, 8), torch.randn(50, 6)], torch.randn(50)
     weights, teacher_rows = torch.rand(23), torch.randn(9, 8)
     teacher, labels = torch.randint(9, (23,)), torch.randint(50, (23,))
-    own = (rows[0] @ tables[0].T + rows[1] @ tables[1].T + bias).log_softmax(-1)
+    own = ((rows[0] @ tables[0].T + rows[1] @ tables[1].T + bias) / temperature).log_softmax(-1)
     if kind != "cross-entropy":
         chosen = dict(teacher_rows=teacher_rows, teacher=teacher, divergence=kind)
-        goal = (teacher_rows @ tables[0].T + bias).log_softmax(-1)[teacher]
+        goal = ((teacher_rows @ tables[0].T + bias) / temperature).log_softmax(-1)[teacher]
         distances = (goal.exp() * (goal - own) if kind == "kl" else (goal.exp() - own.exp()).abs() / 2).sum(-1)
         dense = (weights * distances).sum()
     else:
         chosen, dense = dict(labels=labels), (weights * F.nll_loss(own, labels, reduction="none")).sum()
-    ours = distillation_loss(rows, tables, weights, bias=bias, chunk=chunk, **chosen)
+    ours = distillation_loss(rows, tables, weights, bias=bias, chunk=chunk, temperature=temperature, **chosen)
     torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
     for mine, theirs in zip(torch.autograd.grad(3 * ours, rows), torch.autograd.grad(3 * dense, rows), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
@@ -131,6 +132,22 @@ def test_total_variation_is_one_minus_the_chance_to_be_accepted():
     )  # fmt: skip
     assert loss.item() == pytest.approx(0.75)
     assert torch.autograd.grad(loss, rows)[0].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["kl", "total-variation", "cross-entropy"])
+def test_a_trainers_loss_has_the_temperature_of_its_settings(kind):
+    """At a temperature of 0.5 it is the loss of a model, and of transition scores, with twice the logits."""
+    model, double, windows = tiny_llama(tied=False), tiny_llama(tied=False), windows_of(counting(9, 24))
+    embedding, twice = slots_for(model), slots_for(model)
+    double.lm_head.weight.mul_(2)
+    twice.transition_left.data.mul_(2)
+    sharp = LookaheadTrainer(
+        model, embedding, windows, dataclasses.replace(SETTINGS, loss=kind, loss_temperature=0.5)
+    ).loss(3)
+    plain = LookaheadTrainer(double, twice, windows, dataclasses.replace(SETTINGS, loss=kind)).loss(3)
+    torch.testing.assert_close(sharp, plain, atol=1e-5, rtol=1e-5)
+    blunt = LookaheadTrainer(model, embedding, windows, dataclasses.replace(SETTINGS, loss=kind)).loss(3)
+    assert abs(blunt - sharp) > 0.01
 
 
 def test_base_rows_have_no_adapters(monkeypatch):

@@ -117,7 +117,9 @@ def test_steps_may_have_another_type_than_samples(tmp_path, monkeypatch):
     assert set(seen) == {("sample", *[torch.float32] * 2), ("step_loss", *[torch.bfloat16] * 2)}
     assert mixed.training_record["settings"]["step_dtype"] == "bfloat16"
     same = trained(tmp_path / "same", console, step_dtype="float32", steps=2)
-    assert "step_dtype" not in same.training_record["settings"], "a run without the option goes on"
+    assert not {"step_dtype", "loss_temperature"} & same.training_record["settings"].keys(), "older runs go on"
+    sharp = trained(tmp_path / "sharp", console, loss_temperature=0.5, steps=2)
+    assert sharp.training_record["settings"]["loss_temperature"] == 0.5
     with pytest.raises(SystemExit, match="other settings or data"):
         trained(tmp_path / "mixed", console, steps=2)
 
@@ -157,8 +159,10 @@ def test_the_command_trains_learned_keys(tmp_path):
         ("--adapter-by-slot", "need --adapter-rank, got 0"),
         ("--adapter-rank 129", "--adapter-rank must be at most 128, got 129"),
         ("--curriculum -1", "--curriculum must be at least 0, got -1"),
+        ("--loss-temperature 0", "--loss-temperature must be above 0, got 0"),
+        ("--loss-temperature nan", "--loss-temperature must be above 0, got nan"),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_options_of_adapters_that_cannot_be(tmp_path, line, message):
     parser = argparse.ArgumentParser()

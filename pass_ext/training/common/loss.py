@@ -5,9 +5,9 @@
     total-variation   1 - sum of min(p, q),    its slope in q's logits: q (g - sum of q g), g = -1 where q < p, else 0
     cross-entropy     -log q[label]
 
-1 minus the total variation is the chance that a token drawn from q is accepted. logits = sum over k of rows_k @ table_k^T with
-frozen tables. Rows are sorted so that those with the same teacher share its softmax. The forward pass computes each chunk's
-gradient too, and then drops its logits.
+1 minus the total variation is the chance that a token drawn from q is accepted. Both are softmax(logits / temperature), where
+logits = sum over k of rows_k @ table_k^T with frozen tables. Rows are sorted so that those with the same teacher share its
+softmax. The forward pass computes each chunk's gradient too, and then drops its logits.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def distillation_loss(
     bias: Tensor | None = None,
     chunk: int = CHUNK,
     divergence: str = "kl",
+    temperature: float = 1.0,
 ) -> Tensor:
     """``sum_r weights[r] * loss_r``, differentiable in every ``rows[k]`` [R, d_k].
 
@@ -40,6 +41,10 @@ def distillation_loss(
     """
     if divergence not in DIVERGENCES:
         raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}")
+    if temperature != 1:  # here, where a row is d numbers, not V
+        rows = [part / temperature for part in rows]
+        bias = None if bias is None else bias / temperature
+        teacher_rows = None if teacher_rows is None else teacher_rows / temperature
     loss: Tensor = _Chunked.apply(tables, weights, teacher_rows, teacher, labels, bias, chunk, divergence, *rows)
     return loss
 

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, default=256, help="tokens a text")
     add("--anchors", type=int, default=48, help="look-ahead groups a text")
     add("--loss", choices=("kl", "total-variation", "cross-entropy"), default="kl")
+    add("--loss-temperature", type=float, default=1.0, help="compare both distributions at this temperature")
     add("--decay", type=float, default=0.8, help="weight of slot i: decay^i")
     add("--slot-weights", type=float, nargs="+", default=(), metavar="W", help="one weight a slot, instead of --decay")
     add(
@@ -69,6 +70,8 @@ def check_arguments(options: argparse.Namespace) -> None:
     weights = options.slot_weights
     if weights and (len(weights) != options.lookahead or not all(0 < weight < float("inf") for weight in weights)):
         raise SystemExit(f"--slot-weights must be {options.lookahead} numbers above 0, one a slot, got {list(weights)}")
+    if not 0 < options.loss_temperature < float("inf"):
+        raise SystemExit(f"--loss-temperature must be above 0, got {options.loss_temperature}")
     if not options.adapter_rank and (options.adapter_kinds or options.adapter_by_slot):
         raise SystemExit("--adapter-kinds and --adapter-by-slot need --adapter-rank, got 0")
     if options.adapter_rank > MAX_RANK:

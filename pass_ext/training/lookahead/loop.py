@@ -37,6 +37,7 @@ class Settings:
     adapter_learning_rate: float = 0.001
     prefix_learning_rate: float = 0.01
     slot_weights: tuple[float, ...] = ()  # empty: decay^i
+    loss_temperature: float = 1.0  # of both distributions that the loss compares
     curriculum: int = 0  # steps in which slots join one after the other; 0: all from the start
 
     def slots_at(self, step: int, slots: int) -> int:
@@ -49,7 +50,12 @@ class Settings:
 
 
 def step_loss(
-    model: Any, embedding: LookaheadEmbedding, window: Window, slot_weights: Sequence[float], loss: str = "kl"
+    model: Any,
+    embedding: LookaheadEmbedding,
+    window: Window,
+    slot_weights: Sequence[float],
+    loss: str = "kl",
+    temperature: float = 1.0,
 ) -> Tensor:
     """The loss of one step's groups, each of as many slots as there are weights; its graph reaches the look-ahead parameters
     only."""
@@ -70,11 +76,11 @@ def step_loss(
             rows, tables = [*rows, score], [*tables, table]
     powers = torch.tensor(slot_weights, dtype=torch.float32, device=table.device)
     weights = (powers / powers.sum() / (batch * count)).repeat(batch * count)
+    fixed = {"bias": head.bias, "temperature": temperature}
     if loss == "cross-entropy":
-        return distillation_loss(rows, tables, weights, bias=head.bias, labels=ids.flatten()[flat + 1])
-    return distillation_loss(
-        rows, tables, weights, teacher_rows=text.flatten(0, 1), teacher=flat, bias=head.bias, divergence=loss
-    )
+        return distillation_loss(rows, tables, weights, labels=ids.flatten()[flat + 1], **fixed)
+    text = text.flatten(0, 1)
+    return distillation_loss(rows, tables, weights, teacher_rows=text, teacher=flat, divergence=loss, **fixed)
 
 
 class LookaheadTrainer(Trainer):
@@ -107,4 +113,4 @@ class LookaheadTrainer(Trainer):
         """The loss of the windows of this step."""
         window, settings = self._windows.at(step), self._settings
         weights = settings.weights_of(settings.slots_at(step, self._embedding.num_lookahead))
-        return step_loss(self._model, self._embedding, window, weights, settings.loss)
+        return step_loss(self._model, self._embedding, window, weights, settings.loss, settings.loss_temperature)

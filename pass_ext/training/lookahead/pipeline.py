@@ -56,6 +56,7 @@ def train(run: Run) -> Path:
     embedding, earlier = _start(run, windows)
     # Runs from before there were these options go on.
     unused = [name for name in described if name.startswith("prefix_")] if embedding.prefix is None else []
+    unused += ["loss_temperature"] if options.loss_temperature == 1 else []
     unused += ["step_dtype"] if options.step_dtype in (None, options.dtype) else []
     described = {name: value for name, value in described.items() if name not in unused}
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
