@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import pass_ext
-from pass_ext.decoding.drafting.from_lookahead import _transition_tables, lookahead_drafter
+from pass_ext.decoding.drafting.lookahead.of_pass import lookahead_drafter
+from pass_ext.decoding.drafting.lookahead.offers import transition_tables
 from pass_ext.decoding.models.adapt import packed_model
 
 PROMPTS = torch.tensor([[1, 5, 9, 20], [7, 7, 3, 11]])
@@ -77,7 +78,7 @@ def main(folder):
         texts["rows"] = str(error)
     divided, alone = packed_model(model), packed_model(whole)
     assert alone.logit_shards is None and divided.logit_shards is not None
-    tables = [_transition_tables(bound, each.table, each.logit_shards) for each in (divided, alone)]
+    tables = [transition_tables(bound, each.table, each.logit_shards) for each in (divided, alone)]
     texts["tables"] = [torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*tables, strict=True)]
     divided.logit_shards.table_part = None  # as of a table that is divided in another way
     try:

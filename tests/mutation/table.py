@@ -40,6 +40,7 @@ _SPECULATIVE = [
 _GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_grammar_laws.py", "-k", "not faults"]
 _CHOSEN = ["tests/decoding/loop/test_chosen_step.py"]
 _SHARED = ["tests/decoding/drafting/test_shared_rows.py"]
+_LOOK_AHEAD = [*_SHARED, *_GENERATE[:-1], f"{_GENERATE[-1]} or test_shared_rows"]
 _AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
@@ -193,9 +194,12 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/rows/chances": _SHARED,
     "drafting/rows/share": _SHARED,
     "drafting/rows/shared": _SHARED,
-    "drafting/rows/short": ["tests/decoding/drafting/test_pass_drafter.py"],
+    "drafting/lookahead/short_rows": ["tests/decoding/drafting/test_pass_drafter.py"],
     "drafting/rows/pace": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
-    "drafting/from_lookahead": [*_SHARED, *_GENERATE[:-1], f"{_GENERATE[-1]} or test_shared_rows"],
+    "drafting/lookahead/drafter": _LOOK_AHEAD,
+    "drafting/lookahead/of_pass": _LOOK_AHEAD,
+    "drafting/lookahead/offers": _LOOK_AHEAD,
+    "drafting/lookahead/tree_filler": _LOOK_AHEAD,
     "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
     "models/peft_adapters": ["tests/decoding/models/test_adapted_models.py"],
     "models/plain_tensors": [

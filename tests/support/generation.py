@@ -16,7 +16,7 @@ from pass_ext import (
     Tree,
 )
 from pass_ext.decoding import generation
-from pass_ext.decoding.drafting.from_lookahead import Filled, TreeFiller
+from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
 from pass_ext.modules.exit_adapter import ExitAdapter
 
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])

@@ -12,7 +12,7 @@ from functools import partial
 
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import Drafting
-from pass_ext.decoding.drafting.from_lookahead import LookaheadDrafter
+from pass_ext.decoding.drafting.lookahead.drafter import LookaheadDrafter
 from pass_ext.decoding.loop.ahead import AheadLoop
 from pass_ext.decoding.loop.chosen_step import ChosenPlan
 from pass_ext.decoding.loop.fixed_step import FixedPlan

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.drafting.from_lookahead import Offers
+from pass_ext.decoding.drafting.lookahead.offers import Offers
 from pass_ext.decoding.loop.device_step import DeviceStep, Records
 from pass_ext.decoding.loop.synthetic import Synthetic
 from pass_ext.decoding.profiling import profiled

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pass_ext.decoding.drafting.from_lookahead import TreeFiller
+from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.integrations.vllm.draft_length import DraftLength
 from pass_ext.integrations.vllm.sampling.runner_v1 import is_replaced

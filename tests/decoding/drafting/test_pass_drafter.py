@@ -5,7 +5,7 @@ import torch
 from support.generation import Monotone
 
 from pass_ext import LookaheadEmbedding, PaSS, Tree, draft_sample, generate
-from pass_ext.decoding.drafting.from_lookahead import TreeFiller
+from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
 from pass_ext.decoding.sampling import SamplingParams
 
 STAR = Tree([-1] + [0] * 70 + [1, 1])

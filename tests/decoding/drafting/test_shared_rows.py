@@ -11,8 +11,9 @@ from support.generation import Prophet, slots_for
 from support.small_models import VOCABULARY, ragged_prompts
 
 from pass_ext import PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting import from_lookahead
-from pass_ext.decoding.drafting.from_lookahead import LookaheadDrafter, TreeFiller, _rows_of
+from pass_ext.decoding.drafting.lookahead import of_pass
+from pass_ext.decoding.drafting.lookahead.drafter import LookaheadDrafter
+from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller, rows_of
 from pass_ext.decoding.drafting.rows import batch_seconds as seconds_module
 from pass_ext.decoding.drafting.rows import shared as shared_module
 from pass_ext.decoding.drafting.rows.batch_seconds import BatchSeconds
@@ -291,7 +292,7 @@ def test_rows_are_copied_as_indexing_does():
         logits = torch.randn(9, columns).to(dtype)
         for x in (logits, torch.randn(9, 2 * columns).to(dtype)[:, ::2]):
             rows = [[4, 5], [8, 8], [0, 1]]
-            assert torch.equal(_rows_of(x, rows), x[torch.tensor(rows)])
+            assert torch.equal(rows_of(x, rows), x[torch.tensor(rows)])
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -405,13 +406,13 @@ def test_rows_are_shared_where_leaving_candidates_out_is_exact(llama, monkeypatc
     monkeypatch.setattr(
         "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.0))
     )
-    made, inner = [], from_lookahead.lookahead_drafter
+    made, inner = [], of_pass.lookahead_drafter
 
     def spied(*arguments, **keywords):
         made.append(inner(*arguments, **keywords))
         return made[-1]
 
-    monkeypatch.setattr(from_lookahead, "lookahead_drafter", spied)
+    monkeypatch.setattr(of_pass, "lookahead_drafter", spied)
     ids, mask = ragged_prompts(2)
     slots = slots_for(llama)
     for count in (2, 1):

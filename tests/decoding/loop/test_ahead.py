@@ -13,7 +13,9 @@ from support.generation import BUSHY, Decoder, Mixer, NoHostReads, slots_for, un
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting.from_lookahead import Filled, LookaheadDrafter, Offers, TreeFiller
+from pass_ext.decoding.drafting.lookahead.drafter import LookaheadDrafter
+from pass_ext.decoding.drafting.lookahead.offers import Offers
+from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
 from pass_ext.decoding.drafting.rows import pace
 from pass_ext.decoding.loop import choice, fixed_step
 from pass_ext.decoding.loop.ahead import AheadLoop
