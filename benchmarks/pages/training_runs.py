@@ -27,7 +27,14 @@ SETTINGS = (
     "transition_learning_rate",
     "deep_learning_rate",
 )
-OPTIONS = ("slot_weights", "loss_temperature", "adapter_kinds", "adapter_by_slot", "prefix_keys", "step_dtype")  # told where a run has them
+OPTIONS = (  # told where a run has them
+    "slot_weights",
+    "loss_temperature",
+    "adapter_kinds",
+    "adapter_by_slot",
+    "prefix_keys",
+    "step_dtype",
+)
 
 
 def kept(name: str, record: dict[str, Any]) -> dict[str, Any]:
