@@ -1,5 +1,6 @@
 """The benchmark of look-ahead slots: which texts it chooses, what it counts, and that the committed page shows its result."""
 
+import itertools
 import json
 import sys
 
@@ -19,7 +20,7 @@ sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed p
 from benchmarks.decoding.prompts import Prompt
 from benchmarks.pages import batches, by_machine, training_runs
 from benchmarks.pages.by_machine import RESULTS
-from benchmarks.pages.lookahead import raced_chances, slot_aims, slot_texts, slots
+from benchmarks.pages.lookahead import raced_chances, rows_allow, slot_aims, slot_texts, slots
 from benchmarks.pages.lookahead.slots import Text, judged
 
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an sdist has no results")
@@ -99,6 +100,26 @@ def test_the_table_of_training_runs_shows_its_records():
     record = ROOT / "benchmarks/results/pretrained/smollm2-135m-instruct-adapters.json"
     name = "the shipped file with adapters"
     assert training_runs.kept(name, json.loads(record.read_text())) in json.loads(training_runs.RESULT.read_text())
+
+
+def test_the_page_of_rows_shows_the_shipped_file():
+    assert by_machine.write_page(rows_allow.RESULT, rows_allow.render, check=True) == 0
+    kept = json.loads(rows_allow.RESULT.read_text())
+    rates = pass_ext.LookaheadEmbedding.from_pretrained(kept["file"]).greedy_hit_rates
+    assert kept["greedy hit rates"] == [list(level) for level in rates]
+
+
+def test_what_rows_allow_by_hand():
+    rates = rows_allow.with_first([[0.5, 0.3, 0.1]], [0.75])
+    assert rates == [[0.75, pytest.approx(0.15), pytest.approx(0.05)]]
+    page = rows_allow.render({"file": "made", "greedy hit rates": [[0.5, 0.25], [0.4, 0.2], [0.3, 0.1], [0.2, 0.1]]})
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    numbers = {line[0]: list(map(float, line[2:])) for line in lines[2:]}
+    assert all(1 < row[0] < row[1] < row[2] < row[3] < 5 for row in numbers.values())
+    wanted = [numbers[name] for name in ("wanted", "wanted + 0.1", "wanted + 0.2", "wanted + 0.3")]
+    assert all(less < more for a, b in itertools.pairwise(wanted) for less, more in zip(a, b, strict=True))
+    four = rows_allow.plan([[0.75]], rows=4)  # the root and a candidate, a slot behind each: 1 + h tokens in every step
+    assert four.tokens_per_call == pytest.approx(1.75)
 
 
 def test_batches_by_hand():
