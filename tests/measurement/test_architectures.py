@@ -35,7 +35,8 @@ def kinds(line):
 @pytest.mark.parametrize("architecture", ALL)
 def test_transformers_own_text_or_a_refusal(architecture, result):
     line = judged(architecture)
-    assert ("not built" in line) == (architecture in NOT_BUILT), line
+    # A newer transformers may build what an older one could not.
+    assert "not built" not in line or architecture in NOT_BUILT, line
     wrong = {way: line[way] for way in WAYS if architectures.is_wrong(line, way)}
     assert not wrong
     assert architecture not in FAMILIES or [line[way] for way in WAYS] == [SAME] * 3
