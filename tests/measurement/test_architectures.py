@@ -19,6 +19,12 @@ from benchmarks.architectures.__main__ import RESULT, SAME, WAYS, judged
 from benchmarks.architectures.models import NOT_BUILT, model_types, tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2", "olmo2")
+# transformers 5.24 builds it; it still has no text of its own.
+BUILT_NOW = (
+    {"gemma4_unified_assistant"}
+    if tuple(map(int, architectures.versions()["transformers"].split(".")[:2])) >= (5, 24)
+    else set()
+)
 ALL = [pytest.param(name, marks=[] if name in FAMILIES else pytest.mark.slow) for name in model_types()]
 
 
@@ -35,8 +41,7 @@ def kinds(line):
 @pytest.mark.parametrize("architecture", ALL)
 def test_transformers_own_text_or_a_refusal(architecture, result):
     line = judged(architecture)
-    # A newer transformers may build what an older one could not.
-    assert "not built" not in line or architecture in NOT_BUILT, line
+    assert ("not built" in line) == (architecture in NOT_BUILT and architecture not in BUILT_NOW), line
     wrong = {way: line[way] for way in WAYS if architectures.is_wrong(line, way)}
     assert not wrong
     assert architecture not in FAMILIES or [line[way] for way in WAYS] == [SAME] * 3
