@@ -55,13 +55,16 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
   library.def(
       "next_rows_(Tensor(a!) rows, Tensor(b!) lengths, Tensor(c!) prefix_lens, Tensor(d!) report, Tensor limits, "
       "Tensor parents, int nodes, Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor? groups, "
-      "Tensor? offered, Tensor? scores, Tensor? left, Tensor? right, Tensor? temperature, Tensor? top_k, "
-      "Tensor? top_p, Tensor? min_p, Tensor? seeds) -> ()");
+      "Tensor? offered, Tensor? scores, Tensor? left, Tensor? right, Tensor(e!)? text, Tensor? temperature, "
+      "Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds) -> ()");
   library.def(
       "next_tree_(Tensor(a!) rows, Tensor(b!) parents, Tensor(c!) lengths, Tensor(d!) prefix_lens, Tensor(e!) report, "
       "Tensor limits, Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor rates, Tensor? price, "
-      "Tensor? offered, Tensor? scores, int first, Tensor? left, Tensor? right, Tensor? temperature, Tensor? top_k, "
-      "Tensor? top_p, Tensor? min_p, Tensor? seeds) -> ()");
+      "Tensor? offered, Tensor? scores, int first, Tensor? left, Tensor? right, Tensor(f!)? text, "
+      "Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds) -> ()");
+
+  // recall
+  library.def("recall_scores(Tensor tokens, Tensor contexts, Tensor requests, Tensor text, Tensor lengths) -> Tensor");
 
   // shard
   library.def(

@@ -26,6 +26,7 @@ from pass_ext.ops.layer import (
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.next import next_rows_, next_tree_
+from pass_ext.ops.recall import recall_scores
 from pass_ext.ops.shard import shard_best, shard_combine, shard_local
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
 from pass_ext.ops.tree import tree_mask, tree_prepare
@@ -107,6 +108,7 @@ __all__ = [
     "next_tree_",
     "pack_trees",
     "plan",
+    "recall_scores",
     "set_debug",
     "shard_best",
     "shard_combine",

@@ -6,6 +6,7 @@
 // Offered are the tokens of the look-ahead row at v's depth in the group behind the last accepted node. With transition
 // scores a token's score is  score + left[parent's token] · right[token]; at a temperature the tokens race, with the
 // target's own noise at v's position, in the distribution over the offered tokens. Else their order is given.
+// With a text, scores rise by what the text recalls (core/recall.h), and the emitted tokens are written behind it.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include "core/distribution.h"
 #include "core/noise.h"
 #include "core/platform.h"
+#include "core/recall.h"
 #include "core/scalar.h"
 #include "core/tree.h"
 
@@ -46,7 +48,8 @@ struct NextProblem {
   int64_t* lengths;       // [requests]
   int32_t* prefix_lens;   // [requests]
   int64_t* report;        // [requests, report_numbers + report_width]
-  int64_t requests;
+  int64_t* text;          // [requests, text_room], or null: nothing is recalled
+  int64_t requests, text_room;
   int32_t report_width;    // emitted tokens that it has room for
   int32_t report_numbers;  // in front of them
 };
@@ -116,6 +119,35 @@ PASS_EXT_HOST_DEVICE const int64_t* offered_at(const NextProblem& problem, int64
                                                int32_t depth) {
   if (root.offered < 0 || root.offered + depth >= problem.slots) return nullptr;
   return problem.offered + (request * problem.slots + root.offered + depth) * problem.count;
+}
+
+// Writes emitted token `i` of a request that moves into its text; tokens without a column are left out.
+PASS_EXT_HOST_DEVICE void write_text(const NextProblem& problem, int64_t request, const NextRoot& root, int32_t i) {
+  const int64_t place = root.length - 1 - problem.num_accepted[request] + i;
+  if (place < problem.text_room)
+    problem.text[request * problem.text_room + place] = problem.emitted[request * problem.width + i];
+}
+
+PASS_EXT_HOST_DEVICE RecallText text_of(const NextProblem& problem, int64_t request, const NextRoot& root) {
+  return recall_text(problem.text + request * problem.text_room, root.length, problem.text_room);
+}
+
+// The last tokens of a node's path. token(node), parent(node): of a node behind the root, number 0.
+template <typename Token, typename Parent>
+PASS_EXT_HOST_DEVICE RecallContext path_behind(const RecallText& text, const NextRoot& root, int32_t node,
+                                               const Token& token, const Parent& parent) {
+  RecallContext context;
+  int64_t place = root.length - 1;
+  for (int32_t n = 0; n < kRecallTokens; ++n) {
+    if (node > 0) {
+      context.last[n] = token(node);
+      node = parent(node);
+    } else {
+      context.last[n] = place >= text.begin && place < text.end ? text.tokens[place] : -1;
+      --place;
+    }
+  }
+  return context;
 }
 
 PASS_EXT_HOST_DEVICE bool has_transition(const NextProblem& problem, int64_t token) {

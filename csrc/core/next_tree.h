@@ -2,8 +2,9 @@
 // pointers, and the arithmetic on which both devices agree to the bit.
 //   slots      those behind the last accepted node; if it has none, those of the nearest node above it that has some,
 //              without the ones already passed: slot k of the ancestor at distance k foresees the token of slot 0
-//   chance     of a token below a parent = softmax(s)  ·  the offered tokens' mass,   s = score + left[parent] · right;
-//              at a temperature softmax(z / 1.5), z being the scores of the race, which hold the target's own noise
+//   chance     of a token below a parent = softmax(s)  ·  the offered tokens' mass,   s = score + left[parent] · right
+//              + recall; at a temperature softmax(z / 1.5), z being the scores of the race, which hold the target's own
+//              noise
 //   reach(v)   product of the chances on v's path; candidates are taken by reach, each behind its parent and the
 //              siblings that rank before it
 //   W(o, m)    = 0.8 · sum over i < m - o of  0.6^i · rate[o] · … · rate[o + i],   what m slots are worth when o of

@@ -19,6 +19,7 @@
 #include "core/half.h"
 #include "core/lookahead.h"
 #include "core/next.h"
+#include "core/recall.h"
 #include "core/scalar.h"
 #include "core/shard.h"
 #include "core/step.h"

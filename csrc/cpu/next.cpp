@@ -23,6 +23,7 @@ struct CpuOffers {
   const int64_t* tokens;
   float* scores;
   int32_t count;
+  int32_t* followed;  // memory for what the text recalls
 
   Offer at(int32_t k) const { return {scores[k], static_cast<int32_t>(tokens[k])}; }
 
@@ -70,6 +71,9 @@ void check_request(const char* op, const NextProblem& problem, int64_t b) {
   if (accepted < -1 || accepted >= problem.width)
     refuse(op, "num_accepted must be in [-1, ", problem.width, ") (path has ", problem.width, " columns), got ",
            accepted, " at ", b);
+  if (problem.text && problem.lengths[b] < problem.limits[b] && problem.lengths[b] + accepted + 1 > problem.text_room)
+    refuse(op, "text must have a column for every token, ", problem.lengths[b] + accepted + 1, " at ", b, ", got ",
+           problem.text_room);
 }
 
 void check_last_node(const char* op, const NextProblem& problem, int64_t b, int32_t nodes, const char* which) {
@@ -107,6 +111,26 @@ void report_step(const NextProblem& problem, int64_t request, const NextRoot& ro
     report[problem.report_numbers + i] = i < problem.width ? problem.emitted[request * problem.width + i] : -1;
 }
 
+// Moves a request to its root, in the state and in its text.
+void move_to(const NextProblem& problem, int64_t request, const NextRoot& root) {
+  problem.lengths[request] = root.length;
+  problem.prefix_lens[request] = static_cast<int32_t>(root.length - 1);
+  if (problem.text && root.moves)
+    for (int32_t i = 0; i <= problem.num_accepted[request]; ++i) write_text(problem, request, root, i);
+}
+
+// The scores below a node whose token is `before`. token(node), parent(node): of a node behind the root.
+template <typename Token, typename Parent>
+void score_below(const NextProblem& problem, int64_t request, const NextRoot& root, const CpuOffers& offers,
+                 int32_t node, int64_t before, const Token& token, const Parent& parent) {
+  const float* const scores = problem.scores + (offers.tokens - problem.offered);
+  PASS_EXT_AT_ISA(score_offered(problem, offers.tokens, scores, before, offers.scores));
+  if (!problem.text) return;
+  const RecallText text = text_of(problem, request, root);
+  const RecallContext path = path_behind(text, root, node, token, parent);
+  PASS_EXT_AT_ISA(recall_offered(text, path, offers.tokens, offers.count, offers.followed, offers.scores));
+}
+
 // Writes the tokens of the nodes below the root. Parents come first.
 void fill_nodes(const NextProblem& problem, int64_t request, const NextRoot& root, CpuOffers& offers) {
   for (int32_t node = 1; node < problem.nodes; ++node) *token_of(problem, request, node) = -1;
@@ -121,9 +145,10 @@ void fill_nodes(const NextProblem& problem, int64_t request, const NextRoot& roo
     const bool is_scored = problem.scores != nullptr;
     if (is_scored) {
       if (!has_transition(problem, before)) continue;
-      const float* const scores = problem.scores + (offers.tokens - problem.offered);
-      PASS_EXT_AT_ISA(
-          score_offered(problem, offers.tokens, scores, problem.left + before * problem.left_stride, offers.scores));
+      score_below(
+          problem, request, root, offers, parent, before,
+          [&](int32_t node) { return *token_of(problem, request, node); },
+          [&](int32_t node) { return problem.parents[node]; });
       race(offers, problem, request, root.length + depth);
     }
     Offer last = before_all();
@@ -142,8 +167,7 @@ void fill_nodes(const NextProblem& problem, int64_t request, const NextRoot& roo
 void advance(const NextProblem& problem, int64_t request, CpuOffers& offers) {
   const NextRoot root = next_root(problem, request);
   report_step(problem, request, root);
-  problem.lengths[request] = root.length;
-  problem.prefix_lens[request] = static_cast<int32_t>(root.length - 1);
+  move_to(problem, request, root);
   *id_of(problem, request, 0) = *token_of(problem, request, 0) = root.token;
   fill_nodes(problem, request, root, offers);
   for (int32_t node = 1; node < problem.nodes; ++node)
@@ -161,7 +185,8 @@ void next_on_cpu(const NextProblem& problem, const Tensor&) {
   check_values(problem);
   const auto run = [&](int64_t begin, int64_t end) {
     std::vector<float> scores(problem.scores ? problem.count : 0);
-    CpuOffers offers{nullptr, scores.data(), problem.count};
+    std::vector<int32_t> followed(problem.text ? kRecallTokens * scores.size() : 0);
+    CpuOffers offers{nullptr, scores.data(), problem.count, followed.data()};
     for (int64_t request = begin; request < end; ++request) advance(problem, request, offers);
   };
   for_ranges(problem.requests, requests_per_task(problem, problem.nodes), run);
@@ -190,7 +215,8 @@ class CpuTree {
   explicit CpuTree(const NextTreeProblem& problem)
       : problem_(problem),
         scores_(static_cast<size_t>(problem.step.row_count) * problem.step.count),
-        chances_(scores_.size()) {}
+        chances_(scores_.size()),
+        followed_(problem.step.text ? int64_t{kRecallTokens} * problem.step.count : 0) {}
 
   TreeNodes nodes;
 
@@ -227,14 +253,10 @@ class CpuTree {
     const int32_t depth = nodes.depth[node];
     const int64_t place = offset_of(request, slots.first + depth);
     CpuOffers& offers = offers_[node];
-    offers = {step.offered + place, scores_.data() + int64_t{node} * step.count, step.count};
-    const float* const scores = step.scores + place;
-    if (step.left == nullptr)
-      for (int32_t k = 0; k < step.count; ++k)
-        offers.scores[k] = has_transition(step, offers.tokens[k]) ? scores[k] : -kInfinity;
-    else
-      PASS_EXT_AT_ISA(
-          score_offered(step, offers.tokens, scores, step.left + nodes.token[node] * step.left_stride, offers.scores));
+    offers = {step.offered + place, scores_.data() + int64_t{node} * step.count, step.count, followed_.data()};
+    score_below(
+        step, request, root, offers, node, nodes.token[node], [&](int32_t at) { return nodes.token[at]; },
+        [&](int32_t at) { return nodes.parent[at]; });
     race(offers, step, request, root.length + depth);
     set_chances(offers, mass_[depth], is_raced(step, request), chances_of(node));
     open_[node] = opening_behind(offers, chances_of(node), before_all(), nodes.reach[node]);
@@ -242,6 +264,7 @@ class CpuTree {
 
   const NextTreeProblem& problem_;
   std::vector<float> scores_, chances_;
+  std::vector<int32_t> followed_;
   CpuOffers offers_[kMostChosenRows];
   TreeOpening open_[kMostChosenRows];
   uint64_t mass_[kMostChosenSlots];
@@ -271,6 +294,7 @@ void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& p
   const auto first_slot = [&](int32_t node) { return first_slot_behind(judged, node, step.row_count); };
   const SlotRows slots = slots_behind(problem, judged, root.last, first_slot);
   const int32_t levels = levels_left(step, request, root);
+  move_to(step, request, root);
   tree.fill(request, root, slots, levels);
   TreeChoice best = no_choice();
   for (int32_t form = 0; form < count_forms(problem.slots, tree.nodes.chain_length); ++form) {
@@ -282,8 +306,6 @@ void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& p
   int64_t* const report = step.report + request * (step.report_numbers + step.report_width);
   report[kReportNumbers] = shape.rows;
   report[kReportNumbers + 1] = shape.nodes;
-  step.lengths[request] = root.length;
-  step.prefix_lens[request] = static_cast<int32_t>(root.length - 1);
   for (int32_t row = 0; row < step.row_count; ++row)
     write_tree_row(problem, request, root, row, tree_row(tree.nodes, shape, root, row));
 }

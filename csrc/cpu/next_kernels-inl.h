@@ -1,5 +1,8 @@
 // Scores of offered tokens below one parent on the CPU, at one instruction set (see each_isa.h):
 //   out[k] = scores[k] + left · right[tokens[k]], in the order of core/next.h; -inf for a token outside the vocabulary
+// and what the text recalls (core/recall.h) on top of it.
+
+#include "cpu/recall-inl.h"
 
 inline Floats load_numbers(const float* from, int32_t count) {
   if (count >= Floats::width) return load(from);
@@ -21,11 +24,18 @@ inline float product_of(const float* left, const float* right, int32_t rank) {
   return sum_lanes(load(partial));
 }
 
-void score_offered(const NextProblem& problem, const int64_t* tokens, const float* scores, const float* left,
-                   float* out) {
+// before: the parent's token.
+void score_offered(const NextProblem& problem, const int64_t* tokens, const float* scores, int64_t before, float* out) {
+  const float* const left = problem.left == nullptr ? nullptr : problem.left + before * problem.left_stride;
   for (int32_t k = 0; k < problem.count; ++k) {
     out[k] = -kInfinity;
-    if (has_transition(problem, tokens[k]))
-      out[k] = scores[k] + product_of(left, problem.right + tokens[k] * problem.right_stride, problem.rank);
+    if (!has_transition(problem, tokens[k])) continue;
+    out[k] = scores[k];
+    if (left != nullptr) out[k] += product_of(left, problem.right + tokens[k] * problem.right_stride, problem.rank);
   }
+}
+
+void recall_offered(const RecallText& text, const RecallContext& context, const int64_t* tokens, int32_t count,
+                    int32_t* followed, float* scores) {
+  recall_below(text, context, tokens, count, followed, scores);
 }

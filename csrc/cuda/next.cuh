@@ -14,6 +14,7 @@
 #include "cuda/next_offers.cuh"
 #include "cuda/next_tree.cuh"
 #include "cuda/primitives.cuh"
+#include "cuda/recall_counts.cuh"
 
 namespace pass_ext::gpu {
 
@@ -24,18 +25,40 @@ constexpr int kNextWarps = kNextThreads / 32;
 struct NextShared {
   int32_t* depths;  // [row_count]
   int32_t* tokens;  // [nodes], -1: none
-  float* scores;    // [kNextWarps, count], with transition scores
+  float* scores;    // [kNextWarps, count], if candidates have scores
+  int32_t* recall;  // [kNextWarps, recall_numbers], if there is a text too
 };
 
 PASS_EXT_DEVICE NextShared carve_next(void* shared, const NextProblem& problem) {
   int32_t* const depths = static_cast<int32_t*>(shared);
   int32_t* const tokens = depths + problem.row_count;
-  return {depths, tokens, reinterpret_cast<float*>(tokens + problem.nodes)};
+  float* const scores = reinterpret_cast<float*>(tokens + problem.nodes);
+  return {depths, tokens, scores, reinterpret_cast<int32_t*>(scores + kNextWarps * problem.count)};
 }
 
 inline size_t next_bytes(const NextProblem& problem) {
-  const int64_t scores = problem.scores == nullptr ? 0 : int64_t{kNextWarps} * problem.count;
+  const int64_t of_scores = problem.count + (problem.text == nullptr ? 0 : recall_numbers(problem.count));
+  const int64_t scores = problem.scores == nullptr ? 0 : kNextWarps * of_scores;
   return static_cast<size_t>(problem.row_count + problem.nodes + scores) * 4;
+}
+
+// A warp: raises the scores below a parent by what the text recalls.
+PASS_EXT_DEVICE void recall_below(const NextProblem& problem, const NextShared& shared, int64_t request,
+                                  const NextRoot& root, int32_t parent, const WarpOffers& offers) {
+  const int32_t lane = static_cast<int32_t>(lane_index());
+  const RecallCounts counts = carve_recall(shared.recall + warp_index() * recall_numbers(problem.count));
+  const RecallText text = text_of(problem, request, root);
+  const RecallContext path = path_behind(
+      text, root, parent, [&](int32_t node) { return int64_t{shared.tokens[node]}; },
+      [&](int32_t node) { return parent_of_row(problem, node); });
+  clear_recall(counts, offers.count, lane, 32);
+  sync_warp();
+  count_recall(counts, text, path, offers.tokens, offers.count, lane, 32);
+  sync_warp();
+#pragma unroll 1
+  for (int32_t k = lane; k < offers.count; k += 32)
+    offers.scores[k] += recall_of(counts.places, counts.followed + k, offers.count);
+  sync_warp();  // the next parent's counts begin
 }
 
 // A warp: the tokens of a parent's children.
@@ -43,8 +66,15 @@ PASS_EXT_DEVICE void fill_children(const NextProblem& problem, const NextShared&
                                    const NextRoot& root, int32_t parent, const int64_t* offered) {
   WarpOffers offers{offered, shared.scores + warp_index() * problem.count, problem.count};
   const float* const given = problem.scores + (offered - problem.offered);
-  const float* const left = problem.left + shared.tokens[parent] * problem.left_stride;
-  for (int32_t k = 0; k < problem.count; ++k) score_offered(problem, offers, given, left, k);
+  if (problem.left == nullptr) {
+#pragma unroll 1
+    for (int32_t k = static_cast<int32_t>(lane_index()); k < problem.count; k += 32)
+      offers.scores[k] = has_transition(problem, offered[k]) ? given[k] : -kInfinity;
+  } else {
+    const float* const left = problem.left + shared.tokens[parent] * problem.left_stride;
+    for (int32_t k = 0; k < problem.count; ++k) score_offered(problem, offers, given, left, k);
+  }
+  if (problem.text != nullptr) recall_below(problem, shared, request, root, parent, offers);
   race(offers, problem, request, root.length + shared.depths[parent]);
   Offer last = before_all();
   for (int32_t child = parent + 1; child < problem.nodes; ++child) {
@@ -85,7 +115,10 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kNextThreads) next_kernel(PASS_EXT_PARAME
     shared.depths[row] = depth_of_row(problem, row);
     if (row < problem.nodes) shared.tokens[row] = row == 0 ? static_cast<int32_t>(root.token) : -1;
   }
-  sync_block();  // all threads have read the former state; depths are there
+  if (problem.text != nullptr && root.moves)
+    for (int32_t i = thread_rank(); i <= problem.num_accepted[request]; i += kNextThreads)
+      write_text(problem, request, root, i);
+  sync_block();  // all threads have read the former state; depths and the text are there
   report_step<kReportNumbers, kNextThreads>(problem, request, root, drafted);
   for (int32_t node = 0; node < problem.nodes; ++node)
     deepest = shared.depths[node] > deepest ? shared.depths[node] : deepest;

@@ -15,13 +15,14 @@
 #include "cuda/block.cuh"
 #include "cuda/next_offers.cuh"
 #include "cuda/primitives.cuh"
+#include "cuda/recall_counts.cuh"
 
 namespace pass_ext::gpu {
 
 constexpr int kTreeThreads = 256;
 constexpr int kTreeWarps = kTreeThreads / 32;
 
-// Shared memory of a block; behind it [row_count, count] scores and as many chances.
+// Shared memory of a block; behind it [row_count, count] scores, as many chances, and the counts of recall.
 struct TreeShared {
   int64_t prices[kMostChosenRows];
   uint64_t mass[kMostChosenSlots];
@@ -34,7 +35,9 @@ struct TreeShared {
 };
 
 inline size_t next_tree_bytes(const NextTreeProblem& problem) {
-  return sizeof(TreeShared) + sizeof(float) * 2 * problem.step.row_count * problem.step.count;
+  const NextProblem& step = problem.step;
+  const int64_t recall = step.text == nullptr ? 0 : recall_numbers(step.count);
+  return sizeof(TreeShared) + sizeof(float) * (2 * step.row_count * step.count + recall);
 }
 
 // The offers below a node.
@@ -65,6 +68,24 @@ PASS_EXT_DEVICE void sum_masses(const NextTreeProblem& problem, TreeShared& shar
     mass = sum_words_of_warp(mass);
     if (lane_index() == 0) shared.mass[slot] = mass;
   }
+}
+
+// All warps: counts what the text recalls behind a node's path. Behind it a barrier, then recall_of reads the counts.
+PASS_EXT_DEVICE RecallCounts recall_below(const NextTreeProblem& problem, TreeShared* shared, int64_t request,
+                                          const NextRoot& root, const NodeOffers& offers, int32_t node) {
+  const NextProblem& step = problem.step;
+  const TreeNodes& nodes = shared->nodes;
+  const int32_t thread = static_cast<int32_t>(thread_rank());
+  float* const scores = reinterpret_cast<float*>(shared + 1);
+  const RecallCounts counts = carve_recall(reinterpret_cast<int32_t*>(scores + 2 * step.row_count * step.count));
+  const RecallText text = text_of(step, request, root);
+  const RecallContext path = path_behind(
+      text, root, node, [&](int32_t at) { return int64_t{nodes.token[at]}; },
+      [&](int32_t at) { return nodes.parent[at]; });
+  clear_recall(counts, step.count, thread, kTreeThreads);
+  sync_block();
+  count_recall(counts, text, path, offers.list.tokens, step.count, thread, kTreeThreads);
+  return counts;
 }
 
 // All warps: the scores of the tokens offered below a node.
@@ -105,7 +126,17 @@ PASS_EXT_DEVICE void fill_tree(const NextTreeProblem& problem, TreeShared* share
   TreeNodes& nodes = shared->nodes;
   for (int32_t node = 0; node < problem.step.row_count - 1; ++node) {  // as long as there are rows for one more
     const bool has_children = may_have_children(problem, nodes, node, slots.count, levels);
-    if (has_children) score_below(problem, offers_below(problem, shared, request, slots, node), nodes.token[node]);
+    if (has_children) {
+      const NodeOffers below = offers_below(problem, shared, request, slots, node);
+      score_below(problem, below, nodes.token[node]);
+      if (problem.step.text != nullptr) {
+        const RecallCounts counts = recall_below(problem, shared, request, root, below, node);
+        sync_block();
+#pragma unroll 1
+        for (int32_t k = static_cast<int32_t>(thread_rank()); k < below.list.count; k += kTreeThreads)
+          below.list.scores[k] += recall_of(counts.places, counts.followed + k, below.list.count);
+      }
+    }
     sync_block();
     if (warp_index() == 0) {
       TreeOpening opening = nothing_open(), sibling = nothing_open();
@@ -173,6 +204,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
   const int32_t drafted = sync_block_count(thread > 0 && thread < row_count && *token_of(step, request, thread) >= 0);
   if (thread < row_count) shared.first_slots[thread] = first_slot_behind(shared.judged, thread, row_count);
   report_step<kTreeReportNumbers, kTreeThreads>(step, request, root, drafted);
+  if (step.text != nullptr && root.moves)
+    for (int32_t i = thread; i <= step.num_accepted[request]; i += kTreeThreads) write_text(step, request, root, i);
   sync_block();
   const SlotRows slots =
       slots_behind(problem, shared.judged, root.last, [&](int32_t node) { return shared.first_slots[node]; });

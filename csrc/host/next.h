@@ -72,6 +72,15 @@ inline void pack_scores(const char* op, const Tensor& scores, const Tensor& rows
                                                 {problem.requests, problem.slots, problem.count}, "[B, S, K]", rows);
 }
 
+// The texts, [B, T], which grow by what is emitted.
+inline void pack_text(const char* op, const OptionalTensor& text, const Tensor& rows, NextProblem& problem) {
+  if (!text) return;
+  check_dim(op, "text", *text, 2, "[B, T]");
+  problem.text_room = text->size(1);
+  problem.text = contiguous_data<int64_t>(op, "text", *text, ScalarType::Long, {problem.requests, problem.text_room},
+                                          "[B, T]", rows);
+}
+
 inline void pack_sampling(const char* op, const SamplingArguments& sampling, const OptionalTensor& seeds,
                           const Tensor& rows, NextProblem& problem) {
   const PerRow per_request{op, rows, "rows", problem.requests, "one for each request"};
@@ -134,8 +143,9 @@ void next_rows(const Tensor& rows, const Tensor& lengths, const Tensor& prefix_l
                const Tensor& limits, const Tensor& parents, int64_t nodes, const Tensor& emitted, const Tensor& path,
                const Tensor& num_accepted, const Tensor& status, const OptionalTensor& groups,
                const OptionalTensor& offered, const OptionalTensor& scores, const OptionalTensor& left,
-               const OptionalTensor& right, const OptionalTensor& temperature, const OptionalTensor& top_k,
-               const OptionalTensor& top_p, const OptionalTensor& min_p, const OptionalTensor& seeds) {
+               const OptionalTensor& right, const OptionalTensor& text, const OptionalTensor& temperature,
+               const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+               const OptionalTensor& seeds) {
   constexpr const char* op = "next_rows_";
   NextProblem problem = pack_step(op, {rows, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status},
                                   kMaxTreeNodes, kReportNumbers);
@@ -145,9 +155,11 @@ void next_rows(const Tensor& rows, const Tensor& lengths, const Tensor& prefix_l
       contiguous_data<const int32_t>(op, "parents", parents, ScalarType::Int, {problem.row_count}, "[R]", rows);
   if (offered.has_value() != groups.has_value())
     refuse(op, "offered and groups must come together, got only ", offered ? "offered" : "groups");
-  if (left.has_value() != right.has_value() || left.has_value() != scores.has_value() ||
-      (left.has_value() && !offered.has_value()))
-    refuse(op, "scores, left and right must come together, with offered");
+  if (scores.has_value() && !offered.has_value()) refuse(op, "scores must come with offered, got scores alone");
+  if (left.has_value() != right.has_value() || (left.has_value() && !scores.has_value()))
+    refuse(op, "left and right must come together, with scores");
+  problem.vocabulary = kInt32Limit;  // without tables every token has a successor
+  pack_text(op, text, rows, problem);
   if (offered) {
     pack_tokens(op, *offered, kMaxTreeNodes, rows, problem);
     problem.groups = check_integers(op, "groups", *groups, "rows", rows);
@@ -155,10 +167,8 @@ void next_rows(const Tensor& rows, const Tensor& lengths, const Tensor& prefix_l
     problem.judged_nodes = static_cast<int32_t>(groups->size(0));
     pack_sampling(op, {temperature, top_k, top_p, min_p}, seeds, rows, problem);
   }
-  if (left) {
-    pack_scores(op, *scores, rows, problem);
-    pack_transitions(op, *left, *right, rows, problem);
-  }
+  if (scores) pack_scores(op, *scores, rows, problem);
+  if (left) pack_transitions(op, *left, *right, rows, problem);
   if (problem.requests > 0) run(problem, rows);
 }
 
@@ -169,8 +179,9 @@ void next_tree(const Tensor& rows, const Tensor& parents, const Tensor& lengths,
                const Tensor& report, const Tensor& limits, const Tensor& emitted, const Tensor& path,
                const Tensor& num_accepted, const Tensor& status, const Tensor& rates, const OptionalTensor& price,
                const OptionalTensor& offered, const OptionalTensor& scores, int64_t first, const OptionalTensor& left,
-               const OptionalTensor& right, const OptionalTensor& temperature, const OptionalTensor& top_k,
-               const OptionalTensor& top_p, const OptionalTensor& min_p, const OptionalTensor& seeds) {
+               const OptionalTensor& right, const OptionalTensor& text, const OptionalTensor& temperature,
+               const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+               const OptionalTensor& seeds) {
   constexpr const char* op = "next_tree_";
   NextTreeProblem problem{};
   NextProblem& step = problem.step;
@@ -191,6 +202,7 @@ void next_tree(const Tensor& rows, const Tensor& parents, const Tensor& lengths,
   if (left.has_value() != right.has_value() || (left.has_value() && !offered.has_value()))
     refuse(op, "left and right must come together, with offered");
   step.vocabulary = kInt32Limit;  // without tables every token has a successor
+  pack_text(op, text, rows, step);
   if (offered) {
     pack_tokens(op, *offered, kMostTreeOffers, rows, step);
     pack_scores(op, *scores, rows, step);

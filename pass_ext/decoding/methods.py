@@ -78,6 +78,8 @@ class PaSS:
             groups are planned unless the tree has some.
         ngram: n-gram candidates join the tree.
         slots: how many look-ahead slots are used, the first ones; None: all.
+        recall: a candidate that earlier in prompt and text came behind the same one, two or three tokens scores higher
+            (``recall_scores``), so that slots follow what repeats; not under a grammar. False: by the slots alone.
     """
 
     lookahead: LookaheadEmbedding
@@ -86,6 +88,7 @@ class PaSS:
     tree: Tree | None = None
     ngram: NGram | None = None
     slots: int | None = None
+    recall: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.lookahead, LookaheadEmbedding):

@@ -38,6 +38,7 @@ def next_rows_(
     scores: Tensor | None = None,
     left: Tensor | None = None,
     right: Tensor | None = None,
+    text: Tensor | None = None,
     temperature: Parameter = None,
     top_k: Parameter = None,
     top_p: Parameter = None,
@@ -68,15 +69,19 @@ def next_rows_(
         offered: ``[B, S, K]`` int64, tokens that each look-ahead row of the judged step offers, as ``draft_sample`` returns
             them; -1 for none. None: no candidates.
         scores: ``[B, S, K]`` float32, their scores. None: the offered tokens are in order.
-        left, right: ``[V, r]`` float32, with scores: a token scores ``left[parent's token] · right[token]`` more.
+        left, right: ``[V, r]`` float32, with scores: a token scores ``left[parent's token] · right[token]`` more. None: nothing
+            more.
+        text: ``[B, T]`` int64, the tokens of each text, the root included; the emitted ones are written behind it. With scores,
+            tokens score more by what the text recalls, as ``recall_scores`` says. None: nothing is recalled.
         temperature, top_k, top_p, min_p, seeds: with scores, one number per request as in ``accept_tree``: tokens race by the
             target's own noise at their positions, in the distribution over the offered tokens. None: tokens in the order of
             their scores.
 
-    The CPU refuses lengths, parents, groups, counts and paths that are out of range. On CUDA values are not checked, to avoid a
-    synchronisation: rows with malformed parents hang below the root, and what does not exist offers nothing. A token outside
-    the vocabulary of left is no candidate. Integers that are only read may have any integer dtype. No gradients, reverse or
-    forward: the op raises if a tensor requires one.
+    The CPU refuses lengths, parents, groups, counts and paths that are out of range, and a text without room. On CUDA values
+    are not checked, to avoid a synchronisation: rows with malformed parents hang below the root, what does not exist offers
+    nothing, and tokens for which a text has no room are left out. A token outside the vocabulary of left is no candidate.
+    Integers that are only read may have any integer dtype. No gradients, reverse or forward: the op raises if a tensor
+    requires one.
     """
     _refuse_gradients("next_rows_", scores, left, right)
     requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device
@@ -98,6 +103,7 @@ def next_rows_(
         scores,
         left,
         right,
+        text,
         parameter_tensor("next_rows_", "temperature", temperature, requests, torch.float32, device),
         parameter_tensor("next_rows_", "top_k", top_k, requests, torch.int32, device),
         parameter_tensor("next_rows_", "top_p", top_p, requests, torch.float32, device),
@@ -125,6 +131,7 @@ def next_tree_(
     first: int = 0,
     left: Tensor | None = None,
     right: Tensor | None = None,
+    text: Tensor | None = None,
     temperature: Parameter = None,
     top_k: Parameter = None,
     top_p: Parameter = None,
@@ -159,13 +166,15 @@ def next_tree_(
         scores: ``[B, S, K]`` float32, their log probabilities, as mode "top" of ``draft_sample`` returns both.
         first: the row of the judged step whose tokens ``offered[:, 0]`` are.
         left, right: ``[V, r]`` float32: a token scores ``left[parent's token] · right[token]`` more. None: nothing more.
+        text: ``[B, T]`` int64, the tokens of each text, the root included; the emitted ones are written behind it, and tokens
+            score more by what the text recalls, as ``recall_scores`` says. None: nothing is recalled.
         temperature, top_k, top_p, min_p, seeds: one number per request as in ``accept_tree``: the tokens below a parent race by
             the target's own noise at their positions, in the distribution over the offered tokens. None: the best score first.
 
-    The CPU refuses lengths, parents, counts and paths that are out of range. On CUDA values are not checked, to avoid a
-    synchronisation: malformed parents are the root, and what does not exist offers nothing. A token outside the vocabulary of
-    left is no candidate. Integers that are only read may have any integer dtype. No gradients, reverse or forward: the op
-    raises if a tensor requires one.
+    The CPU refuses lengths, parents, counts and paths that are out of range, and a text without room. On CUDA values are not
+    checked, to avoid a synchronisation: malformed parents are the root, what does not exist offers nothing, and tokens for
+    which a text has no room are left out. A token outside the vocabulary of left is no candidate. Integers that are only read
+    may have any integer dtype. No gradients, reverse or forward: the op raises if a tensor requires one.
     """
     _refuse_gradients("next_tree_", rates, price, scores, left, right)
     requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device
@@ -188,6 +197,7 @@ def next_tree_(
         first,
         left,
         right,
+        text,
         parameter_tensor("next_tree_", "temperature", temperature, requests, torch.float32, device),
         parameter_tensor("next_tree_", "top_k", top_k, requests, torch.int32, device),
         parameter_tensor("next_tree_", "top_p", top_p, requests, torch.float32, device),

@@ -9,6 +9,7 @@ from pass_ext.reference.layer import layer_after_attention, layer_before_attenti
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.lookahead import lookahead_embed
 from pass_ext.reference.next import next_rows_, next_tree_
+from pass_ext.reference.recall import recall_scores
 from pass_ext.reference.shard import shard_best, shard_local
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
 from pass_ext.reference.tree import tree_mask, tree_prepare
@@ -30,6 +31,7 @@ __all__ = [
     "lookahead_embed",
     "next_rows_",
     "next_tree_",
+    "recall_scores",
     "shard_best",
     "shard_local",
     "step_gate",

@@ -14,6 +14,7 @@ from torch import Tensor
 from pass_ext.reference.common.distribution import is_greedy, log_process
 from pass_ext.reference.common.noise import Purpose, exponentials
 from pass_ext.reference.draft import draft_sample
+from pass_ext.reference.recall import recall
 
 
 def next_rows_(
@@ -34,6 +35,7 @@ def next_rows_(
     scores: Tensor | None = None,
     left: Tensor | None = None,
     right: Tensor | None = None,
+    text: Tensor | None = None,
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
@@ -57,6 +59,7 @@ def next_rows_(
         if not at_limit and accepted >= 0 and emitted[b, accepted] >= 0:
             ids[b, 0] = emitted[b, accepted]
             lengths[b] += accepted + 1
+            _write(text, b, int(lengths[b]), emitted[b, : accepted + 1])
             last = int(path[b, accepted])
             if groups is not None and last >= 0 and limit - int(lengths[b]) > 1:
                 group = int(groups[last])
@@ -69,15 +72,17 @@ def next_rows_(
             slot, before = group + depths[parent], int(tokens[b, parent])
             if group < 0 or not children or before < 0 or offered is None or slot >= offered.shape[1]:
                 continue
-            if scores is None or left is None or right is None:
+            if scores is None:
                 chosen = offered[b, slot, : len(children)].clamp(min=-1).tolist()
-            elif before < len(left):
+            elif left is None or before < len(left):
                 law = {
                     name: None if value is None else value[b : b + 1]
                     for name, value in dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).items()
                 }
                 seed = torch.zeros(1, dtype=torch.int64) if seeds is None else seeds[b : b + 1]
-                scored = _scored(offered[b, slot], scores[b, slot], left[before], right)
+                scored = _scored(offered[b, slot], scores[b, slot], before, left, right)
+                if text is not None:
+                    _recall(scored, text[b, : root + 1], _path(tokens[b].tolist(), ancestors, parent), offered[b, slot])
                 drafts = draft_sample(
                     scored,
                     len(children),
@@ -112,6 +117,7 @@ def next_tree_(
     first: int = 0,
     left: Tensor | None = None,
     right: Tensor | None = None,
+    text: Tensor | None = None,
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
@@ -128,6 +134,7 @@ def next_tree_(
         if not at_limit and accepted >= 0 and emitted[b, accepted] >= 0:
             root, last = int(emitted[b, accepted]), int(path[b, accepted])
             lengths[b] += accepted + 1
+            _write(text, b, int(lengths[b]), emitted[b, : accepted + 1])
         place, levels = int(lengths[b]) - 1, limit - int(lengths[b]) - 1
         slots = _slots_behind(ids[b].tolist(), parents[b].tolist(), last, len(rates))
         offering = [row - first for row in slots]
@@ -141,13 +148,15 @@ def next_tree_(
         seed = torch.zeros(1, dtype=torch.int64) if seeds is None else seeds[b : b + 1]
 
         def below(
-            token: int, depth: int, b: int = b, place: int = place, offering: list[int] = offering,
+            path: list[int], b: int = b, place: int = place, offering: list[int] = offering,
             law: dict[str, Tensor | None] = law, seed: Tensor = seed,
         ) -> list[tuple[int, float]]:  # fmt: skip
-            """The candidates below a token, the best first, and their chances."""
+            """The candidates below a path, the root first, the best first, and their chances."""
             assert offered is not None and scores is not None
+            depth = len(path) - 1
             known = offered[b, offering[depth]], scores[b, offering[depth]]
-            return _ranked(*known, token, left, right, law, seed, place + depth + 1)
+            before = None if text is None else text[b, : place + 1]
+            return _ranked(*known, path, left, right, before, law, seed, place + depth + 1)
 
         nodes = _likeliest(root, rows.shape[2], min(len(offering), levels), below)
         shape = _best_shape(nodes, rates.tolist(), None if price is None else price.tolist(), rows.shape[2], levels)
@@ -207,19 +216,18 @@ def _slots_behind(ids: list[int], parents: list[int], node: int, most: int) -> l
 
 
 def _ranked(
-    offered: Tensor, scores: Tensor, before: int, left: Tensor | None, right: Tensor | None, law: dict[str, Tensor | None],
-    seed: Tensor, position: int,
+    offered: Tensor, scores: Tensor, path: list[int], left: Tensor | None, right: Tensor | None, text: Tensor | None,
+    law: dict[str, Tensor | None], seed: Tensor, position: int,
 ) -> list[tuple[int, float]]:  # fmt: skip
     """Tokens of one slot below a parent, the best first, and their chances: softmax among the offered, at a temperature of the
     flattened scores of the race, times the offered tokens' mass."""
     scores = scores.where(~scores.isnan(), -math.inf)
-    if left is None or right is None:
-        size = max(0, int(offered.max())) + 1 if len(offered) else 1
-        left = right = torch.zeros(size, 0)
-        before = 0
-    if not 0 <= before < len(left) or not len(offered):
+    before = path[-1]
+    if before < 0 or (left is not None and before >= len(left)) or not len(offered):
         return []
-    scored = _scored(offered, scores, left[before], right)
+    scored = _scored(offered, scores, before, left, right)
+    if text is not None:
+        _recall(scored, text, path, offered)
     if not bool((scored > -math.inf).any()):
         return []
     mass = min(1.0, float(scores[scores > -math.inf].double().clamp(max=0).exp().sum()))
@@ -235,9 +243,9 @@ def _ranked(
     return [(token, float(chances[token])) for token in drafts.tokens[0].tolist() if token >= 0]
 
 
-def _likeliest(root: int, most: int, levels: int, below: Callable[[int, int], list[tuple[int, float]]]) -> list[_Node]:
+def _likeliest(root: int, most: int, levels: int, below: Callable[[list[int]], list[tuple[int, float]]]) -> list[_Node]:
     """The root and the candidates of the largest reach, each behind its parent and better siblings."""
-    nodes, children = [_Node(root, -1, 0, 0, 1.0)], [below(root, 0) if levels > 0 and root >= 0 else []]
+    nodes, children = [_Node(root, -1, 0, 0, 1.0)], [below([root]) if levels > 0 and root >= 0 else []]
     taken = [0]
     while len(nodes) < most:
         open_nodes = [
@@ -253,7 +261,8 @@ def _likeliest(root: int, most: int, levels: int, below: Callable[[int, int], li
         nodes.append(_Node(token, parent, depth, taken[parent], reach))
         taken[parent] += 1
         taken.append(0)
-        children.append(below(token, depth) if depth < levels else [])
+        path = _path([node.token for node in nodes], [node.parent for node in nodes], len(nodes) - 1)
+        children.append(below(path) if depth < levels else [])
     return nodes
 
 
@@ -322,10 +331,35 @@ def _cost(price: float) -> int:
     return int(min(max(price, -(2.0**20)), 2.0**20) * 2**40) if price == price else 0
 
 
-def _scored(offered: Tensor, scores: Tensor, before: Tensor, right: Tensor) -> Tensor:
+def _scored(offered: Tensor, scores: Tensor, before: int, left: Tensor | None, right: Tensor | None) -> Tensor:
     """``[1, V]``: the offered tokens' scores with transitions, -inf for all others."""
-    row = torch.full((1, len(right)), -math.inf, dtype=torch.float64)
-    there = (offered >= 0) & (offered < len(right))
+    size = len(right) if right is not None else 1 + max([0, *offered.tolist()])
+    row = torch.full((1, size), -math.inf, dtype=torch.float64)
+    there = (offered >= 0) & (offered < size)
     known = offered[there]
-    row[0, known] = scores[there].double() + right[known].double() @ before.double()
+    row[0, known] = scores[there].double()
+    if left is not None and right is not None:
+        row[0, known] += right[known].double() @ left[before].double()
     return row
+
+
+def _write(text: Tensor | None, b: int, length: int, emitted: Tensor) -> None:
+    """Writes the emitted tokens, the last ones of a text of this length."""
+    if text is not None:
+        text[b, length - len(emitted) : length] = emitted
+
+
+def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """The tokens from the root to a node."""
+    path = [tokens[node]]
+    while node > 0:
+        node = parents[node]
+        path.append(tokens[node])
+    return path[::-1]
+
+
+def _recall(scored: Tensor, text: Tensor, path: Sequence[int], offered: Tensor) -> None:
+    """Raises the scores of the offered tokens by what the text, with the root, recalls behind a path."""
+    known = text.tolist()
+    there = offered[(offered >= 0) & (offered < scored.shape[1])]
+    scored[0, there] += recall(known, [*known[:-1], *path], there.tolist()).double()

@@ -30,6 +30,7 @@ CPP_INCLUDES = {
             "cuda/attention_",
             "cuda/linear",  # a layer is made of its products
             "cuda/step.cuh",
+            "cuda/recall_counts.cuh",
             "cuda/next_",
         ),
     ),

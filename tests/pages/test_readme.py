@@ -65,6 +65,9 @@ def inputs():
         up_weight=torch.randn(20, 16), down_weight=torch.randn(16, 20),
         state=torch.zeros(3, 2, 4, dtype=torch.int64), lengths=torch.tensor([5, 7]), limits=torch.tensor([9, 9]),
         committed=torch.zeros(2, dtype=torch.int32), report=torch.zeros(2, 5, dtype=torch.int64),
+        candidates=torch.tensor([[4, 5], [3, 4]]), paths=torch.tensor([[2, 3, 4], [-1, 2, 3]]),
+        requests=torch.tensor([1, 0], dtype=torch.int32), text=torch.tensor([[3, 4, 3, 5, 3], [2, 3, 4, 5, 4]]),
+        text_lengths=torch.tensor([5, 5]),
         shape=torch.tensor([-1, 0, 0, 1], dtype=torch.int32), row_ids=torch.tensor([5, -1, -2]),
         down=torch.randn(1, 8, 16), up=torch.randn(1, 8, 4), layer_caches=[(caches[0][:, :, :1], caches[1][:, :, 1:])],
     )  # fmt: skip
@@ -122,12 +125,14 @@ def test_every_call_of_the_readme_agrees_with_the_reference(monkeypatch):
     called = check_calls(monkeypatch, names)
     for call, *_ in quotes():
         exec(call, names)
-    shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ linear_rows "
-    shown += (
-        "adapter_rows_ layer_before_attention layer_after_attention layer_stack step_rms_norm step_rotary step_gate"
+    shown = (
+        "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ recall_scores"
     )
+    shown += " linear_rows adapter_rows_ layer_before_attention layer_after_attention layer_stack"
+    shown += " step_rms_norm step_rotary step_gate"
     assert called == shown.split()
     assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)
+    torch.testing.assert_close(names["risen"], torch.tensor([[0.0, 6.0], [0.0, 1.0]]))
     assert names["step"].path.tolist() == [[0, 2], [0, -1]]
     assert names["lengths"].tolist() == [7, 8] and names["state"][2].tolist() == [[6, 7, 7, 8], [7, 8, 8, 9]]
     for cache, old, new in zip(names["caches"], before, names["new"], strict=True):

@@ -578,9 +578,10 @@ def next_rows_(draw: Draw):
         scores=draw.floats(requests, slots, count, dtype=torch.float32).contiguous() if has_offers and is_scored else None,
         left=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and is_scored else None,
         right=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and is_scored else None,
+        text=integers(-1, vocabulary, requests, draw.pick((0, 21, 30))) if draw.chance(0.5) else None,
         **law(draw, requests), seeds=integers(0, 99, requests),
     ))  # fmt: skip
-    before = {name: arguments[name].clone() for name in ("rows", "lengths", "prefix_lens", "report")}
+    before = {name: arguments[name].clone() for name in WRITTEN["next_rows_"] if arguments[name] is not None}
     yield arguments
     if (
         arguments["scores"] is None and arguments["lengths"].numel()
@@ -611,13 +612,31 @@ def next_tree_(draw: Draw):
         first=first,
         left=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and has_tables else None,
         right=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and has_tables else None,
+        text=integers(-1, vocabulary, requests, draw.pick((0, 21, 30))) if draw.chance(0.5) else None,
         **law(draw, requests), seeds=integers(0, 99, requests),
     ))  # fmt: skip
-    before = {name: arguments[name].clone() for name in WRITTEN["next_tree_"]}
+    before = {name: arguments[name].clone() for name in WRITTEN["next_tree_"] if arguments[name] is not None}
     yield arguments
     if arguments["offered"] is None and arguments["lengths"].numel():  # choices depend on rounding: tests/ops/next
         reference.next_tree_(**arguments | before)
         check_same([arguments[name] for name in before], list(before.values()))
+
+
+@case
+def recall_scores(draw: Draw):
+    rows, count, requests, room = (
+        draw.size(),
+        draw.pick((0, 1, 3, 64, 100)),
+        draw.random.randint(1, 4),
+        draw.pick((0, 1, 9, 300)),
+    )
+    integers = lambda low, high, *shape: draw.integers(low, high, *shape, dtype=torch.int64)  # noqa: E731
+    arguments = draw.damaged(dict(
+        tokens=integers(-1, 4, rows, count), contexts=integers(-1, 4, rows, 3), requests=draw.integers(0, requests, rows),
+        text=integers(-1, 4, requests, room), lengths=integers(0, room + 1, requests),
+    ))  # fmt: skip
+    scores = yield arguments
+    check_same([scores], [reference.recall_scores(**arguments)])
 
 
 @case
@@ -820,8 +839,8 @@ def check_close(actual, expected, tolerance: float = 0.02) -> None:
 WRITTEN = {
     "adapter_rows_": ("out",),
     "cache_commit_": ("caches",),
-    "next_rows_": ("rows", "lengths", "prefix_lens", "report"),
-    "next_tree_": ("rows", "parents", "lengths", "prefix_lens", "report"),
+    "next_rows_": ("rows", "lengths", "prefix_lens", "report", "text"),
+    "next_tree_": ("rows", "parents", "lengths", "prefix_lens", "report", "text"),
 }
 
 

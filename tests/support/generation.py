@@ -63,7 +63,7 @@ class Prophet:
         self.futures, self.random = futures, random.Random(seed)  # prompt + continuation, by request
         prophet = self
 
-        def fill(self, slots, requests, roots, positions):
+        def fill(self, slots, requests, roots, positions, text=None):
             return Filled(
                 [prophet.tokens(self.tree, b, at) for b, at in zip(requests, positions, strict=True)], None, None
             )

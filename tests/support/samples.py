@@ -161,9 +161,11 @@ def next_rows_(device):
         return rows, lengths, torch.tensor([6, 4], **integers), torch.zeros(2, 5, dtype=torch.int64, device=device)
 
     fixed = (limits, parents, 4, emitted, *step)
-    yield *state(), *fixed, None, None, None, None, None, *NO_SAMPLING, None
-    yield *state(), *fixed, groups, offered, None, None, None, *NO_SAMPLING, None
-    yield *state(), *fixed, groups, offered, scores, *tables, *sampling(device), seeds
+    text = torch.randint(0, 9, (2, 12), device=device)
+    yield *state(), *fixed, None, None, None, None, None, None, *NO_SAMPLING, None
+    yield *state(), *fixed, groups, offered, None, None, None, None, *NO_SAMPLING, None
+    yield *state(), *fixed, groups, offered, scores, None, None, text.clone(), *NO_SAMPLING, None
+    yield *state(), *fixed, groups, offered, scores, *tables, None, *sampling(device), seeds
 
 
 @sample
@@ -183,9 +185,20 @@ def next_tree_(device):
         return rows, parents, lengths, prefix_lens, torch.zeros(2, 7, dtype=torch.int64, device=device)
 
     fixed = (limits, emitted, *step, rates)
-    yield *state(), *fixed, None, None, None, 0, None, None, *NO_SAMPLING, None
-    yield *state(), *fixed, price, offered, scores, 2, None, None, *NO_SAMPLING, None
-    yield *state(), *fixed, price, offered, scores, 1, *tables, *sampling(device), seeds
+    text = torch.randint(0, 9, (2, 12), device=device)
+    yield *state(), *fixed, None, None, None, 0, None, None, None, *NO_SAMPLING, None
+    yield *state(), *fixed, price, offered, scores, 2, None, None, text.clone(), *NO_SAMPLING, None
+    yield *state(), *fixed, price, offered, scores, 1, *tables, None, *sampling(device), seeds
+
+
+@sample
+def recall_scores(device):
+    text = torch.randint(0, 5, (3, 40), device=device)
+    contexts = torch.tensor([[1, 2, 3], [-1, -1, 0], [4, 4, 4], [-1, 1, 2]], device=device)
+    requests = torch.tensor([0, 2, 1, 0], dtype=torch.int32, device=device)
+    lengths = torch.tensor([40, 7, 0], device=device)
+    yield torch.randint(-1, 6, (4, 9), device=device), contexts, requests, text, lengths
+    yield torch.randint(-1, 6, (0, 9), device=device), contexts[:0], requests[:0], text, lengths
 
 
 @sample

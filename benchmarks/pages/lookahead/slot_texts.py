@@ -18,12 +18,17 @@ import pass_ext
 from benchmarks.harness.markdown import table
 
 EIGHT, TWO, TIMED = "one pass, 8 rows", "two passes, 8 rows", "one pass, rows by measured times"
+ALONE = "one pass, 8 rows, without recall"
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "T 0.8, coupled": dict(temperature=0.8, rule="coupled"),
     "T 0.8, traversal": dict(temperature=0.8, rule="traversal"),
 }
-METHODS = {"greedy": (EIGHT, TWO, TIMED), "T 0.8, coupled": (EIGHT, TIMED), "T 0.8, traversal": (EIGHT,)}
+METHODS = {
+    "greedy": (EIGHT, ALONE, TWO, TIMED),
+    "T 0.8, coupled": (EIGHT, ALONE, TIMED),
+    "T 0.8, traversal": (EIGHT, ALONE),
+}
 
 
 def methods_of(file: str) -> dict[str, Any]:
@@ -31,6 +36,7 @@ def methods_of(file: str) -> dict[str, Any]:
     slots = pass_ext.LookaheadEmbedding.from_pretrained(file)
     return {
         EIGHT: pass_ext.PaSS(slots, rows=8),
+        ALONE: pass_ext.PaSS(slots, rows=8, recall=False),
         TWO: pass_ext.PaSS(slots, rows=8, passes=2),
         TIMED: pass_ext.PaSS(slots),
     }

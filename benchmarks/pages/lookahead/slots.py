@@ -1,5 +1,6 @@
 """How often look-ahead slots hold the token that the model then wrote, and how much of its distribution they have.
-    top 1     share of places where slot i's first candidate is the token, raw and with transition scores
+    top 1     share of places where slot i's first candidate is the token, raw, with transition scores, and with what the text
+              recalls besides
     chain     mean number of slots, counted from the first, that hold the token
     overlap   mean of the sum of min(p, q), the chance that a token drawn from the slot is accepted at temperature 1
 The texts are the model's own continuations of the held-out prompts of `benchmarks.decoding`, greedy and at temperature 0.8,
@@ -28,6 +29,7 @@ from pass_ext.checkpoint import load_checkpoint
 from pass_ext.training.lookahead.evaluation import hits_of
 
 SLOTS = 4
+TRANSITIONS, RECALL = "with transitions", "with transitions and recall"
 
 
 class Text(NamedTuple):
@@ -62,7 +64,7 @@ def texts_of(model: Any, tokenizer: Any, domain: str, *, wanted: int, tokens: in
 def judged(model: Any, file: str, texts: list[Text]) -> list[dict[str, Any]]:
     """A row of the result for each way of scoring and each group of texts."""
     rows = []
-    for scores in ("raw", "with transitions"):
+    for scores in ("raw", TRANSITIONS, RECALL):
         embedding = pass_ext.LookaheadEmbedding.from_pretrained(file).to(model.get_input_embeddings().weight.dtype)
         if scores == "raw":
             embedding.transition_left = embedding.transition_right = None
@@ -74,7 +76,7 @@ def judged(model: Any, file: str, texts: list[Text]) -> list[dict[str, Any]]:
             if not behind:  # shorter than this file's slots
                 continue
             places = torch.tensor(behind)
-            hits = hits_of(model, embedding, torch.tensor(text.ids), places)
+            hits = hits_of(model, embedding, torch.tensor(text.ids), places, recalls=scores == RECALL)
             for domain in (text.domain, "all"):
                 found.setdefault((text.kind, domain), []).append(hits)
         for (kind, domain), parts in found.items():

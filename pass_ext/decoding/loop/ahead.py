@@ -56,7 +56,7 @@ class AheadLoop(Loop):
         """As ``Loop``."""
         texts, session = self.texts, self.session
         step = self._device_step()
-        step.begin([len(text) for text in texts.tokens], texts.limits, self._context.sampling)
+        step.begin(texts.tokens, texts.limits, self._context.sampling)
         logits, self.calls = read_prompts(session, texts.tokens, self._known, self._plan.prompt_slots)
         step.accept_prompts(logits)
         reports = Reports(step.report, self._lag + 1)

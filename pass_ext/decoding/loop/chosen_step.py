@@ -67,7 +67,9 @@ class ChosenStep(DeviceStep):
     ) -> None:
         device, requests, rows, slots = session.device, session.requests, plan.choice.rows, plan.prompt_slots
         deepest = Tree.chain(slots)
-        super().__init__(session, rows, deepest, TREE_REPORT_NUMBERS, sampling, records=records, synthetic=synthetic)
+        shape = rows, deepest, TREE_REPORT_NUMBERS
+        recalls = plan.offers.recalls
+        super().__init__(session, *shape, sampling, recalls=recalls, records=records, synthetic=synthetic)
         self._plan, self._prices = plan, plan.choice.prices
         probe = Tree.chain(0).with_lookahead({0: slots})
         unused = rows - len(probe)
@@ -82,9 +84,9 @@ class ChosenStep(DeviceStep):
         self._bounds_of_one = [torch.tensor([0, count], **integers) for count in range(rows + 1)]
         self._used, self._nodes = 1, 1
 
-    def begin(self, lengths: Sequence[int], limits: Sequence[int], sampling: BatchSampling) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], limits: Sequence[int], sampling: BatchSampling) -> None:
         """As ``DeviceStep``."""
-        super().begin(lengths, limits, sampling)
+        super().begin(texts, limits, sampling)
         self._rows[0] = self._first_ids
         self._parents.copy_(self._first_parents.expand_as(self._parents))
 
@@ -157,6 +159,7 @@ class ChosenStep(DeviceStep):
                 limits=self._limits,
                 rates=self._rates,
                 price=self._price,
+                text=self._text,
                 **result._asdict(),
                 **offered,
                 **self._law,

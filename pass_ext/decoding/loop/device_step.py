@@ -42,6 +42,7 @@ class DeviceStep(ABC):
         candidates: the deepest tree that the steps judge.
         report_numbers: in front of the emitted tokens of the report.
         sampling: of the batch.
+        recalls: the steps read the texts, to which each adds its tokens.
         records: whether steps become a CUDA graph. "if possible": a model that no graph can hold goes on without one, with a
             warning.
         synthetic: accepts in place of rule "coupled"; None: the rule does.
@@ -55,6 +56,7 @@ class DeviceStep(ABC):
         report_numbers: int,
         sampling: BatchSampling,
         *,
+        recalls: bool,
         records: Records,
         synthetic: Synthetic | None = None,
     ) -> None:
@@ -66,6 +68,7 @@ class DeviceStep(ABC):
         self._ids, self._tokens, self._positions = (rows.flatten() for rows in self._rows)
         self._lengths = torch.zeros(requests, dtype=torch.int64, device=device)
         self._limits = torch.zeros(requests, dtype=torch.int64, device=device)
+        self._text = torch.zeros(requests, session.room, dtype=torch.int64, device=device) if recalls else None
         self.report = torch.zeros(requests, report_numbers + self._depth + 1, dtype=torch.int64, device=device)
         """``[B, numbers + A]``, as ``next_rows_`` or ``next_tree_`` writes it; the next step overwrites it."""
         self._sampling = BatchSampling(**{name: _copy(value) for name, value in sampling.keywords().items()})
@@ -75,11 +78,15 @@ class DeviceStep(ABC):
         self._eager_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def begin(self, lengths: Sequence[int], limits: Sequence[int], sampling: BatchSampling) -> None:
-        """Begins texts of these lengths, to end at these limits."""
+    def begin(self, texts: Sequence[Sequence[int]], limits: Sequence[int], sampling: BatchSampling) -> None:
+        """Begins behind these texts, to end at these limits."""
         self._rows.zero_()
         self._rows[1].fill_(-1)
-        self._lengths.copy_(uploaded(lengths, self._session.device), non_blocking=True)
+        self._lengths.copy_(uploaded([len(text) for text in texts], self._session.device), non_blocking=True)
+        if self._text is not None:
+            longest = max(map(len, texts))
+            padded = uploaded([[*text, *[0] * (longest - len(text))] for text in texts], self._session.device)
+            self._text[:, :longest].copy_(padded, non_blocking=True)
         self.end_at(limits)
         for name, value in self._sampling.keywords().items():
             if value is not None:

@@ -67,9 +67,9 @@ class FixedStep(DeviceStep):
     ) -> None:
         device, requests, tree = session.device, session.requests, plan.tree
         nodes = plan.candidates.num_nodes
-        super().__init__(
-            session, len(tree), plan.candidates, REPORT_NUMBERS, sampling, records=records, synthetic=synthetic
-        )
+        recalls = plan.offers is not None and plan.offers.recalls
+        shape = len(tree), plan.candidates, REPORT_NUMBERS
+        super().__init__(session, *shape, sampling, recalls=recalls, records=records, synthetic=synthetic)
         self._plan, self._nodes, self._slots = plan, nodes, len(tree) - nodes
         self._trees = pack_trees([tree] * requests, device)
         self._parents = self._trees.parents[: len(tree)].clone()
@@ -79,9 +79,9 @@ class FixedStep(DeviceStep):
         self._groups = torch.tensor(first, dtype=torch.int32, device=device)
         self._of_slots = self._sampling.repeated(self._slots)
 
-    def begin(self, lengths: Sequence[int], limits: Sequence[int], sampling: BatchSampling) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], limits: Sequence[int], sampling: BatchSampling) -> None:
         """As ``DeviceStep``."""
-        super().begin(lengths, limits, sampling)
+        super().begin(texts, limits, sampling)
         self._rows[0, :, self._nodes :] = self._slot_ids
         for name, value in self._of_slots.keywords().items():
             if value is not None:
@@ -156,6 +156,7 @@ class FixedStep(DeviceStep):
                 limits=self._limits,
                 parents=self._parents,
                 nodes=self._nodes,
+                text=self._text,
                 **result._asdict(),
                 **offered,
             )

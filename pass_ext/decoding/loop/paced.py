@@ -23,7 +23,7 @@ class PacedLoop(AheadLoop):
         """As ``Loop``."""
         texts, plan, pauses = self.texts, self._plan, self._drafting.pauses
         step = self._device_step()
-        step.begin([len(text) for text in texts.tokens], texts.limits, self._context.sampling)
+        step.begin(texts.tokens, texts.limits, self._context.sampling)
         if pauses is not None:
             step.price_by(pauses)
         logits, self.calls = read_prompts(self.session, texts.tokens, self._known, plan.prompt_slots)

@@ -91,7 +91,8 @@ class PaSS:
 
         Args:
             sampled_token_ids: the tokens that the step gave each request.
-            num_tokens_no_spec, token_ids_cpu, slot_mappings: vLLM's own, not needed here.
+            token_ids_cpu: ``[requests or more, longest]``, the texts in front of them.
+            num_tokens_no_spec, slot_mappings: vLLM's own, not needed here.
         """
         step, self._step = self._step, None
         if step is None:
@@ -99,7 +100,7 @@ class PaSS:
         length = self._most_drafts if self._length is None else self._measured_length(step, sampled_token_ids)
         if length == 0:
             return [[] for _ in sampled_token_ids]
-        guesses = self._guesses(step, sampled_token_ids, length)
+        guesses = self._guesses(step, sampled_token_ids, token_ids_cpu, length)
         slots = self._lookahead.num_lookahead
         drafts = []
         for b, emitted in enumerate(sampled_token_ids):
@@ -108,7 +109,9 @@ class PaSS:
             drafts.append([*known, *range(self._vocabulary, self._vocabulary + count)])
         return drafts
 
-    def _guesses(self, step: SampledStep, sampled: list[list[int]], length: int) -> dict[int, list[int]]:
+    def _guesses(
+        self, step: SampledStep, sampled: list[list[int]], texts: np.ndarray, length: int
+    ) -> dict[int, list[int]]:
         """Request -> guesses, where the step's slots stood behind its whole text."""
         tokens, positions = step.tokens.tolist(), step.positions.tolist()
         groups: dict[int, list[tuple[int, range]]] = {}  # number of slots -> requests and their slots' rows
@@ -125,12 +128,18 @@ class PaSS:
         for count, members in groups.items():
             requests = [b for b, _ in members]
             rows = torch.tensor([row for _, rows in members for row in rows], device=step.logits.device)
-            filler = TreeFiller(self._lookahead, Tree.chain(count), self._table, sampling, "coupled")
+            filler = TreeFiller(self._lookahead, Tree.chain(count), self._table, sampling, "coupled", recalls=True)
+            roots = [positions[b] + len(sampled[b]) - 1 for b in requests]
+            known = torch.zeros(len(members), max(roots) + 1, dtype=torch.int64)
+            for text, b, root in zip(known, requests, roots, strict=True):
+                text[: positions[b]] = torch.from_numpy(texts[b, : positions[b]])
+                text[positions[b] : root + 1] = torch.tensor(sampled[b])
             filled = filler.fill(
                 step.logits[rows].view(len(members), count, -1),
                 requests,
                 [sampled[b][-1] for b in requests],
-                [positions[b] + len(sampled[b]) - 1 for b in requests],
+                roots,
+                known.to(rows.device),
             )
             guesses |= {b: [t for t in line if t >= 0] for b, line in zip(requests, filled.tokens, strict=True)}
         return guesses

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.ops.recall import MAX_RECALL_ROW, RECALL_TOKENS, recall_scores
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import CHUNK
 from pass_ext.training.common.own_texts import Sample
@@ -34,8 +35,11 @@ class SlotHits(NamedTuple):
 
 
 @torch.no_grad()
-def hits_of(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Tensor) -> SlotHits:
-    """The hits of the slots behind ``anchors`` [A] of a text, the tokens before each being the right ones."""
+def hits_of(
+    model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Tensor, *, recalls: bool = False
+) -> SlotHits:
+    """The hits of the slots behind ``anchors`` [A] of a text, the tokens before each being the right ones. recalls: with what
+    the text recalls of its last 1,024 different tokens."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     slots = embedding.num_lookahead
     text, past = text_rows(model, ids[None])
@@ -50,10 +54,23 @@ def hits_of(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Ten
         logits = head(hidden[picked]).float()
         if embedding.rank:
             logits += (transition_hidden(embedding, table, ids[place[picked]]) @ table.T).float()
+        if recalls:
+            _add_recall(logits, ids, place[picked])
         ranks[picked] = ranks_among(logits, ids[place[picked] + 1])
         law = head(text[0, place[picked]]).float().softmax(-1)
         overlaps[picked] = torch.minimum(law, logits.softmax(-1)).sum(-1)
     return SlotHits(ranks.unflatten(0, (-1, slots)), overlaps.unflatten(0, (-1, slots)))
+
+
+def _add_recall(logits: Tensor, ids: Tensor, places: Tensor) -> None:
+    """Raises the logits ``[n, V]`` of what comes behind these places of a text."""
+    tokens = torch.tensor(list(dict.fromkeys(reversed(ids.tolist())))[:MAX_RECALL_ROW], device=ids.device)
+    back = places[:, None] - torch.arange(RECALL_TOKENS - 1, -1, -1, device=ids.device)
+    contexts = ids[back.clamp(min=0)].where(back >= 0, -1)
+    texts = torch.arange(len(places), dtype=torch.int32, device=ids.device)
+    rows = tokens.expand(len(places), -1).contiguous()
+    scores = recall_scores(rows, contexts, texts, ids.expand(len(places), -1).contiguous(), places + 1)
+    logits.index_add_(1, tokens, scores)
 
 
 def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample], anchors: int) -> dict[str, Any]:

@@ -330,8 +330,8 @@ class SureProphet(Prophet):
         super().__init__(monkeypatch, futures, seed)
         plain_fill = TreeFiller.fill
 
-        def fill(filler, slots, requests, roots, positions):
-            filled = plain_fill(filler, slots, requests, roots, positions)
+        def fill(filler, slots, requests, roots, positions, text):
+            filled = plain_fill(filler, slots, requests, roots, positions, text)
             shares = []
             for b, at, tokens in zip(requests, positions, filled.tokens, strict=True):
                 future = self.futures[b]

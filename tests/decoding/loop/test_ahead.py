@@ -78,7 +78,7 @@ class Seer:
         self.futures = futures
         seer, op = self, fixed_step.next_rows_
 
-        def fill(self, slots, requests, roots, positions):
+        def fill(self, slots, requests, roots, positions, text=None):
             return Filled(
                 [seer.tokens(self.tree, *place) for place in zip(requests, positions, strict=True)], None, None
             )
@@ -395,7 +395,8 @@ def test_a_step_is_few_ops(no_host_reads, monkeypatch, rank):
 @torch.no_grad()
 @pytest.mark.parametrize(("rank", "learned"), [(0, 0), (4, 0), (4, 5)])
 @pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_a_step_runs_where_no_numbers_are(law, rank, learned):
+@pytest.mark.parametrize("recalls", [False, True], ids=["", "recalls"])
+def test_a_step_runs_where_no_numbers_are(law, rank, learned, recalls):
     """On the meta device any read of a tensor is an error."""
     device, requests = torch.device("meta"), 2
     model = Decoder()
@@ -410,9 +411,9 @@ def test_a_step_runs_where_no_numbers_are(law, rank, learned):
     tree = Tree.from_branching((2, 1))
     sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))
     sampling = type(sampling)(**{name: v if v is None else v.to(device) for name, v in sampling.keywords().items()})
-    plan = FixedPlan(tree, ((0, 3), (2, 3)), 3, Offers(lookahead, tree, model.embedding))
+    plan = FixedPlan(tree, ((0, 3), (2, 3)), 3, Offers(lookahead, tree, model.embedding, recalls=recalls))
     step = FixedStep(session, plan, sampling, records="never")
-    step.begin([4, 5], [20, 20], sampling)
+    step.begin([[0] * 4, [0] * 5], [20, 20], sampling)
     step.accept_prompts(torch.empty(requests * 4, 9, device=device))
     step()
     with pytest.raises(Exception, match="meta"):

@@ -36,7 +36,9 @@ pass_ext::NextProblem step_of(const Arguments& given, int report_numbers) {
       given.at<int64_t>("lengths"),
       given.at<int32_t>("prefix_lens"),
       given.at<int64_t>("report"),
+      given.at<int64_t>("text"),
       given("requests"),
+      given("text_room"),
       count("report_width"),
       report_numbers};
 }

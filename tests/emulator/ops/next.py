@@ -7,23 +7,23 @@ from emulator.ops.launching import seeds as orders
 
 def next_rows_(
     rows, lengths, prefix_lens, report, limits, parents, nodes, emitted, path, num_accepted, status, groups, offered,
-    scores, left, right, temperature, top_k, top_p, min_p, seeds,
+    scores, left, right, text, temperature, top_k, top_p, min_p, seeds,
 ) -> None:  # fmt: skip
-    state = dict(rows=rows, lengths=lengths, prefix_lens=prefix_lens, report=report)
+    state = given(rows=rows, lengths=lengths, prefix_lens=prefix_lens, report=report, text=text)
     read = given(
         limits=limits, fixed_parents=parents, emitted=emitted, path=path, num_accepted=num_accepted, status=status,
         groups=groups, offered=offered, scores=scores, left=left, right=right, temperature=temperature, top_k=top_k,
         top_p=top_p, min_p=min_p, seeds=seeds,
     )  # fmt: skip
-    numbers = dict(nodes=nodes, judged_nodes=0 if groups is None else groups.numel())
+    numbers = dict(vocabulary=2**31 - 1, nodes=nodes, judged_nodes=0 if groups is None else groups.numel())
     _run("next_rows", state, read, numbers, report_numbers=3)
 
 
 def next_tree_(
     rows, parents, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status, rates, price, offered,
-    scores, first, left, right, temperature, top_k, top_p, min_p, seeds,
+    scores, first, left, right, text, temperature, top_k, top_p, min_p, seeds,
 ) -> None:  # fmt: skip
-    state = dict(rows=rows, parents=parents, lengths=lengths, prefix_lens=prefix_lens, report=report)
+    state = given(rows=rows, parents=parents, lengths=lengths, prefix_lens=prefix_lens, report=report, text=text)
     read = given(
         limits=limits, emitted=emitted, path=path, num_accepted=num_accepted, status=status, rates=rates, price=price,
         offered=offered, scores=scores, left=left, right=right, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -40,6 +40,8 @@ def _run(name, state, read, numbers, *, report_numbers) -> None:
         return
     numbers |= dict(requests=requests, row_count=row_count, width=read["path"].shape[1])
     numbers["report_width"] = state["report"].shape[1] - report_numbers
+    if "text" in state:
+        numbers["text_room"] = state["text"].shape[1]
     if "offered" in read:
         numbers |= dict(slots=read["offered"].shape[1], count=read["offered"].shape[2])
     if "left" in read:

@@ -470,10 +470,10 @@ def test_out_of_memory_says_op_shape_and_bytes(call, message):
 # Integer arguments that an op takes in any integer dtype: all except words of bits.
 WORDS = {"visible", "allowed", "draft_allowed", "answers", "state"}
 STATE = {
-    "next_rows_": ("rows", "lengths", "prefix_lens", "report"),
-    "next_tree_": ("rows", "parents", "lengths", "prefix_lens", "report"),
+    "next_rows_": ("rows", "lengths", "prefix_lens", "report", "text"),
+    "next_tree_": ("rows", "parents", "lengths", "prefix_lens", "report", "text"),
 }
-"""The first arguments of an op that writes into them, so that they have one dtype."""
+"""The arguments that an op writes into, so that they have one dtype."""
 
 
 def integer_places(op, sample):
@@ -491,10 +491,10 @@ def results_of(op, sample):
         call(op, sample)
         return sample[0]
     if op in STATE:
-        count = len(STATE[op])
-        sample = (*(tensor.clone() for tensor in sample[:count]), *sample[count:])
+        written = [name in STATE[op] and x is not None for name, x in zip(arguments_of(op), sample, strict=True)]
+        sample = tuple(x.clone() if changes else x for x, changes in zip(sample, written, strict=True))
         call(op, sample)
-        return sample[:count]
+        return [x for x, changes in zip(sample, written, strict=True) if changes]
     result = call(op, sample)
     return [result] if isinstance(result, torch.Tensor) else list(result)
 

@@ -31,12 +31,32 @@ def on(backend, arguments):
     return {name: value.to(backend.device) if torch.is_tensor(value) else value for name, value in arguments.items()}
 
 
+def a_text(arguments):
+    """The texts of the requests, of few tokens, so that they recall some; their last tokens are the roots."""
+    lengths = arguments["lengths"].tolist()
+    width = arguments["emitted"].shape[1]
+    text = torch.randint(0, 5, (len(lengths), max([0, *lengths]) + width))
+    for b, length in enumerate(lengths):
+        if length:
+            text[b, length - 1] = arguments["rows"][0, b, 0]
+    return text.to(arguments["rows"].device)
+
+
+def of_few_tokens(arguments):
+    """The same step, whose tokens mostly are those of ``a_text``."""
+    arguments["emitted"].remainder_(5)
+    for row in arguments["offered"].flatten(0, 1):
+        row.copy_(torch.cat([torch.arange(5), 5 + torch.randperm(VOCABULARY - 5)])[: len(row)])
+    return arguments | dict(text=a_text(arguments))
+
+
 def copied(arguments):
     return {name: value.clone() if torch.is_tensor(value) else value for name, value in arguments.items()}
 
 
 def checked(op, state, arguments):
-    """The state after the op of this name is that of the reference, to the bit -> the state."""
+    """The state after the op of this name is that of the reference, to the bit -> the state, and the text if there is one."""
+    state = (*state, *(["text"] if arguments.get("text") is not None else []))
     wanted = {name: value.cpu() if torch.is_tensor(value) else value for name, value in copied(arguments).items()}
     getattr(reference, op)(**wanted)
     getattr(pass_ext, op)(**arguments)

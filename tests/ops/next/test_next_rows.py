@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from next_cases import VOCABULARY, checked, copied, law_of, on, tables
+from next_cases import VOCABULARY, checked, copied, law_of, of_few_tokens, on, tables
 
 import pass_ext
 from pass_ext import Tree
@@ -42,7 +42,7 @@ def a_step(backend, tree, requests=3, *, count=8, rank=None, seed=0, sampled=Fal
     )  # fmt: skip
     if rank is not None:
         arguments["scores"] = torch.randn(requests, slots, count).sort(descending=True).values
-        arguments |= tables(rank)
+        arguments |= tables(None if rank < 0 else rank)
     arguments |= law_of(requests, sampled=sampled, filters=filters)
     return on(backend, arguments)
 
@@ -54,15 +54,17 @@ def check(arguments):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("recalls", [False, True], ids=["no text", "recalls"])
 @pytest.mark.parametrize("kind", ["in order", "scored", "raced", "filtered"])
-def test_rows_are_those_of_the_reference(backend, tree, kind):
+def test_rows_are_those_of_the_reference(backend, tree, kind, recalls):
+    """Rank -1: scores without tables."""
     drafted = 0
-    for seed, (count, rank) in enumerate([(1, 1), (3, 0), (8, 5), (33, 31), (64, 32), (100, 65)]):
+    for seed, (count, rank) in enumerate([(1, 1), (3, 0), (8, 5), (33, 31), (64, 32), (100, 65), (20, -1)]):
         arguments = a_step(
             backend, TREES[tree], 1 + seed, count=count, rank=None if kind == "in order" else rank, seed=seed,
             sampled=kind in ("raced", "filtered"), filters=kind == "filtered",
         )  # fmt: skip
-        state = check(arguments)
+        state = check(of_few_tokens(arguments) if recalls else arguments)
         drafted += int((state["rows"][1, :, 1 : TREES[tree].num_nodes] >= 0).sum())
         assert (state["rows"][2] >= state["prefix_lens"][:, None]).all()
     assert (drafted > 10) == (tree != "root")
@@ -150,6 +152,18 @@ def test_strided_tables_and_tokens_that_they_lack(backend):
     assert (check(arguments)["rows"][1, :, 1 : TREES["bushy"].num_nodes] == -1).all()
 
 
+def test_a_text_without_room_keeps_its_columns(backend):
+    """On CUDA, where lengths are not checked: tokens without a column are left out, and the rest is recalled from."""
+    arguments = of_few_tokens(a_step(backend, TREES["bushy"], 3, rank=3))
+    arguments["text"] = arguments["text"][:, :4].contiguous()
+    if backend.name.startswith("cpu"):
+        with pytest.raises(RuntimeError, match="text must have a column"):
+            pass_ext.next_rows_(**arguments)
+        return
+    pass_ext.next_rows_(**arguments)
+    assert ((arguments["text"] >= 0) & (arguments["text"] < VOCABULARY)).all()
+
+
 def test_no_requests(backend):
     arguments = a_step(backend, TREES["bushy"], 1)
     none = {name: value[:0] for name, value in arguments.items() if name not in ("rows", "parents", "nodes", "groups")}
@@ -189,7 +203,12 @@ def test_values_out_of_range_are_refused_or_offer_nothing(backend, name):
         (dict(limits=torch.zeros(3)), "limits must be int64"),
         (dict(emitted=torch.zeros(3, 4, dtype=torch.int64)), "emitted must have shape"),
         (dict(groups=None), "offered and groups must come together"),
-        (dict(scores=None), "scores, left and right must come together"),
+        (dict(scores=None), "left and right must come together, with scores"),
+        (dict(left=None), "left and right must come together, with scores"),
+        (dict(groups=None, offered=None), "scores must come with offered"),
+        (dict(text=torch.zeros(2, 99, dtype=torch.int64)), r"text must have shape \[B, T\] with 3"),
+        (dict(text=torch.zeros(3, 99)), "text must be int64"),
+        (dict(text=torch.zeros(3, 5, dtype=torch.int64)), "text must have a column for every token"),
         (dict(right=torch.zeros(VOCABULARY, 4)), "right must have 3 "),
         (dict(left=torch.zeros(VOCABULARY, 3).double()), "left must be float32"),
         (dict(seeds=torch.zeros(2, dtype=torch.int64)), "seeds must have 3 "),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from next_cases import VOCABULARY, checked, copied, law_of, on, tables
+from next_cases import VOCABULARY, checked, copied, law_of, of_few_tokens, on, tables
 
 import pass_ext
 from pass_ext import Tree, reference
@@ -81,8 +81,9 @@ def on_cpu():
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("priced", [False, True], ids=["free", "priced"])
+@pytest.mark.parametrize("recalls", [False, True], ids=["no text", "recalls"])
 @pytest.mark.parametrize("kind", ["no tables", "scored", "raced", "filtered"])
-def test_rows_are_those_of_the_reference(backend, kind, priced):
+def test_rows_are_those_of_the_reference(backend, kind, recalls, priced):
     shapes = set()
     for seed, (row_count, slots, count, rank) in enumerate(
         [(1, 1, 1, 1), (2, 2, 3, 0), (8, 3, 8, 5), (12, 4, 33, 31), (16, 4, 64, 32), (33, 8, 100, 65), (64, 8, 16, 3)]
@@ -92,7 +93,7 @@ def test_rows_are_those_of_the_reference(backend, kind, priced):
                 backend, 1 + seed, row_count, slots=slots, count=count, rank=None if kind == "no tables" else rank,
                 seed=seed, sampled=kind in ("raced", "filtered"), filters=kind == "filtered", priced=priced, sharp=sharp,
             )  # fmt: skip
-            state = check(arguments)
+            state = check(of_few_tokens(arguments) if recalls else arguments)
             shapes |= set(shapes_of(state))
             for b, (used, nodes) in enumerate(shapes_of(state)):
                 assert 1 <= nodes <= used <= row_count
@@ -263,6 +264,34 @@ def test_a_sure_slot_gets_a_chain_and_an_unsure_one_gets_branches(backend):
         assert depths.max() >= depth
         assert (state["parents"][0, 1:nodes] == 0).sum() >= branches
         assert ((state["parents"][0, 1:nodes] == 0).sum() == 1) == (sure > 0.9)
+
+
+def test_a_text_that_repeats_itself_is_followed(backend):
+    """The slots alone would take other tokens: the path behind 1 2 3 is 4 5 6, as before, and the text grows."""
+    arguments = chained(backend, slots=3, row_count=8, count=8) | dict(
+        rates=torch.full((3,), 0.5, device=backend.device)
+    )
+    text = torch.zeros(1, 40, dtype=torch.int64, device=backend.device)
+    text[0, :10] = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 1, 2])
+    arguments["path"].zero_()
+    arguments["emitted"][0, 0], arguments["lengths"][0], arguments["limits"][0] = 3, 10, 30
+    arguments["offered"][:] = torch.tensor([90, 91, 4, 5, 6, 92, 93, 94])
+    arguments["scores"][:] = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.05, 0.02, 0.02, 0.01]).log()
+    state = check(copied(arguments) | dict(text=text))
+    assert state["text"][0, :12].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 0]
+    assert state["rows"][1, 0, 1:4].tolist() == [4, 5, 6] and state["parents"][0, :4].tolist() == [-1, 0, 1, 2]
+    assert check(arguments)["rows"][1, 0, 1] == 90
+
+
+def test_accepted_tokens_are_written_into_the_text(backend):
+    arguments = a_step(backend, 4, rank=3, seed=5)
+    lengths, accepted = arguments["lengths"].tolist(), arguments["num_accepted"].tolist()
+    arguments["limits"][3] = 0  # it has ended
+    state = check(of_few_tokens(arguments))
+    for b, (length, count) in enumerate(zip(lengths[:3], accepted, strict=False)):
+        assert state["text"][b, length : length + count + 1].tolist() == arguments["emitted"][b, : count + 1].tolist()
+        assert state["lengths"][b] == length + count + 1
+    assert state["lengths"][3] == lengths[3]
 
 
 def test_a_price_makes_a_step_smaller(backend):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, DraftContext, Drafter
 from pass_ext.decoding.drafting.lookahead.offers import Offers
+from pass_ext.decoding.drafting.lookahead.recall import GrowingTexts
 from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller, rows_of
 from pass_ext.decoding.drafting.rows.choice import RowChoice
 from pass_ext.decoding.drafting.rows.shared import SharedRows
@@ -29,12 +30,19 @@ class LookaheadDrafter(Drafter):
         plan: the plan of a step.
         context: the generation.
         shared: chooses the rows of each step; None: all steps have those of the plan.
+        recalls: tokens that the text recalls rise.
     """
 
     name = LOOK_AHEAD
 
     def __init__(
-        self, lookahead: LookaheadEmbedding, plan: Plan, context: DraftContext, shared: SharedRows | None = None
+        self,
+        lookahead: LookaheadEmbedding,
+        plan: Plan,
+        context: DraftContext,
+        shared: SharedRows | None = None,
+        *,
+        recalls: bool = False,
     ) -> None:
         table = context.target.table
         self.max_depth = plan.tree.max_depth
@@ -48,7 +56,10 @@ class LookaheadDrafter(Drafter):
         self.groups = tuple(plan.groups.items())
         self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
         law = context.sampling, context.rule, context.target.logit_shards, context.guides
-        self._filler = TreeFiller(lookahead, self.tree, table, *law, has_probabilities=shared is not None)
+        self._filler = TreeFiller(
+            lookahead, self.tree, table, *law, has_probabilities=shared is not None, recalls=recalls
+        )
+        self._texts = GrowingTexts(table.device) if self.offers.recalls else None
 
     @property
     def offers(self) -> Offers:
@@ -117,4 +128,5 @@ class LookaheadDrafter(Drafter):
         slots = rows_of(batch.logits, rows)
         texts = [batch.texts[b] for b in requests]
         roots, places = [text[-1] for text in texts], [len(text) - 1 for text in texts]
-        return self._filler.fill(slots, requests, roots, places)
+        known = None if self._texts is None else self._texts.of(batch.texts, requests)
+        return self._filler.fill(slots, requests, roots, places, known)

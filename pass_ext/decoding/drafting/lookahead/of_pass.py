@@ -50,8 +50,8 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
         nodes = Tree(plan.tree.parents[: plan.tree.num_nodes])
         deepest = max(*plan.tree.depths, plan.slots)
         shared = SharedRows(times, context.texts, nodes, plan.slots, deepest, rates)
-        return LookaheadDrafter(method.lookahead, plan, context, shared)
-    drafter = LookaheadDrafter(method.lookahead, plan, context)
+        return LookaheadDrafter(method.lookahead, plan, context, shared, recalls=method.recall)
+    drafter = LookaheadDrafter(method.lookahead, plan, context, recalls=method.recall)
     drafter.step_times = times if pauses else None
     if pauses and _may_choose(method, context):
         rates = slot_hit_rates(method.lookahead, method.num_slots, 1, greedy=greedy)

@@ -1,7 +1,8 @@
 """``Offers``: the tokens that the rows of look-ahead slots offer as candidates, for ops that put them into a tree.
 
 Slot i's logits, plus transition scores left[parent] · right[token] where the embeddings have them, rank the candidates at depth
-i + 1 below each parent. The scores reorder a shortlist of the most probable tokens of each slot.
+i + 1 below each parent; and tokens that the text recalls rise (csrc/core/recall.h). The scores reorder a shortlist of the most
+probable tokens of each slot.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree
 
-_SHORTLIST = 64  # candidates of a slot that transition scores reorder, or more where a node has more children
+_SHORTLIST = 64  # candidates of a slot that scores reorder, or more where a node has more children
 _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
 
@@ -30,26 +31,39 @@ class Offers:
         tree: of candidates.
         table: the model's input embeddings.
         shards: the ranks that hold the columns of the logits; None: this process has all.
+        recalls: tokens that the text recalls rise.
     """
 
     def __init__(
-        self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, shards: LogitShards | None = None
+        self,
+        lookahead: LookaheadEmbedding,
+        tree: Tree,
+        table: Tensor,
+        shards: LogitShards | None = None,
+        *,
+        recalls: bool = False,
     ) -> None:
         self._draw = draft_sample if shards is None else shards.draft_sample
         tables = transition_tables(lookahead, table, shards) if lookahead.rank else None
         self.transition = None if tables is None else (tables[0].detach(), tables[1].detach())
+        self.recalls = recalls
         widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
-        self.count = min(widest if self.transition is None else max(_SHORTLIST, widest), table.shape[0])
+        self.count = min(max(_SHORTLIST, widest) if self.are_scored else widest, table.shape[0])
         self._shortlist = min(_SHORTLIST, table.shape[0])
+
+    @property
+    def are_scored(self) -> bool:
+        """True: what a slot offers is reordered below each parent."""
+        return self.transition is not None or self.recalls
 
     @property
     def key(self) -> tuple[int, ...]:
         """Equal for offers that read the same memory."""
-        return (self.count, *(table.data_ptr() for table in self.transition or ()))
+        return (self.count, self.recalls, *(table.data_ptr() for table in self.transition or ()))
 
     def draws(self, sampling: BatchSampling) -> bool:
         """True: the offered tokens are drawn, by the noise of their positions."""
-        return self.transition is None and not sampling.is_greedy
+        return not self.are_scored and not sampling.is_greedy
 
     def top_of_rows(self, logits: Tensor, requests: int) -> dict[str, Any]:
         """The most probable tokens of rows ``[requests * S, V]``, as keyword arguments of ``next_tree_``."""
@@ -60,7 +74,7 @@ class Offers:
 
     def of_rows(
         self, logits: Tensor, positions: Tensor | None, sampling: BatchSampling, requests: int
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """The offered tokens, as keyword arguments of ``next_rows_``.
 
         Args:
@@ -68,12 +82,12 @@ class Offers:
             positions: ``[requests * S]`` int64, text positions of the tokens that these rows foresee; None if not ``draws``.
             sampling: one for each of the rows.
         """
-        if self.transition is None:  # every parent of a level has the same candidates: the best, in order
+        if not self.are_scored:  # every parent of a level has the same candidates: the best, in order
             law = sampling.keywords()
             tokens, _ = self._draw(logits, self.count, mode="coupled", positions=positions, **law)
             return {"offered": tokens.view(requests, -1, self.count)}
         tokens, scores = self._draw(logits, self.count, mode="top")
-        left, right = self.transition
+        left, right = self.transition or (None, None)
         shape = requests, -1, self.count
         return {"offered": tokens.view(shape), "scores": scores.view(shape), "left": left, "right": right}
 

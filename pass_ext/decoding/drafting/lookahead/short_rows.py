@@ -1,13 +1,16 @@
 """``ShortRows``: the rows of logits that candidates are drawn from below the parents of a tree, each with the most probable
 tokens of its slot alone.
 
-    logits[row, token] = log probability by the slot + left[parent's token] · right[token],    -inf for all other tokens
+    logits[row, token] = log probability by the slot + left[parent's token] · right[token] + recall of the token,
+                         -inf for all other tokens
 
 Transition scores of a whole vocabulary would cost a product with the table of ``right`` below every parent; and on the CPU
 torch would take its threads for it, which spin on beside those of the model's layers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,12 +23,12 @@ class ShortRows:
     """Rows of one tree, in memory that is used again: those of a fill hold until the next one.
 
     Args:
-        left, right: ``[V, r]`` float32.
+        transition: left and right, ``[V, r]`` float32; None: there are no such scores.
         count: tokens of a row.
     """
 
-    def __init__(self, left: Tensor, right: Tensor, count: int) -> None:
-        self._left, self._right, self._count = left, right, count
+    def __init__(self, transition: tuple[Tensor, Tensor] | None, count: int) -> None:
+        self._transition, self._count = transition, count
         self._rows: Tensor | None = None
         self._places: list[tuple[int, Tensor]] = []  # (the first of some rows, the tokens that they hold)
 
@@ -44,14 +47,21 @@ class ShortRows:
                 self._rows[first : first + len(held)].scatter_(1, held, -torch.inf)
         self._places, self._next = [], 0
 
-    def below(self, slot: int, parents: Tensor) -> Tensor:
-        """``[n * P, V]``, the next rows: of this slot below tokens ``parents`` [n, P]."""
+    def below(self, slot: int, parents: Tensor, recalled: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """``[n * P, V]``, the next rows: of this slot below tokens ``parents`` [n, P].
+
+        recalled(candidates [n, P, K]): what their scores rise by; None: by nothing."""
         assert self._rows is not None
         requests, count = parents.shape
-        tokens = self._tokens[:, slot, None].expand(-1, count, -1).flatten(0, 1)
-        # Not by a product of matrices, for which torch would take its threads.
-        shift = (embedding(tokens, self._right) * embedding(parents.flatten(), self._left)[:, None]).sum(-1)
-        scores = self._scores[:, slot, None].expand(-1, count, -1).flatten(0, 1) + shift
+        candidates = self._tokens[:, slot, None].expand(-1, count, -1)
+        tokens = candidates.flatten(0, 1)
+        scores = self._scores[:, slot, None].expand(-1, count, -1).flatten(0, 1)
+        if self._transition is not None:
+            # Not by a product of matrices, for which torch would take its threads.
+            left, right = self._transition
+            scores = scores + (embedding(tokens, right) * embedding(parents.flatten(), left)[:, None]).sum(-1)
+        if recalled is not None:
+            scores = scores + recalled(candidates).flatten(0, 1)
         first, self._next = self._next, self._next + requests * count
         self._places.append((first, tokens))
         return self._rows[first : self._next].scatter_(1, tokens, scores)

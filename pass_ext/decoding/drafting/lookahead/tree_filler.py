@@ -7,7 +7,8 @@ are drawn from it, and q's logits are kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn.functional import embedding
 
 from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
 from pass_ext.decoding.drafting.lookahead.offers import Offers
+from pass_ext.decoding.drafting.lookahead.recall import Recall
 from pass_ext.decoding.drafting.lookahead.short_rows import ShortRows
 from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.requests.grammar.guides import Guides
@@ -51,6 +53,7 @@ class TreeFiller:
         shards: the ranks that hold the columns of the slots' logits; None: this process has all.
         guides: the grammars of the texts; None: none has one.
         has_probabilities: tell those of the candidates, in mode "coupled" without a grammar.
+        recalls: tokens that the text recalls rise; not under a grammar.
     """
 
     def __init__(
@@ -63,22 +66,30 @@ class TreeFiller:
         shards: LogitShards | None = None,
         guides: Guides | None = None,
         has_probabilities: bool = False,
+        recalls: bool = False,
     ) -> None:
         self.tree, self._has_probabilities = tree, has_probabilities
-        self.offers = Offers(lookahead, tree, table, shards)
+        self.offers = Offers(lookahead, tree, table, shards, recalls=recalls and guides is None)
         self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)
         self._are_judged_by_logits = are_judged_by_logits(sampling, rule)
         self._levels = levels_of(tree, table.device)
         # Under a grammar the best tokens may all be forbidden.
-        transition = self.offers.transition if guides is None else None
-        self._short = None if transition is None else ShortRows(*transition, self.offers.count)
+        has_short = self.offers.are_scored and guides is None
+        self._short = ShortRows(self.offers.transition, self.offers.count) if has_short else None
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
         # Of the candidates, nodes 1, 2, …
         self._above = self._parents[1:].long()
         self._slot_of = torch.tensor([depth - 1 for depth in tree.depths[1:]], device=table.device)
 
-    def fill(self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], positions: Sequence[int]) -> Filled:
+    def fill(
+        self,
+        slots: Tensor,
+        requests: Sequence[int],
+        roots: Sequence[int],
+        positions: Sequence[int],
+        text: Tensor | None = None,
+    ) -> Filled:
         """Fills the trees of these requests.
 
         Args:
@@ -86,47 +97,59 @@ class TreeFiller:
             requests: their numbers.
             roots: the tokens of their next roots.
             positions: the text positions of these roots.
+            text: ``[len(requests), T]`` int64, the texts, these roots included; needed where they are recalled.
         """
+        if self.offers.recalls and text is None:
+            raise ValueError("TreeFiller: text must be given where it is recalled, got None")
         device = slots.device
         sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
         places = torch.tensor(positions, device=device)
         if self._mode == "coupled" and self._guides is None:
-            tokens, offered = self._offered(slots, roots, sampling, places)
-            shares = self._probabilities(slots, tokens, offered).tolist() if self._has_probabilities else None
+            tokens, offered = self._offered(slots, roots, sampling, places, text)
+            shares = self._probabilities(slots, tokens, offered, places).tolist() if self._has_probabilities else None
             return Filled(tokens[:, 1:].tolist(), None, None, None, shares)
         if self._shards is not None:
             slots = self._shards.whole(slots)
         # The extra entry `num_nodes` takes the surplus candidates of parents with fewer children.
         tokens = torch.full((len(requests), self.tree.num_nodes + 1), -1, device=device)
         tokens[:, 0] = torch.tensor(roots, device=device)
-        return self._drawn(slots, requests, tokens, sampling, places)
+        return self._drawn(slots, requests, tokens, sampling, places, text)
 
-    def _probabilities(self, slots: Tensor, tokens: Tensor, offered: dict[str, Tensor]) -> Tensor:
-        """``[n, nodes - 1]``: each token's probability by its slot and, where the embeddings have them, transition scores
-        among the offered tokens; 0 where there is no token."""
+    def _recall(self, text: Tensor | None, places: Tensor) -> Recall | None:
+        return None if text is None or not self.offers.recalls else Recall(self.tree, text, places + 1)
+
+    def _probabilities(self, slots: Tensor, tokens: Tensor, offered: dict[str, Any], places: Tensor) -> Tensor:
+        """``[n, nodes - 1]``: each token's probability by its slot, and by the scores among the offered tokens where there are
+        some; 0 where there is no token."""
         nodes = tokens[:, 1:]
-        if self.offers.transition is None:
+        if not self.offers.are_scored:
             totals = slots[:, : self.tree.max_depth].float().logsumexp(-1).index_select(1, self._slot_of)
             known = slots[:, self._slot_of].gather(2, nodes.clamp(min=0)[..., None])[..., 0].float()
             return (known - totals).exp().where(nodes >= 0, 0)
-        left, right = self.offers.transition
-        before = embedding(tokens.index_select(1, self._above).clamp(min=0), left)
         choices, scores = (offered[name].index_select(1, self._slot_of) for name in ("offered", "scores"))
-        # Request by request, and without softmax or a product of matrices: see rows_of.
-        shifts = [(embedding(c, right) * b[:, None]).sum(-1) for c, b in zip(choices.clamp(min=0), before, strict=True)]
-        shifted = scores + torch.stack(shifts)
+        shifted = scores
+        if self.offers.transition is not None:
+            left, right = self.offers.transition
+            before = embedding(tokens.index_select(1, self._above).clamp(min=0), left)
+            # Request by request, and without softmax or a product of matrices: see rows_of.
+            pairs = zip(choices.clamp(min=0), before, strict=True)
+            shifted = scores + torch.stack([(embedding(c, right) * b[:, None]).sum(-1) for c, b in pairs])
+        recall = self._recall(offered["text"], places)
+        if recall is not None:
+            shifted = shifted + recall.below(self._above, tokens, choices)
         weights = (shifted - shifted.amax(-1, keepdim=True)).exp()
         shares = weights.where(choices == nodes[..., None], 0).sum(-1) / weights.sum(-1)
         return (shares * scores.exp().sum(-1)).where(nodes >= 0, 0)
 
     def _offered(
-        self, slots: Tensor, roots: Sequence[int], sampling: BatchSampling, places: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, slots: Tensor, roots: Sequence[int], sampling: BatchSampling, places: Tensor, text: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
         """The best of the offered tokens below every parent, ``[n, nodes]`` with the roots, and what was offered:
         ``next_rows_`` moves each request to its root."""
         requests, nodes, depth = len(roots), self.tree.num_nodes, self.tree.max_depth
         at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
         offered = self.offers.of_rows(slots[:, :depth].flatten(0, 1), at, sampling.repeated(depth), requests)
+        offered["text"] = text if self.offers.recalls else None
         rows = places.new_full((3, requests, nodes), -1)
         zeros = places.new_zeros(requests, dtype=torch.int32)
         next_rows_(
@@ -148,20 +171,27 @@ class TreeFiller:
         return rows[1], offered
 
     def _drawn(
-        self, slots: Tensor, requests: Sequence[int], tokens: Tensor, sampling: BatchSampling, places: Tensor
+        self,
+        slots: Tensor,
+        requests: Sequence[int],
+        tokens: Tensor,
+        sampling: BatchSampling,
+        places: Tensor,
+        text: Tensor | None,
     ) -> Filled:
         """Draws separately below every parent, under its mask, and keeps the logits of the draws for rules that need them."""
         if self._short is not None:
             self._short.begin(
                 slots[:, : self.tree.max_depth], len(slots) * sum(len(level.numbers) for level in self._levels)
             )
+        recall = self._recall(text, places)
         drawn_from: list[Tensor] = []
         drawn_under: list[Tensor] = []
         rows = torch.full((len(slots), self.tree.num_nodes), -1, device=slots.device)
         first = 0
         for i, level in enumerate(self._levels):
             count, width = level.children.shape
-            logits = self._logits_below(slots, i, tokens[:, level.parents].clamp(min=0))
+            logits = self._logits_below(slots, i, level.parents, tokens, recall)
             allowed = None
             if self._guides is not None:
                 allowed = self._guides.below(self.tree, requests, tokens.tolist(), level.numbers)
@@ -177,10 +207,12 @@ class TreeFiller:
         whole = torch.cat(drawn_from) if self._short is None else self._short.rows
         return Filled(filled, whole, rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
 
-    def _logits_below(self, slots: Tensor, slot: int, parents: Tensor) -> Tensor:
-        """``[n * P, V]``, the logits of a slot below tokens ``parents`` [n, P]."""
+    def _logits_below(self, slots: Tensor, slot: int, nodes: Tensor, tokens: Tensor, recall: Recall | None) -> Tensor:
+        """``[n * P, V]``, the logits of a slot below nodes [P] of the tree, whose tokens are ``tokens`` [n, nodes + 1]."""
+        parents = tokens[:, nodes].clamp(min=0)
         if self._short is not None:
-            return self._short.below(slot, parents)
+            recalled = None if recall is None else partial(recall.below, nodes, tokens)
+            return self._short.below(slot, parents, recalled)
         logits = slots[:, slot, None].expand(-1, parents.shape[1], -1)
         if self.offers.transition is not None:
             left, right = self.offers.transition
