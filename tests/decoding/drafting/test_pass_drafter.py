@@ -7,6 +7,7 @@ from support.generation import Monotone
 from pass_ext import LookaheadEmbedding, PaSS, Tree, draft_sample, generate
 from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
 from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.reference.recall import recall
 
 STAR = Tree([-1] + [0] * 70 + [1, 1])
 
@@ -88,27 +89,35 @@ def test_rules_that_divide_by_the_drafts_distribution_get_its_logits(rank):
         assert rows[3:] == [-1, -1], "leaves have no children"
 
 
-def test_with_transitions_candidates_are_drawn_among_the_best_of_their_slot():
-    """Tokens of a row have their scores with transitions, all others none; memory of the fill before leaves nothing behind."""
+@pytest.mark.parametrize("recalls", [False, True], ids=["", "recalls"])
+def test_with_transitions_candidates_are_drawn_among_the_best_of_their_slot(recalls):
+    """Tokens of a row have their scores with transitions and recall, all others none; memory of the fill before leaves nothing
+    behind."""
     torch.manual_seed(6)
     table = torch.randn(200, 16)
     lookahead = LookaheadEmbedding.from_table(2, table, rank=4)
     torch.nn.init.normal_(lookahead.transition_right)
     sampling = SamplingParams(temperature=1.0, seeds=3).for_batch(2, torch.device("cpu"))
-    filler = TreeFiller(lookahead, Tree.from_branching((2, 1)), table, sampling, "rejection")
+    filler = TreeFiller(lookahead, Tree.from_branching((2, 1)), table, sampling, "rejection", recalls=recalls)
+    texts = torch.randint(0, 200, (2, 9))
+    texts[:, ::2] = torch.tensor([[3], [4]])  # the roots, so that what followed them is recalled
     with torch.no_grad():
         left, right = lookahead.transition_tables(table)
         for fill in range(3):
             slots = torch.randn(2, 2, 200)
             slots[1, 1, 7:] = -torch.inf  # fewer tokens than the list has
-            told = filler.fill(slots, [0, 1], [3, 4], [5 + fill, 6])
-            for own, rows, root, logits in zip(told.tokens, told.draft_rows, (3, 4), slots, strict=True):
-                tokens = [root, *own]
+            told = filler.fill(slots, [0, 1], [3, 4], [4 + 2 * fill, 6], texts)
+            lengths = 5 + 2 * fill, 7
+            each = zip(told.tokens, told.draft_rows, (3, 4), slots, texts.tolist(), lengths, strict=True)
+            for own, rows, root, logits, text, length in each:
+                tokens, known = [root, *own], text[:length]
                 for node, depth in ((0, 0), (1, 1), (2, 1)):
                     best = logits[depth].topk(64).indices
                     best = best[logits[depth, best] > -torch.inf]
                     expected = torch.full((200,), -torch.inf)
                     expected[best] = (logits[depth] + left[tokens[node]] @ right.t())[best]
+                    if recalls:
+                        expected[best] += recall(known, [*known, *([tokens[node]] if node else [])], best.tolist())
                     torch.testing.assert_close(
                         told.draft_logits[rows[node]].log_softmax(0), expected.log_softmax(0), rtol=1e-5, atol=1e-5
                     )

@@ -21,7 +21,9 @@ def test_each_node_is_scored_behind_its_own_path():
     tokens[:, 0] = text[torch.arange(3), lengths - 1]
     nodes = torch.tensor([0, 2, 3, 5, 6])
     candidates = torch.randint(0, 4, (3, 5, 6))
-    got = Recall(TREE, text, lengths).below(nodes, tokens, candidates)
+    recall = Recall(TREE, text.device)
+    recall.begin(text, lengths)
+    got = recall.below(nodes, tokens, candidates)
     for b in range(3):
         known = text[b, : lengths[b]].tolist()
         for i, node in enumerate(nodes.tolist()):

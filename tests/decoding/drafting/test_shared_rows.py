@@ -22,6 +22,7 @@ from pass_ext.decoding.drafting.rows.share import Offer, share_rows
 from pass_ext.decoding.drafting.rows.shared import SharedRows
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.reference.recall import recall
 
 # ---- sharing ----
 
@@ -295,27 +296,37 @@ def test_rows_are_copied_as_indexing_does():
             assert torch.equal(rows_of(x, rows), x[torch.tensor(rows)])
 
 
+@pytest.mark.parametrize("recalls", [False, True], ids=["", "recalls"])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_probabilities_are_those_of_slot_and_transitions(llama, rank):
+def test_probabilities_are_those_of_slot_and_transitions(llama, rank, recalls):
     slots = slots_for(llama, rank=rank)
     table = llama.get_input_embeddings().weight.detach()
     tree = Tree([-1, 0, 0, 1, 1, 2])
     sampling = SamplingParams().for_batch(2, table.device, None)
-    filler = TreeFiller(slots, tree, table, sampling, "coupled", has_probabilities=True)
+    filler = TreeFiller(slots, tree, table, sampling, "coupled", has_probabilities=True, recalls=recalls)
     logits = torch.randn(2, 4, VOCABULARY)
     roots = [3, 4]
+    text = torch.tensor([[3, 7, 3, 8, 7, 3, 0], [4, 4, 9, 9, 2, 3, 4]])
     with torch.no_grad():
-        filled = filler.fill(logits, [0, 1], roots, [5, 6])
+        filled = filler.fill(logits, [0, 1], roots, [5, 6], text)
         left, right = filler.offers.transition or (None, None)
     for b in range(2):
         tokens = [roots[b], *filled.tokens[b]]
         for node in range(1, 6):
             row = logits[b, tree.depths[node] - 1].log_softmax(-1)
             total = row.exp()
-            if rank:
+            if rank or recalls:
                 best = row.topk(filler.offers.count).indices
                 shifted = torch.full_like(row, -torch.inf)
-                shifted[best] = row[best] + right[best] @ left[tokens[tree.parents[node]]]
+                shifted[best] = row[best]
+                if rank:
+                    shifted[best] += right[best] @ left[tokens[tree.parents[node]]]
+                if recalls:
+                    known, path, at = text[b, : 6 + b].tolist(), [], tree.parents[node]
+                    while at > 0:
+                        path.insert(0, tokens[at])
+                        at = tree.parents[at]
+                    shifted[best] += recall(known, [*known, *path], best.tolist())
                 total = shifted.softmax(-1) * row[best].exp().sum()
             assert filled.probabilities[b][node - 1] == pytest.approx(total[tokens[node]].item(), rel=1e-4)
 

@@ -48,15 +48,10 @@ class Recall:
 
     Args:
         tree: of candidates.
-        text: ``[n, T]``, of the requests, up to their roots.
-        lengths: ``[n]``, of these, the root included.
+        device: of the texts.
     """
 
-    def __init__(self, tree: Tree, text: Tensor, lengths: Tensor) -> None:
-        self._text, self._lengths = text, lengths
-        places = lengths[:, None] - torch.arange(RECALL_TOKENS, 1, -1, device=text.device)
-        before = text.gather(1, places.clamp(min=0)).where(places >= 0, -1)
-        self._before = before  # [n, 2], the tokens in front of the root
+    def __init__(self, tree: Tree, device: torch.device) -> None:
         paths = []
         for node in range(tree.num_nodes):
             path: list[int] = []
@@ -65,7 +60,14 @@ class Recall:
                 node = tree.parents[node]
             path += range(RECALL_TOKENS - 2, -1, -1)
             paths.append(path[:RECALL_TOKENS][::-1])
-        self._paths = torch.tensor(paths, device=text.device)
+        self._paths = torch.tensor(paths, device=device)
+        """``[nodes, 3]``: the last tokens of each path, in a row of the two tokens in front of the root and all nodes."""
+
+    def begin(self, text: Tensor, lengths: Tensor) -> None:
+        """Takes the texts ``[n, T]`` of some requests, up to their roots, and their lengths ``[n]``, these included."""
+        places = lengths[:, None] - torch.arange(RECALL_TOKENS, 1, -1, device=text.device)
+        self._before = text.gather(1, places.clamp(min=0)).where(places >= 0, -1)
+        self._text, self._lengths = text, lengths
 
     def below(self, nodes: Tensor, tokens: Tensor, candidates: Tensor) -> Tensor:
         """What the scores of candidates rise by, ``[n, P, K]``.

@@ -74,6 +74,7 @@ class TreeFiller:
         self._mode = drawing_mode(sampling, rule)
         self._are_judged_by_logits = are_judged_by_logits(sampling, rule)
         self._levels = levels_of(tree, table.device)
+        self._recall = Recall(tree, table.device) if self.offers.recalls else None
         # Under a grammar the best tokens may all be forbidden.
         has_short = self.offers.are_scored and guides is None
         self._short = ShortRows(self.offers.transition, self.offers.count) if has_short else None
@@ -99,26 +100,25 @@ class TreeFiller:
             positions: the text positions of these roots.
             text: ``[len(requests), T]`` int64, the texts, these roots included; needed where they are recalled.
         """
-        if self.offers.recalls and text is None:
-            raise ValueError("TreeFiller: text must be given where it is recalled, got None")
         device = slots.device
         sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
         places = torch.tensor(positions, device=device)
+        if self._recall is not None:
+            if text is None:
+                raise ValueError("TreeFiller: text must be given where it is recalled, got None")
+            self._recall.begin(text, places + 1)
         if self._mode == "coupled" and self._guides is None:
             tokens, offered = self._offered(slots, roots, sampling, places, text)
-            shares = self._probabilities(slots, tokens, offered, places).tolist() if self._has_probabilities else None
+            shares = self._probabilities(slots, tokens, offered).tolist() if self._has_probabilities else None
             return Filled(tokens[:, 1:].tolist(), None, None, None, shares)
         if self._shards is not None:
             slots = self._shards.whole(slots)
         # The extra entry `num_nodes` takes the surplus candidates of parents with fewer children.
         tokens = torch.full((len(requests), self.tree.num_nodes + 1), -1, device=device)
         tokens[:, 0] = torch.tensor(roots, device=device)
-        return self._drawn(slots, requests, tokens, sampling, places, text)
+        return self._drawn(slots, requests, tokens, sampling, places)
 
-    def _recall(self, text: Tensor | None, places: Tensor) -> Recall | None:
-        return None if text is None or not self.offers.recalls else Recall(self.tree, text, places + 1)
-
-    def _probabilities(self, slots: Tensor, tokens: Tensor, offered: dict[str, Any], places: Tensor) -> Tensor:
+    def _probabilities(self, slots: Tensor, tokens: Tensor, offered: dict[str, Any]) -> Tensor:
         """``[n, nodes - 1]``: each token's probability by its slot, and by the scores among the offered tokens where there are
         some; 0 where there is no token."""
         nodes = tokens[:, 1:]
@@ -134,9 +134,8 @@ class TreeFiller:
             # Request by request, and without softmax or a product of matrices: see rows_of.
             pairs = zip(choices.clamp(min=0), before, strict=True)
             shifted = scores + torch.stack([(embedding(c, right) * b[:, None]).sum(-1) for c, b in pairs])
-        recall = self._recall(offered["text"], places)
-        if recall is not None:
-            shifted = shifted + recall.below(self._above, tokens, choices)
+        if self._recall is not None:
+            shifted = shifted + self._recall.below(self._above, tokens, choices)
         weights = (shifted - shifted.amax(-1, keepdim=True)).exp()
         shares = weights.where(choices == nodes[..., None], 0).sum(-1) / weights.sum(-1)
         return (shares * scores.exp().sum(-1)).where(nodes >= 0, 0)
@@ -149,7 +148,6 @@ class TreeFiller:
         requests, nodes, depth = len(roots), self.tree.num_nodes, self.tree.max_depth
         at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
         offered = self.offers.of_rows(slots[:, :depth].flatten(0, 1), at, sampling.repeated(depth), requests)
-        offered["text"] = text if self.offers.recalls else None
         rows = places.new_full((3, requests, nodes), -1)
         zeros = places.new_zeros(requests, dtype=torch.int32)
         next_rows_(
@@ -165,6 +163,7 @@ class TreeFiller:
             num_accepted=zeros,
             status=zeros,
             groups=zeros[:1],
+            text=text if self.offers.recalls else None,
             **offered,
             **sampling.keywords(),
         )
@@ -177,21 +176,19 @@ class TreeFiller:
         tokens: Tensor,
         sampling: BatchSampling,
         places: Tensor,
-        text: Tensor | None,
     ) -> Filled:
         """Draws separately below every parent, under its mask, and keeps the logits of the draws for rules that need them."""
         if self._short is not None:
             self._short.begin(
                 slots[:, : self.tree.max_depth], len(slots) * sum(len(level.numbers) for level in self._levels)
             )
-        recall = self._recall(text, places)
         drawn_from: list[Tensor] = []
         drawn_under: list[Tensor] = []
         rows = torch.full((len(slots), self.tree.num_nodes), -1, device=slots.device)
         first = 0
         for i, level in enumerate(self._levels):
             count, width = level.children.shape
-            logits = self._logits_below(slots, i, level.parents, tokens, recall)
+            logits = self._logits_below(slots, i, level.parents, tokens)
             allowed = None
             if self._guides is not None:
                 allowed = self._guides.below(self.tree, requests, tokens.tolist(), level.numbers)
@@ -207,11 +204,11 @@ class TreeFiller:
         whole = torch.cat(drawn_from) if self._short is None else self._short.rows
         return Filled(filled, whole, rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
 
-    def _logits_below(self, slots: Tensor, slot: int, nodes: Tensor, tokens: Tensor, recall: Recall | None) -> Tensor:
+    def _logits_below(self, slots: Tensor, slot: int, nodes: Tensor, tokens: Tensor) -> Tensor:
         """``[n * P, V]``, the logits of a slot below nodes [P] of the tree, whose tokens are ``tokens`` [n, nodes + 1]."""
         parents = tokens[:, nodes].clamp(min=0)
         if self._short is not None:
-            recalled = None if recall is None else partial(recall.below, nodes, tokens)
+            recalled = None if self._recall is None else partial(self._recall.below, nodes, tokens)
             return self._short.below(slot, parents, recalled)
         logits = slots[:, slot, None].expand(-1, parents.shape[1], -1)
         if self.offers.transition is not None:
