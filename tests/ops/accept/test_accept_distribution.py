@@ -452,6 +452,33 @@ def test_a_million_texts_of_other_worlds(backend, rule, name, seed):
     assert chi_square_tail(counts, world.joint(max(depths_of(parents)) + 1)) > SUSPICIOUS
 
 
+def test_kseq_with_its_largest_rho(backend):
+    """p has 1/16 of the overlap that a smaller rho would need. Then the drafts' tokens take no part in what is left of p."""
+    requests, count = how_many(backend, 20_000, others=20_000), 16
+    p, q = torch.tensor([0.0022] * 2 + [0.9956 / 6] * 6), torch.tensor([0.5] * 2 + [0.0] * 6)
+    noise = dict(seeds=torch.arange(requests), positions=torch.full((requests,), 5))
+    first = torch.zeros(requests, dtype=torch.int32)
+    drawn, _ = pass_ext.draft_sample(
+        *(q.log().repeat(requests, 1).to(backend.device), count),
+        mode="with",
+        nodes=first.to(backend.device),
+        **{name: value.to(backend.device) for name, value in noise.items()},
+    )
+    tokens, rows = torch.full((requests, 1 + count), -1), torch.full((requests, 1 + count), -1, dtype=torch.int32)
+    tokens[:, 1:], rows[:, 0] = drawn.cpu(), 0
+    parents = torch.tensor([-1] + [0] * count, dtype=torch.int32).repeat(requests)
+    bounds = torch.arange(0, requests * (1 + count) + 1, 1 + count, dtype=torch.int32)
+    step = (p.log().repeat(requests * (1 + count), 1), tokens.flatten(), parents, bounds)
+    options = noise | dict(draft_logits=q.log()[None], draft_rows=rows.flatten(), temperature=torch.ones(requests))
+    result = pass_ext.accept_tree(
+        *(tensor.to(backend.device) for tensor in step), 1, rule="kseq",
+        **{name: value.to(backend.device) for name, value in options.items()},
+    )  # fmt: skip
+    rejected = result.num_accepted == 0
+    assert 40 < int((~rejected).sum()) < 160, "0.0044 of the requests accept one"
+    assert int((result.emitted[rejected, 0] < 2).sum()) <= 4, "0.00001 of the others"
+
+
 # ---- drafts, decisions and the last token ----
 
 
