@@ -75,7 +75,7 @@ def test_rows_are_means_over_the_places_of_what_was_written(llama, file):
 
 def test_texts_are_counted_behind_their_prompts(llama, file):
     rows = list(slot_texts.measure(llama, [file], {"chat": [[5, 6, 7], [8, 9]]}, 9))
-    assert len(rows) == (3 + 1) + (2 + 1) + (1 + 1)
+    assert len(rows) == (4 + 1) + (3 + 1) + (2 + 1)
     for row in rows:
         assert row["texts"] == 2 and 1 <= row["tokens per call"] <= 5
         if row["method"] == "Plain":
