@@ -77,6 +77,7 @@ inline void pack_text(const char* op, const OptionalTensor& text, const Tensor& 
   if (!text) return;
   check_dim(op, "text", *text, 2, "[B, T]");
   problem.text_room = text->size(1);
+  if (problem.text_room < 1) refuse(op, "text must have a column for every token, got ", describe(*text));
   problem.text = contiguous_data<int64_t>(op, "text", *text, ScalarType::Long, {problem.requests, problem.text_room},
                                           "[B, T]", rows);
 }

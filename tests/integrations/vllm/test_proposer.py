@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,9 +91,11 @@ def a_step(drafts, emitted, sampling=GREEDY, positions=None, seed=0):
     )
 
 
-def propose(pass_proposer, step, emitted):
+def propose(pass_proposer, step, emitted, texts=None):
+    """texts: in front of what the step emitted; None: they recall nothing."""
     pass_proposer.observe(step)
-    return pass_proposer.propose(emitted, None, None, slot_mappings=None)
+    known = np.full((len(emitted) + 2, 64), -1, dtype=np.int32) if texts is None else texts
+    return pass_proposer.propose(emitted, None, known, slot_mappings=None)
 
 
 def best(step, rows):
@@ -110,6 +113,16 @@ def test_slots_that_stood_behind_the_whole_text_guess_and_new_ones_follow(make, 
     step = a_step([before], [[9]])
     rows = list(range(1, 1 + guesses))
     assert propose(make(drafts=drafts), step, [[9]]) == [[*best(step, rows), *slot_ids(behind)]]
+
+
+def test_guesses_follow_what_the_text_repeats(make):
+    """1 2 9 3 stands in the text, and the step emits 1 2 9 again; columns behind the text are not read."""
+    step = a_step([[1, 2, *slot_ids(3)], slot_ids(2)], [[1, 2, 9], [9]], positions=[4, 5])
+    texts = np.full((2, 64), 9, dtype=np.int32)
+    texts[0, :4] = 1, 2, 9, 3
+    texts[1, :5] = 4, 5, 6, 7, 8
+    first, second = propose(make(), step, [[1, 2, 9], [9]], texts)
+    assert first[0] == 3 != best(step, [3])[0] and second[:2] == best(step, [7, 8])
 
 
 def test_slots_behind_accepted_guesses_guess_in_the_same_call(make):

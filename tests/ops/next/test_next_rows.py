@@ -209,6 +209,7 @@ def test_values_out_of_range_are_refused_or_offer_nothing(backend, name):
         (dict(text=torch.zeros(2, 99, dtype=torch.int64)), r"text must have shape \[B, T\] with 3"),
         (dict(text=torch.zeros(3, 99)), "text must be int64"),
         (dict(text=torch.zeros(3, 5, dtype=torch.int64)), "text must have a column for every token"),
+        (dict(text=torch.zeros(3, 0, dtype=torch.int64)), "text must have a column for every token"),
         (dict(right=torch.zeros(VOCABULARY, 4)), "right must have 3 "),
         (dict(left=torch.zeros(VOCABULARY, 3).double()), "left must be float32"),
         (dict(seeds=torch.zeros(2, dtype=torch.int64)), "seeds must have 3 "),
