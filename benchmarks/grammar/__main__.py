@@ -68,6 +68,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         page.PLAIN: Plain(),
         "forced tokens alone": NGram(longest=64, shortest=64),
         "NGram": NGram(),
+        "PaSS, without recall": PaSS(slots, recall=False),
         "PaSS, one pass": PaSS(slots),
         "PaSS, one pass + NGram": PaSS(slots, ngram=NGram()),
     }

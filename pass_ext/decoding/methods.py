@@ -79,7 +79,7 @@ class PaSS:
         ngram: n-gram candidates join the tree.
         slots: how many look-ahead slots are used, the first ones; None: all.
         recall: a candidate that earlier in prompt and text came behind the same one, two or three tokens scores higher
-            (``recall_scores``), so that slots follow what repeats; not under a grammar. False: by the slots alone.
+            (``recall_scores``), so that slots follow what repeats. False: by the slots alone.
     """
 
     lookahead: LookaheadEmbedding

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from support.grammars import Automaton
 
 from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree, generate, reference
 from pass_ext.decoding.drafting.lookahead.recall import GrowingTexts, Recall
@@ -38,6 +39,32 @@ def test_each_node_is_scored_behind_its_own_path():
             )
             assert_same_bits(got[b, i], wanted[0])
     assert got.max() > 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_whole_rows_rise_where_the_text_has_a_token(dtype):
+    """Once where it stands often; not for one that the model cannot write; and the logits that came in keep their bits."""
+    torch.manual_seed(1)
+    lengths = torch.tensor([1, 2, 1500])
+    text = torch.randint(0, 6, (3, 1510)) * 7
+    text[2, 1:400:2] = 40  # only where the last 1,024 do not reach
+    text[2, 1450:1480:2] = 99
+    tokens = torch.randint(0, 6, (3, TREE.num_nodes + 1)) * 7
+    tokens[:, 0] = text[torch.arange(3), lengths - 1]
+    nodes = torch.tensor([0, 3, 5])
+    logits = torch.randn(3, 3, 50).to(dtype)
+    logits[:, :, 14] = -torch.inf
+    before = logits.clone()
+    recall = Recall(TREE, text.device)
+    recall.begin(text, lengths)
+    got = recall.raised(nodes, tokens, logits)
+    assert_same_bits(logits, before)
+    every = torch.arange(50).expand(3, 3, -1)
+    rises = recall.below(nodes, tokens, every)
+    assert rises[2, :, 40].max() > 0
+    rises[:, :, 40] = 0
+    assert_same_bits(got, logits.float() + rises)
+    assert ((rises > 0).sum(2)[2] >= 5).all(), "of the six tokens of the long text"
 
 
 def test_texts_grow():
@@ -95,11 +122,17 @@ def test_a_text_that_repeats_itself_takes_fewer_calls(count, rank, method, run_a
     assert calls[True] < 0.7 * calls[False], calls
 
 
+# Behind an even token no even one may come: nothing is forced, and an odd one is half of what slots could offer.
+GRAMMAR = {0: {token: 1 - token % 2 for token in range(12)}, 1: dict.fromkeys(range(1, 12, 2), 0)}
+
+
+@pytest.mark.parametrize("grammar", [None, GRAMMAR], ids=["free", "grammar"])
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "traversal", "kseq", "rejection_with_replacement"])
-def test_every_rule_gains(rule):
-    """Texts are the model's law in test_generate.py; here that what is drawn follows the text."""
+def test_every_rule_gains(rule, grammar):
+    """Texts are the model's law in test_generate.py and test_grammar.py; here that what is drawn follows the text."""
     tree = Tree.chain(3) if rule == "block" else Tree.from_branching((2, 1, 1))
     options = dict(max_new_tokens=96, eos_token_id=[], temperature=0.4, rule=rule, seeds=[5], run_ahead=False)
+    options |= {} if grammar is None else {"grammar": Automaton(grammar)}
     calls = {}
     for recall in (False, True):
         method = PaSS(slots_of(), recall=recall, tree=tree, rows=16)

@@ -53,7 +53,7 @@ class TreeFiller:
         shards: the ranks that hold the columns of the slots' logits; None: this process has all.
         guides: the grammars of the texts; None: none has one.
         has_probabilities: tell those of the candidates, in mode "coupled" without a grammar.
-        recalls: tokens that the text recalls rise; not under a grammar.
+        recalls: tokens that the text recalls rise.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TreeFiller:
         recalls: bool = False,
     ) -> None:
         self.tree, self._has_probabilities = tree, has_probabilities
-        self.offers = Offers(lookahead, tree, table, shards, recalls=recalls and guides is None)
+        self.offers = Offers(lookahead, tree, table, shards, recalls=recalls)
         self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)
         self._are_judged_by_logits = are_judged_by_logits(sampling, rule)
@@ -214,6 +214,8 @@ class TreeFiller:
         if self.offers.transition is not None:
             left, right = self.offers.transition
             logits = logits + left[parents] @ right.t()
+        if self._recall is not None:
+            logits = self._recall.raised(nodes, tokens, logits)
         return logits.flatten(0, 1).contiguous()
 
 
