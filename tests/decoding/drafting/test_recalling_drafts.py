@@ -41,32 +41,6 @@ def test_each_node_is_scored_behind_its_own_path():
     assert got.max() > 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_whole_rows_rise_where_the_text_has_a_token(dtype):
-    """Once where it stands often; not for one that the model cannot write; and the logits that came in keep their bits."""
-    torch.manual_seed(1)
-    lengths = torch.tensor([1, 2, 1500])
-    text = torch.randint(0, 6, (3, 1510)) * 7
-    text[2, 1:400:2] = 40  # only where the last 1,024 do not reach
-    text[2, 1450:1480:2] = 99
-    tokens = torch.randint(0, 6, (3, TREE.num_nodes + 1)) * 7
-    tokens[:, 0] = text[torch.arange(3), lengths - 1]
-    nodes = torch.tensor([0, 3, 5])
-    logits = torch.randn(3, 3, 50).to(dtype)
-    logits[:, :, 14] = -torch.inf
-    before = logits.clone()
-    recall = Recall(TREE, text.device)
-    recall.begin(text, lengths)
-    got = recall.raised(nodes, tokens, logits)
-    assert_same_bits(logits, before)
-    every = torch.arange(50).expand(3, 3, -1)
-    rises = recall.below(nodes, tokens, every)
-    assert rises[2, :, 40].max() > 0
-    rises[:, :, 40] = 0
-    assert_same_bits(got, logits.float() + rises)
-    assert ((rises > 0).sum(2)[2] >= 5).all(), "of the six tokens of the long text"
-
-
 def test_texts_grow():
     numbers = random.Random(0)
     texts = [[numbers.randrange(99) for _ in range(n)] for n in (1, 7, 3)]

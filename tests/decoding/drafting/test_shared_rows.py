@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.generation import Prophet, slots_for
+from support.grammars import Automaton, random_automaton
 from support.small_models import VOCABULARY, ragged_prompts
 
 from pass_ext import PaSS, Plain, Tree, generate
 from pass_ext.decoding.drafting.lookahead import of_pass
 from pass_ext.decoding.drafting.lookahead.drafter import LookaheadDrafter
-from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller, rows_of
+from pass_ext.decoding.drafting.lookahead.short_rows import rows_of
+from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
 from pass_ext.decoding.drafting.rows import batch_seconds as seconds_module
 from pass_ext.decoding.drafting.rows import shared as shared_module
 from pass_ext.decoding.drafting.rows.batch_seconds import BatchSeconds
@@ -21,6 +23,8 @@ from pass_ext.decoding.drafting.rows.chances import Chances
 from pass_ext.decoding.drafting.rows.share import Offer, share_rows
 from pass_ext.decoding.drafting.rows.shared import SharedRows
 from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.decoding.requests.grammar.guide import Guide
+from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.reference.recall import recall
 
@@ -169,14 +173,14 @@ def test_requests_add_their_seconds_to_those_of_the_rows(clock):
     assert not seconds.knows_plain and seconds.at(4, 4) == pytest.approx(0.013)
     for more in (0.008, 0.008, 0.004, 0.012, 0.012, 0.008, 0.012, 0.012):
         assert not seconds.knows_plain
-        seconds.add(4, 4, 0.013 + more)
+        seconds.add(4, 4, 0.013 + more, is_plain=True)
     assert seconds.knows_plain
     assert seconds.at(4, 4) == pytest.approx(0.017), "an undisturbed step"
     assert seconds.usual_plain(4) == pytest.approx(0.013 + 0.008), "the lower quartile"
     assert seconds.at(9, 4) == pytest.approx(0.018 + 0.004), "drafted steps: as the plain ones, at first"
     assert seconds.at(2, 2) == pytest.approx(0.011 + 0.002), "two of them: half of it"
     for _ in range(4):
-        seconds.add(9, 4, 0.018 + 0.020)
+        seconds.add(9, 4, 0.018 + 0.020, is_plain=False)
     assert seconds.at(9, 4) == pytest.approx(0.038) and seconds.at(5, 4) == pytest.approx(0.034)
     assert seconds.at(4, 4) == pytest.approx(0.017)
     clock.seconds += 11
@@ -188,8 +192,8 @@ def test_requests_add_their_seconds_to_those_of_the_rows(clock):
 def test_a_drafted_step_never_looks_faster_than_a_plain_one(clock):
     seconds = BatchSeconds(TIMES)
     for _ in range(8):
-        seconds.add(4, 4, 0.033)
-        seconds.add(9, 4, 0.019)
+        seconds.add(4, 4, 0.033, is_plain=True)
+        seconds.add(9, 4, 0.019, is_plain=False)
     assert seconds.at(9, 4) == seconds.at(4, 4) == pytest.approx(0.033)
 
 
@@ -200,7 +204,7 @@ USUAL = 1.0  # seconds of a plain step
 
 def shared_rows(requests, monkeypatch, seconds=None, slots=1, rates=((0.5, 0.2),)):
     seconds = seconds or SimpleNamespace(
-        at=lambda rows, requests: 1.0, knows_plain=True, usual_plain=lambda n: USUAL, add=lambda *_: None
+        at=lambda rows, requests: 1.0, knows_plain=True, usual_plain=lambda n: USUAL, add=lambda *_, is_plain: None
     )
     monkeypatch.setattr(shared_module, "batch_seconds", lambda *_: seconds)
     texts = [[0] for _ in range(requests)]
@@ -231,12 +235,12 @@ def test_slots_that_draft_badly_lose_their_worth(monkeypatch):
         at=lambda rows, requests: 1.0 + 0.1 * (rows - requests),
         knows_plain=True,
         usual_plain=lambda n: USUAL,
-        add=lambda *_: None,
+        add=lambda *_, is_plain: None,
     )
     rows, texts = shared_rows(2, monkeypatch, dear)
     rows._times = StepTimes((1, 101), (1.0, 11.0))
     for step in range(40):
-        rows.begin()
+        rows.begin(rows._rows)
         rows.choose([90 - step] * 2, [91 - step] * 2, {0: ([3], [0.02]), 1: ([4], [0.9])})
         for text, token in zip(texts, (9, 4), strict=True):
             text.append(token)
@@ -253,7 +257,7 @@ def test_where_no_slots_pay_the_next_steps_choose_nothing(monkeypatch):
         at=lambda rows, requests: 1.0 + 9 * (rows - requests),
         knows_plain=True,
         usual_plain=lambda n: USUAL,
-        add=lambda *_: None,
+        add=lambda *_, is_plain: None,
     )
     rows, _ = shared_rows(2, monkeypatch, dear)
     assert not rows.begins_with_slots and shared_rows(2, monkeypatch)[0].begins_with_slots
@@ -273,7 +277,7 @@ def test_a_batch_that_loses_time_pauses_and_the_slowest_text_counts(monkeypatch)
         rows, texts = shared_rows(2, monkeypatch)
         left, drafted = [200, 160], 0
         for _ in range(40):
-            rows.begin()
+            rows.begin(rows._rows)
             step = rows.choose([tokens - 1 for tokens in left], left, {b: ([3], [0.9]) for b in (0, 1)})
             drafted += step[0] is not None
             now.seconds += 1.5 if step[0] is not None else 1.0
@@ -283,6 +287,29 @@ def test_a_batch_that_loses_time_pauses_and_the_slowest_text_counts(monkeypatch)
                 left[b] -= gained[b]
             rows.learn(gained)
         assert fewest <= drafted <= most, gain
+
+
+def test_a_step_counts_with_the_rows_that_a_grammar_forced(monkeypatch):
+    """A step for which nothing was drafted is plain, however many tokens were forced."""
+    now, counted = SimpleNamespace(seconds=0.0), []
+    monkeypatch.setattr(shared_module.time, "perf_counter", lambda: now.seconds)
+    seconds = SimpleNamespace(
+        at=lambda rows, requests: 1.0 + 0.1 * rows,
+        knows_plain=True,
+        usual_plain=lambda n: USUAL,
+        add=lambda rows, requests, took, *, is_plain: counted.append((rows, requests, took, is_plain)),
+    )
+    rows, texts = shared_rows(1, monkeypatch, seconds)
+    for took, draft, of_call in ((1.5, {}, 6), (2.0, {0: ([3], [0.9])}, 9)):
+        rows._idle = 1  # no slots where there is no draft
+        rows.begin(of_call)
+        rows.choose([20], [21], draft)
+        now.seconds += took
+        texts[0].append(3)
+        rows.learn([1])
+    rows.begin(8)
+    assert counted == [(9, 1, 1.5, True), (8, 1, 2.0, False)]
+    assert rows._cost == pytest.approx(2.0)
 
 
 # ---- probabilities ----
@@ -331,6 +358,58 @@ def test_probabilities_are_those_of_slot_and_transitions(llama, rank, recalls):
             assert filled.probabilities[b][node - 1] == pytest.approx(total[tokens[node]].item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("recalls", [False, True], ids=["", "recalls"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_under_a_grammar_probabilities_are_those_among_the_allowed_tokens(llama, rank, recalls):
+    """The best 64 of these below each parent, though fewer may be allowed; where none is there is no token."""
+    slots = slots_for(llama, rank=rank)
+    table = llama.get_input_embeddings().weight.detach()
+    tree = Tree([-1, 0, 0, 1, 1, 2])
+    sampling = SamplingParams().for_batch(2, table.device, None)
+    few, many = [5, 7, 9], list(range(10, 90))
+    states = {0: dict.fromkeys(few, 1), 1: {**dict.fromkeys(many, 2), 7: 3}, 2: {8: 0}, 3: {}}
+    grammars = [Automaton(states, start=start) for start in (0, 1)]
+    guides = Guides([Guide(grammar, VOCABULARY, ()) for grammar in grammars], VOCABULARY, table.device)
+    filler = TreeFiller(slots, tree, table, sampling, "coupled", None, guides, has_probabilities=True, recalls=recalls)
+    logits = torch.randn(2, 4, VOCABULARY)
+    logits[1, 0, 7] = 9.0  # so that the second text reaches the state behind which nothing is allowed
+    roots = [3, 4]
+    text = torch.tensor([[3, 7, 3, 8, 7, 3, 0], [4, 4, 9, 9, 2, 3, 4]])
+    with torch.no_grad():
+        filled = filler.fill(logits, [0, 1], roots, [5, 6], text)
+        left, right = filler.offers.transition or (None, None)
+    for b in range(2):
+        tokens = [roots[b], *filled.tokens[b]]
+        for node in range(1, 6):
+            path, at = [], tree.parents[node]
+            while at > 0:
+                path.insert(0, tokens[at])
+                at = tree.parents[at]
+            allowed = sorted(grammars[b].allowed_behind(path))
+            if not allowed:
+                assert tokens[node] == -1 and filled.probabilities[b][node - 1] == 0
+                continue
+            row = torch.full((VOCABULARY,), -torch.inf)
+            row[allowed] = logits[b, tree.depths[node] - 1, allowed]
+            row = row.log_softmax(-1)
+            best = row.topk(min(64, len(allowed))).indices
+            shifted = torch.full_like(row, -torch.inf)
+            shifted[best] = row[best]
+            if rank:
+                shifted[best] += right[best] @ left[tokens[tree.parents[node]]]
+            if recalls:
+                known = text[b, : 6 + b].tolist()
+                shifted[best] += recall(known, [*known, *path], best.tolist())
+            rank_of = tree.children(tree.parents[node]).index(node)
+            if rank_of >= len(allowed):
+                assert tokens[node] == -1 and filled.probabilities[b][node - 1] == 0
+                continue
+            assert tokens[node] == shifted.topk(rank_of + 1).indices[rank_of]
+            chance = shifted.softmax(-1)[tokens[node]] * row[best].exp().sum()
+            assert filled.probabilities[b][node - 1] == pytest.approx(chance.item(), rel=1e-4)
+    assert filled.tokens[1][0] == 7 and filled.tokens[1][2] == -1
+
+
 # ---- texts ----
 
 
@@ -362,7 +441,10 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, temper
         "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.3))
     )
     steady = SimpleNamespace(
-        at=lambda rows, requests: 1.0 + 0.02 * rows, knows_plain=True, usual_plain=lambda n: USUAL, add=lambda *_: None
+        at=lambda rows, requests: 1.0 + 0.02 * rows,
+        knows_plain=True,
+        usual_plain=lambda n: USUAL,
+        add=lambda *_, is_plain: None,
     )
     monkeypatch.setattr(shared_module, "batch_seconds", lambda *_: steady)
     ids, mask = ragged_prompts(4)
@@ -402,10 +484,48 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, temper
         assert got.stats.model_calls < 0.75 * plain.stats.model_calls
 
 
+@pytest.mark.parametrize("temperature", [0.0, [0.0, 0.8, 1.0, 0.6]])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("foresees", [True, False])
+def test_texts_under_a_grammar_are_those_of_plain_decoding(llama, monkeypatch, foresees, count, temperature):
+    """One text has no grammar; in all others tokens are forced, behind roots and candidates."""
+    monkeypatch.setattr(
+        "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.3))
+    )
+    steady = SimpleNamespace(
+        at=lambda rows, requests: 1.0 + 0.02 * rows,
+        knows_plain=True,
+        usual_plain=lambda n: USUAL,
+        add=lambda *_, is_plain: None,
+    )
+    monkeypatch.setattr(shared_module, "batch_seconds", lambda *_: steady)
+    ids, mask = (part[:count] for part in ragged_prompts(4))
+    slots = slots_for(llama, rank=3)
+    slots.hit_rates = [[0.6, 0.2], [0.5, 0.2], [0.4, 0.1], [0.3, 0.1]]
+    grammar = [random_automaton(VOCABULARY, seed=seed) if seed != 2 else None for seed in range(count)]
+    temperature = temperature if temperature == 0.0 else temperature[-count:]
+    options = dict(
+        max_new_tokens=24, attention_mask=mask, temperature=temperature, seeds=range(count), eos_token_id=[],
+        grammar=grammar,
+    )  # fmt: skip
+    plain = generate(llama, ids, Plain(), **options)
+    if foresees:
+        texts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
+        new = [row[ids.shape[1] :].tolist() for row in plain.sequences]
+        SureProphet(monkeypatch, [text + written for text, written in zip(texts, new, strict=True)])
+    got = generate(llama, ids, PaSS(slots), **options)
+    assert torch.equal(got.sequences, plain.sequences) and got.lengths == plain.lengths
+    assert got.stats.num_draft_tokens > 0
+    if foresees:
+        assert got.stats.model_calls < 0.75 * plain.stats.model_calls
+
+
 @pytest.mark.parametrize(
     ("options", "method", "shares"),
     [
         ({}, {}, True),
+        (dict(grammar=random_automaton(VOCABULARY, seed=1)), {}, True),
+        (dict(grammar=random_automaton(VOCABULARY, seed=1)), dict(rows=6), False),
         (dict(temperature=0.9, seeds=1), {}, True),
         (dict(temperature=0.9, rule="rejection"), {}, False),
         ({}, dict(passes=2), False),
@@ -428,4 +548,4 @@ def test_rows_are_shared_where_leaving_candidates_out_is_exact(llama, monkeypatc
     slots = slots_for(llama)
     for count in (2, 1):
         generate(llama, ids[:count], PaSS(slots, **method), attention_mask=mask[:count], max_new_tokens=3, **options)
-    assert [drafter.shared is not None for drafter in made] == [shares, False]
+    assert [drafter.shared is not None for drafter in made] == [shares, shares and "grammar" in options]

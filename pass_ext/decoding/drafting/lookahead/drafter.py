@@ -1,8 +1,8 @@
 """``LookaheadDrafter``: the logits of a group of slots fill the plan's tree for the next step.
 
-A step is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one group). In
-a batch with rows="auto" each request takes the part of the tree and the slots that pay (rows/shared.py). Where the device makes
-the rows (loop/chosen_step.py), it may choose them at each place by a ``RowChoice``.
+A step is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one group).
+With rows="auto", in a batch or under a grammar, each request takes the part of the tree and the slots that pay
+(rows/shared.py). Where the device makes the rows (loop/chosen_step.py), it may choose them at each place by a ``RowChoice``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, DraftContext, Drafter
 from pass_ext.decoding.drafting.lookahead.offers import Offers
 from pass_ext.decoding.drafting.lookahead.recall import GrowingTexts
-from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller, rows_of
+from pass_ext.decoding.drafting.lookahead.short_rows import rows_of
+from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
 from pass_ext.decoding.drafting.rows.choice import RowChoice
 from pass_ext.decoding.drafting.rows.shared import SharedRows
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
@@ -99,7 +100,7 @@ class LookaheadDrafter(Drafter):
             self.shared.learn(gained)
 
     def _shared(self, shared: SharedRows, batch: Batch) -> list[Candidates | None]:
-        shared.begin()
+        shared.begin(sum(len(step.tree) for step in batch.steps if step is not None))
         requests, rows = self._groups(batch)
         drafts = {}
         if requests:

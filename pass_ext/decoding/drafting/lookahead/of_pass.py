@@ -66,18 +66,19 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> L
 
 def _may_share(method: PaSS, context: DraftContext) -> bool:
     """True if each request may have other rows: candidates are fixed proposals, so that leaving some out by their probability
-    changes no text, and no other drafter or grammar adds to them."""
-    return method.rows == "auto" and len(context.texts) > 1 and _is_free(method, context)
+    changes no text, and no other drafter adds to them. A single text without a grammar has its rows chosen by the device."""
+    several = len(context.texts) > 1 or context.guides is not None
+    return method.rows == "auto" and several and _is_free(method, context)
 
 
 def _may_choose(method: PaSS, context: DraftContext) -> bool:
     """True if the device may choose the rows of each step."""
     rows, slots = _MOST_PRICED if method.rows == "auto" else method.rows, method.num_slots
     fits = _FEWEST_CHOSEN <= rows <= MAX_CHOSEN_ROWS and slots <= min(MAX_CHOSEN_SLOTS, rows - 1)
-    return fits and context.target.logit_shards is None and _is_free(method, context)
+    return fits and context.target.logit_shards is None and context.guides is None and _is_free(method, context)
 
 
 def _is_free(method: PaSS, context: DraftContext) -> bool:
     """True if steps may have other rows than the plan's, by the candidates' probabilities."""
     planned = method.tree is None and method.passes == 1 and method.ngram is None
-    return planned and drawing_mode(context.sampling, context.rule) == "coupled" and context.guides is None
+    return planned and drawing_mode(context.sampling, context.rule) == "coupled"

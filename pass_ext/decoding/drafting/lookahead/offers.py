@@ -48,7 +48,9 @@ class Offers:
         self.transition = None if tables is None else (tables[0].detach(), tables[1].detach())
         self.recalls = recalls
         widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
-        self.count = min(max(_SHORTLIST, widest) if self.are_scored else widest, table.shape[0])
+        self.shortlist = min(max(_SHORTLIST, widest), table.shape[0])
+        """How many tokens of a slot scores reorder."""
+        self.count = self.shortlist if self.are_scored else min(widest, table.shape[0])
         self._shortlist = min(_SHORTLIST, table.shape[0])
 
     @property

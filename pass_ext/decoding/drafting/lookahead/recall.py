@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pass_ext.ops.recall import MAX_RECALL_ROW, RECALL_TOKENS, recall_scores
+from pass_ext.ops.recall import RECALL_TOKENS, recall_scores
 from pass_ext.tree import Tree
 
 
@@ -82,17 +82,3 @@ class Recall:
         of = torch.arange(requests, dtype=torch.int32, device=tokens.device).repeat_interleave(count)
         rows = candidates.reshape(-1, width).contiguous(), contexts.reshape(-1, RECALL_TOKENS)
         return recall_scores(*rows, of, self._text, self._lengths).view(requests, count, width)
-
-    def raised(self, nodes: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Whole rows, raised by what the text recalls of its last 1,024 tokens, ``[n, P, V]`` float32.
-
-        Args:
-            nodes, tokens: as ``below``.
-            logits: ``[n, P, V]``.
-        """
-        back = torch.arange(1, min(self._text.shape[1], MAX_RECALL_ROW) + 1, device=logits.device)
-        recent = self._text.gather(1, (self._lengths[:, None] - back).clamp(min=0)).clamp(0, logits.shape[-1] - 1)
-        # A token that stands there twice is written twice, with equal values.
-        candidates = recent[:, None].expand(-1, len(nodes), -1)
-        scores = logits.gather(2, candidates).float() + self.below(nodes, tokens, candidates)
-        return logits.float().scatter(2, candidates, scores)

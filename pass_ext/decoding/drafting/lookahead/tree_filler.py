@@ -52,7 +52,7 @@ class TreeFiller:
         rule: how the candidates will be judged.
         shards: the ranks that hold the columns of the slots' logits; None: this process has all.
         guides: the grammars of the texts; None: none has one.
-        has_probabilities: tell those of the candidates, in mode "coupled" without a grammar.
+        has_probabilities: tell those of the candidates, in mode "coupled".
         recalls: tokens that the text recalls rise.
     """
 
@@ -75,9 +75,8 @@ class TreeFiller:
         self._are_judged_by_logits = are_judged_by_logits(sampling, rule)
         self._levels = levels_of(tree, table.device)
         self._recall = Recall(tree, table.device) if self.offers.recalls else None
-        # Under a grammar the best tokens may all be forbidden.
-        has_short = self.offers.are_scored and guides is None
-        self._short = ShortRows(self.offers.transition, self.offers.count) if has_short else None
+        has_short = self.offers.are_scored or guides is not None
+        self._short = ShortRows(self.offers.transition, self.offers.shortlist) if has_short else None
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
         # Of the candidates, nodes 1, 2, …
         self._above = self._parents[1:].long()
@@ -179,55 +178,39 @@ class TreeFiller:
     ) -> Filled:
         """Draws separately below every parent, under its mask, and keeps the logits of the draws for rules that need them."""
         if self._short is not None:
-            self._short.begin(
-                slots[:, : self.tree.max_depth], len(slots) * sum(len(level.numbers) for level in self._levels)
-            )
+            parents = sum(len(level.numbers) for level in self._levels)
+            masked = self._guides is not None
+            self._short.begin(slots[:, : self.tree.max_depth], len(slots) * parents, masked=masked)
         drawn_from: list[Tensor] = []
         drawn_under: list[Tensor] = []
+        # As `tokens`.
+        shares = torch.zeros(tokens.shape, device=slots.device)
         rows = torch.full((len(slots), self.tree.num_nodes), -1, device=slots.device)
         first = 0
         for i, level in enumerate(self._levels):
             count, width = level.children.shape
-            logits = self._logits_below(slots, i, level.parents, tokens)
             allowed = None
             if self._guides is not None:
                 allowed = self._guides.below(self.tree, requests, tokens.tolist(), level.numbers)
                 drawn_under.append(allowed)
+            logits = self._logits_below(slots, i, level.parents, tokens, allowed)
             best, _ = draw_children(logits, width, self._mode, sampling, places, i + 1, level.parents, allowed=allowed)
             tokens[:, level.children] = best.view(-1, count, width)
+            if self._has_probabilities and self._short is not None:
+                shares[:, level.children] = self._short.shares(best).view(-1, count, width)
             rows[:, level.parents] = first + torch.arange(len(logits), device=slots.device).view(-1, count)
             first += len(logits)
             drawn_from.append(logits)
         filled = tokens[:, 1 : self.tree.num_nodes].tolist()
         if not self._are_judged_by_logits:
-            return Filled(filled, None, None)
+            probabilities = shares[:, 1 : self.tree.num_nodes].tolist() if self._has_probabilities else None
+            return Filled(filled, None, None, None, probabilities)
         whole = torch.cat(drawn_from) if self._short is None else self._short.rows
         return Filled(filled, whole, rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
 
-    def _logits_below(self, slots: Tensor, slot: int, nodes: Tensor, tokens: Tensor) -> Tensor:
+    def _logits_below(self, slots: Tensor, slot: int, nodes: Tensor, tokens: Tensor, allowed: Tensor | None) -> Tensor:
         """``[n * P, V]``, the logits of a slot below nodes [P] of the tree, whose tokens are ``tokens`` [n, nodes + 1]."""
-        parents = tokens[:, nodes].clamp(min=0)
-        if self._short is not None:
-            recalled = None if self._recall is None else partial(self._recall.below, nodes, tokens)
-            return self._short.below(slot, parents, recalled)
-        logits = slots[:, slot, None].expand(-1, parents.shape[1], -1)
-        if self.offers.transition is not None:
-            left, right = self.offers.transition
-            logits = logits + left[parents] @ right.t()
-        if self._recall is not None:
-            logits = self._recall.raised(nodes, tokens, logits)
-        return logits.flatten(0, 1).contiguous()
-
-
-def rows_of(logits: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
-    """``[n, L, V]``, copies of these rows. On the CPU row by row, in words: for larger pieces torch takes its threads, which
-    spin on beside those of the model's layers, and a step of 13 ms then takes 20."""
-    words = 8 // logits.element_size()
-    if logits.device.type != "cpu" or logits.shape[-1] % words or not logits.is_contiguous():
-        return logits[torch.tensor(rows, device=logits.device)]
-    copies = logits.new_empty(len(rows), len(rows[0]), logits.shape[-1])
-    source, target = logits.view(torch.int64), copies.view(torch.int64)
-    for b, group in enumerate(rows):
-        for i, row in enumerate(group):
-            target[b, i] = source[row]
-    return copies
+        if self._short is None:
+            return slots[:, slot, None].expand(-1, len(nodes), -1).flatten(0, 1).contiguous()
+        recalled = None if self._recall is None else partial(self._recall.below, nodes, tokens)
+        return self._short.below(slot, tokens[:, nodes].clamp(min=0), recalled, allowed)

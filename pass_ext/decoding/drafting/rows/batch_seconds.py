@@ -30,9 +30,9 @@ class BatchSeconds:
         self._planned = planned
         self._samples: dict[tuple[bool, int], list[tuple[float, float]]] = {}  # (is plain, requests) -> times, seconds
 
-    def add(self, rows: int, requests: int, seconds: float) -> None:
-        """Counts a step; with as many rows as requests it was plain."""
-        samples = self._samples.setdefault((rows == requests, requests), [])
+    def add(self, rows: int, requests: int, seconds: float, *, is_plain: bool) -> None:
+        """Counts a step. is_plain: nothing was drafted for it; what a grammar forces may be in it."""
+        samples = self._samples.setdefault((is_plain, requests), [])
         samples.append((time.perf_counter(), (seconds - self._planned.at(rows)) / requests))
         del samples[:-_MEMORY]
 

@@ -67,6 +67,7 @@ class SharedRows:
         self._worth: list[list[float] | None] = [None] * len(texts)
         self._drafts: Mapping[int, tuple[Sequence[int], Sequence[float]]] = {}
         self._begun: float | None = None
+        self._took: float | None = None  # seconds of the last step, until it is counted
         self._requests, self._rows = 0, 0
         self._idle = 0  # further steps for which nothing is chosen
         self._unbroken = 0  # drafted steps since the last plain one
@@ -83,9 +84,11 @@ class SharedRows:
         shares = share_rows(list(offers.values()), lambda rows: self._seconds.at(rows, requests))
         return self._seconds.knows_plain and any(rows.slots for rows in shares)
 
-    def begin(self) -> None:
-        """Starts the clock of a step."""
-        self._begun = time.perf_counter()
+    def begin(self, rows: int) -> None:
+        """Counts the step before and starts the clock of a step. rows: of the call just made, with what a grammar forced."""
+        if self._took is not None:
+            self._time(rows, self._took)
+        self._begun, self._took = time.perf_counter(), None
 
     def choose(
         self,
@@ -139,11 +142,15 @@ class SharedRows:
         for b, (tokens, chances) in self._drafts.items():
             if gained[b]:
                 self._confirm(tokens, chances, self._texts[b][-gained[b] :])
+        self._took = seconds
+
+    def _time(self, rows: int, seconds: float) -> None:
+        """Counts the seconds of the last step, whose call had so many rows."""
         # A moment's disturbance is no fault of drafting, and plain steps have such moments too.
-        expected = self._seconds.at(self._rows, self._requests)
-        self._seconds.add(self._rows, self._requests, seconds)
-        plain = self._seconds.usual_plain(self._requests)
         is_plain = self._rows == self._requests
+        expected = self._seconds.at(rows, self._requests)
+        self._seconds.add(rows, self._requests, seconds, is_plain=is_plain)
+        plain = self._seconds.usual_plain(self._requests)
         self._unbroken = 0 if is_plain else self._unbroken + 1
         if not is_plain:
             self._drafted = min(seconds, max(_MOST_DISTURBANCE * expected, plain)) / plain
