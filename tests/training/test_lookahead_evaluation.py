@@ -59,25 +59,30 @@ def test_places_behind_a_sliding_window(monkeypatch):
 
 @pytest.mark.parametrize("anchors", [100, 4, 2, 1])
 def test_evaluation_reads_each_text_from_its_prompts_end_to_where_slots_end(anchors):
-    """The first place's root is the prompt's last token, and slot 0 stands for the second token behind it."""
+    """The first place's root is the prompt's last token, and slot 0 stands for the second token behind it. Texts go round, so
+    that they recall something, which hit rates count in."""
     model = tiny_llama()
     embedding = slots_for(model)  # three slots
     samples = [
-        dataclasses.replace(one, prompt_tokens=prompt)
+        dataclasses.replace(one, ids=[token % 7 for token in one.ids], prompt_tokens=prompt)
         for one, prompt in zip(counting(4, 24), (2, 6, 20, 21), strict=True)
     ]
     places = {2: range(0, 20), 6: range(4, 20), 20: range(18, 20), 21: range(19, 20)}
-    wanted, count = [], 0
+    wanted, recalled, count = [], [], 0
     for one in samples:
         own = list(places[one.prompt_tokens])
         most = min(anchors, len(own))
         chosen = [own[int(place)] for place in torch.linspace(0, len(own) - 1, most)]
         assert chosen[0] == own[0] and (most == 1 or chosen[-1] == own[-1])
-        wanted.append(hits_of(model, embedding, torch.tensor(one.ids), torch.tensor(chosen)).ranks)
+        of_text = model, embedding, torch.tensor(one.ids), torch.tensor(chosen)
+        wanted.append(hits_of(*of_text).ranks)
+        recalled.append(hits_of(*of_text, recalls=True).ranks)
         count += most
     found = evaluate(model, embedding, samples, anchors)
-    assert found["places"] == count and found["hit_rates"] == rates.hit_rates(torch.cat(wanted))
+    assert found["places"] == count and found["hit_rates"] == rates.hit_rates(torch.cat(recalled))
     assert found["slots"] == rates.top_rates(torch.cat(wanted))
+    without = rates.hit_rates(torch.cat(wanted))
+    assert found["hit_rates"] != without and found["accepted"] == rates.accepted_lengths(torch.cat(wanted), without)
 
 
 def test_greedy_texts_have_hit_rates_of_their_own():

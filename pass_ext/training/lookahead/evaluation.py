@@ -74,9 +74,14 @@ def _add_recall(logits: Tensor, ids: Tensor, places: Tensor) -> None:
 
 
 def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample], anchors: int) -> dict[str, Any]:
-    """Hit rates and accepted lengths over all samples and by kind, at ``anchors`` even places a sample at most."""
+    """Hit rates and accepted lengths over all samples and by kind, at ``anchors`` even places a sample at most.
+
+    Hit rates, which drafts are planned by, are counted with what the text recalls, as ``PaSS`` drafts. All else tells of the
+    slots themselves.
+    """
     device = model.get_input_embeddings().weight.device
     hits_by_kind: dict[str, list[SlotHits]] = {}
+    recalled: list[Tensor] = []
     greedy: list[Tensor] = []
     for sample in samples:
         # The first place has the last token of the prompt as its new root.
@@ -86,8 +91,9 @@ def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample
             ids = torch.tensor(sample.ids, device=device)
             hits = hits_of(model, embedding, ids, even.to(device))
             hits_by_kind.setdefault(sample.kind, []).append(SlotHits(*(part.cpu() for part in hits)))
+            recalled.append(hits_of(model, embedding, ids, even.to(device), recalls=True).ranks.cpu())
             if sample.temperature == 0:
-                greedy.append(hits.ranks.cpu())
+                greedy.append(recalled[-1])
     if not hits_by_kind:
         return {"places": 0}
     by_kind = {kind: torch.cat([hits.ranks for hits in parts]) for kind, parts in sorted(hits_by_kind.items())}
@@ -98,7 +104,7 @@ def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample
         "places": len(ranks),
         "texts": sum(map(len, hits_by_kind.values())),
         "temperatures": sorted({sample.temperature for sample in samples}),
-        "hit_rates": rates,
+        "hit_rates": hit_rates(torch.cat(recalled)),
         **(
             {"greedy_hit_rates": hit_rates(torch.cat(greedy)), "greedy_places": sum(map(len, greedy))} if greedy else {}
         ),
