@@ -268,6 +268,8 @@ def test_where_no_slots_pay_the_next_steps_choose_nothing(monkeypatch):
     assert None not in rows.choose([9, 9], [3, 3], {})
     rows, _ = shared_rows(2, monkeypatch, SimpleNamespace(**{**vars(dear), "knows_plain": False}))
     assert rows.choose([9, 9], [10, 10], {0: ([3], [0.9])}) == [None, None], "plain steps are timed first"
+    rows, _ = shared_rows(1, monkeypatch, SimpleNamespace(**{**vars(dear), "knows_plain": False}))
+    assert rows.begins_with_slots and rows.choose([9], [10], {0: ([3], [0.9])}) != [None], "one's are planned"
 
 
 def test_a_batch_that_loses_time_pauses_and_the_slowest_text_counts(monkeypatch):

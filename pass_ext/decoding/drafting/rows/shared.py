@@ -82,7 +82,7 @@ class SharedRows:
         offers = {b: Offer(self._tree.parents, self._none, (), self._room) for b in range(requests)}
         self._appraise(offers)
         shares = share_rows(list(offers.values()), lambda rows: self._seconds.at(rows, requests))
-        return self._seconds.knows_plain and any(rows.slots for rows in shares)
+        return self._knows_plain(requests) and any(rows.slots for rows in shares)
 
     def begin(self, rows: int) -> None:
         """Counts the step before and starts the clock of a step. rows: of the call just made, with what a grammar forced."""
@@ -119,7 +119,7 @@ class SharedRows:
         self._appraise(offers)
         shares = [Rows()] * requests
         # The seconds of plain steps come first, and now and then: without them nothing tells whether drafting pays.
-        may_draft = self._seconds.knows_plain and self._unbroken < _MOST_DRAFTED
+        may_draft = self._knows_plain(requests) and self._unbroken < _MOST_DRAFTED
         if may_draft and self._pace.may_draft(plain=1.0, step=self._drafted):
             shares = share_rows(list(offers.values()), lambda rows: self._seconds.at(rows, requests))
         self._rows = sum(len(rows.nodes) + sum(rows.slots.values()) for rows in shares)
@@ -155,6 +155,10 @@ class SharedRows:
         if not is_plain:
             self._drafted = min(seconds, max(_MOST_DISTURBANCE * expected, plain)) / plain
         self._cost = 0.0 if is_plain else self._drafted
+
+    def _knows_plain(self, requests: int) -> bool:
+        """True if the seconds of a plain step are known: those of one request are planned."""
+        return requests == 1 or self._seconds.knows_plain
 
     def _count(self, longest: int) -> None:
         """Counts the step behind which so many tokens are left to the slowest text."""
