@@ -65,6 +65,7 @@ def _ours(places: Places) -> list[Entry]:
         entry(names.PLAIN, names.PLAIN, parts=True),
         entry(names.NGRAM, names.NGRAM),
         entry(names.PASS, names.PASS, parts=True),
+        entry(names.ADAPTED, names.ADAPTED, parts=True),
         entry(names.JOINED, names.JOINED, parts=True),
         entry(names.PLAIN_FLOAT, names.PLAIN, "float32", parts=True),
         entry(names.TRANSFORMERS, names.GENERATE),

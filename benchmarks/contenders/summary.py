@@ -19,7 +19,7 @@ from benchmarks.harness.plan import Aim
 
 Row = dict[str, Any]
 PARTS = ("layers", "small", "loop")
-METHODS = (names.NGRAM, names.PASS, names.JOINED)
+METHODS = (names.NGRAM, names.PASS, names.ADAPTED, names.JOINED)
 MOST_MS_OUTSIDE = 2.0
 MOST_MS_LOOP = 0.5
 

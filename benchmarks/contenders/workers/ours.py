@@ -12,13 +12,13 @@ import torch
 
 import pass_ext
 from benchmarks.contenders.workers.channel import Answer, answer, versions
-from benchmarks.contenders.workers.names import GENERATE, JOINED, NGRAM, PLAIN
+from benchmarks.contenders.workers.names import ADAPTED, GENERATE, JOINED, NGRAM, PLAIN
 from benchmarks.contenders.workers.step_parts import machine_limits, step_parts
 from benchmarks.decoding.contenders import GREEDY, method_contender, transformers_contender
 from benchmarks.harness.plan import DTYPES
 from pass_ext.checkpoint import load_checkpoint
 
-SLOTS = "smollm2-135m-instruct"
+SLOTS, WITH_ADAPTERS = "smollm2-135m-instruct", "smollm2-135m-instruct-adapters"
 
 
 def method(name: str) -> Any:
@@ -27,7 +27,7 @@ def method(name: str) -> Any:
         return pass_ext.Plain()
     if name == NGRAM:
         return pass_ext.NGram()
-    lookahead = pass_ext.LookaheadEmbedding.from_pretrained(SLOTS)
+    lookahead = pass_ext.LookaheadEmbedding.from_pretrained(WITH_ADAPTERS if name == ADAPTED else SLOTS)
     return pass_ext.PaSS(lookahead, ngram=pass_ext.NGram() if name == JOINED else None)
 
 
