@@ -435,10 +435,8 @@ class SureProphet(Prophet):
         monkeypatch.setattr(TreeFiller, "fill", fill)
 
 
-@pytest.mark.parametrize("temperature", [0.0, [0.0, 0.8, 1.0, 0.6]])
-@pytest.mark.parametrize("foresees", [True, False])
-def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, temperature, foresees):
-    """Ragged prompts; texts end early and at different steps; rows differ from request to request."""
+def steady_slots(model, monkeypatch):
+    """Slots with hit rates, where rows are cheap and every step takes the time that is expected."""
     monkeypatch.setattr(
         "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.3))
     )
@@ -449,9 +447,17 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, temper
         add=lambda *_, is_plain: None,
     )
     monkeypatch.setattr(shared_module, "batch_seconds", lambda *_: steady)
-    ids, mask = ragged_prompts(4)
-    slots = slots_for(llama, rank=3)
+    slots = slots_for(model, rank=3)
     slots.hit_rates = [[0.6, 0.2], [0.5, 0.2], [0.4, 0.1], [0.3, 0.1]]
+    return slots
+
+
+@pytest.mark.parametrize("temperature", [0.0, [0.0, 0.8, 1.0, 0.6]])
+@pytest.mark.parametrize("foresees", [True, False])
+def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, temperature, foresees):
+    """Ragged prompts; texts end early and at different steps; rows differ from request to request."""
+    ids, mask = ragged_prompts(4)
+    slots = steady_slots(llama, monkeypatch)
     options = dict(max_new_tokens=24, attention_mask=mask, temperature=temperature, seeds=[1, 2, 3, 4])
     plain = generate(llama, ids, Plain(), eos_token_id=[], **options)
     width = ids.shape[1]
@@ -491,19 +497,8 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, temper
 @pytest.mark.parametrize("foresees", [True, False])
 def test_texts_under_a_grammar_are_those_of_plain_decoding(llama, monkeypatch, foresees, count, temperature):
     """One text has no grammar; in all others tokens are forced, behind roots and candidates."""
-    monkeypatch.setattr(
-        "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.3))
-    )
-    steady = SimpleNamespace(
-        at=lambda rows, requests: 1.0 + 0.02 * rows,
-        knows_plain=True,
-        usual_plain=lambda n: USUAL,
-        add=lambda *_, is_plain: None,
-    )
-    monkeypatch.setattr(shared_module, "batch_seconds", lambda *_: steady)
     ids, mask = (part[:count] for part in ragged_prompts(4))
-    slots = slots_for(llama, rank=3)
-    slots.hit_rates = [[0.6, 0.2], [0.5, 0.2], [0.4, 0.1], [0.3, 0.1]]
+    slots = steady_slots(llama, monkeypatch)
     grammar = [random_automaton(VOCABULARY, seed=seed) if seed != 2 else None for seed in range(count)]
     temperature = temperature if temperature == 0.0 else temperature[-count:]
     options = dict(
