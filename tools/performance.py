@@ -127,6 +127,7 @@ def contender_numbers(file: Path, result: Result, *, only_fastest: bool = False)
     pairs = (
         (names.PLAIN, llama, "the same weights in bfloat16"),
         (names.PASS, llama, "the same"),
+        *([(names.ADAPTED, llama, "the same")] if names.ADAPTED in speeds else []),
         (names.PLAIN, "vLLM, eager", "its CPU build"),
         (names.PLAIN, names.TRANSFORMERS, "its `generate`"),
     )
