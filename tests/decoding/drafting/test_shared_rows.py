@@ -252,6 +252,32 @@ def test_slots_that_draft_badly_lose_their_worth(monkeypatch):
     assert shares[0] is None and shares[1].groups == ((0, 1),)
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ((7, 5), [(1, True), (2, True)]),
+        ((7, 5, 7), [(1, True), (2, True)]),
+        ((7, 6), [(1, True), (2, False)]),
+        ((8, 6), [(1, False), (2, True)]),
+        ((8, 5), [(1, False), (2, False)]),
+        ((9, 5), [(1, False)]),
+        ((7,), [(1, True)]),
+    ],
+)
+def test_chances_learn_along_the_path_of_the_text(monkeypatch, text, wanted):
+    """At each depth whether the best candidate below the right node was right; behind a wrong path nothing."""
+    rows, texts = shared_rows(1, monkeypatch, slots=2, rates=((0.5, 0.2), (0.5,)))
+    rows._tree, rows._none = Tree.from_branching((2, 1)), (1.0, 0.0, 0.0, 0.0, 0.0)
+    rows._room = rows._slots_within(7)
+    learned = []
+    monkeypatch.setattr(rows._chances, "learn", lambda depth, chance, right: learned.append((depth, right)))
+    rows.begin(1)
+    rows.choose([9], [10], {0: ([7, 8, 5, 6], [0.6, 0.3, 0.9, 0.9])})
+    texts[0] += text
+    rows.learn([len(text)])
+    assert learned == wanted
+
+
 def test_where_no_slots_pay_the_next_steps_choose_nothing(monkeypatch):
     dear = SimpleNamespace(
         at=lambda rows, requests: 1.0 + 9 * (rows - requests),
