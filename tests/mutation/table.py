@@ -40,7 +40,8 @@ _SPECULATIVE = [
 _GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_grammar_laws.py", "-k", "not faults"]
 _CHOSEN = ["tests/decoding/loop/test_chosen_step.py"]
 _SHARED = ["tests/decoding/drafting/test_shared_rows.py"]
-_LOOK_AHEAD = [*_SHARED, *_GENERATE[:-1], f"{_GENERATE[-1]} or test_shared_rows"]
+_SLOTS = "tests/decoding/drafting/test_slot_probabilities.py"
+_LOOK_AHEAD = [*_SHARED, _SLOTS, *_GENERATE[:-1], f"{_GENERATE[-1]} or test_shared_rows or test_slot_probabilities"]
 _AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
@@ -200,7 +201,7 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/rows/shared": _SHARED,
     "drafting/lookahead/short_rows": [
         "tests/decoding/drafting/test_pass_drafter.py",
-        "tests/decoding/drafting/test_shared_rows.py",
+        _SLOTS,
     ],
     "drafting/rows/pace": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
     "drafting/lookahead/drafter": _LOOK_AHEAD,

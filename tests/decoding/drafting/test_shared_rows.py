@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.generation import Prophet, slots_for
-from support.grammars import Automaton, random_automaton
+from support.grammars import random_automaton
 from support.small_models import VOCABULARY, ragged_prompts
 
 from pass_ext import PaSS, Plain, Tree, generate
 from pass_ext.decoding.drafting.lookahead import of_pass
 from pass_ext.decoding.drafting.lookahead.drafter import LookaheadDrafter
-from pass_ext.decoding.drafting.lookahead.short_rows import rows_of
 from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
 from pass_ext.decoding.drafting.rows import batch_seconds as seconds_module
 from pass_ext.decoding.drafting.rows import shared as shared_module
@@ -23,10 +22,6 @@ from pass_ext.decoding.drafting.rows.chances import Chances
 from pass_ext.decoding.drafting.rows.share import Offer, share_rows
 from pass_ext.decoding.drafting.rows.shared import SharedRows
 from pass_ext.decoding.planning.step_times import StepTimes
-from pass_ext.decoding.requests.grammar.guide import Guide
-from pass_ext.decoding.requests.grammar.guides import Guides
-from pass_ext.decoding.sampling import SamplingParams
-from pass_ext.reference.recall import recall
 
 # ---- sharing ----
 
@@ -338,104 +333,6 @@ def test_a_step_counts_with_the_rows_that_a_grammar_forced(monkeypatch):
     rows.begin(8)
     assert counted == [(9, 1, 1.5, True), (8, 1, 2.0, False)]
     assert rows._cost == pytest.approx(2.0)
-
-
-# ---- probabilities ----
-
-
-def test_rows_are_copied_as_indexing_does():
-    for dtype, columns in product((torch.float32, torch.bfloat16), (64, 63)):
-        logits = torch.randn(9, columns).to(dtype)
-        for x in (logits, torch.randn(9, 2 * columns).to(dtype)[:, ::2]):
-            rows = [[4, 5], [8, 8], [0, 1]]
-            assert torch.equal(rows_of(x, rows), x[torch.tensor(rows)])
-
-
-@pytest.mark.parametrize("recalls", [False, True], ids=["", "recalls"])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_probabilities_are_those_of_slot_and_transitions(llama, rank, recalls):
-    slots = slots_for(llama, rank=rank)
-    table = llama.get_input_embeddings().weight.detach()
-    tree = Tree([-1, 0, 0, 1, 1, 2])
-    sampling = SamplingParams().for_batch(2, table.device, None)
-    filler = TreeFiller(slots, tree, table, sampling, "coupled", has_probabilities=True, recalls=recalls)
-    logits = torch.randn(2, 4, VOCABULARY)
-    roots = [3, 4]
-    text = torch.tensor([[3, 7, 3, 8, 7, 3, 0], [4, 4, 9, 9, 2, 3, 4]])
-    with torch.no_grad():
-        filled = filler.fill(logits, [0, 1], roots, [5, 6], text)
-        left, right = filler.offers.transition or (None, None)
-    for b in range(2):
-        tokens = [roots[b], *filled.tokens[b]]
-        for node in range(1, 6):
-            row = logits[b, tree.depths[node] - 1].log_softmax(-1)
-            total = row.exp()
-            if rank or recalls:
-                best = row.topk(filler.offers.count).indices
-                shifted = torch.full_like(row, -torch.inf)
-                shifted[best] = row[best]
-                if rank:
-                    shifted[best] += right[best] @ left[tokens[tree.parents[node]]]
-                if recalls:
-                    known, path, at = text[b, : 6 + b].tolist(), [], tree.parents[node]
-                    while at > 0:
-                        path.insert(0, tokens[at])
-                        at = tree.parents[at]
-                    shifted[best] += recall(known, [*known, *path], best.tolist())
-                total = shifted.softmax(-1) * row[best].exp().sum()
-            assert filled.probabilities[b][node - 1] == pytest.approx(total[tokens[node]].item(), rel=1e-4)
-
-
-@pytest.mark.parametrize("recalls", [False, True], ids=["", "recalls"])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_under_a_grammar_probabilities_are_those_among_the_allowed_tokens(llama, rank, recalls):
-    """The best 64 of these below each parent, though fewer may be allowed; where none is there is no token."""
-    slots = slots_for(llama, rank=rank)
-    table = llama.get_input_embeddings().weight.detach()
-    tree = Tree([-1, 0, 0, 1, 1, 2])
-    sampling = SamplingParams().for_batch(2, table.device, None)
-    few, many = [5, 7, 9], list(range(10, 90))
-    states = {0: dict.fromkeys(few, 1), 1: {**dict.fromkeys(many, 2), 7: 3}, 2: {8: 0}, 3: {}}
-    grammars = [Automaton(states, start=start) for start in (0, 1)]
-    guides = Guides([Guide(grammar, VOCABULARY, ()) for grammar in grammars], VOCABULARY, table.device)
-    filler = TreeFiller(slots, tree, table, sampling, "coupled", None, guides, has_probabilities=True, recalls=recalls)
-    logits = torch.randn(2, 4, VOCABULARY)
-    logits[1, 0, 7] = 9.0  # so that the second text reaches the state behind which nothing is allowed
-    roots = [3, 4]
-    text = torch.tensor([[3, 7, 3, 8, 7, 3, 0], [4, 4, 9, 9, 2, 3, 4]])
-    with torch.no_grad():
-        filled = filler.fill(logits, [0, 1], roots, [5, 6], text)
-        left, right = filler.offers.transition or (None, None)
-    for b in range(2):
-        tokens = [roots[b], *filled.tokens[b]]
-        for node in range(1, 6):
-            path, at = [], tree.parents[node]
-            while at > 0:
-                path.insert(0, tokens[at])
-                at = tree.parents[at]
-            allowed = sorted(grammars[b].allowed_behind(path))
-            if not allowed:
-                assert tokens[node] == -1 and filled.probabilities[b][node - 1] == 0
-                continue
-            row = torch.full((VOCABULARY,), -torch.inf)
-            row[allowed] = logits[b, tree.depths[node] - 1, allowed]
-            row = row.log_softmax(-1)
-            best = row.topk(min(64, len(allowed))).indices
-            shifted = torch.full_like(row, -torch.inf)
-            shifted[best] = row[best]
-            if rank:
-                shifted[best] += right[best] @ left[tokens[tree.parents[node]]]
-            if recalls:
-                known = text[b, : 6 + b].tolist()
-                shifted[best] += recall(known, [*known, *path], best.tolist())
-            rank_of = tree.children(tree.parents[node]).index(node)
-            if rank_of >= len(allowed):
-                assert tokens[node] == -1 and filled.probabilities[b][node - 1] == 0
-                continue
-            assert tokens[node] == shifted.topk(rank_of + 1).indices[rank_of]
-            chance = shifted.softmax(-1)[tokens[node]] * row[best].exp().sum()
-            assert filled.probabilities[b][node - 1] == pytest.approx(chance.item(), rel=1e-4)
-    assert filled.tokens[1][0] == 7 and filled.tokens[1][2] == -1
 
 
 # ---- texts ----
