@@ -776,6 +776,30 @@ def test_joint_accepts_the_longest_path_whose_product_passes(backend):
     assert star.path[0].tolist()[:2] == [0, 2]
 
 
+def test_a_bound_that_is_reached_exactly_is_not_passed(backend):
+    """joint accepts above its threshold, typical above both of its bounds; the next float below lets the token pass."""
+    half, one, quarter = ([0.0] * n + [-math.inf] * (4 - n) for n in (2, 1, 4))
+    cases = [  # rule, target, draft, threshold and alpha, how many are accepted at these numbers and just below
+        ("joint", [half, half], None, (0.5, 0.0), (0, 1)),
+        ("joint", [half, half], [half, half], (1.0, 0.0), (0, 1)),
+        ("joint", [half, quarter, half], [quarter, half, half], (2.0, 0.0), (0, 1)),
+        ("joint", [half, quarter, half], [quarter, half, half], (1.0, 0.0), (1, 2)),  # 2, then 2 times 1/2
+        ("joint", [half, half, half], None, (0.25, 0.0), (1, 2)),
+        ("typical", [half, half], None, (0.5, 9.0), (0, 1)),
+        ("typical", [quarter, half], None, (0.25, 9.0), (0, 1)),
+        ("typical", [one, one], None, (9.0, 1.0), (0, 1)),
+    ]
+    for rule, target, draft, bounds, accepted in cases:
+        chain = torch.zeros(len(target), dtype=torch.int64), list(range(-1, len(target) - 1))
+        for share, count in zip((1.0, 1.0 - 2.0**-24), accepted, strict=True):
+            threshold, alpha = (share * bound for bound in bounds)
+            result = greedy_step(
+                backend, target, chain[0].tolist(), chain[1], rule=rule, threshold=threshold, alpha=alpha, seeds=1,
+                temperature=1.0, draft_logits=None if draft is None else torch.tensor(draft),
+            )  # fmt: skip
+            assert result.num_accepted.item() == count, (rule, target, threshold, alpha)
+
+
 def test_the_bounds_of_a_rule_are_its_own(backend):
     """None stands for the rule's numbers, as the reference has them."""
     random = torch.Generator().manual_seed(19)
