@@ -148,7 +148,7 @@ def random_step(seed, rule=None, filters=None, vocabulary=None):
     has_draft = rule != "coupled" and (rule == "rejection_with_replacement" or chance.random() < 0.9)
     mode = "with" if rule == "rejection_with_replacement" else "without"
     drawn, _ = pass_ext.draft_sample(
-        draft, min(8, vocabulary), mode=mode, temperature=1.0, seeds=chance.randrange(2**40)
+        draft, min(8, vocabulary), mode=mode, temperature=1.0, seeds=chance.randrange(2**40), positions=0
     )
     tokens = torch.zeros(nodes, dtype=torch.int64)
     for first, tree in zip(bounds.tolist(), trees, strict=False):
