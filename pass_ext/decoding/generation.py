@@ -33,6 +33,8 @@ from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.ops.accept import MAX_TOP_LOGPROBS, TokenLogprobs
 
+MOST_NEW_TOKENS = 1 << 30  # positions are int32, and the prompt has some too
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -143,6 +145,8 @@ def generate(
         raise ValueError(f"rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
+    if max_new_tokens > MOST_NEW_TOKENS:
+        raise ValueError(f"max_new_tokens must be {MOST_NEW_TOKENS} or less, got {max_new_tokens}")
     samples = num_return_sequences
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"num_return_sequences must be 1 or more, got {samples!r}")
