@@ -1,4 +1,4 @@
-"""Writes the fingerprint of a model's embedding table into files of modules that were trained for it, where generation reads it.
+"""Writes the fingerprint of a model's embedding table into the files of modules that were trained for it.
 
 `python -m tools.fingerprints MODEL FILE ...`. Only the metadata change: the bytes of the tensors are copied as they are.
 """
@@ -31,7 +31,9 @@ def main(arguments: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a GGUF file, or a transformers model folder or name")
-    parser.add_argument("files", nargs="+", type=Path, help="safetensors files of look-ahead embeddings or exit adapters")
+    parser.add_argument(
+        "files", nargs="+", type=Path, help="safetensors files of look-ahead embeddings or exit adapters"
+    )
     options = parser.parse_args(arguments)
     model, _ = load_checkpoint(options.model, torch.float32)
     fingerprint = fingerprint_of(model.get_input_embeddings().weight)

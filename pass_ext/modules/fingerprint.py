@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 COUNT = 256
-LEAST = 192  # equal signs of one model: 4-bit weights change some 15, and two models have 128 ± 8 in common
+LEAST = 192  # equal signs of one model: 4-bit weights change some 15, and two models have about 128 in common
 _GOLDEN = 0.6180339887498949
 
 
@@ -27,10 +27,7 @@ def fingerprint_of(table: Tensor, embed: Callable[[Tensor], Tensor] | None = Non
     rows, columns = _places(*table.shape)
     rows, columns = rows.to(table.device), columns.to(table.device)
     with torch.no_grad():
-        if embed is None:
-            numbers = table[rows, columns]
-        else:
-            numbers = embed(rows).gather(1, columns[:, None])[:, 0]
+        numbers = table[rows, columns] if embed is None else embed(rows).gather(1, columns[:, None])[:, 0]
     signs = "".join("01"[negative] for negative in (numbers < 0).tolist())
     return f"{int(signs, 2):0{COUNT // 4}x}"
 
@@ -49,8 +46,9 @@ def table_difference(
     same = equal_signs(fingerprint, fingerprint_of(table, embed))
     if same >= LEAST:
         return []
+    named = repr(base_model) if base_model else "an unnamed model"
     return [
-        f"embedding table: it was trained with that of {base_model or 'an unnamed model'}, and of {COUNT} numbers of this "
+        f"embedding table: it was trained with that of {named}, and of {COUNT} numbers of this "
         f"model's table {same} have the same sign, {LEAST} or more are wanted. Give the model that it was trained for, or set "
         'its attribute fingerprint to "" to use it all the same'
     ]

@@ -1,4 +1,4 @@
-"""The fingerprint of the model that slots and exit adapters belong to: another model is refused, every form of one model fits."""
+"""The fingerprint of the model that slots and exit adapters belong to: every form of it fits, and another model is refused."""
 
 import copy
 import json
@@ -20,7 +20,9 @@ from pass_ext.modules.fingerprint import fingerprint_of
 transformers = pytest.importorskip("transformers")
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
-REFUSED = r"belongs to another model; embedding table: it was trained with that of 'mine'.*set its attribute fingerprint to \"\""
+REFUSED = (
+    "belongs to another model; embedding table: it was trained with that of 'mine'.* set its attribute fingerprint to"
+)
 
 
 def table_of(model):

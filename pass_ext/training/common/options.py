@@ -81,9 +81,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, name: str, models: str
 
 def add_sample_share(parser: argparse.ArgumentParser, parts: str) -> None:
     """--sample-share, for commands whose ``parts`` (windows, texts) come from samples and from documents."""
-    adder(parser)(
-        "--sample-share", type=float, default=0.75, help=f"part of the training {parts} that is sampled"
-    )
+    adder(parser)("--sample-share", type=float, default=0.75, help=f"part of the training {parts} that is sampled")
 
 
 def check_least(options: argparse.Namespace, least: Mapping[str, float]) -> None:
@@ -107,8 +105,8 @@ def check_packages() -> None:
 
 
 def check_text_arguments(options: argparse.Namespace) -> None:
-    """Refuses a run without text, prefixes without documents, a file of instructions that does not exist, and what would end the
-    run only when samples or results are written."""
+    """Refuses a run without text, prefixes without documents, a file of instructions that does not exist, and a seed, device,
+    name or folder that there cannot be."""
     if not 0 <= options.seed < 1 << 32:
         raise SystemExit(f"--seed must be from 0 to {(1 << 32) - 1}, got {options.seed}")
     _check_device(options.device)
@@ -131,7 +129,9 @@ def _check_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # the second from a torch without CUDA
         reason = str(error).partition("\n")[0]
-        raise SystemExit(f"--device must be one that torch can use here, as cpu or cuda, got {name!r}: {reason}") from error
+        raise SystemExit(
+            f"--device must be one that torch can use here, as cpu or cuda, got {name!r}: {reason}"
+        ) from error
 
 
 def _instructions_file(name: str) -> Path:
@@ -151,7 +151,9 @@ def read_texts(options: argparse.Namespace) -> tuple[list[Document], list[str]]:
     try:
         prompts = _instructions_file(options.self_distill).read_text(encoding="utf-8") if options.self_distill else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"--self-distill must be a text file in UTF-8, got {options.self_distill!r}: {error}") from error
+        raise SystemExit(
+            f"--self-distill must be a text file in UTF-8, got {options.self_distill!r}: {error}"
+        ) from error
     return documents, [line.strip() for line in prompts.splitlines() if line.strip()]
 
 

@@ -59,8 +59,8 @@ def plan_batches(
     prefix_tokens: int,
     seed: int,
 ) -> tuple[list[Batch], list[Batch]]:
-    """The training batches of a run, kinds mixed, and those of held-out prompts, at most ``held_out`` of a kind. The training ones
-    are the same whatever is held out."""
+    """The training batches of a run, kinds mixed, and those of held-out prompts, at most ``held_out`` of a kind. That number
+    decides nothing about the training ones."""
     chooser = random.Random(seed)
     chats = [(line, _chat_ids(tokenizer, line)) for line in instructions]
     evaluated: list[Batch] = []

@@ -1,5 +1,6 @@
-"""``take_steps``: a trainer's steps, from a checkpoint on and with checkpoints between them. ``Phase``: how far a part of a run is,
-shown. ``ended_by_ctrl_c``: the end of a command that is stopped.
+"""``take_steps``: a trainer's steps, from a checkpoint on and with checkpoints between them.
+
+``Phase`` shows how far a part of a run is; ``ended_by_ctrl_c`` ends a command that is stopped.
 """
 
 from __future__ import annotations
