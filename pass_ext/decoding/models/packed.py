@@ -141,6 +141,10 @@ class Adapted:
         """The embedding rows of ids ``[N]``; -1 - i is look-ahead slot i."""
         return lookahead_embed(ids, self.table, slots)
 
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """The embedding rows of tokens ``[N]``."""
+        return self.embed(ids, self.table.new_empty(0, self.table.shape[1]))
+
     def attached(self) -> AbstractContextManager[Any]:
         """The context in which the model is called; patches nothing here."""
         return nullcontext()
