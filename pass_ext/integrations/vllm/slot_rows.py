@@ -50,11 +50,6 @@ class SlotRows:
             raise ValueError(
                 "PaSS: these look-ahead slots have adapters, which pass_ext does not add to vLLM's layers: use slots without"
             )
-        if lookahead.prefix is not None:
-            raise ValueError(
-                "PaSS: these look-ahead slots have learned keys and values (prefix_keys), which pass_ext does not add to "
-                "vLLM's attention: use slots without"
-            )
         if lookahead.deep is not None:
             decoder = layer_list(model, layers)
             if lookahead.deep_layers != layers:
