@@ -241,7 +241,6 @@ _PYTHON: dict[str, list[str]] = {
         *_GENERATE[:-1],
         f"{_GENERATE[-1]} or beginning or read",
     ],
-    "session/slot_prefix": ["tests/decoding/models/test_slot_prefix.py", "-k", "not emulated"],
     "session/session": ["tests/decoding/test_session.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or test_session"],
     "requests/stateful_processors": ["tests/decoding/test_stateful_processors.py"],
     "stats": ["tests/decoding/test_stats.py"],

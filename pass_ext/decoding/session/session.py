@@ -15,7 +15,6 @@ from torch import Tensor
 from pass_ext.decoding.models.packed import Adapted, SlotOffsets
 from pass_ext.decoding.models.row_adapters import PlacedAdapters, adapters_of_call
 from pass_ext.decoding.session.graphs import RecordedCalls
-from pass_ext.decoding.session.slot_prefix import SlotPrefix
 from pass_ext.decoding.session.step_attention import NewRows, StepAttention, head_dim_for, padded
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.ops.cache import cache_commit_
@@ -50,7 +49,6 @@ class Session:
         self.slots = table.new_empty(0, table.shape[1])
         self.deep: Tensor | None = None
         self.adapters: PlacedAdapters | None = None
-        self.prefix: SlotPrefix | None = None
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
@@ -100,8 +98,7 @@ class Session:
         may_hold_slots: bool = True,
     ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
-        prefix = self.prefix.of_call(ids, trees) if self.prefix is not None and may_hold_slots else None
-        attention = StepAttention(self, trees, self._found if self.is_undisturbed else None, prefix, ids)
+        attention = StepAttention(self, trees, self._found if self.is_undisturbed else None, ids)
         if positions is None:
             # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
             numbers = torch.arange(len(ids), dtype=torch.int32, device=self.device)
@@ -120,10 +117,6 @@ class Session:
             raise ValueError(
                 f"{self.model.name}: {layers} of {self.model.layers} layers attended; every layer must, by attention that "
                 "takes transformers' AttentionInterface"
-            )
-        if prefix is not None and prefix.layers != layers:
-            raise ValueError(
-                f"these look-ahead slots have learned keys and values for {prefix.layers} layers, the model has {layers}"
             )
         return logits, attention.new_rows()
 
@@ -187,13 +180,7 @@ class Session:
         self._found.clear()
         self.prefix_lens.zero_()
 
-    def set_slots(
-        self,
-        slots: Tensor,
-        deep: Tensor | None,
-        adapters: SlotAdapters | None = None,
-        prefix: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
+    def set_slots(self, slots: Tensor, deep: Tensor | None, adapters: SlotAdapters | None = None) -> None:
         """Sets the look-ahead embeddings of the next calls. After a first call their number is fixed, because recorded calls
         read the same buffers.
 
@@ -201,21 +188,14 @@ class Session:
             slots: ``[L, d]``.
             deep: ``[layers, L, d]``, vectors that slots add to the input of every layer; None: none.
             adapters: of the linear layers, for the rows of slots; None: none.
-            prefix: learned keys and values ``[layers, P, KV heads, D]`` that rows of slots attend to; None: none.
         """
-        learned = None if prefix is None else SlotPrefix.of(prefix, self.slots)
-        if learned is not None and self.model.logit_shards is not None:
-            raise ValueError(
-                f"{self.model.name}: look-ahead slots with learned keys and values (prefix_keys) cannot be used under tensor "
-                "parallelism, where each rank has some of the heads; use slots without"
-            )
         is_shared = self.slots.is_cpu  # no recorded call reads this session's own copies
         place = PlacedAdapters.shared if is_shared else PlacedAdapters.of
         placed = None if adapters is None else place(adapters, len(slots), self.slots)
         if placed is not None:
             self.model.check_adapters(placed)
         if not self.caches:  # copies: later embeddings are written into them
-            self.adapters, self.prefix = placed, learned
+            self.adapters = placed
             self.slots = slots.to(self.slots, copy=True)
             self.deep = None if deep is None else deep.to(self.slots, copy=True)
             return
@@ -227,18 +207,10 @@ class Session:
             raise ValueError("this session and the method differ in whether slots have adapters")
         if placed is not None and self.adapters is not None and not self.adapters.has_shapes_of(placed):
             raise ValueError("this session and the method differ in the places, ranks or scale of the slots' adapters")
-        if (learned is None) != (self.prefix is None):
-            raise ValueError("this session and the method differ in whether slots have learned keys and values")
-        if learned is not None and self.prefix is not None and not self.prefix.has_shapes_of(learned):
-            raise ValueError(
-                "this session and the method differ in the number or sizes of the slots' learned keys and values"
-            )
         if is_shared:
             self.adapters = placed
         elif placed is not None and self.adapters is not None:
             self.adapters.copy_(placed)
-        if learned is not None and self.prefix is not None:
-            self.prefix.copy_(learned)
         self.slots.copy_(slots)
         if self.deep is not None and deep is not None:
             self.deep.copy_(deep)

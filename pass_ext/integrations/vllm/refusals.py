@@ -62,11 +62,6 @@ def checked_slots(vllm_config: Any, settings: Settings) -> LookaheadEmbedding:
         raise ValueError(
             "PaSS: these look-ahead slots have adapters, which pass_ext does not add to vLLM's layers: use slots without"
         )
-    if lookahead.prefix is not None:
-        raise ValueError(
-            "PaSS: these look-ahead slots have learned keys and values (prefix_keys), which pass_ext does not add to "
-            "vLLM's attention: use slots without"
-        )
     model = vllm_config.model_config
     check_model(
         "look-ahead embedding",

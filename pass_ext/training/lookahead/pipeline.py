@@ -24,20 +24,10 @@ from pass_ext.training.common.windows import Windows, windows_of
 from pass_ext.training.lookahead import record
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
-from pass_ext.training.lookahead.prefix import fresh_prefix
 
 _FREQUENT = 1000  # slots start at the mean of this many most frequent tokens' embeddings
 _SHAPE = (
-    *(
-        "lookahead",
-        "transition_rank",
-        "deep",
-        "adapter_rank",
-        "adapter_kinds",
-        "adapter_by_slot",
-        "prefix_keys",
-        "start",
-    ),
+    *("lookahead", "transition_rank", "deep", "adapter_rank", "adapter_kinds", "adapter_by_slot", "start"),
     *("seed", "length", "batch", "step_dtype"),
 )
 _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells of the runs before this one
@@ -56,8 +46,7 @@ def train(run: Run) -> Path:
     check_head(model, windows.at(0).ids[:1].to(options.device))
     embedding, earlier = _start(run, windows)
     # Runs from before there were these options go on.
-    unused = [name for name in described if name.startswith("prefix_")] if embedding.prefix is None else []
-    unused += ["loss_temperature"] if options.loss_temperature == 1 else []
+    unused = ["loss_temperature"] if options.loss_temperature == 1 else []
     unused += ["step_dtype"] if options.step_dtype in (None, options.dtype) else []
     described = {name: value for name, value in described.items() if name not in unused}
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
@@ -77,7 +66,6 @@ def train(run: Run) -> Path:
         seconds=round(seconds, 1),
         evaluation={"places": 0},
         **_share_of_adapters(model, embedding),
-        **_size_of_prefix(embedding),
         **({"earlier_runs": earlier} if earlier else {}),
     )
     save_before_evaluation(run, embedding, facts)
@@ -106,17 +94,9 @@ def _share_of_adapters(model: Any, embedding: LookaheadEmbedding) -> dict[str, A
     return {"adapters": {"parameters": count, "share": round(share, 5), "bytes": 2 * count}}
 
 
-def _size_of_prefix(embedding: LookaheadEmbedding) -> dict[str, Any]:
-    """The size of the learned keys and values, for the card; empty without."""
-    if embedding.prefix is None:
-        return {}
-    count = sum(part.numel() for part in embedding.prefix)
-    return {"prefix": {"keys": embedding.prefix_length, "parameters": count, "bytes": 2 * count}}
-
-
 def _start(run: Run, windows: Windows) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
-    """The embeddings of --start, or fresh ones; with adapters and learned keys if the options ask for some and the file has
-    none. And the records of the runs that made the file."""
+    """The embeddings of --start, or fresh ones; with adapters if the options ask for some and the file has none. And the
+    records of the runs that made the file."""
     options, model = run.options, run.model
     torch.manual_seed(options.seed)
     embedding, earlier = _of_file(run) if options.start else (_fresh(run, windows), [])
@@ -126,18 +106,6 @@ def _start(run: Run, windows: Windows) -> tuple[LookaheadEmbedding, list[dict[st
         count = embedding.num_lookahead if options.adapter_by_slot else 1
         adapters = SlotAdapters(adapter_sizes(model, ranks), count, dtype=torch.float32)
         embedding.adapters = adapters.to(embedding.weight.device)
-    if options.prefix_keys and embedding.prefix is None:
-        ids = windows.at(0).ids.to(embedding.weight.device)
-        embedding.set_prefix(*fresh_prefix(model, ids, options.prefix_keys))
-    layers = model.config.get_text_config().num_hidden_layers
-    if embedding.prefix_keys is not None and len(embedding.prefix_keys) != layers:
-        raise SystemExit(
-            f"--start {options.start} has learned keys for {len(embedding.prefix_keys)} layers, the model has {layers}"
-        )
-    if options.prefix_keys not in (0, embedding.prefix_length):
-        raise SystemExit(
-            f"--prefix-keys must be the {embedding.prefix_length} of --start {options.start}, or 0, got {options.prefix_keys}"
-        )
     return embedding, earlier
 
 

@@ -287,11 +287,8 @@ def test_settings_are_checked(start, slots):
 
 def test_slots_of_other_models_and_parts_that_vllms_models_lack_are_refused_by_name(start, tmp_path):
     adapters = SlotAdapters({"0.q_proj": AdapterSize(WIDTH, WIDTH, 2)})
-    prefixed = LookaheadEmbedding(SLOTS, WIDTH, vocabulary=VOCABULARY)
-    prefixed.set_prefix(*torch.ones(2, 1, 5, 1, WIDTH))
     for lookahead, message in (
         (LookaheadEmbedding(SLOTS, WIDTH, adapters=adapters), "have adapters, which .* to vLLM's layers"),
-        (prefixed, r"have learned keys and values \(prefix_keys\), which .* to vLLM's attention"),
         (LookaheadEmbedding(SLOTS, WIDTH + 1), "hidden size: it has 9, this model has 8"),
         (LookaheadEmbedding(SLOTS, WIDTH, vocabulary=99), "vocabulary: it has 99, this model has 40"),
         (LookaheadEmbedding(SLOTS, WIDTH, deep_layers=3), "layers: it has 3, this model has 1"),

@@ -78,7 +78,7 @@ class LookaheadDrafter(Drafter):
         lookahead = self._lookahead
         slots = self._slots if self.choice is None else max(self._slots, len(self.choice.rates))
         deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
-        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters, lookahead.prefix)
+        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters)
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""
