@@ -56,10 +56,13 @@ def test_accepted_tokens_and_their_probabilities(backend, rule):
     for vocabulary in VOCABULARIES:
         step = random_step(rule, [3, 5, 1, 4], vocabulary, random)
         step |= {name: apart(step[name]) for name in ("target_logits", "draft_logits")}
-        rows, results = len(step["tokens"]), []
+        rows, results, numbers = len(step["tokens"]), [], []
         for mask in masks(rows, vocabulary, torch.Generator().manual_seed(vocabulary)):
             masked = to(step | {"allowed": mask, "draft_allowed": mask}, backend.device)
             result = pass_ext.accept_tree(**masked, return_logprobs=True, top_logprobs=3)
-            results.append([*result, *result.logprobs])
+            results.append([*result, result.logprobs.top_tokens])
+            numbers.append(result.logprobs)
         assert_same(*results)
-        assert (results[1][0] < vocabulary).all()
+        assert (results[1][0] < vocabulary).all() and (results[1][-1] < vocabulary).all()
+        for name in numbers[0]._fields:  # on a GPU to rounding
+            torch.testing.assert_close(*(getattr(part, name) for part in numbers), equal_nan=True)
