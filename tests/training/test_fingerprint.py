@@ -153,11 +153,16 @@ def test_the_command_writes_metadata_alone(tmp_path):
     path = tmp_path / "smollm2-135m-instruct.safetensors"
     path.write_bytes((PRETRAINED / path.name).read_bytes())
     before, tensors = LookaheadEmbedding.load(path), load_file(path)
-    write_fingerprint(path, "0123456789abcdef" * 4)
-    after = LookaheadEmbedding.load(path)
-    assert after.fingerprint == "0123456789abcdef" * 4
+    table = torch.randn(49152, 576)
+    write_fingerprint(path, table)
+    after = LookaheadEmbedding.load(path, table=table)
+    assert after.fingerprint == fingerprint_of(table) != before.fingerprint
     assert (after.training_record, after.hit_rates) == (before.training_record, before.hit_rates)
     for name, tensor in load_file(path).items():
         assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)), name
+    with pytest.raises(ValueError, match=r"is for an embedding table of \[49152, 576\], the model's is \[9, 576\]"):
+        write_fingerprint(path, table[:9])
+    with pytest.raises(ValueError, match="is no look-ahead embedding or exit adapter file: its format is 'pass_ext"):
+        write_fingerprint(next(PRETRAINED.glob("*decision*.safetensors")), table)
     (length,) = struct.unpack("<Q", path.read_bytes()[:8])
     assert length % 8 == 0 and json.loads(path.read_bytes()[8 : 8 + length])
