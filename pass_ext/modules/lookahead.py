@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pass_ext.modules.files import (
     shipped_files,
     trained_file,
 )
+from pass_ext.modules.fingerprint import fingerprint_of, table_difference
 from pass_ext.modules.peft_folder import read_peft_folder
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops.lookahead import lookahead_embed
@@ -55,6 +57,8 @@ class LookaheadEmbedding(nn.Module):
         adapters: adapters for the rows of slots; None: none.
 
     Attributes:
+        fingerprint: of the model's embedding table, by which other models are refused; kept in the file. "": any model of the
+            same sizes is taken.
         weight: ``[L, d]``, the slots' input embeddings.
         transition_left, transition_right: ``[d, r]`` or None.
         deep: ``[layers, L, d]`` or None.
@@ -92,6 +96,7 @@ class LookaheadEmbedding(nn.Module):
             raise ValueError(f"rank and deep_layers must be at least 0, got {rank} and {deep_layers}")
         self.base_model = base_model
         self.vocabulary = vocabulary
+        self.fingerprint = ""
         self.hit_rates: HitRates | None = None
         self.greedy_hit_rates: HitRates | None = None
         self.training_record: dict[str, Any] = {}
@@ -158,6 +163,7 @@ class LookaheadEmbedding(nn.Module):
             device=table.device,
             dtype=dtype or table.dtype,
         )
+        embedding.fingerprint = fingerprint_of(table)
         noise = torch.randn(num_lookahead, table.shape[1]).to(table.device)
         deviation = rows.std(dim=0, correction=0)
         with torch.no_grad():
@@ -204,6 +210,7 @@ class LookaheadEmbedding(nn.Module):
             device=table.device,
             dtype=table.dtype,
         )
+        embedding.fingerprint = fingerprint_of(table)
         with torch.no_grad():
             embedding.weight.copy_(rows)
         return embedding
@@ -246,8 +253,13 @@ class LookaheadEmbedding(nn.Module):
         """``lookahead_embed(ids, table, self.weight)``: ``[..., d]`` in the table's dtype."""
         return lookahead_embed(ids, table, self.weight)
 
-    def check_fits(self, table: Tensor, base_model: str = "") -> None:
-        """Raises ValueError, naming every difference, if these embeddings belong to another model."""
+    def check_fits(
+        self, table: Tensor, base_model: str = "", *, embed: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Raises ValueError, naming every difference, if these embeddings belong to another model.
+
+        embed: gives the rows ``[n, d]`` of ids ``[n]`` where the table's numbers cannot be read.
+        """
         _check_table(table)
         check_model(
             "look-ahead embedding",
@@ -256,6 +268,7 @@ class LookaheadEmbedding(nn.Module):
                 "vocabulary": (self.vocabulary, table.shape[0]),
                 "base model": (self.base_model, base_model),
             },
+            lambda: table_difference(self.fingerprint, self.base_model, table, embed),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -280,6 +293,7 @@ class LookaheadEmbedding(nn.Module):
                 **described,
             },
             tensors,
+            fingerprint=self.fingerprint,
             hit_rates=self.hit_rates,
             greedy_hit_rates=self.greedy_hit_rates,
             training_record=self.training_record,
@@ -306,8 +320,9 @@ class LookaheadEmbedding(nn.Module):
             file.check_names([*_TENSORS, *file.names("adapter.")])
             tensors = {_TENSORS[name]: tensor for name, tensor in file.weights(shapes).items()}
             rates, greedy_rates = file.hit_rates(slots), file.hit_rates(slots, "greedy_hit_rates")
-            record = file.training_record()
+            record, fingerprint = file.training_record(), file.fingerprint()
         embedding = cls._with(tensors, trained_for, vocabulary, adapters)
+        embedding.fingerprint = fingerprint
         embedding.hit_rates, embedding.greedy_hit_rates, embedding.training_record = rates, greedy_rates, record
         if table is not None:
             embedding.check_fits(table, base_model)

@@ -3,12 +3,13 @@
 import json
 import math
 import random
+import time
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from pass_ext import NGram, generate
+from pass_ext import LookaheadEmbedding, NGram, PaSS, Tree, generate
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.stats import AcceptanceCounters, AcceptanceStats, GenerationStats
 
@@ -108,6 +109,46 @@ def test_tokens_behind_the_end_of_a_text_are_not_counted(end, counts):
     options = {"max_new_tokens": 5, "eos_token_id": [], **end}
     stats = generate(plain_decoder(), torch.tensor([[3, 0, 0, 0, 0, 0, 0, 0]]), NGram(tokens=8), **options).stats
     assert (stats.tokens, stats.num_accepted_tokens, stats.num_draft_tokens) == counts
+
+
+class Machine:
+    """A model that writes 0, 1, 2 again and again, on a made-up clock that its calls alone move: several rows are dear.
+    Its slots foresee nothing that is right. It keeps the number of candidates in each call behind the prompt's."""
+
+    embedding = torch.eye(8, 16)
+
+    def __init__(self, monkeypatch, dear):
+        self.seconds, self.dear, self.candidates = 0.0, dear, []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
+
+    def __call__(self, rows, positions, attend, wanted):
+        attend(0, *[rows[:, None]] * 3)
+        self.seconds += 0.1 if len(rows) == 1 else self.dear
+        is_slot = rows[:, 8:].any(1)
+        self.candidates.append(int((~is_slot).sum()) - 1)
+        following = torch.eye(8)[(positions + 1) % 3]
+        following[is_slot] = torch.tensor([-50.0] * 3 + [0.0, 0.0, 1.0, 0.0, 0.0])
+        return following if wanted is None else following[wanted]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(tree=Tree.chain(2)), dict(rows=4), dict(rows=8)], ids=["auto", "tree", "4 rows", "8 rows"]
+)
+@pytest.mark.parametrize("dear", [0.101, 0.4], ids=["cheap", "dear"])
+def test_candidates_that_no_call_has_are_not_counted(monkeypatch, options, dear):
+    """Where drafting pauses, the candidates that were chosen for the step are dropped, and counted nowhere."""
+    machine = Machine(monkeypatch, dear)
+    slots = LookaheadEmbedding(3, 16)
+    torch.nn.init.zeros_(slots.weight)
+    slots.weight.data[:, 9:12] = torch.eye(3)
+    slots.hit_rates = ((0.9, 0.05),) * 3
+    stats = generate(machine, torch.tensor([[0, 1, 2]]), PaSS(slots, **options), max_new_tokens=120).stats
+    verified = machine.candidates[-stats.model_calls + 1 :]
+    assert stats.num_draft_tokens == sum(verified) and stats.num_drafts == sum(map(bool, verified))
+    assert stats.num_accepted_tokens == 0 == stats.draft_acceptance_rate and stats.tokens == stats.model_calls == 120
+    assert stats.acceptance_histogram[0] == stats.num_drafts and stats.mean_acceptance_length == 1
+    if dear > 0.2 and "rows" not in options:
+        assert verified.count(0) > 80, "it pauses"
 
 
 def test_nothing_drafted_is_not_nan():

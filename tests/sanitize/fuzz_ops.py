@@ -306,10 +306,8 @@ def law(draw: Draw, rows: int, prefix: str = "") -> dict:
 
 
 def noise(draw: Draw, rows: int) -> dict:
-    return {
-        name: draw.integers(-(2**63), 2**63 - 1, rows, dtype=torch.int64) if draw.chance(0.8) else None
-        for name in ("seeds", "positions")
-    }
+    seeds, positions = (draw.integers(-(2**63), 2**63 - 1, rows, dtype=torch.int64) for _ in range(2))
+    return {"seeds": seeds if draw.chance(0.8) else None, "positions": positions}
 
 
 def masks(draw: Draw, vocabulary: int, *rows: int) -> Tensor | None:

@@ -74,7 +74,7 @@ def draft_sample(device):
     for mode in range(4):
         yield logits, 3, mode, *NO_SAMPLING, None, seeds, seeds, None
     allowed = torch.tensor([[-1, 5, 1], [0, 0, 0]], dtype=torch.int32, device=device)
-    yield logits.bfloat16(), 80, 1, *sampling(device), allowed, seeds, None, seeds.int()
+    yield logits.bfloat16(), 80, 1, *sampling(device), allowed, seeds, seeds, seeds.int()
     yield logits[:0], 3, 3, *NO_SAMPLING, None, None, None, None
 
 

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 
 import pass_ext
 from pass_ext import LookaheadEmbedding, reference
+from pass_ext.modules.fingerprint import fingerprint_of
 
 
 def table_of(rows=100, dim=16, dtype=torch.bfloat16):
@@ -61,6 +62,7 @@ def test_save_and_load_round_trip(tmp_path, dtype):
             "vocabulary": "100",
             "hidden_size": "16",
             "num_lookahead": "4",
+            "fingerprint": fingerprint_of(table),
         }
 
 

@@ -1,7 +1,7 @@
 """``Session``: the keys and values of one batch, and the model's calls on packed rows.
 
-Caches are ``[B, room, KV heads, D]`` per layer. A call's new keys and values stay outside the caches until ``commit`` moves the
-accepted ones in, so a call never changes the text.
+Caches are ``[B, room, KV heads, D]`` per layer; on the CPU they begin with fewer positions and grow with the texts. A call's
+new keys and values stay outside the caches until ``commit`` moves the accepted ones in, so a call never changes the text.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
 
+_FIRST_POSITIONS = 1024
+"""Of caches on the CPU. On CUDA recorded calls read them where they are, so they have all at once."""
+
 
 class Session:
     """The caches of one batch of B requests, and the calls that extend them.
@@ -27,7 +30,7 @@ class Session:
     Args:
         model: the adapted model.
         requests: B.
-        room: text positions that the caches hold for each request.
+        room: the most text positions of each request.
         graphs: on CUDA, calls of a repeated shape are CUDA graphs.
     """
 
@@ -49,6 +52,7 @@ class Session:
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
+        self._positions = min(room, _FIRST_POSITIONS) if table.is_cpu else room  # that the caches hold now
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
         self.fixed_steps: dict[Any, Any] = {}
         """Recorded steps of fixed plans, by their shape and parameters."""
@@ -123,6 +127,8 @@ class Session:
 
     def store(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Puts these keys and values behind the texts; the texts' lengths ``prefix_lens`` stay as they are."""
+        if self._positions < self.room:
+            self._hold(int(self.prefix_lens.max()) + path.shape[1])
         cache_commit_(self.all_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=self._new)
 
     def keep(self, lengths: Sequence[int]) -> None:
@@ -137,6 +143,19 @@ class Session:
             for cache in pair:
                 cache[to, first:last] = cache[request, first:last]
         self.prefix_lens[to] = last
+
+    def _hold(self, positions: int) -> None:
+        """Moves the caches to larger ones if they do not hold so many positions."""
+        former, width = self._positions, self.prefix_lens.max()
+        if positions <= former:
+            return
+        self._positions = min(self.room, max(positions, 2 * former))
+        caches, dims = self.caches, self.head_dims
+        self.caches, self.head_dims, self._stack = [], [], None
+        for (keys, values), sizes in zip(caches, dims, strict=True):
+            self.add_layer(keys[0, :0], values[0, :0], sizes)
+            for cache, full in zip(self.caches[-1], (keys, values), strict=True):
+                cache[:, :width] = full[:, :width]
 
     def groups_of_equal_texts(self, length: int) -> list[list[int]]:
         """The requests by the keys and values of their first ``length`` tokens: equal tokens may have others, where they come
@@ -208,6 +227,7 @@ class Session:
         first = not self.caches
         if not past or (not first and len(past) != len(self.caches)):
             raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
+        self._hold(min(length, self.room))
         for layer, pair in enumerate(past):
             for x in pair:
                 if x.dim() != 4 or x.shape[0] != self.requests or x.shape[1] < length:
@@ -232,7 +252,7 @@ class Session:
 
     def add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
         """Allocates the caches of a layer for rows like these, ``[N, KV heads, padded D]``."""
-        layer, shape = len(self.caches), (self.requests, self.room, *keys.shape[1:])
+        layer, shape = len(self.caches), (self.requests, self._positions, *keys.shape[1:])
         self.head_dims.append(dims)
         is_alike = keys.shape == values.shape and keys.dtype == values.dtype
         if layer == 0 and is_alike and self.model.layers is not None:
@@ -248,7 +268,7 @@ class Session:
             self.caches.append((stack[2 * layer], stack[2 * layer + 1]))
             return
         self._stack = None  # the layers before keep their parts of it
-        room = self.requests, self.room
+        room = self.requests, self._positions
         self.caches.append(
             (
                 keys.new_empty(*room, *keys.shape[1:], device=self.device),

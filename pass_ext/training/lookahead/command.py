@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     shared.add_text_arguments(parser)
     shared.add_sample_share(parser, "windows")
-    add = parser.add_argument
+    add = shared.adder(parser)
     add("--lookahead", type=int, default=4, help="L, the number of slots")
     add("--transition-rank", type=int, default=0, help="width of the transition score; 0: none")
     add("--deep", action="store_true", help="a vector for every layer and slot beside the input embeddings")
@@ -82,6 +82,8 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
     from pass_ext.training.common.run import load_run
+    from pass_ext.training.common.steps import ended_by_ctrl_c
     from pass_ext.training.lookahead.pipeline import train
 
-    return train(load_run(options, command))
+    with ended_by_ctrl_c(options.out):
+        return train(load_run(options, command))

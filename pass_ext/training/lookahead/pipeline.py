@@ -12,13 +12,14 @@ import torch
 from pass_ext.checkpoint import with_dtype
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.modules.files import pretrained_path
+from pass_ext.modules.fingerprint import fingerprint_of
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.frozen_model import check_head
 from pass_ext.training.common.options import settings_from
-from pass_ext.training.common.record import facts_of, save_result
+from pass_ext.training.common.record import facts_of, save_before_evaluation, save_result
 from pass_ext.training.common.run import Run
-from pass_ext.training.common.steps import Checkpoint, take_steps
+from pass_ext.training.common.steps import Checkpoint, take_steps, watched
 from pass_ext.training.common.windows import Windows, windows_of
 from pass_ext.training.lookahead import record
 from pass_ext.training.lookahead.evaluation import evaluate
@@ -56,11 +57,6 @@ def train(run: Run) -> Path:
     )
 
     embedding.to(torch.bfloat16)  # what the file will hold is what is measured
-    run.console.print(f"evaluating on {len(texts.held_out)} held-out texts …")
-    embedding.to(next(model.parameters()).dtype)
-    evaluation = evaluate(model, embedding, texts.held_out, options.evaluation_anchors)
-    if evaluation["places"]:
-        embedding.hit_rates, embedding.greedy_hit_rates = evaluation["hit_rates"], evaluation.get("greedy_hit_rates")
     facts = facts_of(
         run,
         embedding,
@@ -68,10 +64,17 @@ def train(run: Run) -> Path:
         settings=described,
         steps=trainer.step,
         seconds=round(seconds, 1),
-        evaluation=evaluation,
+        evaluation={"places": 0},
         **_share_of_adapters(model, embedding),
         **({"earlier_runs": earlier} if earlier else {}),
     )
+    save_before_evaluation(run, embedding, facts)
+    embedding.to(next(model.parameters()).dtype)
+    held_out = watched(run.console, "evaluating, held-out texts", texts.held_out, len(texts.held_out))
+    evaluation = evaluate(model, embedding, held_out, options.evaluation_anchors)
+    if evaluation["places"]:
+        embedding.hit_rates, embedding.greedy_hit_rates = evaluation["hit_rates"], evaluation.get("greedy_hit_rates")
+    facts |= {"evaluation": evaluation}
     return save_result(run, embedding.to(torch.bfloat16), facts, trainer.losses, record.card)
 
 
@@ -121,6 +124,7 @@ def _of_file(run: Run) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
     if made.keys() >= set(_OF_RUN):
         runs.append({key: made[key] for key in _OF_RUN})
     embedding.hit_rates, embedding.greedy_hit_rates, embedding.training_record = None, None, {}
+    embedding.base_model, embedding.fingerprint = run.base_model, fingerprint_of(table)
     return embedding.float(), runs
 
 

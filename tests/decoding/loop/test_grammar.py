@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support.chi_square import counted, fit
-from support.generation import methods_for, slots_for
+from support.generation import Mixer, methods_for, slots_for
 from support.grammars import Automaton, distribution_of_texts, plain_text, random_automaton
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
@@ -309,6 +309,85 @@ def test_forced_tokens_are_drafted_for_free(llama):
         assert got.stats.model_calls == 3 and got.stats.num_accepted_tokens >= 15
     plain = generate(llama, ids, Plain(), max_new_tokens=40, eos_token_id=7, grammar=Automaton(FORCED, complete=(18,)))
     assert torch.equal(plain.sequences, got.sequences) and plain.stats.model_calls == plain.stats.tokens == 19
+
+
+class Forks:
+    """Three children of every root, whether the grammar allows them or not."""
+
+    def drafters(self, context):
+        return [ForkDrafter()]
+
+
+class ForkDrafter(pass_ext.Drafter):
+    name, max_depth = "forks", 1
+
+    def propose(self, batch):
+        fork = pass_ext.Candidates(Tree.from_branching((3,)), [10, 11, 12])
+        return pass_ext.Proposal([fork if levels else None for levels in batch.levels])
+
+
+class Watched(Mixer):
+    """Keeps the positions of the rows of every call."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.calls = []
+
+    def __call__(self, rows, positions, attend, wanted):
+        self.calls.append(positions.tolist())
+        return super().__call__(rows, positions, attend, wanted)
+
+
+# A choice of three, nine forced tokens behind each, and a choice that leads back: the root of the next step.
+THREE = {0: {10: 1, 11: 11, 12: 21}, 30: {5: 0, 6: 0}} | {
+    10 * chain + place: {40 + place: 30 if place == 9 else 10 * chain + place + 1}
+    for chain in range(3)
+    for place in range(1, 10)
+}
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_forced_tokens_have_a_budget(requests):
+    """16 in a step of each request, behind all leaves together, and none for which the text has no room."""
+    model, ids = Watched(), torch.tensor([[3, 4]] * requests)
+    want = generate(Mixer("cpu"), ids, max_new_tokens=44, eos_token_id=[], grammar=Automaton(THREE))
+    for new in (2, 5, 23, 44):
+        model.calls.clear()
+        got = generate(model, ids, Forks(), max_new_tokens=new, eos_token_id=[], grammar=Automaton(THREE))
+        assert torch.equal(got.sequences, want.sequences[:, : 2 + new])
+        assert max(map(max, model.calls)) < 2 + new - 1, "the target adds the last token itself"
+        rows = max(map(len, model.calls))
+        assert rows == requests * (1 + 3 + 16) if new == 44 else rows <= requests * (1 + 3 + 16)
+        assert got.stats.num_draft_tokens == sum(map(len, model.calls[1:])) - requests * (got.stats.model_calls - 1)
+
+
+class Overflowing(Automaton):
+    """Sets every bit behind the vocabulary, as a library does whose words are all ones at first."""
+
+    def fill_mask(self, words):
+        super().fill_mask(words)
+        words[-1] |= -1 << VOCABULARY % 32
+
+    def fork(self):
+        return Overflowing(self.table, self.complete, self.states[-1], self.guess)
+
+
+@pytest.mark.parametrize("end", [[], 7], ids=["no end token", "an end token"])
+def test_bits_behind_the_vocabulary_allow_nothing(llama, end):
+    """Texts, calls and the place where a text ends are those of the same grammar without such bits; the last word of a mask
+    has one token."""
+    last = VOCABULARY - 1
+    table = {0: {3: 1, 9: 1, last: 1}, 1: {last: 2}, 2: {last: 3}, 3: {8: 4}, 4: {}}
+    ids = torch.tensor([[3, 4], [5, 6]])
+    for method in (Plain(), NGram(), PaSS(slots_for(llama), tree=Tree.from_branching((3, 2)), rows=16)):
+        options = dict(max_new_tokens=20, eos_token_id=end)
+        want, got = (
+            generate(llama, ids, method, grammar=kind(table, complete=(4,)), **options)
+            for kind in (Automaton, Overflowing)
+        )
+        assert torch.equal(got.sequences, want.sequences) and got.lengths == want.lengths == (4 + (end == 7),) * 2
+        assert got.stats.model_calls == want.stats.model_calls
+        assert got.stats.acceptance_histogram == want.stats.acceptance_histogram
 
 
 def test_a_grammars_guess_is_drafted_and_judged(llama):

@@ -8,11 +8,13 @@ import torch
 pytest.importorskip("transformers")
 
 from support.generation import slots_for
-from support.small_models import small_model
+from support.small_models import prompts, small_model
 
 from pass_ext import NGram, PaSS, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import SlotOffsets
+from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.modules.slot_adapters import SlotAdapters
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OPTIONS = dict(max_new_tokens=8, eos_token_id=[])
@@ -148,6 +150,42 @@ def test_many_threads_at_once(llama, deep):
     for thread in threads:
         thread.join(30)
     assert wrong == [] and llama.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("places", ["all", "some", "none"])
+def test_a_longer_text_with_other_slots_meanwhile(places):
+    """In another thread, between the steps of the first; adapters of some layers alone are another way through the layers."""
+    llama = small_model("llama", head_dim=64)  # heads that the kernels take as they are
+    tree = Tree.from_branching((8, 4))
+
+    def method(seed):
+        if places == "none":
+            slots = slots_for(llama, seed=seed)
+        else:
+            sizes = adapter_sizes(llama, 4)
+            sizes = {place: size for place, size in sizes.items() if places == "all" or place.startswith("0.")}
+            adapters = SlotAdapters(sizes)
+            slots = slots_for(llama, adapters=adapters)
+            for number, parameter in enumerate(adapters.parameters()):
+                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(100 * seed + number))
+        return PaSS(slots, tree=tree, rows=64, slots=2)
+
+    one, other, options = method(1), method(2), dict(max_new_tokens=40, eos_token_id=[])
+    long = torch.cat([prompts(1, 1050)[0], IDS], 1)
+    alone = [generate(llama, IDS, one, **options), generate(llama, long, other, **options)]
+    assert alone[0].stats.acceptance_histogram != generate(llama, IDS, other, **options).stats.acceptance_histogram
+    inside = []
+
+    def begin():
+        if not inside:
+            thread = threading.Thread(target=lambda: inside.append(generate(llama, long, other, **options)))
+            thread.start()
+            thread.join(60)
+
+    outer = generate(llama, IDS, one, streamer=During(begin), **options)
+    for got, want in zip((outer, *inside), alone, strict=True):
+        assert torch.equal(got.sequences, want.sequences)
+        assert got.stats.acceptance_histogram == want.stats.acceptance_histogram
 
 
 def test_parts_in_eval_mode_stay_so():

@@ -27,7 +27,7 @@ def lookahead_drafters(method: PaSS, context: DraftContext) -> list[Drafter]:
 def lookahead_drafter(method: PaSS, context: DraftContext, *, pauses: bool) -> LookaheadDrafter | None:
     """The drafter of the plan; None if no plan is expected to gain anything. pauses: True: pauses by the plan's step times."""
     target = context.target
-    method.lookahead.check_fits(target.table)
+    method.lookahead.check_fits(target.table, embed=None if target.has_table else target.embed_tokens)
     shards = target.logit_shards
     if method.lookahead.rank and not target.has_table and (shards is None or shards.table_part is None):
         state = "quantised or offloaded" if shards is None else "not divided among the ranks as the logits are"
