@@ -138,7 +138,7 @@ class ExitAdapter(nn.Module):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExitAdapter:
         """Reads a file that ``save`` wrote; the parameters keep its dtype."""
-        with trained_file(path, "exit adapter", [_FORMAT]) as file:
+        with trained_file(path, "exit adapter", _FORMAT) as file:
             layers, dim, rank = (file.count(key, 1) for key in ("layers", "hidden_size", "rank"))
             base_model, base_vocabulary = file.text("base_model"), file.count("vocabulary")
             shapes = {"down.weight": (rank, dim), "up.weight": (dim, rank)}

@@ -103,8 +103,8 @@ def check_model(
 
 
 @contextmanager
-def trained_file(path: str | os.PathLike[str], kind: str, formats: Sequence[str]) -> Iterator[TrainedFile]:
-    """Opens the file of a ``kind`` of module, in one of these formats; the first is the one that is written today."""
+def trained_file(path: str | os.PathLike[str], kind: str, form: str) -> Iterator[TrainedFile]:
+    """Opens the file of a ``kind`` of module, of the format ``form``."""
     from safetensors import SafetensorError, safe_open
 
     where = os.fspath(path)
@@ -114,15 +114,13 @@ def trained_file(path: str | os.PathLike[str], kind: str, formats: Sequence[str]
         opened = safe_open(where, framework="pt")
     except SafetensorError as error:
         raise ValueError(
-            f"{where} is no {kind} file, or it was cut off: wanted a safetensors file of {formats[0]!r}, got "
+            f"{where} is no {kind} file, or it was cut off: wanted a safetensors file of {form!r}, got "
             f"{Path(where).stat().st_size} bytes that safetensors cannot read ({error})"
         ) from error
     with opened as file:
         metadata = file.metadata() or {}
-        if metadata.get("format") not in formats:
-            raise ValueError(
-                f"{where} is no {kind} file: its format is {metadata.get('format')!r}, expected {formats[0]!r}"
-            )
+        if metadata.get("format") != form:
+            raise ValueError(f"{where} is no {kind} file: its format is {metadata.get('format')!r}, expected {form!r}")
         yield TrainedFile(where, file, metadata)
 
 

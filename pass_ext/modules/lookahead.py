@@ -31,9 +31,7 @@ from pass_ext.modules.peft_folder import read_peft_folder
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
-_FORMAT = "pass_ext.lookahead.2"
-_ADAPTED = "pass_ext.lookahead.3"  # with adapters
-_READABLE = (_FORMAT, _ADAPTED, "pass_ext.lookahead.1")  # the first format had the slots' embeddings alone
+_FORMAT = "pass_ext.lookahead.1"
 _SIDES = ("down", "up")  # adapter.3.self_attn.q_proj.down
 # Tensor in the file -> parameter of the module.
 _TENSORS = {
@@ -284,7 +282,7 @@ class LookaheadEmbedding(nn.Module):
                 tensors |= {f"adapter.{place}.{side}": x for side, x in zip(_SIDES, sides, strict=True)}
         save_trained(
             path,
-            _FORMAT if self.adapters is None else _ADAPTED,
+            _FORMAT,
             {
                 "base_model": self.base_model,
                 "vocabulary": self.vocabulary,
@@ -307,7 +305,7 @@ class LookaheadEmbedding(nn.Module):
 
         The parameters keep the file's dtype; with ``table`` they go to its device.
         """
-        with trained_file(path, "look-ahead embedding", _READABLE) as file:
+        with trained_file(path, "look-ahead embedding", _FORMAT) as file:
             slots, dim = file.count("num_lookahead", 1), file.count("hidden_size", 1)
             shapes: dict[str, tuple[int, ...]] = {"lookahead": (slots, dim)}
             sides = ("transition_left", "transition_right")
