@@ -245,6 +245,7 @@ def generate(
         run.run_steps()
         listener.end()
         seconds = time.perf_counter() - started
+        way = adapted.way
     for text, prompt in zip(context.texts, prompts.texts, strict=True):
         warn_of_length(len(text), len(prompt) + max_new_tokens, adapted.most_positions)
     new = [text[len(prompt) :] for text, prompt in zip(context.texts, prompts.texts, strict=True)]
@@ -256,6 +257,7 @@ def generate(
         ahead_calls=run.ahead_calls,
         surplus_calls=run.surplus_calls,
         synthetic=synthetic is not None,
+        way=way,
     )
     if keep_cache:
         run.session.keep([len(text) - 1 for text in context.texts])
