@@ -1,8 +1,9 @@
-"""Small transformers models with random weights, one of each architecture, and prompts for them."""
+"""Small transformers models with random weights, one of each architecture, one as a GGUF file, and prompts for them."""
 
 import torch
 
 VOCABULARY = 97
+GGUF_VOCABULARY = 258  # a token per byte, a pair and the end
 
 SIZES = dict(
     vocab_size=VOCABULARY,
@@ -67,6 +68,54 @@ def small_model(architecture, seed=0, sharpness=3.0, **changes):
         if parameter.dim() > 1 and "embed" not in name:
             parameter.mul_(sharpness)
     return model
+
+
+def write_gguf(path):
+    """Writes a llama of two small layers with a token per byte; returns the path."""
+    import gguf
+    import numpy as np
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    hidden, layers, ffn = 32, 2, 64
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(hidden // 2)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(GGUF_VOCABULARY)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*bytes_to_unicode().values(), "ab", "<end>"])
+    writer.add_token_types([1] * (GGUF_VOCABULARY - 1) + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(GGUF_VOCABULARY - 1)
+    writer.add_eos_token_id(GGUF_VOCABULARY - 1)
+    random = np.random.default_rng(0)
+
+    def add(name, *shape):
+        writer.add_tensor(name, (random.standard_normal(shape) / 5).astype(np.float32))
+
+    add("token_embd.weight", GGUF_VOCABULARY, hidden)
+    add("output.weight", GGUF_VOCABULARY, hidden)
+    add("output_norm.weight", hidden)
+    for layer in range(layers):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"blk.{layer}.{name}.weight", hidden, hidden)
+        for name in ("ffn_gate", "ffn_up"):
+            add(f"blk.{layer}.{name}.weight", ffn, hidden)
+        add(f"blk.{layer}.ffn_down.weight", hidden, ffn)
+        for name in ("attn_norm", "ffn_norm"):
+            add(f"blk.{layer}.{name}.weight", hidden)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def prompts(rows, columns, seed=0, padding=()):
