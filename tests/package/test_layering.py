@@ -77,7 +77,7 @@ MAY_IMPORT = {
 }
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (
-    ("sampling", "stats", "profiling"),
+    ("arguments", "sampling", "stats", "profiling"),
     ("models", "rules"),
     ("session", "requests"),
     ("methods",),

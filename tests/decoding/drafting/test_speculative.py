@@ -518,11 +518,11 @@ def test_refusals(llama, near):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda d: Speculative(d, 0), 'length must be "auto" or 1 to 32, got 0'),
+        (lambda d: Speculative(d, 0), 'length, if not "auto", must be a whole number, 1 to 32, got 0'),
         (lambda d: Speculative(d, True), "got True"),
         (lambda d: MultiCandidate(d, "deep"), "branching must be numbers"),
         (lambda d: MultiCandidate(d, 4), 'branching must be numbers, a Tree or "auto", got 4'),
-        (lambda d: MultiCandidate(d, ()), "1 to 32 levels, got 0"),
+        (lambda d: MultiCandidate(d, ()), "branching must have 1 to 32 levels, got 0"),
         (lambda d: MultiCandidate(d, (4, 4, 4, 4)), "at most 256 rows, got 341"),
         (lambda d: MultiCandidate(d, Tree([-1, 0, 1, 0])), "numbered level by level"),
         (lambda d: MultiCandidate(d, Tree.chain(2).with_lookahead(2)), "look-ahead slots"),
