@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support.generation import Prophet, greedy_of_transformers, methods_for, slots_for, unpadded
-from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model
+from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 import pass_ext
 from pass_ext import NGram, PaSS, Plain, Tree, generate
@@ -223,7 +223,7 @@ def test_logits_processors_see_each_nodes_own_path(llama, monkeypatch):
 
 
 def test_stopping_criteria_are_asked_after_every_token(llama, monkeypatch):
-    ids, _ = ragged_prompts(1)
+    ids = whole_prompts(1)
     endless = generate(llama, ids, max_new_tokens=16, eos_token_id=[]).sequences
     Prophet(monkeypatch, endless.tolist())
     asked = []
@@ -237,7 +237,7 @@ def test_stopping_criteria_are_asked_after_every_token(llama, monkeypatch):
 
 
 def test_streamers_get_every_token_once(llama, monkeypatch):
-    ids, _ = ragged_prompts(1)
+    ids = whole_prompts(1)
     endless = generate(llama, ids, max_new_tokens=16, eos_token_id=[]).sequences
     Prophet(monkeypatch, endless.tolist())
 
@@ -364,8 +364,8 @@ def test_refusals(llama):
         (lambda: PaSS(lookahead, rows=1), 'PaSS: rows, if not "auto", must be a whole number, 2 to 256, got 1'),
         (lambda: PaSS(lookahead, slots=9), "PaSS: slots must be a whole number, 1 to 4, got 9"),
         (lambda: PaSS(lookahead, tree=Tree.chain(5)), "5 levels deep"),
-        (lambda: NGram(longest=1), "shortest <= longest"),
-        (lambda: NGram(tokens=0), "must be 1 or more"),
+        (lambda: NGram(longest=1), "shortest must be at most longest"),
+        (lambda: NGram(tokens=0), "NGram: tokens must be a whole number, 1 or more, got 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             make()
@@ -424,7 +424,7 @@ def test_a_session_is_used_again(llama):
 
 
 def test_a_text_goes_on_from_its_cache(llama):
-    ids, _ = ragged_prompts(3)
+    ids = whole_prompts(3)
     whole = generate(llama, ids, max_new_tokens=12, eos_token_id=[])
     begun = generate(llama, ids, methods_for(llama)["one pass"], max_new_tokens=5, eos_token_id=[], keep_cache=True)
     known = int(begun.session.prefix_lens.min())
