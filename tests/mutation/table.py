@@ -113,6 +113,8 @@ _PYTHON: dict[str, list[str]] = {
         *("tests/decoding/models/test_layer_calls.py", "-k", "not thread"),
     ],
     "models/patching/attention_arguments": ["tests/decoding/models/test_decoded_models.py"],
+    "models/patching/shadow": ["tests/decoding/models/test_attachment.py"],
+    "models/placeholders": ["tests/decoding/models/test_decoded_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "requests/config_processor": ["tests/decoding/test_generation_config.py"],
     "planning/cpu_watch": ["tests/decoding/planning/test_step_times.py"],

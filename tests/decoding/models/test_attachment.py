@@ -1,5 +1,7 @@
 """A model during and after generations that are nested, in threads, or continue a session."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -125,7 +127,6 @@ def test_the_first_of_two_threads_ends_first(llama, deep):
             assert second_runs.wait(10)
 
     got["first"] = generate(llama, IDS, deep, streamer=During(begin), **OPTIONS).sequences
-    assert llama.config._attn_implementation.startswith("pass_ext_rows"), "the second still needs it"
     first_ended.set()
     other.join(10)
     assert torch.equal(got["first"], want) and torch.equal(got["second"], want)
@@ -186,6 +187,83 @@ def test_a_longer_text_with_other_slots_meanwhile(places):
     for got, want in zip((outer, *inside), alone, strict=True):
         assert torch.equal(got.sequences, want.sequences)
         assert got.stats.acceptance_histogram == want.stats.acceptance_histogram
+
+
+def of_pass_ext(model):
+    """What a model has of pass_ext's in its parts."""
+    attributes = [entry for part in model.modules() for entry in vars(part).items()]
+    found = {name for name, value in attributes if value is not None and (name == "forward" or "pass_ext" in name)}
+    hooks = [
+        hook for part in model.modules() for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    ]
+    return (
+        found | set(hooks) | {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")}
+    )
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "other thread"])
+def test_a_copy_made_meanwhile_has_none_of_our_parts(deep, way):
+    """It computes with its own weights, and gradients reach all of them."""
+    copies, model = [], small_model("llama")
+    sizes = adapter_sizes(model, 2)
+    adapted = PaSS(slots_for(model, adapters=SlotAdapters(sizes), deep_layers=2), tree=Tree.chain(3), rows=12)
+
+    def take():
+        made = pickle.loads(pickle.dumps(model)) if way == "pickle" else copy.deepcopy(model)
+        copies.append(made.requires_grad_(True))
+
+    def during():
+        if way == "other thread":
+            thread = threading.Thread(target=take)
+            thread.start()
+            thread.join(30)
+        else:
+            take()
+
+    want = model(IDS).logits
+    generate(model, IDS, adapted, streamer=During(during), max_new_tokens=4, eos_token_id=[])
+    during()
+    model.lm_head.weight.data.mul_(2)
+    for made in copies:
+        assert of_pass_ext(made) == {"eager"}
+        logits = made(IDS).logits
+        assert torch.equal(logits, want)
+        logits.sum().backward()
+        assert all(parameter.grad is not None for parameter in made.parameters())
+        assert torch.equal(
+            generate(made, IDS, **OPTIONS).sequences, generate(small_model("llama"), IDS, **OPTIONS).sequences
+        )
+
+
+def test_attention_that_the_caller_sets_meanwhile_stays():
+    model = small_model("llama")
+    want = generate(model, IDS, **OPTIONS).sequences
+    streamer = During(lambda: model.set_attn_implementation("sdpa"))
+    assert torch.equal(generate(model, IDS, streamer=streamer, **OPTIONS).sequences, want)
+    assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {"sdpa"}
+    assert torch.equal(generate(model, IDS, **OPTIONS).sequences, want)
+
+
+def test_a_model_whose_parts_were_replaced_by_functions():
+    """As patching libraries do it: a function around the former forward, of a layer or of the whole decoder."""
+    for place in ("model", "model.layers.1", "model.layers.0.self_attn", "model.layers.1.mlp.up_proj"):
+        model = small_model("llama")
+        part, seen = model.get_submodule(place), []
+        former = part.forward
+
+        def forward(*inputs, former=former, seen=seen, **named):
+            seen.append(1)
+            out = former(*inputs, **named)
+            return out * 2 if isinstance(out, torch.Tensor) else out
+
+        part.forward = (
+            forward if place.endswith("mlp") else lambda *inputs, forward=forward, **named: forward(*inputs, **named)
+        )
+        options = dict(attention_mask=torch.ones_like(IDS), max_new_tokens=8, do_sample=False, eos_token_id=None)
+        want = model.generate(IDS, **options)
+        seen.clear()
+        assert torch.equal(generate(model, IDS, **OPTIONS).sequences, want), place
+        assert seen, place
 
 
 def test_parts_in_eval_mode_stay_so():

@@ -2,6 +2,8 @@
 models of one's own get wrong is named in the words of ``PackedModel``.
 """
 
+import sys
+
 import pytest
 import torch
 
@@ -9,9 +11,12 @@ pytest.importorskip("transformers")
 
 import transformers
 from packaging.version import Version
+from support.paths import ROOT
 from support.small_models import SIZES
 
+sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
 import pass_ext
+from benchmarks.architectures.models import tiny_model
 from pass_ext import generate
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
 
@@ -205,6 +210,36 @@ def test_rotary_models_go_past_their_positions():
         IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=9, do_sample=False, eos_token_id=None
     )
     assert torch.equal(generate(model, IDS, max_new_tokens=9, eos_token_id=[]).sequences, want)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("token", [90, 91, 92, 7])
+def test_tokens_that_stand_for_pictures_and_sound(architecture, token):
+    """gemma4 embeds its padding in their place, gemma3 the tokens themselves; as a prompt's last token, and among others."""
+    model = tiny_model(architecture)
+    ids = torch.tensor([[5, 90, 6, 92, 7, 91, token]])
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    want = model.generate(ids, **options)
+    draft = pass_ext.MultiCandidate(model, (2, 1))
+    for method in (None, pass_ext.NGram(shortest=1), draft):
+        assert torch.equal(generate(model, ids, method, max_new_tokens=16, eos_token_id=[]).sequences, want), method
+
+
+def test_placeholders_that_are_embedded_by_no_token_of_the_table(monkeypatch):
+    from transformers.models.gemma3 import modeling_gemma3
+
+    forward = modeling_gemma3.Gemma3Model.forward
+
+    def replacing(self, input_ids=None, inputs_embeds=None, **named):
+        if input_ids is not None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+            inputs_embeds[input_ids == self.config.image_token_id] = 0.5
+        return forward(self, inputs_embeds=inputs_embeds, **named)
+
+    model = tiny_model("gemma3")
+    monkeypatch.setattr(modeling_gemma3.Gemma3Model, "forward", replacing)
+    with pytest.raises(ValueError, match="gemma3 embeds token 90, which its config names as a placeholder, otherwise"):
+        generate(model, IDS, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
