@@ -77,8 +77,7 @@ class LookaheadDrafter(Drafter):
         """Puts the slots' embeddings into the session."""
         lookahead = self._lookahead
         slots = self._slots if self.choice is None else max(self._slots, len(self.choice.rates))
-        deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
-        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters)
+        session.set_slots(lookahead, slots)
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""
