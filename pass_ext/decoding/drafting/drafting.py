@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pass_ext.decoding.drafting.device_rows import ChosenRows, DrafterOnDevice, FixedRows, HostDecides
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
+from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, DrafterOnDevice, FixedRows, HostDecides
 from pass_ext.decoding.drafting.of_method import drafters_of
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal, Step, join
 from pass_ext.decoding.methods import Method

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pass_ext.decoding.drafting.device_rows import ChosenRows, FixedRows, HostDecides
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import Drafting
+from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, FixedRows, HostDecides
 from pass_ext.decoding.loop.chosen_step import ChosenStep
 from pass_ext.decoding.loop.device_step import DeviceStep, Records
 from pass_ext.decoding.loop.fixed_step import FixedStep
@@ -70,7 +70,7 @@ def _device_rows(
         raise HostDecides("the columns of the logits are divided among ranks")
     if context.rule == LONGEST_BRANCH or (context.is_sampled and context.rule != "coupled"):
         raise HostDecides(f"rule {context.rule!r} is not 'coupled'")
-    return drafting.device_rows(is_synthetic=is_synthetic)
+    return drafting.lookahead.device_rows(is_synthetic=is_synthetic)
 
 
 def open_session(

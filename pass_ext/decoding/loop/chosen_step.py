@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.drafting.device_rows import ChosenRows
+from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows
 from pass_ext.decoding.loop.device_step import DeviceStep, Records
 from pass_ext.decoding.loop.synthetic import Synthetic
 from pass_ext.decoding.planning.pace import Pace

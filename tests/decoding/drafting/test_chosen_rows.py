@@ -12,7 +12,7 @@ from support.grammars import random_automaton
 from support.small_models import VOCABULARY, ragged_prompts
 
 from pass_ext import PaSS, Plain, generate
-from pass_ext.decoding.drafting.chosen_rows import Offer, choose_rows
+from pass_ext.decoding.drafting.lookahead.chosen_rows import Offer, choose_rows
 from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
 from pass_ext.decoding.planning.step_times import StepTimes
 

@@ -13,7 +13,7 @@ from support.generation import BUSHY, Decoder, Mixer, NoHostReads, slots_for, un
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting.device_rows import FixedRows
+from pass_ext.decoding.drafting.lookahead.device_rows import FixedRows
 from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
 from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
 from pass_ext.decoding.loop import fixed_step

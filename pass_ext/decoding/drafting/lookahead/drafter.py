@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from pass_ext.decoding.drafting.chosen_rows import Offer, RowChoice, choose_rows
-from pass_ext.decoding.drafting.device_rows import ChosenRows, FixedRows, HostDecides
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, DraftContext, Drafter
+from pass_ext.decoding.drafting.lookahead.chosen_rows import Offer, RowChoice, choose_rows
+from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, FixedRows, HostDecides
 from pass_ext.decoding.drafting.lookahead.recall import GrowingTexts
 from pass_ext.decoding.drafting.lookahead.short_rows import rows_of
 from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from pass_ext.decoding.drafting.chosen_rows import RowChoice
+from pass_ext.decoding.drafting.lookahead.chosen_rows import RowChoice
 from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
 from pass_ext.tree import Tree
 
