@@ -108,8 +108,7 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "layer_stack(Tensor x, Tensor[] weights, int parts, Tensor[] caches, Tensor prefix_lens, Tensor cu_nodes, Tensor "
       "visible, int max_nodes, Tensor? depths, Tensor? cos, Tensor? sin, Tensor? positions, int[] rotates, int[] "
       "windows, "
-      "Tensor? ids, Tensor? deep, Tensor[] adapters, int adapted, float adapter_scale, Tensor? slot_keys, "
-      "Tensor? slot_values, Tensor? final_norm, Tensor? head, Tensor? wanted, int head_dim, float eps, int form, int "
-      "activation, float scale, float attention_scale, float "
-      "softcap) -> (Tensor out, Tensor new_rows)");
+      "Tensor? ids, Tensor? deep, Tensor[] adapters, int adapted, float adapter_scale, Tensor? final_norm, Tensor? "
+      "head, Tensor? wanted, int head_dim, float eps, int form, int activation, float scale, float attention_scale, "
+      "float softcap) -> (Tensor out, Tensor new_rows)");
 }

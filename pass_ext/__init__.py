@@ -33,6 +33,7 @@ from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 if TYPE_CHECKING:
+    from pass_ext.checkpoint import load_checkpoint
     from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
     from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
     from pass_ext.decoding.generation import Generation, generate
@@ -103,6 +104,7 @@ __all__ = [
     "layer_pack",
     "layer_stack",
     "linear_rows",
+    "load_checkpoint",
     "lookahead_embed",
     "next_rows_",
     "next_tree_",
@@ -149,6 +151,7 @@ _LATER = {
     "calibrate": "decoding.planning.calibration",
     "custom_generate": "integrations.transformers.generate",
     "generate": "decoding.generation",
+    "load_checkpoint": "checkpoint",
     "plan": "decoding.planning.plan",
 }
 

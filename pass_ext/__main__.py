@@ -1,6 +1,7 @@
 """The commands of ``python -m pass_ext``: info (for bug reports), demo, convert, and three that train."""
 
 import argparse
+import os
 import platform
 import sys
 
@@ -52,6 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     decision_command.add_arguments(train_decision)
     chosen = parser.parse_args(arguments)
     words = sys.argv[1:] if arguments is None else arguments
+    # The commands print what they do. transformers reads this when it is imported; what the user has set stays.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if chosen.command == "info":
         print(info())
     elif chosen.command == "convert":

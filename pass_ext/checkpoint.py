@@ -25,22 +25,27 @@ _log = logging.getLogger("pass_ext")
 _SIZES = "sizes.json"  # file name -> bytes, of a cached model
 
 
-def load_checkpoint(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A frozen model and its tokenizer.
+def load_checkpoint(path: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """A transformers model, frozen and in eval mode, and its tokenizer, from a GGUF file, a folder or a name on the Hub.
+
+    Args:
+        path: a file that ends in .gguf, or what transformers' ``from_pretrained`` takes.
+        dtype: of the parameters.
+
+    A GGUF file is converted at the first call, and a model of up to 2 GiB kept in ``$PASS_EXT_CACHE``, else
+    ``~/.cache/pass_ext``: so the next call takes seconds. Folders and names are loaded by transformers' own calls.
 
     Raises ImportError for a missing package, OSError or ValueError for what cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     file = Path(path)
     if file.suffix != ".gguf":
         return _load(path, dtype)
     if not file.is_file():
         raise FileNotFoundError(f"no such model file: {path}")
     if find_spec("gguf") is None:
-        raise ImportError("No module named 'gguf'")
+        raise ImportError(f"load_checkpoint: {file.name} needs the package gguf: pip install gguf")
     cached = _cache_entry(file, dtype)
     if cached.exists() and (loaded := _load_cached(cached, dtype)) is not None:
         return loaded
@@ -69,7 +74,7 @@ def safetensors_folder(path: str | Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def _load(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load(path: str | os.PathLike[str], dtype: torch.dtype) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

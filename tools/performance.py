@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.contenders.summary import counted, lines, llama_of, ratios_of
 from benchmarks.contenders.workers import names
 from benchmarks.harness.markdown import has_part, replace_part, table
-from benchmarks.kernel_code.page import RESULTS as KERNEL_CODE
+from benchmarks.kernel_code.page import RESULT as KERNEL_CODE
 from benchmarks.pages.gpu_status import content_hash, is_verified, kernel_files, read_records
 from tools.command import run
 
@@ -72,12 +72,12 @@ def read(root: Path) -> dict[str, Result]:
     return {name: json.loads((root / RESULTS / name).read_text()) for name in COMMANDS}
 
 
-def kernel_code(root: Path) -> tuple[Path, Result]:
-    """The newest result of benchmarks/kernel_code, and its file."""
-    results = {path.relative_to(root): json.loads(path.read_text()) for path in (root / KERNEL_CODE).glob("*.json")}
-    if not results:
-        raise Missing(f"there is no {KERNEL_CODE}/*.json")
-    return max(results.items(), key=lambda entry: entry[1]["date"])
+def kernel_code(root: Path) -> Result:
+    """The result of benchmarks/kernel_code."""
+    if not (root / KERNEL_CODE).exists():
+        raise Missing(f"there is no {KERNEL_CODE}")
+    result: Result = json.loads((root / KERNEL_CODE).read_text())
+    return result
 
 
 def line_of(result: Result, **labels: Any) -> dict[str, Result]:
@@ -153,13 +153,13 @@ def acceptance_number(result: Result) -> Number:
     return Number(what, f"{ours:.3f}", f"{usual:.3f}, rule `rejection`", ratio, RESULTS / "acceptance.json")
 
 
-def kernel_code_number(file: Path, result: Result) -> Number:
+def kernel_code_number(result: Result) -> Number:
     """Bytes of the kernel that walks a tree by rule "coupled", and of the one that reads the rows of logits too."""
-    kernels = [found(file.name, result["kernels"], name) for name in (WALK, WALK_AND_SCAN)]
+    kernels = [found(KERNEL_CODE.name, result["kernels"], name) for name in (WALK, WALK_AND_SCAN)]
     sizes = [kernel["resources"][ARCHITECTURE]["code"] for kernel in kernels]
     what = f"Machine code for {ARCHITECTURE} of the kernel that walks a tree by rule `coupled`"
     other = f"{sizes[1]:,} bytes, the kernel that scans the rows on the way too"
-    return Number(what, f"{sizes[0]:,} bytes", other, f"{sizes[1] / sizes[0]:.1f} ×", file)
+    return Number(what, f"{sizes[0]:,} bytes", other, f"{sizes[1] / sizes[0]:.1f} ×", KERNEL_CODE)
 
 
 def gpu_results(root: Path) -> dict[str, tuple[Path, Result]]:
@@ -223,7 +223,7 @@ def numbers(root: Path) -> list[Number]:
         *texts,
         *ops,
         acceptance_number(results["acceptance.json"]),
-        kernel_code_number(*kernel_code(root)),
+        kernel_code_number(kernel_code(root)),
         *gpu_numbers(root),
     ]
 
@@ -272,11 +272,10 @@ def text(root: Path) -> str:
     """The part of the page that this program writes."""
     results = read(root)
     shown = [[str(i), n.what, n.ours, n.other, n.ratio, link(n.file)] for i, n in enumerate(numbers(root), 1)]
-    file, code = kernel_code(root)
     raced = races(root)
     runs = [run_cells(race, RACE, result) for race, result in raced.items()]
     runs += [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
-    runs.append(run_cells(file, MEASURE_KERNEL_CODE, code))
+    runs.append(run_cells(KERNEL_CODE, MEASURE_KERNEL_CODE, kernel_code(root)))
     runs += [run_cells(file, GPU_COMMANDS[name], result) for name, (file, result) in gpu_results(root).items()]
     heads = ["", "", "pass_ext", "beside it", "ratio", "result"]
     aims = aims_sentence({str(race): result for race, result in raced.items()} | results)

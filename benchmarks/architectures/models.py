@@ -114,6 +114,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": dict(layer_types=_WINDOW_THEN_ALL, rope_parameters=_ROPE_OF_EACH_KIND),
     "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0)),
     "bamba": dict(attn_layer_indices=[1]),
+    "dory": dict(num_hidden_layers=4, n_input_layers=1, n_output_layers=1, layer_types=_WINDOW_THEN_ALL * 2),
     "falcon_h1": dict(mamba_d_ssm=128),
     "gemma3": dict(text_config=dict(layer_types=_WINDOW_THEN_ALL)),
     "gemma3_text": dict(layer_types=_WINDOW_THEN_ALL),
@@ -141,7 +142,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba2": dict(layers_block_type=["linear_attention", "hybrid"]),
     "zaya": dict(num_experts_per_tok=1),
 }
-NOT_BUILT = {
+NOT_TRIED = {
     "dots3_note": "its text model is dots3_note_text",
     "gemma3n": "its picture encoder needs timm; its text model is gemma3n_text",
     "gemma4_assistant": "a draft that reads its target's keys and values, no model of its own",

@@ -38,11 +38,6 @@ def save(result: dict[str, Any], path: Path) -> None:
     path.write_text(f"{text}\n}}\n")
 
 
-def read_all(folder: Path) -> list[dict[str, Any]]:
-    """Every result of a folder, oldest first."""
-    return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda result: result["date"])
-
-
 def lines_of(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The rows of a result, grouped by labels, way and cache: the lines of its table."""
     lines: dict[str, list[dict[str, Any]]] = {}

@@ -1,8 +1,8 @@
 """Disassembles the built CUDA library and writes its page: registers, stack, instructions, loads in flight.
 
-`python -m benchmarks.kernel_code` measures (about a minute), saves benchmarks/results/kernel-code/<commit>.json and writes the
-page; `--render` writes it from the saved results, `--check` compares it, `--library FILE` prints the tables of another .so, .o
-or .cubin.
+`python -m benchmarks.kernel_code` measures (about a minute), saves benchmarks/results/kernel-code/kernel-code.json and
+writes the page; `--render` writes it from the saved result, `--check` compares it, `--library FILE` prints the tables of
+another .so, .o or .cubin.
 """
 
 import argparse
@@ -27,9 +27,9 @@ def main() -> int:
     options = parser.parse_args()
     target = options.root / page.PAGE
     if options.check:
-        if target.exists() and target.read_text() == page.render(page.read_results(options.root)):
+        if target.exists() and target.read_text() == page.render(page.read(options.root)):
             return 0
-        print(f"{page.PAGE} does not match the results: run python -m benchmarks.kernel_code --render", file=sys.stderr)
+        print(f"{page.PAGE} does not match the result: run python -m benchmarks.kernel_code --render", file=sys.stderr)
         return 1
     if not options.render:
         library = options.library or options.root / LIBRARY
@@ -41,10 +41,10 @@ def main() -> int:
             return 1
         result = measure(library)
         if options.library:
-            print(page.render([result]))
+            print(page.render(result))
             return 0
         page.save(result, options.root)
-    target.write_text(page.render(page.read_results(options.root)))
+    target.write_text(page.render(page.read(options.root)))
     return 0
 
 

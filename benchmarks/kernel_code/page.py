@@ -1,22 +1,20 @@
-"""benchmarks/results/kernel-code/README.md: the tables of the newest result, and its differences from the first."""
+"""benchmarks/results/kernel-code/README.md: the tables of the result beside it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.results import read_all
 from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK, MULTIPROCESSORS, SCAN, VOCABULARY, least_times
 from benchmarks.kernel_code.instructions import CLASSES, OPCODES
-from benchmarks.kernel_code.measure import DETAILED, function_of
+from benchmarks.kernel_code.measure import DETAILED
 
-RESULTS = Path("benchmarks/results/kernel-code")
+RESULT = Path("benchmarks/results/kernel-code/kernel-code.json")
 PAGE = Path("benchmarks/results/kernel-code/README.md")
 HEADER = """# The kernels' machine code
 
-Written by `python -m benchmarks.kernel_code` from the compiled library and from `benchmarks/results/kernel-code/`; do not edit.
+Written by `python -m benchmarks.kernel_code` from the compiled library and [kernel-code.json](kernel-code.json); do not edit.
 No GPU is needed. These are counts, not measured times. `tests/measurement/kernel_limits.py` limits some of them, and
 `make test` checks the limits.
 """
@@ -45,14 +43,15 @@ TERMS = """## Terms
 """
 
 
-def read_results(root: Path) -> list[dict[str, Any]]:
-    """Every result, oldest first."""
-    return read_all(root / RESULTS)
+def read(root: Path) -> dict[str, Any]:
+    """The result."""
+    result: dict[str, Any] = json.loads((root / RESULT).read_text())
+    return result
 
 
 def save(result: dict[str, Any], root: Path) -> Path:
-    """Writes a result as JSON, a kernel per line so that diffs stay readable."""
-    path = root / RESULTS / f"{result['commit']}.json"
+    """Writes a result in place of the one before it, a kernel per line so that diffs stay readable."""
+    path = root / RESULT
     path.parent.mkdir(parents=True, exist_ok=True)
     head = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in result.items() if key != "kernels"]
     rows = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in result["kernels"].items()]
@@ -60,17 +59,13 @@ def save(result: dict[str, Any], root: Path) -> Path:
     return path
 
 
-def render(results: list[dict[str, Any]]) -> str:
-    """The text of the page: the newest result, compared with the first."""
-    if not results:
-        return f"{HEADER}\nThere is no result yet.\n"
-    first, newest = results[0], results[-1]
-    parts = [HEADER, f"Kernels of commit {newest['commit']}, compiled by {newest['compiler']}.\n", TERMS]
-    parts += ["## Resources of each kernel\n", *_resource_table(newest)]
-    parts += [f"\n## Instructions by class, {DETAILED}\n", *_instruction_table(newest)]
-    parts += [f"\n## Hot parts, {DETAILED}\n", *_hot_table(newest)]
-    parts += ["\n## The least time of a scan\n", *_bounds_table(newest)]
-    parts += ["\n## Before and after\n", *_difference(first, newest)]
+def render(result: dict[str, Any]) -> str:
+    """The text of the page."""
+    parts = [HEADER, f"Kernels of commit {result['commit']}, compiled by {result['compiler']}.\n", TERMS]
+    parts += ["## Resources of each kernel\n", *_resource_table(result)]
+    parts += [f"\n## Instructions by class, {DETAILED}\n", *_instruction_table(result)]
+    parts += [f"\n## Hot parts, {DETAILED}\n", *_hot_table(result)]
+    parts += ["\n## The least time of a scan\n", *_bounds_table(result)]
     return "\n".join(parts) + "\n"
 
 
@@ -158,24 +153,6 @@ def _hot_table(result: dict[str, Any]) -> list[str]:
     return _table(["kernel", *numbers, *(f"path: {each}" for each in classes)], shown)
 
 
-_COMPARED: dict[str, tuple[Callable[..., float], Callable[[dict[str, Any]], float | None]]] = {
-    "registers": (max, lambda row: row["resources"].get(DETAILED, {}).get("registers")),
-    "stack": (max, lambda row: row["resources"].get(DETAILED, {}).get("stack")),
-    "code": (max, lambda row: row["resources"].get(DETAILED, {}).get("code")),
-    "local loads": (max, lambda row: row.get("classes", {}).get("local load", 0)),
-    "local stores": (max, lambda row: row.get("classes", {}).get("local store", 0)),
-    "wide loads in flight": (min, lambda row: row.get("loads_in_flight", {}).get("fewest") or None),
-    "barriers": (max, lambda row: row.get("classes", {}).get("barrier", 0)),
-    "atomics that are CAS loops": (max, lambda row: row.get("opcodes", {}).get("ATOMS, CAS loop", 0)),
-    "instructions of the hot part, path": (max, lambda row: row.get("hot", {}).get("path")),
-    "instructions per logit": (
-        max,
-        lambda row: row["hot"]["path"] / row["hot"]["logits"] if "logits" in row.get("hot", {}) else None,
-    ),
-}
-"""Number to compare before and after -> (choice of a kernel's worst kind, function that reads the number)."""
-
-
 def _bounds_table(result: dict[str, Any]) -> list[str]:
     times = least_times(result)
     if not times:
@@ -189,39 +166,3 @@ def _bounds_table(result: dict[str, Any]) -> list[str]:
     )
     rows = [[name, f"{count:,}", f"{byte_time:.1f}", f"{code_time:.1f}"] for name, count, byte_time, code_time in times]
     return [text, *_table(["step", "rows", "µs of bytes", "µs of instructions"], rows)]
-
-
-def _worst(result: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Kernel function -> compared number -> its value for the worst kind."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for name, row in result["kernels"].items():
-        groups.setdefault(function_of(name), []).append(row)
-    return {
-        function: {
-            name: worst((number for row in rows if (number := read(row)) is not None), default=None)
-            for name, (worst, read) in _COMPARED.items()
-        }
-        for function, rows in groups.items()
-    }
-
-
-def _difference(first: dict[str, Any], newest: dict[str, Any]) -> list[str]:
-    if first["commit"] == newest["commit"]:
-        return [f"This is the first result, before any change: commit {first['commit']}."]
-    before, after = _worst(first), _worst(newest)
-    rows = [
-        [f"`{function}`", name, _number(before[function][name]), _number(number)]
-        for function, numbers in after.items()
-        if function in before
-        for name, number in numbers.items()
-        if number != before[function][name]
-    ]
-    text = [
-        f"Before: commit {first['commit']}, {first['compiler']}. After: commit {newest['commit']}, {newest['compiler']}."
-        f" {DETAILED}; each kernel function shows its worst kind. Equal numbers are left out.\n",
-        *_table(["kernel", "number", "before", "after"], rows),
-    ]
-    for word, functions in (("Gone", before.keys() - after.keys()), ("New", after.keys() - before.keys())):
-        if functions:
-            text.append(f"\n{word}: {', '.join(f'`{function}`' for function in sorted(functions))}.")
-    return text

@@ -1,8 +1,8 @@
 """Runs steps of one request on the emulator and writes the page of estimated microseconds at batch 1.
 
-`python -m benchmarks.kernel_time` records (some ten minutes), saves benchmarks/results/kernel-time/<commit>.json and writes the
-page; `--render` writes it from the saved results, `--check` compares it. `--only TEXT` records the steps whose name contains
-the text, and keeps the newest result's numbers of all others.
+`python -m benchmarks.kernel_time` records (some ten minutes), saves benchmarks/results/kernel-time/estimates.json and writes
+the page; `--render` writes it from the saved result, `--check` compares it. `--only TEXT` records the steps whose name
+contains the text, and keeps the saved numbers of all others.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.harness.machine import now
 from benchmarks.kernel_code.measure import commit_of_kernels
-from benchmarks.kernel_code.page import read_results as read_kernel_code
+from benchmarks.kernel_code.page import read as read_kernel_code
 from benchmarks.kernel_time import page
 
 LIBRARY = Path("pass_ext/_C_cuda.so")
@@ -34,24 +34,24 @@ def main() -> int:
     target = options.root / page.PAGE
     if not (options.render or options.check):
         page.save(record(options.root, options.library or options.root / LIBRARY, options.only), options.root)
-    text = page.render(page.read_results(options.root), page.read_measured(options.root))
+    text = page.render(page.read(options.root), page.read_measured(options.root))
     if not options.check:
         target.write_text(text)
         return 0
     if target.exists() and target.read_text() == text:
         return 0
-    print(f"{page.PAGE} does not match the results: run python -m benchmarks.kernel_time --render", file=sys.stderr)
+    print(f"{page.PAGE} does not match the result: run python -m benchmarks.kernel_time --render", file=sys.stderr)
     return 1
 
 
 def record(root: Path, library: Path, only: str = "") -> dict[str, Any]:
     """The result: the critical paths of every step, and the ratios and tiles that turn them into times. ``only``: of the steps
-    whose name contains it; the others and the ratios are those of the newest result.
+    whose name contains it; the others and the ratios are those of the saved result.
     """
     from benchmarks.kernel_time.ratios import measure_merges, measure_ratios  # builds the emulator
     from benchmarks.kernel_time.steps import record_all
 
-    kernel_code = read_kernel_code(root)[-1]
+    kernel_code = read_kernel_code(root)
     hot = {name: kernel_code["kernels"][f"attention_kernel<{shape}>"]["hot"] for name, shape in TILES.items()}
     tiles = {name: {"instructions": loop["path"], "products": loop["classes"]["matrix"]} for name, loop in hot.items()}
     merges = measure_merges(library)
@@ -60,10 +60,10 @@ def record(root: Path, library: Path, only: str = "") -> dict[str, Any]:
         for launch in (*step["least"], *step["most"]):
             for part in ("whole", "to_atomic", "to_product", "to_last_product"):
                 launch[part] = {event: count for event, count in launch[part].items() if count}
-    newest = page.read_results(root)[-1] if only else {"steps": []}
-    ratios = newest["ratios"] if only else measure_ratios(library, kernel_code)
+    saved = page.read(root) if only else {"steps": []}
+    ratios = saved["ratios"] if only else measure_ratios(library, kernel_code)
     recorded = {(step["kind"], step["name"]): step for step in steps}
-    kept = {(step["kind"], step["name"]): step for step in newest["steps"]}
+    kept = {(step["kind"], step["name"]): step for step in saved["steps"]}
     steps = [recorded.get(step, kept.get(step)) for step in {**kept, **recorded}]
     return {
         "date": now(),
@@ -72,7 +72,7 @@ def record(root: Path, library: Path, only: str = "") -> dict[str, Any]:
         "tiles": tiles,
         "merges": {shape: merge._asdict() for shape, merge in merges.items()},
         "steps": steps,
-        "kept": {"commit": newest["commit"], "but": only} if only else None,
+        "kept": {"commit": saved["commit"], "but": only} if only else None,
     }
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/results/kernel-time/README.md: a GPU's times, the newest estimates, the constants and the critical paths."""
+"""benchmarks/results/kernel-time/README.md: a GPU's times, the estimates, the constants and the critical paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.results import read_all
 from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK, MULTIPROCESSORS
 from benchmarks.kernel_time.costs import (
     COLD,
@@ -22,11 +21,11 @@ from benchmarks.kernel_time.costs import (
 from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, KEY_HEADS, MEASURED
 from benchmarks.kernel_time.steps import RESIDENT_BLOCKS, shape_of
 
-RESULTS = Path("benchmarks/results/kernel-time")
+RESULT = Path("benchmarks/results/kernel-time/estimates.json")
 PAGE = Path("benchmarks/results/kernel-time/README.md")
 HEADER = """# Estimated times at batch 1
 
-Written by `python -m benchmarks.kernel_time` from `benchmarks/results/kernel-time/`; do not edit.
+Written by `python -m benchmarks.kernel_time` from [estimates.json](estimates.json); do not edit.
 
 **Only the section "Measured" comes from a GPU; all other times are estimates.** For these the real kernels ran on the emulator
 (`tests/emulator/`), which recorded the work and the waits of the slowest threads of each launch, in sequence. The constants
@@ -53,14 +52,15 @@ METHOD = """## Method
 """
 
 
-def read_results(root: Path) -> list[dict[str, Any]]:
-    """Every result, oldest first."""
-    return read_all(root / RESULTS)
+def read(root: Path) -> dict[str, Any]:
+    """The result."""
+    result: dict[str, Any] = json.loads((root / RESULT).read_text())
+    return result
 
 
 def save(result: dict[str, Any], root: Path) -> Path:
-    """Writes a result as JSON, a step per line."""
-    path = root / RESULTS / f"{result['commit']}.json"
+    """Writes a result in place of the one before it, a step per line."""
+    path = root / RESULT
     path.parent.mkdir(parents=True, exist_ok=True)
     head = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in result.items() if key != "steps"]
     rows = [f"  {json.dumps(step)}" for step in result["steps"]]
@@ -169,24 +169,22 @@ def _measured(estimates: Estimates, measured: dict[str, Any]) -> list[str]:
     ]
 
 
-def render(results: list[dict[str, Any]], measured: dict[str, Any] | None = None) -> str:
-    """The text of the page for the newest result, and for what a GPU measured."""
-    if not results:
-        return f"{HEADER}\nThere is no result yet.\n"
-    estimates = Estimates(results[-1])
-    kept = results[-1].get("kept")
+def render(result: dict[str, Any], measured: dict[str, Any] | None = None) -> str:
+    """The text of the page for a result, and for what a GPU measured."""
+    estimates = Estimates(result)
+    kept = result.get("kept")
     older = (
         f' Only steps named "{kept["but"]}" were recorded; the others are those of commit {kept["commit"]}.'
         if kept
         else ""
     )
-    parts = [HEADER, f"Kernels of commit {results[-1]['commit']}.{older}\n", METHOD.format(bandwidth=BANDWIDTH / 1e12)]
+    parts = [HEADER, f"Kernels of commit {result['commit']}.{older}\n", METHOD.format(bandwidth=BANDWIDTH / 1e12)]
     if measured:
         parts += ["## Measured\n", *_measured(estimates, measured)]
     parts += ["## Steps\n", *_steps(estimates), "\n## Cost of a level\n", *_levels(estimates)]
     parts += ["\n## Filters\n", *_filters(estimates), "\n## Attention in parts\n", *_attention(estimates)]
     parts += [f"\n{LIMITS}"]
-    parts += ["\n## Constants\n", *_constants(estimates), "\n## Critical paths\n", *_paths(results[-1])]
+    parts += ["\n## Constants\n", *_constants(estimates), "\n## Critical paths\n", *_paths(result)]
     return "\n".join(parts) + "\n"
 
 

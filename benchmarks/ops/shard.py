@@ -94,8 +94,9 @@ def ours(name: str, step: Step) -> Any:
     if name == "best":
         state = step.states["races"]
         return pass_ext.shard_best(
-            step.tree["target_logits"], state, DRAFTS, mode="without", vocab_start=0, seeds=row_seeds(step)
-        )
+            step.tree["target_logits"], state, DRAFTS, mode="without", vocab_start=0, seeds=row_seeds(step),
+            positions=row_seeds(step),
+        )  # fmt: skip
     return pass_ext.shard_local(**step.tree, **step.local, round=name, state=step.states[name])
 
 

@@ -204,7 +204,7 @@ def measure_rank(rank: int, folder: Path) -> dict[str, float]:
                     dist.barrier()
                     started = time.perf_counter()
                     distributed.accept_chain(
-                        columns[0], tokens, draft_logits=columns[1], rule="rejection", temperature=1.0, seeds=turn,
+                        columns[0], tokens, draft_logits=columns[1], rule="rejection", temperature=1.0, seeds=turn, positions=0,
                         vocab_size=vocabulary, gather_below=below,
                     )  # fmt: skip
                     times.append(time.perf_counter() - started)

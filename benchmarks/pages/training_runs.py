@@ -32,7 +32,6 @@ OPTIONS = (  # told where a run has them
     "loss_temperature",
     "adapter_kinds",
     "adapter_by_slot",
-    "prefix_keys",
     "step_dtype",
 )
 

@@ -162,7 +162,7 @@ PASS_EXT_HOST_DEVICE uint64_t offered_mass(float score) {
 }
 
 // By how much scores of a race are flattened: the target draws by this noise and by scores that the slots know but
-// roughly. benchmarks/pages/lookahead/raced_chances.py compares it with others.
+// roughly.
 constexpr float kSharpnessOfRace = 1.0f / 1.5f;
 
 PASS_EXT_HOST_DEVICE bool is_raced(const NextProblem& problem, int64_t request) {

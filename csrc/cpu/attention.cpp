@@ -202,12 +202,6 @@ void attend_on_cpu(const AttentionProblem& problem) {
   for_each_piece(std::max<int64_t>(1, threads), run);
 }
 
-void merge_on_cpu(const MergeProblem& problem) {
-  const int64_t grain = std::max<int64_t>(1, 32768 / std::max(1, problem.head_dim));
-  for_ranges(problem.rows, grain,
-             [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(merge_results(problem, begin, end)); });
-}
-
 namespace {
 
 void check_and_attend(const AttentionProblem& problem, const Tensor&) {
@@ -215,7 +209,11 @@ void check_and_attend(const AttentionProblem& problem, const Tensor&) {
   attend_on_cpu(problem);
 }
 
-void merge(const MergeProblem& problem, const Tensor&) { merge_on_cpu(problem); }
+void merge(const MergeProblem& problem, const Tensor&) {
+  const int64_t grain = std::max<int64_t>(1, 32768 / std::max(1, problem.head_dim));
+  for_ranges(problem.rows, grain,
+             [&](int64_t begin, int64_t end) { PASS_EXT_AT_ISA(merge_results(problem, begin, end)); });
+}
 
 }  // namespace
 }  // namespace pass_ext

@@ -54,7 +54,5 @@ struct AttentionScratch {
 void check_attention_values(const char* op, const AttentionProblem& problem);
 // Fills in problem.out and problem.lse. The values are checked.
 void attend_on_cpu(const AttentionProblem& problem);
-// Fills in problem.out and problem.lse, which may be those of one side.
-void merge_on_cpu(const MergeProblem& problem);
 
 }  // namespace pass_ext

@@ -3,7 +3,6 @@
 //   x <- x + deep[l][slot of the row]                        for rows of slots
 //   x <- layer_after_attention(attention_tree(q, k, v), x)   q, k, v = layer_before_attention(x)
 //        with adapter_rows_ behind each product              for rows of slots
-//        with attention_merge of attention over slot_keys    for rows of slots
 //   out = head normed(x[wanted])                             behind the last layer
 #include <torch/csrc/stable/library.h>
 
@@ -90,73 +89,6 @@ std::vector<LayerAdapters<T>> pointers_of(const char* op, const StackAdapters& a
   }
   return result;
 }
-
-// Learned keys and values, which rows of slots attend to beside what they see: an attention of its own over
-// slot_keys[l], the same for every request, in which no row sees another.
-class LearnedKeys {
- public:
-  // seen: the problem of what the rows see, prepared. Without keys, or where no row is a slot's, nothing is merged.
-  LearnedKeys(const char* op, const OptionalTensor& ids, const OptionalTensor& keys, const OptionalTensor& values,
-              const AttentionProblem& seen, const Tensor& q)
-      : problem_(seen) {
-    if (!keys || keys->size(1) == 0) return;
-    dispatch_index(ids->scalar_type(), [&](auto index) {
-      const auto* data = data_of<type_of<decltype(index)>>(op, "ids", *ids);
-      for (int64_t row = 0; row < ids->size(0); ++row)
-        if (data[row] < 0) rows_.push_back(row);
-    });
-    if (rows_.empty()) return;
-    out_ = empty_of_shape(op, q, {q.size(0), q.size(1), q.size(2)});
-    lse_.resize(q.size(0) * q.size(1));
-    lengths_.assign(seen.requests, static_cast<int32_t>(keys->size(1)));
-    problem_.visible_stride = (seen.max_nodes + 63) / 64;
-    visible_.assign(seen.rows * problem_.visible_stride, 0);
-    problem_.prefix_lens = lengths_.data();
-    problem_.visible = visible_.data();
-    problem_.depths = nullptr;
-    problem_.window = -1;
-    problem_.slots = problem_.page_size = lengths_.empty() ? 0 : lengths_[0];
-    problem_.out = output_of<void>(out_);
-    problem_.lse = lse_.data();
-    keys_ = layout_of(op, "slot_keys", *keys, key_layer_);
-    values_ = layout_of(op, "slot_values", *values, value_layer_);
-  }
-
-  // Merges layer l's into seen.out and seen.lse, whose new rows are those of the layer.
-  template <typename T>
-  void merge_into(const AttentionProblem& seen, int64_t l) {
-    if (rows_.empty()) return;
-    problem_.k_cache = keys_;
-    problem_.v_cache = values_;
-    problem_.k_cache.data = static_cast<const T*>(keys_.data) + l * key_layer_;
-    problem_.v_cache.data = static_cast<const T*>(values_.data) + l * value_layer_;
-    problem_.k_new = seen.k_new;
-    problem_.v_new = seen.v_new;
-    attend_on_cpu(problem_);
-    for (const int64_t row : rows_) {
-      const int64_t first = row * seen.heads;  // among lse
-      T* const out = static_cast<T*>(seen.out) + first * seen.head_dim;
-      const T* const other = static_cast<const T*>(problem_.out) + first * seen.head_dim;
-      float* const lse = seen.lse + first;
-      merge_on_cpu({out, other, lse, problem_.lse + first, out, lse, seen.heads, seen.head_dim, seen.type});
-    }
-  }
-
- private:
-  static KeyRows layout_of(const char* op, const char* argument, const Tensor& learned, int64_t& layer) {
-    layer = learned.stride(0);
-    return {data_of<void>(op, argument, learned), 0, learned.stride(1), learned.stride(2)};
-  }
-
-  AttentionProblem problem_;
-  std::vector<int64_t> rows_;  // of slots
-  std::vector<int32_t> lengths_;
-  std::vector<int64_t> visible_;
-  std::vector<float> lse_;
-  Tensor out_;
-  KeyRows keys_{}, values_{};
-  int64_t key_layer_ = 0, value_layer_ = 0;  // from layer to layer
-};
 
 // Rotary embeddings, of cos and sin each: none, one [N, D'], or K [K, N, D'].
 struct RotationTables {
@@ -245,7 +177,6 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
                     const OptionalTensor& sin, const OptionalTensor& positions, const std::vector<int64_t>& rotates,
                     const std::vector<int64_t>& windows, const OptionalTensor& ids, const OptionalTensor& deep,
                     const std::vector<Tensor>& adapters, int64_t adapted, double adapter_scale,
-                    const OptionalTensor& slot_keys, const OptionalTensor& slot_values,
                     const OptionalTensor& final_norm, const OptionalTensor& head, const OptionalTensor& wanted,
                     int64_t head_dim, double eps, int64_t form, int64_t activation, double scale,
                     double attention_scale, double softcap) {
@@ -275,13 +206,12 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   for (const int64_t rotation : rotates)
     if (rotation < 0 || rotation > tables.size())
       refuse(op, "rotates must be in [0, ", tables.size(), "] (0 for none), got ", rotation);
-  check_slots(op, ids, deep, !adapters.empty(), slot_keys || slot_values, input, count);
+  check_slots(op, ids, deep, !adapters.empty(), input, count);
   const StackAdapters stacked_adapters = stack_adapters_of(op, adapters, adapted, scale, layers, input);
   check_norm(op, "final_norm", final_norm, width, 0, input);
   check_places(op, "wanted", wanted, input);
   if (head) check_linear(op, {"head", *head, {}}, width, input);
   const int64_t heads = layers[0].q_weight->size(0) / head_dim, kv_heads = layers[0].k_weight->size(0) / head_dim;
-  check_slot_keys(op, slot_keys, slot_values, count, kv_heads, head_dim, input);
 
   const Tensor x = contiguous_of(op, "x", input);
   const int64_t out_rows = wanted ? wanted->size(0) : rows;
@@ -323,7 +253,6 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
     check_window(op, windows[l]);
   }
   check_attention_values(op, problem);
-  LearnedKeys learned(op, ids, slot_keys, slot_values, problem, q);
 
   dispatch_up_to_float32(x.scalar_type(), [&](auto value) {
     using T = type_of<decltype(value)>;
@@ -362,7 +291,6 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       problem.window = static_cast<int32_t>(windows[l]);
       problem.depths = windows[l] == -1 ? nullptr : depth_rows;
       attend_on_cpu(problem);
-      learned.merge_into<T>(problem, l);
       T* const to = buffers[l % 2];
       const LayerAdapters<T>& next = l + 1 < count ? added[l + 1] : no_adapters;
       after_attention(stack[l].after, added[l], next, options, static_cast<const T*>(problem.out), stream, rows, to);

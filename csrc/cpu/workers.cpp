@@ -7,6 +7,9 @@
 //
 // A call of many jobs (with_threads_ready) takes torch's threads once: they look for its jobs until it ends.
 //
+// A forked child has none of its parent's threads. OpenMP would wait for them without end, so all jobs of a child go to
+// a pool of its own.
+//
 // In the pool a job lies in one of a few slots while it is open; free threads look there, first spinning, then asleep.
 // A thread counts itself in before it looks at a slot's job, and the job's owner, having closed the slot, waits until
 // the count is 0: so no thread touches a job that has ended.
@@ -243,23 +246,18 @@ class Pool {
   }
 };
 
-// Never destroyed: workers may be asleep in it when the process ends. A forked child has no workers and gets a new one.
-std::atomic<Pool*>& pool() {
-  static std::atomic<Pool*> pool{new Pool};
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { ::pass_ext::pool().store(new Pool); });
-  (void)registered;
-  return pool;
-}
+// Never destroyed: workers may be asleep in it when the process ends.
+std::atomic<Pool*> pool{new Pool};
 
 // When torch's threads may be used again. Of all jobs together, and only a hint: threads may overwrite each other's.
 class Avoidance {
  public:
   using Clock = std::chrono::steady_clock;
 
-  std::atomic<bool> always{false};
+  std::atomic<bool> always{false}, is_child{false};
 
   bool is_on() const {
-    return always.load(std::memory_order_relaxed) ||
+    return always.load(std::memory_order_relaxed) || is_child.load(std::memory_order_relaxed) ||
            Clock::now().time_since_epoch().count() < until_.load(std::memory_order_relaxed);
   }
 
@@ -283,6 +281,12 @@ class Avoidance {
   std::atomic<int> short_waits_{1};
 };
 Avoidance avoidance;
+
+void begin_child() {
+  pool.store(new Pool);
+  avoidance.is_child.store(true);
+}
+const int registered = pthread_atfork(nullptr, nullptr, begin_child);
 
 // The time in which this thread had a processor.
 std::chrono::nanoseconds own_time() {
@@ -386,7 +390,7 @@ void run_pieces(const Pieces& pieces) {
   const int threads = static_cast<int>(std::min(thread_count(), pieces.count));
   if (threads > 1 && !in_piece) {
     if (avoidance.is_on())
-      pool().load()->run(pieces, threads);
+      pool.load()->run(pieces, threads);
     else
       run_on_torch_threads(pieces, threads);
     return;

@@ -125,15 +125,11 @@ inline void check_places(const char* op, const char* argument, const OptionalTen
   check_same_device(op, argument, *places, "x", x);
 }
 
-// ids [N] are for deep [layers, slots, d], adapters and learned keys.
+// ids [N] are for deep [layers, slots, d] and adapters.
 inline void check_slots(const char* op, const OptionalTensor& ids, const OptionalTensor& deep, bool has_adapters,
-                        bool has_keys, const Tensor& x, int64_t layers) {
-  if (ids.has_value() != (deep || has_adapters || has_keys))
-    refuse(op, "ids must come with deep, adapters or slot_keys, got ",
-           ids            ? "ids alone"
-           : deep         ? "only deep"
-           : has_adapters ? "only adapters"
-                          : "only slot_keys");
+                        const Tensor& x, int64_t layers) {
+  if (ids.has_value() != (deep || has_adapters))
+    refuse(op, "ids must come with deep or adapters, got ", ids ? "ids alone" : deep ? "only deep" : "only adapters");
   if (!ids) return;
   check_dtype(op, "ids", *ids, {ScalarType::Int, ScalarType::Long});
   check_dim(op, "ids", *ids, 1, "[N]");
@@ -147,25 +143,6 @@ inline void check_slots(const char* op, const OptionalTensor& ids, const Optiona
   check_size(op, "deep", *deep, 2, x.size(1), "d, the width of x");
   check_contiguous_rows(op, "deep", *deep);
   check_same_device(op, "deep", *deep, "x", x);
-}
-
-// slot_keys and slot_values [layers, P, Hk, D].
-inline void check_slot_keys(const char* op, const OptionalTensor& keys, const OptionalTensor& values, int64_t layers,
-                            int64_t kv_heads, int64_t head_dim, const Tensor& x) {
-  if (keys.has_value() != values.has_value())
-    refuse(op, "slot_keys and slot_values must come together, got only ", keys ? "slot_keys" : "slot_values");
-  if (!keys) return;
-  for (const auto& [name, tensor] : {std::pair("slot_keys", &*keys), {"slot_values", &*values}}) {
-    check_dtype(op, name, *tensor, {x.scalar_type()});
-    check_dim(op, name, *tensor, 4, "[layers, P, Hk, D]");
-    check_size(op, name, *tensor, 0, layers, "layers");
-    check_size(op, name, *tensor, 1, keys->size(1), "P, as slot_keys");
-    check_size(op, name, *tensor, 2, kv_heads, "Hk, the key heads");
-    check_size(op, name, *tensor, 3, head_dim, "head_dim");
-    check_contiguous_rows(op, name, *tensor);
-    check_same_device(op, name, *tensor, "x", x);
-  }
-  check_below(op, "slot_keys", *keys, 1, INT32_MAX - 2 * kMaxTreeNodes, "keys");
 }
 
 // The adapters of one linear layer in all decoder layers, [layers, K, r, in] and [layers, K, r, out]; null: it has

@@ -159,8 +159,8 @@ def _load_cuda() -> str:
     path = _HERE / "_C_cuda.so"
     if not path.exists():
         return (
-            "this build of pass_ext has no CUDA kernels. Install the CUDA toolkit (nvcc) and rebuild: "
-            "PASS_EXT_CUDA=1 pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps pass_ext"
+            "this build of pass_ext has no CUDA kernels. Install the CUDA toolkit (nvcc), and rebuild in a checkout of "
+            f"pass_ext: PASS_EXT_CUDA=1 {_REBUILD}"
         )
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) has no CUDA; pass_ext's CUDA kernels are built and need a torch with CUDA"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from operator import index
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.requests.config_processor import config_processor
 from pass_ext.decoding.requests.grammar.guides import GrammarArgument, guides_of
 from pass_ext.decoding.requests.listener import Listener
-from pass_ext.decoding.requests.prompts import read_prompts
+from pass_ext.decoding.requests.prompts import read_prompts, warn_of_length
 from pass_ext.decoding.requests.stateful_processors import Processor, check_stateless, flat_processors, processor_name
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.ops.accept import MAX_TOP_LOGPROBS, TokenLogprobs
+
+MOST_NEW_TOKENS = 1 << 30  # positions are int32, and the prompt has some too
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ def generate(
             ``pass_ext.DraftingMethod``.
         num_return_sequences: texts of each prompt, which stand side by side in the result. The k-th has the prompt's seed plus
             k. What they have in common is read once; with ``NGram(corpus=Corpus())`` they draft for each other.
-        attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right.
+        attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right. None: every
+            ``pad_token_id`` is padding, as transformers infers it, unless it is an end token too, also one of the model's own.
         temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one value for all, or one per request.
         seeds: with rule "coupled" or "coupled_inverse" the text is a function of prompt, seed and these parameters, whatever
             the method and the batch. None: fresh seeds, from ``generator`` or torch's own.
@@ -142,11 +146,12 @@ def generate(
         raise ValueError(f"rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
+    if max_new_tokens > MOST_NEW_TOKENS:
+        raise ValueError(f"max_new_tokens must be {MOST_NEW_TOKENS} or less, got {max_new_tokens}")
     samples = num_return_sequences
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"num_return_sequences must be 1 or more, got {samples!r}")
     adapted = packed_model(model)
-    prompts = read_prompts(input_ids, attention_mask, adapted.table.shape[0])
     model_config = adapted.generation_config
     if generation_config is not None and model_config is None:
         raise TypeError(
@@ -154,10 +159,12 @@ def generate(
             f"got {type(generation_config).__name__}; give eos_token_id, pad_token_id and logits_processor instead"
         )
     configs = (generation_config, model_config)
-    ends = _token_ids(_first_given("eos_token_id", configs) if eos_token_id is None else eos_token_id)
-    if pad_token_id is None:
-        pad_token_id = _first_given("pad_token_id", configs)
-    pad = pad_token_id if pad_token_id is not None else min(ends, default=0)
+    usual_ends = _token_ids(_first_given("eos_token_id", configs))
+    ends = usual_ends if eos_token_id is None else _token_ids(eos_token_id)
+    pad = _pad_id(_first_given("pad_token_id", configs) if pad_token_id is None else pad_token_id)
+    if pad is None:
+        pad = min(ends, default=None)
+    prompts = read_prompts(input_ids, attention_mask, adapted.table.shape[0], pad, ends | usual_ends)
     loose = SamplingParams(temperature, top_k, top_p, min_p, seeds)
     parameters = loose if sampling is None else _checked_sampling(sampling, loose)
     batch = parameters.for_batch(len(prompts.texts), adapted.table.device, generator, samples=samples)
@@ -237,6 +244,8 @@ def generate(
         loop.run(known)
         listener.end()
         seconds = time.perf_counter() - started
+    for text, prompt in zip(context.texts, prompts.texts, strict=True):
+        warn_of_length(len(text), len(prompt) + max_new_tokens, adapted.most_positions)
     new = [text[len(prompt) :] for text, prompt in zip(context.texts, prompts.texts, strict=True)]
     stats = GenerationStats.of(
         texts.counts.snapshot(),
@@ -250,7 +259,7 @@ def generate(
     if keep_cache:
         session.keep([len(text) - 1 for text in context.texts])
     return Generation(
-        prompts.extended(new, pad),
+        prompts.extended(new, pad or 0),
         tuple(map(len, new)),
         stats,
         session if keep_cache else None,
@@ -277,5 +286,15 @@ def _first_given(name: str, configs: Sequence[Any]) -> Any:
 def _token_ids(tokens: int | Sequence[int] | Tensor | None) -> frozenset[int]:
     if isinstance(tokens, Tensor) and (tokens.dim() > 1 or tokens.is_floating_point() or tokens.is_complex()):
         raise ValueError(f"eos_token_id must be one id or some, got {tokens.dtype} {list(tokens.shape)}")
-    ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
-    return frozenset(() if ids is None else (ids,) if isinstance(ids, int) else map(int, ids))
+    ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else () if tokens is None else tokens
+    try:
+        return frozenset([index(ids)] if hasattr(ids, "__index__") else map(index, ids))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"eos_token_id must be one id or some, got {tokens!r}") from None
+
+
+def _pad_id(token: int | Tensor | None) -> int | None:
+    try:
+        return None if token is None else index(token)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"pad_token_id must be one id, got {token!r}") from None

@@ -7,6 +7,7 @@ distribution). They differ in the tokens per call of the model. docs/guide/pass.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -62,12 +63,31 @@ class NGram:
             )
 
 
+class EmbeddingOrName:
+    """A field of a dataclass that holds a ``LookaheadEmbedding``, and loads it where it is given a name or a path."""
+
+    def __get__(self, method: PaSS | None, owner: type[PaSS]) -> LookaheadEmbedding:
+        if method is None:
+            raise AttributeError("lookahead")  # a dataclass would take a value for the default
+        embedding: LookaheadEmbedding = vars(method)["lookahead"]
+        return embedding
+
+    def __set__(self, method: PaSS, given: LookaheadEmbedding | str | os.PathLike[str]) -> None:
+        if isinstance(given, (str, os.PathLike)):
+            given = LookaheadEmbedding.from_pretrained(given)
+        if not isinstance(given, LookaheadEmbedding):
+            raise TypeError(
+                "PaSS: lookahead must be a LookaheadEmbedding, or the name or path of one, got " + type(given).__name__
+            )
+        vars(method)["lookahead"] = given
+
+
 @dataclass(frozen=True)
 class PaSS:
     """Candidates come from look-ahead slots in the model's own call.
 
     Args:
-        lookahead: the trained embeddings, ``LookaheadEmbedding.from_pretrained(...)`` or ``load(...)``.
+        lookahead: the trained embeddings, a ``LookaheadEmbedding``; or the name or path that its ``from_pretrained`` takes.
         passes: 1: one call verifies this step's candidates and computes the next ones. 2: as published, one call for the
             candidates, then one that verifies them.
         rows: the most rows of one call per request. From 5 on, steps whose rows the device makes (one text on the CPU, a GPU)
@@ -82,7 +102,7 @@ class PaSS:
             (``recall_scores``), so that slots follow what repeats. False: by the slots alone.
     """
 
-    lookahead: LookaheadEmbedding
+    lookahead: EmbeddingOrName = EmbeddingOrName()
     passes: Literal[1, 2] = 1
     rows: int | Literal["auto"] = "auto"
     tree: Tree | None = None
@@ -91,8 +111,6 @@ class PaSS:
     recall: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lookahead, LookaheadEmbedding):
-            raise TypeError(f"PaSS: lookahead must be a LookaheadEmbedding, got {type(self.lookahead).__name__}")
         if self.passes not in (1, 2):
             raise ValueError(f"PaSS: passes must be 1 or 2, got {self.passes!r}")
         if self.rows != "auto" and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 2):

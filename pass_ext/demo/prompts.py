@@ -28,6 +28,8 @@ class HeldOut:
     """Tokens per call by PaSS + NGram, as recorded, with two decimals."""
 
 
+RECORDED_MODEL = "SmolLM2-135M-Instruct"
+"""The model of the recorded texts."""
 RACED = 7
 """The number of prompts in the set."""
 RECORDED_TOKENS = 128
@@ -49,8 +51,7 @@ CHOSEN = (
 )
 RULE = (
     f"Prompts: of the benchmark's {RACED} held-out chat prompts whose texts do not loop, those with the median and the "
-    f"quartiles of tokens per call by PaSS + NGram (recorded over {RECORDED_TOKENS} tokens: "
-    f"{', '.join(f'{prompt.tokens_per_call:.2f}' for prompt in CHOSEN)})."
+    f"quartiles of {RECORDED_MODEL}'s tokens per call by PaSS + NGram"
 )
 
 
@@ -62,6 +63,14 @@ class Prompt(NamedTuple):
     """The text without the chat template's tokens."""
     ids: Tensor
     """``[1, T]``."""
+
+
+def rule(model_name: str) -> str:
+    """A sentence on how the prompts were chosen, for the user of this model; the recorded numbers are of one model alone."""
+    if not model_name.lower().startswith(RECORDED_MODEL.lower()):
+        return f"{RULE}."
+    recorded = ", ".join(f"{prompt.tokens_per_call:.2f}" for prompt in CHOSEN)
+    return f"{RULE} (recorded over {RECORDED_TOKENS} tokens: {recorded})."
 
 
 def prompts(tokenizer: Any, custom: str | None) -> list[Prompt]:

@@ -23,7 +23,7 @@ from pass_ext.demo.contenders import JOINED, PLAIN, Contender, Run, contenders, 
 from pass_ext.demo.live import LiveText
 from pass_ext.demo.loading import load_lookahead, load_model
 from pass_ext.demo.picture import draw
-from pass_ext.demo.prompts import RULE, Prompt, prompts
+from pass_ext.demo.prompts import Prompt, prompts, rule
 from pass_ext.demo.report import agreement_table, speed_table
 
 WARM_UP_TOKENS = 6
@@ -41,7 +41,7 @@ def show(options: argparse.Namespace) -> None:
     machine = f"CPU kernels {pass_ext.status().cpu_isa}, {threads}, torch {torch.__version__}"
     console.print(f"[bold]{model_name}[/] in bfloat16 · {machine}\n")
     if options.prompt is None:
-        console.print(f"{RULE}\n")
+        console.print(f"{rule(model_name)}\n")
     if lookahead is None:
         console.print(
             "There are no look-ahead embeddings for this model, so PaSS is left out (--lookahead takes a file of them).\n"

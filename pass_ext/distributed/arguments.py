@@ -11,7 +11,7 @@ from torch import Tensor
 from pass_ext.distributed.rounds import residual_rounds, residual_rounds_of_chain
 from pass_ext.distributed.steps import Trees
 from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.parameters import Parameter, parameter_tensor
+from pass_ext.ops.common.parameters import Parameter, check_positions, is_greedy, parameter_tensor
 from pass_ext.ops.common.rules import ACCEPT_RULES
 
 Sampling = Sequence[Parameter]  # temperature, top_k, top_p, min_p
@@ -24,16 +24,6 @@ def check_rule(op: str, rule: str, has_draft: bool) -> None:
         raise ValueError(f"pass_ext.distributed.{op}: rule must be one of {', '.join(ACCEPT_RULES)}, got {rule!r}")
     if rule in ("rejection_with_replacement", "kseq") and not has_draft:
         raise ValueError(f"pass_ext.distributed.{op}: draft_logits must be given for rule {rule!r}, got None")
-
-
-def is_greedy(temperature: Parameter) -> bool:
-    """True if the host knows that all requests are greedy: no temperature, or numbers that are 0 or below."""
-    if temperature is None:
-        return True
-    if isinstance(temperature, Tensor):
-        return False
-    numbers: list[float] = list(temperature) if isinstance(temperature, Sequence) else [temperature]
-    return all(not number > 0 for number in numbers)
 
 
 def sampling_tensors(op: str, requests: int, device: torch.device, target: Sampling, draft: Sampling):  # type: ignore[no-untyped-def]
@@ -82,6 +72,7 @@ def trees_of(
         residuals = residual_rounds_of_chain(rule, chain)
     else:
         residuals = residual_rounds(rule, parents.tolist(), cu_nodes.tolist())
+    check_positions(f"pass_ext.distributed.{op}", seeds, positions, draws=not greedy)
     target_sampling, draft_sampling = sampling_tensors(op, requests, device, target, draft)
     return Trees(
         tokens=_dense(op, "tokens", tokens, torch.int64),

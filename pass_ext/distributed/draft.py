@@ -17,7 +17,7 @@ from pass_ext.distributed.layout import Layout
 from pass_ext.distributed.shards import Shard
 from pass_ext.distributed.steps import Trees, best_steps
 from pass_ext.ops import draft as whole
-from pass_ext.ops.common.parameters import Parameter, parameter_tensor
+from pass_ext.ops.common.parameters import Parameter, check_positions, parameter_tensor
 
 Drafts = tuple[Tensor, Tensor]
 
@@ -82,6 +82,7 @@ def draft_steps(
         return parameter_tensor("draft_sample", name, value, rows, dtype, device)
 
     sampling = [column(name, value, dtype) for (name, dtype), value in zip(NAMES, target, strict=True)]
+    check_positions("pass_ext.distributed.draft_sample", seeds, positions, draws=whole.draws(mode, target[0]))
     temperature = sampling[0]
     draws_nothing = mode == "top" or (mode == "coupled" and temperature is None)
     noise = {

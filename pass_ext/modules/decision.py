@@ -160,7 +160,7 @@ class DecisionModel(nn.Module):
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, dim: int = 0, base_model: str = "") -> DecisionModel:
         """Reads a file that ``save`` wrote; with ``dim`` or ``base_model``, refuses one made for another model."""
-        with trained_file(path, "decision model", [_FORMAT]) as file:
+        with trained_file(path, "decision model", _FORMAT) as file:
             kind, width = file.text("kind", KINDS), file.count("dim")
             if (kind == "hidden") != (width > 0):
                 raise file.refuse(

@@ -9,6 +9,7 @@ computed for some tokens only. The file is safetensors, its metadata say which m
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pass_ext.modules.files import HitRates, check_model, pretrained_path, save_trained, shipped_files, trained_file
+from pass_ext.modules.fingerprint import table_difference
 
 _FORMAT = "pass_ext.exit.1"
 _SUFFIX = "-exit"
@@ -35,6 +37,8 @@ class ExitAdapter(nn.Module):
 
     Attributes:
         down, up: linear layers, ``[r, d]`` and ``[d, r]``; ``up`` starts at zero, which leaves the hidden states as they are.
+        fingerprint: of the model's embedding table, by which other models are refused; kept in the file. "": any model of the
+            same sizes is taken.
         hit_rates: calibration, or None. Entry [i][r] is the chance that the model's next token is the draft's of rank r,
             where the i tokens before were within the ranks.
         training_record: what made the parameters (command, data, versions, evaluation), as JSON can hold it; empty if unknown.
@@ -71,6 +75,7 @@ class ExitAdapter(nn.Module):
         self.layers = layers
         self.base_model = base_model
         self.base_vocabulary = base_vocabulary
+        self.fingerprint = ""
         self.hit_rates: HitRates | None = None
         self.training_record: dict[str, Any] = {}
         self.down = nn.Linear(dim, rank, bias=False, device=device, dtype=dtype)
@@ -93,8 +98,13 @@ class ExitAdapter(nn.Module):
         size = hidden.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6).to(hidden.dtype)
         return hidden + self.up(F.silu(self.down(hidden / size))) * size
 
-    def check_fits(self, table: Tensor, layers: int, base_model: str = "") -> None:
-        """Raises ValueError, naming every difference, if it belongs to another model: ``table`` [V, d] and so many layers."""
+    def check_fits(
+        self, table: Tensor, layers: int, base_model: str = "", *, embed: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Raises ValueError, naming every difference, if it belongs to another model: ``table`` [V, d] and so many layers.
+
+        embed: gives the rows ``[n, d]`` of ids ``[n]`` where the table's numbers cannot be read.
+        """
         too_deep = f"layers: it stands behind {self.layers}, this model has {layers}"
         check_model(
             "exit adapter",
@@ -103,6 +113,7 @@ class ExitAdapter(nn.Module):
                 "vocabulary": (self.base_vocabulary, table.shape[0]),
                 "base model": (self.base_model, base_model),
             },
+            lambda: table_difference(self.fingerprint, self.base_model, table, embed),
             [too_deep] if self.layers > layers else [],
         )
 
@@ -121,18 +132,19 @@ class ExitAdapter(nn.Module):
             self.state_dict(),
             hit_rates=self.hit_rates,
             training_record=self.training_record,
+            fingerprint=self.fingerprint,
         )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExitAdapter:
         """Reads a file that ``save`` wrote; the parameters keep its dtype."""
-        with trained_file(path, "exit adapter", [_FORMAT]) as file:
+        with trained_file(path, "exit adapter", _FORMAT) as file:
             layers, dim, rank = (file.count(key, 1) for key in ("layers", "hidden_size", "rank"))
             base_model, base_vocabulary = file.text("base_model"), file.count("vocabulary")
             shapes = {"down.weight": (rank, dim), "up.weight": (dim, rank)}
             file.check_names([*shapes, "vocabulary"])
             tensors, vocabulary = file.weights(shapes), file.ids("vocabulary", base_vocabulary)
-            rates, record = file.hit_rates(), file.training_record()
+            rates, record, fingerprint = file.hit_rates(), file.training_record(), file.fingerprint()
         adapter = cls(
             layers,
             dim,
@@ -143,7 +155,7 @@ class ExitAdapter(nn.Module):
             dtype=tensors["down.weight"].dtype,
         )
         adapter.load_state_dict(tensors if vocabulary is None else {**tensors, "vocabulary": vocabulary})
-        adapter.hit_rates, adapter.training_record = rates, record
+        adapter.hit_rates, adapter.training_record, adapter.fingerprint = rates, record, fingerprint
         return adapter
 
     @classmethod

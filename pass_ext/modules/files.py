@@ -13,13 +13,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pass_ext.modules.fingerprint import COUNT
 
 HitRates = tuple[tuple[float, ...], ...]
 """``rates[i][r]``: P(the candidate of rank r at depth i + 1 is right | the path to its parent is right)."""
@@ -32,6 +34,16 @@ _IDS = ("I32", "I64")
 _ROUNDING = 1e-4  # rates are kept with five digits, so a row that sums to 1 may exceed it by as much
 
 
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """``save_file`` with the permissions that other new files get: safetensors lets nobody else read its own."""
+    from safetensors.torch import save_file
+
+    Path(path).touch()
+    mode = Path(path).stat().st_mode
+    save_file(dict(tensors), os.fspath(path), metadata=metadata)
+    Path(path).chmod(mode)
+
+
 def save_trained(
     path: str | os.PathLike[str],
     form: str,
@@ -41,21 +53,18 @@ def save_trained(
     hit_rates: HitRates | None = None,
     greedy_hit_rates: HitRates | None = None,
     training_record: Mapping[str, Any] | None = None,
+    fingerprint: str = "",
 ) -> None:
     """Writes tensors, and what they belong to, as one safetensors file of the format ``form``."""
-    from safetensors.torch import save_file
-
     described = {"format": form, **{key: str(value) for key, value in metadata.items()}}
     for key, rates in (("hit_rates", hit_rates), ("greedy_hit_rates", greedy_hit_rates)):
         if rates is not None:
             described[key] = json.dumps(rates)
+    if fingerprint:
+        described["fingerprint"] = fingerprint
     if training_record:
         described["training"] = json.dumps(training_record)
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-        os.fspath(path),
-        metadata=described,
-    )
+    write_tensors(path, {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, described)
 
 
 def shipped_files(pattern: str) -> dict[str, Path]:
@@ -72,23 +81,30 @@ def pretrained_path(name: str | os.PathLike[str], shipped: Mapping[str, Path]) -
     return path
 
 
-def check_model(kind: str, facts: Mapping[str, tuple[object, object]], others: Sequence[str] = ()) -> None:
+def check_model(
+    kind: str,
+    facts: Mapping[str, tuple[object, object]],
+    table_difference: Callable[[], Sequence[str]] = lambda: (),
+    others: Sequence[str] = (),
+) -> None:
     """Raises ValueError, naming every difference, where a ``kind`` of module was trained for another model.
 
     ``facts``: name -> (the file's, the model's); 0 or "" is not known, and fits. ``others``: further differences.
+    ``table_difference``: the sentence about the embedding table's numbers, asked for where nothing else differs.
     """
     differences = [
         f"{name}: it has {trained_for!r}, this model has {model!r}"
         for name, (trained_for, model) in facts.items()
         if trained_for and model and trained_for != model
     ]
-    if differences or others:
-        raise ValueError(f"this {kind} belongs to another model; " + "; ".join([*differences, *others]))
+    found = [*differences, *others] or table_difference()
+    if found:
+        raise ValueError(f"this {kind} belongs to another model; " + "; ".join(found))
 
 
 @contextmanager
-def trained_file(path: str | os.PathLike[str], kind: str, formats: Sequence[str]) -> Iterator[TrainedFile]:
-    """Opens the file of a ``kind`` of module, in one of these formats; the first is the one that is written today."""
+def trained_file(path: str | os.PathLike[str], kind: str, form: str) -> Iterator[TrainedFile]:
+    """Opens the file of a ``kind`` of module, of the format ``form``."""
     from safetensors import SafetensorError, safe_open
 
     where = os.fspath(path)
@@ -98,15 +114,13 @@ def trained_file(path: str | os.PathLike[str], kind: str, formats: Sequence[str]
         opened = safe_open(where, framework="pt")
     except SafetensorError as error:
         raise ValueError(
-            f"{where} is no {kind} file, or it was cut off: wanted a safetensors file of {formats[0]!r}, got "
+            f"{where} is no {kind} file, or it was cut off: wanted a safetensors file of {form!r}, got "
             f"{Path(where).stat().st_size} bytes that safetensors cannot read ({error})"
         ) from error
     with opened as file:
         metadata = file.metadata() or {}
-        if metadata.get("format") not in formats:
-            raise ValueError(
-                f"{where} is no {kind} file: its format is {metadata.get('format')!r}, expected {formats[0]!r}"
-            )
+        if metadata.get("format") != form:
+            raise ValueError(f"{where} is no {kind} file: its format is {metadata.get('format')!r}, expected {form!r}")
         yield TrainedFile(where, file, metadata)
 
 
@@ -136,6 +150,13 @@ class TrainedFile:
         value = self._metadata.get(key)
         if value is None or (choices and value not in choices):
             raise self.refuse(f"metadata {key!r}", f"one of {', '.join(choices)}" if choices else "a text", value)
+        return value
+
+    def fingerprint(self) -> str:
+        """That of the base model's embedding table; "" where the file has none."""
+        value = self._metadata.get("fingerprint", "")
+        if value and not re.fullmatch(f"[0-9a-f]{{{COUNT // 4}}}", value):
+            raise self.refuse("metadata 'fingerprint'", f"{COUNT // 4} hexadecimal digits", value)
         return value
 
     def count(self, key: str, least: int = 0) -> int:

@@ -2,14 +2,15 @@
 
 Slot i's input embedding is ``weight[i]``. Optional beside it: a low-rank transition score between a candidate and the token
 before it, ``(E[previous] @ left) · (E[candidate] @ right)``, a vector per layer and slot that is added to the layer's input,
-adapters of the model's linear layers for the rows of slots (slot_adapters.py), and keys and values that rows of slots alone
-attend to, in every layer (a prefix, as in prefix tuning). The file is safetensors, its metadata say which model it belongs to.
+and adapters of the model's linear layers for the rows of slots (slot_adapters.py). The file is safetensors, its metadata say
+which model it belongs to.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,12 @@ from pass_ext.modules.files import (
     shipped_files,
     trained_file,
 )
+from pass_ext.modules.fingerprint import fingerprint_of, table_difference
 from pass_ext.modules.peft_folder import read_peft_folder
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
-_FORMAT = "pass_ext.lookahead.2"
-_ADAPTED = "pass_ext.lookahead.3"  # with adapters
-_PREFIXED = "pass_ext.lookahead.4"  # with a prefix, and perhaps adapters
-_READABLE = (_FORMAT, _ADAPTED, _PREFIXED, "pass_ext.lookahead.1")  # the first format had the slots' embeddings alone
+_FORMAT = "pass_ext.lookahead.1"
 _SIDES = ("down", "up")  # adapter.3.self_attn.q_proj.down
 # Tensor in the file -> parameter of the module.
 _TENSORS = {
@@ -40,8 +39,6 @@ _TENSORS = {
     "transition_left": "transition_left",
     "transition_right": "transition_right",
     "deep": "deep",
-    "prefix_keys": "prefix_keys",
-    "prefix_values": "prefix_values",
 }
 
 
@@ -58,13 +55,12 @@ class LookaheadEmbedding(nn.Module):
         adapters: adapters for the rows of slots; None: none.
 
     Attributes:
+        fingerprint: of the model's embedding table, by which other models are refused; kept in the file. "": any model of the
+            same sizes is taken.
         weight: ``[L, d]``, the slots' input embeddings.
         transition_left, transition_right: ``[d, r]`` or None.
         deep: ``[layers, L, d]`` or None.
         adapters: ``SlotAdapters`` or None.
-        prefix_keys, prefix_values: ``[layers, P, KV heads, D]`` or None; ``set_prefix`` sets them. In layer l a slot's row
-            attends to these P beside all that it sees; rows of tokens do not. They have no position: keys are used as they are,
-            without rotary embedding, queries with that of their row, and no window hides them. All slots share them.
         hit_rates: calibration, or None. Row i belongs to slot i; its entry k is the share of held-out places where the
             candidate of rank k was right, among those where the path before it was.
         greedy_hit_rates: the same in texts of the most probable tokens alone, where slots are right more often; or None.
@@ -75,8 +71,6 @@ class LookaheadEmbedding(nn.Module):
     transition_right: nn.Parameter | None
     deep: nn.Parameter | None
     adapters: SlotAdapters | None
-    prefix_keys: nn.Parameter | None
-    prefix_values: nn.Parameter | None
 
     def __init__(
         self,
@@ -100,6 +94,7 @@ class LookaheadEmbedding(nn.Module):
             raise ValueError(f"rank and deep_layers must be at least 0, got {rank} and {deep_layers}")
         self.base_model = base_model
         self.vocabulary = vocabulary
+        self.fingerprint = ""
         self.hit_rates: HitRates | None = None
         self.greedy_hit_rates: HitRates | None = None
         self.training_record: dict[str, Any] = {}
@@ -116,8 +111,6 @@ class LookaheadEmbedding(nn.Module):
         if self.transition_left is not None:  # the right side stays zero: no score before training, and yet a gradient
             nn.init.normal_(self.transition_left, std=dim**-0.5)
         self.adapters = adapters
-        self.register_parameter("prefix_keys", None)
-        self.register_parameter("prefix_values", None)
 
     @property
     def num_lookahead(self) -> int:
@@ -138,34 +131,6 @@ class LookaheadEmbedding(nn.Module):
     def deep_layers(self) -> int:
         """The number of layers whose input the slots shift; 0: none."""
         return 0 if self.deep is None else self.deep.shape[0]
-
-    @property
-    def prefix(self) -> tuple[Tensor, Tensor] | None:
-        """``prefix_keys`` and ``prefix_values``; None: there are none."""
-        if self.prefix_keys is None or self.prefix_values is None:
-            return None
-        return self.prefix_keys, self.prefix_values
-
-    @property
-    def prefix_length(self) -> int:
-        """P, the number of learned keys in every layer; 0: none."""
-        return 0 if self.prefix_keys is None else self.prefix_keys.shape[1]
-
-    def set_prefix(self, keys: Tensor, values: Tensor) -> None:
-        """Sets ``prefix_keys`` and ``prefix_values``, copies on the device and in the dtype of ``weight``."""
-        if (
-            keys.dim() != 4
-            or values.dim() != 4
-            or keys.shape[:3] != values.shape[:3]
-            or 0 in (*keys.shape, *values.shape)
-        ):
-            raise ValueError(
-                "prefix_keys and prefix_values must be [layers, P, KV heads, D], alike but for D, got "
-                f"{list(keys.shape)} and {list(values.shape)}"
-            )
-        self.prefix_keys, self.prefix_values = (
-            nn.Parameter(x.detach().to(self.weight, copy=True)) for x in (keys, values)
-        )
 
     @classmethod
     def from_table(
@@ -196,6 +161,7 @@ class LookaheadEmbedding(nn.Module):
             device=table.device,
             dtype=dtype or table.dtype,
         )
+        embedding.fingerprint = fingerprint_of(table)
         noise = torch.randn(num_lookahead, table.shape[1]).to(table.device)
         deviation = rows.std(dim=0, correction=0)
         with torch.no_grad():
@@ -242,6 +208,7 @@ class LookaheadEmbedding(nn.Module):
             device=table.device,
             dtype=table.dtype,
         )
+        embedding.fingerprint = fingerprint_of(table)
         with torch.no_grad():
             embedding.weight.copy_(rows)
         return embedding
@@ -257,7 +224,6 @@ class LookaheadEmbedding(nn.Module):
     ) -> LookaheadEmbedding:
         """A module that holds these parameters."""
         weight, left, deep = tensors["weight"], tensors.get("transition_left"), tensors.get("deep")
-        keys, values = tensors.get("prefix_keys"), tensors.get("prefix_values")
         embedding = cls(
             *weight.shape,
             rank=0 if left is None else left.shape[1],
@@ -268,8 +234,6 @@ class LookaheadEmbedding(nn.Module):
             device=weight.device,
             dtype=weight.dtype,
         )
-        if keys is not None and values is not None:
-            embedding.set_prefix(keys, values)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 embedding.get_parameter(name).copy_(tensor)
@@ -287,8 +251,13 @@ class LookaheadEmbedding(nn.Module):
         """``lookahead_embed(ids, table, self.weight)``: ``[..., d]`` in the table's dtype."""
         return lookahead_embed(ids, table, self.weight)
 
-    def check_fits(self, table: Tensor, base_model: str = "") -> None:
-        """Raises ValueError, naming every difference, if these embeddings belong to another model."""
+    def check_fits(
+        self, table: Tensor, base_model: str = "", *, embed: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Raises ValueError, naming every difference, if these embeddings belong to another model.
+
+        embed: gives the rows ``[n, d]`` of ids ``[n]`` where the table's numbers cannot be read.
+        """
         _check_table(table)
         check_model(
             "look-ahead embedding",
@@ -297,6 +266,7 @@ class LookaheadEmbedding(nn.Module):
                 "vocabulary": (self.vocabulary, table.shape[0]),
                 "base model": (self.base_model, base_model),
             },
+            lambda: table_difference(self.fingerprint, self.base_model, table, embed),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -312,7 +282,7 @@ class LookaheadEmbedding(nn.Module):
                 tensors |= {f"adapter.{place}.{side}": x for side, x in zip(_SIDES, sides, strict=True)}
         save_trained(
             path,
-            _PREFIXED if self.prefix_length else _FORMAT if self.adapters is None else _ADAPTED,
+            _FORMAT,
             {
                 "base_model": self.base_model,
                 "vocabulary": self.vocabulary,
@@ -321,6 +291,7 @@ class LookaheadEmbedding(nn.Module):
                 **described,
             },
             tensors,
+            fingerprint=self.fingerprint,
             hit_rates=self.hit_rates,
             greedy_hit_rates=self.greedy_hit_rates,
             training_record=self.training_record,
@@ -334,7 +305,7 @@ class LookaheadEmbedding(nn.Module):
 
         The parameters keep the file's dtype; with ``table`` they go to its device.
         """
-        with trained_file(path, "look-ahead embedding", _READABLE) as file:
+        with trained_file(path, "look-ahead embedding", _FORMAT) as file:
             slots, dim = file.count("num_lookahead", 1), file.count("hidden_size", 1)
             shapes: dict[str, tuple[int, ...]] = {"lookahead": (slots, dim)}
             sides = ("transition_left", "transition_right")
@@ -342,14 +313,14 @@ class LookaheadEmbedding(nn.Module):
                 shapes |= dict.fromkeys(sides, (dim, file.size(sides[0], 1)))
             if "deep" in file:
                 shapes["deep"] = (file.size("deep", 0), slots, dim)
-            shapes |= _prefix_shapes(file)
             trained_for, vocabulary = file.text("base_model"), file.count("vocabulary")
             adapters = _read_adapters(file, slots)
             file.check_names([*_TENSORS, *file.names("adapter.")])
             tensors = {_TENSORS[name]: tensor for name, tensor in file.weights(shapes).items()}
             rates, greedy_rates = file.hit_rates(slots), file.hit_rates(slots, "greedy_hit_rates")
-            record = file.training_record()
+            record, fingerprint = file.training_record(), file.fingerprint()
         embedding = cls._with(tensors, trained_for, vocabulary, adapters)
+        embedding.fingerprint = fingerprint
         embedding.hit_rates, embedding.greedy_hit_rates, embedding.training_record = rates, greedy_rates, record
         if table is not None:
             embedding.check_fits(table, base_model)
@@ -362,20 +333,9 @@ class LookaheadEmbedding(nn.Module):
         extras = (f", rank={self.rank}" if self.rank else "") + (
             f", deep_layers={self.deep_layers}" if self.deep_layers else ""
         )
-        if self.prefix_length:
-            extras += f", prefix_length={self.prefix_length}"
         if self.adapters is not None:
             extras += f", adapters: {self.adapters.extra_repr()}"
         return f"num_lookahead={self.num_lookahead}, dim={self.dim}{extras}{model}"
-
-
-def _prefix_shapes(file: TrainedFile) -> dict[str, tuple[int, ...]]:
-    """The shapes of the learned keys and values; empty if the file has neither."""
-    names = ("prefix_keys", "prefix_values")
-    if not any(name in file for name in names):
-        return {}
-    layers, length, heads, _ = (file.size(names[0], axis) for axis in range(4))
-    return {name: (layers, length, heads, file.size(name, 3)) for name in names}
 
 
 def _read_adapters(file: TrainedFile, slots: int) -> SlotAdapters | None:

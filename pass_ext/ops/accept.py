@@ -13,7 +13,7 @@ from pass_ext import _library
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.parameters import Parameter, parameter_tensor, seeds_for
+from pass_ext.ops.common.parameters import Parameter, check_positions, is_greedy, parameter_tensor, seeds_for
 from pass_ext.ops.common.rules import ACCEPT_RULES, RULES
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
@@ -122,7 +122,8 @@ def accept_tree(
         draft_allowed: ``[R, ceil(V / 32)]``: the masks that the drafts were sampled under, if any.
         seeds: ``[B]`` int64, a list, or one for all. None: fresh seeds from ``generator``, or from torch's default generator.
         positions: ``[B]`` int64, a list, or one for all: the text position of the first token that this step can emit; at
-            most 2^63 - 1 - max_depth. Without positions, the same seeds repeat the same noise in every step.
+            most 2^63 - 1 - max_depth. That is the number of tokens that the text has so far, the root included. Needed with
+            ``seeds`` unless the temperature is 0 (a tensor counts as more): without, each step would repeat the same noise.
         threshold, alpha: numbers of the approximate rules; None: the rule's own. "typical" accepts a token if
             p > min(threshold, alpha exp(-entropy)), 0.09 and 0.3; "adaptive_rejection" if u < p / q + alpha (1 - max p), 0.3;
             "joint" a path if the product of its p / q > threshold, 0.5.
@@ -251,9 +252,9 @@ def _noise(
     generator: torch.Generator | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Seeds and positions as tensors. Greedy steps draw nothing and need no seeds."""
-    is_greedy = temperature is None
+    check_positions(f"pass_ext::{op}", seeds, positions, draws=not is_greedy(temperature))
     return (
-        None if is_greedy and seeds is None else seeds_for(op, seeds, *batch, generator),
+        None if temperature is None and seeds is None else seeds_for(op, seeds, *batch, generator),
         parameter_tensor(op, "positions", positions, batch[0], torch.int64, batch[1]),
     )
 

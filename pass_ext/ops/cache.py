@@ -47,8 +47,8 @@ def cache_commit_(
         num_accepted: ``[B]`` int32.
         new: for each cache tensor the rows of the nodes, ``[N, Hkv, D]`` in its dtype, D contiguous. None: node i's row is
             in the cache at slot ``prefix_len + i``. One tensor with a dimension in front will do too.
-        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Requests must not share a page that is
-            written.
+        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Entries of slots that no row is moved
+            from or to are not read. Requests must not share a page that is written.
 
     The CPU refuses nodes, lengths and pages that are out of range, before anything is written. On CUDA values are not
     checked, to avoid a synchronisation: rows out of range are not moved; ``pass_ext.set_debug(True)`` checks them there too.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.parameters import Parameter, parameter_tensor, seeds_for
+from pass_ext.ops.common.parameters import Parameter, check_positions, is_greedy, parameter_tensor, seeds_for
 
 MODES = ("coupled", "without", "with", "top")
 
@@ -45,7 +45,8 @@ def draft_sample(
         allowed: ``[R, ceil(V / 32)]`` int32, bit ``v % 32`` of word ``v // 32`` set = token v may be drawn.
         seeds, positions: ``[R]`` int64; a draw depends on them and on the row alone. Mode "coupled": ``positions`` is the text
             position of the drawn token. Other modes: give the position of the step's first token and ``nodes``; then a
-            generation never repeats a draw. Seeds of None are drawn from ``generator``; positions of None are 0.
+            generation never repeats a draw. Seeds of None are drawn from ``generator``; with seeds, positions are needed
+            wherever something is drawn (mode "top" draws nothing, nor does a temperature of 0; a tensor counts as more).
         nodes: ``[R]`` int32 from 0 to 2^24 - 1 (the CPU refuses others), the tree node whose children are drawn: rows with
             equal seed and position draw independently if their nodes differ.
 
@@ -73,8 +74,16 @@ def draft_sample(
         parameter_tensor("draft_sample", "positions", positions, rows, torch.int64, device),
         parameter_tensor("draft_sample", "nodes", nodes, rows, torch.int32, device),
     )
+    check_positions("pass_ext::draft_sample", seeds, positions, draws=draws(mode, temperature))
     tokens, logprobs = call(_op, *arguments)  # sampling has no gradient
     return tokens, logprobs
+
+
+def draws(mode: str, temperature: Parameter) -> bool:
+    """True if draws may depend on seeds; a tensor's numbers are not read."""
+    if temperature is None:
+        return mode in ("without", "with")
+    return mode != "top" and not is_greedy(temperature)
 
 
 @register_fake("draft_sample")

@@ -276,8 +276,6 @@ def layer_stack(
     deep: Tensor | None = None,
     adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     adapter_scale: float = 1.0,
-    slot_keys: Tensor | None = None,
-    slot_values: Tensor | None = None,
     final_norm: Tensor | None = None,
     head: Tensor | None = None,
     wanted: Tensor | None = None,
@@ -290,7 +288,7 @@ def layer_stack(
 ) -> tuple[Tensor, Tensor]:
     """A model's decoder layers over the packed rows of a step: ``layer_before_attention``, ``attention_tree`` and
     ``layer_after_attention`` of every layer, and ``step_rms_norm`` and ``linear_rows`` behind them, with their bits; for rows
-    of look-ahead slots with those of ``adapter_rows_`` behind each product, and of ``attention_merge`` with learned keys.
+    of look-ahead slots with those of ``adapter_rows_`` behind each product.
 
     Args:
         x: ``[N, d]`` bfloat16, float16 or float32.
@@ -309,8 +307,6 @@ def layer_stack(
             ``down [layers, K, r, in]`` and ``up [layers, K, r, out]``: a layer's are those of ``adapter_rows_``, for rows
             whose id is negative. Contiguous, and K the same in all. Beside those of o or down ``scale`` must be 1.
         adapter_scale: of their products.
-        slot_keys, slot_values: ``[layers, P, Hk, D]``: rows whose id is negative attend to these beside what they see, in every
-            layer, with the bits of ``attention_merge``. They have no position, and no window hides them.
         final_norm: ``[d]``, weight of a norm behind the last layer; None: none.
         head: ``[V, d]``, weight of the output layer; None: none.
         wanted: ``[W]`` int64, the rows that norm and output layer are computed of; None: all.
@@ -338,13 +334,13 @@ def layer_stack(
         listed, parts = _listed(op, layers)
         weights = listed
     adapted, added = adapter_list(op, adapters)
-    refuse_gradients(op, x, deep, slot_keys, slot_values, final_norm, head, *listed, *flat, *added)
+    refuse_gradients(op, x, deep, final_norm, head, *listed, *flat, *added)
     count = len(layers)
     out, new = call(
         _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,
         [1] * count if rotates is None else [int(each) for each in rotates],
         [-1] * count if windows is None else list(windows), ids, deep, added, adapted, adapter_scale,
-        slot_keys, slot_values, final_norm, head, wanted, head_dim, eps, index_of(op, "form", form, NORM_FORMS),
+        final_norm, head, wanted, head_dim, eps, index_of(op, "form", form, NORM_FORMS),
         index_of(op, "activation", activation, ACTIVATIONS), scale,
         head_dim**-0.5 if attention_scale is None else attention_scale, softcap,
     )  # fmt: skip
@@ -394,9 +390,9 @@ def _stack_shape(
     x: Tensor, weights: list[Tensor], parts: int, caches: list[Tensor], prefix_lens: Tensor, cu_nodes: Tensor,
     visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, rotates: list[int], windows: list[int], ids: Tensor | None, deep: Tensor | None,
-    adapters: list[Tensor], adapted: int, adapter_scale: float, slot_keys: Tensor | None, slot_values: Tensor | None,
-    final_norm: Tensor | None, head: Tensor | None, wanted: Tensor | None, head_dim: int, eps: float, form: int,
-    activation: int, scale: float, attention_scale: float, softcap: float,
+    adapters: list[Tensor], adapted: int, adapter_scale: float, final_norm: Tensor | None, head: Tensor | None,
+    wanted: Tensor | None, head_dim: int, eps: float, form: int, activation: int, scale: float, attention_scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = x.shape[0] if wanted is None else wanted.shape[0]
     width = x.shape[1] if head is None else head.shape[0]

@@ -12,8 +12,9 @@ from pass_ext.ops.accept import AcceptResult
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.parameters import check_positions
 from pass_ext.ops.common.rules import RULES
-from pass_ext.ops.draft import MODES
+from pass_ext.ops.draft import MODES, draws
 
 ROUNDS = ("peaks", "counts", "top_p", "nucleus", "masses", "residuals", "races", "finish")
 """The questions, in the order of ``enum class Round`` in csrc/core/shard.h; "finish" asks nothing."""
@@ -124,6 +125,7 @@ def shard_combine(
         token which no race gave, because the arguments changed between the rounds, emits -1 there, and its status has bit 2.
     """
     op = "shard_combine"
+    check_positions(f"pass_ext::{op}", seeds, positions, draws=temperature is not None)
     state, *result = call(
         _combine_op, target_logits, integers(op, "tokens", tokens, torch.int64), integers(op, "parents", parents),
         integers(op, "cu_nodes", cu_nodes), max_depth, _index(op, "rule", rule, _RULE_NAMES), draft_logits,
@@ -162,6 +164,7 @@ def shard_best(
         int32 ``[R, k, 3]``: score, id and log probability, the floats bit by bit. Id -1 behind the last token.
     """
     op = "shard_best"
+    check_positions(f"pass_ext::{op}", seeds, positions, draws=draws(mode, temperature))
     best: Tensor = call(
         _best_op, logits, state, k, _index(op, "mode", mode, MODES), temperature, allowed,
         integers(op, "seeds", seeds, torch.int64), integers(op, "positions", positions, torch.int64),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.reference.adapter import adapter_rows_
-from pass_ext.reference.attention import attention_merge, attention_tree
+from pass_ext.reference.attention import attention_tree
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
 
@@ -131,8 +131,6 @@ def layer_stack(
     deep: Tensor | None = None,
     adapters: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     adapter_scale: float = 1.0,
-    slot_keys: Tensor | None = None,
-    slot_values: Tensor | None = None,
     final_norm: Tensor | None = None,
     head: Tensor | None = None,
     wanted: Tensor | None = None,
@@ -146,7 +144,6 @@ def layer_stack(
     """x = after(attention_tree(before(x + deep[l])), x + deep[l]) for every layer; head normed(x[wanted]).
 
     layers: ``LayerWeights`` of each. adapters: what ``adapter_rows_`` adds behind each product, by its linear layer's name.
-    slot_keys, slot_values: what rows of slots attend to in each layer beside what they see.
     """
 
     pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches
@@ -168,17 +165,10 @@ def layer_stack(
             k_norm=weights.k_norm, cos=cos, sin=sin, **added, **norm,
         )  # fmt: skip
         new += k, v
-        attended, lse = attention_tree(
+        attended, _ = attention_tree(
             q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new=k, v_new=v, depths=depths,
             scale=attention_scale, softcap=softcap, window=-1 if windows is None else windows[index],
         )  # fmt: skip
-        if slot_keys is not None and slot_values is not None and ids is not None:
-            learned = (part[index].expand(len(prefix_lens), -1, -1, -1) for part in (slot_keys, slot_values))
-            few = attention_tree(
-                q, *learned, torch.full_like(prefix_lens, slot_keys.shape[1]), cu_nodes, torch.zeros_like(visible), max_nodes,
-                k_new=k, v_new=v, scale=attention_scale, softcap=softcap,
-            )  # fmt: skip
-            attended = torch.where((ids < 0)[:, None, None], attention_merge(attended, lse, *few)[0], attended)
         x = layer_after_attention(
             attended.to(x.dtype).flatten(1), x, weights.o_weight, weights.gate_weight, weights.up_weight,
             weights.down_weight, o_bias=weights.o_bias, gate_bias=weights.gate_bias, up_bias=weights.up_bias,

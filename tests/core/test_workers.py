@@ -2,12 +2,14 @@
 on one processor; and a job does not wait for a thread that has lost its processor.
 """
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -16,17 +18,29 @@ import pass_ext
 from pass_ext import _library
 from pass_ext.testing import assert_same_bits
 
+fork = pytest.mark.skipif(
+    not hasattr(os, "fork") or _library.status().sanitize == "thread",
+    reason="no fork, or ThreadSanitizer, which lets a forked process start no threads",
+)
+
 
 @pytest.fixture
-def pool():
-    """Every job in the pool, with two threads."""
-    threads, former = torch.get_num_threads(), _library.always_pool(True)
+def two_threads():
+    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pool(two_threads):
+    """Every job in the pool, with two threads."""
+    former = _library.always_pool(True)
+    yield
     _library.always_pool(former)
 
 
+@cache  # a forked process has its parent's: torch's own ops on large tensors may hang there
 def make_case(seed, rows=3, width=300, outputs=1500):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, width, generator=generator), torch.randn(outputs, width, generator=generator)
@@ -77,22 +91,110 @@ def test_a_jobs_pieces_may_bring_jobs(pool):
     assert torch.equal(tokens, logits.topk(5).indices)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_process_gets_threads_of_its_own(pool):
-    case = make_case(1)
-    expected = pass_ext.linear_rows(*case)
+def in_a_child(function):
+    """Whether function() is true in a forked process, which has half a minute."""
     child = os.fork()
     if child == 0:
-        os._exit(0 if all(torch.equal(pass_ext.linear_rows(*case), expected) for _ in range(20)) else 1)
+        try:
+            os._exit(0 if function() else 1)
+        except BaseException:
+            os._exit(2)
     end = time.monotonic() + 30
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
+            return os.waitstatus_to_exitcode(status) == 0
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     pytest.fail("the forked process hangs")
+
+
+def draft(logits):
+    return pass_ext.draft_sample(logits, 5, mode="top")[0]
+
+
+def attend(q, cache, bounds, visible):
+    prefix = torch.tensor([cache.shape[1] - 1], dtype=torch.int32)
+    return pass_ext.attention_tree(q, cache, cache, prefix, bounds, visible, 2, k_new=q, v_new=q)[0]
+
+
+def many_calls():
+    """(op, its arguments): calls that take two threads."""
+    random = torch.Generator().manual_seed(5)
+    bounds, visible = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([[1], [3]])
+    attended = torch.randn(2, 4, 64, generator=random), torch.randn(1, 400, 4, 64, generator=random), bounds, visible
+    calls = [(pass_ext.linear_rows, make_case(1)), (draft, (torch.randn(3, 40000, generator=random),))]
+    return [*calls, (attend, attended)]
+
+
+@fork
+@pytest.mark.parametrize("always", [False, True], ids=["torch's threads", "the pool"])
+def test_a_forked_process_gets_threads_of_its_own(two_threads, always):
+    """Whatever its parent used; and so does a process that forks from it."""
+    calls, former = many_calls(), _library.always_pool(always)
+    try:
+        expected = [op(*arguments) for op, arguments in calls for _ in range(20)][::20]
+    finally:
+        _library.always_pool(former)
+
+    def is_right():
+        return all(
+            torch.equal(op(*arguments), want)
+            for _ in range(20)
+            for (op, arguments), want in zip(calls, expected, strict=True)
+        )
+
+    assert in_a_child(is_right)
+    assert in_a_child(lambda: is_right() and in_a_child(is_right))
+    assert is_right(), "the parent goes on with its own"
+
+
+@fork
+def test_a_process_forked_while_another_thread_is_in_an_op(two_threads):
+    """What that thread holds at this moment stays held in the child."""
+    case, ends = make_case(2), threading.Event()
+    expected = pass_ext.linear_rows(*case)
+
+    def work():
+        while not ends.is_set():
+            pass_ext.linear_rows(*case)
+
+    former, worker = _library.always_pool(True), threading.Thread(target=work)
+    worker.start()
+    try:
+        for _ in range(10):
+            assert in_a_child(lambda: torch.equal(pass_ext.linear_rows(*case), expected))
+    finally:
+        ends.set()
+        worker.join()
+        _library.always_pool(former)
+
+
+def linear_of(seed):
+    torch.set_num_threads(2)  # a DataLoader's worker begins with one
+    return pass_ext.linear_rows(*make_case(seed)).numpy()
+
+
+class Products(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, seed):
+        return linear_of(seed)
+
+
+@fork
+def test_workers_of_a_data_loader_and_of_a_pool_of_processes(two_threads):
+    expected = [pass_ext.linear_rows(*make_case(seed)) for seed in range(8)]
+    loader = torch.utils.data.DataLoader(
+        Products(), batch_size=None, num_workers=2, timeout=30, multiprocessing_context="fork"
+    )
+    with multiprocessing.get_context("fork").Pool(2) as processes:
+        mapped = processes.map_async(linear_of, range(8)).get(30)
+    for results in (loader, mapped):
+        for result, want in zip(results, expected, strict=True):
+            assert_same_bits(torch.as_tensor(result), want)
 
 
 BOUND = """

@@ -18,6 +18,7 @@ import pass_ext
 from pass_ext.decoding.drafting.lookahead.of_pass import lookahead_drafter
 from pass_ext.decoding.drafting.lookahead.slot_tokens import transition_tables
 from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.modules.fingerprint import fingerprint_of
 
 PROMPTS = torch.tensor([[1, 5, 9, 20], [7, 7, 3, 11]])
 
@@ -37,6 +38,15 @@ def forbid_seven(ids, logits):
     return logits.index_fill(-1, torch.tensor([7]), -torch.inf)
 
 
+def refusal(model, slots, fingerprint):
+    """What generation says of slots of another model."""
+    slots.fingerprint = fingerprint
+    try:
+        pass_ext.generate(model, PROMPTS, pass_ext.PaSS(slots, rows=12), max_new_tokens=4)
+    except ValueError as error:
+        return str(error)
+
+
 def main(folder):
     torch.set_num_threads(1)
     target, drafting = make_model(folder, 2, 0), make_model(folder, 1, 1)
@@ -47,6 +57,7 @@ def main(folder):
     model = AutoModelForCausalLM.from_pretrained(target, distributed_config=config)
 
     slots, bound = slots_for(whole), slots_for(whole, rank=4)
+    slots.fingerprint = bound.fingerprint = fingerprint_of(whole.get_input_embeddings().weight)
     warm = dict(temperature=0.8, seeds=[1, 2])
     runs = {
         "plain": (pass_ext.Plain(), {}),
@@ -76,6 +87,7 @@ def main(folder):
         pass_ext.generate(model, PROMPTS, pass_ext.PaSS(slots), **shared)
     except ValueError as error:
         texts["rows"] = str(error)
+    texts["another model's"] = refusal(model, slots_for(whole), fingerprint_of(draft.get_input_embeddings().weight))
     divided, alone = packed_model(model), packed_model(whole)
     assert alone.logit_shards is None and divided.logit_shards is not None
     tables = [transition_tables(bound, each.table, each.logit_shards) for each in (divided, alone)]

@@ -320,6 +320,7 @@ def test_refusals(llama):
     lookahead = slots_for(llama)
     wrong = [
         (dict(max_new_tokens=0), "max_new_tokens must be 1 or more, got 0"),
+        (dict(max_new_tokens=1 << 40), "max_new_tokens must be 1073741824 or less, got 1099511627776"),
         (dict(rule="best"), "rule must be one of coupled"),
         (dict(temperature=-1.0), "temperature must be 0"),
         (dict(temperature=[1.0, 1.0, 1.0]), "temperature must be one number, or one for each of the 2"),

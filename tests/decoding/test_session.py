@@ -91,6 +91,37 @@ def test_a_session_does_not_write_into_the_embeddings_it_began_with(llama):
     assert all(torch.equal(now, then) for now, then in zip(first.parameters(), kept, strict=True))
 
 
+def test_a_used_session_takes_over_the_vectors_of_layers(llama):
+    """The slots' own embeddings are the same, so only these vectors make other drafts."""
+    tree, options = Tree.from_branching((8, 4)), dict(max_new_tokens=40, eos_token_id=[])
+
+    def method(seed):
+        slots = slots_for(llama, seed=0, deep_layers=2)
+        torch.nn.init.normal_(slots.deep, std=3.0, generator=torch.Generator().manual_seed(seed))
+        return PaSS(slots, tree=tree, rows=64, slots=2)
+
+    alone = [generate(llama, IDS, method(seed), **options).stats.acceptance_histogram for seed in (1, 2)]
+    assert alone[0] != alone[1]
+    session = generate(llama, IDS, method(1), keep_cache=True, **options).session
+    assert generate(llama, IDS, method(2), session=session, **options).stats.acceptance_histogram == alone[1]
+
+
+def test_caches_grow_with_the_texts(llama):
+    """Ragged prompts around the number of positions that caches begin with, and a limit that no memory would hold."""
+    model = small_model("llama", max_position_embeddings=4096)
+    ids = torch.randint(3, 97, (2, 1020), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    options = dict(attention_mask=mask, eos_token_id=[])
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert torch.equal(generate(model, ids, max_new_tokens=12, **options).sequences, want)
+    ends = [int(want[0, 1026]), int(want[1, 1026])]
+    for method in (None, NGram(), PaSS(slots_for(model), tree=Tree.chain(3), rows=12)):
+        got = generate(model, ids, method, max_new_tokens=1 << 30, attention_mask=mask, eos_token_id=ends)
+        for length, text, whole in zip(got.lengths, got.sequences, want, strict=True):
+            assert 1 <= length <= 7 and torch.equal(text[: 1020 + length], whole[: 1020 + length])
+
+
 def test_inference_mode_and_sessions(whole):
     """A model, slots and a session made in inference mode are used in it and outside."""
     options = dict(max_new_tokens=12, eos_token_id=[])

@@ -55,3 +55,8 @@ def test_transitions_are_computed_from_a_divided_table(ranks):
     for texts in ranks:
         assert texts["tables"] == [True, True]
         assert "not divided among the ranks as the logits are: use slots of rank 0" in texts["transitions"]
+
+
+def test_another_models_slots_are_refused_by_every_rank(ranks):
+    for texts in ranks:
+        assert "belongs to another model; embedding table: it was trained with that of" in texts["another model's"]

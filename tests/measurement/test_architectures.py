@@ -16,15 +16,9 @@ sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed p
 
 from benchmarks.architectures import __main__ as architectures
 from benchmarks.architectures.__main__ import RESULT, SAME, WAYS, judged
-from benchmarks.architectures.models import NOT_BUILT, model_types, tiny_model
+from benchmarks.architectures.models import NOT_TRIED, model_types, tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2", "olmo2")
-# transformers 5.24 builds it; it still has no text of its own.
-BUILT_NOW = (
-    {"gemma4_unified_assistant"}
-    if tuple(map(int, architectures.versions()["transformers"].split(".")[:2])) >= (5, 24)
-    else set()
-)
 ALL = [pytest.param(name, marks=[] if name in FAMILIES else pytest.mark.slow) for name in model_types()]
 
 
@@ -41,7 +35,7 @@ def kinds(line):
 @pytest.mark.parametrize("architecture", ALL)
 def test_transformers_own_text_or_a_refusal(architecture, result):
     line = judged(architecture)
-    assert ("not built" in line) == (architecture in NOT_BUILT and architecture not in BUILT_NOW), line
+    assert ("not tried" in line) == (architecture in NOT_TRIED), line
     wrong = {way: line[way] for way in WAYS if architectures.is_wrong(line, way)}
     assert not wrong
     assert architecture not in FAMILIES or [line[way] for way in WAYS] == [SAME] * 3
@@ -137,10 +131,18 @@ def test_the_page_shows_the_committed_result(tmp_path):
     assert check(tmp_path) == 1
 
 
+def release(versions):
+    return tuple(map(int, versions["transformers"].split(".")[:2]))
+
+
 def test_every_architecture_is_in_the_table(result):
-    if result["versions"]["transformers"] == architectures.versions()["transformers"]:
-        assert [row["architecture"] for row in result["rows"]] == list(model_types())
-    assert {row["architecture"] for row in result["rows"] if "not built" in row} == set(NOT_BUILT)
+    """An older transformers may have some that it has given up since."""
+    known = [row["architecture"] for row in result["rows"]]
+    if release(architectures.versions()) >= release(result["versions"]):
+        new = sorted(set(model_types()) - set(known))
+        assert not new, f"judge them: python -m benchmarks.architectures {' '.join(new)}"
+    assert known == sorted(known)
+    assert {row["architecture"] for row in result["rows"] if "not tried" in row} == set(NOT_TRIED)
 
 
 def test_models_are_tiny():

@@ -19,13 +19,13 @@ def counts(**events):
 def test_the_page_shows_the_committed_results():
     shown = (ROOT / page.PAGE).read_text()
     measured = page.read_measured(ROOT)
-    assert shown == page.render(page.read_results(ROOT), measured), "run: python -m benchmarks.kernel_time --render"
+    assert shown == page.render(page.read(ROOT), measured), "run: python -m benchmarks.kernel_time --render"
 
 
 def test_measured_times_stand_beside_their_estimates():
-    """The newest result's steps, with times above, within and below their estimates, one that failed, and one without."""
-    results = page.read_results(ROOT)
-    estimates = page.Estimates(results[-1])
+    """The committed result's steps, with times above, within and below their estimates, one that failed, and one without."""
+    result = page.read(ROOT)
+    estimates = page.Estimates(result)
     step = ("draft_sample", "1 row, coupled")
     estimate = estimates.of_step(*step)
     measured = {
@@ -42,7 +42,7 @@ def test_measured_times_stand_beside_their_estimates():
             dict(times, kind="accept", name="many", warm_us=3.0),
         ]
         steps.append(dict(kind="draft_sample", name="broken", error="no"))
-        text = page.render(results, measured | {"steps": steps})
+        text = page.render(result, measured | {"steps": steps})
         (line,) = [
             line
             for line in text.splitlines()
@@ -51,12 +51,13 @@ def test_measured_times_stand_beside_their_estimates():
         assert f"| {warm:.1f} | 7.0 | 8.0 |" in line and f"| {place} |" in line
         assert "| accept: many | 1 | 3.0 | 7.0 | 8.0 | 5.0 | 2.0 |" in text and "broken" not in text
         assert "Some GPU, driver 1.2, torch 9.9, 2031-02-03, commit 0123456789ab" in text
-    assert "## Measured" not in page.render(results)
+    assert "## Measured" not in page.render(result)
 
 
 def test_another_result_needs_another_page(tmp_path, capsys, monkeypatch):
     (tmp_path / page.PAGE).parent.mkdir(parents=True)
     (tmp_path / page.PAGE).write_text("another")
+    page.save(page.read(ROOT), tmp_path)
     monkeypatch.setattr(sys, "argv", ["kernel_time", "--root", str(tmp_path), "--check"])
     assert command.main() == 1
     assert "run python -m benchmarks.kernel_time --render" in capsys.readouterr().err

@@ -13,9 +13,10 @@ _ACCEPT = [
     "-k",
     "not largest and not 1024 and not many_groups and not compiles and not thread_count and not odd_voc",
 ]
-_ROWS = [*_ACCEPT[1:2], "tests/ops/test_draft.py", *_ACCEPT[2:]]
+_ROWS = [*_ACCEPT[1:2], "tests/ops/test_draft.py", "tests/ops/every_op/test_mask_padding.py", *_ACCEPT[2:]]
 _LOGPROBS = ["tests/ops/accept/test_logprobs.py", "-k", "not compiles and not thread_count"]
 _CORE = ["tests/core/test_core.py"]
+_SHARD = ["tests/ops/shard/test_shard_borders.py", "tests/ops/shard/test_shard.py"]
 _ATTENTION = [
     "tests/ops/attention/test_attention.py",
     "tests/ops/attention/test_attention_masks.py",
@@ -105,8 +106,8 @@ _CPP = _files_of_families() | {
     "cpu/recall-inl.h": (["recall", "next"], ["tests/ops/test_recall.py", "tests/ops/next"]),
     "cpu/recall_kernels-inl.h": (["recall"], ["tests/ops/test_recall.py"]),
     "core/step-inl.h": (["step"], ["tests/ops/test_step.py"]),
-    "core/shard.h": (["shard"], ["tests/ops/shard/test_shard.py", "tests/core/test_shard_core.py"]),
-    "cpu/shard.cpp": (["shard"], ["tests/ops/shard/test_shard.py"]),
+    "core/shard.h": (["shard"], [*_SHARD, "tests/core/test_shard_core.py"]),
+    "cpu/shard.cpp": (["shard"], _SHARD),
     "cpu/accept_checks.h": (["accept", "shard"], _ACCEPT),
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
@@ -118,6 +119,8 @@ _PYTHON: dict[str, list[str]] = {
         *("tests/decoding/models/test_layer_calls.py", "-k", "not thread"),
     ],
     "models/patching/attention_arguments": ["tests/decoding/models/test_decoded_models.py"],
+    "models/patching/shadow": ["tests/decoding/models/test_attachment.py"],
+    "models/placeholders": ["tests/decoding/models/test_decoded_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "requests/config_processor": ["tests/decoding/test_generation_config.py"],
     "planning/cpu_watch": ["tests/decoding/planning/test_step_times.py"],
@@ -238,7 +241,6 @@ _PYTHON: dict[str, list[str]] = {
         *_GENERATE[:-1],
         f"{_GENERATE[-1]} or beginning or read",
     ],
-    "session/slot_prefix": ["tests/decoding/models/test_slot_prefix.py", "-k", "not emulated"],
     "session/session": ["tests/decoding/test_session.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or test_session"],
     "requests/stateful_processors": ["tests/decoding/test_stateful_processors.py"],
     "stats": ["tests/decoding/test_stats.py"],

@@ -219,10 +219,10 @@ def test_slots_beyond_the_support(backend):
     logits = torch.full((3, 80), -math.inf)
     logits[:, [3, 70]] = torch.tensor([1.0, 2.0])
     for mode in ("without", "top"):
-        tokens, logprobs = draw(backend, logits, 5, mode=mode, seeds=1)
+        tokens, logprobs = draw(backend, logits, 5, mode=mode, seeds=1, positions=0)
         assert (tokens[:, :2].sort(1).values == torch.tensor([3, 70])).all()
         assert (tokens[:, 2:] == -1).all() and (logprobs[:, 2:] == -math.inf).all()
-    tokens, _ = draw(backend, logits, 5, mode="with", seeds=1)
+    tokens, _ = draw(backend, logits, 5, mode="with", seeds=1, positions=0)
     assert torch.isin(tokens, torch.tensor([3, 70])).all()
 
 
@@ -284,7 +284,9 @@ def test_positions_nodes_seeds_and_purposes_tell_draws_apart(backend):
 
 
 def test_draws_with_replacement_differ(backend):
-    tokens, _ = draw(backend, torch.zeros(1, 50_000 if backend.name == BEST_CPU else 5000), 40, mode="with", seeds=3)
+    tokens, _ = draw(
+        backend, torch.zeros(1, 50_000 if backend.name == BEST_CPU else 5000), 40, mode="with", seeds=3, positions=0
+    )
     assert tokens.unique().numel() > 35
 
 
@@ -313,7 +315,7 @@ def test_no_rows(backend):
 def test_compiles_whole(backend):
     if backend.name not in ("cuda", BEST_CPU):
         pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
-    function = lambda logits, seeds: pass_ext.draft_sample(logits, 3, seeds=seeds, top_k=5)[0] + 1  # noqa: E731
+    function = lambda logits, seeds: pass_ext.draft_sample(logits, 3, seeds=seeds, positions=0, top_k=5)[0] + 1  # noqa: E731
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (3, 5):
         arguments = torch.randn(rows, 40, device=backend.device), torch.arange(rows, device=backend.device)
@@ -334,7 +336,10 @@ REFUSALS = [
         r"temperature must have 3 \(one for each row of logits\) in dimension 0, got float32\[2\]",
     ),
     ({"top_k": torch.ones(3, 1).int()}, r"top_k must have shape \[n\], one number each, got int32\[3, 1\]"),
-    ({"seeds": torch.zeros(4).long()}, r"seeds must have 3 \(one for each row of logits\) in dimension 0"),
+    (
+        {"seeds": torch.zeros(4).long(), "positions": 0},
+        r"seeds must have 3 \(one for each row of logits\) in dimension 0",
+    ),
     ({"allowed": torch.zeros(3).int()}, r"allowed must have shape \[3, 1\] \(a word for 32 tokens\), got int32\[3\]"),
 ]
 
@@ -360,11 +365,11 @@ def test_replays_in_a_cuda_graph(cuda):
     logits, _, _ = random_rows(8, 3000, 8)
     logits, seeds = logits.to(cuda.device), torch.arange(8, device=cuda.device)
     arguments = dict(temperature=0.8, top_p=0.9, positions=3)
-    pass_ext.draft_sample(logits, 4, seeds=seeds, **arguments)
+    pass_ext.draft_sample(logits, 4, seeds=seeds, positions=0, **arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens, _ = pass_ext.draft_sample(logits, 4, seeds=seeds, **arguments)
+        tokens, _ = pass_ext.draft_sample(logits, 4, seeds=seeds, positions=0, **arguments)
     for seed in range(3):
         seeds.fill_(seed)
         graph.replay()
-        assert torch.equal(tokens, pass_ext.draft_sample(logits, 4, seeds=seeds, **arguments)[0])
+        assert torch.equal(tokens, pass_ext.draft_sample(logits, 4, seeds=seeds, positions=0, **arguments)[0])

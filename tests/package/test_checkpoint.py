@@ -1,8 +1,11 @@
 """Loading models: a GGUF file is converted once and stored, the stored model is the same, and no half-written file stays."""
 
+import logging
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,16 +15,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-import gguf
-import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from support.gguf_files import VOCABULARY, write_gguf
 from support.small_models import small_model
 
+import pass_ext
 from pass_ext import checkpoint
 from pass_ext.checkpoint import cache_folder, load_checkpoint, plain_copy
-
-HIDDEN, LAYERS, FFN, VOCABULARY = 32, 2, 64, 258
 
 
 @pytest.fixture(autouse=True)
@@ -39,49 +40,7 @@ def file(gguf_file, tmp_path):
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory):
-    """A llama of two small layers with a token per byte, as a GGUF file."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(HIDDEN // 2)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCABULARY)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*bytes_to_unicode().values(), "ab", "<end>"])
-    writer.add_token_types([1] * (VOCABULARY - 1) + [3])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(VOCABULARY - 1)
-    writer.add_eos_token_id(VOCABULARY - 1)
-    random = np.random.default_rng(0)
-
-    def add(name, *shape):
-        writer.add_tensor(name, (random.standard_normal(shape) / 5).astype(np.float32))
-
-    add("token_embd.weight", VOCABULARY, HIDDEN)
-    add("output.weight", VOCABULARY, HIDDEN)
-    add("output_norm.weight", HIDDEN)
-    for layer in range(LAYERS):
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            add(f"blk.{layer}.{name}.weight", HIDDEN, HIDDEN)
-        for name in ("ffn_gate", "ffn_up"):
-            add(f"blk.{layer}.{name}.weight", FFN, HIDDEN)
-        add(f"blk.{layer}.ffn_down.weight", HIDDEN, FFN)
-        for name in ("attn_norm", "ffn_norm"):
-            add(f"blk.{layer}.{name}.weight", HIDDEN)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 def same(model, other):
@@ -110,6 +69,49 @@ def test_another_dtype_or_another_file_is_another_model(file, cache):
     os.utime(file, (1, 1))
     load_checkpoint(file, torch.float32)
     assert len(list((cache / "models").iterdir())) == 3
+
+
+def test_the_public_name_loads_bfloat16(file):
+    model, tokenizer = pass_ext.load_checkpoint(file)
+    assert model.dtype == torch.bfloat16 and not model.training
+    ids = tokenizer("cab", return_tensors="pt").input_ids
+    texts = [
+        pass_ext.generate(model, ids, method, max_new_tokens=8).sequences
+        for method in (pass_ext.Plain(), pass_ext.NGram())
+    ]
+    assert torch.equal(*texts) and texts[0].shape[1] > ids.shape[1]
+
+
+@pytest.mark.parametrize("source", ["a GGUF file", "a kept conversion", "a folder"])
+def test_loading_leaves_the_logging_of_transformers_as_it_is(source, file, converted):
+    from transformers.utils import logging as theirs
+
+    before = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    try:
+        theirs.set_verbosity_info()
+        theirs.enable_progress_bar()
+        if source == "a kept conversion":
+            load_checkpoint(file, torch.float32)
+        load_checkpoint(converted[2] if source == "a folder" else file, torch.float32)
+        assert (theirs.get_verbosity(), theirs.is_progress_bar_enabled()) == (logging.INFO, True)
+    finally:
+        theirs.set_verbosity(before[0])
+        if not before[1]:
+            theirs.disable_progress_bar()
+
+
+@pytest.mark.parametrize("chosen", ["", "info"])
+def test_commands_are_quiet_unless_the_user_says_otherwise(chosen, converted):
+    """In a process of their own, as transformers reads it once."""
+    code = "import sys; from pass_ext.__main__ import main; main(['convert', sys.argv[1]]); import transformers"
+    code += "; print(transformers.utils.logging.get_verbosity())"
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    if chosen:
+        environment["TRANSFORMERS_VERBOSITY"] = chosen
+    done = subprocess.run(
+        [sys.executable, "-c", code, converted[2]], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[-1] == str(logging.INFO if chosen else logging.ERROR)
 
 
 def test_large_models_are_not_kept(file, cache, monkeypatch):

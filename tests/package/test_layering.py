@@ -8,8 +8,6 @@ import re
 import pytest
 from support.paths import ROOT
 
-from tools.op_families import family_of, ops_of
-
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "pass_ext"
 
@@ -85,9 +83,8 @@ BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
     ("pages", "kernel_time", "serving", "grammar", "samples"),
-    ("gpu", "contenders"),
+    ("gpu", "contenders", "versions"),
 )
-MOST_SIDE_BY_SIDE = 12
 
 
 def place_of(path):
@@ -281,31 +278,6 @@ def test_drafting_and_planning_never_ask_for_a_methods_class():
     for folder in ("drafting", "planning"):
         for path in (PACKAGE / "decoding" / folder).glob("*.py"):
             assert not asks.search(path.read_text()), path
-
-
-FOLDERS_OF_FAMILIES = [
-    ROOT / name for name in ("pass_ext/ops", "pass_ext/reference", "benchmarks/ops", "tests/ops", "tests/emulator/ops")
-]
-"""Folders that hold a module per op family. Those count once, or there could be twelve families at most."""
-
-
-def rooms_of(folder):
-    """Modules and folders side by side; files that every package has and generated ones do not count."""
-    families = {family_of(op) for op in ops_of(ROOT)} if folder in FOLDERS_OF_FAMILIES else set()
-    found = [
-        path
-        for path in folder.iterdir()
-        if (path.suffix == ".py" and path.name not in ("__init__.py", "__main__.py", "_build_info.py", "conftest.py"))
-        or (path.is_dir() and any(path.rglob("*.py")))
-    ]
-    of_families = [path for path in found if path.stem.removeprefix("test_") in families]
-    return [path for path in found if path not in of_families] + of_families[:1]
-
-
-def test_no_folder_holds_more_than_a_dozen_rooms():
-    for tree in (PACKAGE, *(ROOT / name for name in ("benchmarks", "tests", "tools", "examples"))):
-        for folder in {path.parent for path in tree.rglob("*.py")}:
-            assert len(rooms_of(folder)) <= MOST_SIDE_BY_SIDE, (folder, len(rooms_of(folder)))
 
 
 def test_every_source_file_opens_by_saying_what_it_is():

@@ -25,7 +25,7 @@ from pass_ext.demo import show as demo_show
 from pass_ext.demo.agreement import TIE, Agreement, agreement, bf16_step
 from pass_ext.demo.contenders import Run
 from pass_ext.demo.live import Incremental, LiveText
-from pass_ext.demo.prompts import CHOSEN, RACED, RECORDED_TOKENS, RULE
+from pass_ext.demo.prompts import CHOSEN, RACED, RECORDED_MODEL, RECORDED_TOKENS, rule
 from pass_ext.demo.report import agreement_table, speed_table
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,8 @@ def test_the_whole_command(folder, tmp_path, capsys):
     assert "hit rates: the plan assumes some" in said
     assert "prompt tokens; PaSS on this machine: " in said and "(--verbose: why)" in said
     assert "by PaSS + NGram: ‹accepted drafts›" in said and " per call" in said
-    assert " ".join(RULE.split()) in " ".join(said.split())
+    assert " ".join(rule("tiny").split()) in " ".join(said.split())
+    assert RECORDED_MODEL in said and "recorded over" not in said, "numbers of another model"
     assert "Calls of this model" not in said and "Plan of a one-pass step" not in said
     assert "\x1b" not in said  # no colour where there is no terminal
     assert out.read_bytes().startswith(b"\x89PNG")
@@ -291,5 +292,7 @@ def test_the_prompts_are_those_that_the_rule_gives_from_the_recorded_results():
         place: (round(tokens, 2), name) for place, (tokens, name) in chosen.items()
     }
     assert [prompt.text for prompt in CHOSEN] == [held_out[prompt.name] for prompt in CHOSEN]
+    assert recorded["model"]["name"].startswith(RECORDED_MODEL)
+    assert "1.64, 1.56, 1.88" in rule(f"{RECORDED_MODEL}.Q4_1")
     assert len(order) == RACED and recorded["settings"]["tokens"] == RECORDED_TOKENS
     assert CHOSEN[0].place == "median", "the live text is the first"

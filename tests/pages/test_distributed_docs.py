@@ -37,7 +37,7 @@ def test_counts_are_those_of_the_protocol(ranks, filters):
     steps = [
         chain_steps(
             rank, layout, target[..., first:last], tokens, draft_logits=draft[..., first:last], rule="rejection",
-            target=law, seeds=1,
+            target=law, seeds=1, positions=0,
         )
         for rank, (first, last) in enumerate(zip(layout.starts, layout.ends, strict=True))
     ]  # fmt: skip

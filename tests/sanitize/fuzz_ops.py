@@ -306,10 +306,8 @@ def law(draw: Draw, rows: int, prefix: str = "") -> dict:
 
 
 def noise(draw: Draw, rows: int) -> dict:
-    return {
-        name: draw.integers(-(2**63), 2**63 - 1, rows, dtype=torch.int64) if draw.chance(0.8) else None
-        for name in ("seeds", "positions")
-    }
+    seeds, positions = (draw.integers(-(2**63), 2**63 - 1, rows, dtype=torch.int64) for _ in range(2))
+    return {"seeds": seeds if draw.chance(0.8) else None, "positions": positions}
 
 
 def masks(draw: Draw, vocabulary: int, *rows: int) -> Tensor | None:
@@ -772,8 +770,7 @@ def layer_stack(draw: Draw):
         name: tuple(draw.floats(layers, count, rank, shapes[name][side], dtype=dtype) for side in (1, 0))
         for name in adapted
     }
-    has_positions, has_deep, has_keys = draw.chance(0.5), draw.chance(0.3), draw.chance(0.3)
-    learned = draw.pick((1, 5, 65))
+    has_positions, has_deep = draw.chance(0.5), draw.chance(0.3)
     table = 70 if has_positions else rows
     rotations = draw.pick((None, None, 0, 1, 3))  # None: one, without a dimension for it
     cos, sin = (draw.floats(*([] if rotations is None else [rotations]), table, 64, dtype=dtype) for _ in range(2))
@@ -786,11 +783,9 @@ def layer_stack(draw: Draw):
         head_dim=64, depths=draw.integers(0, 1, rows), cos=cos, sin=sin,
         positions=draw.integers(0, 69, rows, dtype=torch.int64) if has_positions else None,
         windows=tuple(draw.pick((-1, 1, 7)) for _ in range(layers)),
-        ids=draw.integers(-2, 5, rows, dtype=torch.int64) if has_deep or adapted or has_keys else None,
+        ids=draw.integers(-2, 5, rows, dtype=torch.int64) if has_deep or adapted else None,
         deep=draw.floats(layers, 2, width, dtype=dtype) if has_deep else None,
         adapters=adapters if adapted else None,
-        slot_keys=draw.floats(layers, learned, kv_heads, 64, dtype=dtype) if has_keys else None,
-        slot_values=draw.floats(layers, learned, kv_heads, 64, dtype=dtype) if has_keys else None,
         final_norm=optional(draw, width, dtype=dtype), head=optional(draw, 7, width, dtype=dtype),
         wanted=draw.integers(0, rows - 1, 3, dtype=torch.int64) if rows and draw.chance(0.3) else None,
     ))  # fmt: skip

@@ -74,7 +74,7 @@ def draft_sample(device):
     for mode in range(4):
         yield logits, 3, mode, *NO_SAMPLING, None, seeds, seeds, None
     allowed = torch.tensor([[-1, 5, 1], [0, 0, 0]], dtype=torch.int32, device=device)
-    yield logits.bfloat16(), 80, 1, *sampling(device), allowed, seeds, None, seeds.int()
+    yield logits.bfloat16(), 80, 1, *sampling(device), allowed, seeds, seeds, seeds.int()
     yield logits[:0], 3, 3, *NO_SAMPLING, None, None, None, None
 
 
@@ -342,27 +342,26 @@ def layer_stack(device):
         no_adapters = ([], 0, 1.0)
         yield (
             random(5, 12), weights, parts, caches, *shared, *[None] * 4, (1, 1), (-1, -1), None, None, *no_adapters,
-            *[None] * 5, *ends,
+            *[None] * 3, *ends,
         )  # fmt: skip
         rotation = [random(9, 64) for _ in range(2)]
         places, ids, wanted = (torch.tensor(v, device=device) for v in ([3, 4, 0, 1, 1], [7, -2, 5, 6, -1], [4, 0]))
         deep, head = random(2, 2, 12), random(30, 12)
-        learned = [random(2, 3, 1, 64) for _ in range(2)]
         sides = ((12, 128), (20, 12))  # of q and down
         adapters = [random(2, 2, 3, numbers) for pair in sides for numbers in pair]
         yield (
             random(5, 12), weights, parts, [torch.stack(caches)], *shared, depths, *rotation, places, (1, 0), (2, -1), ids,
-            deep, adapters, 1 | 1 << 6, 0.5, *learned, random(12), head, wanted, *ends[:3], 0, 1.0, *ends[5:-1], 5.0,
+            deep, adapters, 1 | 1 << 6, 0.5, random(12), head, wanted, *ends[:3], 0, 1.0, *ends[5:-1], 5.0,
         )  # fmt: skip
     rotations = [random(2, 9, 64) for _ in range(2)]
     yield (
         random(5, 12), weights, parts, caches, *shared, depths, *rotations, places, (2, 1), (-1, -1), None, None, *no_adapters,
-        *[None] * 5, *ends,
+        *[None] * 3, *ends,
     )  # fmt: skip
     nothing = (prefixes, bounds * 0, visible[:0], 3)
     yield (
         random(0, 12), weights, parts, caches, *nothing, *[None] * 4, (1, 1), (-1, -1), None, None, *no_adapters,
-        *[None] * 5, *ends,
+        *[None] * 3, *ends,
     )  # fmt: skip
 
 

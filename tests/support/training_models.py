@@ -11,7 +11,6 @@ from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.windows import Windows
 from pass_ext.training.lookahead.loop import Settings
-from pass_ext.training.lookahead.prefix import fresh_prefix
 
 
 class Letters:
@@ -66,7 +65,7 @@ SETTINGS = Settings(
 WEIGHTS = (1.0, 0.8, 0.64)  # of three slots
 
 
-def slots_for(model, count=3, *, rank=4, deep=True, seed=1, adapters=0, ranks=3, learned=0):
+def slots_for(model, count=3, *, rank=4, deep=True, seed=1, adapters=0, ranks=3):
     """Look-ahead parameters, all of them away from zero."""
     torch.manual_seed(seed)
     layers = model.config.num_hidden_layers if deep else 0
@@ -74,8 +73,6 @@ def slots_for(model, count=3, *, rank=4, deep=True, seed=1, adapters=0, ranks=3,
     embedding = LookaheadEmbedding.from_table(count, table, rank=rank, deep_layers=layers)
     if adapters:
         embedding.adapters = SlotAdapters(adapter_sizes(model, ranks), adapters, scale=0.5)
-    if learned:
-        embedding.set_prefix(*fresh_prefix(model, torch.tensor([[1, 2, 3, 4]]), learned))
     with torch.no_grad():
         for parameter in embedding.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -88,8 +85,6 @@ def windows_of(samples, *, lookahead=3, documents=(), seed=0):
 
 def sequential_logits(model, embedding, text, anchor):
     """The logits of an ordinary causal forward over [text up to the anchor, the slots] at the slots; differentiable."""
-    if embedding.prefix is not None:
-        return logits_by_hand(model, embedding, text, anchor)
     table = model.get_input_embeddings().weight
     rows = torch.cat([table[text[: anchor + 1]], embedding.weight])[None]
     hooks = []
@@ -114,32 +109,6 @@ def sequential_logits(model, embedding, text, anchor):
         previous = text[anchor + 1 : anchor + 1 + embedding.num_lookahead]
         logits = logits + (table[previous] @ embedding.transition_left) @ (table @ embedding.transition_right).T
     return logits
-
-
-def logits_by_hand(model, embedding, text, anchor):
-    """The same for slots with learned keys and nothing else, by the formulas of a Llama: softmax over text and slots up to the
-    row, and over the learned keys where it is a slot's."""
-    table, first = model.get_input_embeddings().weight, anchor + 1
-    h = torch.cat([table[text[:first]], embedding.weight])
-    cos, sin = (part[0] for part in model.model.rotary_emb(h[None], torch.arange(len(h))[None]))
-    for number, layer in enumerate(model.model.layers):
-        attention, x = layer.self_attn, layer.input_layernorm(h)
-        q, k, v = (each(x).unflatten(1, (-1, 8)) for each in (attention.q_proj, attention.k_proj, attention.v_proj))
-        q, k = (
-            y * cos[:, None] + torch.cat([-y[..., 4:], y[..., :4]], -1) * sin[:, None] for y in (q, k)
-        )  # fmt: skip
-        k, v = (
-            torch.cat(pair).repeat_interleave(2, 1)
-            for pair in zip((x[number] for x in embedding.prefix), (k, v), strict=True)
-        )
-        scores = torch.einsum("ihd,jhd->hij", q, k) * 8**-0.5
-        learned = embedding.prefix_length
-        row, place = torch.arange(len(h))[:, None], torch.arange(len(k)) - learned
-        seen = torch.where(place < 0, row >= first, row >= place)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        h = h + attention.o_proj(torch.einsum("hij,jhd->ihd", weights, v).flatten(1))
-        h = h + layer.mlp(layer.post_attention_layernorm(h))
-    return model.lm_head(model.model.norm(h))[first:]
 
 
 def dense_loss(model, embedding, window, decay, kind):

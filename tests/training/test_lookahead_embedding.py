@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 
 import pass_ext
 from pass_ext import LookaheadEmbedding, reference
+from pass_ext.modules.fingerprint import fingerprint_of
 
 
 def table_of(rows=100, dim=16, dtype=torch.bfloat16):
@@ -56,11 +57,12 @@ def test_save_and_load_round_trip(tmp_path, dtype):
     assert "num_lookahead=4, dim=16, base_model='tiny-model'" in repr(again)
     with safe_open(tmp_path / "slots.safetensors", framework="pt") as file:
         assert file.metadata() == {
-            "format": "pass_ext.lookahead.2",
+            "format": "pass_ext.lookahead.1",
             "base_model": "tiny-model",
             "vocabulary": "100",
             "hidden_size": "16",
             "num_lookahead": "4",
+            "fingerprint": fingerprint_of(table),
         }
 
 
@@ -129,18 +131,11 @@ def test_every_part_survives_a_file(tmp_path):
     assert (again.rank, again.deep_layers) == (4, 5) and "rank=4, deep_layers=5" in repr(again)
 
 
-def test_files_of_the_first_format_still_load(tmp_path):
-    metadata = {
-        "format": "pass_ext.lookahead.1",
-        "base_model": "tiny",
-        "vocabulary": "100",
-        "hidden_size": "8",
-        "num_lookahead": "2",
-    }
-    save_file({"lookahead": torch.ones(2, 8)}, tmp_path / "old", metadata=metadata)
-    old = LookaheadEmbedding.load(tmp_path / "old")
-    assert torch.equal(old.weight, torch.ones(2, 8)) and old.hit_rates is None and old.transition_left is None
-    assert old.deep is None and (old.rank, old.deep_layers) == (0, 0) and old.training_record == {}
+def test_a_file_of_slots_alone_has_no_other_parts(tmp_path):
+    LookaheadEmbedding(2, 8, base_model="tiny", vocabulary=100).save(tmp_path / "alone")
+    alone = LookaheadEmbedding.load(tmp_path / "alone")
+    assert list(alone.state_dict()) == ["weight"] and (alone.rank, alone.deep_layers) == (0, 0)
+    assert alone.hit_rates is None and alone.training_record == {}
 
 
 def test_transition_tables_hold_every_tokens_side():

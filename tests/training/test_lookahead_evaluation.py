@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.training_models import counting, sequential_logits, slots_for, tiny_llama
 
+from pass_ext.reference.recall import recall
 from pass_ext.training.common import rates
 from pass_ext.training.lookahead import evaluation
 from pass_ext.training.lookahead.evaluation import evaluate, hits_of
@@ -83,6 +84,23 @@ def test_evaluation_reads_each_text_from_its_prompts_end_to_where_slots_end(anch
     assert found["slots"] == rates.top_rates(torch.cat(wanted))
     without = rates.hit_rates(torch.cat(wanted))
     assert found["hit_rates"] != without and found["accepted"] == rates.accepted_lengths(torch.cat(wanted), without)
+
+
+def test_recall_knows_the_text_up_to_a_place_and_not_the_token_that_is_sought():
+    model = tiny_llama(tied=False)
+    embedding = slots_for(model)
+    text, anchors = torch.tensor([token % 7 for token in counting(3, 24)[2].ids]), torch.arange(1, 20)
+    text[[9, 15, 16]] = torch.tensor([60, 61, 62])  # new tokens, which nothing recalls
+    found = hits_of(model, embedding, text, anchors, recalls=True).ranks
+    wanted, leaking = torch.empty_like(found), torch.empty_like(found)
+    for row, anchor in enumerate(anchors.tolist()):
+        logits = sequential_logits(model, embedding, text, anchor).detach()
+        for i in range(3):
+            known = text[: anchor + 2 + i].tolist()
+            for ranks, more in ((wanted, 0), (leaking, 1)):
+                behind = recall(text[: len(known) + more].tolist(), known, range(100))
+                ranks[row, i] = rates.ranks_among((logits[i] + behind)[None], text[len(known)][None])
+    assert torch.equal(found, wanted) and not torch.equal(found, leaking)
 
 
 def test_greedy_texts_have_hit_rates_of_their_own():

@@ -1,4 +1,4 @@
-"""SlotAdapters in a LookaheadEmbedding: its file, older files, damaged ones, and what cannot be made."""
+"""SlotAdapters in a LookaheadEmbedding: its file, damaged ones, and what cannot be made."""
 
 import pytest
 import torch
@@ -54,15 +54,6 @@ def test_a_file_without_adapters(tmp_path):
     assert LookaheadEmbedding.load(tmp_path / "slots.safetensors").adapters is None
     with safe_open(tmp_path / "slots.safetensors", "pt") as file:
         assert not any(key.startswith("adapter") for key in file.metadata())
-
-
-@pytest.mark.parametrize("form", ["pass_ext.lookahead.1", "pass_ext.lookahead.2"])
-def test_older_files(tmp_path, form):
-    path = tmp_path / "slots.safetensors"
-    metadata = dict(format=form, base_model="tiny", vocabulary="50", hidden_size="16", num_lookahead="3")
-    save_file({"lookahead": torch.ones(3, 16)}, path, metadata=metadata)
-    old = LookaheadEmbedding.load(path)
-    assert old.adapters is None and torch.equal(old.weight, torch.ones(3, 16))
 
 
 Q = "adapter.0.self_attn.q_proj"

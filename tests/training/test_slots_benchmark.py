@@ -1,13 +1,10 @@
 """The benchmark of look-ahead slots: which texts it chooses, what it counts, and that the committed page shows its result."""
 
-import itertools
 import json
 import sys
 
 import pytest
 import torch
-
-import pass_ext
 
 pytest.importorskip("transformers")
 
@@ -20,7 +17,7 @@ sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed p
 from benchmarks.decoding.prompts import Prompt
 from benchmarks.pages import batches, by_machine, training_runs
 from benchmarks.pages.by_machine import RESULTS
-from benchmarks.pages.lookahead import raced_chances, rows_allow, slot_aims, slot_texts, slots
+from benchmarks.pages.lookahead import slot_aims, slot_texts, slots
 from benchmarks.pages.lookahead.slots import Text, judged
 
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an sdist has no results")
@@ -33,7 +30,7 @@ def file(tmp_path, llama):
     return str(path)
 
 
-@pytest.mark.parametrize("page", [slots, batches, raced_chances], ids=["slots", "batches", "raced chances"])
+@pytest.mark.parametrize("page", [slots, batches], ids=["slots", "batches"])
 def test_the_pages_show_the_results(page, monkeypatch, tmp_path):
     name = page.__name__.rpartition(".")[2]
     assert list(RESULTS.glob(f"*/{name}.json")), "measured on no machine"
@@ -102,26 +99,6 @@ def test_the_table_of_training_runs_shows_its_records():
     assert training_runs.kept(name, json.loads(record.read_text())) in json.loads(training_runs.RESULT.read_text())
 
 
-def test_the_page_of_rows_shows_the_shipped_file():
-    assert by_machine.write_page(rows_allow.RESULT, rows_allow.render, check=True) == 0
-    kept = json.loads(rows_allow.RESULT.read_text())
-    rates = pass_ext.LookaheadEmbedding.from_pretrained(kept["file"]).greedy_hit_rates
-    assert kept["greedy hit rates"] == [list(level) for level in rates]
-
-
-def test_what_rows_allow_by_hand():
-    rates = rows_allow.with_first([[0.5, 0.3, 0.1]], [0.75])
-    assert rates == [[0.75, pytest.approx(0.15), pytest.approx(0.05)]]
-    page = rows_allow.render({"file": "made", "greedy hit rates": [[0.5, 0.25], [0.4, 0.2], [0.3, 0.1], [0.2, 0.1]]})
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
-    numbers = {line[0]: list(map(float, line[2:])) for line in lines[2:]}
-    assert all(1 < row[0] < row[1] < row[2] < row[3] < 5 for row in numbers.values())
-    wanted = [numbers[name] for name in ("wanted", "wanted + 0.1", "wanted + 0.2", "wanted + 0.3")]
-    assert all(less < more for a, b in itertools.pairwise(wanted) for less, more in zip(a, b, strict=True))
-    four = rows_allow.plan([[0.75]], rows=4)  # the root and a candidate, a slot behind each: 1 + h tokens in every step
-    assert four.tokens_per_call == pytest.approx(1.75)
-
-
 def test_batches_by_hand():
     """Two texts of 96 tokens in 2 seconds are 96 tokens/s; rounds are compared one by one."""
     row = {
@@ -133,43 +110,6 @@ def test_batches_by_hand():
     result = dict(date="2031-02-03", commit="0123456789ab", versions={"torch": "9"}, model="M", slots="S", rows=[row],
                   machine={"model": "C", "torch_threads": 2})  # fmt: skip
     assert "| 2 | 96 | 120 | 1.25 × (0.80–2.00) | 96 | 60 | 70 |" in batches.render(result)
-
-
-def test_raced_scores_are_those_that_the_target_draws_by():
-    logits = 3 * torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
-    tokens = torch.arange(300)
-    for position, row in enumerate(logits):
-        raced = raced_chances.raced_scores(row.double().log_softmax(-1), tokens, 7, position, 300)
-        law = dict(temperature=[raced_chances.TEMPERATURE], seeds=[7], positions=[position])
-        law = {name: torch.tensor(value) for name, value in law.items()}
-        drawn, _ = pass_ext.draft_sample(row[None], 1, mode="coupled", **law)
-        assert drawn.item() == raced.argmax().item()
-
-
-def test_places_hold_what_was_written(llama, file, monkeypatch):
-    """Behind each place the slots foresee the tokens from the second one on; where all tokens are offered, one is right."""
-    embedding = pass_ext.LookaheadEmbedding.load(file)
-    ids = torch.arange(5, 25)
-    monkeypatch.setattr(raced_chances, "OFFERED", llama.config.vocab_size)
-    places = list(raced_chances.places_of(llama, embedding, ids, 6, 3))
-    assert len(places) == embedding.num_lookahead * (20 - 2 - embedding.num_lookahead - 4)
-    for number, place in enumerate(places):
-        anchor, slot = 4 + number // embedding.num_lookahead, number % embedding.num_lookahead
-        noise = place.raced - place.scores / raced_chances.TEMPERATURE
-        position = anchor + 2 + slot
-        expected = raced_chances.raced_scores(torch.zeros(1), ids[position : position + 1], 3, position, len(noise))
-        assert place.right.sum() == 1 and abs(place.mass - 1) < 1e-5
-        assert abs(noise[place.right] - expected) < 1e-9
-
-
-def test_the_log_loss_is_that_of_the_candidates_chances():
-    raced, right = torch.tensor([0.0, 3.0, 2.0, 1.0]).double(), torch.tensor([False, True, False, False])
-    place = raced_chances.Place(torch.zeros(4).double(), raced, 0.5, right)
-    chances = (raced / 2).softmax(0) * 0.5
-    expected = -(chances[1].log() + (1 - chances[2]).log() + (1 - chances[3]).log()) / 3
-    assert abs(raced_chances.log_loss([place], 2.0) - expected) < 1e-12
-    even = -(torch.tensor(1 / 8).log() + 2 * torch.tensor(7 / 8).log()) / 3
-    assert abs(raced_chances.log_loss([place], None) - even) < 1e-6
 
 
 def _result(tops, one, two, tokens):

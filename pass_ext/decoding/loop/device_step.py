@@ -76,7 +76,8 @@ class DeviceStep(Step):
         self._ids, self._tokens, self._positions = (rows.flatten() for rows in self._rows)
         self._lengths = torch.zeros(requests, dtype=torch.int64, device=device)
         self._limits = torch.zeros(requests, dtype=torch.int64, device=device)
-        self._text = torch.zeros(requests, session.room, dtype=torch.int64, device=device) if recalls else None
+        # Not zeros: memory behind the texts is never touched.
+        self._text = torch.empty(requests, session.room, dtype=torch.int64, device=device) if recalls else None
         self.report = torch.zeros(requests, report_numbers + self._depth + 1, dtype=torch.int64, device=device)
         """``[B, numbers + A]``, as ``next_rows_`` or ``next_tree_`` writes it; the next step overwrites it."""
         self._sampling = BatchSampling(**{name: _copy(value) for name, value in sampling.keywords().items()})

@@ -34,7 +34,16 @@ class Attend(Protocol):
         softcap: float = 0.0,
         window: int = -1,
     ) -> Tensor:
-        """q ``[N, heads, D]``, k, v ``[N, KV heads, D]``, positions applied -> ``[N, heads, D of v]``."""
+        """q ``[N, heads, D]``, k, v ``[N, KV heads, D]``, positions applied -> ``[N, heads, D of v]``.
+
+        Args:
+            layer: 0 in the first layer that attends, 1 in the next …: each calls once, in this order.
+            q, k, v: of all rows, in one dtype: bfloat16, float16 or float32. heads is a multiple of KV heads, D at most 256.
+            scale: factor of the logits; None is ``D ** -0.5``.
+            softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is off.
+            window: a row sees keys at ``position - window < key position`` only, its own among them; -1 is off. Each layer
+                may have another.
+        """
 
 
 class SlotOffsets:
@@ -71,8 +80,7 @@ class PackedModel(Protocol):
     """A decoder-only model for ``generate`` that is not a transformers model. ``examples/plain_decoder.py`` has an example.
 
     Look-ahead slots with adapters need a model whose ``__call__`` has a parameter ``adapt`` too, which is an ``Adapt`` or None:
-    it calls ``adapt(place, out, x)`` behind each linear layer that has a place in the file. Slots with learned keys and values
-    need nothing more: ``attend`` adds them.
+    it calls ``adapt(place, out, x)`` behind each linear layer that has a place in the file.
     """
 
     embedding: Tensor | nn.Embedding
@@ -132,6 +140,10 @@ class Adapted:
         """The embedding rows of ids ``[N]``; -1 - i is look-ahead slot i."""
         return lookahead_embed(ids, self.table, slots)
 
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """The embedding rows of tokens ``[N]``."""
+        return self.embed(ids, self.table.new_empty(0, self.table.shape[1]))
+
     def attached(self) -> AbstractContextManager[Any]:
         """The context in which the model is called; patches nothing here."""
         return nullcontext()
@@ -154,9 +166,18 @@ class Adapted:
                 "these look-ahead embeddings shift the input of every layer, which decoding can do in transformers models "
                 "only: train some without (--deep)"
             )
-        if adapters is None:
-            return self.model(rows, positions, attend, wanted)
-        return self.model(rows, positions, attend, wanted, adapt=adapters.add_)
+        more = {} if adapters is None else {"adapt": adapters.add_}
+        logits = self.model(rows, positions, _checked(attend, len(rows)), wanted, **more)
+        self._check_logits(logits, len(rows), wanted)
+        return logits
+
+    def _check_logits(self, logits: Any, rows: int, wanted: Tensor | None) -> None:
+        count, shape = rows if wanted is None else len(wanted), list(getattr(logits, "shape", ()))
+        if len(shape) != 2 or shape[0] != count:
+            which = "of all rows" if wanted is None else f"of rows[wanted] alone: wanted has {count} of the {rows} rows"
+            raise ValueError(
+                f"{type(self.model).__name__} must return logits [{count}, V], {which}; got {shape or type(logits).__name__}"
+            )
 
     def check_adapters(self, adapters: PlacedAdapters) -> None:
         """Refuses adapters that calls of this model would leave out."""
@@ -168,3 +189,30 @@ class Adapted:
                 "these look-ahead embeddings have adapters, which a callable model must add itself: give its __call__ a "
                 "parameter adapt (pass_ext.PackedModel), or train some without (--adapter-rank 0)"
             )
+
+
+def _checked(attend: Attend, rows: int) -> Attend:
+    """``attend``, whose refusals name what the model gave it."""
+
+    def checked(
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: int = -1,
+    ) -> Tensor:
+        if not q.dtype == k.dtype == v.dtype:
+            expected = "q, k and v must have one dtype: convert them before the call"
+        elif any(x.dim() != 3 or len(x) != rows for x in (q, k, v)):
+            expected = f"q must be [{rows}, heads, D], k and v [{rows}, KV heads, D]: the call has {rows} rows"
+        elif k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
+            expected = "k must have the D of q and the heads of v, and q a multiple of these heads"
+        else:
+            return attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)
+        given = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"attend, layer {layer}: {expected}; got {given}")
+
+    return checked

@@ -7,7 +7,8 @@ registered attention function (``row_attention``) passes queries, keys and value
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pass_ext.decoding.models.patching.layer_adapters import adapting
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.decoding.models.patching.row_attention import OurCall, our_call
 from pass_ext.decoding.models.peft_adapters import lost_adapter
+from pass_ext.decoding.models.placeholders import placeholder_ids, replaced_ids
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
 from pass_ext.ops.lookahead import lookahead_embed
@@ -33,7 +35,7 @@ _FULL = {"full_attention", "sliding_attention", "attention"}
 
 
 class TransformersModel(Adapted):
-    """A transformers model as a packed model. ``attached`` patches it while a generation runs."""
+    """A transformers model as a packed model. Inside ``attached`` its shadow is called."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -52,6 +54,8 @@ class TransformersModel(Adapted):
         self._kept = _kept_by_cache(text)
         self.logit_shards = logit_shards_of(unwrapped(model))
         self._ran = False
+        self._placeholders = placeholder_ids(model.config, len(self.table))
+        self._replaced: dict[int, int] | None = None
 
     def _check(self) -> None:
         config = self.model.config
@@ -88,6 +92,11 @@ class TransformersModel(Adapted):
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The embedding rows of ids ``[N]``, by the model's own module if that does more than look up."""
+        for token, stand_in in (self._replaced or {}).items():
+            ids = ids.masked_fill(ids == token, stand_in)
+        return self._embed(ids, slots)
+
+    def _embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         if self.has_table and _only_looks_up(self._embedding):
             return lookahead_embed(ids, self.table, slots)
         rows = self._embedding(ids.clamp(min=0))
@@ -95,9 +104,20 @@ class TransformersModel(Adapted):
             return rows
         return torch.where((ids < 0)[:, None], slots[(-1 - ids).clamp(min=0)].to(rows.dtype), rows)
 
-    def attached(self) -> AbstractContextManager[None]:
-        """Replaces the model's attention and few-row linear layers by pass_ext's inside the context."""
-        return attached(unwrapped(self.model))
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """The context in which the model has a shadow, which is called in its place."""
+        with attached(self.model):
+            if self._placeholders and self._replaced is None:
+                self._replaced = self._find_replaced()
+            yield
+
+    def _find_replaced(self) -> dict[int, int]:
+        pad = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
+        stand_ins, none = [0, *([] if pad is None else [pad])], self.table.new_empty(0, self.table.shape[1])
+        shadow = unwrapped(attachment_of(self.model).shadow)
+        with torch.no_grad():
+            return replaced_ids(shadow, self.name, self._placeholders, stand_ins, lambda ids: self._embed(ids, none))
 
     def __call__(
         self,
@@ -148,14 +168,18 @@ class TransformersModel(Adapted):
         # A call for some rows' logits does not show whether the output layer reads what the norm gives.
         watched = direct.watched(call, rows, positions) if direct is not None and wanted is None else nullcontext()
         with watched as check:
-            logits: Tensor = self.model(
-                inputs_embeds=rows[None],
-                attention_mask=call.seen,
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=0 if wanted is None else wanted,
-                return_dict=True,
-            ).logits[0]
+            logits: Tensor = (
+                attachment_of(self.model)
+                .shadow(
+                    inputs_embeds=rows[None],
+                    attention_mask=call.seen,
+                    position_ids=positions[None],
+                    use_cache=False,
+                    logits_to_keep=0 if wanted is None else wanted,
+                    return_dict=True,
+                )
+                .logits[0]
+            )
             if check is not None:
                 check(logits)
         return logits
@@ -173,7 +197,7 @@ class TransformersModel(Adapted):
                 f"{self.name}: look-ahead slots with adapters cannot be used under tensor parallelism, where each rank has a "
                 "part of a linear layer; use slots without"
             )
-        attachment_of(unwrapped(self.model)).prepare(adapters)
+        attachment_of(self.model).prepare(adapters)
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""
@@ -198,7 +222,7 @@ class TransformersModel(Adapted):
             raise ValueError(
                 f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {width}"
             )
-        return attachment_of(unwrapped(self.model)).offsets
+        return attachment_of(self.model).offsets
 
 
 def _only_looks_up(embedding: nn.Module) -> bool:

@@ -37,8 +37,8 @@ _PREFIX = 256  # tokens of text before the measured rows
 def measured_times(model: Adapted, *, graphs: bool = False, lookahead: LookaheadEmbedding | None = None) -> StepTimes:
     """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk.
 
-    lookahead: with adapters or learned keys, half the rows of a call are slots, so that the times hold the work of these;
-    without, it changes no time.
+    lookahead: with adapters, half the rows of a call are slots, so that the times hold the work of these; without, it changes
+    no time.
 
     A callable without a config cannot be recognised in another process, so it is measured once per object.
     """
@@ -47,8 +47,7 @@ def measured_times(model: Adapted, *, graphs: bool = False, lookahead: Lookahead
             f"{model.name}: rows must be a number under tensor parallelism, such as PaSS(slots, rows=24), got 'auto': "
             "ranks that measure their own step times would choose different trees"
         )
-    has_more = lookahead is not None and (lookahead.adapters is not None or lookahead.prefix is not None)
-    adapted = lookahead if has_more else None
+    adapted = None if lookahead is None or lookahead.adapters is None else lookahead
     fingerprint = _fingerprint(model)
     key = _key(model, fingerprint, graphs, adapted)
     if key in _times and key not in _doubted:
@@ -78,33 +77,29 @@ def doubt(model: Adapted, *, graphs: bool = False) -> None:
     """Says that calls of the model no longer take the measured times. No matter in the first minutes: on a machine that stays
     busy every measurement differs from the last one, and takes seconds."""
     start = _key(model, _fingerprint(model), graphs, None)[:-1]
-    for key in _times:  # with adapters or learned keys, and without
+    for key in _times:  # with adapters and without
         if key[:-1] == start and time.monotonic() - _asked[key] >= _TRUSTED:
             _doubted.add(key)
 
 
 def _key(model: Adapted, fingerprint: str | None, graphs: bool, adapted: LookaheadEmbedding | None) -> tuple[Any, ...]:
-    """What times belong to; the last entry describes adapters and learned keys."""
+    """What times belong to; the last entry describes adapters."""
     machine = str(model.table.device), torch.get_num_threads(), graphs
     return fingerprint or id(model.model), *machine, _sizes_text(adapted)
 
 
 def _sizes_text(adapted: LookaheadEmbedding | None) -> str:
-    """The sizes of all adapters and the number of learned keys, which decide their time."""
-    if adapted is None:
+    """The sizes of all adapters, which decide their time."""
+    if adapted is None or adapted.adapters is None:
         return ""
-    adapters, learned = "", f" with {adapted.prefix_length} learned keys" if adapted.prefix_length else ""
-    if adapted.adapters is not None:
-        known = sorted(adapted.adapters.sizes.items()), adapted.adapters.count, adapted.num_lookahead
-        adapters = f" with adapters {hashlib.sha256(str(known).encode()).hexdigest()}"
-    return adapters + learned
+    known = sorted(adapted.adapters.sizes.items()), adapted.adapters.count, adapted.num_lookahead
+    return f" with adapters {hashlib.sha256(str(known).encode()).hexdigest()}"
 
 
 class _Calls:
     """Calls with any number of rows behind one prefix. The first call reads the prefix.
 
-    adapted: look-ahead embeddings with adapters or learned keys, whose slots are the second half of the rows; None: no row is a
-        slot's.
+    adapted: look-ahead embeddings with adapters, whose slots are the second half of the rows; None: no row is a slot's.
     """
 
     def __init__(self, model: Adapted, graphs: bool, adapted: LookaheadEmbedding | None = None) -> None:
@@ -113,7 +108,7 @@ class _Calls:
         if adapted is not None:
             self._slots = adapted.num_lookahead
             deep = None if adapted.deep is None else adapted.deep.detach()
-            self._session.set_slots(adapted.weight.detach(), deep, adapted.adapters, adapted.prefix)
+            self._session.set_slots(adapted.weight.detach(), deep, adapted.adapters)
 
     def run(self, rows: int) -> None:
         session = self._session

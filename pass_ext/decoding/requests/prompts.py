@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +31,27 @@ class Prompts:
         return torch.cat([self.input_ids.long(), tail.to(self.input_ids.device)], dim=1)
 
 
-def read_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocabulary: int) -> Prompts:
-    """Checks the prompts and removes their padding, which may lie left, right, or on both sides."""
+def read_prompts(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    vocabulary: int,
+    pad: int | None = None,
+    ends: Collection[int] = (),
+) -> Prompts:
+    """Checks the prompts and removes their padding, which may lie left, right, or on both sides.
+
+    Args:
+        attention_mask: None: as transformers infers it, from ``pad`` if that ends no text; inside a text, too.
+        pad: the id of padding; None: unknown.
+        ends: the ids that end a text.
+    """
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         got = (
             f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
         )
         raise ValueError(f"input_ids must be integers [B, T], got {got}")
     if attention_mask is None:
-        mask = [[True] * input_ids.shape[1]] * len(input_ids)
+        mask = _inferred(input_ids.tolist(), pad, ends)
     else:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
             came = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
@@ -46,18 +59,56 @@ def read_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocabulary: i
                 f"attention_mask must be a tensor [B, T] as input_ids, {list(input_ids.shape)}, got {came}"
             )
         mask = (attention_mask != 0).tolist()
-    texts, padding = [], []
+    texts, padding, with_holes = [], [], []
     for b, (row, seen) in enumerate(zip(input_ids.tolist(), mask, strict=True)):
         if True not in seen:
-            raise ValueError(f"prompt {b} has no tokens")
+            reason = "" if attention_mask is not None or not seen else f" but pad_token_id ({pad}); give attention_mask"
+            raise ValueError(f"prompt {b} has no tokens{reason}")
         first, last = seen.index(True), len(seen) - seen[::-1].index(True)
         if False in seen[first:last]:
-            raise ValueError(f"attention_mask of prompt {b} has a hole: padding belongs to the left or the right")
-        texts.append(row[first:last])
-        padding.append(row[:first] + row[last:])
+            with_holes.append(b)
+        texts.append([token for token, is_text in zip(row, seen, strict=True) if is_text])
+        padding.append([token for token, is_text in zip(row, seen, strict=True) if not is_text])
         if min(texts[-1]) < 0 or max(texts[-1]) >= vocabulary:
             strange = next(token for token in texts[-1] if not 0 <= token < vocabulary)
             raise ValueError(f"prompt {b} holds the id {strange}; the model's ids are 0 to {vocabulary - 1}")
     if not texts:
         raise ValueError("input_ids must hold at least one prompt, got none")
+    if with_holes and attention_mask is not None:
+        raise ValueError(
+            f"attention_mask of prompt {with_holes[0]} has a hole: padding belongs to the left or the right"
+        )
+    if with_holes:
+        warnings.warn(
+            f"generate: without attention_mask every pad_token_id ({pad}) is padding, as in transformers; prompt "
+            f"{with_holes[0]} has it between its tokens too and is read without it; give attention_mask if it belongs to the text",
+            stacklevel=3,
+        )
     return Prompts(texts, padding, input_ids)
+
+
+def _inferred(rows: Sequence[Sequence[int]], pad: int | None, ends: Collection[int]) -> list[list[bool]]:
+    """The mask that transformers infers (``_prepare_attention_mask_for_generation``), and its warning where it cannot."""
+    if pad is None or pad not in ends:
+        return [[token != pad for token in row] for row in rows]
+    if len(rows) > 1 and any(pad in row for row in rows):
+        warnings.warn(
+            f"generate: the prompts hold pad_token_id ({pad}), which ends texts too, so it is read as text and not as padding; "
+            "give attention_mask",
+            stacklevel=4,
+        )
+    return [[True] * len(row) for row in rows]
+
+
+def warn_of_length(text: int, longest: int, most_positions: int) -> None:
+    """Transformers' own warning, once, for a text that goes on behind the model's positions.
+
+    Args:
+        text: the tokens of the longest text.
+        longest: its length at which generation stops anyway, which the warning leaves out.
+        most_positions: the longest text that the model is made for.
+    """
+    if min(text, longest - 1) > most_positions:
+        from transformers import MaxLengthCriteria
+
+        MaxLengthCriteria(longest, most_positions)(torch.empty(1, min(text, longest - 1)), None)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """``Session``: the keys and values of one batch, and the model's calls on packed rows.
 
-Caches are ``[B, room, KV heads, D]`` per layer. A call's new keys and values stay outside the caches until ``commit`` moves the
-accepted ones in, so a call never changes the text.
+Caches are ``[B, room, KV heads, D]`` per layer; on the CPU they begin with fewer positions and grow with the texts. A call's
+new keys and values stay outside the caches until ``commit`` moves the accepted ones in, so a call never changes the text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch import Tensor
 from pass_ext.decoding.models.packed import Adapted, SlotOffsets
 from pass_ext.decoding.models.row_adapters import PlacedAdapters, adapters_of_call
 from pass_ext.decoding.session.graphs import RecordedCalls
-from pass_ext.decoding.session.slot_prefix import SlotPrefix
 from pass_ext.decoding.session.step_attention import NewRows, StepAttention, head_dim_for, padded
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
+
+_FIRST_POSITIONS = 1024
+"""Of caches on the CPU. On CUDA recorded calls read them where they are, so they have all at once."""
 
 
 class Session:
@@ -28,7 +30,7 @@ class Session:
     Args:
         model: the adapted model.
         requests: B.
-        room: text positions that the caches hold for each request.
+        room: the most text positions of each request.
         graphs: on CUDA, calls of a repeated shape are CUDA graphs.
     """
 
@@ -47,10 +49,10 @@ class Session:
         self.slots = table.new_empty(0, table.shape[1])
         self.deep: Tensor | None = None
         self.adapters: PlacedAdapters | None = None
-        self.prefix: SlotPrefix | None = None
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
+        self._positions = min(room, _FIRST_POSITIONS) if table.is_cpu else room  # that the caches hold now
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
         self.fixed_steps: dict[Any, Any] = {}
         """Recorded steps of fixed plans, by their shape and parameters."""
@@ -96,8 +98,7 @@ class Session:
         may_hold_slots: bool = True,
     ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
-        prefix = self.prefix.of_call(ids, trees) if self.prefix is not None and may_hold_slots else None
-        attention = StepAttention(self, trees, self._found if self.is_undisturbed else None, prefix, ids)
+        attention = StepAttention(self, trees, self._found if self.is_undisturbed else None, ids)
         if positions is None:
             # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
             numbers = torch.arange(len(ids), dtype=torch.int32, device=self.device)
@@ -117,10 +118,6 @@ class Session:
                 f"{self.model.name}: {layers} of {self.model.layers} layers attended; every layer must, by attention that "
                 "takes transformers' AttentionInterface"
             )
-        if prefix is not None and prefix.layers != layers:
-            raise ValueError(
-                f"these look-ahead slots have learned keys and values for {prefix.layers} layers, the model has {layers}"
-            )
         return logits, attention.new_rows()
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
@@ -130,6 +127,8 @@ class Session:
 
     def store(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Puts these keys and values behind the texts; the texts' lengths ``prefix_lens`` stay as they are."""
+        if self._positions < self.room:
+            self._hold(int(self.prefix_lens.max()) + path.shape[1])
         cache_commit_(self.all_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=self._new)
 
     def keep(self, lengths: Sequence[int]) -> None:
@@ -144,6 +143,19 @@ class Session:
             for cache in pair:
                 cache[to, first:last] = cache[request, first:last]
         self.prefix_lens[to] = last
+
+    def _hold(self, positions: int) -> None:
+        """Moves the caches to larger ones if they do not hold so many positions."""
+        former, width = self._positions, self.prefix_lens.max()
+        if positions <= former:
+            return
+        self._positions = min(self.room, max(positions, 2 * former))
+        caches, dims = self.caches, self.head_dims
+        self.caches, self.head_dims, self._stack = [], [], None
+        for (keys, values), sizes in zip(caches, dims, strict=True):
+            self.add_layer(keys[0, :0], values[0, :0], sizes)
+            for cache, full in zip(self.caches[-1], (keys, values), strict=True):
+                cache[:, :width] = full[:, :width]
 
     def groups_of_equal_texts(self, length: int) -> list[list[int]]:
         """The requests by the keys and values of their first ``length`` tokens: equal tokens may have others, where they come
@@ -168,13 +180,7 @@ class Session:
         self._found.clear()
         self.prefix_lens.zero_()
 
-    def set_slots(
-        self,
-        slots: Tensor,
-        deep: Tensor | None,
-        adapters: SlotAdapters | None = None,
-        prefix: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
+    def set_slots(self, slots: Tensor, deep: Tensor | None, adapters: SlotAdapters | None = None) -> None:
         """Sets the look-ahead embeddings of the next calls. After a first call their number is fixed, because recorded calls
         read the same buffers.
 
@@ -182,21 +188,14 @@ class Session:
             slots: ``[L, d]``.
             deep: ``[layers, L, d]``, vectors that slots add to the input of every layer; None: none.
             adapters: of the linear layers, for the rows of slots; None: none.
-            prefix: learned keys and values ``[layers, P, KV heads, D]`` that rows of slots attend to; None: none.
         """
-        learned = None if prefix is None else SlotPrefix.of(prefix, self.slots)
-        if learned is not None and self.model.logit_shards is not None:
-            raise ValueError(
-                f"{self.model.name}: look-ahead slots with learned keys and values (prefix_keys) cannot be used under tensor "
-                "parallelism, where each rank has some of the heads; use slots without"
-            )
         is_shared = self.slots.is_cpu  # no recorded call reads this session's own copies
         place = PlacedAdapters.shared if is_shared else PlacedAdapters.of
         placed = None if adapters is None else place(adapters, len(slots), self.slots)
         if placed is not None:
             self.model.check_adapters(placed)
         if not self.caches:  # copies: later embeddings are written into them
-            self.adapters, self.prefix = placed, learned
+            self.adapters = placed
             self.slots = slots.to(self.slots, copy=True)
             self.deep = None if deep is None else deep.to(self.slots, copy=True)
             return
@@ -208,18 +207,10 @@ class Session:
             raise ValueError("this session and the method differ in whether slots have adapters")
         if placed is not None and self.adapters is not None and not self.adapters.has_shapes_of(placed):
             raise ValueError("this session and the method differ in the places, ranks or scale of the slots' adapters")
-        if (learned is None) != (self.prefix is None):
-            raise ValueError("this session and the method differ in whether slots have learned keys and values")
-        if learned is not None and self.prefix is not None and not self.prefix.has_shapes_of(learned):
-            raise ValueError(
-                "this session and the method differ in the number or sizes of the slots' learned keys and values"
-            )
         if is_shared:
             self.adapters = placed
         elif placed is not None and self.adapters is not None:
             self.adapters.copy_(placed)
-        if learned is not None and self.prefix is not None:
-            self.prefix.copy_(learned)
         self.slots.copy_(slots)
         if self.deep is not None and deep is not None:
             self.deep.copy_(deep)
@@ -236,6 +227,7 @@ class Session:
         first = not self.caches
         if not past or (not first and len(past) != len(self.caches)):
             raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
+        self._hold(min(length, self.room))
         for layer, pair in enumerate(past):
             for x in pair:
                 if x.dim() != 4 or x.shape[0] != self.requests or x.shape[1] < length:
@@ -260,7 +252,7 @@ class Session:
 
     def add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
         """Allocates the caches of a layer for rows like these, ``[N, KV heads, padded D]``."""
-        layer, shape = len(self.caches), (self.requests, self.room, *keys.shape[1:])
+        layer, shape = len(self.caches), (self.requests, self._positions, *keys.shape[1:])
         self.head_dims.append(dims)
         is_alike = keys.shape == values.shape and keys.dtype == values.dtype
         if layer == 0 and is_alike and self.model.layers is not None:
@@ -276,7 +268,7 @@ class Session:
             self.caches.append((stack[2 * layer], stack[2 * layer + 1]))
             return
         self._stack = None  # the layers before keep their parts of it
-        room = self.requests, self.room
+        room = self.requests, self._positions
         self.caches.append(
             (
                 keys.new_empty(*room, *keys.shape[1:], device=self.device),

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import functional as F
 
-from pass_ext.decoding.session.slot_prefix import RowPrefix
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 from pass_ext.tree import PackedTrees
 
@@ -44,7 +43,6 @@ class StepAttention:
         is_first: the session has no caches yet; this call makes them.
         room: text positions that the caches hold.
         found: what earlier calls found out about the model that still holds; None: nothing does.
-        prefix: learned keys and values that rows of this call attend to; None: none does.
         slot_rows: how many rows are look-ahead slots'; 0 where the host does not know it.
     """
 
@@ -53,12 +51,10 @@ class StepAttention:
         session: Caches,
         trees: PackedTrees,
         found: dict[object, bool] | None = None,
-        prefix: RowPrefix | None = None,
         ids: Tensor | None = None,
     ) -> None:
         self.layers = 0
         self.found = found
-        self.prefix = prefix
         self.is_first = not session.caches
         self.room = session.room
         self._session, self._trees = session, trees
@@ -96,23 +92,19 @@ class StepAttention:
         session.check_rows(layer, k, v)
         self._new += k, v
         self.layers += 1
-        out, lse = attention_tree(
+        out, _ = attention_tree(
             q, *session.caches[layer], session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
             k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
             window=window,
         )  # fmt: skip
-        if self.prefix is not None:
-            out = self.prefix.merged(layer, q, k, v, dims, out, lse, scale=scale, softcap=softcap)
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
-        """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches, or keys that slots learned, are
-        not of so many layers with keys ``[N, KV heads, D]`` in the dtype of these rows. A first call makes the caches."""
+        """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with
+        keys ``[N, KV heads, D]`` in the dtype of these rows. A first call makes the caches."""
         session, trees = self._session, self._trees
         if self.layers or head_dim not in HEAD_DIMS:
             return None
-        if self.prefix is not None and not self.prefix.has_rows_of(layers, heads, head_dim, rows.dtype):
-            return None  # the layers, one by one, say what does not fit, or pad
         if self.is_first:
             keys = rows.new_empty(0, heads, head_dim)
             for _ in range(layers):

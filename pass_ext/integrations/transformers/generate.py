@@ -21,6 +21,7 @@ from pass_ext.decoding.requests.node_processor import NodeProcessor
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar.processors import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
+from pass_ext.integrations.transformers.dropped import Continued, dropped_arguments
 from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters
 from pass_ext.integrations.transformers.step_rows import step_logits, step_scores
 
@@ -35,10 +36,17 @@ _KNOWN = {
     "cache_position",
     "return_dict",
 }
+# What selects transformers' assisted decoding -> what says the same here.
+_ASSISTED = {
+    "assistant_model": "custom_generate(pass_ext.Speculative(assistant_model))",
+    "prompt_lookup_num_tokens": "custom_generate(pass_ext.NGram(tokens=…))",
+    "assistant_early_exit": "custom_generate(pass_ext.Speculative(pass_ext.EarlyExitDraft(model, layers=…)))",
+    "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
+}
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _ROW_OUTPUTS = ("output_scores", "output_logits")
-_FULL_LAYERS = {"DynamicLayer", "StaticLayer"}
-_SLIDING_LAYERS = {"DynamicSlidingWindowLayer", "StaticSlidingWindowLayer"}
+_FULL_LAYERS = ("DynamicLayer", "StaticLayer")
+_SLIDING_LAYERS = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 
 
 class CustomGenerate:
@@ -56,10 +64,8 @@ class CustomGenerate:
         seeds: one for all prompts (the k-th of ``num_return_sequences`` gets ``seeds + k``), or one for each row.
             ``model.generate(..., seeds=...)`` overrides it.
         generator: draws seeds if none are given.
-        streamer: gets the new tokens. transformers gives a ``streamer=`` the prompt, then drops it without an error:
-            pass the streamer here, or as ``model.generate(..., pass_ext_streamer=...)``.
 
-    transformers also drops ``tokenizer=``: instead of ``stop_strings=`` give
+    transformers drops ``tokenizer=``: instead of ``stop_strings=`` give
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. Criteria run after each token on one text at a time; logits
     processors run on every candidate, so they must not store state between calls. Those of xgrammar and outlines that hold a
     grammar are replaced by the grammar itself, as ``generate(grammar=...)`` takes it.
@@ -72,11 +78,10 @@ class CustomGenerate:
         rule: str = "coupled",
         seeds: int | Sequence[int] | Tensor | None = None,
         generator: torch.Generator | None = None,
-        streamer: Any = None,
     ) -> None:
         self.method: Method | DraftingMethod = Plain() if method is None else method
         self.stats: GenerationStats | None = None
-        self._rule, self._seeds, self._generator, self._streamer = rule, seeds, generator, streamer
+        self._rule, self._seeds, self._generator = rule, seeds, generator
 
     def __call__(
         self,
@@ -86,15 +91,16 @@ class CustomGenerate:
         stopping_criteria: Sequence[Any] = (),
         generation_config: Any = None,
         seeds: int | Sequence[int] | Tensor | None = None,
-        pass_ext_streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decodes with the arguments that transformers prepared; ``seeds`` and ``pass_ext_streamer`` come from ``generate``."""
+        """Decodes with the arguments that transformers prepared; ``seeds`` come from ``generate``."""
         from transformers import GenerationConfig
 
         _refuse_shared_weights(model)
         packed_model(model)  # an unsupported model raises before its cache does
-        _refuse(generation_config, model_kwargs)
+        dropped = dropped_arguments()
+        _refuse(generation_config, model_kwargs, dropped)
+        streamer = dropped.get("streamer")
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
         _check_prompt(input_ids, mask, model_kwargs.get("position_ids"), generation_config)
@@ -125,7 +131,7 @@ class CustomGenerate:
             rule=self._rule,
             eos_token_id=sorted(end_tokens),
             pad_token_id=None if pad is None else int(pad),
-            streamer=self._streamer if pass_ext_streamer is None else pass_ext_streamer,
+            streamer=None if streamer is None else Continued(streamer),
             stopping=NodeCriteria(criteria, padding) if criteria else None,
             logits_processor=NodeProcessor(processors, padding) if processors else None,
             grammar=grammars,
@@ -173,8 +179,20 @@ def _refuse_shared_weights(model: Any) -> None:
         )
 
 
-def _refuse(config: Any, model_kwargs: dict[str, Any]) -> None:
+def _refuse(config: Any, model_kwargs: dict[str, Any], dropped: dict[str, Any]) -> None:
     """Raises for settings and model inputs that are not supported."""
+    for name, instead in _ASSISTED.items():
+        value = getattr(config, name, None) if dropped.get(name) is None else dropped[name]
+        if value is not None and value is not False:
+            came = value if isinstance(value, int) else type(value).__name__
+            raise ValueError(f"custom_generate: {name} is not implemented, got {came}; give {instead}")
+    if dropped.get("synced_gpus"):
+        raise ValueError(
+            "custom_generate: synced_gpus must be False: ranks call the model as often as their own texts need, got True"
+        )
+    for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
+        if dropped.get(name) is not None:
+            raise ValueError(f"custom_generate: {name} is not implemented, got {type(dropped[name]).__name__}")
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise ValueError(f"custom_generate: the arguments must select greedy_search or sample, got {mode}")
@@ -246,20 +264,21 @@ def _other_cache_format(model: Any) -> str:
 
 def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) -> bool:
     """True if the caller has the cache after the call. Raises for caches that cannot store keys and values unchanged."""
-    if not hasattr(cache, "layers") or getattr(cache, "offloading", False):
+    from transformers import DynamicCache, StaticCache, cache_utils
+
+    if type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False):
         raise ValueError(
-            f"custom_generate: past_key_values must be a DynamicCache or StaticCache without offloading, got "
-            f"{type(cache).__name__}"
+            "custom_generate: past_key_values must be a DynamicCache or StaticCache itself (keys and values do not go through "
+            f"update), without offloading, got {type(cache).__name__}"
         )
-    kinds = {type(layer).__name__ for layer in cache.layers}
-    if not kinds <= _FULL_LAYERS | _SLIDING_LAYERS:
-        raise ValueError(f"custom_generate: a cache of {', '.join(sorted(kinds))} is not supported; use a DynamicCache")
     for layer in cache.layers:
+        if type(layer) not in [getattr(cache_utils, name) for name in _FULL_LAYERS + _SLIDING_LAYERS]:
+            raise ValueError(f"custom_generate: a cache of {type(layer).__name__} is not supported; use a DynamicCache")
         room = getattr(layer, "max_cache_len", columns)
         if type(layer).__name__ == "StaticLayer" and room < columns:
             raise ValueError(f"custom_generate: the static cache must have room for {columns} tokens, got {room}")
     is_users = getattr(cache, "_is_user_defined", None)
-    if kinds & _SLIDING_LAYERS:
+    if any(type(layer).__name__ in _SLIDING_LAYERS for layer in cache.layers):
         if is_users or int(cache.get_seq_length()):
             raise ValueError(
                 "custom_generate: past_key_values must hold all keys, got layers that hold a sliding window only; give "

@@ -1,9 +1,9 @@
 """``generate``: runs for ``model.generate(custom_generate="path")``, the path being ``hub_folder()`` or its copy on the Hub.
 
     method = named_method(method, method_settings, slots, assistant_model)
-    result = model.generate(custom_generate=CustomGenerate(method, rule, seeds, streamer), everything else)
+    result = model.generate(custom_generate=CustomGenerate(method, rule, seeds), everything else)
 
-transformers passes all arguments of the call to such a folder, also those that it drops for a callable: streamer, tokenizer,
+transformers passes all arguments of the call to such a folder, also those that it drops for a callable: tokenizer,
 assistant_model.
 """
 
@@ -53,15 +53,11 @@ def generate(
     rule: str = "coupled",
     seeds: int | Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
-    streamer: Any = None,
     assistant_model: Any = None,
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
     stopping_criteria: Sequence[Any] | None = None,
-    synced_gpus: bool | None = None,
-    negative_prompt_ids: Tensor | None = None,
-    negative_prompt_attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> Any:
     """Takes the arguments of ``model.generate`` and gives its result; refuses by name what pass_ext cannot do.
@@ -74,21 +70,11 @@ def generate(
         assistant_model: the draft model; with ``tokenizer`` and ``assistant_tokenizer``, which are refused if they disagree.
     """
     _refuse_assisted(arguments, generation_config)
-    if synced_gpus:
-        raise ValueError(
-            "custom_generate: synced_gpus must be False: ranks call the model as often as their own texts need, got True"
-        )
-    for name, value in (
-        ("negative_prompt_ids", negative_prompt_ids),
-        ("negative_prompt_attention_mask", negative_prompt_attention_mask),
-    ):
-        if value is not None:
-            raise ValueError(f"custom_generate: {name} is not implemented, got {type(value).__name__}")
     tokenizers = _tokenizers(tokenizer, assistant_tokenizer, assistant_model)
     drafting = named_method(
         method, method_settings, slots=slots, assistant_model=assistant_model, tokenizers=tokenizers
     )
-    loop = CustomGenerate(drafting, rule=rule, seeds=seeds, generator=generator, streamer=streamer)
+    loop = CustomGenerate(drafting, rule=rule, seeds=seeds, generator=generator)
     generation_config, stopping_criteria = _without_stop_strings(
         stop_strings, generation_config, stopping_criteria, tokenizer
     )

@@ -22,11 +22,12 @@ def register() -> None:
         if refusal:
             LOG.warning("%s; nothing is replaced", refusal)
             return
-        from pass_ext.integrations.vllm import draft_counters
+        from pass_ext.integrations.vllm import draft_counters, refusals
         from pass_ext.integrations.vllm.sampling import worker
 
         worker.replace_at_start()
         draft_counters.replace_counters()
+        refusals.refuse_at_start()
     except Exception as error:  # an engine must not die from a plugin
         LOG.warning("pass_ext: nothing is replaced, because %s: %s", type(error).__name__, error)
 

@@ -24,8 +24,9 @@ from torch import nn
 from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.integrations.vllm.draft_length import DraftLength
+from pass_ext.integrations.vllm.refusals import checked_slots
 from pass_ext.integrations.vllm.sampling.runner_v1 import is_replaced
-from pass_ext.integrations.vllm.settings import KEY, Settings
+from pass_ext.integrations.vllm.settings import Settings
 from pass_ext.integrations.vllm.slot_rows import SlotRows
 from pass_ext.integrations.vllm.step import SampledStep
 from pass_ext.integrations.vllm.versions import LOG
@@ -48,20 +49,13 @@ class PaSS:
                 "PaSS: needs PASS_EXT_VLLM=on: pass_ext's accept step rejects its slots, and hands over the logits behind them"
             )
         self._settings = Settings.of(vllm_config)
-        refuse(vllm_config, self._settings)
+        self._lookahead = checked_slots(vllm_config, self._settings)
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         self._most_rows: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._layers: int = vllm_config.model_config.hf_text_config.num_hidden_layers
         self._most_drafts: int = vllm_config.speculative_config.num_speculative_tokens
-        self._lookahead = LookaheadEmbedding.from_pretrained(self._settings.slots)
         # Part of vLLM's key of compiled code, which may have the slots' vectors in it.
         vllm_config.additional_config["pass_ext_slots"] = _digest(self._lookahead)
-        slots = self._lookahead.num_lookahead
-        if self._most_drafts > 2 * slots:
-            raise ValueError(
-                f"PaSS: num_speculative_tokens must be at most {2 * slots}, a guess and a place for each slot of "
-                f"{self._settings.slots!r}, got {self._most_drafts}"
-            )
         lengths = {0, *(max(2, self._most_drafts >> halvings) for halvings in range(5)), self._most_drafts}
         self._length = (
             DraftLength([length for length in lengths if length <= self._most_drafts]) if self._settings.pause else None
@@ -163,34 +157,3 @@ def _digest(lookahead: LookaheadEmbedding) -> str:
     for parameter in lookahead.parameters():
         digest.update(parameter.detach().float().numpy().tobytes())
     return digest.hexdigest()
-
-
-def refuse(vllm_config: Any, settings: Settings) -> None:
-    """Raises ValueError for the first option that PaSS cannot honour, with its name and the reason."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    refused = {
-        f"an empty additional_config[{KEY!r}]['slots']": (
-            not settings.slots,
-            "they name look-ahead embeddings or a file",
-        ),
-        "pipeline_parallel_size": (
-            parallel.pipeline_parallel_size > 1,
-            "slots enter on the first stage and guess on the last",
-        ),
-        "enable_dbo": (parallel.use_ubatching, "both halves of a batch would note their slots in one place"),
-        "num_speculative_tokens_per_batch_size": (
-            vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None,
-            "PaSS chooses its lengths itself",
-        ),
-        "lora_config": (vllm_config.lora_config is not None, "slots belong to one model, and an adapter makes another"),
-        "enable_prompt_embeds": (model.enable_prompt_embeds, "slots are ids, and embeddings have none"),
-        "multimodal models": (model.is_multimodal_model, "slots are ids, and these models take embeddings"),
-        "encoder-decoder models": (model.is_encoder_decoder, "slots were never trained for them"),
-        "models with recurrent layers": (
-            model.is_hybrid or model.is_attention_free,
-            "a slot would change the state that later tokens read",
-        ),
-    }
-    for option, (is_given, reason) in refused.items():
-        if is_given:
-            raise ValueError(f"PaSS: not with {option}: {reason}")

@@ -28,9 +28,9 @@ class Settings:
     pause: bool = True
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Settings:
-        """The settings in a ``VllmConfig``; ValueError for a name or value that is not known."""
-        additional = vllm_config.additional_config
+    def of(cls, config: Any) -> Settings:
+        """The settings in a ``VllmConfig`` or ``EngineArgs``; ValueError for a name or value that is not known."""
+        additional = config.additional_config
         values = additional.get(KEY, {}) if isinstance(additional, dict) else {}
         if not isinstance(values, dict):
             raise ValueError(f"additional_config[{KEY!r}] must be an object, got {values!r}")

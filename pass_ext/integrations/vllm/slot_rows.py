@@ -46,22 +46,8 @@ class SlotRows:
             self._slots = torch.zeros(most_rows, dtype=torch.int32, device=like.device)
             self._rows = _behind_zeros(lookahead.weight, self.table)
             self._deep = None if lookahead.deep is None else _behind_zeros(lookahead.deep, self.table)
-        if lookahead.adapters is not None:
-            raise ValueError(
-                "PaSS: these look-ahead slots have adapters, which pass_ext does not add to vLLM's layers: use slots without"
-            )
-        if lookahead.prefix is not None:
-            raise ValueError(
-                "PaSS: these look-ahead slots have learned keys and values (prefix_keys), which pass_ext does not add to "
-                "vLLM's attention: use slots without"
-            )
         if lookahead.deep is not None:
-            decoder = layer_list(model, layers)
-            if lookahead.deep_layers != layers:
-                raise ValueError(
-                    f"PaSS: the slots have vectors for {lookahead.deep_layers} layers, and the model has {layers}"
-                )
-            for index, layer in enumerate(decoder):
+            for index, layer in enumerate(layer_list(model, layers)):
                 layer.register_forward_pre_hook(self._shifted(index), with_kwargs=True)
         model.register_forward_pre_hook(self._noted, with_kwargs=True)
         embedding.register_forward_pre_hook(self._known)

@@ -74,3 +74,23 @@ def seeds_for(
     if seeds is None:
         return torch.randint(-(2**63), 2**63 - 1, (rows,), device=device, generator=generator)
     return parameter_tensor(op, "seeds", seeds, rows, torch.int64, device)
+
+
+def is_greedy(temperature: Parameter) -> bool:
+    """True if the host knows that all rows are greedy: no temperature, or numbers that are 0 or below."""
+    if temperature is None:
+        return True
+    if isinstance(temperature, Tensor):
+        return False
+    numbers: Sequence[float] = temperature if isinstance(temperature, Sequence) else [temperature]
+    return all(not number > 0 for number in numbers)
+
+
+def check_positions(function: str, seeds: Parameter, positions: Parameter, *, draws: bool) -> None:
+    """Raises ValueError for seeds without positions where noise is drawn: it would be the same at every step."""
+    if draws and seeds is not None and positions is None:
+        raise ValueError(
+            f"{function}: positions must be given with seeds unless the temperature is 0, because the same seeds give the same "
+            "noise wherever a text is, got None; pass the text position of the token that is drawn next, for each request the "
+            "number of tokens that its text has so far"
+        )

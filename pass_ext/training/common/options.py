@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from pass_ext.training.common.documents import Document, read_documents
 
@@ -17,9 +19,23 @@ _TEXT_LEAST = {"sample_tokens": 1, "continuations": 0, "own_chats": 0, "held_out
 _Settings = TypeVar("_Settings")
 
 
+def adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
+    """``parser.add_argument``, where the help of every option that may be left out ends with its default."""
+
+    def add(option: str, *, help: str = "", **how: Any) -> None:
+        default = how.get("default", False if how.get("action") == "store_true" else None)
+        words = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
+        shown = {"False": "off", "None": "none", "": "none"}.get(words, words)
+        if not how.get("required") and "default:" not in help:
+            help = "; ".join(filter(None, (help, f"default: {shown}")))
+        parser.add_argument(option, help=help, **how)
+
+    return add
+
+
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the folder, and the text."""
-    add = parser.add_argument
+    add = adder(parser)
     add("--model", required=True, help="a GGUF file, or a transformers model folder or name; it stays as it is")
     add("--out", required=True, help="folder for checkpoints, samples and results; a run that stopped goes on from it")
     add(
@@ -47,9 +63,9 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, name: str, models: str = "the frozen model") -> None:
     """The seed, the device, and the result's name, which is ``name`` where the user gives none."""
-    add = parser.add_argument
-    add("--seed", type=int, default=0)
-    add("--device", default="cpu")
+    add = adder(parser)
+    add("--seed", type=int, default=0, help="of samples, windows, places and the start")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N")
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -59,15 +75,13 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, name: str, models: str
     add(
         "--name",
         default=name,
-        help=f"of the result: NAME.safetensors, .json, .md and .svg in --out; default: {name}",
+        help="of the result: NAME.safetensors, .json, .md and .svg in --out",
     )
 
 
 def add_sample_share(parser: argparse.ArgumentParser, parts: str) -> None:
     """--sample-share, for commands whose ``parts`` (windows, texts) come from samples and from documents."""
-    parser.add_argument(
-        "--sample-share", type=float, default=0.75, help=f"part of the training {parts} that is sampled"
-    )
+    adder(parser)("--sample-share", type=float, default=0.75, help=f"part of the training {parts} that is sampled")
 
 
 def check_least(options: argparse.Namespace, least: Mapping[str, float]) -> None:
@@ -91,13 +105,33 @@ def check_packages() -> None:
 
 
 def check_text_arguments(options: argparse.Namespace) -> None:
-    """Refuses a run without text, prefixes without documents, and a file of instructions that does not exist."""
+    """Refuses a run without text, prefixes without documents, a file of instructions that does not exist, and a seed, device,
+    name or folder that there cannot be."""
+    if not 0 <= options.seed < 1 << 32:
+        raise SystemExit(f"--seed must be from 0 to {(1 << 32) - 1}, got {options.seed}")
+    _check_device(options.device)
+    if options.name is not None and (not options.name or Path(options.name).name != options.name):
+        raise SystemExit(f"--name must be a file's name without its ending, got {options.name!r}")
+    try:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--out must be a folder that can be written, got {options.out!r}: {error}") from error
     if not options.data and not options.self_distill and not options.own_chats:
         raise SystemExit("nothing to train on: give --data FILES, --self-distill PROMPTS or --own-chats N")
     if options.continuations and not options.data:
         raise SystemExit("--continuations takes its prefixes from --data, which is not given")
     if options.self_distill and not _instructions_file(options.self_distill).is_file():
         raise SystemExit(f"--self-distill names {options.self_distill!r}, and there is no such file")
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # the second from a torch without CUDA
+        reason = str(error).partition("\n")[0]
+        raise SystemExit(
+            f"--device must be one that torch can use here, as cpu or cuda, got {name!r}: {reason}"
+        ) from error
 
 
 def _instructions_file(name: str) -> Path:
@@ -110,9 +144,16 @@ def read_texts(options: argparse.Namespace) -> tuple[list[Document], list[str]]:
         documents = read_documents(options.data)
     except FileNotFoundError as error:
         raise SystemExit(str(error)) from error
+    except OSError as error:
+        raise SystemExit(f"--data has a file that cannot be read: {error}") from error
     if options.data and not documents:
         raise SystemExit(f"--data holds no .py, .txt, .md or .rst text: {' '.join(options.data)}")
-    prompts = _instructions_file(options.self_distill).read_text() if options.self_distill else ""
+    try:
+        prompts = _instructions_file(options.self_distill).read_text(encoding="utf-8") if options.self_distill else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(
+            f"--self-distill must be a text file in UTF-8, got {options.self_distill!r}: {error}"
+        ) from error
     return documents, [line.strip() for line in prompts.splitlines() if line.strip()]
 
 

@@ -58,8 +58,9 @@ def plan_batches(
     held_out: int,
     prefix_tokens: int,
     seed: int,
-) -> list[Batch]:
-    """All batches of a run: held-out prompts first (at most ``held_out`` of a kind), then the training ones, kinds mixed."""
+) -> tuple[list[Batch], list[Batch]]:
+    """The training batches of a run, kinds mixed, and those of held-out prompts, at most ``held_out`` of a kind. That number
+    decides nothing about the training ones."""
     chooser = random.Random(seed)
     chats = [(line, _chat_ids(tokenizer, line)) for line in instructions]
     evaluated: list[Batch] = []
@@ -77,7 +78,7 @@ def plan_batches(
     trained.append(_batches("chat", [(name, []) for name in names]))
     longest = max(map(len, trained), default=0)
     mixed = [batches[turn] for turn in range(longest) for batches in trained if turn < len(batches)]
-    return evaluated + mixed
+    return mixed, evaluated
 
 
 def _batches(kind: str, prompts: list[tuple[str, list[int]]], *, greedy: bool = False) -> list[Batch]:
@@ -114,11 +115,19 @@ def _chat_ids(tokenizer: Any, instruction: str) -> list[int]:
 
 
 def collect(
-    model: Any, tokenizer: Any, batches: Sequence[Batch], path: Path, *, name: str, new_tokens: int, seed: int
+    model: Any,
+    tokenizer: Any,
+    batches: Sequence[Batch],
+    path: Path,
+    *,
+    name: str,
+    new_tokens: int,
+    seed: int,
+    replaces: bool = False,
 ) -> Iterator[list[Sample]]:
     """Yields every batch's samples: read from ``path`` if it has them, else sampled and appended.
 
-    ``name`` is the model's, for the header.
+    ``name`` is the model's, for the header. Samples of other settings are refused, or with ``replaces`` written anew.
     """
     stop = frozenset(_stop_ids(model))
     frame = _chat_frame(tokenizer) if any(not all(batch.prompts) for batch in batches) else ([], [])
@@ -134,6 +143,8 @@ def collect(
     written = path.read_bytes() if path.exists() else b""
     whole = written[: written.rfind(b"\n") + 1]  # a run that was stopped while writing left a part of a line behind it
     lines = whole.splitlines()
+    if replaces and lines and lines[0] != json.dumps(header).encode():
+        lines = []
     if lines:
         _check_header(path, lines[0], header)
         with path.open("r+b") as file:

@@ -52,6 +52,13 @@ def facts_of(run: Run, module: Any, data: dict[str, str], **others: Any) -> dict
     }
 
 
+def save_before_evaluation(run: Run, module: Any, facts: dict[str, Any]) -> None:
+    """Writes the module with what is known before its evaluation, which may fail or be stopped."""
+    module.training_record = facts
+    module.save(_file(run, ".safetensors"))
+    run.console.print(f"written, not yet evaluated: {_file(run, '.safetensors')}", markup=False, soft_wrap=True)
+
+
 def save_result(
     run: Run,
     module: Any,
@@ -64,18 +71,21 @@ def save_result(
 
     ``card(name, facts, picture's file)`` is Markdown; ``draw_beside(axes)`` draws a second panel right of the losses.
     """
-    name = run.options.name
-    result, record, text, picture = (run.out / f"{name}{end}" for end in (".safetensors", ".json", ".md", ".svg"))
+    result, record, text, picture = (_file(run, end) for end in (".safetensors", ".json", ".md", ".svg"))
     module.training_record = facts
     module.save(result)
     record.write_text(json.dumps({**facts, "losses": [round(loss, 4) for loss in losses]}, indent=1) + "\n")
-    text.write_text(card(name, facts, picture.name))
+    text.write_text(card(run.options.name, facts, picture.name))
     save_picture(losses, picture, draw_beside)
     run.console.print(text.read_text(), markup=False)
     for line in (facts.get("summary"), f"written: {result}"):
         if line is not None:
-            run.console.print(line)
+            run.console.print(line, markup=False, soft_wrap=True)
     return result
+
+
+def _file(run: Run, end: str) -> Path:
+    return run.out / f"{run.options.name}{end}"
 
 
 # ---- the card ----

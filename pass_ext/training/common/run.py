@@ -21,6 +21,9 @@ from pass_ext.training.common.documents import Document, fingerprint, is_held_ou
 from pass_ext.training.common.frozen_model import load_frozen, weights_digest
 from pass_ext.training.common.options import check_packages, read_texts
 from pass_ext.training.common.own_texts import Sample, collect, plan_batches
+from pass_ext.training.common.steps import watched
+
+_HELD_OUT = "held out"
 
 
 class Texts(NamedTuple):
@@ -66,15 +69,15 @@ class Run:
         return Texts(documents, training, held_out, _description(self.documents, documents, training, held_out))
 
     def identity(self, texts: Texts, **settings: Any) -> str:
-        """A JSON line of all that decides what is kept in the folder: another model, other data or settings differ in it."""
+        """A JSON line of all that decides what is kept in the folder: another model, other data or settings differ in it. What
+        is held out decides nothing but the evaluation."""
         model = {"model": Path(self.options.model).name, "weights": weights_digest(self.model)}
-        return json.dumps({**settings, **model, "dtype": self.options.dtype, "data": texts.description})
+        data = {name: text for name, text in texts.description.items() if name != _HELD_OUT}
+        return json.dumps({**settings, **model, "dtype": self.options.dtype, "data": data})
 
     def _samples(self) -> list[Sample]:
-        from rich.progress import track
-
         options = self.options
-        batches = plan_batches(
+        training, held_out = plan_batches(
             self.tokenizer,
             self.documents,
             self.instructions,
@@ -84,19 +87,15 @@ class Run:
             prefix_tokens=min(48, options.length // 2),
             seed=options.seed,
         )
-        if not batches:
-            return []
-        written = collect(
-            self.model,
-            self.tokenizer,
-            batches,
-            self.out / "samples.jsonl",
-            name=Path(options.model).name,
-            new_tokens=options.sample_tokens,
-            seed=options.seed,
-        )
-        shown = track(written, description="sampling", total=len(batches), console=self.console)
-        return [sample for batch in shown for sample in batch]
+        settings = {"name": Path(options.model).name, "new_tokens": options.sample_tokens, "seed": options.seed}
+        samples: list[Sample] = []
+        for name, batches, replaces in (("samples", training, False), ("held-out", held_out, True)):
+            if batches:
+                file = self.out / f"{name}.jsonl"
+                written = collect(self.model, self.tokenizer, batches, file, **settings, replaces=replaces)
+                for batch in watched(self.console, f"sampling, batches of {name}", written, len(batches)):
+                    samples += batch
+        return samples
 
 
 def load_run(options: argparse.Namespace, command: Sequence[str]) -> Run:
@@ -117,7 +116,7 @@ def _description(
         "documents": f"{len(texts)} ({sum(len(document.text) for document in texts):,} characters), SHA-256 "
         f"{fingerprint(texts)}",
         "own samples": f"{len(samples)} ({_written(samples):,} tokens), SHA-256 {_digest(samples)}",
-        "held out": f"{len(documents) - len(texts)} documents and {len(held_out)} samples "
+        _HELD_OUT: f"{len(documents) - len(texts)} documents and {len(held_out)} samples "
         f"({_written(held_out):,} tokens), by the SHA-256 of their names",
     }
 

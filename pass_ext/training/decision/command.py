@@ -23,7 +23,7 @@ AT_LEAST = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     shared.add_text_arguments(parser)
-    add = parser.add_argument
+    add = shared.adder(parser)
     add(
         "--draft",
         required=True,
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--temperature",
         type=float,
-        help="of the distributions whose acceptance the hidden kind foretells; default 1; 0: of greedy drafts",
+        help="of the distributions whose acceptance the hidden kind foretells; 0: of greedy drafts; default: 1, for entropy 0",
     )
     add("--epochs", type=int, default=10)
     add("--batch", type=int, default=256, help="places a step")
@@ -99,8 +99,10 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
     from pass_ext.training.common.run import load_run
+    from pass_ext.training.common.steps import ended_by_ctrl_c
     from pass_ext.training.decision.pipeline import train
 
-    run = load_run(options, command)
-    draft = load_draft(options.draft, run.model, run.tokenizer, getattr(torch, options.dtype))
-    return train(run, draft.to(options.device) if hasattr(draft, "to") else draft)
+    with ended_by_ctrl_c(options.out):
+        run = load_run(options, command)
+        draft = load_draft(options.draft, run.model, run.tokenizer, getattr(torch, options.dtype))
+        return train(run, draft.to(options.device) if hasattr(draft, "to") else draft)

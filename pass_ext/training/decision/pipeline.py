@@ -12,9 +12,9 @@ import torch
 
 from pass_ext.modules.decision import DecisionModel
 from pass_ext.training.common.own_texts import Sample
-from pass_ext.training.common.record import facts_of, save_result
+from pass_ext.training.common.record import facts_of, save_before_evaluation, save_result
 from pass_ext.training.common.run import Run
-from pass_ext.training.common.steps import take_steps
+from pass_ext.training.common.steps import take_steps, watched
 from pass_ext.training.common.windows import Windows, even_places, windows_of
 from pass_ext.training.decision import record
 from pass_ext.training.decision.chains import Chains, read_chains
@@ -33,10 +33,9 @@ def train(run: Run, draft_model: Any) -> Path:
     started = time.monotonic()
     options, texts = run.options, run.texts()
     windows = windows_of(run, texts, batch=1, anchors=options.places, lookahead=0)
-    run.console.print(f"the draft's rows of {options.texts} texts …")
     with reading(run.model, draft_model, hidden=options.kind == "hidden") as pair:
         decision = _start(run, pair)
-        shown = _shown(run, _training_texts(windows, options.texts), options.texts, "reading")
+        shown = watched(run.console, "reading, texts", _training_texts(windows, options.texts), options.texts)
         places = read_places(pair, shown, decision.features, options.temperature)
         trainer = _trainer(options, decision, places)
         take_steps(trainer, run.console)
@@ -46,22 +45,22 @@ def train(run: Run, draft_model: Any) -> Path:
                 options, [(text.ids, 0, text.kind) for text in _training_texts(windows, _THRESHOLD_TEXTS)]
             )
             decision.threshold = best_threshold(_chains(options, pair, some, decision), options.draft_cost)
-        run.console.print(f"evaluating on {len(texts.held_out)} held-out texts …")
+        texts.description["places"] = (
+            f"{len(places.labels):,} of {options.texts} texts, mean label {float(places.labels.mean()):.3f}"
+        )
+        facts = facts_of(
+            run,
+            decision,
+            texts.description,
+            draft_model=decision.draft_model,
+            settings={name: getattr(options, name) for name in _SETTINGS},
+            steps=trainer.step,
+            evaluation={"places": 0},
+        )
+        save_before_evaluation(run, decision, facts)
         evaluation = _evaluation(run, pair, decision, texts.held_out)
-    texts.description["places"] = (
-        f"{len(places.labels):,} of {options.texts} texts, mean label {float(places.labels.mean()):.3f}"
-    )
-    facts = facts_of(
-        run,
-        decision,
-        texts.description,
-        draft_model=decision.draft_model,
-        settings={name: getattr(options, name) for name in _SETTINGS},
-        steps=trainer.step,
-        seconds=round(time.monotonic() - started, 1),
-        evaluation=evaluation,
-        summary=summary(evaluation),
-    )
+    seconds = round(time.monotonic() - started, 1)
+    facts |= {"seconds": seconds, "evaluation": evaluation, "summary": summary(evaluation)}
     return save_result(run, decision, facts, trainer.losses, record.card, record.chains_panel(evaluation))
 
 
@@ -109,8 +108,9 @@ def _chain_texts(options: argparse.Namespace, texts: Iterable[tuple[torch.Tensor
     chain_texts = []
     for ids, prompt_tokens, kind in texts:
         ids = ids[: MAX_TREE_NODES - options.levels * options.evaluation_places]
-        places = torch.arange(max(prompt_tokens - 1, 0), len(ids) - 1)
-        if len(places):
+        first, behind = max(prompt_tokens - 1, 0), len(ids) - 1
+        if first < behind:
+            places = torch.arange(first, behind)
             chain_texts.append(Text(ids, even_places(places, options.evaluation_places), kind))
     return chain_texts
 
@@ -131,16 +131,10 @@ def _evaluation(run: Run, pair: Pair, decision: DecisionModel, held_out: Sequenc
         return {"places": 0, "texts": 0}
     places = read_places(pair, texts, decision.features, options.temperature)
     scores = scores_of(decision, places.features)
-    chains = _chains(options, pair, _shown(run, texts, len(texts), "drafting"), decision)
+    chains = _chains(options, pair, watched(run.console, "evaluating, held-out texts", texts, len(texts)), decision)
     return {
         "texts": len(texts),
         "temperatures": sorted({sample.temperature for sample in held_out}),
         **places_report(scores, places.labels, places.kinds, decision.threshold),
         "chains": chains_report(chains, decision.threshold, options.draft_cost),
     }
-
-
-def _shown(run: Run, items: Iterable[Any], total: int, description: str) -> Iterable[Any]:
-    from rich.progress import track
-
-    return track(items, description=description, total=total, console=run.console)

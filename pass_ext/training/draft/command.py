@@ -17,7 +17,7 @@ AT_LEAST = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     shared.add_text_arguments(parser)
-    add = parser.add_argument
+    add = shared.adder(parser)
     add(
         "--document-tokens",
         type=int,
@@ -61,6 +61,8 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
     from pass_ext.training.common.run import load_run
+    from pass_ext.training.common.steps import ended_by_ctrl_c
     from pass_ext.training.draft.pipeline import train
 
-    return train(load_run(options, command))
+    with ended_by_ctrl_c(options.out):
+        return train(load_run(options, command))

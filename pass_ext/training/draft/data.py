@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.models.early_exit.draft import exit_parts
+from pass_ext.modules.files import write_tensors
 from pass_ext.training.common.documents import Document
 
 ROWS = 1024  # tokens in one forward
@@ -90,11 +91,9 @@ def collect_hidden(
 
 def save_hidden(hidden: Hidden, path: Path, identity: str) -> None:
     """Writes the rows; ``identity`` says which run they belong to."""
-    from safetensors.torch import save_file
-
     tensors = {f"behind {count}": rows for count, rows in hidden.behind.items()}
     fresh = path.with_suffix(".new")
-    save_file({"tokens": hidden.tokens, "final": hidden.final, **tensors}, str(fresh), metadata={"identity": identity})
+    write_tensors(fresh, {"tokens": hidden.tokens, "final": hidden.final, **tensors}, {"identity": identity})
     fresh.replace(path)
 
 

@@ -70,11 +70,11 @@ class DraftTrainer(Trainer):
         """The loss of one step's rows."""
         device, dtype = self._table.device, self._table.dtype
         picked = rows_of_step(len(self._hidden.final), self._settings.batch, step, self._settings.seed)
-        behind = self._hidden.behind[self.adapter.layers][picked].to(device, dtype)
+        behind = self._hidden.behind[self.adapter.layers][picked].to(device, torch.float32)  # as the adapter's numbers
         final = self._hidden.final[picked].to(device, dtype)
         weights = torch.full((len(picked),), 1 / len(picked), device=device)
         return distillation_loss(
-            [self._norm(self.adapter(behind))],
+            [self._norm(self.adapter(behind).to(dtype))],
             [self._table],
             weights,
             teacher_rows=final,

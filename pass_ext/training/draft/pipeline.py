@@ -6,6 +6,8 @@ Where several exits are given, the one with the best expected speed is kept.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ import torch
 
 from pass_ext.decoding.models.early_exit.draft import exit_parts
 from pass_ext.modules.exit_adapter import ExitAdapter
+from pass_ext.modules.fingerprint import fingerprint_of
 from pass_ext.training.common.frozen_model import check_head
 from pass_ext.training.common.options import settings_from
-from pass_ext.training.common.record import facts_of, save_result
+from pass_ext.training.common.record import facts_of, save_before_evaluation, save_result
 from pass_ext.training.common.run import Run
-from pass_ext.training.common.steps import progress_bar, take_steps
+from pass_ext.training.common.steps import Checkpoint, Phase, take_steps, watched
 from pass_ext.training.draft import record
 from pass_ext.training.draft.data import Hidden, collect_hidden, document_windows, load_hidden, save_hidden
 from pass_ext.training.draft.evaluation import evaluate_draft
@@ -44,7 +47,6 @@ def train(run: Run) -> Path:
     identity = run.identity(texts, length=options.length, seed=options.seed)
     hidden = _hidden(run, training, layers, run.out / "hidden.safetensors", identity)
     held_out = [sample.ids for sample in texts.held_out]
-    held_out_hidden = collect_hidden(model, held_out, layers) if held_out else None
     vocabulary = None
     if options.vocabulary:
         vocabulary = frequent_tokens(hidden.tokens, options.vocabulary, parts.head.out_features)
@@ -53,32 +55,46 @@ def train(run: Run) -> Path:
     seconds = 0.0
     for count in layers:
         trainer = DraftTrainer(model, _start(run, count, vocabulary), hidden, settings)
-        seconds += take_steps(trainer, run.console, f"{count} layers")
+        checkpoint = _checkpoint(run, identity, count, settings)
+        seconds += take_steps(trainer, run.console, f"{count} layers, steps", checkpoint=checkpoint)
         trainers[count] = trainer
-    run.console.print(f"evaluating on {len(held_out)} held-out texts …")
+    adapters = {count: trainer.adapter.to(torch.bfloat16) for count, trainer in trainers.items()}
+
+    def facts(count: int, exits: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return facts_of(
+            run,
+            adapters[count],
+            texts.description,
+            layers=count,
+            settings={**dataclasses.asdict(settings), "rank": options.rank, "length": options.length},
+            steps=settings.steps,
+            seconds=round(seconds, 1),
+            evaluation=exits.get(str(count), {"places": 0}),
+            exits=exits,
+        )
+
+    save_before_evaluation(run, adapters[layers[0]], facts(layers[0], {}))
+    held_out_hidden = _collected(run, held_out, layers, "held-out hidden states, tokens") if held_out else None
     exits: dict[str, dict[str, Any]] = {}
-    for count, trainer in trainers.items():
-        # What the file will hold is what is measured.
-        rounded = trainer.adapter.to(torch.bfloat16).to(parts.head.weight.dtype)
+    what = f"evaluating on {len(held_out)} held-out texts, exits"
+    for count, adapter in watched(run.console, what, adapters.items(), len(layers)):
         exits[str(count)] = {"places": 0}
-        if held_out_hidden is not None:
-            exits[str(count)] = evaluate_draft(model, rounded, texts.held_out, held_out_hidden)
+        if held_out_hidden is not None:  # what the file holds is what is measured
+            adapter.to(parts.head.weight.dtype)
+            exits[str(count)] = evaluate_draft(model, adapter, texts.held_out, held_out_hidden)
     best = max(layers, key=lambda count: exits[str(count)].get("speedup", 0.0))
-    adapter, evaluation = trainers[best].adapter, exits[str(best)]
-    if evaluation["places"]:
-        adapter.hit_rates = evaluation["hit_rates"]
-    facts = facts_of(
-        run,
-        adapter,
-        texts.description,
-        layers=best,
-        settings={**dataclasses.asdict(settings), "rank": options.rank, "length": options.length},
-        steps=settings.steps,
-        seconds=round(seconds, 1),
-        evaluation=evaluation,
-        exits=exits,
-    )
-    return save_result(run, adapter.to(torch.bfloat16), facts, trainers[best].losses, record.card)
+    if exits[str(best)]["places"]:
+        adapters[best].hit_rates = exits[str(best)]["hit_rates"]
+    result = adapters[best].to(torch.bfloat16)
+    return save_result(run, result, facts(best, exits), trainers[best].losses, record.card)
+
+
+def _checkpoint(run: Run, identity: str, layers: int, settings: DraftSettings) -> Checkpoint:
+    """Its name differs with the settings, so that the hidden states serve runs of several."""
+    options = run.options
+    described = json.dumps([identity, layers, options.rank, options.vocabulary, dataclasses.asdict(settings)])
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    return Checkpoint(run.out / f"exit-{layers}-{digest[:8]}.pt", described)
 
 
 def _parts(run: Run) -> Any:
@@ -98,9 +114,11 @@ def _hidden(run: Run, texts: Sequence[Sequence[int]], layers: Sequence[int], pat
     if hidden is not None:
         run.console.print(f"hidden states of {len(hidden.tokens):,} tokens are in {path}")
         return hidden
-    with progress_bar(run.console) as progress:
-        task = progress.add_task("hidden states", total=sum(map(len, texts)), shown="")
-        hidden = collect_hidden(run.model, texts, layers, lambda count: progress.advance(task, count))
+    size = sum(map(len, texts)) * (len(layers) + 1) * 2 * run.model.get_input_embeddings().weight.shape[1]
+    run.console.print(
+        f"the hidden states take {size / 1e6:,.0f} MB, in memory and in {path}", markup=False, soft_wrap=True
+    )
+    hidden = _collected(run, texts, layers, "hidden states, tokens")
     try:
         save_hidden(hidden, path, identity)
     except Exception as error:  # a full disk is a SafetensorError here; a run that stopped computes them again
@@ -108,15 +126,23 @@ def _hidden(run: Run, texts: Sequence[Sequence[int]], layers: Sequence[int], pat
     return hidden
 
 
+def _collected(run: Run, texts: Sequence[Sequence[int]], layers: Sequence[int], what: str) -> Hidden:
+    """The hidden states, shown as they are computed."""
+    with Phase(run.console, what, sum(map(len, texts))) as phase:
+        return collect_hidden(run.model, texts, layers, phase.advance)
+
+
 def _start(run: Run, layers: int, vocabulary: torch.Tensor | None) -> ExitAdapter:
     """An untrained adapter behind layer ``layers``, in float32."""
     table = run.model.get_input_embeddings().weight
     torch.manual_seed(run.options.seed)
-    return ExitAdapter(
+    adapter = ExitAdapter(
         layers,
         table.shape[1],
         run.options.rank,
         vocabulary=vocabulary,
         base_model=run.base_model,
         base_vocabulary=table.shape[0],
-    ).to(table.device)
+    )
+    adapter.fingerprint = fingerprint_of(table)
+    return adapter.to(table.device)

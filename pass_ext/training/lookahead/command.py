@@ -13,9 +13,9 @@ KINDS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 
 AT_LEAST = {
     **dict.fromkeys(("lookahead", "steps", "batch", "anchors", "evaluation_anchors", "checkpoint_every"), 1),
-    **dict.fromkeys(("transition_rank", "adapter_rank", "prefix_keys", "warm_up", "curriculum", "minutes"), 0),
-    **dict.fromkeys(("learning_rate", "transition_learning_rate", "deep_learning_rate", "decay", "clip"), 0),
-    **dict.fromkeys(("adapter_learning_rate", "prefix_learning_rate"), 0),
+    **dict.fromkeys(("transition_rank", "adapter_rank", "warm_up", "curriculum", "minutes"), 0),
+    **dict.fromkeys(("learning_rate", "transition_learning_rate", "deep_learning_rate", "adapter_learning_rate"), 0),
+    **dict.fromkeys(("decay", "clip"), 0),
 }
 
 
@@ -23,14 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     shared.add_text_arguments(parser)
     shared.add_sample_share(parser, "windows")
-    add = parser.add_argument
+    add = shared.adder(parser)
     add("--lookahead", type=int, default=4, help="L, the number of slots")
     add("--transition-rank", type=int, default=0, help="width of the transition score; 0: none")
     add("--deep", action="store_true", help="a vector for every layer and slot beside the input embeddings")
     add("--adapter-rank", type=int, default=0, help="rank of adapters that slots' rows have in linear layers; 0: none")
     add("--adapter-kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}; default: all")
     add("--adapter-by-slot", action="store_true", help="adapters for each slot, not shared by all")
-    add("--prefix-keys", type=int, default=0, metavar="P", help="keys and values a layer that slots' rows see; 0: none")
     add("--start", metavar="FILE", help="begin with these embeddings: a file, or a name that comes with the package")
     add("--steps", type=int, default=1000)
     add("--batch", type=int, default=2, help="texts a step")
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--transition-learning-rate", type=float, default=0.003)
     add("--deep-learning-rate", type=float, default=0.01)
     add("--adapter-learning-rate", type=float, default=0.001)
-    add("--prefix-learning-rate", type=float, default=0.01)
     add("--warm-up", type=int, default=20, help="steps")
     add("--clip", type=float, default=1.0, help="largest gradient norm of a parameter")
     add("--minutes", type=float, default=0, help="stop after this long, with a checkpoint; 0: never")
@@ -84,6 +82,8 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
     """Trains and evaluates; the path of the safetensors file."""
     check_arguments(options)
     from pass_ext.training.common.run import load_run
+    from pass_ext.training.common.steps import ended_by_ctrl_c
     from pass_ext.training.lookahead.pipeline import train
 
-    return train(load_run(options, command))
+    with ended_by_ctrl_c(options.out):
+        return train(load_run(options, command))

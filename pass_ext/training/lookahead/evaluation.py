@@ -6,7 +6,7 @@ Texts are the model's own continuations of held-out prompts; places lie in what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def _add_recall(logits: Tensor, ids: Tensor, places: Tensor) -> None:
     logits.index_add_(1, tokens, scores)
 
 
-def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample], anchors: int) -> dict[str, Any]:
+def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Iterable[Sample], anchors: int) -> dict[str, Any]:
     """Hit rates and accepted lengths over all samples and by kind, at ``anchors`` even places a sample at most.
 
     Hit rates, which drafts are planned by, are counted with what the text recalls, as ``PaSS`` drafts. All else tells of the
@@ -83,10 +83,13 @@ def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample
     hits_by_kind: dict[str, list[SlotHits]] = {}
     recalled: list[Tensor] = []
     greedy: list[Tensor] = []
+    temperatures = set()
     for sample in samples:
+        temperatures.add(sample.temperature)
         # The first place has the last token of the prompt as its new root.
-        places = torch.arange(max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead)
-        if len(places):
+        first, behind = max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead
+        if first < behind:
+            places = torch.arange(first, behind)
             even = even_places(places, anchors)
             ids = torch.tensor(sample.ids, device=device)
             hits = hits_of(model, embedding, ids, even.to(device))
@@ -103,7 +106,7 @@ def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Sequence[Sample
     return {
         "places": len(ranks),
         "texts": sum(map(len, hits_by_kind.values())),
-        "temperatures": sorted({sample.temperature for sample in samples}),
+        "temperatures": sorted(temperatures),
         "hit_rates": hit_rates(torch.cat(recalled)),
         **(
             {"greedy_hit_rates": hit_rates(torch.cat(greedy)), "greedy_places": sum(map(len, greedy))} if greedy else {}

@@ -16,17 +16,15 @@ from pass_ext.decoding.models.cache_name import cache_name
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.lookahead.adapters import adapters_in_training
-from pass_ext.training.lookahead.prefix import put_behind_text
 
 
-def group_mask(anchors: Tensor, length: int, slots: int, dtype: torch.dtype, learned: int = 0) -> Tensor:
-    """The additive mask ``[B, 1, A * L, T + P + A * L]`` of anchors ``[B, A]``; learned: P, keys that every row sees."""
+def group_mask(anchors: Tensor, length: int, slots: int, dtype: torch.dtype) -> Tensor:
+    """The additive mask ``[B, 1, A * L, T + A * L]`` of anchors ``[B, A]``."""
     batch, count = anchors.shape
     text = torch.arange(length, device=anchors.device) <= anchors.repeat_interleave(slots, dim=1)[..., None]
     row = torch.arange(count * slots, device=anchors.device)
-    everywhere = torch.ones(learned, dtype=torch.bool, device=anchors.device)
     own = (row[:, None] // slots == row // slots) & (row[:, None] >= row)
-    allowed = torch.cat([text, everywhere.expand(batch, len(row), -1), own.expand(batch, -1, -1)], dim=2)
+    allowed = torch.cat([text, own.expand(batch, -1, -1)], dim=2)
     mask = torch.zeros(allowed.shape, dtype=dtype, device=anchors.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
@@ -41,8 +39,6 @@ def slot_rows(
     table, slots = model.get_input_embeddings().weight, slots or embedding.num_lookahead
     batch, count = anchors.shape
     length, decoder = past.get_seq_length(), model.get_decoder()
-    if embedding.prefix is not None:
-        put_behind_text(past, embedding.prefix)
     ids = (-1 - torch.arange(slots, device=anchors.device)).repeat(batch, count)
     positions = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
     with (
@@ -55,7 +51,7 @@ def slot_rows(
         hidden = decoder(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),
-            attention_mask=group_mask(anchors, length, slots, table.dtype, embedding.prefix_length),
+            attention_mask=group_mask(anchors, length, slots, table.dtype),
             use_cache=True,
             **{cache_name(decoder.forward): past},
         ).last_hidden_state

@@ -35,7 +35,6 @@ class Settings:
     clip: float
     loss: str  # "kl", "total-variation" or "cross-entropy"
     adapter_learning_rate: float = 0.001
-    prefix_learning_rate: float = 0.01
     slot_weights: tuple[float, ...] = ()  # empty: decay^i
     loss_temperature: float = 1.0  # of both distributions that the loss compares
     curriculum: int = 0  # steps in which slots join one after the other; 0: all from the start
@@ -92,8 +91,6 @@ class LookaheadTrainer(Trainer):
             "transition_left": settings.transition_learning_rate,
             "transition_right": settings.transition_learning_rate,
             "deep": settings.deep_learning_rate,
-            "prefix_keys": settings.prefix_learning_rate,
-            "prefix_values": settings.prefix_learning_rate,
         }
         named = embedding.named_parameters(recurse=False)
         groups: list[dict[str, Any]] = [{"params": [parameter], "lr": rates[name]} for name, parameter in named]

@@ -12,31 +12,22 @@ import torch
 from pass_ext.checkpoint import with_dtype
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.modules.files import pretrained_path
+from pass_ext.modules.fingerprint import fingerprint_of
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.frozen_model import check_head
 from pass_ext.training.common.options import settings_from
-from pass_ext.training.common.record import facts_of, save_result
+from pass_ext.training.common.record import facts_of, save_before_evaluation, save_result
 from pass_ext.training.common.run import Run
-from pass_ext.training.common.steps import Checkpoint, take_steps
+from pass_ext.training.common.steps import Checkpoint, take_steps, watched
 from pass_ext.training.common.windows import Windows, windows_of
 from pass_ext.training.lookahead import record
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
-from pass_ext.training.lookahead.prefix import fresh_prefix
 
 _FREQUENT = 1000  # slots start at the mean of this many most frequent tokens' embeddings
 _SHAPE = (
-    *(
-        "lookahead",
-        "transition_rank",
-        "deep",
-        "adapter_rank",
-        "adapter_kinds",
-        "adapter_by_slot",
-        "prefix_keys",
-        "start",
-    ),
+    *("lookahead", "transition_rank", "deep", "adapter_rank", "adapter_kinds", "adapter_by_slot", "start"),
     *("seed", "length", "batch", "step_dtype"),
 )
 _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells of the runs before this one
@@ -55,8 +46,7 @@ def train(run: Run) -> Path:
     check_head(model, windows.at(0).ids[:1].to(options.device))
     embedding, earlier = _start(run, windows)
     # Runs from before there were these options go on.
-    unused = [name for name in described if name.startswith("prefix_")] if embedding.prefix is None else []
-    unused += ["loss_temperature"] if options.loss_temperature == 1 else []
+    unused = ["loss_temperature"] if options.loss_temperature == 1 else []
     unused += ["step_dtype"] if options.step_dtype in (None, options.dtype) else []
     described = {name: value for name, value in described.items() if name not in unused}
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
@@ -67,11 +57,6 @@ def train(run: Run) -> Path:
     )
 
     embedding.to(torch.bfloat16)  # what the file will hold is what is measured
-    run.console.print(f"evaluating on {len(texts.held_out)} held-out texts …")
-    embedding.to(next(model.parameters()).dtype)
-    evaluation = evaluate(model, embedding, texts.held_out, options.evaluation_anchors)
-    if evaluation["places"]:
-        embedding.hit_rates, embedding.greedy_hit_rates = evaluation["hit_rates"], evaluation.get("greedy_hit_rates")
     facts = facts_of(
         run,
         embedding,
@@ -79,11 +64,17 @@ def train(run: Run) -> Path:
         settings=described,
         steps=trainer.step,
         seconds=round(seconds, 1),
-        evaluation=evaluation,
+        evaluation={"places": 0},
         **_share_of_adapters(model, embedding),
-        **_size_of_prefix(embedding),
         **({"earlier_runs": earlier} if earlier else {}),
     )
+    save_before_evaluation(run, embedding, facts)
+    embedding.to(next(model.parameters()).dtype)
+    held_out = watched(run.console, "evaluating, held-out texts", texts.held_out, len(texts.held_out))
+    evaluation = evaluate(model, embedding, held_out, options.evaluation_anchors)
+    if evaluation["places"]:
+        embedding.hit_rates, embedding.greedy_hit_rates = evaluation["hit_rates"], evaluation.get("greedy_hit_rates")
+    facts |= {"evaluation": evaluation}
     return save_result(run, embedding.to(torch.bfloat16), facts, trainer.losses, record.card)
 
 
@@ -103,17 +94,9 @@ def _share_of_adapters(model: Any, embedding: LookaheadEmbedding) -> dict[str, A
     return {"adapters": {"parameters": count, "share": round(share, 5), "bytes": 2 * count}}
 
 
-def _size_of_prefix(embedding: LookaheadEmbedding) -> dict[str, Any]:
-    """The size of the learned keys and values, for the card; empty without."""
-    if embedding.prefix is None:
-        return {}
-    count = sum(part.numel() for part in embedding.prefix)
-    return {"prefix": {"keys": embedding.prefix_length, "parameters": count, "bytes": 2 * count}}
-
-
 def _start(run: Run, windows: Windows) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
-    """The embeddings of --start, or fresh ones; with adapters and learned keys if the options ask for some and the file has
-    none. And the records of the runs that made the file."""
+    """The embeddings of --start, or fresh ones; with adapters if the options ask for some and the file has none. And the
+    records of the runs that made the file."""
     options, model = run.options, run.model
     torch.manual_seed(options.seed)
     embedding, earlier = _of_file(run) if options.start else (_fresh(run, windows), [])
@@ -123,18 +106,6 @@ def _start(run: Run, windows: Windows) -> tuple[LookaheadEmbedding, list[dict[st
         count = embedding.num_lookahead if options.adapter_by_slot else 1
         adapters = SlotAdapters(adapter_sizes(model, ranks), count, dtype=torch.float32)
         embedding.adapters = adapters.to(embedding.weight.device)
-    if options.prefix_keys and embedding.prefix is None:
-        ids = windows.at(0).ids.to(embedding.weight.device)
-        embedding.set_prefix(*fresh_prefix(model, ids, options.prefix_keys))
-    layers = model.config.get_text_config().num_hidden_layers
-    if embedding.prefix_keys is not None and len(embedding.prefix_keys) != layers:
-        raise SystemExit(
-            f"--start {options.start} has learned keys for {len(embedding.prefix_keys)} layers, the model has {layers}"
-        )
-    if options.prefix_keys not in (0, embedding.prefix_length):
-        raise SystemExit(
-            f"--prefix-keys must be the {embedding.prefix_length} of --start {options.start}, or 0, got {options.prefix_keys}"
-        )
     return embedding, earlier
 
 
@@ -153,6 +124,7 @@ def _of_file(run: Run) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
     if made.keys() >= set(_OF_RUN):
         runs.append({key: made[key] for key in _OF_RUN})
     embedding.hit_rates, embedding.greedy_hit_rates, embedding.training_record = None, None, {}
+    embedding.base_model, embedding.fingerprint = run.base_model, fingerprint_of(table)
     return embedding.float(), runs
 
 

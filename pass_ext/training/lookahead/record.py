@@ -20,7 +20,6 @@ def card(name: str, facts: dict[str, Any], picture: str) -> str:
         sections=[
             *([_earlier(facts["earlier_runs"])] if "earlier_runs" in facts else []),
             *([_adapters(facts["adapters"])] if "adapters" in facts else []),
-            *([_prefix(facts["prefix"])] if "prefix" in facts else []),
             *([_evaluation(facts["evaluation"])] if facts["evaluation"]["places"] else []),
         ],
     )
@@ -35,13 +34,6 @@ def _adapters(adapters: dict[str, Any]) -> str:
     return (
         f"Adapters for the rows of slots: {adapters['parameters']:,} parameters, {adapters['share']:.2%} of the model's, "
         f"{adapters['bytes'] / 1e6:.1f} MB in bfloat16. Rows of tokens have none."
-    )
-
-
-def _prefix(prefix: dict[str, Any]) -> str:
-    return (
-        f"Learned keys and values that rows of slots attend to: {prefix['keys']} in every layer, {prefix['parameters']:,} "
-        f"parameters, {prefix['bytes'] / 1e6:.1f} MB in bfloat16. Rows of tokens do not see them."
     )
 
 

@@ -139,3 +139,24 @@ def test_transition_scores_are_made_anew_when_their_parameters_change():
         lookahead.transition_right.normal_(std=10)
         changed = draft()
         assert changed != first and draft() == changed
+
+
+def test_slots_by_name_or_path_are_those_that_are_loaded(tmp_path):
+    model, ids, file = Monotone(), torch.tensor([[3, 4]]), tmp_path / "mine.safetensors"
+    slots = LookaheadEmbedding.from_table(2, model.embedding)
+    slots.save(file)
+    options = dict(tree=Tree.chain(2), rows=9)
+    expected = generate(model, ids, PaSS(slots, **options), max_new_tokens=8)
+    for given in (file, str(file)):
+        method = PaSS(given, **options)
+        assert torch.equal(method.lookahead.weight, slots.weight)
+        made = generate(model, ids, method, max_new_tokens=8)
+        assert torch.equal(made.sequences, expected.sequences) and made.stats.num_draft_tokens > 0
+    shipped = PaSS("smollm2-135m-instruct").lookahead
+    assert torch.equal(shipped.weight, LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").weight)
+    with pytest.raises(ValueError, match="'gpt-9' is neither a file nor one of the shipped names"):
+        PaSS("gpt-9")
+    with pytest.raises(TypeError, match="lookahead must be a LookaheadEmbedding, or the name or path of one, got int"):
+        PaSS(3)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'lookahead'"):
+        PaSS()

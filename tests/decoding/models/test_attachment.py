@@ -1,5 +1,7 @@
 """A model during and after generations that are nested, in threads, or continue a session."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -8,11 +10,13 @@ import torch
 pytest.importorskip("transformers")
 
 from support.generation import slots_for
-from support.small_models import small_model
+from support.small_models import prompts, small_model
 
 from pass_ext import NGram, PaSS, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import SlotOffsets
+from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.modules.slot_adapters import SlotAdapters
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OPTIONS = dict(max_new_tokens=8, eos_token_id=[])
@@ -123,7 +127,6 @@ def test_the_first_of_two_threads_ends_first(llama, deep):
             assert second_runs.wait(10)
 
     got["first"] = generate(llama, IDS, deep, streamer=During(begin), **OPTIONS).sequences
-    assert llama.config._attn_implementation.startswith("pass_ext_rows"), "the second still needs it"
     first_ended.set()
     other.join(10)
     assert torch.equal(got["first"], want) and torch.equal(got["second"], want)
@@ -148,6 +151,119 @@ def test_many_threads_at_once(llama, deep):
     for thread in threads:
         thread.join(30)
     assert wrong == [] and llama.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("places", ["all", "some", "none"])
+def test_a_longer_text_with_other_slots_meanwhile(places):
+    """In another thread, between the steps of the first; adapters of some layers alone are another way through the layers."""
+    llama = small_model("llama", head_dim=64)  # heads that the kernels take as they are
+    tree = Tree.from_branching((8, 4))
+
+    def method(seed):
+        if places == "none":
+            slots = slots_for(llama, seed=seed)
+        else:
+            sizes = adapter_sizes(llama, 4)
+            sizes = {place: size for place, size in sizes.items() if places == "all" or place.startswith("0.")}
+            adapters = SlotAdapters(sizes)
+            slots = slots_for(llama, adapters=adapters)
+            for number, parameter in enumerate(adapters.parameters()):
+                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(100 * seed + number))
+        return PaSS(slots, tree=tree, rows=64, slots=2)
+
+    one, other, options = method(1), method(2), dict(max_new_tokens=40, eos_token_id=[])
+    long = torch.cat([prompts(1, 1050)[0], IDS], 1)
+    alone = [generate(llama, IDS, one, **options), generate(llama, long, other, **options)]
+    assert alone[0].stats.acceptance_histogram != generate(llama, IDS, other, **options).stats.acceptance_histogram
+    inside = []
+
+    def begin():
+        if not inside:
+            thread = threading.Thread(target=lambda: inside.append(generate(llama, long, other, **options)))
+            thread.start()
+            thread.join(60)
+
+    outer = generate(llama, IDS, one, streamer=During(begin), **options)
+    for got, want in zip((outer, *inside), alone, strict=True):
+        assert torch.equal(got.sequences, want.sequences)
+        assert got.stats.acceptance_histogram == want.stats.acceptance_histogram
+
+
+def of_pass_ext(model):
+    """What a model has of pass_ext's in its parts."""
+    attributes = [entry for part in model.modules() for entry in vars(part).items()]
+    found = {name for name, value in attributes if value is not None and (name == "forward" or "pass_ext" in name)}
+    hooks = [
+        hook for part in model.modules() for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    ]
+    return (
+        found | set(hooks) | {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")}
+    )
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "other thread"])
+def test_a_copy_made_meanwhile_has_none_of_our_parts(deep, way):
+    """It computes with its own weights, and gradients reach all of them."""
+    copies, model = [], small_model("llama")
+    sizes = adapter_sizes(model, 2)
+    adapted = PaSS(slots_for(model, adapters=SlotAdapters(sizes), deep_layers=2), tree=Tree.chain(3), rows=12)
+
+    def take():
+        made = pickle.loads(pickle.dumps(model)) if way == "pickle" else copy.deepcopy(model)
+        copies.append(made.requires_grad_(True))
+
+    def during():
+        if way == "other thread":
+            thread = threading.Thread(target=take)
+            thread.start()
+            thread.join(30)
+        else:
+            take()
+
+    want = model(IDS).logits
+    generate(model, IDS, adapted, streamer=During(during), max_new_tokens=4, eos_token_id=[])
+    during()
+    model.lm_head.weight.data.mul_(2)
+    for made in copies:
+        assert of_pass_ext(made) == {"eager"}
+        logits = made(IDS).logits
+        assert torch.equal(logits, want)
+        logits.sum().backward()
+        assert all(parameter.grad is not None for parameter in made.parameters())
+        assert torch.equal(
+            generate(made, IDS, **OPTIONS).sequences, generate(small_model("llama"), IDS, **OPTIONS).sequences
+        )
+
+
+def test_attention_that_the_caller_sets_meanwhile_stays():
+    model = small_model("llama")
+    want = generate(model, IDS, **OPTIONS).sequences
+    streamer = During(lambda: model.set_attn_implementation("sdpa"))
+    assert torch.equal(generate(model, IDS, streamer=streamer, **OPTIONS).sequences, want)
+    assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {"sdpa"}
+    assert torch.equal(generate(model, IDS, **OPTIONS).sequences, want)
+
+
+def test_a_model_whose_parts_were_replaced_by_functions():
+    """As patching libraries do it: a function around the former forward, of a layer or of the whole decoder."""
+    for place in ("model", "model.layers.1", "model.layers.0.self_attn", "model.layers.1.mlp.up_proj"):
+        model = small_model("llama")
+        part, seen = model.get_submodule(place), []
+        former = part.forward
+
+        def forward(*inputs, former=former, seen=seen, **named):
+            seen.append(1)
+            out = former(*inputs, **named)
+            return out * 2 if isinstance(out, torch.Tensor) else out
+
+        part.forward = (
+            forward if place.endswith("mlp") else lambda *inputs, forward=forward, **named: forward(*inputs, **named)
+        )
+        options = dict(attention_mask=torch.ones_like(IDS), max_new_tokens=8, do_sample=False, eos_token_id=None)
+        want = model.generate(IDS, **options)
+        seen.clear()
+        assert torch.equal(generate(model, IDS, **OPTIONS).sequences, want), place
+        assert seen, place
 
 
 def test_parts_in_eval_mode_stay_so():

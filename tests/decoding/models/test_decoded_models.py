@@ -1,4 +1,8 @@
-"""Which transformers models ``generate`` takes: those it would decode wrongly are refused by name and left as they were."""
+"""Which models ``generate`` takes: transformers' that it would decode wrongly are refused by name and left as they were; what
+models of one's own get wrong is named in the words of ``PackedModel``.
+"""
+
+import sys
 
 import pytest
 import torch
@@ -7,9 +11,12 @@ pytest.importorskip("transformers")
 
 import transformers
 from packaging.version import Version
+from support.paths import ROOT
 from support.small_models import SIZES
 
+sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
 import pass_ext
+from benchmarks.architectures.models import tiny_model
 from pass_ext import generate
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
 
@@ -205,6 +212,36 @@ def test_rotary_models_go_past_their_positions():
     assert torch.equal(generate(model, IDS, max_new_tokens=9, eos_token_id=[]).sequences, want)
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("token", [90, 91, 92, 7])
+def test_tokens_that_stand_for_pictures_and_sound(architecture, token):
+    """gemma4 embeds its padding in their place, gemma3 the tokens themselves; as a prompt's last token, and among others."""
+    model = tiny_model(architecture)
+    ids = torch.tensor([[5, 90, 6, 92, 7, 91, token]])
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    want = model.generate(ids, **options)
+    draft = pass_ext.MultiCandidate(model, (2, 1))
+    for method in (None, pass_ext.NGram(shortest=1), draft):
+        assert torch.equal(generate(model, ids, method, max_new_tokens=16, eos_token_id=[]).sequences, want), method
+
+
+def test_placeholders_that_are_embedded_by_no_token_of_the_table(monkeypatch):
+    from transformers.models.gemma3 import modeling_gemma3
+
+    forward = modeling_gemma3.Gemma3Model.forward
+
+    def replacing(self, input_ids=None, inputs_embeds=None, **named):
+        if input_ids is not None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+            inputs_embeds[input_ids == self.config.image_token_id] = 0.5
+        return forward(self, inputs_embeds=inputs_embeds, **named)
+
+    model = tiny_model("gemma3")
+    monkeypatch.setattr(modeling_gemma3.Gemma3Model, "forward", replacing)
+    with pytest.raises(ValueError, match="gemma3 embeds token 90, which its config names as a placeholder, otherwise"):
+        generate(model, IDS, max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
@@ -261,3 +298,106 @@ def test_every_layer_must_attend():
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
     with pytest.raises(ValueError, match=r"^llama: 1 of 2 layers attended"):
         generate(model, IDS, max_new_tokens=2)
+
+
+# ---- models of one's own ----
+
+
+class Own:
+    """A PackedModel whose layers differ in scale, cap and window; ``change`` takes what a layer gives to ``attend``."""
+
+    LAYERS = ({"window": 3}, {"softcap": 1.5}, {"scale": 0.02}, {"scale": 0.05, "softcap": 2.0, "window": 5})
+
+    def __init__(self, change=lambda layer, q, k, v: (q, k, v), change_logits=lambda logits: logits):
+        random = torch.Generator().manual_seed(1)
+        self.embedding, self.head = torch.randn(2, 50, 32, generator=random)
+        self.weights = torch.randn(len(self.LAYERS), 4, 32, 32, generator=random) / 32**0.5
+        self.change, self.change_logits = change, change_logits
+
+    def __call__(self, rows, positions, attend, wanted):
+        x = rows + 2 * (positions[:, None] * torch.arange(1, 33)).float().cos()
+        for layer, (weights, options) in enumerate(zip(self.weights, self.LAYERS, strict=True)):
+            q, k, v = (2 * (x @ weight).unflatten(1, (-1, 16)) for weight in weights[:3])
+            q, k, v = self.change(layer, q, k[:, :1], v[:, :1])
+            x = x + attend(layer, q, k, v, **options).flatten(1).float() @ weights[3]
+        return self.change_logits((x if wanted is None else x[wanted]) @ self.head.T)
+
+
+def attend_densely(layer, q, k, v, scale=None, softcap=0.0, window=-1):
+    """The formula, for the rows of one text."""
+    scores = torch.einsum("ihd,jgd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    seen = (distance >= 0) & ((distance < window) | (window < 0))
+    return torch.einsum("hij,jgd->ihd", scores.where(seen, -torch.inf).softmax(-1), v)
+
+
+def test_scale_softcap_and_window_of_each_layer_are_as_documented():
+    model, text = Own(), IDS[0].tolist()
+    for _ in range(12):
+        rows = model.embedding[text]
+        text.append(int(model(rows, torch.arange(len(text)), attend_densely, None)[-1].argmax()))
+    for method in (pass_ext.Plain(), pass_ext.NGram(longest=1, shortest=1, branches=2)):
+        assert generate(model, IDS, method, max_new_tokens=12).sequences.tolist() == [text], method
+
+
+@pytest.mark.parametrize("parameter", ["scale", "softcap", "window"])
+def test_each_of_the_three_changes_the_text_of_that_model(parameter, monkeypatch):
+    texts = [generate(Own(), IDS, max_new_tokens=12).sequences]
+    without = tuple({name: x for name, x in layer.items() if name != parameter} for layer in Own.LAYERS)
+    monkeypatch.setattr(Own, "LAYERS", without)
+    assert not torch.equal(texts[0], generate(Own(), IDS, max_new_tokens=12).sequences)
+
+
+GIVEN = r"got q torch\.\w+ \[.*\], k torch\.\w+ \[.*\], v torch\.\w+ \[.*\]$"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layer, q, k, v: (q, k, v.bfloat16()), "^attend, layer 0: q, k and v must have one dtype: convert them"),
+        (
+            lambda layer, q, k, v: (q.bfloat16() if layer else q, k, v),
+            "^attend, layer 1: q, k and v must have one dtype",
+        ),
+        (
+            lambda layer, q, k, v: (q, k[1:], v[1:]),
+            r"^attend, layer 0: q must be \[3, heads, D\].*: the call has 3 rows",
+        ),
+        (lambda layer, q, k, v: (q.flatten(1), k, v), r"^attend, layer 0: q must be \[3, heads, D\]"),
+        (lambda layer, q, k, v: (q, k[..., :8], v), "^attend, layer 0: k must have the D of q"),
+        (lambda layer, q, k, v: (q, k.expand(-1, 2, -1), v), "^attend, layer 0: k must have .* the heads of v"),
+        (
+            lambda layer, q, k, v: (q[:, :1], k.expand(-1, 2, -1), v.expand(-1, 2, -1)),
+            "^attend, layer 0: .* q a multiple",
+        ),
+    ],
+)
+def test_what_a_model_of_ones_own_gives_to_attend_is_named(change, message):
+    with pytest.raises(ValueError, match=f"{message}.*{GIVEN}"):
+        generate(Own(change), IDS, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda logits: logits.repeat(2, 1),
+            r"Own must return logits \[1, V\], of rows\[wanted\] alone: .* got \[2, 50\]",
+        ),
+        (lambda logits: logits[None], r"Own must return logits \[1, V\].* got \[1, 1, 50\]"),
+        (lambda logits: (logits,), r"Own must return logits \[1, V\].* got tuple"),
+    ],
+)
+def test_logits_of_a_model_of_ones_own_have_the_rows_that_are_wanted(change, message):
+    with pytest.raises(ValueError, match=message):
+        generate(Own(change_logits=change), IDS, max_new_tokens=3)
+
+
+def test_a_model_of_ones_own_that_ignores_wanted_is_named():
+    class Ignores(Own):
+        def __call__(self, rows, positions, attend, wanted):
+            return super().__call__(rows, positions, attend, None)
+
+    with pytest.raises(ValueError, match=r"Ignores must .*: wanted has 1 of the 3 rows; got \[3, 50\]"):
+        generate(Ignores(), IDS, max_new_tokens=3)

@@ -70,9 +70,8 @@ def without_layer_calls(monkeypatch):
 
 def known_layers(model):
     """What calls have shown of the layers; None: a layer is called as it is."""
-    forwards = {id(attributes): forward for attributes, forward in vars(model)[attachment.KEPT].forwards}
-    layers = [forwards.get(id(vars(layer))) for layer in model.get_decoder().layers]
-    return [getattr(forward, "layer_call", None) for forward in layers]
+    layers = vars(model)[attachment.KEPT].shadow.get_decoder().layers
+    return [getattr(vars(layer).get("forward"), "layer_call", None) for layer in layers]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

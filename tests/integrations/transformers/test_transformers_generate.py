@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -152,6 +153,36 @@ def test_a_cache_goes_in_and_comes_back(llama, kind, ragged):
     assert all(stats is None or stats.model_calls <= 6 for stats in calls)
 
 
+def test_the_padding_of_a_returned_cache_is_finite(llama):
+    """Behind a text that ended early the session holds no keys, and its memory may hold anything."""
+    ids, mask = ragged_prompts(4, longest=9, seed=2)
+    free = run(llama, ids, mask, eos_token_id=None)
+    end = free[0, ids.shape[1] + 2].item()
+    cache = DynamicCache()
+    got = run(llama, ids, mask, custom_generate(), past_key_values=cache, eos_token_id=end)
+    assert torch.equal(got, run(llama, ids, mask, eos_token_id=end)) and (got[:, -1] == 0).any(), "one ended early"
+    for layer in cache.layers:
+        assert layer.keys.shape[2] == got.shape[1] - 1
+        assert layer.keys.isfinite().all() and layer.values.isfinite().all()
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["one text", "left-padded"])
+def test_a_cache_of_the_whole_prompt(llama, ragged):
+    """The last token is read again: the first new one needs its row."""
+    ids, mask = ragged_prompts(3, longest=9, seed=2)
+    if not ragged:
+        ids, mask = ids[-1:, -5:], torch.ones(1, 5, dtype=torch.long)
+    cache = DynamicCache()
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        llama(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    assert int(cache.get_seq_length()) == ids.shape[1]
+    expected = run(llama, ids, mask, eos_token_id=None)
+    ours = custom_generate()
+    assert torch.equal(run(llama, ids, mask, ours, past_key_values=cache, eos_token_id=None), expected)
+    assert int(cache.get_seq_length()) == expected.shape[1] - 1 and ours.stats.model_calls == NEW
+
+
 def test_a_taken_cache_is_not_computed_again(llama, monkeypatch):
     ids, mask = torch.randint(3, VOCABULARY, (1, 9)), torch.ones(1, 9, dtype=torch.long)
     cache = DynamicCache()
@@ -278,38 +309,112 @@ def test_warpers_become_parameters_only_where_the_order_allows():
 
 class Recorder:
     def __init__(self):
-        self.tokens, self.ended = [], False
+        self.tokens, self.ends = [], 0
 
     def put(self, tokens):
         self.tokens += tokens.flatten().tolist()
 
     def end(self):
-        self.ended = True
+        self.ends += 1
 
 
-def test_a_streamer_comes_under_another_name(llama):
+class Steps(Recorder):
+    """Takes whole steps of pass_ext."""
+
+    def put_step(self, tokens, accepted):
+        self.tokens += tokens
+
+
+@pytest.mark.parametrize("kind", [Recorder, Steps])
+def test_a_streamer_gets_what_transformers_would_give_it(llama, kind):
     ids, mask = torch.randint(3, VOCABULARY, (1, 6)), torch.ones(1, 6, dtype=torch.long)
-    mine, late = Recorder(), Recorder()
-    text = run(llama, ids, mask, custom_generate(streamer=mine))
-    run(llama, ids, mask, custom_generate(), pass_ext_streamer=late)
-    assert mine.tokens == late.tokens == text[0].tolist() and mine.ended and late.ended
+    theirs, ours = Recorder(), kind()
+    text = run(llama, ids, mask, streamer=theirs)
+    assert torch.equal(run(llama, ids, mask, custom_generate(NGram(shortest=1)), streamer=ours), text)
+    assert ours.tokens == theirs.tokens == text[0].tolist() and ours.ends == theirs.ends == 1
+
+
+class Letters:
+    """Tokens written as letters."""
+
+    def decode(self, tokens, **_):
+        return "".join(chr(97 + token) for token in tokens)
+
+
+def test_the_reader_of_a_streamer_sees_the_end(llama):
+    """A thread writes, another one reads until end(): without that it would wait for ever."""
+    ids, mask = torch.randint(3, VOCABULARY, (1, 6)), torch.ones(1, 6, dtype=torch.long)
+    streamer = transformers.TextIteratorStreamer(Letters(), skip_prompt=True, timeout=60.0)
+    options = {"streamer": streamer, "eos_token_id": None}
+    writer = threading.Thread(target=run, args=(llama, ids, mask, custom_generate()), kwargs=options)
+    writer.start()
+    read = "".join(streamer)
+    writer.join()
+    expected = run(llama, ids, mask, eos_token_id=None)[0, 6:].tolist()
+    assert read == Letters().decode(expected)
+
+
+def test_a_streamer_does_not_end_after_an_error_like_that_of_transformers(llama):
+    ids, mask = torch.randint(3, VOCABULARY, (1, 6)), torch.ones(1, 6, dtype=torch.long)
+
+    class Fails(StoppingCriteria):
+        def __call__(self, ids, scores, **_):
+            raise RuntimeError("no more")
+
+    recorders = []
+    for method in (None, custom_generate()):
+        recorders.append(Recorder())
+        with pytest.raises(RuntimeError, match="no more"):
+            run(llama, ids, mask, method, streamer=recorders[-1], stopping_criteria=[Fails()])
+    assert [recorder.ends for recorder in recorders] == [0, 0]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_beams": 2}, "beam_search"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens is not .*got 3; give .*NGram\(tokens"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit is not implemented, got 1; give .*EarlyExitDraft"),
+        ({"assistant_model": "the model"}, r"assistant_model is not implemented, .*Speculative\(assistant_model"),
+        ({"synced_gpus": True}, "synced_gpus must be False.*got True"),
+        ({"negative_prompt_ids": torch.ones(1, 3)}, "negative_prompt_ids is not implemented, got Tensor"),
+        ({"negative_prompt_attention_mask": torch.ones(1, 3)}, "negative_prompt_attention_mask is not implemented"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
         ({"position_ids": torch.arange(4, 10)[None]}, "position_ids"),
     ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_unsupported_options_are_refused_by_name(llama, options, message):
     ids = torch.randint(3, VOCABULARY, (1, 6))
+    if "assistant_model" in options:
+        options = {"assistant_model": llama}
     with pytest.raises(ValueError, match=message):
         run(llama, ids, torch.ones_like(ids), custom_generate(), **options)
+
+
+def test_a_cache_with_code_of_its_own_is_refused(llama):
+    """pass_ext reads and writes layers themselves, so an ``update`` of the caller's would never run."""
+    updates = []
+
+    class Own(DynamicCache):
+        def update(self, keys, values, *arguments, **named):
+            updates.append(len(keys))
+            return super().update(keys, values, *arguments, **named)
+
+    class OwnLayer(transformers.cache_utils.DynamicLayer):
+        pass
+
+    OwnLayer.__name__ = "DynamicLayer"
+    ids = torch.randint(3, VOCABULARY, (1, 6))
+    with pytest.raises(ValueError, match=r"must be a DynamicCache or StaticCache itself .*got Own"):
+        run(llama, ids, torch.ones_like(ids), custom_generate(), past_key_values=Own())
+    layered = DynamicCache()
+    layered.layers.append(OwnLayer())
+    with pytest.raises(ValueError, match="a cache of DynamicLayer is not supported"):
+        run(llama, ids, torch.ones_like(ids), custom_generate(), past_key_values=layered)
+    assert updates == []
 
 
 def test_inputs_and_caches_that_do_not_fit_are_refused(llama):

@@ -45,6 +45,8 @@ WITH_BODY = {
     "v1/worker/gpu/sample/states.py": ["SamplingStates.add_request", "SamplingStates.apply_temperature"],
 }
 SIGNATURES = {
+    "engine/arg_utils.py": ["EngineArgs.create_engine_config"],
+    "config/model.py": ["ModelConfig.get_hidden_size", "ModelConfig.get_vocab_size"],
     "v1/worker/worker_base.py": ["WorkerWrapperBase.init_device"],
     "v1/worker/gpu_model_runner.py": [
         "GPUModelRunner._get_spec_decode_draft_probs",

@@ -8,8 +8,9 @@ import torch
 
 from pass_ext import LookaheadEmbedding, draft_sample
 from pass_ext.decoding.sampling import BatchSampling
-from pass_ext.integrations.vllm import PaSS, proposer
+from pass_ext.integrations.vllm import PaSS, proposer, refusals
 from pass_ext.integrations.vllm.step import SampledStep
+from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 
 VOCABULARY, WIDTH, SLOTS = 40, 8, 4
 GREEDY = BatchSampling(None, None, None, None, None)
@@ -31,6 +32,8 @@ def slots(tmp_path):
 def config(slots, drafts=8, rule="coupled", pause=False, **changes):
     model = SimpleNamespace(
         get_vocab_size=lambda: VOCABULARY,
+        get_hidden_size=lambda: WIDTH,
+        use_fp64_gumbel=False,
         hf_text_config=SimpleNamespace(num_hidden_layers=1),
         enable_prompt_embeds=False,
         is_multimodal_model=False,
@@ -43,7 +46,13 @@ def config(slots, drafts=8, rule="coupled", pause=False, **changes):
         model_config=model,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, use_ubatching=False),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
-        speculative_config=SimpleNamespace(num_speculative_tokens=drafts, num_speculative_tokens_per_batch_size=None),
+        speculative_config=SimpleNamespace(
+            method="custom_class",
+            model="pass_ext.integrations.vllm.PaSS",
+            rejection_sample_method="standard",
+            num_speculative_tokens=drafts,
+            num_speculative_tokens_per_batch_size=None,
+        ),
         lora_config=None,
     )
     for name, value in changes.items():
@@ -235,6 +244,13 @@ def test_without_the_accept_step_pass_says_how_to_switch_it_on(make, slots, monk
         PaSS(config(slots()))
 
 
+@pytest.fixture(params=[refusals.check, PaSS], ids=["in the first process", "in a worker"])
+def start(request, monkeypatch):
+    """What checks the options of an engine."""
+    monkeypatch.setattr(proposer, "is_replaced", lambda: True)
+    return request.param
+
+
 @pytest.mark.parametrize(
     "changes,message",
     [
@@ -250,22 +266,46 @@ def test_without_the_accept_step_pass_says_how_to_switch_it_on(make, slots, monk
         (dict(rule="best"), "rule must be one of coupled, rejection"),
     ],
 )
-def test_options_that_cannot_be_honoured_are_refused_by_name(make, changes, message):
+def test_options_that_cannot_be_honoured_are_refused_by_name(start, slots, changes, message):
     with pytest.raises(ValueError, match=message):
-        make(**changes)
+        start(config(slots(), **changes))
 
 
-def test_settings_are_checked(make, slots):
+def test_settings_are_checked(start, slots):
     wrong = config(slots())
     for values, message in (
         ({"slot": "x"}, "'slot' is not one of rule, slots, pause"),
+        ({"slots": "smollm"}, "'smollm' is neither a file nor one of the shipped names: "),
         ({"pause": "no"}, "pause must be a bool, got 'no'"),
         ("x", r"additional_config\['pass_ext'\] must be an object, got 'x'"),
         ({}, r"not with an empty additional_config\['pass_ext'\]\['slots'\]"),
     ):
         wrong.additional_config = {"pass_ext": values}
         with pytest.raises(ValueError, match=message):
-            PaSS(wrong)
+            start(wrong)
+
+
+def test_slots_of_other_models_and_parts_that_vllms_models_lack_are_refused_by_name(start, tmp_path):
+    adapters = SlotAdapters({"0.q_proj": AdapterSize(WIDTH, WIDTH, 2)})
+    for lookahead, message in (
+        (LookaheadEmbedding(SLOTS, WIDTH, adapters=adapters), "have adapters, which .* to vLLM's layers"),
+        (LookaheadEmbedding(SLOTS, WIDTH + 1), "hidden size: it has 9, this model has 8"),
+        (LookaheadEmbedding(SLOTS, WIDTH, vocabulary=99), "vocabulary: it has 99, this model has 40"),
+        (LookaheadEmbedding(SLOTS, WIDTH, deep_layers=3), "layers: it has 3, this model has 1"),
+    ):
+        lookahead.save(tmp_path / "slots.safetensors")
+        with pytest.raises(ValueError, match=message):
+            start(config(str(tmp_path / "slots.safetensors")))
+
+
+def test_another_proposer_of_that_name_is_refused_and_one_from_elsewhere_is_not_looked_at(slots):
+    for model, is_refused in (("pass_ext.integrations.vllm.Pass", True), ("mine.Proposer", False)):
+        other = config(slots(), drafts=99, model=model)
+        if is_refused:
+            with pytest.raises(ValueError, match=r"proposer is pass_ext\.integrations\.vllm\.PaSS, got '.*\.Pass'"):
+                refusals.check(other)
+        else:
+            refusals.check(other)
 
 
 def test_other_slots_give_other_compiled_code(make, slots, tmp_path):

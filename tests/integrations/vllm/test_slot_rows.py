@@ -6,7 +6,6 @@ from torch import nn
 
 from pass_ext import LookaheadEmbedding
 from pass_ext.integrations.vllm.slot_rows import SlotRows
-from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 
 VOCABULARY, WIDTH, LAYERS, SLOTS = 23, 8, 3, 4
 
@@ -138,16 +137,6 @@ def test_the_table_is_read_through_the_layer_so_that_shards_and_quantised_weight
 def test_models_that_do_not_fit_are_refused_by_name(lookahead):
     with pytest.raises(ValueError, match=r"has no list of 5 layers"):
         SlotRows(Model(), lookahead, VOCABULARY, 16, 5)
-    adapted = LookaheadEmbedding(SLOTS, WIDTH, vocabulary=VOCABULARY)
-    adapted.adapters = SlotAdapters({"0.q_proj": AdapterSize(WIDTH, WIDTH, 2)})
-    with pytest.raises(ValueError, match=r"have adapters, which pass_ext does not add to vLLM's layers"):
-        SlotRows(Model(), adapted, VOCABULARY, 16, LAYERS)
-    prefixed = LookaheadEmbedding(SLOTS, WIDTH, vocabulary=VOCABULARY)
-    prefixed.set_prefix(*torch.ones(2, LAYERS, 5, 1, WIDTH))
-    with pytest.raises(ValueError, match=r"have learned keys and values \(prefix_keys\), which .* to vLLM's attention"):
-        SlotRows(Model(), prefixed, VOCABULARY, 16, LAYERS)
-    with pytest.raises(ValueError, match=r"vectors for 3 layers, and the model has 4"):
-        SlotRows(Model(layers=4), lookahead, VOCABULARY, 16, 4)
     with pytest.raises(ValueError, match=r"Linear has 0 input embeddings"):
         SlotRows(nn.Linear(2, 2), lookahead, VOCABULARY, 16, LAYERS)
     with pytest.raises(ValueError, match=r"vocabulary"):

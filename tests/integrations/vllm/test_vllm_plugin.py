@@ -20,6 +20,7 @@ ORIGINAL = "vLLM's own"
 def vllm(monkeypatch):
     """A stand-in for vLLM with the classes whose functions are replaced."""
     names = {
+        "vllm.engine.arg_utils": dict(EngineArgs=type("EngineArgs", (), dict(create_engine_config=create))),
         "vllm.v1.worker.worker_base": dict(WorkerWrapperBase=type("WorkerWrapperBase", (), dict(init_device=start))),
         "vllm.v1.worker.gpu_model_runner": dict(GPUModelRunner=type("GPUModelRunner", (), dict(_sample=ORIGINAL))),
         "vllm.v1.core.sched.scheduler": dict(Scheduler=type("Scheduler", (), dict.fromkeys(COUNTERS, keep))),
@@ -50,10 +51,14 @@ def start(wrapper):
     return f"{ORIGINAL} start of {wrapper.vllm_config.name}"
 
 
+def create(arguments, usage_context=None, headless=False):
+    return arguments.config
+
+
 def config(is_v2=False, speculative=None, **changes):
     return SimpleNamespace(
         name="engine", additional_config=changes.pop("additional_config", {}), use_v2_model_runner=is_v2,
-        speculative_config=SimpleNamespace(**{"rejection_sample_method": "standard", **(speculative or {})}),
+        speculative_config=SimpleNamespace(**{"method": "ngram", "rejection_sample_method": "standard", **(speculative or {})}),
         model_config=SimpleNamespace(use_fp64_gumbel=changes.pop("use_fp64_gumbel", False)), **changes,
     )  # fmt: skip
 
@@ -65,6 +70,7 @@ def test_off_touches_nothing(vllm, monkeypatch, value):
         monkeypatch.setenv("PASS_EXT_VLLM", value)
     plugin.register()
     assert vllm.WorkerWrapperBase.init_device is start and vllm.GPUModelRunner._sample == ORIGINAL
+    assert vllm.EngineArgs.create_engine_config is create
     assert vllm.Scheduler.update_from_output is keep and vllm.RequestSpecDecodeMetrics.observe is keep
 
 
@@ -109,7 +115,7 @@ def test_errors_do_not_escape(vllm, monkeypatch, caplog):
     assert "pass_ext: nothing is replaced, because ImportError" in caplog.text
 
 
-@pytest.mark.parametrize(
+REFUSED = pytest.mark.parametrize(
     ("option", "changes"),
     [
         ("speculative_config.rejection_sample_method='block'", dict(speculative=dict(rejection_sample_method="block"))),
@@ -117,8 +123,41 @@ def test_errors_do_not_escape(vllm, monkeypatch, caplog):
         ("watermark_config", dict(watermark_config=object())),
         ("use_fp64_gumbel", dict(use_fp64_gumbel=True)),
         ("rule must be one of", dict(additional_config={"pass_ext": {"rule": "fast"}})),
+        ("'rules' is not one of rule, slots, pause", dict(additional_config={"pass_ext": {"rules": "coupled"}})),
     ],
 )  # fmt: skip
+
+
+@pytest.fixture
+def start_of(vllm, monkeypatch):
+    """Makes the configuration of an engine, as its first process does before it loads a model."""
+    monkeypatch.setenv("PASS_EXT_VLLM", "on")
+    plugin.register()
+    plugin.register()
+    assert vllm.EngineArgs.create_engine_config.__wrapped__ is create
+
+    def start(config, additional_config):
+        arguments = vllm.EngineArgs()
+        arguments.config, arguments.additional_config = config, additional_config
+        return arguments.create_engine_config("a server", headless=True)
+
+    return start
+
+
+@REFUSED
+def test_options_are_refused_when_the_configuration_is_made(start_of, option, changes):
+    right, wrong = config(), config(**changes)
+    assert start_of(right, {}) is right
+    with pytest.raises(ValueError, match=re.escape(option)):
+        start_of(wrong, wrong.additional_config)
+
+
+def test_settings_are_refused_before_vllm_looks_at_the_model(start_of):
+    with pytest.raises(ValueError, match="rule must be one of"):
+        start_of("not made yet", {"pass_ext": {"rule": "fast"}})
+
+
+@REFUSED
 def test_options_that_cannot_be_honoured(vllm, option, changes):
     with pytest.raises(ValueError, match=re.escape(option)):
         worker.replace_for(config(**changes))

@@ -160,7 +160,9 @@ def test_a_tree_of_1024_nodes(backend, rule):
 def test_a_chain_of_1024_nodes(backend, rule):
     target = one_hot(5, *[i % 5 for i in range(1, 1025)])
     tokens = [i % 5 for i in range(1024)]
-    result = greedy_step(backend, target, tokens, list(range(-1, 1023)), rule=rule, temperature=0.1, seeds=3)
+    result = greedy_step(
+        backend, target, tokens, list(range(-1, 1023)), rule=rule, temperature=0.1, seeds=3, positions=0
+    )
     assert result.num_accepted.tolist() == [1023]
     assert result.emitted[0].tolist() == [i % 5 for i in range(1, 1025)]
 
@@ -284,6 +286,7 @@ def test_the_coin_is_strict_and_a_token_without_probability_is_never_accepted(ba
                 draft_top_p=1.0,
                 temperature=1.0,
                 seeds=torch.arange(requests),
+                positions=0,
                 **change,
             )
             result = accept(backend, step)
@@ -315,6 +318,7 @@ def test_a_certain_token_is_always_accepted(backend):
             draft_logits=target.clone(),
             temperature=1.0,
             seeds=torch.arange(requests),
+            positions=0,
         )
         assert (accept(backend, step).num_accepted == 1).all(), rule
 
@@ -331,7 +335,7 @@ def test_an_empty_residual_draws_from_the_target(backend):
         "joint",
     ):
         result = greedy_step(
-            backend, one_hot(6, 1, 1, high=200.0), [0, 4], [-1, 0], rule=rule, temperature=1.0, seeds=1,
+            backend, one_hot(6, 1, 1, high=200.0), [0, 4], [-1, 0], rule=rule, temperature=1.0, seeds=1, positions=0,
             draft_logits=one_hot(6, 1, 1, high=200.0),
         )  # fmt: skip
         assert result.emitted.tolist() == [[1, -1]]
@@ -352,6 +356,7 @@ def test_draws_never_leave_the_support(backend):
             max_depth=0,
             temperature=5.0,
             seeds=torch.arange(requests),
+            positions=0,
         )
         for rule in ("coupled", "coupled_inverse", "rejection"):
             emitted = accept(backend, step | {"rule": rule}).emitted
@@ -383,7 +388,7 @@ def test_a_bad_row_below_the_root_lets_the_token_that_led_there_be_the_last(back
         logits = one_hot(9, 4, 5, 6, high=30.0)
         logits[2, slice(None) if bit == 2 else 0] = value
         result = greedy_step(
-            backend, logits, [0, 4, 5], [-1, 0, 1], rule=rule, temperature=1.0, seeds=2,
+            backend, logits, [0, 4, 5], [-1, 0, 1], rule=rule, temperature=1.0, seeds=2, positions=0,
             draft_logits=one_hot(9, 4, 5, 6, high=30.0),
         )  # fmt: skip
         assert result.emitted.tolist() == [[4, 5, -1]], rule
@@ -399,7 +404,7 @@ def test_rows_off_the_path_are_never_read(backend):
         draft = torch.zeros(3, 9)
         draft[1:] = math.nan
         result = greedy_step(
-            backend, logits, [0, 3, 4], [-1, 0, 0], rule=rule, temperature=1.0, seeds=2, draft_logits=draft
+            backend, logits, [0, 3, 4], [-1, 0, 0], rule=rule, temperature=1.0, seeds=2, positions=0, draft_logits=draft
         )
         assert result.emitted[0, :2].tolist() == [4, 6]
         assert (result.num_accepted.item(), result.status.item()) == (1, 0)
@@ -413,7 +418,7 @@ def test_a_bad_row_on_another_branch_ends_no_longest_path(backend):
     for rule in ("typical", "joint"):
         for value, bit in BAD_ROWS:
             logits[1] = value  # nodes 1 (token 3) and 2 (token 4) hang below the root, 3 below 1, 4 below 2
-            step = dict(rule=rule, threshold=0.05, alpha=1.0, temperature=1.0, seeds=2)
+            step = dict(rule=rule, threshold=0.05, alpha=1.0, temperature=1.0, seeds=2, positions=0)
             rows = torch.cat([logits[:2], draft[2:3], logits[:1], draft[3:4]])
             drawn = torch.cat([draft[:3], draft[:1], draft[3:4]])
             result = greedy_step(backend, rows, [0, 3, 4, 7, 5], [-1, 0, 0, 1, 2], draft_logits=drawn, **step)
@@ -429,7 +434,7 @@ def test_a_bad_draft_row_sets_its_bit_and_the_target_draws(backend):
     for rule in judging:
         for value, bit in BAD_ROWS:
             result = greedy_step(
-                backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule=rule, temperature=1.0, seeds=2,
+                backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule=rule, temperature=1.0, seeds=2, positions=0,
                 draft_logits=torch.full((2, 9), value),
             )  # fmt: skip
             assert result.emitted.tolist() == [[4, -1]]
@@ -465,7 +470,15 @@ def test_tokens_outside_the_vocabulary_are_never_accepted(backend, token):
     for rule in pass_ext.RULES:
         draft = {"draft_logits": torch.zeros(2, 9)}
         result = greedy_step(
-            backend, one_hot(9, 4, 5, high=40.0), [0, token], [-1, 0], rule=rule, temperature=1.0, seeds=1, **draft
+            backend,
+            one_hot(9, 4, 5, high=40.0),
+            [0, token],
+            [-1, 0],
+            rule=rule,
+            temperature=1.0,
+            seeds=1,
+            positions=0,
+            **draft,
         )
         assert result.emitted.tolist() == [[4, -1]] and result.status.item() == 0
 
@@ -484,6 +497,7 @@ def test_ties_at_the_edge_of_a_filter_keep_the_lower_ids(backend):
                 max_depth=0,
                 temperature=1.0,
                 seeds=torch.arange(seed, seed + 200),
+                positions=0,
                 **change,
             )
             seen |= set(accept(backend, step).emitted.flatten().tolist())
@@ -501,7 +515,8 @@ def test_top_k_of_exactly_as_many_tokens_as_reach_the_floor(backend):
     )
     for count in (1, 10):
         result = accept(
-            backend, dict(target_logits=logits, temperature=1.0, top_k=count, seeds=torch.arange(rows), **lone)
+            backend,
+            dict(target_logits=logits, temperature=1.0, top_k=count, seeds=torch.arange(rows), positions=0, **lone),
         )
         assert set(result.emitted.flatten().tolist()) == set(range(0, 64 * count, 64))
 
@@ -512,7 +527,11 @@ def test_min_p_where_its_edge_is_near_zero(backend, largest):
     lone = dict(tokens=torch.zeros(1).long(), parents=torch.full((1,), -1), cu_nodes=torch.arange(2), max_depth=0)
     for min_p in (0.1, 0.25, 0.5, math.exp(-3), 1.0, 5.0):
         step = dict(
-            target_logits=torch.tensor([[largest, largest - 20.0, -math.inf]]), temperature=1.0, seeds=1, **lone
+            target_logits=torch.tensor([[largest, largest - 20.0, -math.inf]]),
+            temperature=1.0,
+            seeds=1,
+            positions=0,
+            **lone,
         )
         assert accept(backend, step | {"min_p": min_p}).emitted.tolist() == [[0]]
 
@@ -528,6 +547,7 @@ def test_min_p_keeps_all_ties_at_its_edge(backend):
         max_depth=0,
         temperature=1.0,
         seeds=torch.arange(150),
+        positions=0,
     )
     assert len(set(accept(backend, step | {"min_p": 0.49}).emitted.flatten().tolist())) > 70
     assert (accept(backend, step | {"min_p": 0.5}).emitted == 7).all()
@@ -546,7 +566,14 @@ def test_malformed_trees_give_the_targets_token_and_their_bit(backend):
     for rule in ("coupled", "coupled_inverse", "rejection", "traversal", "typical", "joint"):
         for parents in ([0, 0, 1], [-1, 1, 0], [-1, 2, 0], [-1, -1, 0], [-1, 0, 5], [-1, 0, -9], [2, 0, 1]):
             result = greedy_step(
-                backend, one_hot(9, 4, 5, 6, high=40.0), [0, 4, 5], parents, rule=rule, temperature=1.0, seeds=1
+                backend,
+                one_hot(9, 4, 5, 6, high=40.0),
+                [0, 4, 5],
+                parents,
+                rule=rule,
+                temperature=1.0,
+                seeds=1,
+                positions=0,
             )
             assert result.emitted[0].tolist() == [4, -1, -1, -1], (rule, parents)
             assert result.path[0].tolist() == [0, -1, -1, -1]
@@ -605,7 +632,7 @@ def test_empty_tensors_are_not_missing_ones(backend):
     assert accept(backend, nothing | {"cu_nodes": torch.tensor([0, 0]).int()}).status.tolist() == [0]
     assert accept(backend, nothing | {"cu_nodes": torch.tensor([0]).int()}).emitted.shape == (0, 2)
     result = greedy_step(
-        backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule="rejection", temperature=1.0, seeds=1,
+        backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule="rejection", temperature=1.0, seeds=1, positions=0,
         draft_logits=torch.zeros(0, 9), draft_rows=torch.tensor([0, 0]),
     )  # fmt: skip
     assert result.emitted.tolist() == [[4, -1]] and result.status.item() == 4
@@ -622,7 +649,16 @@ def test_traversal_reads_no_row_that_no_decision_needs(backend):
     logits[1] = logits[3] = math.nan
     for parents in ([-1, 0, 0, 1], [-1, 0, 0, 0]):
         result = greedy_step(
-            backend, logits, [0, 9, 0, 9], parents, rule="traversal", temperature=1.0, top_k=4, seeds=1, depth=3
+            backend,
+            logits,
+            [0, 9, 0, 9],
+            parents,
+            rule="traversal",
+            temperature=1.0,
+            top_k=4,
+            seeds=1,
+            positions=0,
+            depth=3,
         )
         assert (result.num_accepted.item(), result.status.item()) == (1, 0)
 
@@ -630,7 +666,7 @@ def test_traversal_reads_no_row_that_no_decision_needs(backend):
 def test_a_draft_row_that_is_not_there_sets_its_bit(backend):
     for row in (2, -2, 2**31 - 1):
         result = greedy_step(
-            backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule="rejection", temperature=1.0, seeds=1,
+            backend, one_hot(9, 4, 5, high=40.0), [0, 4], [-1, 0], rule="rejection", temperature=1.0, seeds=1, positions=0,
             draft_logits=torch.zeros(2, 9), draft_rows=torch.tensor([row, -1]),
         )  # fmt: skip
         assert result.emitted.tolist() == [[4, -1]]
@@ -647,6 +683,7 @@ def test_nodes_deeper_than_max_depth_are_ignored(backend):
             cu_nodes=torch.tensor([0, 4], dtype=torch.int32),
             temperature=1.0,
             seeds=1,
+            positions=0,
             rule=rule,
         )
         for max_depth in range(4):
@@ -722,7 +759,7 @@ def test_the_inverse_follows_drafts_that_name_its_tokens(backend):
     """A chain of its own tokens is accepted whole, and the token behind it is the one of its position."""
     random = torch.Generator().manual_seed(18)
     logits = torch.randn(4, 500, generator=random)
-    law = dict(temperature=1.0, seeds=3, rule="coupled_inverse")
+    law = dict(temperature=1.0, seeds=3, positions=0, rule="coupled_inverse")
     alone = [
         int(greedy_step(backend, logits[i : i + 1], [0], [-1], positions=90 + i, **law).emitted[0, 0]) for i in range(4)
     ]
@@ -747,6 +784,7 @@ def test_adaptive_rejection_accepts_more_where_the_target_is_unsure(backend):
                 draft_logits=draft.repeat(2 * requests, 1),
                 temperature=1.0,
                 seeds=torch.arange(requests),
+                positions=0,
             )
             result = accept(backend, step)
             share = min(1.0, target[0] / 0.8 + alpha * (1.0 - max(target)))
@@ -765,15 +803,39 @@ def test_joint_accepts_the_longest_path_whose_product_passes(backend):
     for threshold, accepted in ((0.2, 3), (1.0, 3), (1.5, 3), (2.0, 0)):
         result = greedy_step(
             backend, target, [0, 0, 0, 0], [-1, 0, 1, 2], rule="joint", threshold=threshold, temperature=1.0, seeds=1,
-            draft_logits=draft,
+            positions=0, draft_logits=draft,
         )  # fmt: skip
         assert (max((i + 1 for i, w in enumerate(products) if w > threshold), default=0)) == accepted
         assert result.num_accepted.item() == accepted
     star = greedy_step(  # of paths with the same length, the first that passes
-        backend, target[:3], [0, 0, 1], [-1, 0, 0], rule="joint", threshold=1.0, temperature=1.0, seeds=1,
+        backend, target[:3], [0, 0, 1], [-1, 0, 0], rule="joint", threshold=1.0, temperature=1.0, seeds=1, positions=0,
         draft_logits=draft[:3],
     )  # fmt: skip
     assert star.path[0].tolist()[:2] == [0, 2]
+
+
+def test_a_bound_that_is_reached_exactly_is_not_passed(backend):
+    """joint accepts above its threshold, typical above both of its bounds; the next float below lets the token pass."""
+    half, one, quarter = ([0.0] * n + [-math.inf] * (4 - n) for n in (2, 1, 4))
+    cases = [  # rule, target, draft, threshold and alpha, how many are accepted at these numbers and just below
+        ("joint", [half, half], None, (0.5, 0.0), (0, 1)),
+        ("joint", [half, half], [half, half], (1.0, 0.0), (0, 1)),
+        ("joint", [half, quarter, half], [quarter, half, half], (2.0, 0.0), (0, 1)),
+        ("joint", [half, quarter, half], [quarter, half, half], (1.0, 0.0), (1, 2)),  # 2, then 2 times 1/2
+        ("joint", [half, half, half], None, (0.25, 0.0), (1, 2)),
+        ("typical", [half, half], None, (0.5, 9.0), (0, 1)),
+        ("typical", [quarter, half], None, (0.25, 9.0), (0, 1)),
+        ("typical", [one, one], None, (9.0, 1.0), (0, 1)),
+    ]
+    for rule, target, draft, bounds, accepted in cases:
+        chain = torch.zeros(len(target), dtype=torch.int64), list(range(-1, len(target) - 1))
+        for share, count in zip((1.0, 1.0 - 2.0**-24), accepted, strict=True):
+            threshold, alpha = (share * bound for bound in bounds)
+            result = greedy_step(
+                backend, target, chain[0].tolist(), chain[1], rule=rule, threshold=threshold, alpha=alpha, seeds=1,
+                temperature=1.0, draft_logits=None if draft is None else torch.tensor(draft),
+            )  # fmt: skip
+            assert result.num_accepted.item() == count, (rule, target, threshold, alpha)
 
 
 def test_the_bounds_of_a_rule_are_its_own(backend):
@@ -807,7 +869,7 @@ def test_extreme_parameters(backend):
             if temperature == 1e-38 or filters in ({"top_p": 0.0}, {"min_p": 7.0}):
                 assert result.emitted[0, 0] == step["target_logits"][0].argmax()
     huge = torch.tensor([[3e38, -3e38, 3.3e38, 0.0]])
-    assert greedy_step(backend, huge, [0], [-1], temperature=1.0, seeds=1).emitted.tolist() == [[2]]
+    assert greedy_step(backend, huge, [0], [-1], temperature=1.0, seeds=1, positions=0).emitted.tolist() == [[2]]
 
 
 def test_fresh_seeds_come_from_the_generator(backend):
@@ -879,7 +941,10 @@ REFUSALS = [
     ({"max_depth": -1}, r"max_depth must be in \[0, 1024\), got -1"),
     ({"max_depth": 1024}, r"max_depth must be in \[0, 1024\), got 1024"),
     ({"temperature": torch.ones(2)}, r"temperature must have 1 \(one for each request\) in dimension 0"),
-    ({"temperature": 1.0, "seeds": torch.zeros(3).long()}, r"seeds must have 1 \(one for each request\)"),
+    (
+        {"temperature": 1.0, "seeds": torch.zeros(3).long(), "positions": 0},
+        r"seeds must have 1 \(one for each request\)",
+    ),
     (
         {"allowed": torch.zeros(3, 2).int()},
         r"allowed must have shape \[3, 1\] \(a word for 32 tokens\), got int32\[3, 2\]",

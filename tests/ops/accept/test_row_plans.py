@@ -111,7 +111,9 @@ def test_rows_that_few_blocks_scan_in_turns(dtype, monkeypatch):
     assert scan_blocks(rows, vocabulary, 1) == 4, "of seven without turns"
     random = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocabulary, generator=random) * 3).to(dtype)
-    arguments = dict(temperature=torch.full((rows,), 0.7), top_k=torch.tensor([0, 5] * 4), seeds=torch.arange(rows))
+    arguments = dict(
+        temperature=torch.full((rows,), 0.7), top_k=torch.tensor([0, 5] * 4), seeds=torch.arange(rows), positions=0
+    )
     expected = pass_ext.draft_sample(logits, 3, mode="coupled", **arguments)
     empty = dict.fromkeys(("top_p", "min_p", "allowed", "positions", "nodes"))
     ours = draft.draft_sample(logits, 3, 0, **arguments | {"top_k": arguments["top_k"].int()} | empty)

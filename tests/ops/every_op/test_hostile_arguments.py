@@ -556,7 +556,7 @@ INTEGERS = {"top_k", "draft_top_k", "seeds", "positions", "nodes"}
 
 def with_columns(op, **columns):
     torch.manual_seed(3)
-    arguments = dict(temperature=0.7, seeds=5) | columns
+    arguments = dict(temperature=0.7, seeds=5, positions=0) | columns
     logits = torch.randn(2, 4, 9)
     if op == "draft_sample":
         result = pass_ext.draft_sample(logits[0][:2], 3, **arguments)
@@ -597,6 +597,33 @@ def test_parameters_that_are_no_such_number_are_refused(op, name):
     for value in (2**63, -(2**63) - 1, [0, 2**64]):
         with pytest.raises(ValueError, match=rf"pass_ext::{op}: {name} must be in \[-[0-9]+, [0-9]+\], got -?[0-9]+"):
             with_columns(op, **{name: value})
+
+
+@pytest.mark.parametrize("op", COLUMNS)
+def test_seeds_need_positions_where_something_is_drawn(op):
+    for temperature in (0.7, [0.7, 0.0], torch.tensor([0.7, 0.7]), torch.tensor(0.0)):
+        with pytest.raises(
+            ValueError, match=f"pass_ext::{op}: positions must be given with seeds unless .*got None; pass"
+        ):
+            with_columns(op, temperature=temperature, positions=None)
+    for law in (dict(temperature=0), dict(temperature=[0.0, 0]), dict(seeds=None)):
+        with_columns(op, positions=None, **law)
+    greedy = op != "draft_sample" or dict(mode="coupled")
+    if greedy is not True:
+        with pytest.raises(ValueError, match="draft_sample: positions must be given"):
+            with_columns(op, temperature=None, positions=None)  # 1 in the other modes
+        with_columns(op, positions=None, mode="top")
+    with_columns(op, temperature=None, positions=None, **({} if greedy is True else greedy))
+
+
+@pytest.mark.parametrize("name", ["shard_combine", "shard_best"])
+def test_shards_need_positions_with_seeds_where_something_is_drawn(name):
+    *_, sample = samples_of(name)
+    keywords = keywords_of(name, sample) | {"positions": None}
+    if name == "shard_best":
+        keywords |= {"mode": "without"}
+    with pytest.raises(ValueError, match=f"pass_ext::{name}: positions must be given with seeds"):
+        getattr(pass_ext, name)(**keywords)
 
 
 def test_seeds_at_the_ends_of_int64():

@@ -216,23 +216,18 @@ def test_threads_call_while_others_pack_and_release():
 
 def test_a_forked_process_has_the_packs():
     """It releases its own, and not its parent's."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        case = case_of(torch.bfloat16)
-        once, expected = packed(case), pass_ext.layer_stack(**case)
-        child = os.fork()
-        if child == 0:
-            try:
-                same = torch.equal(pass_ext.layer_stack(**once)[0], expected[0])
-                del once["layers"]
-                os._exit(0 if same else 1)
-            except BaseException:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert_same(pass_ext.layer_stack(**once), expected)
-    finally:
-        torch.set_num_threads(former)
+    case = case_of(torch.bfloat16)
+    once, expected = packed(case), pass_ext.layer_stack(**case)
+    child = os.fork()
+    if child == 0:
+        try:
+            same = torch.equal(pass_ext.layer_stack(**once)[0], expected[0])
+            del once["layers"]
+            os._exit(0 if same else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_same(pass_ext.layer_stack(**once), expected)
 
 
 def test_in_a_compiled_function():

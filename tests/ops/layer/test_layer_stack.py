@@ -72,13 +72,6 @@ def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, drafts=3, **opti
     )  # fmt: skip
 
 
-def learned_keys(dtype, length=5):
-    """Keys and values that rows of slots attend to, not contiguous."""
-    random = Numbers(9, dtype)
-    keys, values = (random(LAYERS, KEY_HEADS, length, DIM).transpose(1, 2) for _ in range(2))
-    return dict(slot_keys=keys, slot_values=values)
-
-
 def with_adapters(layer, adapters, ids, adapter_scale, x, attended=None, *, residual=None, activation="silu", head_dim=DIM,
                   cos=None, sin=None, **norm):  # fmt: skip
     """One half of a layer by linear_rows, adapter_rows_ and the step ops: before attention, or, with ``residual``, behind."""
@@ -109,7 +102,7 @@ def with_adapters(layer, adapters, ids, adapter_scale, x, attended=None, *, resi
 def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head_dim, depths=None, cos=None, sin=None,
            positions=None, rotates=None, windows=None, ids=None, deep=None, final_norm=None, head=None, wanted=None,
            activation="silu", scale=1.0, attention_scale=None, softcap=0.0, adapters=None, adapter_scale=1.0,
-           slot_keys=None, slot_values=None, **norm):  # fmt: skip
+           **norm):  # fmt: skip
     """The ops one by one."""
     if positions is not None:
         cos, sin = cos[..., positions, :], sin[..., positions, :]
@@ -130,18 +123,10 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
             x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **norm,
         )  # fmt: skip
         new += k, v
-        attended, lse = pass_ext.attention_tree(
+        attended, _ = pass_ext.attention_tree(
             q, *pair, prefix_lens, cu_nodes, visible, max_nodes, k_new=k, v_new=v, depths=depths, scale=attention_scale,
             softcap=softcap, window=-1 if windows is None else windows[index],
         )  # fmt: skip
-        if slot_keys is not None:
-            learned = (part[index].expand(len(prefix_lens), -1, -1, -1) for part in (slot_keys, slot_values))
-            few = pass_ext.attention_tree(
-                q, *learned, torch.full_like(prefix_lens, slot_keys.shape[1]), cu_nodes, torch.zeros_like(visible),
-                max_nodes, k_new=k, v_new=v, scale=attention_scale, softcap=softcap,
-            )  # fmt: skip
-            both, _ = pass_ext.attention_merge(attended, lse, *few)
-            attended = torch.where((ids < 0)[:, None, None], both, attended)
         after = {name: value for name, value in named.items() if name not in before and name[0] not in "qkv"}
         if added:
             x = with_adapters(*added, attended.flatten(1), residual=x, activation=activation, **norm)
@@ -243,43 +228,6 @@ def test_rows_of_tokens_keep_their_bits_beside_adapters(cpu):
     assert all((ours != theirs).any() for ours, theirs in zip(got[0][~tokens], without[0][~tokens], strict=True))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("length", [1, 5, 130])
-@pytest.mark.parametrize("options", [{}, dict(deep=None), dict(adapted=ALL)], ids=str)
-def test_learned_keys_have_the_bits_of_attention_merge(cpu, dtype, length, options):
-    options = dict(options)
-    case = case_of(dtype, adapted=options.pop("adapted", ())) | options | learned_keys(dtype, length)
-    got = pass_ext.layer_stack(**case)
-    assert_same(got, by_ops(**case))
-    bare = dict(slot_keys=None, slot_values=None) | (dict(ids=None) if "deep" in options else {})
-    without = pass_ext.layer_stack(**case | bare)
-    assert not torch.equal(got[1], without[1])
-
-
-def test_rows_of_tokens_keep_their_bits_beside_learned_keys(cpu):
-    """No row of a token sees a slot's row here, and learned numbers that are not finite do not reach it."""
-    case = case_of(torch.bfloat16) | dict(wanted=None) | learned_keys(torch.bfloat16)
-    ids, bounds = torch.arange(len(case["x"])), case["cu_nodes"].tolist()
-    ids[bounds[1] - 1], ids[bounds[2] - 1] = -1, -2  # the last row of a tree and of a chain
-    case |= dict(ids=ids)
-    without = pass_ext.layer_stack(**case | dict(slot_keys=None, slot_values=None))
-    for learned in (case["slot_keys"], torch.full_like(case["slot_keys"], torch.nan)):
-        out, new = pass_ext.layer_stack(**case | dict(slot_keys=learned))
-        assert_same([out[ids >= 0], new[:, ids >= 0]], [without[0][ids >= 0], without[1][:, ids >= 0]])
-        assert all((ours != theirs).any() for ours, theirs in zip(out[ids < 0], without[0][ids < 0], strict=True))
-
-
-def test_nothing_is_merged_without_keys_or_slots(cpu):
-    bare = case_of(torch.bfloat16) | dict(deep=None, ids=None)
-    expected = pass_ext.layer_stack(**bare)
-    case = bare | learned_keys(torch.bfloat16)
-    assert_same(pass_ext.layer_stack(**case | dict(ids=torch.arange(len(case["x"])))), expected)
-    none = {name: case[name][:, :0] for name in ("slot_keys", "slot_values")}
-    assert_same(
-        pass_ext.layer_stack(**bare | none | dict(ids=-torch.ones(len(case["x"]), dtype=torch.int64))), expected
-    )
-
-
 def test_no_row_of_a_slot_means_no_adapter(cpu):
     case = case_of(torch.bfloat16, adapted=ALL) | dict(deep=None)
     tokens = case | dict(ids=case["ids"].abs())
@@ -345,13 +293,13 @@ def two_rotations(case, dtype):
 
 
 @pytest.mark.parametrize(
-    ("adapted", "learned", "several"),
-    [((), 0, False), (ALL, 0, False), ((), 5, False), ((), 0, True)],
-    ids=["plain", "adapters", "learned keys", "two rotary embeddings"],
+    ("adapted", "several"),
+    [((), False), (ALL, False), ((), True)],
+    ids=["plain", "adapters", "two rotary embeddings"],
 )
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_close_to_float64_as_the_reference_is(cpu, dtype, adapted, learned, several):
-    case = case_of(dtype, adapted=adapted) | (learned_keys(dtype, learned) if learned else {})
+def test_close_to_float64_as_the_reference_is(cpu, dtype, adapted, several):
+    case = case_of(dtype, adapted=adapted)
     if several:
         case = two_rotations(case, dtype)
 
@@ -428,27 +376,9 @@ def sides(down, up):
             r"cos\[0\] must have an even number of at most 64",
         ),
         (dict(head_dim=32, cos=None, sin=None, positions=None), "q must have a head size of 64, 80"),
-        (dict(ids=None), "ids must come with deep, adapters or slot_keys, got only deep"),
-        (dict(deep=None), "ids must come with deep, adapters or slot_keys, got ids alone"),
-        (
-            dict(deep=None, ids=None, adapted=("q",)),
-            "ids must come with deep, adapters or slot_keys, got only adapters",
-        ),
-        (learned_keys(torch.float32) | dict(deep=None, ids=None), "ids must come with .*, got only slot_keys"),
-        (learned_keys(torch.float32) | dict(slot_values=None), "must come together, got only slot_keys"),
-        (learned_keys(torch.float32) | dict(slot_keys=None), "must come together, got only slot_values"),
-        (learned_keys(torch.bfloat16), "slot_keys must"),
-        (dict.fromkeys(("slot_keys", "slot_values"), torch.ones(3, 5, 64)), r"shape \[layers, P, Hk, D\]"),
-        (dict.fromkeys(("slot_keys", "slot_values"), torch.ones(2, 5, 2, 64)), "slot_keys must have 3 .layers."),
-        (
-            dict.fromkeys(("slot_keys", "slot_values"), torch.ones(3, 5, 1, 64)),
-            "slot_keys must have 2 .Hk, the key heads.",
-        ),
-        (dict.fromkeys(("slot_keys", "slot_values"), torch.ones(3, 5, 2, 60)), "slot_keys must have 64 .head_dim."),
-        (
-            learned_keys(torch.float32) | dict(slot_values=torch.ones(3, 4, 2, 64)),
-            "slot_values must have 5 .P, as slot_keys.",
-        ),
+        (dict(ids=None), "ids must come with deep or adapters, got only deep"),
+        (dict(deep=None), "ids must come with deep or adapters, got ids alone"),
+        (dict(deep=None, ids=None, adapted=("q",)), "ids must come with deep or adapters, got only adapters"),
         (dict(adapted=("o",), scale=0.5), "scale must be 1 beside adapters of o or down, got 0.5"),
         (dict(adapted=("q",), count=1, ids=None, deep=None, adapters={"z": ()}), "adapters must be of q, k, v"),
         (dict(adapters=sides((3, 1, 2, WIDTH), (3, 1, 3, 384))), "adapter of q: up must have 2"),

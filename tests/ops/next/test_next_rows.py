@@ -136,6 +136,57 @@ def test_a_slot_of_the_models_own_logits_offers_the_token_that_the_target_draws(
     assert arguments["rows"][1, 0, 1:4].tolist() == drawn[:, 0].tolist()
 
 
+@pytest.mark.parametrize("kind", ["in order", "scored", "raced"])
+def test_a_tree_deeper_than_its_slots_ends_with_them(backend, kind):
+    """Behind the last slot of a request lies the first of the next one."""
+    tree = TREES["deep and wide"]
+    arguments = a_step(backend, tree, slots=3, rank=None if kind == "in order" else 4, sampled=kind == "raced")
+    arguments["groups"].fill_(1)
+    state = check(arguments)
+    tokens, positions = state["rows"][1:, :, 1 : tree.num_nodes]
+    depths = positions - state["prefix_lens"][:, None]
+    assert depths.max() > 2 and ((tokens >= 0) == (depths <= 2)).all()
+
+
+FLAT, STEPS, THREE = [0.0] * 8, [0.4, 0.3, 0.2, 0.1], [0.0, -1.0, 0.0, -1e-6, 0.0]
+SUPPORTS = [
+    (FLAT, dict(top_p=0.5), 4),  # reached exactly
+    (FLAT, dict(top_k=4, top_p=0.5), 2),  # of the mass that top-k has left
+    (FLAT, dict(top_k=2, top_p=0.75), 2),
+    (FLAT, dict(top_k=7), 7),
+    (FLAT, dict(top_k=8), 8),
+    (FLAT, dict(top_k=3, min_p=1.0), 3),  # ties at a border keep the lower ids
+    (FLAT, dict(top_p=0.5, min_p=1.0), 4),
+    (THREE, dict(min_p=1.0), 3),  # exactly as probable as the first
+    (THREE, dict(min_p=0.9), 4),
+    (STEPS, dict(top_p=0.55), 2),
+    (STEPS, dict(top_k=2, top_p=0.55), 1),
+    (STEPS, dict(top_k=3, top_p=0.9, min_p=0.7), 2),
+    (STEPS, dict(top_k=2, min_p=0.7, top_p=0.5), 1),
+]
+
+
+@pytest.mark.parametrize(("scores", "filters", "kept"), SUPPORTS)
+def test_filters_of_a_race_decide_together(backend, scores, filters, kept):
+    """As many candidates as top-k, top-p and min-p leave, in that order, each on what is left, the likeliest ones."""
+    scores = torch.tensor(scores) if max(scores) == 0.0 else torch.tensor(scores).log()
+    arguments = a_step(backend, Tree([-1, *[0] * 9]), 1, count=len(scores), rank=0, slots=1, judged=1, sampled=True)
+    arguments["path"].zero_()
+    arguments["groups"].zero_()
+    arguments["temperature"].fill_(1.0)
+    arguments["scores"][0, 0] = scores
+    arguments["offered"][0, 0] = 3 * torch.arange(len(scores)) + 5
+    types = dict(top_k=torch.int32)
+    arguments |= {
+        name: torch.tensor([value], dtype=types.get(name), device=backend.device) for name, value in filters.items()
+    }
+    likeliest = 3 * scores.sort(descending=True, stable=True).indices[:kept] + 5
+    for seed in range(5):
+        arguments["seeds"].fill_(seed)
+        tokens = check(arguments)["rows"][1, 0, 1:10]
+        assert tokens[:kept].sort().values.tolist() == likeliest.sort().values.tolist() and (tokens[kept:] == -1).all()
+
+
 def test_strided_tables_and_tokens_that_they_lack(backend):
     """Tables as views; tokens of a padded head outside of them, and NaN or -inf among the scores, are no candidates."""
     arguments = a_step(backend, TREES["bushy"], 3, count=40, rank=7, seed=4)

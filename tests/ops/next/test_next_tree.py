@@ -124,14 +124,14 @@ def test_a_step_after_a_step(backend):
     assert len(slots_seen) > 2
 
 
-def chained(backend, slots=3, nodes=4, row_count=14, **options):
-    """One request that has judged a chain with slots behind the root alone."""
-    arguments = a_step(backend, 1, row_count, slots=slots, **options)
+def chained(backend, slots=3, nodes=4, row_count=14, requests=1, **options):
+    """Requests that have judged a chain with slots behind the root alone."""
+    arguments = a_step(backend, requests, row_count, slots=slots, **options)
     tree = Tree.chain(nodes - 1).with_lookahead({0: slots})
     spare = row_count - len(tree)
     ids = [*range(nodes), *(-1 - slot for slot in range(slots)), *[0] * spare]
-    arguments["rows"][0, 0] = torch.tensor(ids)
-    arguments["parents"][0] = torch.tensor([*tree.parents, *[0] * spare])
+    arguments["rows"][0] = torch.tensor(ids)
+    arguments["parents"][:] = torch.tensor([*tree.parents, *[0] * spare])
     arguments["num_accepted"].zero_()
     return arguments
 
@@ -162,6 +162,18 @@ def test_offers_of_the_last_rows_alone(backend):
         arguments["path"][0, 0] = last
         state = check(copied(arguments) | dict(first=5))
         assert (shapes_of(state)[0][1] > 1) == (last in (1, 2)), last
+
+
+@pytest.mark.parametrize("offers", [0, 1, 2, 3])
+def test_a_tree_ends_with_the_rows_that_offer(backend, offers):
+    """Behind the last row of a request lies the first of the next one."""
+    arguments = chained(backend, requests=3, seed=3)
+    for name in ("offered", "scores"):
+        arguments[name] = arguments[name][:, : 4 + offers].contiguous()  # behind four nodes
+    arguments["path"].zero_()
+    state = check(arguments)
+    depths = state["rows"][2] - state["rows"][2, :, :1]
+    assert depths[state["rows"][1] >= 0].max() == offers
 
 
 def test_no_offers_give_the_root_and_its_slots(backend):

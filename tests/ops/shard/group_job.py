@@ -69,7 +69,7 @@ def chains(rank, ranks):
             torch.randn(2, 4, vocabulary, generator=generator),
             torch.randn(2, 3, vocabulary, generator=generator),
         )
-        tokens, _ = pass_ext.draft_sample(draft.flatten(0, 1), 1, mode="with", seeds=3)
+        tokens, _ = pass_ext.draft_sample(draft.flatten(0, 1), 1, mode="with", seeds=3, positions=0)
         layout = equal_layout(vocabulary, ranks)
         part = slice(layout.starts[rank], layout.ends[rank])
         for rule in ("coupled", "rejection", "block"):
@@ -104,7 +104,7 @@ def chains(rank, ranks):
             wrong += [[name, vocabulary, rule] for name, result in results.items() if not is_same(result, expected)]
     empty = target[:0, :, part]
     nothing = distributed.accept_chain(
-        empty, tree[:0], draft_logits=draft[:0, :, part], rule="block", temperature=1.0, seeds=1
+        empty, tree[:0], draft_logits=draft[:0, :, part], rule="block", temperature=1.0, seeds=1, positions=0
     )
     wrong += [] if nothing.emitted.shape == (0, 4) else [["empty batch"]]
     tokens, _ = distributed.draft_sample(empty.flatten(0, 1), 2, mode="top")
@@ -122,7 +122,7 @@ def disagreements(rank, ranks):
         "rule": lambda keywords: keywords.update(rule="traversal"),
         "seeds": lambda keywords: keywords.update(seeds=keywords["seeds"] + 1),
         "temperature": lambda keywords: keywords.update(temperature=0.25),
-        "positions": lambda keywords: keywords.update(positions=None),
+        "positions": lambda keywords: keywords.update(positions=keywords["positions"] + 1),
         "gather_below": lambda keywords: keywords.update(gather_below=1000),
         "the shape or dtype of target_logits": lambda keywords: None,
     }.items():
@@ -155,7 +155,7 @@ def disagreements(rank, ranks):
         logits = divided if name == "placements" else step.target[:, part]
         pass_ext.set_debug(False)
         try:
-            distributed.accept_tree(logits, *step.tree, temperature=1.0, seeds=1, **arguments)
+            distributed.accept_tree(logits, *step.tree, temperature=1.0, seeds=1, positions=0, **arguments)
         except ValueError as error:
             messages[name] = str(error)
         pass_ext.set_debug(True)

@@ -36,13 +36,19 @@ def any_layout(vocabulary, ranks, chance):
     return Layout(tuple(borders[:-1]), tuple(borders[1:]))
 
 
+def apart(columns):
+    """A rank's columns in memory of their own. What lies behind a row is not its neighbour's first column, as in a slice of all
+    columns, but a number that would decide everything."""
+    return torch.nn.functional.pad(columns, (0, 1), value=torch.inf)[:, :-1]
+
+
 def mask_columns(words, begin, end):
-    """The mask words of some columns."""
+    """The mask words of some columns; the bits behind them are set."""
     if words is None:
         return None
     places = torch.arange(32, device=words.device)
     bits = (words[:, :, None] >> places & 1).flatten(1)[:, begin:end]
-    bits = torch.nn.functional.pad(bits, (0, -(end - begin) % 32)).view(len(words), -1, 32).long()
+    bits = torch.nn.functional.pad(bits, (0, -(end - begin) % 32), value=1).view(len(words), -1, 32).long()
     sums = (bits << places).sum(-1)
     return torch.where(sums >= 2**31, sums - 2**32, sums).int()
 
@@ -90,8 +96,8 @@ class Step:
             masks = {name: mask_columns(self.keywords.get(name), begin, end) for name in ("allowed", "draft_allowed")}
             ranks.append(
                 tree_steps(
-                    rank, layout, self.target[:, part], *self.tree,
-                    draft_logits=None if self.draft is None else self.draft[:, part],
+                    rank, layout, apart(self.target[:, part]), *self.tree,
+                    draft_logits=None if self.draft is None else apart(self.draft[:, part]),
                     target=tuple(self.sampling.values()),
                     draft=tuple(self.draft_sampling.get(name) for name in FILTERS),
                     **(self.keywords | masks), **gathering,
@@ -142,7 +148,7 @@ def random_step(seed, rule=None, filters=None, vocabulary=None):
     has_draft = rule != "coupled" and (rule == "rejection_with_replacement" or chance.random() < 0.9)
     mode = "with" if rule == "rejection_with_replacement" else "without"
     drawn, _ = pass_ext.draft_sample(
-        draft, min(8, vocabulary), mode=mode, temperature=1.0, seeds=chance.randrange(2**40)
+        draft, min(8, vocabulary), mode=mode, temperature=1.0, seeds=chance.randrange(2**40), positions=0
     )
     tokens = torch.zeros(nodes, dtype=torch.int64)
     for first, tree in zip(bounds.tolist(), trees, strict=False):
@@ -218,6 +224,8 @@ def drafts_on_ranks(logits, k, mode, sampling, rest, layout):
     for rank, (begin, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
         masked = rest | {"allowed": mask_columns(rest["allowed"], begin, end)}
         ranks.append(
-            draft_steps(rank, layout, logits[:, begin:end], k, mode=mode, target=tuple(sampling.values()), **masked)
+            draft_steps(
+                rank, layout, apart(logits[:, begin:end]), k, mode=mode, target=tuple(sampling.values()), **masked
+            )
         )
     return run_together(ranks)

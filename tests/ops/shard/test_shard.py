@@ -136,7 +136,9 @@ def test_a_cut_through_equal_logits_of_the_draft(rule):
         target = torch.full((4, vocabulary), -30.0)
         target[:, first : first + equal] = torch.randn(4, equal, generator=generator)
         target[:, first : first + kept] += 2.5
-        drawn, _ = pass_ext.draft_sample(draft[:1], 3, mode="without", temperature=1.0, top_k=kept, seeds=seed)
+        drawn, _ = pass_ext.draft_sample(
+            draft[:1], 3, mode="without", temperature=1.0, top_k=kept, seeds=seed, positions=0
+        )
         parents, bounds = torch.tensor([-1, 0, 0, 0], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32)
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), drawn[0]])
         step = Step(
@@ -216,7 +218,15 @@ def test_the_number_of_exchanges_of_a_tree_is_that_of_the_docstring(rule, sums):
     tokens, bounds = torch.randint(0, 300, (nodes,)), torch.tensor([0, nodes], dtype=torch.int32)
     packed = (tokens, torch.tensor(tree.parents, dtype=torch.int32), bounds, 3)
     sampling = {name: torch.ones(1) if name == "temperature" else None for name in FILTERS}
-    step = Step(target, draft, packed, {"rule": rule, "seeds": torch.tensor([3])}, sampling, {}, None)
+    step = Step(
+        target,
+        draft,
+        packed,
+        {"rule": rule, "seeds": torch.tensor([3]), "positions": torch.tensor([0])},
+        sampling,
+        {},
+        None,
+    )
     results, exchanges = step.on_ranks(Layout((0, 300), (300, 300)))
     assert same(results, step.whole()) and len(exchanges) == 3 + sums
     assert residual_rounds(rule, tree.parents, [0, nodes]) == sums
@@ -231,11 +241,12 @@ def test_the_number_of_exchanges_of_drafting_is_that_of_the_docstring(filters, c
     sampling = {"temperature": torch.ones(2)} | {name: None for name in FILTERS if name != "temperature"}
     for name, number in filters.items():
         sampling[name] = torch.tensor([number] * 2, dtype=torch.int32 if name == "top_k" else torch.float32)
-    rest = {"allowed": None, "seeds": torch.tensor([1, 2])}
+    noise = {"seeds": torch.tensor([1, 2]), "positions": torch.tensor([7, 7])}
+    rest = {"allowed": None, **noise}
     for layout, moves in ((Layout((0, 8192), (8192, 9000)), 0), (Layout((0, 8000), (8000, 9000)), 1)):
         results, exchanges = drafts_on_ranks(logits, 3, "without", sampling, rest, layout)
         assert len(exchanges) == count + moves
-        assert same(results, pass_ext.draft_sample(logits, 3, mode="without", **sampling, seeds=rest["seeds"]))
+        assert same(results, pass_ext.draft_sample(logits, 3, mode="without", **sampling, **noise))
 
 
 def test_sizes_of_exchanges_do_not_depend_on_values():
@@ -334,7 +345,20 @@ def test_padded_columns_are_not_read():
     assert same(run_together(ranks)[0], expected.whole())
 
 
-# ---- refusals of the ops ----
+# ---- refusals ----
+
+
+def test_ranks_need_positions_with_seeds():
+    step, layout = random_step(11, rule="rejection", vocabulary=300), Layout((0, 300), (300, 300))
+    step.keywords |= {"positions": None}
+    step.sampling |= {"temperature": torch.full_like(step.keywords["seeds"], 0.5, dtype=torch.float32)}
+    with pytest.raises(
+        ValueError, match=r"distributed\.accept_tree: positions must be given with seeds .*got None; pass"
+    ):
+        step.on_ranks(layout)
+    with pytest.raises(ValueError, match=r"distributed\.draft_sample: positions must be given with seeds"):
+        rest = {"allowed": None, "seeds": torch.tensor([1, 2])}
+        drafts_on_ranks(torch.zeros(2, 300), 3, "with", dict.fromkeys(FILTERS), rest, layout)
 
 
 def test_refusals():

@@ -76,7 +76,7 @@ class LookaheadDrafter(Drafter):
         """Puts the slots' embeddings into the session."""
         lookahead, slots = self._lookahead, self._most_slots
         deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
-        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters, lookahead.prefix)
+        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters)
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""

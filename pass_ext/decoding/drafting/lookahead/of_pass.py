@@ -25,7 +25,7 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, is_alone: bool = T
     """The drafter of the plan; None if no plan is expected to gain anything. is_alone: False: a draft model drafts too, and
     decides about pauses."""
     target = context.target
-    method.lookahead.check_fits(target.table)
+    method.lookahead.check_fits(target.table, embed=None if target.has_table else target.embed_tokens)
     shards = target.logit_shards
     if method.lookahead.rank and not target.has_table and (shards is None or shards.table_part is None):
         state = "quantised or offloaded" if shards is None else "not divided among the ranks as the logits are"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from pass_ext.decoding.models.patching.layer_calls import is_layer_call
+from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import HitRates
 
@@ -50,11 +50,7 @@ def exit_parts(model: Any) -> ExitParts:
     ]
     if missing:
         raise ValueError(f"{name} has not: {', '.join(missing)}; {known}")
-    patched = [
-        part
-        for part in (model, decoder, *layers)  # type: ignore[misc]
-        if "forward" in vars(part) and not is_layer_call(part)
-    ]
+    patched = [part for part in (model, decoder, *layers) if "forward" in vars(part)]  # type: ignore[misc]
     if patched:
         raise ValueError(
             f"{type(patched[0]).__name__}.forward of this {name} was replaced (by device_map or a patching library), and early "
@@ -94,7 +90,9 @@ class EarlyExitDraft:
                 "EarlyExitDraft: give layers, how many of the model's layers the draft runs, or an adapter, got neither"
             )
         if adapter is not None:
-            adapter.check_fits(model.get_input_embeddings().weight, len(parts.layers))
+            embedding = model.get_input_embeddings()
+            embed = None if is_plain(embedding.weight) else embedding
+            adapter.check_fits(embedding.weight, len(parts.layers), embed=embed)
             if layers not in (None, adapter.layers):
                 raise ValueError(f"layers is {layers}, but the adapter was trained behind layer {adapter.layers}")
             layers = adapter.layers

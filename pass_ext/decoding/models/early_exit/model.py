@@ -7,8 +7,6 @@ Layers, embeddings, norm and head are the target's own objects, so its keys and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,15 +50,6 @@ class EarlyExitModel(TransformersModel):
         self._tokens = (
             draft.model.get_input_embeddings().weight.shape[0] if self.vocabulary is None else head.out_features
         )
-        self._target = TransformersModel(draft.model)
-
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Patches the target too: the layers read the name of their attention from the target's config."""
-        with ExitStack() as stack:
-            stack.enter_context(self._target.attached())
-            stack.enter_context(super().attached())
-            yield
 
     def __call__(
         self,

@@ -1,20 +1,18 @@
-"""``attached``: patches a transformers model while a generation runs and restores it afterwards.
+"""``attached``: a transformers model's shadow for the calls of a generation, which attends by pass_ext.
 
-In the generation's calls the model attends by pass_ext, its linear layers (on a GPU small ones) are ``few_rows_linear``, its
-norms, rotary embeddings and gates ``step_modules``, and look-ahead slots may shift the input of its layers and have adapters of
-its linear layers. Other calls of the model, also in other threads, compute what they always did. But until the last generation
-ends the model is in eval mode, and its config names pass_ext's attention. Generations on one model, nested or in several
-threads, share one attachment.
+Its linear layers (on a GPU small ones) are ``few_rows_linear``, its norms, rotary embeddings and gates ``step_modules``, and
+look-ahead slots may shift the input of its layers and have adapters of its linear layers. Generations on one model, nested or
+in several threads, share one attachment.
 
-Finding the parts takes longer than a step of a small model, so what is put in their place is kept for the next generation, in
-an attribute of the model, and with it what calls have shown (``LayerStack``, ``DirectCall``), as long as the model is the same
-in all that it may depend on.
+Finding the parts takes longer than a step of a small model, so the shadow is kept for the next generation, in an attribute of
+the model, and with it what calls have shown (``LayerStack``, ``DirectCall``), as long as the model is the same in all that it
+may depend on.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -25,13 +23,15 @@ from weakref import ref
 import torch
 from torch import nn
 
+from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.patching.direct_call import DirectCall
 from pass_ext.decoding.models.patching.few_rows import few_rows_linear
 from pass_ext.decoding.models.patching.layer_adapters import LayerAdapters
 from pass_ext.decoding.models.patching.layer_calls import layer_calls
-from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
+from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets, decoder_layers
 from pass_ext.decoding.models.patching.layer_stack import LayerStack
-from pass_ext.decoding.models.patching.row_attention import are_few_of_our_call, in_our_call, name_for
+from pass_ext.decoding.models.patching.row_attention import are_few_of_our_call, attend_by_rows, in_our_call
+from pass_ext.decoding.models.patching.shadow import own_hooks, shadow_of
 from pass_ext.decoding.models.patching.step_modules import step_modules
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.decoding.models.row_adapters import PlacedAdapters
@@ -39,43 +39,40 @@ from pass_ext.decoding.models.row_adapters import PlacedAdapters
 _lock = RLock()
 _attachments: dict[int, Attachment] = {}
 """The attachments by the model's id, which stays valid because each attachment holds its model."""
-_switched: dict[int, _Config] = {}
-"""Configs that name pass_ext's attention, by id. Models may share a config, as an early-exit draft and its target do."""
 
 
 class Attachment:
-    """The patches of one model, and how many generations use them."""
+    """The shadow of one model, and how many generations use it."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.users = 0
         self._offsets: LayerOffsets | None = None
-        modules = list(model.modules())  # once: it takes longer than all that is done with them
-        with ExitStack() as hooks:
-            configs = hooks.enter_context(_attention(model, modules))
-            hooks.enter_context(_evaluation(model, modules))
-            parts = _kept_parts(model, modules, configs)
-            self.direct, self._adapters = parts.direct, parts.adapters
-            hooks.callback(self._adapters.close)
-            hooks.enter_context(parts.in_place())
-            self._hooks = hooks.pop_all()
+        self._parts = _kept_parts(model)
+        self._hooks = ExitStack()
+        self.shadow, self.direct = self._parts.shadow, self._parts.direct
 
     @property
     def offsets(self) -> LayerOffsets:
         """The hooks that shift layer inputs, registered at first use."""
         with _lock:
             if self._offsets is None:
-                self._offsets = self._hooks.enter_context(LayerOffsets(self.model).attached())
+                for layer in decoder_layers(unwrapped(self.shadow)):
+                    own_hooks(layer)
+                self._offsets = self._hooks.enter_context(LayerOffsets(unwrapped(self.shadow)).attached())
             return self._offsets
 
     def prepare(self, adapters: PlacedAdapters) -> None:
         """Registers the hooks that add these adapters, at first use."""
         with _lock:
-            self._adapters.prepare(adapters)
+            self._parts.adapters.prepare(adapters)
 
     def close(self) -> None:
-        """Restores the model."""
+        """Lets go of what the generations' calls have left."""
         self._hooks.close()
+        self._parts.adapters.close()
+        self._parts.direct.end()
+        self._parts.stack.end()
 
 
 class _State(NamedTuple):
@@ -88,7 +85,7 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> _State:
-        """The state of a model with these modules whose attention is switched and that is in eval mode."""
+        """The state of a model with these modules."""
         objects: list[Any] = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
         objects.append(bool(nn.modules.module._has_any_global_hook()))
         places: list[Any] = []
@@ -134,15 +131,15 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {KEPT}
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What computes in place of a model's parts. A copied or pickled model has none."""
+    """A model's shadow, and what its calls have shown. A copied or pickled model has none."""
 
     owner: ref[nn.Module]
     """A shallow copy of a model has its parts too, but is not their owner."""
+    shadow: Any
+    patches: ExitStack
     direct: DirectCall
     adapters: LayerAdapters
     stack: LayerStack
-    forwards: list[tuple[dict[str, Any], Callable[..., Any]]]
-    """(a module's attributes, its forward)"""
     state: _State
     configs: Any
     """Copies of the configs' attributes; None: they cannot be copied."""
@@ -160,48 +157,37 @@ class Parts:
     def __reduce__(self) -> Any:
         return type(None), ()
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Sets the forwards, and removes them at the end."""
-        try:
-            for attributes, forward in self.forwards:
-                attributes["forward"] = forward
-            yield
-        finally:
-            for attributes, _ in self.forwards:
-                attributes.pop("forward", None)
-            self.direct.end()
-            self.stack.end()
 
-
-def _kept_parts(model: nn.Module, modules: Sequence[nn.Module], all_configs: Sequence[Any]) -> Parts:
-    """The parts of the last generation, if the model has not changed since; else they are found anew."""
-    state, configs = _State.of(modules), [vars(config) for config in all_configs]
+def _kept_parts(model: nn.Module) -> Parts:
+    """The parts of the last generation, if the model has not changed since; else they are made anew."""
+    modules = list(model.modules())  # once: it takes longer than all that is done with them
+    state, configs = _State.of(modules), [vars(config) for config in _configs(unwrapped(model), modules)]
     known = vars(model).get(KEPT)
     if isinstance(known, Parts) and known.are_of(model, state, configs):
         return known
-    free = [part for part in modules if "forward" not in vars(part)]
-    with ExitStack() as patches:
-        stack = patches.enter_context(layer_calls(model))  # first: it takes parts that nothing has replaced yet
-        direct = DirectCall(model, stack)
-        patches.enter_context(step_modules(model, when=in_our_call))
-        patches.enter_context(few_rows_linear(model, takes=are_few_of_our_call))
-        forwards = [(vars(part), vars(part)["forward"]) for part in free if "forward" in vars(part)]
-    adapters = LayerAdapters(model)
-    parts = vars(model)[KEPT] = Parts(ref(model), direct, adapters, stack, forwards, state, _copies(configs))
+    shadow = shadow_of(model)
+    inner = unwrapped(shadow)
+    attend_by_rows(inner)
+    patches = ExitStack()  # left when the shadow ends
+    stack = patches.enter_context(layer_calls(inner))  # first: it takes parts that nothing has replaced yet
+    direct = DirectCall(inner, stack)
+    patches.enter_context(step_modules(inner, when=in_our_call))
+    patches.enter_context(few_rows_linear(inner, takes=are_few_of_our_call))
+    parts = Parts(ref(model), shadow, patches, direct, LayerAdapters(inner), stack, state, _copies(configs))
+    vars(model)[KEPT] = parts
     return parts
 
 
 def _copies(configs: list[dict[str, Any]]) -> Any:
     try:
         return copy.deepcopy(configs)
-    except Exception:  # an attribute that cannot be copied: the parts are found anew each time
+    except Exception:  # an attribute that cannot be copied: the parts are made anew each time
         return None
 
 
 @contextmanager
 def attached(model: Any) -> Iterator[None]:
-    """Patches the model inside the context; nested contexts share the patches."""
+    """The model has a shadow inside the context; nested contexts share it."""
     with _lock:
         attachment = _attachments.get(id(model)) or Attachment(model)
         _attachments[id(model)] = attachment
@@ -224,40 +210,6 @@ def attachment_of(model: Any) -> Attachment:
     return attachment
 
 
-class _Config:
-    """A config, the attention that it named before, and how many attachments use it."""
-
-    def __init__(self, config: Any) -> None:
-        self.config, self.former, self.users = config, config._attn_implementation, 0
-
-
-@contextmanager
-def _attention(model: Any, modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
-    """Switches the attention; yields the configs that name it."""
-    configs = _configs(model, modules)
-    for config in configs:
-        _switched.setdefault(id(config), _Config(config)).users += 1
-    try:
-        ours = name_for(_switched[id(model.config)].former)
-        model.set_attn_implementation(ours)
-        if model.config._attn_implementation != ours:
-            raise ValueError(
-                f"{model.config.model_type}: {type(model).__name__} has attention of its own and takes no other "
-                "(transformers' AttentionInterface), so pass_ext cannot decode it"
-            )
-        for config in configs:
-            if config._attn_implementation == ours:  # set_attn_implementation skips parts whose attention is fixed
-                _set(config, name_for(_switched[id(config)].former))
-        yield configs
-    finally:
-        for config in configs:
-            switched = _switched[id(config)]
-            switched.users -= 1
-            if not switched.users:
-                del _switched[id(config)]
-                _set(config, switched.former)
-
-
 def _configs(model: Any, modules: Sequence[nn.Module]) -> list[Any]:
     """The model's config and those of its parts."""
     configs, queue = {}, [model.config]
@@ -270,20 +222,3 @@ def _configs(model: Any, modules: Sequence[nn.Module]) -> list[Any]:
         if hasattr(config, "_attn_implementation"):
             configs[id(config)] = config
     return list(configs.values())
-
-
-def _set(config: Any, attention: str | None) -> None:
-    """Sets the config's attention; with a dictionary its sub-configs stay unchanged."""
-    config._attn_implementation = {"": attention}
-
-
-@contextmanager
-def _evaluation(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    training = [module for module in modules if module.training]
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

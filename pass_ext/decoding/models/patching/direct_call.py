@@ -71,7 +71,7 @@ class DirectCall:
         if not self._has_table:
             cos, sin = self._rotated(rows, positions)
             return self._stack.run(attend, layers, rows, cos, sin, None, offsets, adapters, ends)
-        cos, sin = self._rotations(rows, getattr(attend, "room", 0))
+        cos, sin = self._rotations(rows, positions)
         return self._stack.run(attend, layers, rows, cos, sin, positions, offsets, adapters, ends)
 
     @contextmanager
@@ -96,7 +96,7 @@ class DirectCall:
             self._is_right = kinds is not None
             if kinds is not None:
                 self._kinds = kinds
-                self._has_table = self._is_in_table(rows, positions, getattr(call.attend, "room", 0))
+                self._has_table = self._is_in_table(rows, positions)
 
         with ExitStack() as hooks:
             for name in ("rotary", "norm", "head"):
@@ -127,20 +127,21 @@ class DirectCall:
         )
         return kinds if is_shown else None
 
-    def _is_in_table(self, rows: Tensor, positions: Tensor, room: int) -> bool:
+    def _is_in_table(self, rows: Tensor, positions: Tensor) -> bool:
         """True if the rotary embedding of positions does not depend on which others are computed beside them."""
         types = None if self._parts is None else getattr(self._parts.rotary, "rope_type", None)
         if not set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES:
             return False
-        known, given = self._rotations(rows, room), self._rotated(rows, positions)
+        known, given = self._rotations(rows, positions), self._rotated(rows, positions)
         return all(torch.equal(table[..., positions, :], part) for table, part in zip(known, given, strict=True))
 
-    def _rotations(self, rows: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all positions of a text in a cache with this room, and of a tree behind it."""
-        length = room + MAX_TREE_NODES
-        if self._table is None or self._table[0].shape[-2] < length:
-            self._table = self._rotated(rows, torch.arange(length, device=rows.device))
-        return self._table
+    def _rotations(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions up to these and beyond: twice as many where they outgrow the table."""
+        table, length = self._table, int(positions.max()) + 1
+        if table is None or table[0].shape[-2] < length:
+            longer = torch.arange(max(2 * length, MAX_TREE_NODES), device=rows.device)
+            table = self._table = self._rotated(rows, longer)  # another thread may put a shorter one in its place
+        return table
 
     def _rotated(
         self, rows: Tensor, positions: Tensor, kinds: list[tuple[str, ...]] | None = None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.patching.layer_offsets import decoder_layers
+from pass_ext.decoding.models.patching.shadow import own_hooks
 from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
 from pass_ext.modules.slot_adapters import AdapterSize
 from pass_ext.ops.layer import ADAPTED_AFTER, ADAPTED_BEFORE, adapter_list
@@ -68,6 +69,7 @@ class LayerAdapters:
             if module is None or there != sizes:
                 found = "no such layer" if module is None else f"{there}"
                 raise ValueError(f"these adapters have one for {place} with (in, out) = {sizes}, the model has {found}")
+            own_hooks(module)
             self._hooks[place] = module.register_forward_hook(_added(place))
 
     @cached_property

@@ -58,11 +58,6 @@ def layer_calls(module: nn.Module) -> Iterator[LayerStack]:
             del layer.forward
 
 
-def is_layer_call(layer: nn.Module) -> bool:
-    """True inside ``layer_calls`` for a layer whose forward it replaced; the layer computes what it did."""
-    return hasattr(vars(layer).get("forward"), "layer_call")
-
-
 class _Layer:
     """A layer's parts, and what its first call showed."""
 

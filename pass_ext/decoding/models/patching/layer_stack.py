@@ -4,7 +4,7 @@ them.
 In such a call each layer, computed alone, was given the very tensor that the layer before it returned. From then on the first
 layer computes all, and the others pass its result on; where layers have several rotary embeddings, of which the first layer
 gets one, direct_call.py computes all. Adapters of look-ahead slots are computed in it too where every layer has some of the
-same linear layers, and so is attention to keys that slots learned.
+same linear layers.
 """
 
 from __future__ import annotations
@@ -188,12 +188,10 @@ class LayerStack:
         caches = step(layers, rows, plan.key_heads, plan.numbers[0])
         if caches is None:
             return None
-        learned = getattr(attend, "prefix", None)
-        slots = offsets or adapters or learned
+        slots = offsets or adapters
         arguments = (
             plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows, None if slots is None else slots.ids,
-            None if offsets is None else offsets.deep, *added, *((None, None) if learned is None else learned.learned),
-            *ends, *plan.numbers,
+            None if offsets is None else offsets.deep, *added, *ends, *plan.numbers,
         )  # fmt: skip
         results = None
         with suppress(RuntimeError):

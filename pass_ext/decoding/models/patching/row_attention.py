@@ -1,22 +1,15 @@
-"""Replaces the attention and masks of a transformers model in a generation's calls; other calls get the model's former ones.
+"""The attention and masks of a model's shadow, by a name that transformers finds them by.
 
-transformers finds an attention function and its mask function by a name in the model's config, which all threads share.
-``name_for(former)`` is such a name. Both functions behind it check whether the call is a generation's (``our_call``, per
-thread); if not, they call those of ``former``, so an ordinary call of the same model gives the result that it always gave.
-
-In a generation's calls the mask is not a tensor but a ``RowMask``, which holds the window. "eager" and "sdpa" follow the mask
+The mask is not a tensor but a ``RowMask``, which holds the window. "eager" and "sdpa" follow the mask
 alone, so it decides here too; an attention call with another window is refused.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +21,7 @@ from pass_ext.decoding.models.patching.few_rows import are_few
 from pass_ext.decoding.models.patching.mask_patterns import window_conflict, window_of, window_text
 from pass_ext.decoding.models.row_adapters import RowAdapters
 
-KEY = "pass_ext_rows"
-_formers: list[str] = []
-"""The former names: ``KEY_i`` replaces the i-th."""
+KEY = "pass_ext_rows"  # without "flash" in it, which models search for
 
 
 class OurCall(NamedTuple):
@@ -133,40 +124,51 @@ def attending(call: OurCall, attend: Attend) -> Iterator[None]:
         _our_call.reset(token)
 
 
-def name_for(former: str) -> str:
-    """Registers the functions that replace those of ``former``, and returns their name."""
-    former = former_of(former)
-    # The name must not contain "flash", which models search for. Registering again would recompile compiled models.
-    if former not in _formers:
-        _register(f"{KEY}_{len(_formers)}", former)
-        _formers.append(former)
-    return f"{KEY}_{_formers.index(former)}"
+def attend_by_rows(shadow: Any) -> None:
+    """Switches the attention of a model's shadow; refuses a model that has attention of its own."""
+    from transformers import PreTrainedModel
+
+    _register()
+    shadow.set_attn_implementation(KEY)
+    if shadow.config._attn_implementation != KEY:
+        raise ValueError(
+            f"{shadow.config.model_type}: {type(shadow).__name__} has attention of its own and takes no other "
+            "(transformers' AttentionInterface), so pass_ext cannot decode it"
+        )
+    known = {id(part.config) for part in shadow.modules() if isinstance(part, PreTrainedModel)}
+    for part in shadow.modules():  # layers of another model, as an early exit's are
+        config = vars(part).get("config")
+        if hasattr(config, "_attn_implementation") and id(config) not in known | _ids_within(shadow.config):
+            config._attn_implementation = {"": KEY}
 
 
-def _register(name: str, former: str) -> None:
+def _ids_within(config: Any) -> set[int]:
+    inner = [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
+    return {id(config)}.union(*map(_ids_within, inner))
+
+
+@lru_cache
+def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     # A compiled graph would keep the layer's number and the thread of its first call.
     @torch.compiler.disable
     def attention(module: nn.Module, *tensors: Any, **options: Any) -> Any:
-        call = _our_call.get()
-        if call is None:
-            return _former_attention(former, module)(*tensors, **options)
-        return _row_attention(call, module, *tensors, **options), None
+        return _row_attention(_call(), module, *tensors, **options), None
 
     @torch.compiler.disable
     def mask(**arguments: Any) -> Any:
-        call = _our_call.get()
-        return _former_mask(former, arguments) if call is None else _row_mask(call, arguments)
+        return _row_mask(_call(), arguments)
 
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
+    AttentionInterface.register(KEY, attention)
+    AttentionMaskInterface.register(KEY, mask)
 
 
-def former_of(name: str | None) -> str:
-    """The attention that the name stands for outside a generation's calls."""
-    index = (name or "").removeprefix(KEY + "_")
-    return _formers[int(index)] if index != (name or "") else name or "eager"
+def _call() -> OurCall:
+    call = _our_call.get()
+    if call is None:
+        raise RuntimeError(f"attention {KEY!r} is for pass_ext's own calls of a model")
+    return call
 
 
 def _row_attention(
@@ -253,46 +255,3 @@ def _hides_nothing(mask: Any, seen: Tensor) -> bool:
 def is_being_recorded(tensor: Tensor) -> bool:
     """True while a CUDA graph is recorded, when values cannot be read; the call before, outside the graph, checked them."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _former_attention(former: str, module: nn.Module) -> Callable[..., Any]:
-    """The attention function of that name in the model's own file, bound to the module."""
-    eager, interface = _of_file(type(module))  # type: ignore[arg-type]
-    function = interface.get(former, eager)
-    if function is None:
-        raise RuntimeError(
-            f"{type(module).__name__}: attention {former!r} was not found, so this model can be called by other threads "
-            "only when no pass_ext generation uses it"
-        )
-    if "flash" in former:  # these functions read their name from the config again
-        module = copy.copy(module)
-        config: Any = copy.copy(module.config)
-        config._attn_implementation = {"": former}
-        module.config = config
-    return lambda *tensors, **options: function(module, *tensors, **options)
-
-
-@lru_cache
-def _of_file(kind: type) -> tuple[Callable[..., Any] | None, Any]:
-    """The eager attention function, and the table of registered functions, that an attention layer's methods refer to."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    for base in kind.__mro__:
-        for method in vars(base).values():
-            function = inspect.unwrap(method) if isinstance(method, FunctionType) else None
-            if not isinstance(function, FunctionType):
-                continue
-            for name in function.__code__.co_names:
-                if name.endswith("eager_attention_forward"):
-                    file = function.__globals__
-                    return file.get(name), file.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-    return None, ALL_ATTENTION_FUNCTIONS
-
-
-def _former_mask(former: str, arguments: dict[str, Any]) -> Any:
-    """The mask for attention of that name; None if it takes none."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    if former not in ALL_MASK_ATTENTION_FUNCTIONS:
-        return None
-    return ALL_MASK_ATTENTION_FUNCTIONS[former](**arguments)

@@ -1,7 +1,4 @@
-"""``replace_at_start``: the sampling functions of a worker are replaced when it knows its configuration, before its runner.
-
-So the options that pass_ext cannot honour are refused while the engine starts.
-"""
+"""``replace_at_start``: the sampling functions of a worker are replaced when it knows its configuration, before its runner."""
 
 from __future__ import annotations
 

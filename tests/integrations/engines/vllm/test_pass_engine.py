@@ -168,8 +168,14 @@ def test_without_the_switch_pass_says_how_to_turn_it(run):
         run([], environment={}, **with_pass(4))
 
 
-def test_a_wrong_option_ends_the_start_with_its_name(run):
-    with pytest.raises(RuntimeError, match="num_speculative_tokens must be at most 8"):
-        run([], **with_pass(9))
-    with pytest.raises(RuntimeError, match="'slot' is not one of"):
-        run([], **with_pass(4, slot="x"))
+def test_a_wrong_option_ends_the_start_with_its_name_before_a_model_is_loaded(run):
+    """In the first process: the sentence is the log's last line, and no other process has written one."""
+    for options, message in (
+        (with_pass(9), "ValueError: PaSS: num_speculative_tokens must be at most 8, "),
+        (with_pass(4, slot="x"), "ValueError: additional_config['pass_ext']: 'slot' is not one of "),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            run([], **options)
+        log = str(error.value)
+        assert log.rstrip().splitlines()[-1].startswith(message)
+        assert "EngineCore" not in log and "Loading" not in log

@@ -20,6 +20,9 @@ OPTIONS = ["--enforce-eager", "--max-model-len", "512"]
 QUESTION["messages"] = [{"role": "user", "content": "List the planets of the solar system."}]
 
 
+COMMAND = [sys.executable, ROOT / "examples" / "vllm_server.py"]
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     with socket.socket() as free:
@@ -28,7 +31,7 @@ def address(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as output:
         server = subprocess.Popen(
-            [sys.executable, ROOT / "examples" / "vllm_server.py", "--port", str(port), *OPTIONS],
+            [*COMMAND, "--port", str(port), *OPTIONS],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT},
@@ -70,3 +73,13 @@ def test_a_streamed_text_is_the_text_and_its_guesses_are_counted(address):
         metrics = answer.read().decode()
     accepted = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total{")]
     assert float(accepted[0].split()[-1]) > 5
+
+
+def test_a_wrong_option_ends_the_server_before_it_loads_a_model():
+    ended = subprocess.run(
+        [*COMMAND, "--drafts", "9", *OPTIONS],
+        env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    log = ended.stdout + ended.stderr
+    assert ended.returncode != 0 and "EngineCore" not in log and "Loading" not in log
+    assert "ValueError: PaSS: num_speculative_tokens must be at most 8, " in log[-600:]

@@ -124,35 +124,11 @@ def test_steps_may_have_another_type_than_samples(tmp_path, monkeypatch):
         trained(tmp_path / "mixed", console, steps=2)
 
 
-def test_the_command_trains_learned_keys(tmp_path):
-    pytest.importorskip("matplotlib")
-    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
-    bare = trained(tmp_path / "bare", console)
-    assert not any(name.startswith("prefix") for name in bare.training_record["settings"]), "older runs would not go on"
-    options = dict(start=str(tmp_path / "bare/lookahead.safetensors"), prefix_keys=5, prefix_learning_rate=0.02)
-    first = trained(tmp_path / "first", console, **options, minutes=1e-9)
-    whole, again = (trained(tmp_path / name, console, **options) for name in ("whole", "first"))
-    assert first.training_record["steps"] == 1 and not torch.equal(first.prefix_keys, whole.prefix_keys)
-    for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    assert whole.prefix_keys.shape == whole.prefix_values.shape == (2, 5, 2, 8)
-    facts = whole.training_record
-    assert facts["settings"]["prefix_keys"] == 5 and facts["settings"]["prefix_learning_rate"] == 0.02
-    assert facts["prefix"] == {"keys": 5, "parameters": 2 * 2 * 5 * 2 * 8, "bytes": 2 * 2 * 2 * 5 * 2 * 8}
-    card = (tmp_path / "whole/lookahead.md").read_text()
-    assert "attend to: 5 in every layer, 320 parameters, 0.0 MB in bfloat16" in card
-    start = str(tmp_path / "whole/lookahead.safetensors")
-    more = trained(tmp_path / "more", console, start=start)
-    assert more.prefix_length == 5 and not torch.equal(more.prefix_keys, whole.prefix_keys), "those of the file go on"
-    with pytest.raises(SystemExit, match=r"--prefix-keys must be the 5 of --start .*, or 0, got 4"):
-        trained(tmp_path / "other", console, start=start, prefix_keys=4)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--prefix-keys -1", "--prefix-keys must be at least 0, got -1"),
-        ("--prefix-learning-rate nan", "--prefix-learning-rate must be at least 0, got nan"),
+        ("--adapter-rank -1", "--adapter-rank must be at least 0, got -1"),
+        ("--adapter-learning-rate nan", "--adapter-learning-rate must be at least 0, got nan"),
         ("--slot-weights 1", "--slot-weights must be 2 numbers above 0"),
         ("--slot-weights 1 0", "--slot-weights must be 2 numbers above 0"),
         ("--adapter-kinds q", "need --adapter-rank, got 0"),

@@ -265,7 +265,7 @@ def test_nothing_is_allocated_by_metadata(kind, change, tmp_path, monkeypatch):
 
 
 def test_a_header_that_claims_what_the_file_has_not_is_refused(tmp_path):
-    metadata = {"format": "pass_ext.lookahead.2", "base_model": "", "vocabulary": "9"}
+    metadata = {"format": "pass_ext.lookahead.1", "base_model": "", "vocabulary": "9"}
     metadata |= {"hidden_size": HUGE, "num_lookahead": "1"}
     tensor = {"dtype": "F32", "shape": [1, 1 << 30], "data_offsets": [0, 4 << 30]}
     header = json.dumps({"__metadata__": metadata, "lookahead": tensor}).encode()
