@@ -70,7 +70,7 @@ def _device_rows(
         raise HostDecides("the columns of the logits are divided among ranks")
     if context.rule == LONGEST_BRANCH or (context.is_sampled and context.rule != "coupled"):
         raise HostDecides(f"rule {context.rule!r} is not 'coupled'")
-    return drafting.lookahead.device_rows(is_synthetic=is_synthetic)
+    return drafting.device_rows(is_synthetic=is_synthetic)
 
 
 def open_session(
