@@ -123,7 +123,6 @@ _PYTHON: dict[str, list[str]] = {
     "models/placeholders": ["tests/decoding/models/test_decoded_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "requests/config_processor": ["tests/decoding/test_generation_config.py"],
-    "planning/cpu_watch": ["tests/decoding/planning/test_step_times.py"],
     "models/vocabulary": _SPECULATIVE,
     "planning/draft_tree": ["tests/decoding/planning/test_draft_plan.py"],
     "drafting/drafting": [
@@ -163,7 +162,6 @@ _PYTHON: dict[str, list[str]] = {
         "tests/decoding/planning/test_calibration.py",
     ],
     "models/hidden_rows": _SPECULATIVE,
-    "planning/kept_step_times": ["tests/decoding/planning/test_step_times.py"],
     "models/patching/layer_adapters": ["tests/decoding/models/test_layer_adapters.py"],
     "models/row_adapters": ["tests/decoding/models/test_layer_adapters.py"],
     "models/cache_name": ["tests/decoding/models/test_cache_name.py"],

@@ -1,7 +1,6 @@
 """Measured step times of models: their keys, and which are kept on disk."""
 
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -19,25 +18,18 @@ from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.modules.slot_adapters import SlotAdapters
 
 
-class Fingerprints(list):
-    """Fingerprints; ``confirmed`` says for each whether kept times were to be confirmed."""
-
-
 @pytest.fixture
 def measured(monkeypatch):
     """The fingerprints that were measured."""
-    fingerprints, confirmed = Fingerprints(), []
-    fingerprints.confirmed = confirmed
+    fingerprints = []
 
-    def measure(run, *, fingerprint, device, confirm):
+    def measure(run, *, fingerprint, device):
         run(2)
-        confirmed.append(confirm)
         fingerprints.append(fingerprint)
         return StepTimes((1, 64), (1.0, 1.0 + 0.01 * len(fingerprints)))
 
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "_times", {})
-    monkeypatch.setattr(timing, "_doubted", set())
     return fingerprints
 
 
@@ -49,29 +41,6 @@ def test_another_dtype_or_size_is_another_model(measured):
     assert timing.measured_times(packed_model(model.bfloat16())) is not first
     assert timing.measured_times(packed_model(small_model("llama", num_hidden_layers=1))) is not first
     assert len(set(measured)) == len(measured) == 3 and None not in measured
-
-
-def test_doubted_times_are_confirmed_once(measured, monkeypatch):
-    now = time.monotonic()
-    one, other = packed_model(small_model("llama")), packed_model(small_model("llama", num_hidden_layers=1))
-    timing.doubt(one)
-    timing.measured_times(one)
-    timing.measured_times(other)
-    assert measured.confirmed == [False, False], "nobody had asked for its times"
-    timing.doubt(one)
-    timing.measured_times(one)
-    assert len(measured) == 2, "they were measured just now"
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 301)
-    timing.doubt(one)
-    timing.measured_times(other)
-    assert len(measured) == 2
-    timing.measured_times(one)
-    assert timing.measured_times(one) is timing.measured_times(one)
-    assert measured.confirmed == [False, False, True] and measured[2] == measured[0]
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 700)
-    timing.doubt(one, graphs=True)
-    timing.measured_times(one)
-    assert len(measured) == 3, "calls in graphs are others"
 
 
 def test_adapters_have_times_of_their_own(measured, monkeypatch):
@@ -90,10 +59,6 @@ def test_adapters_have_times_of_their_own(measured, monkeypatch):
     wider.adapters = SlotAdapters(adapter_sizes(llama, 3))
     timing.measured_times(model, lookahead=wider)
     assert len(measured) == 4 and len(set(measured)) == 4, "of graphs, and of another rank"
-    now = timing.time.monotonic()
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 301)
-    timing.doubt(model)
-    assert len(timing._doubted) == 3, "those with adapters too, but for graphs"
 
     ids_seen = []
     with torch.no_grad(), model.attached():
