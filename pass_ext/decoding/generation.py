@@ -16,12 +16,13 @@ from torch import Tensor
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import Drafting
-from pass_ext.decoding.loop.base import Loop
-from pass_ext.decoding.loop.choice import device_plan, loop_of
+from pass_ext.decoding.loop.choice import device_rows, device_step, open_session
+from pass_ext.decoding.loop.host_step import HostStep
+from pass_ext.decoding.loop.loop import Loop
 from pass_ext.decoding.loop.scores import Scores
+from pass_ext.decoding.loop.step import Step
 from pass_ext.decoding.loop.synthetic import Rates, Synthetic
 from pass_ext.decoding.loop.texts import Texts
-from pass_ext.decoding.loop.waiting import WaitingLoop
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.requests.config_processor import config_processor
@@ -238,21 +239,19 @@ def generate(
             if keep_logits or logprobs is not None
             else None
         )
-        plan = (
-            "log probabilities or logits are kept"
-            if scores
-            else device_plan(context, drafting, processors, is_synthetic=coins is not None)
+        rows = device_rows(context, drafting, processors, scores, coins, run_ahead)
+        session, known = open_session(context, drafting, texts, session, past)
+        # On the CPU work does not overlap, unless the caller wants it, and a pace needs the seconds of each step.
+        lag = int(rows is not None and (adapted.table.is_cuda or (bool(run_ahead) and drafting.pace is None)))
+        step: Step = (
+            HostStep(context, drafting, session, processors, scores, coins)
+            if rows is None
+            else device_step(context, session, rows, coins, lag)
         )
-        loop = loop_of(context, drafting, plan, run_ahead)
-        run: Loop = (
-            WaitingLoop(context, drafting, texts, processors, scores, coins)
-            if loop is None
-            else loop(context, drafting, texts, synthetic=coins)
-        )
-        run.open(session, past)
+        loop = Loop(step, texts, None if lag else drafting.pace, lag)
         started = time.perf_counter()
         listener.begin(prompts.texts)
-        run.run_steps()
+        loop.run(known)
         listener.end()
         seconds = time.perf_counter() - started
     for text, prompt in zip(context.texts, prompts.texts, strict=True):
@@ -260,20 +259,20 @@ def generate(
     new = [text[len(prompt) :] for text, prompt in zip(context.texts, prompts.texts, strict=True)]
     stats = GenerationStats.of(
         texts.counts.snapshot(),
-        model_calls=run.calls,
+        model_calls=loop.calls,
         tokens=sum(map(len, new)),
         seconds=seconds,
-        ahead_calls=run.ahead_calls,
-        surplus_calls=run.surplus_calls,
+        ahead_calls=0 if rows is None else loop.calls - loop.prompt_calls,
+        surplus_calls=loop.surplus_calls,
         synthetic=synthetic is not None,
     )
     if keep_cache:
-        run.session.keep([len(text) - 1 for text in context.texts])
+        session.keep([len(text) - 1 for text in context.texts])
     return Generation(
         prompts.extended(new, pad or 0),
         tuple(map(len, new)),
         stats,
-        run.session if keep_cache else None,
+        session if keep_cache else None,
         scores.logprobs(len(new)) if scores else None,
         scores.rows(len(new)) if scores else None,
     )
