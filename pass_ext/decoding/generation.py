@@ -7,19 +7,22 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from operator import index
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import Drafting
-from pass_ext.decoding.loop.base import Loop
-from pass_ext.decoding.loop.choice import device_plan, loop_of
+from pass_ext.decoding.loop.choice import device_rows, device_step, open_session
+from pass_ext.decoding.loop.host_step import HostStep
+from pass_ext.decoding.loop.loop import Loop
 from pass_ext.decoding.loop.scores import Scores
+from pass_ext.decoding.loop.step import Step
 from pass_ext.decoding.loop.synthetic import Rates, Synthetic
 from pass_ext.decoding.loop.texts import Texts
-from pass_ext.decoding.loop.waiting import WaitingLoop
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.requests.config_processor import config_processor
@@ -141,15 +144,26 @@ def generate(
         Generation: ``sequences``, ``lengths``, ``stats``.
     """
     method = Plain() if method is None else method
-    if rule not in DECODING_RULES:
-        raise ValueError(f"rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
-    if max_new_tokens > MOST_NEW_TOKENS:
-        raise ValueError(f"max_new_tokens must be {MOST_NEW_TOKENS} or less, got {max_new_tokens}")
+    if not isinstance(rule, str) or rule not in DECODING_RULES:
+        raise ValueError(f"generate: rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
+    whole_number("generate: max_new_tokens", max_new_tokens, most=MOST_NEW_TOKENS)
     samples = num_return_sequences
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"num_return_sequences must be 1 or more, got {samples!r}")
+    whole_number("generate: num_return_sequences", samples)
+    if logprobs is not None:
+        whole_number("generate: logprobs, if not None,", logprobs, 0, MAX_TOP_LOGPROBS)
+    for name, switch, words in (
+        ("keep_cache", keep_cache, "True or False"),
+        ("keep_logits", keep_logits, "True or False"),
+        ("cuda_graphs", cuda_graphs, "True, False or None"),
+        ("run_ahead", run_ahead, "True, False or None"),
+    ):
+        instance(f"generate: {name}", switch, (bool, NoneType) if "None" in words else bool, words)
+    instance("generate: generator", generator, (torch.Generator, NoneType), "a torch.Generator or None")
+    instance("generate: session", session, (Session, NoneType), "the session of an earlier generation or None")
+    if past is not None and not (isinstance(past, (list, tuple)) and len(past) == 2):
+        raise TypeError(
+            f"generate: past must be the keys and values of every layer, and the number of tokens, got {type_of(past)}"
+        )
     adapted = packed_model(model)
     model_config = adapted.generation_config
     if generation_config is not None and model_config is None:
@@ -160,9 +174,8 @@ def generate(
     configs = (generation_config, model_config)
     usual_ends = _token_ids(_first_given("eos_token_id", configs))
     ends = usual_ends if eos_token_id is None else _token_ids(eos_token_id)
-    pad = _pad_id(_first_given("pad_token_id", configs) if pad_token_id is None else pad_token_id)
-    if pad is None:
-        pad = min(ends, default=None)
+    pad = _first_given("pad_token_id", configs) if pad_token_id is None else pad_token_id
+    pad = min(ends, default=None) if pad is None else _token_id("pad_token_id", pad)
     prompts = read_prompts(input_ids, attention_mask, adapted.table.shape[0], pad, ends | usual_ends)
     loose = SamplingParams(temperature, top_k, top_p, min_p, seeds)
     parameters = loose if sampling is None else _checked_sampling(sampling, loose)
@@ -196,8 +209,6 @@ def generate(
             f"{type(grammar).__name__}"
         )
     check_stateless(processors, one_text=isinstance(method, Plain) and len(prompts.texts) == 1)
-    if logprobs is not None and (isinstance(logprobs, bool) or not 0 <= logprobs <= MAX_TOP_LOGPROBS):
-        raise ValueError(f"generate: logprobs must be None or in [0, {MAX_TOP_LOGPROBS}], got {logprobs!r}")
     if guides is not None and (keep_logits or (logprobs is not None and processors)):
         raise ValueError(
             "generate: with a grammar keep_logits must be False, and logprobs None beside logits processors: its masks act "
@@ -228,21 +239,19 @@ def generate(
             if keep_logits or logprobs is not None
             else None
         )
-        plan = (
-            "log probabilities or logits are kept"
-            if scores
-            else device_plan(context, drafting, processors, is_synthetic=coins is not None)
+        rows = device_rows(context, drafting, processors, scores, coins, run_ahead)
+        session, known = open_session(context, drafting, texts, session, past)
+        # On the CPU work does not overlap, unless the caller wants it, and a pace needs the seconds of each step.
+        lag = int(rows is not None and (adapted.table.is_cuda or (bool(run_ahead) and drafting.pace is None)))
+        step: Step = (
+            HostStep(context, drafting, session, processors, scores, coins)
+            if rows is None
+            else device_step(context, session, rows, coins, lag)
         )
-        loop = loop_of(context, drafting, plan, run_ahead)
-        run: Loop = (
-            WaitingLoop(context, drafting, texts, processors, scores, coins)
-            if loop is None
-            else loop(context, drafting, texts, synthetic=coins)
-        )
-        run.open(session, past)
+        loop = Loop(step, texts, None if lag else drafting.pace, lag)
         started = time.perf_counter()
         listener.begin(prompts.texts)
-        run.run_steps()
+        loop.run(known)
         listener.end()
         seconds = time.perf_counter() - started
         way = adapted.way
@@ -251,21 +260,21 @@ def generate(
     new = [text[len(prompt) :] for text, prompt in zip(context.texts, prompts.texts, strict=True)]
     stats = GenerationStats.of(
         texts.counts.snapshot(),
-        model_calls=run.calls,
+        model_calls=loop.calls,
         tokens=sum(map(len, new)),
         seconds=seconds,
-        ahead_calls=run.ahead_calls,
-        surplus_calls=run.surplus_calls,
+        ahead_calls=0 if rows is None else loop.calls - loop.prompt_calls,
+        surplus_calls=loop.surplus_calls,
         synthetic=synthetic is not None,
         way=way,
     )
     if keep_cache:
-        run.session.keep([len(text) - 1 for text in context.texts])
+        session.keep([len(text) - 1 for text in context.texts])
     return Generation(
         prompts.extended(new, pad or 0),
         tuple(map(len, new)),
         stats,
-        run.session if keep_cache else None,
+        session if keep_cache else None,
         scores.logprobs(len(new)) if scores else None,
         scores.rows(len(new)) if scores else None,
     )
@@ -273,8 +282,7 @@ def generate(
 
 def _checked_sampling(sampling: SamplingParams, loose: SamplingParams) -> SamplingParams:
     """Returns ``sampling``; refuses loose numbers beside it, which would be ignored."""
-    if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"generate: sampling must be SamplingParams(...), got {type(sampling).__name__}")
+    instance("generate: sampling", sampling, SamplingParams, "SamplingParams(...)")
     usual = SamplingParams()
     also = [f.name for f in fields(loose) if repr(getattr(loose, f.name)) != repr(getattr(usual, f.name))]
     if also:
@@ -288,16 +296,17 @@ def _first_given(name: str, configs: Sequence[Any]) -> Any:
 
 def _token_ids(tokens: int | Sequence[int] | Tensor | None) -> frozenset[int]:
     if isinstance(tokens, Tensor) and (tokens.dim() > 1 or tokens.is_floating_point() or tokens.is_complex()):
-        raise ValueError(f"eos_token_id must be one id or some, got {tokens.dtype} {list(tokens.shape)}")
+        raise ValueError(f"generate: eos_token_id must be one id or some, got {tokens.dtype} {list(tokens.shape)}")
     ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else () if tokens is None else tokens
-    try:
-        return frozenset([index(ids)] if hasattr(ids, "__index__") else map(index, ids))  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"eos_token_id must be one id or some, got {tokens!r}") from None
+    ids = ids if isinstance(ids, (list, tuple, set, frozenset)) else [ids]
+    return frozenset(_token_id("eos_token_id", token) for token in ids)
 
 
-def _pad_id(token: int | Tensor | None) -> int | None:
+def _token_id(name: str, token: Any) -> int:
     try:
-        return None if token is None else index(token)  # type: ignore[arg-type]
+        number = index(token)
     except (TypeError, ValueError):
-        raise TypeError(f"pad_token_id must be one id, got {token!r}") from None
+        number = None
+    if number is None or isinstance(token, bool) or not -(2**63) <= number < 2**63:
+        raise TypeError(f"generate: {name} must be an id, a whole number of 64 bits, got {token!r}")
+    return number

@@ -18,7 +18,10 @@ import pass_ext
 from pass_ext import _library
 from pass_ext.testing import assert_same_bits
 
-fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+fork = pytest.mark.skipif(
+    not hasattr(os, "fork") or _library.status().sanitize == "thread",
+    reason="no fork, or ThreadSanitizer, which lets a forked process start no threads",
+)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.logit_shards import logit_shards_of
-from pass_ext.decoding.models.packed import Adapted, Attend, SlotOffsets, StepAttend
+from pass_ext.decoding.models.packed import Adapted, Attend, StepAttend
 from pass_ext.decoding.models.patching.comparison import MACHINE, believed_plan
 from pass_ext.decoding.models.patching.few_rows import few_rows_linear
 from pass_ext.decoding.models.patching.known_parts import computes_by_ops
@@ -37,7 +37,7 @@ from pass_ext.decoding.models.patching.way import ModelState, Way, keep_way, kno
 from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.placeholders import placeholder_ids, replaced_ids
 from pass_ext.decoding.models.plain_tensors import is_plain
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, SlotOffsets
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FULL = {"full_attention", "sliding_attention", "attention"}
@@ -192,14 +192,13 @@ class TransformersModel(Adapted):
         positions: Tensor,
         attend: StepAttend,
         wanted: Tensor | None,
-        offsets: SlotOffsets | None = None,
-        adapters: RowAdapters | None = None,
+        slots: CallSlots | None = None,
     ) -> Tensor:
         """Calls the model on packed rows, as ``Adapted``."""
         if not self._users:
             self._its_shadow()  # says that it is not attached
-        if offsets is not None:
-            self._check_offsets(offsets)
+        if slots is not None and slots.offsets is not None:
+            self._check_offsets(slots.offsets)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
         own = self._own
@@ -208,11 +207,11 @@ class TransformersModel(Adapted):
             self._way = Way(None, "hooks or other weights have come to its modules")
         try:
             if own is not None and own.takes(rows, attend):
-                logits = own(rows, positions, attend, wanted, offsets, adapters)
+                logits = own(rows, positions, attend, wanted, slots)
                 if logits is not None:
                     self._ran = True
                     return logits
-            logits = self._as_it_is(rows, positions, attend, wanted, offsets, adapters, slot_rows=attend.slot_rows)
+            logits = self._as_it_is(rows, positions, attend, wanted, slots, slot_rows=attend.slot_rows)
         except MACHINE:
             raise
         except Exception as error:
@@ -230,18 +229,18 @@ class TransformersModel(Adapted):
         positions: Tensor,
         attend: Attend,
         wanted: Tensor | None = None,
-        offsets: SlotOffsets | None = None,
-        adapters: RowAdapters | None = None,
+        slots: CallSlots | None = None,
         slot_rows: int = 0,
     ) -> Tensor:
         """The shadow's call."""
         shadow = self._its_shadow()
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
+        offsets = None if slots is None else slots.offsets
         shifted = None if offsets is None else self._layer_offsets()
         try:
             if shifted is not None and offsets is not None:
                 shifted.offsets = offsets.dense
-            with our_call(OurCall(attend, self.name, self._kept, seen, slot_rows)), adapting(adapters):
+            with our_call(OurCall(attend, self.name, self._kept, seen, slot_rows)), adapting(slots):
                 logits: Tensor = shadow(
                     inputs_embeds=rows[None],
                     attention_mask=seen,

@@ -84,7 +84,7 @@ def _compared(
         again = attend.again(len(rows))
         plan = plan._replace(rotates=list(rotates))
         try:
-            ours = OwnForward(plan, model, tail)(rows, positions, again, None, None, None)
+            ours = OwnForward(plan, model, tail)(rows, positions, again, None, None)
         except MACHINE:
             raise
         except (RuntimeError, TypeError, ValueError) as error:

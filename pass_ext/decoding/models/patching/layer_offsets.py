@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.packed import SlotOffsets
+from pass_ext.decoding.models.slots import SlotOffsets
 
 
 class LayerOffsets:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.packed import SlotOffsets, StepAttend
+from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.patching.few_rows import are_few, is_autocast_enabled, most_few_rows
 from pass_ext.decoding.models.patching.layer_adapters import (
     WITHOUT_ADAPTERS,
@@ -26,7 +26,7 @@ from pass_ext.decoding.models.patching.layer_adapters import (
     stacked_adapters,
 )
 from pass_ext.decoding.models.patching.model_plan import ModelPlan
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.ops import layer as registration  # noqa: F401
 from pass_ext.ops.layer import PackedLayers
 from pass_ext.tree import MAX_TREE_NODES
@@ -88,18 +88,17 @@ class OwnForward:
         positions: Tensor,
         attend: StepAttend,
         wanted: Tensor | None,
-        offsets: SlotOffsets | None,
-        adapters: RowAdapters | None,
+        slots: CallSlots | None,
     ) -> Tensor | None:
         """Logits ``[N or len(wanted), V]``; None if it cannot add these adapters."""
         plan = self.plan
         if plan.rows_scale != 1.0:
             rows = rows * plan.rows_scale
-        out = self._stacked(rows, positions, attend, wanted, offsets, adapters)
+        out = self._stacked(rows, positions, attend, wanted, slots)
         if out is not None and plan.norm is not None:
             return self._scaled(out)
         if out is None:
-            out = self._layers(rows, positions, attend, offsets, adapters)
+            out = self._layers(rows, positions, attend, slots)
         return None if out is None else self._scaled(self._tail((out if wanted is None else out[wanted])[None])[0])
 
     def _scaled(self, logits: Tensor) -> Tensor:
@@ -116,25 +115,24 @@ class OwnForward:
         positions: Tensor,
         attend: StepAttend,
         wanted: Tensor | None,
-        offsets: SlotOffsets | None,
-        adapters: RowAdapters | None,
+        slots: CallSlots | None,
     ) -> Tensor | None:
         """All layers in one call; None where the op cannot."""
         plan, stack = self.plan, self.plan.stack
         if stack is None:
             return None
-        added = AdapterArguments() if adapters is None else self._adapters_for(adapters.placed)
+        placed = None if slots is None else slots.adapters
+        added = AdapterArguments() if placed is None else self._adapters_for(placed)
         if added is None:
             return None
         caches = attend.of_all_layers(len(plan.layers), rows, stack.key_heads, stack.numbers[0])
         if caches is None:
             return None
         (cos, sin), at = self._rotations(rows, positions)
-        slots = offsets or adapters
         ends = (None, None, None) if plan.norm is None else (plan.norm.weight, plan.head, wanted)
         arguments = (
             stack.parts, *caches, cos, sin, at, plan.rotates, stack.windows, None if slots is None else slots.ids,
-            None if offsets is None else offsets.deep, *added, *ends, *stack.numbers,
+            None if slots is None else slots.deep, *added, *ends, *stack.numbers,
         )  # fmt: skip
         if self._packed is None:
             self._packed = PackedLayers(stack.weights, stack.parts, stack.numbers[0])
@@ -153,23 +151,23 @@ class OwnForward:
         rows: Tensor,
         positions: Tensor,
         attend: StepAttend,
-        offsets: SlotOffsets | None,
-        adapters: RowAdapters | None,
+        slots: CallSlots | None,
     ) -> Tensor | None:
         """Layer by layer; None if an op does not know a place of these adapters."""
         plan = self.plan
-        halves = None if adapters is None else self._halves_for(adapters.placed)
-        if adapters is not None and halves is None:
+        placed = None if slots is None else slots.adapters
+        halves = None if placed is None else self._halves_for(placed)
+        if placed is not None and halves is None:
             return None
         cos, sin = self._rotated(rows, positions)
         if len(plan.kinds) == 1:
             cos, sin = cos[None], sin[None]
         for number, (parts, options, kind) in enumerate(zip(plan.layers, plan.attention, plan.rotates, strict=True)):
-            if offsets is not None:
-                rows = rows + offsets[number]
+            if slots is not None and slots.offsets is not None:
+                rows = rows + slots.offsets[number]
             before = after = WITHOUT_ADAPTERS
-            if adapters is not None and halves is not None:
-                before, after = (half.of_rows(adapters.ids) for half in halves[number])
+            if slots is not None and halves is not None:
+                before, after = (half.of_rows(slots.ids) for half in halves[number])
             rotation = (cos[kind - 1], sin[kind - 1]) if kind else (None, None)
             tensors, numbers = parts.before
             q, k, v = _before(rows, *tensors, *rotation, *numbers, *before)
