@@ -16,6 +16,14 @@ import sys
 import time
 from pathlib import Path
 
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # older ones lack bdist_wheel, or do not know pyproject's licence
+    raise SystemExit(
+        f"pass_ext: building needs setuptools>=77, got {setuptools.__version__}: pip install -U setuptools, or drop "
+        "--no-build-isolation"
+    )
+
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from operator import index
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop.choice import device_rows, device_step, open_session
@@ -142,15 +144,26 @@ def generate(
         Generation: ``sequences``, ``lengths``, ``stats``.
     """
     method = Plain() if method is None else method
-    if rule not in DECODING_RULES:
-        raise ValueError(f"rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
-    if max_new_tokens > MOST_NEW_TOKENS:
-        raise ValueError(f"max_new_tokens must be {MOST_NEW_TOKENS} or less, got {max_new_tokens}")
+    if not isinstance(rule, str) or rule not in DECODING_RULES:
+        raise ValueError(f"generate: rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
+    whole_number("generate: max_new_tokens", max_new_tokens, most=MOST_NEW_TOKENS)
     samples = num_return_sequences
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"num_return_sequences must be 1 or more, got {samples!r}")
+    whole_number("generate: num_return_sequences", samples)
+    if logprobs is not None:
+        whole_number("generate: logprobs, if not None,", logprobs, 0, MAX_TOP_LOGPROBS)
+    for name, switch, words in (
+        ("keep_cache", keep_cache, "True or False"),
+        ("keep_logits", keep_logits, "True or False"),
+        ("cuda_graphs", cuda_graphs, "True, False or None"),
+        ("run_ahead", run_ahead, "True, False or None"),
+    ):
+        instance(f"generate: {name}", switch, (bool, NoneType) if "None" in words else bool, words)
+    instance("generate: generator", generator, (torch.Generator, NoneType), "a torch.Generator or None")
+    instance("generate: session", session, (Session, NoneType), "the session of an earlier generation or None")
+    if past is not None and not (isinstance(past, (list, tuple)) and len(past) == 2):
+        raise TypeError(
+            f"generate: past must be the keys and values of every layer, and the number of tokens, got {type_of(past)}"
+        )
     adapted = packed_model(model)
     model_config = adapted.generation_config
     if generation_config is not None and model_config is None:
@@ -161,9 +174,8 @@ def generate(
     configs = (generation_config, model_config)
     usual_ends = _token_ids(_first_given("eos_token_id", configs))
     ends = usual_ends if eos_token_id is None else _token_ids(eos_token_id)
-    pad = _pad_id(_first_given("pad_token_id", configs) if pad_token_id is None else pad_token_id)
-    if pad is None:
-        pad = min(ends, default=None)
+    pad = _first_given("pad_token_id", configs) if pad_token_id is None else pad_token_id
+    pad = min(ends, default=None) if pad is None else _token_id("pad_token_id", pad)
     prompts = read_prompts(input_ids, attention_mask, adapted.table.shape[0], pad, ends | usual_ends)
     loose = SamplingParams(temperature, top_k, top_p, min_p, seeds)
     parameters = loose if sampling is None else _checked_sampling(sampling, loose)
@@ -197,8 +209,6 @@ def generate(
             f"{type(grammar).__name__}"
         )
     check_stateless(processors, one_text=isinstance(method, Plain) and len(prompts.texts) == 1)
-    if logprobs is not None and (isinstance(logprobs, bool) or not 0 <= logprobs <= MAX_TOP_LOGPROBS):
-        raise ValueError(f"generate: logprobs must be None or in [0, {MAX_TOP_LOGPROBS}], got {logprobs!r}")
     if guides is not None and (keep_logits or (logprobs is not None and processors)):
         raise ValueError(
             "generate: with a grammar keep_logits must be False, and logprobs None beside logits processors: its masks act "
@@ -270,8 +280,7 @@ def generate(
 
 def _checked_sampling(sampling: SamplingParams, loose: SamplingParams) -> SamplingParams:
     """Returns ``sampling``; refuses loose numbers beside it, which would be ignored."""
-    if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"generate: sampling must be SamplingParams(...), got {type(sampling).__name__}")
+    instance("generate: sampling", sampling, SamplingParams, "SamplingParams(...)")
     usual = SamplingParams()
     also = [f.name for f in fields(loose) if repr(getattr(loose, f.name)) != repr(getattr(usual, f.name))]
     if also:
@@ -285,16 +294,17 @@ def _first_given(name: str, configs: Sequence[Any]) -> Any:
 
 def _token_ids(tokens: int | Sequence[int] | Tensor | None) -> frozenset[int]:
     if isinstance(tokens, Tensor) and (tokens.dim() > 1 or tokens.is_floating_point() or tokens.is_complex()):
-        raise ValueError(f"eos_token_id must be one id or some, got {tokens.dtype} {list(tokens.shape)}")
+        raise ValueError(f"generate: eos_token_id must be one id or some, got {tokens.dtype} {list(tokens.shape)}")
     ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else () if tokens is None else tokens
-    try:
-        return frozenset([index(ids)] if hasattr(ids, "__index__") else map(index, ids))  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"eos_token_id must be one id or some, got {tokens!r}") from None
+    ids = ids if isinstance(ids, (list, tuple, set, frozenset)) else [ids]
+    return frozenset(_token_id("eos_token_id", token) for token in ids)
 
 
-def _pad_id(token: int | Tensor | None) -> int | None:
+def _token_id(name: str, token: Any) -> int:
     try:
-        return None if token is None else index(token)  # type: ignore[arg-type]
+        number = index(token)
     except (TypeError, ValueError):
-        raise TypeError(f"pad_token_id must be one id, got {token!r}") from None
+        number = None
+    if number is None or isinstance(token, bool) or not -(2**63) <= number < 2**63:
+        raise TypeError(f"generate: {name} must be an id, a whole number of 64 bits, got {token!r}")
+    return number

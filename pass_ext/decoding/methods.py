@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.vocabulary import check_tokenizers
 from pass_ext.decoding.requests.corpus import Corpus
 from pass_ext.modules.decision import DraftLevel
@@ -51,12 +53,14 @@ class NGram:
     corpus: Corpus | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest:
+        for name in ("longest", "shortest", "tokens", "branches"):
+            whole_number(f"NGram: {name}", getattr(self, name))
+        if self.shortest > self.longest:
             raise ValueError(
-                f"NGram: 1 <= shortest <= longest, got shortest {self.shortest} and longest {self.longest}"
+                f"NGram: shortest must be at most longest, got shortest={self.shortest} and longest={self.longest}; give "
+                "both if one is beyond the other's default"
             )
-        if self.tokens < 1 or self.branches < 1:
-            raise ValueError(f"NGram: tokens and branches must be 1 or more, got {self.tokens} and {self.branches}")
+        instance("NGram: corpus", self.corpus, (Corpus, NoneType), "a Corpus or None")
         if self.tokens * self.branches > MAX_PLANNED_ROWS:
             raise ValueError(
                 f"NGram: tokens x branches must be at most {MAX_PLANNED_ROWS}, got {self.tokens * self.branches}"
@@ -111,14 +115,15 @@ class PaSS:
     recall: bool = True
 
     def __post_init__(self) -> None:
-        if self.passes not in (1, 2):
-            raise ValueError(f"PaSS: passes must be 1 or 2, got {self.passes!r}")
-        if self.rows != "auto" and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 2):
-            raise ValueError(f'PaSS: rows must be "auto" or 2 or more, got {self.rows!r}')
-        if self.rows != "auto" and self.rows > MAX_PLANNED_ROWS:
-            raise ValueError(f"PaSS: rows must be at most {MAX_PLANNED_ROWS}, got {self.rows}")
-        if self.slots is not None and not 1 <= self.slots <= self.lookahead.num_lookahead:
-            raise ValueError(f"PaSS: slots must be 1 to {self.lookahead.num_lookahead}, got {self.slots}")
+        instance("PaSS: lookahead", self.lookahead, LookaheadEmbedding, "a LookaheadEmbedding")
+        whole_number("PaSS: passes", self.passes, 1, 2)
+        if not (isinstance(self.rows, str) and self.rows == "auto"):
+            whole_number('PaSS: rows, if not "auto",', self.rows, 2, MAX_PLANNED_ROWS)
+        if self.slots is not None:
+            whole_number("PaSS: slots", self.slots, 1, self.lookahead.num_lookahead)
+        instance("PaSS: tree", self.tree, (Tree, NoneType), "a Tree or None")
+        instance("PaSS: ngram", self.ngram, (NGram, NoneType), "NGram(...) or None")
+        instance("PaSS: recall", self.recall, bool, "True or False")
         if self.tree is not None and self.tree.max_depth > self.num_slots:
             raise ValueError(
                 f"PaSS: the tree is {self.tree.max_depth} levels deep, but there are {self.num_slots} look-ahead slots"
@@ -152,14 +157,9 @@ class Speculative:
     """The most candidates below one node of a planned tree; None: any number."""
 
     def __post_init__(self) -> None:
-        if self.length != "auto" and (
-            isinstance(self.length, bool)
-            or not isinstance(self.length, int)
-            or not 1 <= self.length <= MAX_DRAFT_LEVELS
-        ):
-            raise ValueError(f'Speculative: length must be "auto" or 1 to {MAX_DRAFT_LEVELS}, got {self.length!r}')
-        if self.tokenizers is not None:
-            check_tokenizers(*self.tokenizers)
+        if not (isinstance(self.length, str) and self.length == "auto"):
+            whole_number('Speculative: length, if not "auto",', self.length, 1, MAX_DRAFT_LEVELS)
+        _check_draft("Speculative", self)
 
     @property
     def tree(self) -> Tree | None:
@@ -205,18 +205,19 @@ class MultiCandidate:
         tree = self.tree
         if tree is not None:
             if not 1 <= tree.max_depth <= MAX_DRAFT_LEVELS:
-                raise ValueError(f"MultiCandidate: 1 to {MAX_DRAFT_LEVELS} levels, got {tree.max_depth}")
+                raise ValueError(
+                    f"MultiCandidate: branching must have 1 to {MAX_DRAFT_LEVELS} levels, got {tree.max_depth}"
+                )
             if len(tree) > MAX_PLANNED_ROWS:
                 raise ValueError(f"MultiCandidate: the tree must have at most {MAX_PLANNED_ROWS} rows, got {len(tree)}")
             tree.slice(tree.max_depth - 1)  # raises for look-ahead slots and for nodes not numbered level by level
-        if self.decision is not None and not callable(self.decision):
-            raise TypeError(f"MultiCandidate: decision must be callable, got {type(self.decision).__name__}")
-        if self.lookahead is not None and not isinstance(self.lookahead, PaSS):
-            raise TypeError(f"MultiCandidate: lookahead must be a PaSS, got {type(self.lookahead).__name__}")
+        instance("MultiCandidate: replacement", self.replacement, bool, "True or False")
+        if self.decision is not None and (isinstance(self.decision, type) or not callable(self.decision)):
+            raise TypeError(f"MultiCandidate: decision must be callable, got {type_of(self.decision)}")
+        instance("MultiCandidate: lookahead", self.lookahead, (PaSS, NoneType), "a PaSS or None")
         if self.lookahead is not None and self.lookahead.ngram is not None:
             raise ValueError("MultiCandidate: give ngram to MultiCandidate, not to its lookahead")
-        if self.tokenizers is not None:
-            check_tokenizers(*self.tokenizers)
+        _check_draft("MultiCandidate", self)
 
     @property
     def tree(self) -> Tree | None:
@@ -224,6 +225,24 @@ class MultiCandidate:
         if isinstance(self.branching, Tree):
             return self.branching
         return None if self.branching == "auto" else Tree.from_branching(tuple(self.branching))
+
+
+def _check_draft(name: str, method: Speculative | MultiCandidate) -> None:
+    """Refuses what both methods with a draft model refuse."""
+    instance(f"{name}: ngram", method.ngram, (NGram, NoneType), "NGram(...) or None")
+    if method.hit_rates is not None:
+        rows = method.hit_rates
+        if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
+            raise TypeError(f"{name}: hit_rates must be a row of rates for each level, got {type_of(rows)}")
+    if method.tokenizers is not None:
+        if not isinstance(method.tokenizers, (list, tuple)) or len(method.tokenizers) != 2:
+            raise TypeError(
+                f"{name}: tokenizers must be the target's and the draft's, got {type_of(method.tokenizers)}"
+            )
+        for tokenizer in method.tokenizers:
+            if not callable(getattr(tokenizer, "get_vocab", None)):
+                raise TypeError(f"{name}: tokenizers must have get_vocab(), got {type_of(tokenizer)}")
+        check_tokenizers(*method.tokenizers)
 
 
 Method = Plain | NGram | PaSS | Speculative | MultiCandidate

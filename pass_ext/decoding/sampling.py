@@ -98,10 +98,12 @@ class BatchSampling:
 def _per_request(name: str, value: Any, requests: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     if value is None:
         return None
+    limits = None if dtype.is_floating_point else torch.iinfo(dtype)
     try:
         tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be numbers, got {value!r}") from error
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        numbers = "numbers" if limits is None else f"integers from {limits.min} to {limits.max}"
+        raise TypeError(f"{name} must be {numbers}, got {value!r}") from error
     if (
         tensor.is_complex()
         or tensor.dtype == torch.bool
@@ -114,4 +116,6 @@ def _per_request(name: str, value: Any, requests: int, dtype: torch.dtype, devic
         raise ValueError(
             f"{name} must be one number, or one for each of the {requests} requests, got {list(tensor.shape)}"
         )
+    if limits is not None and requests and not limits.min <= int(tensor.min()) <= int(tensor.max()) <= limits.max:
+        raise ValueError(f"{name} must be integers from {limits.min} to {limits.max}, got {value}")
     return tensor.to(device, dtype).contiguous()

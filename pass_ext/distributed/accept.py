@@ -24,10 +24,12 @@ from pass_ext.ops import accept as whole
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.ops.common.parameters import Parameter
 from pass_ext.ops.common.rules import ACCEPT_RULES
+from pass_ext.ops.common.typed import typed
 
 _GATHERED_RULES = ("kseq", "typical", "coupled_inverse", "adaptive_rejection", "joint")
 
 
+@typed("pass_ext.distributed.")
 def accept_tree(
     target_logits: Tensor,
     tokens: Tensor,
@@ -107,6 +109,7 @@ def accept_tree(
     return run(steps, columns.group)
 
 
+@typed("pass_ext.distributed.")
 def accept_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,

@@ -18,10 +18,12 @@ from pass_ext.distributed.shards import Shard
 from pass_ext.distributed.steps import Trees, best_steps
 from pass_ext.ops import draft as whole
 from pass_ext.ops.common.parameters import Parameter, check_positions, parameter_tensor
+from pass_ext.ops.common.typed import typed
 
 Drafts = tuple[Tensor, Tensor]
 
 
+@typed("pass_ext.distributed.")
 def draft_sample(
     logits: Tensor,
     k: int,

@@ -162,7 +162,8 @@ class ExitAdapter(nn.Module):
     def from_pretrained(cls, name: str | os.PathLike[str]) -> ExitAdapter:
         """The adapter that comes with the package for a model, by name ("smollm2-135m-instruct"), or a file's, by path."""
         shipped = {stem.removesuffix(_SUFFIX): file for stem, file in shipped_files(f"*{_SUFFIX}").items()}
-        return cls.load(pretrained_path(shipped.get(os.fspath(name).removesuffix(_SUFFIX), name), shipped))
+        stem = str(name).removesuffix(_SUFFIX)
+        return cls.load(pretrained_path(shipped.get(stem, name), shipped))
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""

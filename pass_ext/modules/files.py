@@ -74,6 +74,8 @@ def shipped_files(pattern: str) -> dict[str, Path]:
 
 def pretrained_path(name: str | os.PathLike[str], shipped: Mapping[str, Path]) -> Path:
     """The file of a shipped name, or the path itself; ValueError where it is neither."""
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"a file must be given by its path or by a shipped name, got {name!r}")
     path = shipped.get(os.fspath(name), Path(name))
     if not path.is_file():
         names = ", ".join(shipped) or "none"

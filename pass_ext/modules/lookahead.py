@@ -86,12 +86,15 @@ class LookaheadEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, value, least in (
+            ("num_lookahead", num_lookahead, 1), ("dim", dim, 1), ("rank", rank, 0), ("deep_layers", deep_layers, 0)
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"LookaheadEmbedding: {name} must be a whole number, {least} or more, got {value!r}")
+        if adapters is not None and not isinstance(adapters, SlotAdapters):
+            raise TypeError(f"LookaheadEmbedding: adapters must be SlotAdapters or None, got {type(adapters).__name__}")
         if adapters is not None and adapters.count not in (1, num_lookahead):
             raise ValueError(f"adapters must be 1 or one for each of {num_lookahead} slots, got {adapters.count}")
-        if num_lookahead < 1 or dim < 1:
-            raise ValueError(f"num_lookahead and dim must be at least 1, got {num_lookahead} and {dim}")
-        if rank < 0 or deep_layers < 0:
-            raise ValueError(f"rank and deep_layers must be at least 0, got {rank} and {deep_layers}")
         self.base_model = base_model
         self.vocabulary = vocabulary
         self.fingerprint = ""

@@ -15,6 +15,7 @@ from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.common.parameters import Parameter, check_positions, is_greedy, parameter_tensor, seeds_for
 from pass_ext.ops.common.rules import ACCEPT_RULES, RULES
+from pass_ext.ops.common.typed import typed
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
 """The bits of ``AcceptResult.status``."""
@@ -69,6 +70,7 @@ class AcceptResult(_AcceptTensors):
     """With ``return_logprobs=True``: the log probabilities of ``emitted``. Not an item of the tuple."""
 
 
+@typed("pass_ext::")
 def accept_tree(
     target_logits: Tensor,
     tokens: Tensor,
@@ -153,6 +155,7 @@ def accept_tree(
     )  # fmt: skip
 
 
+@typed("pass_ext::")
 def accept_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,

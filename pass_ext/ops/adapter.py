@@ -12,6 +12,7 @@ from pass_ext import _library
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.typed import typed
 
 MAX_RANK = 128  # kMaxAdapterRank of csrc/core/adapter.h
 
@@ -19,6 +20,7 @@ _op = torch.ops.pass_ext.adapter_rows_.default
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
+@typed("pass_ext::")
 def adapter_rows_(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, scale: float = 1.0) -> Tensor:
     """Adds to the output ``out [..., out]`` of a linear layer, in place, the low-rank product of its input ``x [..., in]`` for
     the rows of look-ahead slots: ``out[n] += scale * (x[n] @ down[k].T) @ up[k]`` where ``ids[n] < 0``.
@@ -71,6 +73,7 @@ def _nothing(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, scal
     return None
 
 
+@typed("pass_ext::")
 def adapter_rows(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, scale: float = 1.0) -> Tensor:
     """``adapter_rows_`` as a new tensor, for training: composite PyTorch, differentiable in out, x, down and up.
 

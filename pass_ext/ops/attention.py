@@ -14,6 +14,7 @@ from pass_ext import _library
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.typed import typed
 from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)  # kHeadDims of csrc/core/attention.h
@@ -22,6 +23,7 @@ _op = torch.ops.pass_ext.attention_tree.default
 _merge_op = torch.ops.pass_ext.attention_merge.default
 
 
+@typed("pass_ext::")
 def attention_tree(
     q: Tensor,
     k_cache: Tensor,
@@ -141,6 +143,7 @@ def check_fits(
                 )
 
 
+@typed("pass_ext::")
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merges two attention results of the same rows over disjoint keys: ``out [..., D]`` and ``lse [...]`` of each.
 

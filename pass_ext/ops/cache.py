@@ -14,10 +14,12 @@ from pass_ext import _library
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.typed import typed
 
 _op = torch.ops.pass_ext.cache_commit_.default
 
 
+@typed("pass_ext::")
 def cache_commit_(
     caches: Sequence[Tensor] | Tensor,
     prefix_lens: Tensor,

@@ -10,12 +10,14 @@ from torch import Tensor
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.common.parameters import Parameter, check_positions, is_greedy, parameter_tensor, seeds_for
+from pass_ext.ops.common.typed import typed
 
 MODES = ("coupled", "without", "with", "top")
 
 _op = torch.ops.pass_ext.draft_sample.default
 
 
+@typed("pass_ext::")
 def draft_sample(
     logits: Tensor,
     k: int,

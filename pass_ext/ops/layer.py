@@ -23,6 +23,7 @@ from pass_ext.ops.adapter import check_adapter_ids
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.typed import typed
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS, index_of, refuse_gradients
 
 _before_op = torch.ops.pass_ext.layer_before_attention.default
@@ -69,6 +70,7 @@ ADAPTED = ADAPTED_BEFORE + ADAPTED_AFTER
 """The linear layers that may have adapters, in the order of the ops' lists: csrc/host/layer_adapters.h, AdapterLinear."""
 
 
+@typed("pass_ext::")
 def layer_before_attention(
     x: Tensor,
     q_weight: Tensor,
@@ -126,6 +128,7 @@ def layer_before_attention(
     return q, k, v
 
 
+@typed("pass_ext::")
 def layer_after_attention(
     attended: Tensor,
     residual: Tensor,
@@ -226,6 +229,7 @@ class PackedLayers:
         raise TypeError("PackedLayers cannot be copied or pickled: pack the copied weights with pass_ext.layer_pack")
 
 
+@typed("pass_ext::")
 def layer_pack(layers: Sequence[LayerWeights], *, head_dim: int) -> PackedLayers:
     """Checks decoder layers' weights once for many calls of ``layer_stack``, which then takes the result in their place.
 
@@ -256,6 +260,7 @@ def _listed(op: str, layers: Sequence[LayerWeights]) -> tuple[list[Tensor], int]
     return [tensor for layer in layers for name in _ORDER if (tensor := getattr(layer, name)) is not None], parts
 
 
+@typed("pass_ext::")
 def layer_stack(
     x: Tensor,
     layers: Sequence[LayerWeights] | PackedLayers,

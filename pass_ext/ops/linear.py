@@ -8,10 +8,12 @@ from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.typed import typed
 
 _op = torch.ops.pass_ext.linear_rows.default
 
 
+@typed("pass_ext::")
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` for the few rows of a decoding step, ``[..., in]`` to ``[..., out]``: reads the weight
     once for all rows, on a GPU once for every 16 (in float32 8).

@@ -13,12 +13,14 @@ from torch.autograd import forward_ad
 from pass_ext import _library
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
+from pass_ext.ops.common.typed import typed
 
 _op = torch.ops.pass_ext.lookahead_embed.default
 _backward_op = torch.ops.pass_ext.lookahead_embed_backward.default
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
+@typed("pass_ext::")
 def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
     """Input embeddings ``[..., d]`` of ids that mix tokens, from ``table [V, d]``, and look-ahead slots, from
     ``lookahead [L, d]``.

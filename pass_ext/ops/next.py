@@ -11,6 +11,7 @@ from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.common.parameters import Parameter, parameter_tensor
+from pass_ext.ops.common.typed import typed
 
 REPORT_NUMBERS = 3  # kReportNumbers of csrc/core/next.h
 TREE_REPORT_NUMBERS = 5  # kTreeReportNumbers of csrc/core/next_tree.h, and the limits of next_tree_
@@ -20,6 +21,7 @@ _op = torch.ops.pass_ext.next_rows_.default
 _tree_op = torch.ops.pass_ext.next_tree_.default
 
 
+@typed("pass_ext::")
 def next_rows_(
     rows: Tensor,
     lengths: Tensor,
@@ -112,6 +114,7 @@ def next_rows_(
     )
 
 
+@typed("pass_ext::")
 def next_tree_(
     rows: Tensor,
     parents: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.typed import typed
 
 RECALL_TOKENS = 3  # kRecallTokens of csrc/core/recall.h
 MAX_RECALL_ROW = 1024  # kMostRecallRow there
@@ -17,6 +18,7 @@ MAX_RECALL_ROW = 1024  # kMostRecallRow there
 _op = torch.ops.pass_ext.recall_scores.default
 
 
+@typed("pass_ext::")
 def recall_scores(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
     """What the scores of candidate tokens ``[N, K]`` rise by because of the text in front of them, ``[N, K]`` float32, for any
     scores that are logarithms of probabilities.

@@ -14,6 +14,7 @@ from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
 from pass_ext.ops.common.parameters import check_positions
 from pass_ext.ops.common.rules import RULES
+from pass_ext.ops.common.typed import typed
 from pass_ext.ops.draft import MODES, draws
 
 ROUNDS = ("peaks", "counts", "top_p", "nucleus", "masses", "residuals", "races", "finish")
@@ -39,6 +40,7 @@ def is_summed(round: str) -> bool:
     return round in _SUMMED
 
 
+@typed("pass_ext::")
 def shard_local(
     target_logits: Tensor,
     tokens: Tensor,
@@ -82,6 +84,7 @@ def shard_local(
     return answers
 
 
+@typed("pass_ext::")
 def shard_combine(
     target_logits: Tensor,
     tokens: Tensor,
@@ -137,6 +140,7 @@ def shard_combine(
     return state, AcceptResult(*result)
 
 
+@typed("pass_ext::")
 def shard_best(
     logits: Tensor,
     state: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.typed import typed
 
 NORM_FORMS = ("llama", "olmo2", "gemma")  # NormForm of csrc/core/step.h
 ACTIVATIONS = ("silu", "gelu_tanh")  # Activation of csrc/core/step.h
@@ -18,6 +19,7 @@ _rotary_op = torch.ops.pass_ext.step_rotary.default
 _gate_op = torch.ops.pass_ext.step_gate.default
 
 
+@typed("pass_ext::")
 def step_rms_norm(
     x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None, form: str = "llama"
 ) -> tuple[Tensor, Tensor]:
@@ -45,6 +47,7 @@ def step_rms_norm(
     return out, x if residual is None else s
 
 
+@typed("pass_ext::")
 def step_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of the queries ``q [N, Hq, D]`` and keys ``k [N, Hk, D]`` of N packed rows, by the rows ``[N, D']`` of
     cosines and sines that transformers makes.
@@ -65,6 +68,7 @@ def step_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     return q_rotated, k_rotated
 
 
+@typed("pass_ext::")
 def step_gate(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     """The gate of an MLP, ``activation(gate) * up``, over ``gate [..., I]`` and ``up [..., I]`` or one joined product
     ``[..., 2 I]``.

@@ -13,11 +13,13 @@ from pass_ext import _library
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.typed import typed
 
 _prepare_op = torch.ops.pass_ext.tree_prepare.default
 _mask_op = torch.ops.pass_ext.tree_mask.default
 
 
+@typed("pass_ext::")
 def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
     """Computes for each node of B packed trees the nodes that it sees, itself and its ancestors, as bits
     ``[N, ceil(max_nodes / 64)]``, and its depth ``[N]``.
@@ -48,6 +50,7 @@ def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Ten
     return visible, depths
 
 
+@typed("pass_ext::")
 def tree_mask(
     visible: Tensor, cu_nodes: Tensor, max_nodes: int, prefix_lens: Tensor, kv_len: int, dtype: torch.dtype
 ) -> Tensor:

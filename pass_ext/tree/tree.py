@@ -50,6 +50,8 @@ class Tree:
         """A chain of n drafted tokens: the root and n nodes below it, n + 1 rows."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise ValueError(f"Tree.chain: n must be the number of nodes below the root, 0 or more, got {n!r}")
+        if n >= MAX_TREE_NODES:
+            raise ValueError(f"a tree has at most {MAX_TREE_NODES} rows, got {n + 1}")
         return cls(range(-1, n))
 
     @classmethod
@@ -59,6 +61,8 @@ class Tree:
         ``(4, 2, 2)``: a root with 4 children, each with 2, each of these with 2; 29 rows.
         """
         parents, level = [-1], range(1)
+        if not isinstance(branching, (list, tuple)):
+            raise TypeError(f"branching must be a list of the children per node of each level, got {branching!r}")
         for width in branching:
             if isinstance(width, bool) or not isinstance(width, int) or width < 1:
                 raise ValueError(f"branching must be the children per node of each level, 1 or more, got {branching!r}")
@@ -320,16 +324,24 @@ def pack_trees(trees: Sequence[Tree | Sequence[int] | None], device: torch.devic
         trees: for each request a Tree or its parents; None or an empty sequence is a padded request.
         device: the device of the tensors; None is the CPU.
     """
+    try:
+        device = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f'pack_trees: device must be a device of torch such as "cuda", got {device!r}') from None
+    if not isinstance(trees, (list, tuple)) or any(isinstance(tree, (int, float)) for tree in trees):
+        raise TypeError(f"pack_trees: trees must be a list, one entry for each request, got {trees!r}")
     rows = [tree.parents if isinstance(tree, Tree) else _parents_of_entry(tree) for tree in trees]
     bounds = list(accumulate(map(len, rows), initial=0))
     max_nodes = max([1, *map(len, rows)])
     parents = torch.tensor([parent for tree_parents in rows for parent in tree_parents], dtype=torch.int32)
     cu_nodes = torch.tensor(bounds, dtype=torch.int32)
     visible, depths = tree_prepare(parents, cu_nodes, max_nodes)
-    if device is None or torch.device(device).type == "cpu":
+    if device.type == "cpu":
         return PackedTrees(parents, cu_nodes, max_nodes, visible, depths)
     integers = torch.cat([visible.flatten().view(torch.int32), parents, depths, cu_nodes])
-    if torch.device(device).type == "cuda":  # from pinned memory: any other copy waits for all launched kernels
+    if device.type == "cuda":  # from pinned memory: any other copy waits for all launched kernels
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"pack_trees: device is {device}, but torch {torch.__version__} sees no GPU here")
         integers = integers.pin_memory()
     integers = integers.to(device, non_blocking=True)
     words, *sizes = 2 * visible.numel(), len(parents), len(depths), len(cu_nodes)
@@ -338,7 +350,7 @@ def pack_trees(trees: Sequence[Tree | Sequence[int] | None], device: torch.devic
 
 
 def _parents_of_entry(parents: Sequence[int] | None) -> tuple[int, ...]:
-    return () if parents is None or len(parents) == 0 else _checked_parents(parents)
+    return () if parents is None or (isinstance(parents, (list, tuple)) and not parents) else _checked_parents(parents)
 
 
 def _checked_parents(parents: Iterable[int] | Tensor) -> tuple[int, ...]:
@@ -346,6 +358,8 @@ def _checked_parents(parents: Iterable[int] | Tensor) -> tuple[int, ...]:
         if parents.dim() != 1 or parents.is_floating_point() or parents.dtype == torch.bool:
             raise ValueError(f"parents must be one row of integers, got {parents.dtype} {list(parents.shape)}")
         parents = parents.tolist()
+    if isinstance(parents, (str, bytes)) or not isinstance(parents, Iterable):
+        raise TypeError(f"parents must be a list of each node's parent, got {parents!r}")
     checked = tuple(parents)
     if not checked:
         raise ValueError("a tree has at least a root: parents [-1]")

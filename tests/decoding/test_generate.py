@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support.generation import Prophet, greedy_of_transformers, methods_for, slots_for, unpadded
-from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model
+from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 import pass_ext
 from pass_ext import NGram, PaSS, Plain, Tree, generate
@@ -223,7 +223,7 @@ def test_logits_processors_see_each_nodes_own_path(llama, monkeypatch):
 
 
 def test_stopping_criteria_are_asked_after_every_token(llama, monkeypatch):
-    ids, _ = ragged_prompts(1)
+    ids = whole_prompts(1)
     endless = generate(llama, ids, max_new_tokens=16, eos_token_id=[]).sequences
     Prophet(monkeypatch, endless.tolist())
     asked = []
@@ -237,7 +237,7 @@ def test_stopping_criteria_are_asked_after_every_token(llama, monkeypatch):
 
 
 def test_streamers_get_every_token_once(llama, monkeypatch):
-    ids, _ = ragged_prompts(1)
+    ids = whole_prompts(1)
     endless = generate(llama, ids, max_new_tokens=16, eos_token_id=[]).sequences
     Prophet(monkeypatch, endless.tolist())
 
@@ -315,12 +315,22 @@ def test_sampling_params_are_the_loose_numbers_in_one_value(llama):
         generate(llama, ids, sampling=numbers, **options)
 
 
+class Silent:
+    """A streamer that keeps nothing."""
+
+    def put(self, tokens):
+        pass
+
+    def end(self):
+        pass
+
+
 def test_refusals(llama):
     ids, mask = ragged_prompts(2)
     lookahead = slots_for(llama)
     wrong = [
-        (dict(max_new_tokens=0), "max_new_tokens must be 1 or more, got 0"),
-        (dict(max_new_tokens=1 << 40), "max_new_tokens must be 1073741824 or less, got 1099511627776"),
+        (dict(max_new_tokens=0), "max_new_tokens must be a whole number, 1 to 1073741824, got 0"),
+        (dict(max_new_tokens=1 << 40), "max_new_tokens must be a whole number, 1 to 1073741824, got 1099511627776"),
         (dict(rule="best"), "rule must be one of coupled"),
         (dict(temperature=-1.0), "temperature must be 0"),
         (dict(temperature=[1.0, 1.0, 1.0]), "temperature must be one number, or one for each of the 2"),
@@ -333,7 +343,8 @@ def test_refusals(llama):
         (dict(method=PaSS(lookahead, ngram=NGram()), rule="rejection", temperature=1.0), "n-gram and look-ahead"),
         (dict(method=PaSS(lookahead, tree=Tree.from_branching((2,))), rule="block", temperature=1.0), "got 2 branches"),
         (dict(method=PaSS(pass_ext.LookaheadEmbedding(2, 32))), "belongs to another model"),
-        (dict(streamer=object()), "a streamer takes one request"),
+        (dict(streamer=object()), r"streamer must have put\(tokens\) and end\(\), got object"),
+        (dict(streamer=Silent()), "a streamer takes one request, got 2"),
     ]  # fmt: skip
     for changes, message in wrong:
         options = {"max_new_tokens": 2, "attention_mask": mask, **changes}
@@ -349,12 +360,12 @@ def test_refusals(llama):
     with pytest.raises(TypeError, match="model must be a transformers decoder-only model"):
         generate(object(), ids, max_new_tokens=2)
     for make, message in [
-        (lambda: PaSS(lookahead, passes=3), "passes must be 1 or 2"),
-        (lambda: PaSS(lookahead, rows=1), "rows must be"),
-        (lambda: PaSS(lookahead, slots=9), "slots must be 1 to 4"),
+        (lambda: PaSS(lookahead, passes=3), "PaSS: passes must be a whole number, 1 to 2, got 3"),
+        (lambda: PaSS(lookahead, rows=1), 'PaSS: rows, if not "auto", must be a whole number, 2 to 256, got 1'),
+        (lambda: PaSS(lookahead, slots=9), "PaSS: slots must be a whole number, 1 to 4, got 9"),
         (lambda: PaSS(lookahead, tree=Tree.chain(5)), "5 levels deep"),
-        (lambda: NGram(longest=1), "shortest <= longest"),
-        (lambda: NGram(tokens=0), "must be 1 or more"),
+        (lambda: NGram(longest=1), "shortest must be at most longest"),
+        (lambda: NGram(tokens=0), "NGram: tokens must be a whole number, 1 or more, got 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             make()
@@ -413,7 +424,7 @@ def test_a_session_is_used_again(llama):
 
 
 def test_a_text_goes_on_from_its_cache(llama):
-    ids, _ = ragged_prompts(3)
+    ids = whole_prompts(3)
     whole = generate(llama, ids, max_new_tokens=12, eos_token_id=[])
     begun = generate(llama, ids, methods_for(llama)["one pass"], max_new_tokens=5, eos_token_id=[], keep_cache=True)
     known = int(begun.session.prefix_lens.min())

@@ -20,7 +20,7 @@ IDS = torch.tensor([[5, 6, 7]])
         ({"top_p": float("nan")}, "top_p must be in"),
         ({"min_p": -2}, r"min_p must be in \[0, 1\], got -2"),
         ({"min_p": 1.5}, r"min_p must be in \[0, 1\], got 1"),
-        ({"seeds": "x"}, "seeds must be numbers, got 'x'"),
+        ({"seeds": "x"}, r"seeds must be integers from -\d+ to \d+, got 'x'"),
         ({"seeds": [1, 2]}, "seeds must be one number, or one for each of the 1 requests"),
         ({"attention_mask": [[1, 1, 1]]}, r"attention_mask must be a tensor \[B, T\].*, got list"),
         ({"eos_token_id": torch.tensor([[1]])}, "eos_token_id must be one id or some"),

@@ -63,13 +63,21 @@ MAY_IMPORT = {
     "decoding": ("checkpoint", "_library", "ops", "distributed", "tree", "modules"),
     "integrations": ("_library", "ops", "tree", "modules", "decoding"),
     "training": ("ops", "checkpoint", "tree", "modules", "decoding"),
-    "pass_ext": ("_library", "ops", "tree", "modules", "decoding", "integrations"),  # the face: pass_ext/__init__.py
+    "pass_ext": (
+        "_library",
+        "checkpoint",
+        "ops",
+        "tree",
+        "modules",
+        "decoding",
+        "integrations",
+    ),  # pass_ext/__init__.py
     "demo": ("checkpoint", "decoding", "pass_ext"),
     "__main__": ("_library", "checkpoint", "training", "pass_ext", "demo"),
 }
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (
-    ("sampling", "stats", "profiling"),
+    ("arguments", "sampling", "stats", "profiling"),
     ("models", "rules"),
     ("session", "requests"),
     ("methods",),

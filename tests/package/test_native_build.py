@@ -225,3 +225,16 @@ def test_make_builds_for_the_demo_what_this_machine_can_load_and_for_the_tests_t
     said = make(machine, "build-demo")
     check_nothing_compiled(said)
     assert machine.architectures == ["8.0", "9.0", "10.0+PTX"]
+
+
+def test_an_old_setuptools_is_named(tmp_path):
+    """Ubuntu's 65 has no bdist_wheel: without the sentence its ModuleNotFoundError is all that one sees."""
+    old = tmp_path / "setuptools"
+    old.mkdir()
+    (old / "__init__.py").write_text('__version__ = "65.5.0"')
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import runpy; runpy.run_path('setup.py')"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "building needs setuptools>=77, got 65.5.0: pip install -U setuptools, or drop --no-build" in done.stderr

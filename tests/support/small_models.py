@@ -87,6 +87,11 @@ def ragged_prompts(count, longest=24, seed=0, vocabulary=VOCABULARY):
     return ids * mask, mask
 
 
+def whole_prompts(count, longest=24, seed=0, vocabulary=VOCABULARY):
+    """Prompts ``[count, longest]`` without padding or special tokens."""
+    return torch.randint(3, vocabulary, (count, longest), generator=torch.Generator().manual_seed(seed))
+
+
 class Tokens:
     """A tokenizer with the parts that stop strings need: token i is the letter chr(97 + i)."""
 

@@ -96,7 +96,7 @@ def test_files_that_are_something_else_are_refused(tmp_path):
 
 
 def test_nonsense_sizes_are_refused():
-    with pytest.raises(ValueError, match="at least 1, got 0 and 16"):
+    with pytest.raises(ValueError, match="num_lookahead must be a whole number, 1 or more, got 0"):
         LookaheadEmbedding(0, 16)
     with pytest.raises(ValueError, match=r"table must be \[V, d\].*got shape \[16\]"):
         LookaheadEmbedding.from_table(2, torch.zeros(16))

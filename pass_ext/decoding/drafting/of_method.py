@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any
 
+from pass_ext.decoding.arguments import type_of
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter
 from pass_ext.decoding.drafting.from_draft_model import multi_candidate_drafters, speculative_drafters
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
@@ -33,10 +34,10 @@ def drafters_of(method: Any, context: DraftContext) -> Sequence[Drafter]:
 @singledispatch
 def _make(method: Any, context: DraftContext) -> Sequence[Drafter]:
     make = getattr(method, "drafters", None)
-    if not callable(make):
+    if isinstance(method, type) or not callable(make):
         raise TypeError(
             "generate: method must be Plain(), NGram(...), PaSS(...), Speculative(...), MultiCandidate(...), or an object with "
-            f"drafters(context) (pass_ext.DraftingMethod), got {type(method).__name__}"
+            f"drafters(context) (pass_ext.DraftingMethod), got {type_of(method)}"
         )
     return make(context)
 

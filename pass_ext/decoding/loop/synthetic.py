@@ -102,7 +102,8 @@ class Synthetic:
 def conditional_rates(rates: Rates, depth: int) -> list[float]:
     """For each depth the probability that a drafted token is accepted if the one before it was."""
     came: Any = rates
-    if isinstance(came, (bool, str)) or not isinstance(came, (int, float, Sequence)):
+    each = came if isinstance(came, Sequence) and not isinstance(came, (str, bytes)) else [came]
+    if any(isinstance(rate, bool) or not isinstance(rate, (int, float)) for rate in each):
         raise TypeError(f"generate: synthetic must be a rate, or one for each depth, got {rates!r}")
     shares = [float(rate) for rate in rates] if isinstance(rates, Sequence) else [float(rates)]
     if not shares or not all(0.0 <= share <= 1.0 for share in shares):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pass_ext.decoding.arguments import type_of
 from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft
 from pass_ext.decoding.models.packed import Adapted
 
@@ -25,5 +26,5 @@ def packed_model(model: Any) -> Adapted:
         return Adapted(model)
     raise TypeError(
         "model must be a transformers decoder-only model, or a callable with an attribute `embedding` "
-        f"(pass_ext.PackedModel), got {type(model).__name__}"
+        f"(pass_ext.PackedModel), got {type_of(model)}"
     )

@@ -11,12 +11,11 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.models.plain_tensors import is_plain
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
 
@@ -44,28 +43,6 @@ class Attend(Protocol):
             window: a row sees keys at ``position - window < key position`` only, its own among them; -1 is off. Each layer
                 may have another.
         """
-
-
-class SlotOffsets:
-    """The offsets of a call's rows, from the vectors ``deep [layers, L, d]`` of the slots.
-
-    ``offsets[l]`` is ``[N, d]``: ``deep[l, i]`` for a row with id -1 - i, zeros for tokens.
-    """
-
-    def __init__(self, ids: Tensor, deep: Tensor) -> None:
-        self.ids, self.deep = ids, deep
-        self._dense: Tensor | None = None
-
-    def __getitem__(self, layer: int) -> Tensor:
-        return self.dense[layer]
-
-    @property
-    def dense(self) -> Tensor:
-        """``[layers, N, d]``."""
-        if self._dense is None:
-            known = torch.cat([self.deep.new_zeros(len(self.deep), 1, self.deep.shape[2]), self.deep], dim=1)
-            self._dense = known.index_select(1, (-self.ids).clamp(min=0).long())
-        return self._dense
 
 
 class Adapt(Protocol):
@@ -154,19 +131,18 @@ class Adapted:
         positions: Tensor,
         attend: Attend,
         wanted: Tensor | None,
-        offsets: SlotOffsets | None = None,
-        adapters: RowAdapters | None = None,
+        slots: CallSlots | None = None,
     ) -> Tensor:
         """Calls the model as a ``PackedModel``.
 
-        offsets: vectors that look-ahead rows add to every layer's input. adapters: of look-ahead rows.
+        slots: what look-ahead rows have beside their embeddings; None: nothing.
         """
-        if offsets is not None:
+        if slots is not None and slots.deep is not None:
             raise TypeError(
                 "these look-ahead embeddings shift the input of every layer, which decoding can do in transformers models "
                 "only: train some without (--deep)"
             )
-        more = {} if adapters is None else {"adapt": adapters.add_}
+        more = {} if slots is None or slots.adapters is None else {"adapt": slots.adapt_}
         logits = self.model(rows, positions, _checked(attend, len(rows)), wanted, **more)
         self._check_logits(logits, len(rows), wanted)
         return logits

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.logit_shards import logit_shards_of
-from pass_ext.decoding.models.packed import Adapted, Attend, SlotOffsets
+from pass_ext.decoding.models.packed import Adapted, Attend
 from pass_ext.decoding.models.patching.attachment import attached, attachment_of
 from pass_ext.decoding.models.patching.direct_call import DirectCall
 from pass_ext.decoding.models.patching.layer_adapters import adapting
@@ -25,7 +25,7 @@ from pass_ext.decoding.models.patching.row_attention import OurCall, our_call
 from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.placeholders import placeholder_ids, replaced_ids
 from pass_ext.decoding.models.plain_tensors import is_plain
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, SlotOffsets
 from pass_ext.ops.lookahead import lookahead_embed
 
 # Errors of the machine, which say nothing about the model: they are raised unchanged.
@@ -125,17 +125,17 @@ class TransformersModel(Adapted):
         positions: Tensor,
         attend: Attend,
         wanted: Tensor | None,
-        offsets: SlotOffsets | None = None,
-        adapters: RowAdapters | None = None,
+        slots: CallSlots | None = None,
     ) -> Tensor:
         """Calls the model on packed rows, as ``Adapted``."""
+        offsets = None if slots is None else slots.offsets
         shifted = None if offsets is None else self._layer_offsets(offsets)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
         direct = self._direct()
         try:
             if direct is not None:
-                logits = direct.run(attend, self.layers, rows, positions, offsets, adapters, wanted)
+                logits = direct.run(attend, self.layers, rows, positions, slots, wanted)
                 if logits is not None:
                     self._ran = True
                     return logits
@@ -144,8 +144,8 @@ class TransformersModel(Adapted):
                 # A compiled model would be compiled once for offsets that are not there yet, and once for others.
                 shifted.offsets = offsets if direct is not None else offsets.dense
             is_compiled = hasattr(self.model, "_orig_mod")
-            call = OurCall(attend, self.name, self._kept, seen, self.layers, offsets, adapters, is_compiled)
-            with our_call(call), adapting(adapters):
+            call = OurCall(attend, self.name, self._kept, seen, self.layers, slots, is_compiled)
+            with our_call(call), adapting(slots):
                 logits = self._called(direct, call, rows, positions, wanted)
         except _MACHINE:
             raise

@@ -8,11 +8,13 @@ Every position of a text is the root of a step once. Both models read the text i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.arguments import instance
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.hit_rates import checked_count
@@ -99,8 +101,13 @@ def _counts(hit_ranks: Tensor, is_greedy: Tensor, prompt: int, levels: int, rank
 
 
 def _checked(texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None, vocabulary: int) -> Sequence[int]:
+    instance("calibrate: texts", texts, (list, tuple), "a list of lists of token ids")
     if not texts:
         raise ValueError("texts must hold at least one text, got none")
+    if not all(isinstance(tokens, (list, tuple)) and all(type(t) is int for t in tokens) for tokens in texts):
+        raise TypeError(f"calibrate: texts must be lists of token ids, got {texts!r}"[:200])
+    if not isinstance(prompt_lengths, (list, tuple, NoneType)) or not all(type(n) is int for n in prompt_lengths or ()):
+        raise TypeError(f"calibrate: prompt_lengths must be a list of whole numbers or None, got {prompt_lengths!r}")
     for index, tokens in enumerate(texts):
         strange = [token for token in tokens if not 0 <= token < vocabulary]
         if not tokens or strange:

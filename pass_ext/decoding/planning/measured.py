@@ -79,8 +79,7 @@ class _Calls:
         self._slots = 0
         if adapted is not None:
             self._slots = adapted.num_lookahead
-            deep = None if adapted.deep is None else adapted.deep.detach()
-            self._session.set_slots(adapted.weight.detach(), deep, adapted.adapters)
+            self._session.set_slots(adapted, self._slots)
 
     def run(self, rows: int) -> None:
         session = self._session

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import index
 from threading import Lock
+
+from pass_ext.decoding.arguments import whole_number
 
 _MOST_PLACES = 64
 """Places that are kept of the same few tokens, the latest: frequent tokens would have thousands that continue alike."""
@@ -31,7 +34,11 @@ class CorpusText:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Adds tokens at the end; nothing where the corpus has dropped the text."""
-        self._corpus._extend(self, [int(token) for token in tokens])
+        try:
+            numbers = [index(token) for token in tokens]
+        except TypeError:
+            raise TypeError(f"Corpus: tokens must be whole numbers, got {tokens!r}") from None
+        self._corpus._extend(self, numbers)
 
 
 class Corpus:
@@ -46,8 +53,8 @@ class Corpus:
     """
 
     def __init__(self, most_tokens: int = 1_000_000, *, shortest: int = 3) -> None:
-        if most_tokens < 1 or shortest < 1:
-            raise ValueError(f"Corpus: most_tokens and shortest must be 1 or more, got {most_tokens} and {shortest}")
+        whole_number("Corpus: most_tokens", most_tokens)
+        whole_number("Corpus: shortest", shortest)
         self.most_tokens = most_tokens
         self.shortest = shortest
         self._texts: deque[CorpusText] = deque()

@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.arguments import type_of
+
 
 class Listener:
     """A streamer and stopping criteria in transformers' form. A streamer with ``put_step(tokens, accepted)`` gets whole
     steps instead of single tokens."""
 
     def __init__(self, streamer: Any, stopping: Callable[[Tensor, Any], Any] | None) -> None:
+        for name in ("put", "end"):
+            if streamer is not None and (isinstance(streamer, type) or not callable(getattr(streamer, name, None))):
+                raise TypeError(f"generate: streamer must have put(tokens) and end(), got {type_of(streamer)}")
+        if stopping is not None and (isinstance(stopping, type) or not callable(stopping)):
+            raise TypeError(f"generate: stopping must be called with (ids, None), got {type_of(stopping)}")
         self._streamer, self._stopping = streamer, stopping
 
     @property

@@ -81,7 +81,7 @@ def read_prompts(
     if with_holes:
         warnings.warn(
             f"generate: without attention_mask every pad_token_id ({pad}) is padding, as in transformers; prompt "
-            f"{with_holes[0]} has it between its tokens too and is read without it; give attention_mask if it belongs to the text",
+            f"{with_holes[0]} has it between its tokens too and is read without; give attention_mask if it belongs to the text",
             stacklevel=3,
         )
     return Prompts(texts, padding, input_ids)
@@ -111,4 +111,4 @@ def warn_of_length(text: int, longest: int, most_positions: int) -> None:
     if min(text, longest - 1) > most_positions:
         from transformers import MaxLengthCriteria
 
-        MaxLengthCriteria(longest, most_positions)(torch.empty(1, min(text, longest - 1)), None)  # type: ignore[arg-type]
+        MaxLengthCriteria(longest, most_positions)(torch.empty(1, min(text, longest - 1)), None)

@@ -41,11 +41,9 @@ def _of_tensor(op: str, argument: str, value: Tensor, rows: int, dtype: torch.dt
 def _number(op: str, argument: str, value: Any, dtype: torch.dtype) -> Any:
     """The number, if the dtype can hold it."""
     if dtype.is_floating_point:
-        if isinstance(value, (int, float)):
-            return value
         try:
-            return float(value) if not isinstance(value, str) else _refuse(op, argument, "numbers", value)
-        except TypeError:
+            return float(value) if not isinstance(value, (str, bytes)) else _refuse(op, argument, "numbers", value)
+        except (OverflowError, TypeError):
             return _refuse(op, argument, "numbers", value)
     if isinstance(value, bool):
         return _refuse(op, argument, "integers", value)

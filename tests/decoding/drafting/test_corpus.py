@@ -5,7 +5,7 @@ from threading import Thread
 
 import pytest
 import torch
-from support.small_models import ragged_prompts
+from support.small_models import ragged_prompts, whole_prompts
 
 from pass_ext import Corpus, NGram, Plain, generate
 
@@ -88,7 +88,7 @@ def test_its_own_text_and_what_a_grammar_forbids_are_left_out():
 
 @pytest.mark.parametrize("arguments", [{"most_tokens": 0}, {"shortest": 0}])
 def test_refusals(arguments):
-    with pytest.raises(ValueError, match="most_tokens and shortest must be 1 or more, got"):
+    with pytest.raises(ValueError, match=r"Corpus: (most_tokens|shortest) must be a whole number, 1 or more, got"):
         Corpus(**arguments)
 
 
@@ -126,7 +126,7 @@ def test_texts_stay_the_same_and_a_second_call_needs_fewer_steps(llama):
 
 def test_samples_of_one_prompt_see_each_other(llama):
     """Two greedy texts of one prompt: neither is ahead of the other, so a text that began earlier is what helps."""
-    ids, _ = ragged_prompts(1)
+    ids = whole_prompts(1)
     options = dict(max_new_tokens=24)
     corpus = Corpus()
     alone = generate(llama, ids, NGram(corpus=corpus), **options)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from support.chi_square import counted, fit
 from support.generation import Monotone, distribution_of_texts
-from support.small_models import ragged_prompts, small_model
+from support.small_models import ragged_prompts, small_model, whole_prompts
 
 import pass_ext
 from pass_ext import Candidates, Plain, Proposal, Tree, generate
@@ -118,7 +118,7 @@ def test_the_text_is_that_of_plain_decoding(llama):
 
 
 def test_logits_processors_and_streamers_are_as_with_any_method(llama):
-    ids, _ = ragged_prompts(1)
+    ids = whole_prompts(1)
     told = SimpleNamespace(put=lambda tokens: None, end=lambda: None, steps=[])
     told.put_step = lambda tokens, accepted: told.steps.append((tokens, accepted))
     options = dict(LIMITS, logits_processor=lambda ids, scores: scores.index_fill(1, ids[0, -1:], float("-inf")))

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from support.chi_square import counted, fit
 from support.generation import BUSHY, Monotone, distribution_of_texts, disturbed
-from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model
+from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
@@ -279,7 +279,7 @@ def test_one_call_per_level_for_all_requests(llama, near, monkeypatch):
 
 
 def test_no_more_levels_than_tokens_are_wanted(llama, near):
-    ids, _ = ragged_prompts(1, longest=6)
+    ids = whole_prompts(1, longest=6)
     for new_tokens in (1, 2, 3):
         calls = []
         watch = near.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
@@ -363,7 +363,7 @@ def test_hidden_rows_are_given_to_those_that_need_them(llama, near):
 
 
 def test_a_decision_of_the_wrong_shape_is_refused(llama, near):
-    ids, _ = ragged_prompts(1)
+    ids = whole_prompts(1)
     with pytest.raises(ValueError, match=r"one score for each of the 1 rows, got \[5\]"):
         generate(llama, ids, MultiCandidate(near, decision=lambda level: torch.zeros(5)), **LIMITS)
     with pytest.raises(ValueError, match="got list"):
@@ -433,7 +433,7 @@ def test_every_rule_is_greedy_at_temperature_0(llama, near):
 
 
 def test_plans_that_come_out_plain(llama, near):
-    ids, _ = ragged_prompts(1)
+    ids = whole_prompts(1)
     never = MultiCandidate(near, "auto", hit_rates=[[0.0, 0.0]])
     assert generate(llama, ids, never, **LIMITS).stats.num_draft_tokens == 0
     assert generate(llama, ids, never, rule="longest_branch", **LIMITS).lengths == (24,)
@@ -488,7 +488,7 @@ def packed_before(pack):
 
 
 def test_refusals(llama, near):
-    ids, _ = ragged_prompts(2)
+    ids = whole_prompts(2)
 
     def refused(method, match, **options):
         with pytest.raises((ValueError, TypeError), match=match):
@@ -518,16 +518,16 @@ def test_refusals(llama, near):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda d: Speculative(d, 0), 'length must be "auto" or 1 to 32, got 0'),
+        (lambda d: Speculative(d, 0), 'length, if not "auto", must be a whole number, 1 to 32, got 0'),
         (lambda d: Speculative(d, True), "got True"),
         (lambda d: MultiCandidate(d, "deep"), "branching must be numbers"),
         (lambda d: MultiCandidate(d, 4), 'branching must be numbers, a Tree or "auto", got 4'),
-        (lambda d: MultiCandidate(d, ()), "1 to 32 levels, got 0"),
+        (lambda d: MultiCandidate(d, ()), "branching must have 1 to 32 levels, got 0"),
         (lambda d: MultiCandidate(d, (4, 4, 4, 4)), "at most 256 rows, got 341"),
         (lambda d: MultiCandidate(d, Tree([-1, 0, 1, 0])), "numbered level by level"),
         (lambda d: MultiCandidate(d, Tree.chain(2).with_lookahead(2)), "look-ahead slots"),
         (lambda d: MultiCandidate(d, decision=3), "decision must be callable, got int"),
-        (lambda d: MultiCandidate(d, lookahead=Plain()), "lookahead must be a PaSS, got Plain"),
+        (lambda d: MultiCandidate(d, lookahead=Plain()), "lookahead must be a PaSS or None, got Plain"),
     ],
 )
 def test_settings_that_make_no_sense(near, make, match):

@@ -357,7 +357,7 @@ def test_a_step_runs_where_no_numbers_are(law, rank, recalls):
     adapted.model, adapted.table = model, model.embedding
     lookahead = LookaheadEmbedding(3, 64, rank=rank).to(device)
     session = Session(adapted, requests, 50)
-    session.set_slots(lookahead.weight.detach(), None)
+    session.set_slots(lookahead, 3)
     session.add_layer(*[torch.empty(1, 1, 64, device=device)] * 2, (64, 64))
     tree = Tree.from_branching((2, 1))
     sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))

@@ -121,7 +121,9 @@ def test_zero_gives_the_tokens_alone_and_waits_for_the_host(llama):
     ):
         generate(llama, ids, max_new_tokens=5, attention_mask=mask, logprobs=0, run_ahead=True)
     for count in (-1, 65, True):
-        with pytest.raises(ValueError, match=rf"generate: logprobs must be None or in \[0, 64\], got {count}"):
+        with pytest.raises(
+            ValueError, match=rf"generate: logprobs, if not None, must be a whole number, 0 to 64, got {count}"
+        ):
             generate(llama, ids, max_new_tokens=5, attention_mask=mask, logprobs=count)
 
 

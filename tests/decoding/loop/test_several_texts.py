@@ -77,7 +77,7 @@ def test_samples_draft_for_each_other(llama):
 
 @pytest.mark.parametrize("count", [0, -1, True, 2.0, None])
 def test_wrong_numbers_of_samples(llama, count):
-    with pytest.raises(ValueError, match="num_return_sequences must be 1 or more"):
+    with pytest.raises(ValueError, match="num_return_sequences must be a whole number, 1 or more"):
         generate(llama, torch.tensor([[5]]), num_return_sequences=count, **OPTIONS)
 
 

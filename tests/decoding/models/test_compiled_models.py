@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support.generation import slots_for
-from support.small_models import ragged_prompts, small_model
+from support.small_models import ragged_prompts, small_model, whole_prompts
 from torch._dynamo.utils import counters
 
 from pass_ext import NGram, PaSS, Plain, Tree, generate
@@ -73,7 +73,7 @@ def test_text_and_graphs(compiled):
 def test_another_thread_calls_the_compiled_model(compiled):
     """Graphs from a generation do not keep its attention."""
     _, fast, _ = compiled
-    ids, _ = ragged_prompts(2, longest=6)
+    ids = whole_prompts(2, longest=6)
     want, results = fast(ids).logits, []
 
     class Streamer:

@@ -152,7 +152,7 @@ def test_misfits_are_refused():
     with pytest.raises(ValueError, match="give layers"):
         EarlyExitDraft(model)
     for layers in (0, 3):
-        with pytest.raises(ValueError, match=f"layers must be from 1 to 2, the model's own, got {layers}"):
+        with pytest.raises(ValueError, match=f"EarlyExitDraft: layers must be a whole number, 1 to 2, got {layers}"):
             EarlyExitDraft(model, layers)
     with pytest.raises(ValueError, match="layers is 2, but the adapter was trained behind layer 1"):
         EarlyExitDraft(model, 2, adapter_for(model))
@@ -375,6 +375,21 @@ def test_hidden_states_that_were_cut_off_are_computed_again_and_said(tmp_path, k
     assert f"{path} is damaged or was cut off".replace(" ", "") in said.replace(" ", "") and path.read_bytes() == good
     for mine, theirs in zip(again.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_layers_that_attend_twice_are_the_reason_given():
+    """Each layer of longcat_flash attends twice: the first k layers are 2 k of its caches."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "LongcatFlashConfig"):
+        pytest.skip("this transformers has no longcat_flash")
+    config = transformers.LongcatFlashConfig(
+        vocab_size=VOCABULARY, hidden_size=64, num_layers=2, num_attention_heads=4, ffn_hidden_size=96, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, moe_topk=2, n_routed_experts=4,
+        zero_expert_num=2, expert_ffn_hidden_size=32,
+    )  # fmt: skip
+    model = transformers.LongcatFlashForCausalLM(config)
+    with pytest.raises(ValueError, match=r"LongcatFlashForCausalLM attends 4 times in its 2 layers, .* attend once"):
+        EarlyExitDraft(model, layers=1)
 
 
 def test_the_command_refuses_impossible_options(tmp_path):

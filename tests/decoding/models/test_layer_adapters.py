@@ -18,7 +18,7 @@ from pass_ext import PaSS, Plain, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.patching import attachment, layer_adapters, layer_calls, layer_stack
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters, adapters_of_call
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, PlacedSlots
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops import adapter
 from pass_ext.ops.layer import ADAPTED
@@ -49,7 +49,7 @@ def method_of(lookahead, **more):
 def added(monkeypatch):
     """The places whose adapters are added, call by call; not by layer_stack."""
     places = []
-    add, halves = RowAdapters.add_, layer_adapters.halves_of
+    add, halves = CallSlots.adapt_, layer_adapters.halves_of
     names = {name: place for place, name in layer_adapters.PLACES.items()}
 
     def halves_of(placed, layer, dtype):
@@ -59,7 +59,7 @@ def added(monkeypatch):
         return found
 
     monkeypatch.setattr(layer_stack, "halves_of", halves_of)
-    monkeypatch.setattr(RowAdapters, "add_", lambda self, place, *rest: places.append(place) or add(self, place, *rest))
+    monkeypatch.setattr(CallSlots, "adapt_", lambda self, place, *rest: places.append(place) or add(self, place, *rest))
     return places
 
 
@@ -117,15 +117,14 @@ def logits_of(model, lookahead, ids, monkeypatch, *, by_training_form=False):
 
     if by_training_form:
         monkeypatch.setattr(
-            RowAdapters, "add_", lambda self, place, out, x: out.copy_(
-                adapter.adapter_rows(out, x, self.ids, *self.placed.pairs[place], self.placed.scale)
+            CallSlots, "adapt_", lambda self, place, out, x: out.copy_(
+                adapter.adapter_rows(out, x, self.ids, *self.adapters.pairs[place], self.adapters.scale)
             )
         )  # fmt: skip
     packed = packed_model(model)
     with torch.no_grad(), packed.attached():
         session = Session(packed, 1, 40)
-        deep = None if lookahead.deep is None else lookahead.deep.detach()
-        session.set_slots(lookahead.weight.detach(), deep, lookahead.adapters)
+        session.set_slots(lookahead, lookahead.num_lookahead)
         return session.call(pack_trees([Tree.chain(len(ids) - 1)], torch.device("cpu")), torch.tensor(ids)).clone()
 
 
@@ -177,8 +176,8 @@ def fused(monkeypatch):
 
 def test_fused_layers_take_adapters_in_calls_with_slots(llama, fused, monkeypatch):
     """Calls without slots, of the same attached model too, give them none."""
-    hooked, add = [], RowAdapters.add_
-    monkeypatch.setattr(RowAdapters, "add_", lambda self, place, *rest: hooked.append(place) or add(self, place, *rest))
+    hooked, add = [], CallSlots.adapt_
+    monkeypatch.setattr(CallSlots, "adapt_", lambda self, place, *rest: hooked.append(place) or add(self, place, *rest))
     monkeypatch.setattr(layer_stack, "_plan_of", lambda *_: None)  # as on a GPU
     plain = generate(llama, IDS, Plain(), **OPTIONS)
     assert fused and not any(fused)
@@ -363,16 +362,18 @@ def test_shared_copies_stay_until_something_changes():
     assert down.dtype is torch.float32
 
 
-def test_the_first_slot_alone_asks_for_adapters():
-    placed = PlacedAdapters(1.0, {})
-    assert adapters_of_call(torch.tensor([3, 0, -1]), placed) is not None
-    assert adapters_of_call(torch.tensor([3, 0, 1]), placed) is None
-    assert adapters_of_call(torch.tensor([-1]), None) is None
+def test_the_first_slot_asks_for_what_slots_have():
+    weight, deep = torch.ones(1, 4), torch.ones(2, 1, 4)
+    for slots in (PlacedSlots(weight, deep), PlacedSlots(weight, None, PlacedAdapters(1.0, {}))):
+        assert slots.of_call(torch.tensor([3, 0, -1])) is not None
+        assert slots.of_call(torch.tensor([3, 0, 1])) is None
+    assert PlacedSlots(weight).of_call(torch.tensor([-1])) is None
 
 
 def test_layers_in_another_dtype_than_the_table():
     """Quantised layers may compute in another dtype than the table's."""
     placed = PlacedAdapters(1.0, {"0.q": (torch.ones(1, 2, 3), torch.ones(1, 2, 4))})
     out, x = torch.zeros(2, 4, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16)
-    RowAdapters(torch.tensor([-1, 0]), placed).add_("0.q", out, x)
+    slots = PlacedSlots(torch.ones(1, 3), None, placed)
+    slots.of_call(torch.tensor([-1, 0])).adapt_("0.q", out, x)
     assert (out[0] == 6).all() and (out[1] == 0).all()

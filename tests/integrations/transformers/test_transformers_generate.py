@@ -100,16 +100,6 @@ def test_stop_strings(llama, foreseen, monkeypatch):
     assert torch.equal(run(llama, ids, mask, custom_generate(foreseen), **criteria), expected)
 
 
-def test_an_assistant_is_never_called(llama, monkeypatch):
-    """transformers does not pass ``assistant_model`` on, as docs/guide/pass.md says; the text is the model's own."""
-    ids, mask = ragged_prompts(1, longest=12, seed=4)
-    assistant = small_model("llama")
-    monkeypatch.setattr(assistant, "forward", lambda *arguments, **options: pytest.fail("the assistant was called"))
-    ours = custom_generate(NGram(shortest=1))
-    assert torch.equal(run(llama, ids, mask, ours, assistant_model=assistant), run(llama, ids, mask))
-    assert ours.stats.model_calls > 0
-
-
 def test_time_is_up(llama):
     ids, mask = ragged_prompts(2, longest=12)
     assert run(llama, ids, mask, custom_generate(), max_time=0.0).shape[1] == ids.shape[1] + 1

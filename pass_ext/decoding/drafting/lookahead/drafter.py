@@ -74,9 +74,7 @@ class LookaheadDrafter(Drafter):
 
     def begin(self, session: Session) -> None:
         """Puts the slots' embeddings into the session."""
-        lookahead, slots = self._lookahead, self._most_slots
-        deep = None if lookahead.deep is None else lookahead.deep[:, :slots].detach()
-        session.set_slots(lookahead.weight[:slots].detach(), deep, lookahead.adapters)
+        session.set_slots(self._lookahead, self._most_slots)
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""

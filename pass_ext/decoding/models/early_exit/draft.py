@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from pass_ext.decoding.arguments import whole_number
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import HitRates
@@ -57,6 +58,12 @@ def exit_parts(model: Any) -> ExitParts:
             "exit cannot run a part of the replacement"
         )
     config = model.config.get_text_config(decoder=True)
+    attend = getattr(config, "num_hidden_layers", None) or len(layers)  # type: ignore[arg-type]
+    if attend != len(layers):  # type: ignore[arg-type]
+        raise ValueError(
+            f"{name} attends {attend} times in its {len(layers)} layers, and early exit needs layers that attend once; "  # type: ignore[arg-type]
+            f"{known}"
+        )
     for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, option, None) not in (None, 0, 1):
             raise ValueError(
@@ -96,8 +103,8 @@ class EarlyExitDraft:
             if layers not in (None, adapter.layers):
                 raise ValueError(f"layers is {layers}, but the adapter was trained behind layer {adapter.layers}")
             layers = adapter.layers
-        if layers is None or not 1 <= layers <= len(parts.layers):
-            raise ValueError(f"layers must be from 1 to {len(parts.layers)}, the model's own, got {layers}")
+        assert layers is not None
+        whole_number("EarlyExitDraft: layers", layers, 1, len(parts.layers))
         self.model = model
         self.layers = layers
         self.adapter = adapter

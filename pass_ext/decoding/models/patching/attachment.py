@@ -34,7 +34,7 @@ from pass_ext.decoding.models.patching.row_attention import are_few_of_our_call,
 from pass_ext.decoding.models.patching.shadow import own_hooks, shadow_of
 from pass_ext.decoding.models.patching.step_modules import step_modules
 from pass_ext.decoding.models.plain_tensors import is_plain
-from pass_ext.decoding.models.row_adapters import PlacedAdapters
+from pass_ext.decoding.models.slots import PlacedAdapters
 
 _lock = RLock()
 _attachments: dict[int, Attachment] = {}

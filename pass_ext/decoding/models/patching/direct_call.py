@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.packed import Attend, SlotOffsets
+from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.patching.few_rows import is_plain_linear
 from pass_ext.decoding.models.patching.layer_stack import LayerEnds, LayerStack, found_in
 from pass_ext.decoding.models.patching.row_attention import OurCall
 from pass_ext.decoding.models.patching.step_modules import norm_of
-from pass_ext.decoding.models.row_adapters import RowAdapters
+from pass_ext.decoding.models.slots import CallSlots
 from pass_ext.tree import MAX_TREE_NODES
 
 _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
@@ -57,8 +57,7 @@ class DirectCall:
         layers: int | None,
         rows: Tensor,
         positions: Tensor,
-        offsets: SlotOffsets | None,
-        adapters: RowAdapters | None,
+        slots: CallSlots | None,
         wanted: Tensor | None,
     ) -> Tensor | None:
         """Logits ``[N or len(wanted), V]``; None: the model must be called."""
@@ -70,9 +69,9 @@ class DirectCall:
         ends = LayerEnds(parts.norm_weight, parts.head_weight, wanted)
         if not self._has_table:
             cos, sin = self._rotated(rows, positions)
-            return self._stack.run(attend, layers, rows, cos, sin, None, offsets, adapters, ends)
+            return self._stack.run(attend, layers, rows, cos, sin, None, slots, ends)
         cos, sin = self._rotations(rows, positions)
-        return self._stack.run(attend, layers, rows, cos, sin, positions, offsets, adapters, ends)
+        return self._stack.run(attend, layers, rows, cos, sin, positions, slots, ends)
 
     @contextmanager
     def watched(self, call: OurCall, rows: Tensor, positions: Tensor) -> Iterator[Callable[[Tensor], None]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.patching.layer_offsets import decoder_layers
 from pass_ext.decoding.models.patching.shadow import own_hooks
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.modules.slot_adapters import AdapterSize
 from pass_ext.ops.layer import ADAPTED_AFTER, ADAPTED_BEFORE, adapter_list
 
@@ -38,13 +38,13 @@ KINDS: dict[str, tuple[str, ...]] = {
     "down": ("down_proj", "fc2", "dense_4h_to_h", "mlp.c_proj"),
 }
 
-_current: ContextVar[RowAdapters | None] = ContextVar("row_adapters", default=None)
+_current: ContextVar[CallSlots | None] = ContextVar("slots", default=None)
 
 
 @contextmanager
-def adapting(adapters: RowAdapters | None) -> Iterator[None]:
-    """Inside, and in this thread only, linear layers with hooks add these adapters."""
-    token = _current.set(adapters)
+def adapting(slots: CallSlots | None) -> Iterator[None]:
+    """Inside, and in this thread only, linear layers with hooks add the adapters of these slots."""
+    token = _current.set(slots)
     try:
         yield
     finally:
@@ -130,9 +130,9 @@ def halves_of(placed: PlacedAdapters, layer: int, dtype: torch.dtype) -> tuple[H
 
 def _added(place: str) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        adapters = _current.get()
-        if adapters is not None:
-            adapters.add_(place, output, inputs[0])
+        slots = _current.get()
+        if slots is not None:
+            slots.adapt_(place, output, inputs[0])
 
     return hook
 

@@ -22,7 +22,7 @@ from pass_ext.decoding.models.patching.layer_adapters import WITHOUT_ADAPTERS, a
 from pass_ext.decoding.models.patching.layer_parts import LayerParts, parts_of
 from pass_ext.decoding.models.patching.layer_stack import LayerStack
 from pass_ext.decoding.models.patching.row_attention import OurCall, attending, current_call, is_being_recorded
-from pass_ext.decoding.models.row_adapters import RowAdapters
+from pass_ext.decoding.models.slots import CallSlots
 from pass_ext.ops import layer as registration  # noqa: F401
 
 _before = torch.ops.pass_ext.layer_before_attention.default
@@ -110,12 +110,12 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
             if out is not None:
                 return (out,) if known.returns_tuple else out
         given = hidden_states
-        if call.offsets is not None:
-            hidden_states = hidden_states + call.offsets[parts.layer]
+        if call.slots is not None and call.slots.offsets is not None:
+            hidden_states = hidden_states + call.slots.offsets[parts.layer]
         if not is_ours or not parts.are_current():
             return original(hidden_states, *others, **named)
         rows, cos, sin = hidden_states[0], rotation[0][0], rotation[1][0]
-        halves = (WITHOUT_ADAPTERS, WITHOUT_ADAPTERS) if call.adapters is None else _halves(stack, call.adapters, parts)
+        halves = _halves(stack, call.slots, parts)
         if halves is None:
             result = original(hidden_states, **named)
             out = result[0] if isinstance(result, tuple) else result
@@ -132,11 +132,13 @@ def _forward(layer: nn.Module, known: _Layer, stack: LayerStack) -> Callable[...
 
 
 def _halves(
-    stack: LayerStack, adapters: RowAdapters, parts: LayerParts
+    stack: LayerStack, slots: CallSlots | None, parts: LayerParts
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
     """The adapters of a call's rows as both ops of a layer take them; None if they cannot."""
-    halves = stack.halves_for(adapters.placed, parts)
-    return None if halves is None else (halves[0].of_rows(adapters.ids), halves[1].of_rows(adapters.ids))
+    if slots is None or slots.adapters is None:
+        return WITHOUT_ADAPTERS, WITHOUT_ADAPTERS
+    halves = stack.halves_for(slots.adapters, parts)
+    return None if halves is None else (halves[0].of_rows(slots.ids), halves[1].of_rows(slots.ids))
 
 
 def _is_pair(rotation: Any) -> TypeGuard[tuple[Tensor, Tensor]]:

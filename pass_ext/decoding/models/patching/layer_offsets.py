@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.packed import SlotOffsets
 from pass_ext.decoding.models.patching.row_attention import current_call
+from pass_ext.decoding.models.slots import SlotOffsets
 
 
 class LayerOffsets:

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.packed import Attend, SlotOffsets
+from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.patching.few_rows import are_few, most_few_rows
 from pass_ext.decoding.models.patching.layer_adapters import PLACES, HalfAdapters, halves_of
 from pass_ext.decoding.models.patching.layer_parts import LayerParts
 from pass_ext.decoding.models.patching.row_attention import OurCall
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.ops.layer import PackedLayers, adapter_list
 
 _stack = torch.ops.pass_ext.layer_stack.default
@@ -157,7 +157,7 @@ class LayerStack:
             return None
         cos, sin = rotation
         rows = hidden_states[0]
-        out = self.run(call.attend, call.layers, rows, cos[0], sin[0], None, call.offsets, call.adapters, LayerEnds())
+        out = self.run(call.attend, call.layers, rows, cos[0], sin[0], None, call.slots, LayerEnds())
         if out is None:
             return None
         result = self._of_thread.result = out[None]
@@ -172,14 +172,14 @@ class LayerStack:
         cos: Tensor,
         sin: Tensor,
         positions: Tensor | None,
-        offsets: SlotOffsets | None,
-        adapters: RowAdapters | None,
+        slots: CallSlots | None,
         ends: LayerEnds,
     ) -> Tensor | None:
         """``layer_stack`` on rows that ``can_run`` takes; None if the caches or the adapters do not fit, or a layer has
         changed."""
         plan = None if layers is None else self._plans.get(layers)
-        added = _NO_ADAPTERS if adapters is None or plan is None else self._adapters_for(adapters.placed, plan)
+        placed = None if slots is None else slots.adapters
+        added = _NO_ADAPTERS if placed is None or plan is None else self._adapters_for(placed, plan)
         if added is None:
             return None
         step = getattr(attend, "of_all_layers", None)
@@ -188,10 +188,9 @@ class LayerStack:
         caches = step(layers, rows, plan.key_heads, plan.numbers[0])
         if caches is None:
             return None
-        slots = offsets or adapters
         arguments = (
             plan.parts, *caches, cos, sin, positions, plan.rotates, plan.windows, None if slots is None else slots.ids,
-            None if offsets is None else offsets.deep, *added, *ends, *plan.numbers,
+            None if slots is None else slots.deep, *added, *ends, *plan.numbers,
         )  # fmt: skip
         results = None
         with suppress(RuntimeError):

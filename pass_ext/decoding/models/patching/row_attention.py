@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.packed import Attend, SlotOffsets
+from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
 from pass_ext.decoding.models.patching.few_rows import are_few
 from pass_ext.decoding.models.patching.mask_patterns import window_conflict, window_of, window_text
-from pass_ext.decoding.models.row_adapters import RowAdapters
+from pass_ext.decoding.models.slots import CallSlots
 
 KEY = "pass_ext_rows"  # without "flash" in it, which models search for
 
@@ -37,10 +37,8 @@ class OurCall(NamedTuple):
     1 for several packed texts, and mask them from each other."""
     layers: int | None = None
     """How many layers attend; None: unknown."""
-    offsets: SlotOffsets | None = None
-    """Vectors that rows of slots add to the input of every layer."""
-    adapters: RowAdapters | None = None
-    """Of the linear layers, for rows of slots."""
+    slots: CallSlots | None = None
+    """What rows of slots have beside their embeddings."""
     is_compiled: bool = False
     """The model is torch.compile's: layers compute as their classes have it, and hooks add all that slots add. Some parts of
     such a call may run uncompiled, behind torch's limit of graphs, so who adds must not depend on that."""
@@ -116,8 +114,8 @@ def current_call() -> OurCall | None:
 
 @contextmanager
 def attending(call: OurCall, attend: Attend) -> Iterator[None]:
-    """Inside, the call attends by another function, and has no adapters."""
-    token = _our_call.set(call._replace(attend=attend, adapters=None))
+    """Inside, the call attends by another function, and has no slots."""
+    token = _our_call.set(call._replace(attend=attend, slots=None))
     try:
         yield
     finally:

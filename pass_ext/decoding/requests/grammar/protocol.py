@@ -17,6 +17,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 _INT32_SIGN = 1 << 31
@@ -69,6 +70,9 @@ def allow_tokens(words: Tensor, tokens: Iterable[int]) -> None:
         words: ``[ceil(V / 32)]`` int32.
         tokens: ids from 0 to V - 1.
     """
+    if not isinstance(words, Tensor) or words.dtype != torch.int32 or words.dim() != 1:
+        came = f"{words.dtype} {list(words.shape)}" if isinstance(words, Tensor) else type(words).__name__
+        raise TypeError(f"allow_tokens: words must be one row of int32, as fill_mask gets it, got {came}")
     bits: dict[int, int] = {}
     for token in tokens:
         bits[token // 32] = bits.get(token // 32, 0) | 1 << token % 32

@@ -1,0 +1,41 @@
+"""Values of a wrong type at every argument of every public op: an answer, or a refusal in the op's own words."""
+
+import inspect
+
+import pytest
+import torch
+from ops.every_op.test_hostile_arguments import PUBLIC, keywords_of, samples_of
+
+import pass_ext
+
+WRONG = ["3", 1.5, True, [1.5], None, {}, int, 2**64, object(), torch.tensor(1.5), b"x"]
+
+
+@pytest.mark.parametrize("op", PUBLIC)
+def test_a_wrong_type_is_refused_in_words(op):
+    function = getattr(pass_ext, op)
+    keywords = keywords_of(op, next(samples_of(op)))
+    strange = []
+    for argument in inspect.signature(function).parameters:
+        for value in WRONG:
+            try:
+                function(**keywords | {argument: value})
+            except Exception as error:
+                if not str(error).startswith(f"pass_ext::{op}: ") or type(error) is AttributeError:
+                    strange.append(f"{argument}={value!r}: {type(error).__name__} {error}")
+    assert strange == []
+
+
+def test_what_came_is_named():
+    with pytest.raises(
+        TypeError, match=r"pass_ext::tree_prepare: parents must be a tensor, got \[-1, 0\] of type list"
+    ):
+        pass_ext.tree_prepare([-1, 0], torch.tensor([0, 2]), 2)
+    with pytest.raises(
+        TypeError, match="tree_prepare: max_nodes must be an integer of 64 bits, got 18446744073709551616"
+    ):
+        pass_ext.tree_prepare(torch.tensor([-1, 0]), torch.tensor([0, 2]), 2**64)
+    with pytest.raises(RuntimeError, match="accept_chain: target_logits must have dimensions, got a single number"):
+        pass_ext.accept_chain(torch.tensor(1.0), torch.zeros(1, 1, dtype=torch.int64))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'max_nodes'"):
+        pass_ext.tree_prepare(torch.tensor([-1, 0]), torch.tensor([0, 2]))
