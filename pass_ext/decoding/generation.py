@@ -129,8 +129,8 @@ def generate(
             unless the model does what a graph cannot hold: then it warns.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
             same. Refused where the host decides between steps: with logits processors, grammars, methods other than ``Plain``
-            and ``PaSS``, sampled rules other than "coupled", and ``rows="auto"`` but for one text on the CPU. None: where it is
-            possible and pays.
+            and ``PaSS``, and sampled rules other than "coupled". None: where it is possible and pays. False: the host makes the
+            rows of each step.
         sampling: ``SamplingParams(temperature=..., ...)`` instead of the sampling arguments above.
         logprobs: the result has ``logprobs`` of every new token, raw and processed. 0: of the tokens alone; n: of the n most
             probable ones beside each too, at most 64. Texts stay the same.
