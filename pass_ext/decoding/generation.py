@@ -254,6 +254,7 @@ def generate(
         loop.run(known)
         listener.end()
         seconds = time.perf_counter() - started
+        way = adapted.way
     for text, prompt in zip(context.texts, prompts.texts, strict=True):
         warn_of_length(len(text), len(prompt) + max_new_tokens, adapted.most_positions)
     new = [text[len(prompt) :] for text, prompt in zip(context.texts, prompts.texts, strict=True)]
@@ -265,6 +266,7 @@ def generate(
         ahead_calls=0 if rows is None else loop.calls - loop.prompt_calls,
         surplus_calls=loop.surplus_calls,
         synthetic=synthetic is not None,
+        way=way,
     )
     if keep_cache:
         session.keep([len(text) - 1 for text in context.texts])
