@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support.generation import Mixer, NoHostReads, slots_for
-from support.small_models import VOCABULARY, ragged_prompts, small_model
+from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Tree, generate
 from pass_ext.decoding.loop.chosen_step import ChosenStep
@@ -36,7 +36,7 @@ def chosen(monkeypatch):
 def test_one_text_is_that_of_plain_decoding(llama, chosen, rows_called, law, rank, rows):
     method = PaSS(slots_for(llama, rank=rank), rows=rows)
     for seed in range(3):
-        ids = ragged_prompts(1, seed=seed)[0]
+        ids = whole_prompts(1, seed=seed)
         for length in (1, 2, 3, 20):
             options = dict(max_new_tokens=length, eos_token_id=[], **law)
             plain = generate(llama, ids, Plain(), **options)
@@ -100,7 +100,7 @@ def test_streamers_and_criteria_see_the_same(llama, chosen):
         def end(self):
             self.seen.append("end")
 
-    ids = ragged_prompts(1)[0]
+    ids = whole_prompts(1)
     found = []
     for method in (Plain(), PaSS(slots_for(llama), rows=9)):
         streamer, calls = Streamer(), []
@@ -118,7 +118,7 @@ def test_candidates_that_come_true(llama, chosen, monkeypatch):
     """Slots that offer the text itself: blocks are accepted, also behind nodes that have no slots of their own."""
     import pass_ext.decoding.loop.chosen_step as module
 
-    ids = ragged_prompts(1)[0]
+    ids = whole_prompts(1)
     plain = generate(llama, ids, Plain(), max_new_tokens=40, eos_token_id=[])
     future, op, lasts = plain.sequences[0].tolist(), module.next_tree_, []
 
@@ -162,7 +162,7 @@ def test_candidates_that_come_true(llama, chosen, monkeypatch):
 def test_other_generations_follow_their_plan(llama, chosen, rows, options):
     asked = {name: options[name] for name in options if name not in ("tree", "passes", "ngram")}
     method = PaSS(slots_for(llama), rows=rows, **{name: options[name] for name in options.keys() - asked.keys()})
-    generate(llama, ragged_prompts(1)[0], method, max_new_tokens=8, **asked)
+    generate(llama, whole_prompts(1), method, max_new_tokens=8, **asked)
     assert not chosen
 
 
@@ -182,9 +182,8 @@ def test_a_step_reads_nothing_on_the_host(llama, monkeypatch, law, rank):
 
     ids, mask = ragged_prompts(3)
     method = PaSS(slots_for(llama, rank=rank), rows=9)
-    generate(llama, ids, method, max_new_tokens=4, attention_mask=mask, run_ahead=True)  # the model shows its calls
     monkeypatch.setattr(ChosenStep, "_run", run)
-    generate(llama, ids, method, max_new_tokens=12, attention_mask=mask, run_ahead=True, **law)
+    generate(Mixer("cpu"), ids, method, max_new_tokens=12, attention_mask=mask, run_ahead=True, **law)
     steps = modes[2:]  # the first two are not recorded: a model shows in them what its Python does
     assert len(steps) > 1 and all(mode.ops == steps[0].ops for mode in steps)
     ours = [op.split(".")[1] for op in steps[0].ops if op.startswith("pass_ext.")]
