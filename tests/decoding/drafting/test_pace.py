@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pass_ext import Candidates, Plain, Proposal, Tree, generate
+from pass_ext import Plain, Tree, generate
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter
 from pass_ext.decoding.drafting.rows import pace as pace_module
 from pass_ext.decoding.drafting.rows.pace import Pace, Pauses
@@ -17,6 +17,7 @@ from pass_ext.decoding.drafting.step import Step
 from pass_ext.decoding.planning import run_times as run_times_module
 from pass_ext.decoding.planning.run_times import RunTimes, run_times
 from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.drafting import Candidates, Proposal
 
 PLANNED = StepTimes((1, 4), (0.030, 0.039))
 
