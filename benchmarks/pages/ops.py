@@ -1,8 +1,9 @@
-"""Renders the README.md of a results folder: the tables of the op benchmarks, from ops/*.json."""
+"""The op benchmarks on pages, from ops/*.json: ``render`` shows every line, the README.md of a results folder the gains."""
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.harness.markdown import aims, table
@@ -24,15 +25,15 @@ HEADER = """# The ops on this machine
 Written by `python -m benchmarks.pages` from `ops/*.json` beside this page; do not edit. How they are measured, and which
 times count: [benchmarks/README.md](../../README.md). Whole texts: [performance](../../../docs/performance.md).
 
-Microseconds per call, median (10th–90th percentile). *gain*: the fastest other way that does the same job ÷ ours. Ways
-in italics do another job and are shown for comparison. *GB/s* counts the fewest bytes that one call must move. *of copy*
-divides it by the bandwidth of a large copy in the same run, *of read* by that of reading a large buffer; *of limit* divides
-the least possible time by ours.
+Each table says how many times as long as ours another way takes, over all sizes: the least, the median and the most. Above 1,
+ours is faster. Ways in italics do another job and are shown for comparison. Every line with its microseconds is in the linked
+file; `python -m benchmarks.pages FILE` prints it.
 """
 
 
 def render(result: dict[str, Any]) -> str:
-    """A result as a section of the page."""
+    """A result with every line. Microseconds per call, median (10th–90th percentile); gain: the fastest other way that does the
+    same job ÷ ours; the shares of a copy, of reading and of the limit are those of the same run."""
     names = contender_names(result)
     same_job = {row["contender"]: row["same_job"] for row in result["rows"]}
     labels = list(result["rows"][0]["labels"])
@@ -45,18 +46,51 @@ def render(result: dict[str, Any]) -> str:
         cells += [with_spread(by_name.get(name)) for name in names]
         rows.append([*cells, *gain_cells(line, result)])
     out = [f"## {described(result)}", "", provenance_of(result), "", *table(heads, rows, left)]
-    if result.get("left_out"):
-        out += ["", f"{LEFT_OUT}: {'; '.join(result['left_out'])}."]
+    return "\n".join([*out, *_end(result), ""])
+
+
+def summary(result: dict[str, Any], file: str) -> str:
+    """A result as a section of the page: the gains over each other way, by state of the caches."""
+    ours, *others = contender_names(result)
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in result["rows"]:
+        if row["contender"] != ours and row["median_us"] is not None:
+            found.setdefault((row["contender"], cache_of(row)), []).append(row["times_ours"])
+    is_other_job = {row["contender"] for row in result["rows"] if not row["same_job"]}
+    order = sorted(found, key=lambda key: others.index(key[0]))
+    rows = [
+        [f"*{name}*" if name in is_other_job else name, cache, str(len(found[name, cache]))]
+        + [f"{of(found[name, cache]):.2f}" for of in (min, median, max)]
+        for name, cache in order
+    ]
+    heads = ["other way", "cache", "lines", "least", "median", "most"]
+    link = f"Every line: [{file.rpartition('/')[2]}]({file})."
+    return "\n".join(
+        [
+            f"## {described(result)}",
+            "",
+            provenance_of(result),
+            "",
+            *table(heads, rows, left=2),
+            "",
+            link,
+            *_end(result),
+            "",
+        ]
+    )
+
+
+def _end(result: dict[str, Any]) -> list[str]:
+    """What was not timed and why, and the aims."""
+    out = ["", f"{LEFT_OUT}: {'; '.join(result['left_out'])}."] if result.get("left_out") else []
     out += [line for sentence in why_absent(result) for line in ("", sentence)]
-    if result["aims"]:
-        out += ["", *aims(result)]
-    return "\n".join([*out, ""])
+    return [*out, "", *aims(result)] if result["aims"] else out
 
 
 def render_page(paths: Iterable[Path]) -> str:
     """The page of a folder, from its result files; quick runs are left out."""
-    results = [json.loads(path.read_text()) for path in sorted(paths)]
-    return "\n".join([HEADER, *(render(result) for result in results if not result["quick"])])
+    results = [(f"ops/{path.name}", json.loads(path.read_text())) for path in sorted(paths)]
+    return "\n".join([HEADER, *(summary(result, file) for file, result in results if not result["quick"])])
 
 
 def pages(root: Path) -> dict[Path, str]:

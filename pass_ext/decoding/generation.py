@@ -16,12 +16,13 @@ from torch import Tensor
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import Drafting
-from pass_ext.decoding.loop.base import Loop
-from pass_ext.decoding.loop.choice import device_plan, loop_of
+from pass_ext.decoding.loop.choice import device_rows, device_step, open_session
+from pass_ext.decoding.loop.host_step import HostStep
+from pass_ext.decoding.loop.loop import Loop
 from pass_ext.decoding.loop.scores import Scores
+from pass_ext.decoding.loop.step import Step
 from pass_ext.decoding.loop.synthetic import Rates, Synthetic
 from pass_ext.decoding.loop.texts import Texts
-from pass_ext.decoding.loop.waiting import WaitingLoop
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.requests.config_processor import config_processor
@@ -127,8 +128,8 @@ def generate(
             unless the model does what a graph cannot hold: then it warns.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
             same. Refused where the host decides between steps: with logits processors, grammars, methods other than ``Plain``
-            and ``PaSS``, sampled rules other than "coupled", and ``rows="auto"`` but for one text on the CPU. None: where it is
-            possible and pays.
+            and ``PaSS``, and sampled rules other than "coupled". None: where it is possible and pays. False: the host makes the
+            rows of each step.
         logprobs: the result has ``logprobs`` of every new token, raw and processed. 0: of the tokens alone; n: of the n most
             probable ones beside each too, at most 64. Texts stay the same.
         keep_logits: True: the result has ``logits``, the rows that each new token was drawn from. With this or ``logprobs``
@@ -236,42 +237,42 @@ def generate(
             if keep_logits or logprobs is not None
             else None
         )
-        plan = (
-            "log probabilities or logits are kept"
-            if scores
-            else device_plan(context, drafting, processors, is_synthetic=coins is not None)
+        rows = device_rows(context, drafting, processors, scores, coins, run_ahead)
+        session, known = open_session(context, drafting, texts, session, past)
+        # On the CPU work does not overlap, unless the caller wants it, and a pace needs the seconds of each step.
+        lag = int(rows is not None and (adapted.table.is_cuda or (bool(run_ahead) and drafting.pace is None)))
+        step: Step = (
+            HostStep(context, drafting, session, processors, scores, coins)
+            if rows is None
+            else device_step(context, session, rows, coins, lag)
         )
-        loop = loop_of(context, drafting, plan, run_ahead)
-        run: Loop = (
-            WaitingLoop(context, drafting, texts, processors, scores, coins)
-            if loop is None
-            else loop(context, drafting, texts, synthetic=coins)
-        )
-        run.open(session, past)
+        loop = Loop(step, texts, None if lag else drafting.pace, lag)
         started = time.perf_counter()
         listener.begin(prompts.texts)
-        run.run_steps()
+        loop.run(known)
         listener.end()
         seconds = time.perf_counter() - started
+        way = adapted.way
     for text, prompt in zip(context.texts, prompts.texts, strict=True):
         warn_of_length(len(text), len(prompt) + max_new_tokens, adapted.most_positions)
     new = [text[len(prompt) :] for text, prompt in zip(context.texts, prompts.texts, strict=True)]
     stats = GenerationStats.of(
         texts.counts.snapshot(),
-        model_calls=run.calls,
+        model_calls=loop.calls,
         tokens=sum(map(len, new)),
         seconds=seconds,
-        ahead_calls=run.ahead_calls,
-        surplus_calls=run.surplus_calls,
+        ahead_calls=0 if rows is None else loop.calls - loop.prompt_calls,
+        surplus_calls=loop.surplus_calls,
         synthetic=synthetic is not None,
+        way=way,
     )
     if keep_cache:
-        run.session.keep([len(text) - 1 for text in context.texts])
+        session.keep([len(text) - 1 for text in context.texts])
     return Generation(
         prompts.extended(new, pad or 0),
         tuple(map(len, new)),
         stats,
-        run.session if keep_cache else None,
+        session if keep_cache else None,
         scores.logprobs(len(new)) if scores else None,
         scores.rows(len(new)) if scores else None,
     )

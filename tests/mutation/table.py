@@ -40,9 +40,15 @@ _SPECULATIVE = [
 
 _GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_grammar_laws.py", "-k", "not faults"]
 _CHOSEN = ["tests/decoding/loop/test_chosen_step.py"]
-_SHARED = ["tests/decoding/drafting/test_shared_rows.py"]
+_ROWS_OF_HOST = ["tests/decoding/drafting/test_chosen_rows.py"]
+_PACE = ["tests/decoding/planning/test_pace.py"]
 _SLOTS = "tests/decoding/drafting/test_slot_probabilities.py"
-_LOOK_AHEAD = [*_SHARED, _SLOTS, *_GENERATE[:-1], f"{_GENERATE[-1]} or test_shared_rows or test_slot_probabilities"]
+_LOOK_AHEAD = [
+    *_ROWS_OF_HOST,
+    _SLOTS,
+    *_GENERATE[:-1],
+    f"{_GENERATE[-1]} or test_chosen_rows or test_slot_probabilities",
+]
 _AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
 
@@ -106,22 +112,19 @@ _CPP = _files_of_families() | {
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
 
+_OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/models/test_layers_one_by_one.py"]
+
 # Path below pass_ext/decoding/ -> the tests.
 _PYTHON: dict[str, list[str]] = {
-    "models/patching/attachment": [
-        *("tests/decoding/models/test_attachment.py", "tests/decoding/models/test_direct_call.py"),
-        *("tests/decoding/models/test_layer_calls.py", "-k", "not thread"),
-    ],
     "models/patching/attention_arguments": ["tests/decoding/models/test_decoded_models.py"],
-    "models/patching/shadow": ["tests/decoding/models/test_attachment.py"],
+    "models/patching/shadow": ["tests/decoding/models/test_model_meanwhile.py"],
     "models/placeholders": ["tests/decoding/models/test_decoded_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "requests/config_processor": ["tests/decoding/test_generation_config.py"],
-    "planning/cpu_watch": ["tests/decoding/planning/test_step_times.py"],
     "models/vocabulary": _SPECULATIVE,
     "planning/draft_tree": ["tests/decoding/planning/test_draft_plan.py"],
     "drafting/drafting": [
-        "tests/decoding/drafting/test_pace.py",
+        "tests/decoding/planning/test_pace.py",
         "tests/decoding/drafting/test_drafting_method.py",
         *_BOTH[:-1],
         f"{_BOTH[-1]} or drafting_method",
@@ -129,14 +132,12 @@ _PYTHON: dict[str, list[str]] = {
     "models/early_exit/model": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/early_stop": ["tests/decoding/drafting/test_early_flag.py"],
     "models/logit_shards": ["tests/decoding/test_tensor_parallel.py"],
-    "models/patching/layer_calls": ["tests/decoding/models/test_layer_calls.py"],
-    "models/patching/layer_parts": ["tests/decoding/models/test_layer_calls.py"],
-    "models/patching/layer_stack": ["tests/decoding/models/test_direct_call.py"],
-    "models/patching/direct_call": ["tests/decoding/models/test_direct_call.py"],
-    "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_direct_call.py"],
+    "models/patching/layer_parts": ["tests/decoding/models/test_layers_one_by_one.py"],
+    **{f"models/patching/{name}": _OWN_FORWARD for name in ("own_forward", "model_plan", "comparison", "way")},
+    "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_own_forward.py"],
     "models/patching/few_rows": ["tests/ops/test_linear.py", "-k", "not thread"],
-    "loop/ahead": _AHEAD,
-    "loop/paced": _AHEAD,
+    "loop/loop": [*_AHEAD, *_PACE],
+    "loop/step": _AHEAD,
     "loop/choice": _AHEAD,
     "loop/fixed_step": _AHEAD,
     "loop/device_step": _AHEAD,
@@ -144,14 +145,8 @@ _PYTHON: dict[str, list[str]] = {
     "loop/reports": _AHEAD,
     "loop/scores": ["tests/decoding/loop/test_scores.py"],
     "loop/synthetic": ["tests/decoding/loop/test_synthetic.py"],
-    "loop/base": [
-        "tests/decoding/test_session.py",
-        "tests/decoding/models/test_decoded_models.py",
-        "-k",
-        "session or longest",
-    ],
     "loop/texts": _GENERATE,
-    "loop/waiting": [
+    "loop/host_step": [
         *_BOTH[:3],
         "tests/decoding/models/test_decoded_models.py",
         "-k",
@@ -163,9 +158,8 @@ _PYTHON: dict[str, list[str]] = {
         "tests/decoding/planning/test_calibration.py",
     ],
     "models/hidden_rows": _SPECULATIVE,
-    "planning/kept_step_times": ["tests/decoding/planning/test_step_times.py"],
     "models/patching/layer_adapters": ["tests/decoding/models/test_layer_adapters.py"],
-    "models/row_adapters": ["tests/decoding/models/test_layer_adapters.py"],
+    "models/slots": ["tests/decoding/models/test_layer_adapters.py", "tests/decoding/test_session.py"],
     "models/cache_name": ["tests/decoding/models/test_cache_name.py"],
     "models/patching/layer_offsets": ["tests/training/test_lookahead_embedding.py"],
     "drafting/levels": _SPECULATIVE,
@@ -185,31 +179,29 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/draft_calls": _SPECULATIVE,
     "drafting/step": _BOTH,
     "planning/measured": ["tests/decoding/planning/test_pass_plan.py"],
-    "planning/run_times": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
     "planning/plan": ["tests/decoding/planning/test_model_plan.py", "-k", "face"],
     "models/packed": _GENERATE,
     "drafting/from_draft_model": _SPECULATIVE,
     "planning/for_draft_model": [
         "tests/decoding/planning/test_model_plan.py",
-        "tests/decoding/drafting/test_pace.py",
+        "tests/decoding/planning/test_draft_plan.py",
         "-k",
         "model_plan or always_wrong",
     ],
     "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py"],
     "requests/node_processor": ["tests/decoding/test_generation_config.py"],
-    "drafting/rows/batch_seconds": _SHARED,
-    "drafting/rows/choice": _CHOSEN,
-    "drafting/rows/chances": _SHARED,
-    "drafting/rows/share": _SHARED,
-    "drafting/rows/shared": _SHARED,
     "drafting/lookahead/short_rows": [
         "tests/decoding/drafting/test_pass_drafter.py",
         _SLOTS,
     ],
-    "drafting/rows/pace": ["tests/decoding/drafting/test_pace.py", "-k", "not always_wrong"],
+    "drafting/lookahead/chosen_rows": _ROWS_OF_HOST,
+    "drafting/lookahead/device_rows": _AHEAD,
+    "planning/pace": _PACE,
+    "planning/step_clock": _PACE,
+    "planning/constants": _PACE,
     "drafting/lookahead/drafter": _LOOK_AHEAD,
     "drafting/lookahead/of_pass": _LOOK_AHEAD,
-    "drafting/lookahead/offers": _LOOK_AHEAD,
+    "drafting/lookahead/slot_tokens": _LOOK_AHEAD,
     "drafting/lookahead/recall": ["tests/decoding/drafting/test_recalling_drafts.py"],
     "drafting/lookahead/tree_filler": _LOOK_AHEAD,
     "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
@@ -246,7 +238,7 @@ _PYTHON: dict[str, list[str]] = {
     "session/session": ["tests/decoding/test_session.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or test_session"],
     "requests/stateful_processors": ["tests/decoding/test_stateful_processors.py"],
     "stats": ["tests/decoding/test_stats.py"],
-    "models/patching/step_modules": ["tests/decoding/models/test_step_modules.py"],
+    "models/patching/known_parts": ["tests/decoding/models/test_known_parts.py"],
     "planning/step_times": ["tests/decoding/planning/test_step_times.py"],
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
 }

@@ -3,7 +3,6 @@ memory that must not be read. Also `few_rows_linear`, which gives the op to a mo
 """
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -316,9 +315,8 @@ def test_rows_are_few_while_pytorch_is_slower(monkeypatch, machine, amx, bf16, f
 
 
 def test_rows_of_slots_do_not_count():
-    four_slots = SimpleNamespace(slot_rows=4)
     assert are_few(64, 64) and not are_few(65, 64)
-    assert are_few(68, 64, four_slots) and not are_few(69, 64, four_slots)
+    assert are_few(68, 64, 4) and not are_few(69, 64, 4)
 
 
 def test_nested_and_broken_off(calls):

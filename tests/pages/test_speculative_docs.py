@@ -95,7 +95,7 @@ def test_the_page_names_every_part_of_a_drafter():
     page = PAGE.read_text()
     table = page[page.index("| member of a `Drafter` |") :].split("\n\n")[0]
     parts = {name for name in vars(pass_ext.Drafter) if not name.startswith("_")} | {"max_depth"}
-    assert {"propose", "rules", "pauses"} < parts
+    assert {"propose", "rules", "pace"} < parts
     for part in parts:
         assert re.search(rf"^\|[^|]*`{part}(\([a-z]*\))?`", table, re.M), part
 

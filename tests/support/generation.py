@@ -56,7 +56,7 @@ def greedy_of_transformers(model, ids, mask, new_tokens, **options):
 
 class Prophet:
     """Candidates that come true often: it drafts the continuations in `futures` and spoils some, so that trees are accepted to
-    every depth and last accepted nodes are of every kind. The loop is the one that waits: the others fill trees on the device.
+    every depth and last accepted nodes are of every kind. The host makes the rows: a device fills trees by itself.
     """
 
     def __init__(self, monkeypatch, futures, seed=0):
@@ -69,7 +69,7 @@ class Prophet:
             )
 
         monkeypatch.setattr(TreeFiller, "fill", fill)
-        monkeypatch.setattr(generation, "loop_of", lambda *_: None)
+        monkeypatch.setattr(generation, "device_rows", lambda *_: None)
 
     def tokens(self, tree, request, root_position):
         """One child of each right node is right, four times in five; the others are noise."""

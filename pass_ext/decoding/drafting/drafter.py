@@ -3,7 +3,6 @@
 
     begin(session)   before the prompts are read
     propose(batch)   before each step: the candidates
-    learn(gained)    after each step: how many tokens it gave
 
 A method from outside the package is an object with ``drafters(context)``; docs/guide/speculative.md has an example.
 """
@@ -22,7 +21,9 @@ from torch import Tensor
 from pass_ext.decoding.drafting.levels import draw_children, drawing_mode
 from pass_ext.decoding.drafting.step import Batch, Proposal
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.planning.measured import doubt, measured_times
+from pass_ext.decoding.planning.measured import measured_times
+from pass_ext.decoding.planning.pace import Pace
+from pass_ext.decoding.planning.step_clock import step_clock
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
@@ -45,10 +46,8 @@ class Drafter(Protocol):
     """The origin of its candidates, for messages."""
     rules: Collection[str] = tuple(RULES)
     """The accept rules that can judge its candidates."""
-    step_times: StepTimes | None = None
-    """Planned seconds of the target's calls by their rows. With them, a request pauses while drafting does not pay."""
-    pauses: bool = True
-    """False: it costs almost nothing. It still drafts while the others pause, and has a pause of its own."""
+    pace: Pace | None = None
+    """With ``context.pace(...)`` drafting pauses while it does not pay."""
     prompt_slots: int = 0
     """Look-ahead slots behind the last token of a prompt."""
     deepest_row: int = 0
@@ -66,10 +65,6 @@ class Drafter(Protocol):
     def propose(self, batch: Batch) -> Proposal:
         """Candidates of at most ``batch.levels[b]`` levels for request b; None where that is 0."""
         ...
-
-    def learn(self, gained: Sequence[int]) -> None:
-        """Receives how many tokens the step gave each request; the texts hold them already."""
-        return
 
 
 @dataclass(frozen=True)
@@ -129,13 +124,17 @@ class DraftContext:
         nodes = uploaded(parents, self.device)
         return draw_children(logits, width, drawing_mode(self.sampling, self.rule), sampling, places, depth, nodes)
 
-    def measured_times(self) -> StepTimes:
-        """Seconds of the target's calls by their rows, measured once per model and machine: for ``Drafter.step_times``."""
-        return measured_times(self.target, graphs=self.graphs)
+    def pace(self, times: StepTimes | None = None, tokens: float = 1.0, seconds: float | None = None) -> Pace:
+        """What decides when drafting pauses, for ``Drafter.pace``.
 
-    def doubt_measured_times(self) -> None:
-        """Says that the target's calls no longer take their measured times: the next generation confirms them."""
-        doubt(self.target, graphs=self.graphs)
+        Args:
+            times: seconds of the target's calls by their rows; None: measured, once per model and machine.
+            tokens: expected of a step, for each request.
+            seconds: of that step; None: a plain one's.
+        """
+        times = measured_times(self.target, graphs=self.graphs) if times is None else times
+        clock = step_clock(times, 1 << max(map(len, self.texts)).bit_length())
+        return Pace(clock, tokens, times.at(len(self.texts)) if seconds is None else seconds)
 
     def check_origins(self, *origins: str) -> None:
         """Refuses a rule that cannot judge candidates of these origins in one tree."""

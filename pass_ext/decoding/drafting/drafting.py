@@ -1,4 +1,4 @@
-"""``Drafting``: merges the candidates of all drafters into one step per request, and pauses drafting that does not pay."""
+"""``Drafting``: merges the candidates of all drafters into one step per request."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
+from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, DrafterOnDevice, FixedRows, HostDecides
 from pass_ext.decoding.drafting.of_method import drafters_of
-from pass_ext.decoding.drafting.rows.pace import Pauses
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal, Step, join
 from pass_ext.decoding.methods import Method
 from pass_ext.decoding.requests.grammar.guide import Guide
@@ -40,14 +40,10 @@ class Drafting:
         self.deepest_row = max((drafter.deepest_row for drafter in self.drafters), default=0)
         self.deepest_row = max(self.deepest_row, self.max_depth)
         self.prompt_slots = max((drafter.prompt_slots for drafter in self.drafters), default=0)
-        times = next((drafter.step_times for drafter in self.drafters if drafter.step_times is not None), None)
         # Rule "longest_branch" cannot emit a token without candidates, so it never pauses.
-        timed = None if context.rule == LONGEST_BRANCH else times
-        kinds = {drafter.pauses for drafter in self.drafters}
-        self.pauses = None if timed is None else Pauses(timed, context.texts, kinds)
+        paces = [drafter.pace for drafter in self.drafters if drafter.pace is not None]
+        self.pace = paces[0] if paces and context.rule != LONGEST_BRANCH else None
         """When drafting pauses; None: never."""
-        self._kinds: list[bool] = []
-        """For each request whether drafters that pause together have candidates in the step."""
         self._context = context
 
     @contextmanager
@@ -67,43 +63,37 @@ class Drafting:
         """The step of a prompt: its last token, with look-ahead slots behind it."""
         return Step(text[-1], Candidates(_ROOT, groups=((0, self.prompt_slots),) if self.prompt_slots else ()))
 
+    def device_rows(self, *, is_synthetic: bool) -> FixedRows | ChosenRows:
+        """The rows of steps that the device makes; raises ``HostDecides`` where it cannot."""
+        if not self.drafters:
+            return FixedRows(_ROOT)
+        drafter = self.drafters[0]
+        if len(self.drafters) > 1 or not isinstance(drafter, DrafterOnDevice):
+            raise HostDecides("candidates do not come from look-ahead slots alone")
+        return drafter.device_rows(is_synthetic=is_synthetic)
+
     def propose(self, batch: Batch) -> list[Step | None]:
         """The next step of each request that still has to write; None for the others."""
-        if self.pauses is not None:
-            self.pauses.begin(batch.remaining)
-        proposals = [drafter.propose(self._paused(batch, drafter.pauses)) for drafter in self.drafters]
+        proposals = [drafter.propose(batch) for drafter in self.drafters]
         for drafter, proposal in zip(self.drafters, proposals, strict=True):
             _check(drafter, proposal, len(batch.texts))
-        together = [p.candidates for drafter, p in zip(self.drafters, proposals, strict=True) if drafter.pauses]
-        self._kinds = [any(candidates[b] is not None for candidates in together) for b in range(len(batch.texts))]
         # Where the rule needs draft logits, all candidates are of one drafter: check_origins.
         self.draft_logits = proposals[0].draft_logits if proposals and self._needs_draft_logits else None
         self.draft_allowed = proposals[0].draft_allowed if self.draft_logits is not None else None
         return [
-            Step(text[-1], self._guided(b, merged(text[-1], [p.candidates[b] for p in proposals]), batch.levels[b]))
+            Step(text[-1], self._guided(b, merged(text[-1], [p.candidates[b] for p in proposals]), batch.remaining[b]))
             if batch.remaining[b]
             else None
             for b, text in enumerate(batch.texts)
         ]
 
-    def learn(self, steps: Sequence[Step | None], gained: Sequence[int]) -> None:
-        """Tells the drafters and the pauses how many tokens each request's step gave."""
-        for drafter in self.drafters:
-            drafter.learn(gained)
-        if self.pauses is not None and self.pauses.add(steps, gained, self._kinds):
-            self._context.doubt_measured_times()
-
-    def _guided(self, request: int, candidates: Candidates, levels: int) -> Candidates:
+    def _guided(self, request: int, candidates: Candidates, remaining: int) -> Candidates:
         guide = None if self._context.guides is None else self._context.guides.of(request)
         if guide is None:
             return candidates
         drawn = self.draft_logits is not None
         leaves_only = drawn or self._context.chains_only
-        return guided(guide, candidates, levels, self._most_forced, drawn=drawn, leaves_only=leaves_only)
-
-    def _paused(self, batch: Batch, kind: bool) -> Batch:
-        """The batch as drafters of this kind see it: without levels where they pause."""
-        return batch if self.pauses is None else replace(batch, levels=self.pauses.levels(batch.levels, kind))
+        return guided(guide, candidates, remaining - 1, self._most_forced, drawn=drawn, leaves_only=leaves_only)
 
 
 def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
@@ -113,11 +103,10 @@ def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
     first = next((part for part in present if part.tokens), Candidates(_ROOT))
     chains = [chain for part in present if part is not first for chain in part.chains if chain]
     groups = next((part.groups for part in present if part.groups), ())
-    seconds = sum(part.seconds for part in present)
     if not chains:
-        return replace(first, groups=groups, seconds=seconds)
+        return replace(first, groups=groups)
     parents, tokens = join(first.tree.parents, [root, *first.tokens], chains)
-    return Candidates(Tree(parents), tokens[1:], first.draft_rows, groups, seconds)
+    return Candidates(Tree(parents), tokens[1:], first.draft_rows, groups)
 
 
 def guided(

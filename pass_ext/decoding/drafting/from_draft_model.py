@@ -28,7 +28,7 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import check_pair
 from pass_ext.decoding.planning.for_draft_model import call_times, draft_plan
-from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.uploads import uploaded
@@ -47,7 +47,7 @@ class ModelDrafter(Drafter):
         tree: the largest tree, numbered level by level.
         context: the generation.
         decision: see ``pass_ext.modules.decision``; None: all levels.
-        step_times, draft_times: seconds of the target's and the draft's calls, if the tree was planned from them.
+        pace: if the tree was planned from the times of calls.
     """
 
     name = DRAFT_MODEL
@@ -59,17 +59,14 @@ class ModelDrafter(Drafter):
         tree: Tree,
         context: DraftContext,
         decision: Decision | None = None,
-        *,
-        step_times: StepTimes | None = None,
-        draft_times: StepTimes | None = None,
+        pace: Pace | None = None,
     ) -> None:
         check_pair(context.target, draft)
         self.max_depth = tree.max_depth
-        self.step_times = step_times
+        self.pace = pace
         self.tree = tree
         self.levels_asked = 0
         """Levels drafted so far, over all requests."""
-        self._draft_times = draft_times
         self._context, self._texts, self._device = context, context.texts, context.device
         self._draft, self._sampling = draft, context.sampling
         self._decision = _on(decision, self._device)
@@ -174,13 +171,7 @@ class ModelDrafter(Drafter):
         if draft_rows is not None:
             inner = zip(draft_rows, tree.depths, strict=False)
             draft_rows = [row if depth < levels else -1 for row, depth in inner]
-        return Candidates(tree, tokens[1 : tree.num_nodes], draft_rows, seconds=self.seconds(levels))
-
-    def seconds(self, levels: int) -> float:
-        """Seconds that drafting so many levels takes, by the measured times; 0 without them."""
-        if self._draft_times is None:
-            return 0.0
-        return sum(self._draft_times.at(len(self._texts) * len(tree)) for tree in self._slices[:levels])
+        return Candidates(tree, tokens[1 : tree.num_nodes], draft_rows)
 
     def _scores(self, level: DraftLevel) -> Tensor:
         assert self._decision is not None
@@ -219,7 +210,7 @@ def multi_candidate_drafters(method: MultiCandidate, context: DraftContext) -> l
     drafter = model_drafter(method, context, method.decision)
     drafters: list[Drafter] = []
     if method.lookahead is not None:
-        lookahead = lookahead_drafter(method.lookahead, context, pauses=drafter is None)
+        lookahead = lookahead_drafter(method.lookahead, context, is_alone=drafter is None)
         drafters += [] if lookahead is None else [lookahead]
     return [*drafters, *([] if drafter is None else [drafter]), *ngram_drafters(method.ngram, context)]
 
@@ -234,20 +225,20 @@ def model_drafter(
     except TypeError as error:
         raise TypeError(f"{name}: draft_model: {error}") from error
     tree = method.tree
-    times: tuple[StepTimes, StepTimes] | tuple[None, None] = None, None
+    pace = None
     if tree is None:
         options = dict(graphs=context.graphs, chain=context.chains_only)
         plan = draft_plan(method, target, draft, len(context.texts), **options)
         if plan.is_plain and context.rule != LONGEST_BRANCH:
             return None
         tree = Tree.chain(1) if plan.is_plain else plan.tree
-        times = call_times(target, draft, graphs=context.graphs)
+        pace = context.pace(call_times(target, draft, graphs=context.graphs)[0])
     if context.chains_only and len(tree.leaves) != 1:
         raise ValueError(
             f"{name}: branching must be that of a chain, (1, 1, ...), because rule {context.rule!r} takes chains, got a tree "
             f"with {len(tree.leaves)} branches; or use Speculative(...)"
         )
-    return ModelDrafter(draft, tree, context, decision, step_times=times[0], draft_times=times[1])
+    return ModelDrafter(draft, tree, context, decision, pace)
 
 
 def _on(decision: Decision | None, device: torch.device) -> Decision | None:

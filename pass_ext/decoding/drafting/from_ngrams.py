@@ -101,7 +101,6 @@ class NGramDrafter(Drafter):
     """
 
     name = N_GRAM
-    pauses = False
 
     def __init__(self, method: NGram, requests: int, guides: Guides | None = None) -> None:
         self.max_depth = method.tokens

@@ -31,14 +31,12 @@ class Candidates:
         draft_rows: for each node the row of the proposal's ``draft_logits`` that its children were drawn from, or -1. None:
             nothing was drawn, candidates are fixed proposals.
         groups: nodes with look-ahead slots behind them, and how many slots.
-        seconds: the time that drafting them takes, by earlier measurements.
     """
 
     tree: Tree
     tokens: Sequence[int] = ()
     draft_rows: Sequence[int] | None = None
     groups: Groups = ()
-    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.tokens) != self.tree.num_nodes - 1:
@@ -123,7 +121,7 @@ class Batch:
     remaining: Sequence[int]
     """Tokens that each request still has to write; 0: it has ended."""
     levels: Sequence[int]
-    """How deep the candidates of each request may be; 0: none, because the request ends or pauses."""
+    """How deep the candidates of each request may be; 0: none, because the request ends or drafting pauses."""
 
     @property
     def first_rows(self) -> list[int]:

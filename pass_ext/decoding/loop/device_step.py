@@ -1,4 +1,5 @@
-"""``DeviceStep``: draft, verify, accept and commit as one function over fixed buffers, which the device runs without the host.
+"""``DeviceStep``: verify, accept, commit and the draft of the next step as one function over fixed buffers, which the device
+runs without the host.
 
     logits   = model(ids, positions)          of R rows per request
     result   = accept_tree(logits, tokens)    and its keys and values go into the caches
@@ -6,12 +7,13 @@
     next     = next_rows_(result, offered)    ids, tokens, positions, lengths for the next step; a report for the host
 
 fixed_step.py: one tree for all requests and steps. chosen_step.py: rows that are chosen at each place, by ``next_tree_``.
-With CUDA graphs the third step is recorded, and this and all later ones replay it.
+With CUDA graphs the third step is recorded, and this and all later ones replay it. Where the host has read the step before,
+each call has the rows that it needs.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 from warnings import warn
@@ -19,10 +21,13 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.drafting.rows.pace import Pauses
+from pass_ext.decoding.loop.reports import Reports
+from pass_ext.decoding.loop.step import Step
 from pass_ext.decoding.loop.synthetic import Synthetic, spine_of
+from pass_ext.decoding.loop.texts import Report, Texts
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.decoding.session.reading import read_prompts
 from pass_ext.decoding.session.recording import record_graph
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.uploads import uploaded
@@ -33,13 +38,14 @@ _EAGER_STEPS = 2  # before the one that is recorded: kernels load, libraries all
 Records = Literal["always", "if possible", "never"]
 
 
-class DeviceStep(ABC):
+class DeviceStep(Step):
     """The step of a batch, and the buffers that it works on.
 
     Args:
         session: opened.
         rows: of each request.
         candidates: the deepest tree that the steps judge.
+        prompt_slots: look-ahead slots behind the last token of a prompt.
         report_numbers: in front of the emitted tokens of the report.
         sampling: of the batch.
         recalls: the steps read the texts, to which each adds its tokens.
@@ -53,6 +59,7 @@ class DeviceStep(ABC):
         session: Session,
         rows: int,
         candidates: Tree,
+        prompt_slots: int,
         report_numbers: int,
         sampling: BatchSampling,
         *,
@@ -61,7 +68,8 @@ class DeviceStep(ABC):
         synthetic: Synthetic | None = None,
     ) -> None:
         device, requests = session.device, session.requests
-        self._session, self._depth, self.report_numbers = session, candidates.max_depth, report_numbers
+        self._session, self._depth, self._report_numbers = session, candidates.max_depth, report_numbers
+        self._prompt_slots = prompt_slots
         self._synthetic = synthetic
         self._spines = torch.tensor([spine_of(candidates)] * requests, device=device)
         self._rows = torch.zeros(3, requests, rows, dtype=torch.int64, device=device)
@@ -73,65 +81,80 @@ class DeviceStep(ABC):
         self.report = torch.zeros(requests, report_numbers + self._depth + 1, dtype=torch.int64, device=device)
         """``[B, numbers + A]``, as ``next_rows_`` or ``next_tree_`` writes it; the next step overwrites it."""
         self._sampling = BatchSampling(**{name: _copy(value) for name, value in sampling.keywords().items()})
-        self._law = self._sampling.keywords()
+        self._parameters = self._sampling.keywords()
         self._root_trees: dict[int, tuple[Tensor, PackedTrees]] = {}
         self._records: str = records
         self._eager_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def begin(self, texts: Sequence[Sequence[int]], limits: Sequence[int], sampling: BatchSampling) -> None:
-        """Begins behind these texts, to end at these limits."""
-        self._rows.zero_()
-        self._rows[1].fill_(-1)
-        self._lengths.copy_(uploaded([len(text) for text in texts], self._session.device), non_blocking=True)
-        if self._text is not None:
-            longest = max(map(len, texts))
-            padded = uploaded([[*text, *[0] * (longest - len(text))] for text in texts], self._session.device)
-            self._text[:, :longest].copy_(padded, non_blocking=True)
-        self.end_at(limits)
-        for name, value in self._sampling.keywords().items():
+    def renew(self, sampling: BatchSampling, lag: int) -> None:
+        """Begins another generation. lag: steps that the host may be behind; 0: each call has the rows that it needs."""
+        for name, value in self._parameters.items():
             if value is not None:
                 value.copy_(sampling.keywords()[name])
-
-    def end_at(self, limits: Sequence[int]) -> None:
-        """Ends texts at these lengths, from the next step on; 0: now."""
-        self._limits.copy_(uploaded(limits, self._session.device), non_blocking=True)
-
-    @abstractmethod
-    def accept_prompts(self, logits: Tensor) -> None:
-        """The first step. logits: ``[B * (1 + slots), V]``, of the prompts' last tokens and the slots behind them."""
-
-    def read(self) -> list[list[int]]:
-        """Waits for the report and returns it."""
-        numbers: list[list[int]] = self.report.tolist()
-        return numbers
-
-    @abstractmethod
-    def run_needed(self, drafts: bool) -> int:
-        """Runs a step of the rows that one text needs -> how many. The host has read the step before. drafts: False: the root
-        alone."""
+        self._reports, self._lag = Reports(self.report, lag + 1), lag
 
     @property
-    def rows_needed(self) -> int | None:
-        """The rows of one text's next step where it drafts; None: as before."""
-        return None
+    def unread(self) -> int:
+        """As ``Step``."""
+        return len(self._reports)
 
-    def price_by(self, pauses: Pauses, rows: int = 0, tokens: int = 0) -> None:
-        """Learns what rows cost one text. rows, tokens: of the last step; 0 rows: drafting paused."""
-        return
+    def begin(self, texts: Texts, known: int) -> int:
+        """As ``Step``."""
+        self._texts, session = texts, self._session
+        self._rows.zero_()
+        self._rows[1].fill_(-1)
+        self._lengths.copy_(uploaded([len(text) for text in texts.tokens], session.device), non_blocking=True)
+        if self._text is not None:
+            longest = max(map(len, texts.tokens))
+            padded = uploaded([[*text, *[0] * (longest - len(text))] for text in texts.tokens], session.device)
+            self._text[:, :longest].copy_(padded, non_blocking=True)
+        self._end_at(texts.limits)
+        session.is_undisturbed = texts.are_silent
+        logits, calls = read_prompts(session, texts.tokens, known, self._prompt_slots)
+        self._accept_prompts(logits)
+        self._reports.send()
+        return calls
 
-    def __call__(self) -> None:
-        """Runs a step of all rows."""
-        if self._graph is not None:
+    @abstractmethod
+    def _accept_prompts(self, logits: Tensor) -> None:
+        """The first step. logits: ``[B * (1 + slots), V]``, of the prompts' last tokens and the slots behind them."""
+
+    def __call__(self, *, drafts: bool) -> None:
+        """As ``Step``."""
+        if not self._lag:
+            self._run_needed(drafts)
+        elif self._graph is not None:
             self._graph.replay()
         elif self._records == "never" or self._eager_steps < _EAGER_STEPS:
             self._eager_steps += 1
             self._run()
         else:
             self._record()
+        self._reports.send()
+
+    def read(self) -> list[Report]:
+        """As ``Step``."""
+        self._read_rows = rows = self._reports.read()
+        return [Report(row[0], row[1], row[2], row[self._report_numbers :]) for row in rows]
+
+    def follow(self, gained: Sequence[int]) -> None:
+        """Ends the texts that have ended on the host, from the next step on."""
+        left = self._texts.remaining
+        if any(left) and any(count and not rest for count, rest in zip(gained, left, strict=True)):
+            self._end_at([limit if rest else 0 for limit, rest in zip(self._texts.limits, left, strict=True)])
+
+    def _end_at(self, limits: Sequence[int]) -> None:
+        """Ends texts at these lengths, from the next step on; 0: now."""
+        self._limits.copy_(uploaded(limits, self._session.device), non_blocking=True)
 
     @abstractmethod
-    def _run(self) -> None: ...
+    def _run_needed(self, drafts: bool) -> None:
+        """Runs a step of the rows that it needs. The host has read the step before. drafts: False: the roots alone."""
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Runs a step of all rows."""
 
     def _record(self) -> None:
         """Records a step as a graph and runs it."""
@@ -164,6 +187,7 @@ class DeviceStep(ABC):
         self, trees: PackedTrees, ids: Tensor, tokens: Tensor, positions: Tensor, depth: int
     ) -> tuple[Tensor, AcceptResult]:
         """Calls the model on rows, accepts among them, and commits the accepted ones -> their logits, and the result."""
+        self.rows = len(ids)
         with profiled("verify"):
             logits = self._session.call_at(trees, ids, positions)
         result = self._accept(logits, tokens, trees, depth)
@@ -184,7 +208,7 @@ class DeviceStep(ABC):
                 depth,
                 rule="coupled",
                 positions=self._lengths,
-                **self._law,
+                **self._parameters,
             )
 
 

@@ -6,60 +6,30 @@ of the roots alone may stand between, where there are no candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.drafting.lookahead.offers import Offers
+from pass_ext.decoding.drafting.lookahead.device_rows import FixedRows
 from pass_ext.decoding.loop.device_step import DeviceStep, Records
 from pass_ext.decoding.loop.synthetic import Synthetic
+from pass_ext.decoding.loop.texts import Texts
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.ops.next import REPORT_NUMBERS, next_rows_
-from pass_ext.tree import Tree, pack_trees
-
-
-@dataclass(frozen=True)
-class FixedPlan:
-    """The rows of every step of a generation."""
-
-    candidates: Tree
-    groups: tuple[tuple[int, int], ...] = ()
-    """Nodes with look-ahead slots behind them, and how many slots: one number for all."""
-    prompt_slots: int = 0
-    """Look-ahead slots behind the last token of a prompt."""
-    offers: Offers | None = None
-    """None: without candidates."""
-
-    @property
-    def tree(self) -> Tree:
-        """All rows of a request."""
-        return self.candidates.with_lookahead(dict(self.groups)) if self.groups else self.candidates
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for plans whose recorded steps are the same."""
-        return self.candidates, self.groups, self.prompt_slots, self.offers and self.offers.key
-
-    def step(
-        self, session: Session, sampling: BatchSampling, *, records: Records, synthetic: Synthetic | None
-    ) -> FixedStep:
-        """The step of this plan."""
-        return FixedStep(session, self, sampling, records=records, synthetic=synthetic)
+from pass_ext.tree import pack_trees
 
 
 class FixedStep(DeviceStep):
-    """The step of a plan. Arguments: as for ``DeviceStep``."""
+    """The step of one tree. Arguments: as for ``DeviceStep``."""
 
     def __init__(
         self,
         session: Session,
-        plan: FixedPlan,
+        plan: FixedRows,
         sampling: BatchSampling,
         *,
         records: Records,
@@ -68,7 +38,7 @@ class FixedStep(DeviceStep):
         device, requests, tree = session.device, session.requests, plan.tree
         nodes = plan.candidates.num_nodes
         recalls = plan.offers is not None and plan.offers.recalls
-        shape = len(tree), plan.candidates, REPORT_NUMBERS
+        shape = len(tree), plan.candidates, plan.prompt_slots, REPORT_NUMBERS
         super().__init__(session, *shape, sampling, recalls=recalls, records=records, synthetic=synthetic)
         self._plan, self._nodes, self._slots = plan, nodes, len(tree) - nodes
         self._trees = pack_trees([tree] * requests, device)
@@ -79,35 +49,27 @@ class FixedStep(DeviceStep):
         self._groups = torch.tensor(first, dtype=torch.int32, device=device)
         self._of_slots = self._sampling.repeated(self._slots)
 
-    def begin(self, texts: Sequence[Sequence[int]], limits: Sequence[int], sampling: BatchSampling) -> None:
-        """As ``DeviceStep``."""
-        super().begin(texts, limits, sampling)
-        self._rows[0, :, self._nodes :] = self._slot_ids
+    def begin(self, texts: Texts, known: int) -> int:
+        """As ``Step``."""
         for name, value in self._of_slots.keywords().items():
             if value is not None:
                 value.copy_(self._sampling.repeated(self._slots).keywords()[name])
+        return super().begin(texts, known)
 
-    def accept_prompts(self, logits: Tensor) -> None:
-        """As ``DeviceStep``."""
-        slots = self._plan.prompt_slots
+    def _accept_prompts(self, logits: Tensor) -> None:
+        self._rows[0, :, self._nodes :] = self._slot_ids
+        slots = self._prompt_slots
         self._advance_roots(self._accept(logits, *self._roots(slots), 0), logits, slots)
 
-    def run_needed(self, drafts: bool) -> int:
-        """As ``DeviceStep``."""
-        if drafts and self.has_candidates:
-            self()
-            return self._rows.shape[2]
-        slots = self._plan.prompt_slots if drafts else 0
-        self.from_roots(slots)
-        return 1 + slots
+    def _run_needed(self, drafts: bool) -> None:
+        drafts = drafts and max(self._texts.remaining) > 1  # the target adds the last token itself
+        if drafts and bool((self._rows[1, :, 1 : self._nodes] >= 0).any()):
+            self._run()
+        else:
+            self._run_roots(self._prompt_slots if drafts else 0)
 
-    @property
-    def has_candidates(self) -> bool:
-        """True if the rows of the next step hold candidates. The host waits for them."""
-        return bool((self._rows[1, :, 1 : self._nodes] >= 0).any())
-
-    def from_roots(self, slots: int) -> None:
-        """A step of the roots without candidates, with so many look-ahead slots behind each: ``prompt_slots`` or 0."""
+    def _run_roots(self, slots: int) -> None:
+        """A step of the roots without candidates, with so many look-ahead slots behind each: those of a prompt, or 0."""
         session = self._session
         self._rows[1, :, 1 : self._nodes] = -1  # they are not judged
         tokens, trees = self._roots(slots)
@@ -147,7 +109,7 @@ class FixedStep(DeviceStep):
             if offers is not None and slots.shape[1]:
                 foreseen = (places + 1).flatten() if offers.draws(self._sampling) else None
                 offered = offers.of_rows(slots.flatten(0, 1), foreseen, sampling, requests)
-                offered |= {"groups": groups} | self._law
+                offered |= {"groups": groups} | self._parameters
             next_rows_(
                 self._rows,
                 self._lengths,

@@ -4,11 +4,25 @@ stopping criteria, and counts what was accepted."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.requests.listener import Listener
 from pass_ext.decoding.stats import AcceptanceCounts
 from pass_ext.ops.accept import STATUS
+
+
+class Report(NamedTuple):
+    """What a step gave one request."""
+
+    accepted: int
+    """How many drafted tokens were accepted; -1: the request was at its end."""
+    status: int
+    """The accept result's."""
+    drafted: int
+    """How many drafted tokens the step verified."""
+    emitted: Sequence[int]
+    """As ``accept_tree`` returns them; the tokens behind ``accepted + 1`` are ignored."""
 
 
 class Texts:
@@ -52,18 +66,9 @@ class Texts:
         """The length that the longest text may reach."""
         return max(self.limits)
 
-    def extend(self, request: int, emitted: Sequence[int], accepted: int, status: int, drafted: int) -> int:
-        """Adds a step's tokens to a text, up to its end.
-
-        Args:
-            emitted: as ``accept_tree`` returns them; the tokens behind ``accepted + 1`` are ignored.
-            accepted: how many of them were drafted.
-            status: the accept result's.
-            drafted: how many tokens the step verified.
-
-        Returns:
-            How many tokens the text has gained.
-        """
+    def extend(self, request: int, report: Report) -> int:
+        """Adds a step's tokens to a text, up to its end -> how many tokens the text has gained."""
+        accepted, status, drafted, emitted = report
         text, new = self.tokens[request], list(emitted[: accepted + 1])
         if status or not new or -1 in new:
             reasons = " and ".join(words for bit, words in STATUS.items() if status & bit)

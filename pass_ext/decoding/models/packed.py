@@ -11,12 +11,11 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.models.plain_tensors import is_plain
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, RowAdapters
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
 
@@ -46,26 +45,30 @@ class Attend(Protocol):
         """
 
 
-class SlotOffsets:
-    """The offsets of a call's rows, from the vectors ``deep [layers, L, d]`` of the slots.
-
-    ``offsets[l]`` is ``[N, d]``: ``deep[l, i]`` for a row with id -1 - i, zeros for tokens.
-    """
-
-    def __init__(self, ids: Tensor, deep: Tensor) -> None:
-        self.ids, self.deep = ids, deep
-        self._dense: Tensor | None = None
-
-    def __getitem__(self, layer: int) -> Tensor:
-        return self.dense[layer]
+class StepAttend(Attend, Protocol):
+    """``Attend`` of a session's call, and what a model that computes many layers at once must know of it."""
 
     @property
-    def dense(self) -> Tensor:
-        """``[layers, N, d]``."""
-        if self._dense is None:
-            known = torch.cat([self.deep.new_zeros(len(self.deep), 1, self.deep.shape[2]), self.deep], dim=1)
-            self._dense = known.index_select(1, (-self.ids).clamp(min=0).long())
-        return self._dense
+    def slot_rows(self) -> int:
+        """How many rows are look-ahead slots'; 0 where the host does not know it."""
+
+    is_first: bool
+    """This call makes the caches."""
+    may_have_changed: bool
+    """The caller's code may have run since the last call, and changed the model."""
+
+    def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
+        """The arguments of ``layer_stack`` from ``caches`` to ``depths``, for so many layers with keys ``[N, heads, head_dim]``
+        in the dtype of these rows; None if the caches are others."""
+
+    def take(self, new: Tensor) -> None:
+        """Takes the keys and values ``[2 * layers, N, KV heads, D]`` that ``layer_stack`` made."""
+
+    def again(self, rows: int) -> StepAttend:
+        """The attention of the first rows once more, after a call; what it makes reaches no cache."""
+
+    def new_rows(self) -> list[Tensor] | Tensor:
+        """Keys and values of the rows, ``[N, KV heads, D]`` of layer 0, of layer 1 …; or all in one tensor."""
 
 
 class Adapt(Protocol):
@@ -136,6 +139,11 @@ class Adapted:
                 f"{type(self.table).__name__} on {self.table.device}"
             )
 
+    @property
+    def way(self) -> str:
+        """How its calls are computed, and why so, in words."""
+        return "its own __call__"
+
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The embedding rows of ids ``[N]``; -1 - i is look-ahead slot i."""
         return lookahead_embed(ids, self.table, slots)
@@ -152,21 +160,20 @@ class Adapted:
         self,
         rows: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: StepAttend,
         wanted: Tensor | None,
-        offsets: SlotOffsets | None = None,
-        adapters: RowAdapters | None = None,
+        slots: CallSlots | None = None,
     ) -> Tensor:
         """Calls the model as a ``PackedModel``.
 
-        offsets: vectors that look-ahead rows add to every layer's input. adapters: of look-ahead rows.
+        slots: what look-ahead rows have beside their embeddings; None: nothing.
         """
-        if offsets is not None:
+        if slots is not None and slots.deep is not None:
             raise TypeError(
                 "these look-ahead embeddings shift the input of every layer, which decoding can do in transformers models "
                 "only: train some without (--deep)"
             )
-        more = {} if adapters is None else {"adapt": adapters.add_}
+        more = {} if slots is None or slots.adapters is None else {"adapt": slots.adapt_}
         logits = self.model(rows, positions, _checked(attend, len(rows)), wanted, **more)
         self._check_logits(logits, len(rows), wanted)
         return logits

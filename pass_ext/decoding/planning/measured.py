@@ -1,14 +1,9 @@
-"""``measured_times``: the seconds of a model's calls by their rows, measured once per model and machine.
-
-``doubt`` says that calls at run time take other times. Then the next ``measured_times`` confirms the kept ones by a few calls,
-or measures again.
-"""
+"""``measured_times``: the seconds of a model's calls by their rows, measured once per model and machine."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
 from typing import Any
 from weakref import finalize
 
@@ -25,12 +20,6 @@ from pass_ext.tree import Tree, pack_trees
 _times: dict[tuple[Any, ...], StepTimes] = {}
 """Times by model, device, threads, and whether calls are CUDA graphs."""
 
-_asked: dict[tuple[Any, ...], float] = {}
-"""When the times of a key were last measured or read, by the clock of time.monotonic."""
-_doubted: set[tuple[Any, ...]] = set()
-"""The keys of times that calls at run time disagree with."""
-
-_TRUSTED = 300.0  # seconds
 _PREFIX = 256  # tokens of text before the measured rows
 
 
@@ -50,36 +39,19 @@ def measured_times(model: Adapted, *, graphs: bool = False, lookahead: Lookahead
     adapted = None if lookahead is None or lookahead.adapters is None else lookahead
     fingerprint = _fingerprint(model)
     key = _key(model, fingerprint, graphs, adapted)
-    if key in _times and key not in _doubted:
+    if key in _times:
         return _times[key]
     with torch.no_grad(), model.attached():
         kind = fingerprint and f"{fingerprint}{' in graphs' if graphs else ''}{key[-1]}"
         run = _Calls(model, graphs, adapted).run
-        times = measure(run, fingerprint=kind, device=model.table.device, confirm=key in _doubted)
-    _doubted.discard(key)
-    _asked[key] = time.monotonic()
+        times = measure(run, fingerprint=kind, device=model.table.device)
     if fingerprint is None:
         try:
-            finalize(model.model, _forget, key)
+            finalize(model.model, _times.pop, key, None)
         except TypeError:  # without a finalizer its id may later be another object's
             return times
     _times[key] = times
     return times
-
-
-def _forget(key: tuple[Any, ...]) -> None:
-    _times.pop(key, None)
-    _asked.pop(key, None)
-    _doubted.discard(key)
-
-
-def doubt(model: Adapted, *, graphs: bool = False) -> None:
-    """Says that calls of the model no longer take the measured times. No matter in the first minutes: on a machine that stays
-    busy every measurement differs from the last one, and takes seconds."""
-    start = _key(model, _fingerprint(model), graphs, None)[:-1]
-    for key in _times:  # with adapters and without
-        if key[:-1] == start and time.monotonic() - _asked[key] >= _TRUSTED:
-            _doubted.add(key)
 
 
 def _key(model: Adapted, fingerprint: str | None, graphs: bool, adapted: LookaheadEmbedding | None) -> tuple[Any, ...]:
@@ -107,8 +79,7 @@ class _Calls:
         self._slots = 0
         if adapted is not None:
             self._slots = adapted.num_lookahead
-            deep = None if adapted.deep is None else adapted.deep.detach()
-            self._session.set_slots(adapted.weight.detach(), deep, adapted.adapters)
+            self._session.set_slots(adapted, self._slots)
 
     def run(self, rows: int) -> None:
         session = self._session

@@ -1,15 +1,19 @@
 """Measures how long a model call takes at each number of rows on this machine, and keeps the times on disk.
 
-    t(rows): piecewise linear through the medians, never falling, the last slope continued
+    t(rows): piecewise linear through the fastest rounds, never falling, the last slope continued
 
-Times from a busy machine, or with rounds that disagree, are measured again and never kept. Kept times are confirmed once a day.
+Other programs only add time: the fastest round is nearest to the truth. The steps themselves correct the rest: step_clock.py.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
+import os
 import platform
+import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -20,16 +24,11 @@ from pathlib import Path
 import torch
 
 from pass_ext._library import kernels_hash, status
-from pass_ext.decoding.planning.cpu_watch import CpuWatch
-from pass_ext.decoding.planning.kept_step_times import FORMAT, KeptTimes
+from pass_ext.checkpoint import cache_folder
 
 _log = logging.getLogger("pass_ext")
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 15
-_ATTEMPTS = 3
-_MOST_SPREAD = 0.25  # (median - fastest round) / fastest round, the mean over all numbers of rows
-_SPREAD_OF_THE_CLOCK = 1e-4  # seconds by which rounds differ on any machine
-_MOST_CHANGE = 0.25  # relative difference between a kept time and the same call today
-_CONFIRMING_CALLS = 3
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,8 @@ def measure(
     fingerprint: str | None = None,
     device: torch.device | str = "cpu",
     budget: float = 2.5,
-    confirm: bool = False,
 ) -> StepTimes:
-    """Times ``run(rows)`` at each number of rows: medians of rounds that visit all of them, every other one backwards.
+    """Times ``run(rows)`` at each number of rows: rounds that visit all of them, every other one backwards.
 
     Args:
         run: makes one call with so many rows, on ``device``.
@@ -89,60 +87,51 @@ def measure(
         fingerprint: identifies the calls: model, sizes, dtype, attention, graphs. With it the result is kept on disk and read
             again, for this device, number of threads, versions of torch and pass_ext, and built kernels. None: never kept.
         device: synchronised before and after each call if it is CUDA.
-        budget: seconds to spend, warm-up included, but at least 3 rounds. On a busy machine up to three times as much.
-        confirm: kept times are used only if a call still takes as long, however fresh they are.
+        budget: seconds to spend, warm-up included, but at least 3 rounds.
     """
     device, rows = torch.device(device), tuple(rows)
-    if fingerprint is None:
-        return StepTimes(rows, _medians(_rounds(run, rows, device, budget)))
-    key = _key(fingerprint, rows, device)
-    if (known_times := _kept(key, run, rows, device, confirm)) is not None:
-        return known_times
-    began, attempts = time.perf_counter(), list[tuple[float, ...]]()
-    while len(attempts) < _ATTEMPTS:
-        watch = CpuWatch()
-        rounds = _rounds(run, rows, device, budget)
-        use, spread = watch.stop(), _spread(rounds)
-        attempts.append(_medians(rounds))
-        disturbance = use.disturbance(device) or (f"rounds differ by {spread:.0%}" if spread > _MOST_SPREAD else "")
-        if not disturbance:
-            times = StepTimes(rows, attempts[-1])
-            KeptTimes(key, times.seconds, use, spread, time.time(), time.time()).write()
-            return times
-        if time.perf_counter() - began > 2 * budget:
-            break
-    _log.info("step times are used by this process only, not kept: %s (measured %s x)", disturbance, len(attempts))
-    # Disturbances only add time, so the shortest attempt is nearest to the truth.
-    return StepTimes(rows, tuple(map(min, zip(*attempts, strict=True))))
+    key = None if fingerprint is None else _key(fingerprint, rows, device)
+    if key is not None and (known := _kept(key)) is not None:
+        return known
+    times = StepTimes(rows, tuple(map(min, _rounds(run, rows, device, budget).values())))
+    if key is not None:
+        _keep(key, times)
+    return times
 
 
-def _kept(
-    key: dict[str, object], run: Callable[[int], object], rows: tuple[int, ...], device: torch.device, confirm: bool
-) -> StepTimes | None:
-    """The times on disk. After a day, and to confirm them, they are used only if a call still takes as long, or the machine is
-    too busy to tell."""
-    entry = KeptTimes.read(key, device, _MOST_SPREAD)
-    if entry is None:
-        return None
+def _kept(key: dict[str, object]) -> StepTimes | None:
+    """The times on disk; None if there are none or, with a line in the log, if the file is damaged."""
+    path = _path(key)
     try:
-        times = StepTimes(rows, entry.seconds)
-    except ValueError as error:
-        _log.warning("step times in %s cannot be used, measuring again: %s", entry.path, error)
+        entry = json.loads(path.read_text())
+        if entry["key"] != key:
+            raise ValueError("it belongs to something else")
+        return StepTimes(tuple(entry["key"]["rows"]), tuple(map(float, entry["seconds"])))
+    except FileNotFoundError:
         return None
-    if entry.is_fresh and not confirm:
-        return times
-    watch = CpuWatch()
-    _timed(run, rows[0], device)
-    today = sorted(_timed(run, rows[0], device) for _ in range(_CONFIRMING_CALLS))[_CONFIRMING_CALLS // 2]
-    change = today / times.seconds[0] - 1
-    if abs(change) <= _MOST_CHANGE:
-        entry.confirm()
-        return times
-    if change > 0 and (disturbance := watch.stop().disturbance(device)):
-        _log.info("kept step times are used, though a call takes %+.0f %% today: %s", 100 * change, disturbance)
-        return times
-    _log.info("a call takes %+.0f %% of the time that was kept: measuring again", 100 * change)
-    return None
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+        _log.warning("step times in %s cannot be used, measuring again: %s: %s", path, type(error).__name__, error)
+        return None
+
+
+def _keep(key: dict[str, object], times: StepTimes) -> None:
+    """Writes the times to disk; if the folder cannot be written, only logs that."""
+    path, temporary = _path(key), ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            json.dump({"key": key, "seconds": times.seconds}, file)
+        Path(temporary).replace(path)
+    except OSError as error:
+        _log.info("step times are not kept: %s", error)
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _path(key: dict[str, object]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "step_times" / f"{digest[:24]}.json"
 
 
 def _rounds(
@@ -170,16 +159,6 @@ def _timed(run: Callable[[int], object], rows: int, device: torch.device) -> flo
     return time.perf_counter() - begin
 
 
-def _medians(rounds: dict[int, list[float]]) -> tuple[float, ...]:
-    return tuple(sorted(seconds)[len(seconds) // 2] for seconds in rounds.values())
-
-
-def _spread(rounds: dict[int, list[float]]) -> float:
-    """(median - fastest) / fastest of the rounds, less the spread of the clock; the mean over all numbers of rows."""
-    pairs = zip(_medians(rounds), map(min, rounds.values()), strict=True)
-    return sum(max(0.0, median - fastest - _SPREAD_OF_THE_CLOCK) / fastest for median, fastest in pairs) / len(rounds)
-
-
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -191,10 +170,10 @@ def _key(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[st
     except PackageNotFoundError:
         package_version = "0+unknown"
     return {
-        "format": FORMAT,
+        "format": _FORMAT,
         "fingerprint": fingerprint,
         "rows": list(rows),
-        "device": _device_name(device),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "pass_ext": package_version,
@@ -203,12 +182,13 @@ def _key(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[st
     }
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The model of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
     return next(names, "") or platform.processor() or platform.machine()

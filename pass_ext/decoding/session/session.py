@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.packed import Adapted, SlotOffsets
-from pass_ext.decoding.models.row_adapters import PlacedAdapters, adapters_of_call
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.session.graphs import RecordedCalls
 from pass_ext.decoding.session.step_attention import NewRows, StepAttention, head_dim_for, padded
-from pass_ext.modules.slot_adapters import SlotAdapters
+from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
 
@@ -46,9 +46,7 @@ class Session:
         self.requests = requests
         self.room = room
         table = model.table
-        self.slots = table.new_empty(0, table.shape[1])
-        self.deep: Tensor | None = None
-        self.adapters: PlacedAdapters | None = None
+        self.slots = PlacedSlots(table.new_empty(0, table.shape[1]))
         self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
@@ -58,7 +56,7 @@ class Session:
         """Recorded steps of fixed plans, by their shape and parameters."""
         self.is_undisturbed = False
         """No code of the caller's runs between calls: what a call finds out about the model holds for the next ones."""
-        self._found: dict[object, bool] = {}
+        self._has_called = False
         self._new: NewRows = []
         self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
 
@@ -98,15 +96,16 @@ class Session:
         may_hold_slots: bool = True,
     ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
-        attention = StepAttention(self, trees, self._found if self.is_undisturbed else None, ids)
+        attention = StepAttention(self, trees, ids, may_have_changed=not (self.is_undisturbed and self._has_called))
+        self._has_called = True
         if positions is None:
             # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
             numbers = torch.arange(len(ids), dtype=torch.int32, device=self.device)
             owners = torch.bucketize(numbers, trees.cu_nodes[1:], right=True)
             positions = (self.prefix_lens[owners] + trees.depths).long()
-        rows = self.model.embed(ids, self.slots)
-        offsets = SlotOffsets(ids, self.deep) if self.deep is not None and may_hold_slots else None
-        logits = self.model(rows, positions, attention, wanted, offsets, adapters_of_call(ids, self.adapters))
+        rows = self.model.embed(ids, self.slots.weight)
+        slots = self.slots.of_call(ids) if may_hold_slots else None
+        logits = self.model(rows, positions, attention, wanted, slots)
         layers = attention.layers
         if layers != len(self.caches) or not layers:
             raise ValueError(
@@ -177,43 +176,19 @@ class Session:
         """Drops the texts; caches and recorded calls stay for the next texts. model: the same model, adapted anew."""
         self.model = model
         self.is_undisturbed = False
-        self._found.clear()
+        self._has_called = False
         self.prefix_lens.zero_()
 
-    def set_slots(self, slots: Tensor, deep: Tensor | None, adapters: SlotAdapters | None = None) -> None:
-        """Sets the look-ahead embeddings of the next calls. After a first call their number is fixed, because recorded calls
-        read the same buffers.
-
-        Args:
-            slots: ``[L, d]``.
-            deep: ``[layers, L, d]``, vectors that slots add to the input of every layer; None: none.
-            adapters: of the linear layers, for the rows of slots; None: none.
-        """
-        is_shared = self.slots.is_cpu  # no recorded call reads this session's own copies
-        place = PlacedAdapters.shared if is_shared else PlacedAdapters.of
-        placed = None if adapters is None else place(adapters, len(slots), self.slots)
-        if placed is not None:
-            self.model.check_adapters(placed)
-        if not self.caches:  # copies: later embeddings are written into them
-            self.adapters = placed
-            self.slots = slots.to(self.slots, copy=True)
-            self.deep = None if deep is None else deep.to(self.slots, copy=True)
-            return
-        if slots.shape != self.slots.shape:
-            raise ValueError(f"this session has {len(self.slots)} look-ahead slots, the method has {len(slots)}")
-        if (deep is None) != (self.deep is None):
-            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
-        if (placed is None) != (self.adapters is None):
-            raise ValueError("this session and the method differ in whether slots have adapters")
-        if placed is not None and self.adapters is not None and not self.adapters.has_shapes_of(placed):
-            raise ValueError("this session and the method differ in the places, ranks or scale of the slots' adapters")
-        if is_shared:
-            self.adapters = placed
-        elif placed is not None and self.adapters is not None:
-            self.adapters.copy_(placed)
-        self.slots.copy_(slots)
-        if self.deep is not None and deep is not None:
-            self.deep.copy_(deep)
+    def set_slots(self, lookahead: LookaheadEmbedding, count: int) -> None:
+        """Sets the first ``count`` slots for the next calls. After a first call their number, and what they have, are fixed,
+        because recorded calls read the same buffers."""
+        placed = PlacedSlots.of(lookahead, count, self.slots.weight)
+        if placed.adapters is not None:
+            self.model.check_adapters(placed.adapters)
+        if self.caches:
+            self.slots.copy_(placed)
+        else:
+            self.slots = placed
 
     def first_layers(self, model: Adapted, count: int) -> Session:
         """A session on the same texts for a model of this model's first layers. It reads these caches and commits nothing."""

@@ -1,6 +1,7 @@
 """Drafting methods from outside the package: objects after ``pass_ext.DraftingMethod`` work as the package's own methods do."""
 
 import contextlib
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +15,11 @@ from support.small_models import ragged_prompts, small_model, whole_prompts
 
 import pass_ext
 from pass_ext import Plain, Tree, generate
-from pass_ext.decoding.drafting import drafter as drafter_module
-from pass_ext.decoding.drafting.rows import pace
-from pass_ext.decoding.planning.run_times import run_times
-from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.drafting import Candidates, Proposal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMITS = dict(max_new_tokens=24, eos_token_id=[])
-TIMES = StepTimes((1, 4), (0.030, 0.042))
 
 
 class Dictionary:
@@ -40,8 +36,8 @@ class Dictionary:
 class DictionaryDrafter(pass_ext.Drafter):
     name = "dictionary"
 
-    def __init__(self, entries, seconds=0.0, **settings):
-        self.entries, self.seconds, self.gained = entries, seconds, []
+    def __init__(self, entries, **settings):
+        self.entries = entries
         self.max_depth = max(map(len, entries.values()))
         for name, value in settings.items():
             setattr(self, name, value)
@@ -53,10 +49,7 @@ class DictionaryDrafter(pass_ext.Drafter):
         return Proposal([self.candidates(chain) if chain else None for chain in chains])
 
     def candidates(self, chain):
-        return Candidates(Tree.chain(len(chain)), chain, seconds=self.seconds)
-
-    def learn(self, gained):
-        self.gained.append(list(gained))
+        return Candidates(Tree.chain(len(chain)), chain)
 
 
 class Bigrams:
@@ -194,15 +187,6 @@ def test_statistics_count_its_candidates():
     assert stats.model_calls == 12 and stats.acceptance_histogram == (10, 0, 0, 0)
 
 
-def test_a_drafter_learns_the_tokens_of_each_step():
-    ids = torch.tensor([[0, 1, 2, 0, 1, 2], [2, 0, 1, 2, 0, 1]])
-    method = Dictionary(RIGHT)
-    got = generate(Repeating(), ids, method, max_new_tokens=12)
-    (gained,) = [drafter.gained for drafter in method.made]
-    assert gained[0] == [1, 1] and len(gained) == got.stats.model_calls
-    assert tuple(map(sum, zip(*gained, strict=True))) == got.lengths
-
-
 def test_batch_holds_the_logits_behind_each_text(llama):
     """A drafter may read the target's last call: the token that the target added is the best of these logits."""
     ids, mask = ragged_prompts(4, seed=2)
@@ -225,76 +209,38 @@ def test_batch_holds_the_logits_behind_each_text(llama):
 
 
 class Timed(Repeating):
-    """Repeating, with calls that take their time by a made-up clock."""
+    """Repeating, by a made-up clock that calls alone move: further rows are dear, or cost nothing."""
 
-    def __init__(self, clock, times):
-        self.clock, self.times = clock, times
+    def __init__(self, monkeypatch, dear):
+        self.seconds, self.dear = 1000.0, dear
+        monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
 
-    def __call__(self, rows, positions, attend, wanted):
-        self.clock.seconds += self.times.at(len(rows))
-        return super().__call__(rows, positions, attend, wanted)
+    def __call__(self, rows, *rest):
+        self.seconds += 0.030 + (self.dear if len(rows) > 1 else 0.0)
+        return super().__call__(rows, *rest)
 
 
-class TimedDictionary(Dictionary):
-    """Dictionary, with drafts that take their seconds by this clock."""
-
-    def __init__(self, clock, entries, **settings):
-        super().__init__(entries, **settings)
-        self.clock = clock
-
+class Paced(Dictionary):
     def drafters(self, context):
-        class Drafter(DictionaryDrafter):
-            def candidates(drafter, chain):
-                self.clock.seconds += drafter.seconds
-                return super().candidates(chain)
-
-        self.made.append(Drafter(self.entries, **self.settings))
-        return self.made[-1:]
+        self.settings = {"pace": context.pace()}
+        return super().drafters(context)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now.seconds)
-    run_times.cache_clear()
-    yield now
-    run_times.cache_clear()
-
-
-def drafts_of_200(clock, times=TIMES, **settings):
-    """The number of steps with drafts in a text of 200 tokens."""
-    entries = settings.pop("entries", WRONG)
-    run_times.cache_clear()
-    method = TimedDictionary(clock, entries, **settings)
-    got = generate(Timed(clock, times), torch.tensor([[0, 1, 2]]), method, max_new_tokens=200)
+@pytest.mark.parametrize(
+    ("kind", "dear", "entries", "fewest", "most"),
+    [
+        (Dictionary, 0.012, WRONG, 198, 198),
+        (Paced, 0.012, WRONG, 5, 40),
+        (Paced, 0.0, WRONG, 190, 198),
+        (Paced, 0.012, RIGHT, 48, 52),
+    ],
+    ids=["without a pace it never does", "what loses pauses", "what costs nothing goes on", "what pays goes on"],
+)
+def test_drafting_that_does_not_pay_pauses(monkeypatch, kind, dear, entries, fewest, most):
+    """By the time that steps take."""
+    got = generate(Timed(monkeypatch, dear), torch.tensor([[0, 1, 2]]), kind(entries), max_new_tokens=200)
     assert got.sequences[0].tolist() == [place % 3 for place in range(203)]
-    return got.stats.num_drafts
-
-
-def test_drafting_that_does_not_pay_pauses(clock):
-    flat = StepTimes((1, 64), (0.03, 0.03))
-    assert drafts_of_200(clock) == 198, "without step times it never does"
-    assert 5 <= drafts_of_200(clock, step_times=TIMES) < 60
-    assert drafts_of_200(clock, flat, step_times=TIMES, pauses=False) >= 196, "a drafter that costs nothing goes on"
-    assert drafts_of_200(clock, flat, step_times=TIMES) >= 196, "the time that steps take decides, not the planned time"
-    assert drafts_of_200(clock, step_times=TIMES, entries=RIGHT) == 49, "what pays pauses for two steps, to time them"
-    assert drafts_of_200(clock, step_times=TIMES, entries=RIGHT, seconds=0.27) < 40, "its own seconds count"
-
-
-def test_step_times_can_be_those_of_the_target(monkeypatch, clock):
-    asked = []
-    monkeypatch.setattr(
-        drafter_module, "measured_times", lambda target, graphs: asked.append((target.model, graphs)) or TIMES
-    )
-
-    class Measured(Dictionary):
-        def drafters(self, context):
-            self.settings = {"step_times": context.measured_times()}
-            return super().drafters(context)
-
-    model = Timed(clock, TIMES)
-    stats = generate(model, torch.tensor([[0, 1, 2]]), Measured(WRONG), max_new_tokens=200).stats
-    assert stats.num_drafts < 60 and asked == [(model, False)]
+    assert fewest <= got.stats.num_drafts <= most
 
 
 # ---- several drafters, and their conditions ----
@@ -335,15 +281,7 @@ def test_a_class_that_inherits_nothing_will_do():
     held = []
 
     class Bare:
-        name, rules, step_times, pauses, prompt_slots, deepest_row, max_depth = (
-            "bare",
-            ("coupled",),
-            None,
-            True,
-            0,
-            0,
-            3,
-        )
+        name, rules, pace, prompt_slots, deepest_row, max_depth = "bare", ("coupled",), None, 0, 0, 3
 
         @contextlib.contextmanager
         def attached(self):
@@ -356,9 +294,6 @@ def test_a_class_that_inherits_nothing_will_do():
 
         def propose(self, batch):
             return Proposal([Candidates.from_chains([[7, 7], RIGHT[batch.texts[0][-1]][: batch.levels[0]]])])
-
-        def learn(self, gained):
-            pass
 
     ids, method = torch.tensor([[0, 1, 2]]), SimpleNamespace(drafters=lambda context: (Bare(),))
     got = generate(Repeating(), ids, method, max_new_tokens=9)

@@ -1,7 +1,7 @@
-"""The loop that runs ahead of the host: texts, counts and calls of the loop that waits; and a step without a host read."""
+"""Steps whose rows the device makes: texts, counts and calls are those of the host's steps, also where the host is a step
+behind; and a step without a host read."""
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -13,16 +13,12 @@ from support.generation import BUSHY, Decoder, Mixer, NoHostReads, slots_for, un
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting.lookahead.drafter import LookaheadDrafter
-from pass_ext.decoding.drafting.lookahead.offers import Offers
+from pass_ext.decoding.drafting.lookahead.device_rows import FixedRows
+from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
 from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
-from pass_ext.decoding.drafting.rows import pace
-from pass_ext.decoding.loop import choice, fixed_step
-from pass_ext.decoding.loop.ahead import AheadLoop
-from pass_ext.decoding.loop.fixed_step import FixedPlan, FixedStep
+from pass_ext.decoding.loop import fixed_step
+from pass_ext.decoding.loop.fixed_step import FixedStep
 from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.planning.run_times import run_times
-from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 
@@ -46,18 +42,15 @@ def methods_of(model):
 METHODS = ("plain", "chain", "tree", "planned", "chain with transitions", "tree with transitions")
 
 
-def with_lag(monkeypatch, lag):
-    """Steps that the host may be behind; None: one text has the loop that is its own on the CPU."""
-    if lag is None:
-        return
-    for loop in ("AheadLoop", "PacedLoop"):
-        monkeypatch.setattr(choice, loop, partial(AheadLoop, lag=lag))
+def run_ahead(lag):
+    """The argument that lets the host be so many steps behind: 0 only where one text is the default."""
+    return True if lag else None
 
 
-def both(model, ids, method, **options):
-    """The results of the loop that waits and of the loop that runs ahead; texts, counts and calls are equal."""
+def both(model, ids, method, lag=1, **options):
+    """The results of the host's steps and of the device's; texts, counts and calls are equal."""
     waiting = generate(model, ids, method, run_ahead=False, **options)
-    ahead = generate(model, ids, method, run_ahead=True, **options)
+    ahead = generate(model, ids, method, run_ahead=run_ahead(lag), **options)
     assert torch.equal(ahead.sequences, waiting.sequences) and ahead.lengths == waiting.lengths
     assert counts_of(ahead) == counts_of(waiting)
     assert waiting.stats.ahead_calls == waiting.stats.surplus_calls == 0
@@ -109,12 +102,10 @@ class Seer:
         return [tokens[node] for node in range(1, tree.num_nodes)]
 
 
-@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("law", [GREEDY, WARM, MIXED], ids=["greedy", "warm", "mixed"])
 @pytest.mark.parametrize("name", METHODS)
-def test_texts_counts_and_calls_are_those_of_the_loop_that_waits(llama, monkeypatch, name, law, lag):
+def test_texts_counts_and_calls_are_those_of_the_hosts_steps(llama, monkeypatch, name, law):
     """Ragged prompts; about three in a hundred tokens end a text. The second time candidates come true."""
-    with_lag(monkeypatch, lag)
     ids, mask = ragged_prompts(6)
     options = dict(attention_mask=mask, eos_token_id=ENDS, max_new_tokens=25, **law)
     waiting, _ = both(llama, ids, methods_of(llama)[name], **options)
@@ -127,23 +118,21 @@ def test_texts_counts_and_calls_are_those_of_the_loop_that_waits(llama, monkeypa
     assert name == "planned" or sum(ahead.stats.acceptance_histogram[2:]) > 0
 
 
-@pytest.mark.parametrize("lag", [None, 0, 1, 3])
+@pytest.mark.parametrize("lag", [0, 1])
 def test_every_budget(llama, monkeypatch, lag):
     """Texts of 1 to 12 tokens, which end inside of blocks."""
-    with_lag(monkeypatch, lag)
-    ids, mask = ragged_prompts(1 if lag is None else 3)
+    ids, mask = ragged_prompts(3 if lag else 1)
     method = methods_of(llama)["tree"]
     whole = generate(llama, ids, max_new_tokens=12, attention_mask=mask, eos_token_id=[])
     Seer(monkeypatch, unpadded(whole.sequences, mask))
     for tokens in range(1, 13):
-        _, ahead = both(llama, ids, method, max_new_tokens=tokens, attention_mask=mask, eos_token_id=[])
+        _, ahead = both(llama, ids, method, lag, max_new_tokens=tokens, attention_mask=mask, eos_token_id=[])
         assert torch.equal(ahead.sequences, whole.sequences[:, : ids.shape[1] + tokens])
-        assert ahead.stats.surplus_calls <= (lag or 0)
+        assert ahead.stats.surplus_calls <= lag
 
 
-def test_a_step_too_many_is_thrown_away(llama, monkeypatch):
+def test_a_step_too_many_is_thrown_away(llama):
     """An end token is seen one step late; a length is known beforehand."""
-    with_lag(monkeypatch, 1)
     ids = ragged_prompts(1)[0]
     whole = generate(llama, ids, max_new_tokens=12, eos_token_id=[])
     end = whole.sequences[0, -6].item()
@@ -167,17 +156,16 @@ class Recorder:
         self.calls.append(("end",))
 
 
-@pytest.mark.parametrize("lag", [None, 0, 1])
+@pytest.mark.parametrize("lag", [0, 1])
 def test_streamers_and_stopping_criteria(llama, monkeypatch, lag):
     """The same calls in the same order; a criterion ends texts inside of blocks."""
-    with_lag(monkeypatch, lag)
     ids = ragged_prompts(1)[0]
     method = methods_of(llama)["tree"]
     whole = generate(llama, ids, max_new_tokens=20, eos_token_id=[]).sequences
     Seer(monkeypatch, whole.tolist())
     for length in range(ids.shape[1] + 1, ids.shape[1] + 12):
         heard = []
-        for run_ahead in (False, True):
+        for ahead in (False, run_ahead(lag)):
             recorder, seen = Recorder(), []
 
             def stopping(text, scores, seen=seen, length=length):
@@ -186,38 +174,36 @@ def test_streamers_and_stopping_criteria(llama, monkeypatch, lag):
 
             got = generate(
                 llama, ids, method, max_new_tokens=20, eos_token_id=[], streamer=recorder, stopping=stopping,
-                run_ahead=run_ahead,
+                run_ahead=ahead,
             )  # fmt: skip
             assert torch.equal(got.sequences, whole[:, :length])
             heard.append((recorder.calls, seen, counts_of(got)))
         assert heard[0] == heard[1]
 
 
-@pytest.mark.parametrize("lag", [None, 0, 1])
+@pytest.mark.parametrize("lag", [0, 1])
 def test_sessions(llama, monkeypatch, lag):
     """A session holds all but the last token of each text, also of those that ended early, and serves again."""
-    with_lag(monkeypatch, lag)
-    ids, mask = ragged_prompts(1 if lag is None else 6)
+    ids, mask = ragged_prompts(6 if lag else 1)
     method = methods_of(llama)["tree with transitions"]
     options = dict(max_new_tokens=16, attention_mask=mask, eos_token_id=ENDS)
     Seer(monkeypatch, unpadded(generate(llama, ids, **options).sequences, mask))
     waiting = generate(llama, ids, method, keep_cache=True, run_ahead=False, **options)
-    ahead = generate(llama, ids, method, keep_cache=True, run_ahead=True, **options)
+    ahead = generate(llama, ids, method, keep_cache=True, run_ahead=run_ahead(lag), **options)
     lengths = waiting.session.prefix_lens
     assert torch.equal(ahead.session.prefix_lens, lengths)
     for b, length in enumerate(lengths.tolist()):
         for ours, theirs in zip(ahead.session.caches, waiting.session.caches, strict=True):
             for x, y in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(x[b, :length], y[b, :length])
-    again = generate(llama, ids, method, session=ahead.session, run_ahead=True, **options)
+    again = generate(llama, ids, method, session=ahead.session, run_ahead=run_ahead(lag), **options)
     assert torch.equal(again.sequences, waiting.sequences)
 
 
 @pytest.mark.quick_on("best", "emulated")
 @pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_on_every_backend(backend, monkeypatch, rank, law):
-    with_lag(monkeypatch, 1)
+def test_on_every_backend(backend, rank, law):
     ids, mask = (x.to(backend.device) for x in ragged_prompts(3, longest=7))
     model = Mixer(backend.device)
     slots = LookaheadEmbedding(2, 64, rank=rank, vocabulary=VOCABULARY).to(backend.device)
@@ -232,11 +218,6 @@ def test_on_every_backend(backend, monkeypatch, rank, law):
     [
         (NGram(), {}, "candidates do not come from look-ahead slots alone"),
         ("two passes", {}, "the root has no look-ahead slots in every step"),
-        (
-            "auto",
-            dict(num_return_sequences=2, temperature=1.0),
-            "a batch shares rows by measured times .*, which takes one text",
-        ),
         ("with ngrams", {}, "candidates do not come from look-ahead slots alone"),
         (Plain(), dict(logits_processor=lambda ids, scores: scores), "logits processors run on the host"),
         (Plain(), dict(temperature=1.0, rule="rejection"), "rule 'rejection' is not 'coupled'"),
@@ -244,16 +225,10 @@ def test_on_every_backend(backend, monkeypatch, rank, law):
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value),
 )
-def test_the_loop_that_waits_keeps_what_the_host_decides(llama, monkeypatch, method, options, reason):
-    from pass_ext.decoding.planning.step_times import StepTimes
-
-    monkeypatch.setattr(
-        "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.0))
-    )
+def test_the_host_keeps_what_it_decides(llama, method, options, reason):
     slots = slots_for(llama)
     method = {
         "two passes": PaSS(slots, passes=2, tree=Tree.chain(2), rows=24),
-        "auto": PaSS(slots),
         "with ngrams": PaSS(slots, tree=Tree.chain(2), rows=24, ngram=NGram()),
         "draft model": MultiCandidate(llama, (2,)),
     }.get(method, method)  # fmt: skip
@@ -263,8 +238,8 @@ def test_the_loop_that_waits_keeps_what_the_host_decides(llama, monkeypatch, met
     assert generate(llama, ids, method, max_new_tokens=4, **options).stats.ahead_calls == 0
 
 
-def test_the_default_is_the_loop_that_costs_less(llama):
-    """On the CPU: one text."""
+def test_the_default_is_the_step_that_costs_less(llama):
+    """On the CPU: the device's for one text, and where rows are chosen at each place."""
     ids, mask = ragged_prompts(2)
     tree = Tree.chain(2).with_lookahead({0: 2, 1: 2, 2: 2})
     slots = slots_for(llama)
@@ -274,6 +249,7 @@ def test_the_default_is_the_loop_that_costs_less(llama):
         (PaSS(slots, tree=tree, rows=24), 1, True),
         (PaSS(slots, tree=tree, rows=24), 2, False),
         (PaSS(slots, tree=Tree.chain(2).with_lookahead({0: 2, 2: 2}), rows=24), 1, True),
+        (PaSS(slots, rows=8), 2, True),
         (NGram(), 1, False),
     ):
         got = generate(llama, ids[:rows], method, max_new_tokens=5, attention_mask=mask[:rows])
@@ -282,7 +258,6 @@ def test_the_default_is_the_loop_that_costs_less(llama):
 
 def test_a_text_that_has_ended_rests(llama, monkeypatch):
     """The device learns of the end: its rows stay, and its length and caches are left alone."""
-    with_lag(monkeypatch, 1)
     ids, mask = ragged_prompts(2)
     whole = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[])
     end = whole.sequences[0, ids.shape[1] + 2].item()
@@ -305,43 +280,20 @@ def test_a_text_that_has_ended_rests(llama, monkeypatch):
 
 @pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("name", METHODS)
-def test_one_text_has_the_calls_of_the_loop_that_waits(llama, monkeypatch, rows_called, name, law):
+def test_one_text_has_the_calls_of_the_hosts_steps(llama, monkeypatch, rows_called, name, law):
     """Also their rows: no step has more than it needs."""
     for seed in range(3):
         ids = ragged_prompts(1, seed=seed)[0]
         options = dict(eos_token_id=ENDS, max_new_tokens=25, **law)
-        waiting, _ = both(llama, ids, methods_of(llama)[name], **options)
+        waiting, _ = both(llama, ids, methods_of(llama)[name], 0, **options)
         with monkeypatch.context() as patch:
             Seer(patch, [waiting.sequences[0].tolist()])
             rows_called.clear()
-            both(llama, ids, methods_of(llama)[name], **options)
+            both(llama, ids, methods_of(llama)[name], 0, **options)
             calls = len(rows_called) // 2
             assert rows_called[:calls] == rows_called[calls:]
             if name == "chain" and law is GREEDY:
                 assert {1, 4, 4 + 2 * 3} >= set(rows_called[1:calls]) > {4 + 2 * 3}, "full steps, and roots with slots"
-
-
-@pytest.mark.parametrize("step", [0.0005, 0.3], ids=["cheap", "dear"])
-def test_drafting_pauses_as_in_the_loop_that_waits(llama, monkeypatch, rows_called, step):
-    """By a clock that calls alone move: rows beyond the first take ``step`` seconds together, the first takes 0.1. Both loops
-    follow the plan."""
-    monkeypatch.setattr(LookaheadDrafter, "choose_by", lambda *_: None)
-    times = StepTimes((1, 2, 64), (0.1, 0.1 + step, 0.1 + step))
-    monkeypatch.setattr("pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: times)
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: sum(map(times.at, rows_called)))
-    ids, found = ragged_prompts(1)[0], []
-    for ahead in (False, True):
-        run_times.cache_clear()
-        rows_called.clear()
-        slots = slots_for(llama)
-        slots.hit_rates = ((0.9, 0.05), (0.9, 0.05), (0.9, 0.05), (0.9, 0.05))  # a plan that is never right
-        found.append(generate(llama, ids, PaSS(slots), run_ahead=ahead, max_new_tokens=120, eos_token_id=[]))
-        found[-1] = found[-1].sequences.tolist(), counts_of(found[-1]), list(rows_called)
-    run_times.cache_clear()
-    assert found[0] == found[1]
-    plain = found[1][2].count(1)
-    assert plain > 80 if step == 0.3 else plain < 10
-    assert found[1][0] == generate(llama, ids, max_new_tokens=120, eos_token_id=[]).sequences.tolist()
 
 
 # ---- no host read ----
@@ -405,16 +357,16 @@ def test_a_step_runs_where_no_numbers_are(law, rank, recalls):
     adapted.model, adapted.table = model, model.embedding
     lookahead = LookaheadEmbedding(3, 64, rank=rank).to(device)
     session = Session(adapted, requests, 50)
-    session.set_slots(lookahead.weight.detach(), None)
+    session.set_slots(lookahead, 3)
     session.add_layer(*[torch.empty(1, 1, 64, device=device)] * 2, (64, 64))
     tree = Tree.from_branching((2, 1))
     sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))
     sampling = type(sampling)(**{name: v if v is None else v.to(device) for name, v in sampling.keywords().items()})
-    plan = FixedPlan(tree, ((0, 3), (2, 3)), 3, Offers(lookahead, tree, model.embedding, recalls=recalls))
-    step = FixedStep(session, plan, sampling, records="never")
-    step.begin([[0] * 4, [0] * 5], [20, 20], sampling)
-    step.accept_prompts(torch.empty(requests * 4, 9, device=device))
-    step()
+    rows = FixedRows(tree, ((0, 3), (2, 3)), 3, SlotTokens(lookahead, tree, model.embedding, recalls=recalls))
+    step = FixedStep(session, rows, sampling, records="never")
+    step.renew(sampling, 1)
+    step._accept_prompts(torch.empty(requests * 4, 9, device=device))
+    step._run()
     with pytest.raises(Exception, match="meta"):
         step.report.tolist()
 

@@ -1,5 +1,5 @@
-"""Rows that the device chooses at each place: texts of plain decoding, rows within their number, counts, ends, prices, and
-steps without a host read."""
+"""Rows that the device chooses at each place: texts of plain decoding, rows within their number, counts, ends, and steps
+without a host read."""
 
 import pytest
 import torch
@@ -10,11 +10,7 @@ from support.generation import Mixer, NoHostReads, slots_for
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Tree, generate
-from pass_ext.decoding.drafting.rows import pace
-from pass_ext.decoding.drafting.rows.choice import RowPrices
 from pass_ext.decoding.loop.chosen_step import ChosenStep
-from pass_ext.decoding.planning.run_times import run_times
-from pass_ext.decoding.planning.step_times import StepTimes
 
 ENDS = [5, 6, 7]
 GREEDY, WARM = dict(), dict(temperature=0.8, seeds=31)
@@ -24,13 +20,13 @@ MIXED = dict(temperature=[0.0, 0.8, 1.2, 0.5], top_k=[0, 20] * 2, top_p=0.9, min
 @pytest.fixture
 def chosen(monkeypatch):
     """The steps' rows, all of them and those that are nodes, of the requests of a test."""
-    shapes, advance = [], ChosenStep._advance
+    shapes, move = [], ChosenStep._next
 
     def spy(self, *arguments):
-        advance(self, *arguments)
+        move(self, *arguments)
         shapes.append(self.report[:, 3:5].tolist())
 
-    monkeypatch.setattr(ChosenStep, "_advance", spy)
+    monkeypatch.setattr(ChosenStep, "_next", spy)
     return shapes
 
 
@@ -58,19 +54,27 @@ def test_one_text_is_that_of_plain_decoding(llama, chosen, rows_called, law, ran
                 assert chosen[-1][0] == [1, 1] or stats.tokens == length
 
 
+@pytest.mark.parametrize("ahead", [None, True], ids=["rows in use", "all rows"])
 @pytest.mark.parametrize("law", [GREEDY, WARM, MIXED], ids=["greedy", "warm", "mixed"])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_batches_with_ragged_ends(llama, chosen, law, rank):
-    """About three in a hundred tokens end a text."""
+def test_batches_with_ragged_ends(llama, chosen, rows_called, law, rank, ahead):
+    """About three in a hundred tokens end a text. Where the host has read the step before, each call has the rows in use of the
+    texts that go on."""
     ids, mask = ragged_prompts(4)
-    method = PaSS(slots_for(llama, rank=rank), rows=11)
+    method, shapes = PaSS(slots_for(llama, rank=rank), rows=11), set()
     for tokens in (1, 2, 5, 25):
         options = dict(attention_mask=mask, eos_token_id=ENDS, max_new_tokens=tokens, **law)
         plain = generate(llama, ids, Plain(), **options)
-        ahead = generate(llama, ids, method, run_ahead=True, **options)
-        assert torch.equal(plain.sequences, ahead.sequences) and plain.lengths == ahead.lengths
-        assert ahead.stats.ahead_calls == ahead.stats.model_calls - 1
-    assert len({tuple(shape) for step in chosen for shape in step}) > 4
+        rows_called.clear()
+        chosen.clear()
+        ours = generate(llama, ids, method, run_ahead=ahead, **options)
+        assert torch.equal(plain.sequences, ours.sequences) and plain.lengths == ours.lengths
+        assert ours.stats.ahead_calls == ours.stats.model_calls - 1
+        for called, step in zip(rows_called[1:], chosen, strict=False):
+            most = sum(used for used, _ in step)
+            assert called == 4 * 11 if ahead else most - 4 < called <= most or called < most
+        shapes |= {tuple(shape) for step in chosen for shape in step}
+    assert len(shapes) > 4
 
 
 def test_streamers_and_criteria_see_the_same(llama, chosen):
@@ -148,77 +152,6 @@ def test_other_generations_follow_their_plan(llama, chosen, rows, options):
     method = PaSS(slots_for(llama), rows=rows, **{name: options[name] for name in options.keys() - asked.keys()})
     generate(llama, ragged_prompts(1)[0], method, max_new_tokens=8, **asked)
     assert not chosen
-
-
-def test_batches_on_the_cpu_wait(llama, chosen):
-    ids, mask = ragged_prompts(2)
-    generate(llama, ids, PaSS(slots_for(llama), rows=8), max_new_tokens=8, attention_mask=mask)
-    assert not chosen
-
-
-# ---- rows="auto" ----
-
-
-class KnownSeconds:
-    """Pauses as prices see them."""
-
-    def __init__(self, times, most_seconds):
-        self.seconds_of, self.most_seconds = times.at, most_seconds
-
-
-def test_prices_are_the_seconds_of_rows_in_tokens():
-    times = StepTimes((1, 2, 64), (0.1, 0.15, 3.25))
-    prices, pauses = RowPrices(times, rows=4, tokens=1.5), KnownSeconds(times, 9.0)
-    assert prices.of_rows(3, pauses) == pytest.approx([1.5 / 0.25 * t for t in (0.1, 0.15, 0.2)])
-    changed = []
-    for _ in range(16):
-        prices.add(2, times.at(1))
-        changed.append(prices.of_rows(3, pauses))
-    assert [i for i, found in enumerate(changed) if found is not None] == [7, 15]
-    rate = (16 * 1.5 + 16 * 2) / (16 * 0.25 + 16 * 0.1)
-    assert changed[-1] == pytest.approx([rate * t for t in (0.1, 0.15, 0.2)])
-
-
-def test_steps_that_the_credit_covers_too_few_times_are_not_to_be_had():
-    times = StepTimes((1, 64), (0.1, 6.4))
-    prices = RowPrices(times, rows=4, tokens=1.5)
-    for most, known in ((0.85, 8), (0.05, 6), (9.0, 20)):
-        found = prices.of_rows(20, KnownSeconds(times, most))
-        assert [price < 1e9 for price in found] == [rows <= known for rows in range(1, 21)]
-        prices.add(1, 0.1)
-    assert prices.of_rows(20, KnownSeconds(times, 9.0)) is None, "as before"
-
-
-@pytest.fixture
-def clocked(llama, rows_called, monkeypatch):
-    """Generates by a clock that calls alone move."""
-
-    def run(times):
-        monkeypatch.setattr("pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: times)
-        monkeypatch.setattr(pace.time, "perf_counter", lambda: sum(map(times.at, rows_called)))
-        run_times.cache_clear()
-        slots, ids = slots_for(llama), ragged_prompts(1)[0]
-        slots.hit_rates = ((0.9, 0.05), (0.9, 0.05), (0.9, 0.05), (0.9, 0.05))
-        got = generate(llama, ids, PaSS(slots), max_new_tokens=120, eos_token_id=[])
-        calls = list(rows_called)
-        run_times.cache_clear()
-        assert torch.equal(got.sequences, generate(llama, ids, max_new_tokens=120, eos_token_id=[]).sequences)
-        return calls
-
-    return run
-
-
-@pytest.mark.parametrize(("slope", "fewest", "most"), [(1e-5, 12, 32), (0.01, 2, 16), (0.03, 2, 8)])
-def test_auto_takes_as_many_rows_as_pay(clocked, chosen, slope, fewest, most):
-    clocked(StepTimes((1, 64), (0.1, 0.1 + 63 * slope)))
-    assert fewest <= max(step[0][0] for step in chosen) <= most
-
-
-@pytest.mark.parametrize("step", [0.0005, 0.3], ids=["cheap", "dear"])
-def test_drafting_pauses_by_the_seconds_of_its_steps(clocked, chosen, step):
-    """Rows beyond the first take ``step`` seconds together, the first takes 0.1."""
-    calls = clocked(StepTimes((1, 2, 64), (0.1, 0.1 + step, 0.1 + step)))
-    assert chosen and (calls.count(1) > 80 if step == 0.3 else calls.count(1) < 10)
 
 
 # ---- no host read ----

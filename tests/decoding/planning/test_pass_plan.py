@@ -1,7 +1,6 @@
 """Measured step times of models: their keys, and which are kept on disk."""
 
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -20,25 +19,18 @@ from pass_ext.drafting import plan
 from pass_ext.modules.slot_adapters import SlotAdapters
 
 
-class Fingerprints(list):
-    """Fingerprints; ``confirmed`` says for each whether kept times were to be confirmed."""
-
-
 @pytest.fixture
 def measured(monkeypatch):
     """The fingerprints that were measured."""
-    fingerprints, confirmed = Fingerprints(), []
-    fingerprints.confirmed = confirmed
+    fingerprints = []
 
-    def measure(run, *, fingerprint, device, confirm):
+    def measure(run, *, fingerprint, device):
         run(2)
-        confirmed.append(confirm)
         fingerprints.append(fingerprint)
         return StepTimes((1, 64), (1.0, 1.0 + 0.01 * len(fingerprints)))
 
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "_times", {})
-    monkeypatch.setattr(timing, "_doubted", set())
     return fingerprints
 
 
@@ -50,29 +42,6 @@ def test_another_dtype_or_size_is_another_model(measured):
     assert timing.measured_times(packed_model(model.bfloat16())) is not first
     assert timing.measured_times(packed_model(small_model("llama", num_hidden_layers=1))) is not first
     assert len(set(measured)) == len(measured) == 3 and None not in measured
-
-
-def test_doubted_times_are_confirmed_once(measured, monkeypatch):
-    now = time.monotonic()
-    one, other = packed_model(small_model("llama")), packed_model(small_model("llama", num_hidden_layers=1))
-    timing.doubt(one)
-    timing.measured_times(one)
-    timing.measured_times(other)
-    assert measured.confirmed == [False, False], "nobody had asked for its times"
-    timing.doubt(one)
-    timing.measured_times(one)
-    assert len(measured) == 2, "they were measured just now"
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 301)
-    timing.doubt(one)
-    timing.measured_times(other)
-    assert len(measured) == 2
-    timing.measured_times(one)
-    assert timing.measured_times(one) is timing.measured_times(one)
-    assert measured.confirmed == [False, False, True] and measured[2] == measured[0]
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 700)
-    timing.doubt(one, graphs=True)
-    timing.measured_times(one)
-    assert len(measured) == 3, "calls in graphs are others"
 
 
 def test_adapters_have_times_of_their_own(measured, monkeypatch):
@@ -91,10 +60,6 @@ def test_adapters_have_times_of_their_own(measured, monkeypatch):
     wider.adapters = SlotAdapters(adapter_sizes(llama, 3))
     timing.measured_times(model, lookahead=wider)
     assert len(measured) == 4 and len(set(measured)) == 4, "of graphs, and of another rank"
-    now = timing.time.monotonic()
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now + 301)
-    timing.doubt(model)
-    assert len(timing._doubted) == 3, "those with adapters too, but for graphs"
 
     ids_seen = []
     with torch.no_grad(), model.attached():
@@ -106,7 +71,7 @@ def test_adapters_have_times_of_their_own(measured, monkeypatch):
     assert ids_seen == [[0], [0, 1, 2, -1, -2], [0, 1, 2, 3, -1, -2, -3, -1]]
 
 
-def test_greedy_texts_are_planned_by_rates_of_their_own(monkeypatch):
+def test_greedy_texts_are_planned_by_rates_of_their_own(monkeypatch, rows_called):
     """Slots that are right only in greedy texts have rows there and nowhere else."""
     model = small_model("llama")
     times = StepTimes((1, 64), (1.0, 7.3))  # a tenth of a call for each further row
@@ -116,8 +81,9 @@ def test_greedy_texts_are_planned_by_rates_of_their_own(monkeypatch):
     method = PaSS(lookahead)
     assert not plan(model, method).is_plain and plan(model, method, temperature=0.8).is_plain
     for law, drafts in (({}, True), (dict(temperature=0.8, seeds=1), False)):
-        stats = generate(model, torch.tensor([[3, 4, 5]]), method, max_new_tokens=9, run_ahead=False, **law).stats
-        assert bool(stats.num_draft_tokens) == drafts
+        rows_called.clear()
+        generate(model, torch.tensor([[3, 4, 5]]), method, max_new_tokens=9, **law)
+        assert (max(rows_called[1:]) > 1) == drafts
     lookahead.greedy_hit_rates = None
     assert plan(model, method).is_plain, "an older file has one calibration"
 
@@ -135,8 +101,8 @@ class Decoder:
 
 def test_callables_have_times_of_their_own_that_are_not_kept(measured):
     few, many = (Decoder(torch.randn(9, 64), layers) for layers in (1, 3))
-    method = PaSS(LookaheadEmbedding.from_table(2, few.embedding))
     for model in (few, many, few):
+        method = PaSS(LookaheadEmbedding.from_table(2, model.embedding))
         generate(model, torch.tensor([[3, 4]]), method, max_new_tokens=3)
     assert measured == [None, None] and len(timing._times) == 2
     del model, few

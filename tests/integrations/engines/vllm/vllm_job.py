@@ -18,11 +18,31 @@ MOST_SECONDS = 900
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",  # a region of two threads waits long beside other busy processes
+    # A region of two threads waits long beside other busy processes.
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # n-grams
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def run_alone(arguments, log, environment=None, seconds=MOST_SECONDS, **options):
+    """The exit status of this Python with these arguments. Engines have processes of their own: they end with it."""
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            start_new_session=True,
+            **options,
+        )
+        try:
+            return process.wait(timeout=seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_engine(folder, model, calls, environment=None, **options):
@@ -30,19 +50,7 @@ def run_engine(folder, model, calls, environment=None, **options):
     folder.mkdir(parents=True, exist_ok=True)
     options = {"max_model_len": 1024, "enforce_eager": True, "skip_tokenizer_init": True, **options}
     (folder / "job.json").write_text(json.dumps({"model": str(model), "options": options, "calls": calls}))
-    with open(folder / "log", "w") as output:
-        engine = subprocess.Popen(
-            [sys.executable, __file__, folder / "job.json", folder / "result.json"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **(environment or {})},
-            start_new_session=True,
-        )
-        try:
-            status = engine.wait(timeout=MOST_SECONDS)
-        finally:  # an engine has processes of its own, which would outlive it
-            with suppress(ProcessLookupError):
-                os.killpg(engine.pid, signal.SIGKILL)
+    status = run_alone([__file__, folder / "job.json", folder / "result.json"], folder / "log", environment)
     log = (folder / "log").read_text()
     if not (folder / "result.json").exists():
         raise RuntimeError(f"exit status {status}: {log[-60000:]}")

@@ -1,10 +1,6 @@
 """``CpuWatch``: measures how much other programs compute while this process times itself.
 
-    others = (CPU time spent on this process's cores - CPU time of this process) / (wall time · cores)
-    waited = share of the wall time in which the calling thread was on no core
-
-The load average lags by a minute: it misses a program that has just begun, and still counts one that has just ended, this
-process's own earlier work included. It is read only where /proc/stat is missing.
+others = (CPU time spent on this process's cores - CPU time of this process) / (wall time · cores)
 """
 
 from __future__ import annotations
@@ -15,12 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 _SHORTEST = 0.1  # seconds: /proc/stat counts hundredths
-_MOST_WAITED = 0.25  # a thread that shares its core with another waits half the time
-_MOST_OTHERS, _MOST_OTHERS_BESIDE_A_GPU = 0.1, 0.75
-_MOST_LOAD = 0.75  # load average divided by cores
 
 
 class CpuUse(NamedTuple):
@@ -28,21 +19,6 @@ class CpuUse(NamedTuple):
 
     others: float | None
     """Other programs' share of the cores; None: unknown."""
-    waited: float
-    load: float
-    """Load average of the last minute, divided by the cores."""
-
-    def disturbance(self, device: torch.device) -> str:
-        """Says in words what disturbed a measurement on ``device``; empty: nothing."""
-        on_cpu = device.type == "cpu"
-        most = _MOST_OTHERS if on_cpu else _MOST_OTHERS_BESIDE_A_GPU
-        if self.others is not None and self.others > most:
-            return f"other programs were computing, on {self.others:.0%} of the cores"
-        if on_cpu and self.waited > _MOST_WAITED:
-            return f"other programs were computing, or the model slept: it was on no core {self.waited:.0%} of the time"
-        if on_cpu and self.others is None and self.load > _MOST_LOAD:
-            return f"other programs were computing: the load average is {self.load:.0%} of the cores"
-        return ""
 
 
 class CpuWatch:
@@ -63,21 +39,20 @@ class CpuWatch:
 
     def stop(self) -> CpuUse:
         """The use since construction. Sleeps if the time is too short for /proc/stat."""
-        wall, waiting = (after - before for before, after in zip(self._begin[:2], self._read()[:2], strict=True))
-        if self._begin[3] is not None and wall < _SHORTEST:
+        wall = time.perf_counter() - self._begin[0]
+        if self._begin[2] is not None and wall < _SHORTEST:
             time.sleep(_SHORTEST - wall)
         end = self._read()
         whole, others = end[0] - self._begin[0], None
-        if self._begin[3] is not None and end[3] is not None and whole > 0:
+        if self._begin[2] is not None and end[2] is not None and whole > 0:
             slack = 0.01 * len(self._cores)  # seconds: each core's count is rounded
-            spent = end[3] - self._begin[3] - (end[2] - self._begin[2]) - slack
+            spent = end[2] - self._begin[2] - (end[1] - self._begin[1]) - slack
             others = max(0.0, spent) / (whole * len(self._cores))
-        waited = max(0.0, 1 - waiting / wall) if wall > 0 else 0.0
-        return CpuUse(others, waited, os.getloadavg()[0] / (os.cpu_count() or 1))
+        return CpuUse(others)
 
-    def _read(self) -> tuple[float, float, float, float | None]:
-        """Seconds of the wall clock, of this thread, of this process, and of all programs on its cores."""
-        return time.perf_counter(), time.thread_time(), time.process_time(), _spent(_proc_stat(), self._cores)
+    def _read(self) -> tuple[float, float, float | None]:
+        """Seconds of the wall clock, of this process, and of all programs on its cores."""
+        return time.perf_counter(), time.process_time(), _spent(_proc_stat(), self._cores)
 
 
 def _own_cores() -> frozenset[int]:

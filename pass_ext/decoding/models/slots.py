@@ -1,10 +1,11 @@
-"""``RowAdapters``: the adapters of a call for the rows of its look-ahead slots. ``PlacedAdapters``: their numbers on the
-model's device.
+"""``PlacedSlots``: the parameters of look-ahead slots as a session holds them, in the dtype and on the device of a model.
+``CallSlots``: those of one call, whose rows of slots are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.ops import adapter  # noqa: F401, which registers the op
 
@@ -91,26 +93,92 @@ def _shapes(adapters: PlacedAdapters) -> dict[str, list[torch.Size]]:
     return {place: [tensor.shape for tensor in pair] for place, pair in adapters.pairs.items()}
 
 
-class RowAdapters:
-    """The adapters of one call, whose rows have the ids ``[N]``."""
+class SlotOffsets:
+    """The offsets of a call's rows, from the vectors ``deep [layers, L, d]`` of the slots.
 
-    def __init__(self, ids: Tensor, placed: PlacedAdapters) -> None:
-        self.ids, self.placed = ids, placed
+    ``offsets[l]`` is ``[N, d]``: ``deep[l, i]`` for a row with id -1 - i, zeros for tokens.
+    """
 
-    def add_(self, place: str, out: Tensor, x: Tensor) -> Tensor:
+    def __init__(self, ids: Tensor, deep: Tensor) -> None:
+        self.ids, self.deep = ids, deep
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self.dense[layer]
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """``[layers, N, d]``."""
+        known = torch.cat([self.deep.new_zeros(len(self.deep), 1, self.deep.shape[2]), self.deep], dim=1)
+        return known.index_select(1, (-self.ids).clamp(min=0).long())
+
+
+class PlacedSlots:
+    """Copies of the parameters of look-ahead slots.
+
+    Args:
+        weight: ``[L, d]``, their input embeddings.
+        deep: ``[layers, L, d]``, vectors that they add to the input of every layer; None: none.
+        adapters: of the linear layers, for their rows; None: none.
+    """
+
+    def __init__(self, weight: Tensor, deep: Tensor | None = None, adapters: PlacedAdapters | None = None) -> None:
+        self.weight, self.deep, self.adapters = weight, deep, adapters
+
+    @classmethod
+    def of(cls, lookahead: LookaheadEmbedding, count: int, like: Tensor) -> PlacedSlots:
+        """The first ``count`` slots, as ``like``."""
+        deep, adapters = lookahead.deep, lookahead.adapters
+        place = PlacedAdapters.shared if like.is_cpu else PlacedAdapters.of
+        return cls(
+            lookahead.weight[:count].detach().to(like, copy=True),
+            None if deep is None else deep[:, :count].detach().to(like, copy=True),
+            None if adapters is None else place(adapters, count, like),
+        )
+
+    def copy_(self, other: PlacedSlots) -> None:
+        """Takes the other's numbers in place: recorded calls read the same memory. Refuses other shapes."""
+        mine, theirs = self.adapters, other.adapters
+        if other.weight.shape != self.weight.shape:
+            raise ValueError(
+                f"this session has {len(self.weight)} look-ahead slots, the method has {len(other.weight)}"
+            )
+        if (other.deep is None) != (self.deep is None):
+            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
+        if (theirs is None) != (mine is None):
+            raise ValueError("this session and the method differ in whether slots have adapters")
+        if mine is not None and theirs is not None:
+            if not mine.has_shapes_of(theirs):
+                raise ValueError(
+                    "this session and the method differ in the places, ranks or scale of the slots' adapters"
+                )
+            if self.weight.is_cpu:  # no recorded call reads them
+                self.adapters = theirs
+            else:
+                mine.copy_(theirs)
+        self.weight.copy_(other.weight)
+        if self.deep is not None and other.deep is not None:
+            self.deep.copy_(other.deep)
+
+    def of_call(self, ids: Tensor) -> CallSlots | None:
+        """For rows with the ids ``[N]``; None if they need nothing but embeddings. Adapters are left out where no row is a
+        slot's and that can be seen without a synchronisation."""
+        adapters = None if ids.is_cpu and self.adapters is not None and not bool((ids < 0).any()) else self.adapters
+        return None if self.deep is None and adapters is None else CallSlots(ids, self.deep, adapters)
+
+
+class CallSlots:
+    """What the rows of slots have in a call beside their embeddings. ids ``[N]``: negative ones are of slots."""
+
+    def __init__(self, ids: Tensor, deep: Tensor | None, adapters: PlacedAdapters | None) -> None:
+        self.ids, self.deep, self.adapters = ids, deep, adapters
+        self.offsets = None if deep is None else SlotOffsets(ids, deep)
+
+    def adapt_(self, place: str, out: Tensor, x: Tensor) -> Tensor:
         """Adds the products of the rows of slots to ``out [..., out]``, in place; a place without an adapter adds nothing."""
-        pair = self.placed.pairs.get(place)
-        if pair is None:
+        if self.adapters is None or place not in self.adapters.pairs:
             return out
-        down, up = pair
+        down, up = self.adapters.pairs[place]
         if down.dtype is not out.dtype:  # layers that compute in another dtype than the table's
             x, down, up = (tensor.to(out.dtype) for tensor in (x, down, up))
-        _op(out, x, self.ids, down, up, self.placed.scale)
+        _op(out, x, self.ids, down, up, self.adapters.scale)
         return out
-
-
-def adapters_of_call(ids: Tensor, placed: PlacedAdapters | None) -> RowAdapters | None:
-    """The adapters of a call; None if it has no row of a slot, where that can be seen without a synchronisation."""
-    if placed is None or (ids.is_cpu and not bool((ids < 0).any())):
-        return None
-    return RowAdapters(ids, placed)

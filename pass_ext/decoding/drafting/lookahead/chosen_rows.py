@@ -1,12 +1,12 @@
-"""``share_rows``: shares the rows of a batch's step among its requests, by the tokens that each row is expected to give.
+"""The rows of a step, chosen at each place in the text: ``RowChoice`` is what they are chosen by.
 
-    candidate v        weight reach(v), the product of the chances on its path;  less what its parent's slots lose by it
-    slot j behind v    weight last(v) worth[j],  last(v) = reach(v) - reach of its chosen children
-    rows of the step   arg max over k of  (requests + sum of the k largest gains) / seconds(requests + k);
-                       the roots alone unless that is 15 % faster
+    candidate v        tokens reach(v), the product of the chances on its path;  less what its parent's slots lose by it
+    slot j behind v    tokens last(v) worth[j],  last(v) = reach(v) - reach of its chosen children
+    rows of the step   the best ones, as many as give the most tokens per second
 
-A candidate comes behind its parent and a slot behind the slot before it. Gains only fall as more rows are chosen, so each is
-computed anew when its turn comes. Of equal gains the earlier request's comes first, of one request's the candidate.
+Where the device makes the rows, ``next_tree_`` chooses (csrc/core/next_tree.h). ``choose_rows`` chooses on the host, for all
+requests together. A candidate comes behind its parent and a slot behind the slot before it. What rows give only falls as more
+are chosen, so each is computed anew when its turn comes. Of equal ones the earlier request's comes first, then the candidate.
 """
 
 from __future__ import annotations
@@ -16,10 +16,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_LEAST_GAIN = 0.02  # tokens of a row
-# Against a step of the roots alone: estimates are rough, and not every text gains what the batch does.
-_LEAST_SPEED = 1.15
-_HOPELESS = 0.8  # of the best tokens per second: a search this far below it ends
+from pass_ext.decoding.planning.constants import LEAST_GAIN, WORTH, WORTH_OF_NEXT
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """What the rows of a generation's steps are chosen by."""
+
+    rows: int
+    """The most of a request."""
+    rates: tuple[float, ...]
+    """For each slot the share of places where its best candidate is right."""
+    has_price: bool = False
+    """True: rows cost the time that they take. False: they are free."""
+
+    @property
+    def worth(self) -> tuple[float, ...]:
+        """Of each slot: the tokens that it gives if the next step begins behind it."""
+        right, found = WORTH, []
+        for rate in self.rates:
+            right *= rate
+            found.append(right)
+            right *= WORTH_OF_NEXT
+        return tuple(found)
 
 
 class Offer(NamedTuple):
@@ -30,11 +49,9 @@ class Offer(NamedTuple):
     chances: Sequence[float]
     """Of each node: P(it is right | its parent is); 0: there is no candidate. The root's is 1."""
     worth: Sequence[float]
-    """Of each look-ahead slot: the tokens that it gives, less the rows that they cost, if the next step begins behind it."""
+    """Of each look-ahead slot: see ``RowChoice``."""
     slots: Sequence[int]
     """The most slots behind each node."""
-    weight: float = 1.0
-    """How much a token of this request counts; 1 on average."""
 
 
 @dataclass
@@ -45,7 +62,7 @@ class Rows:
     slots: dict[int, int] = field(default_factory=dict)
 
 
-def share_rows(offers: Sequence[Offer], seconds: Callable[[int], float]) -> list[Rows]:
+def choose_rows(offers: Sequence[Offer], seconds: Callable[[int], float]) -> list[Rows]:
     """The rows of each request in the step that is expected to give the most tokens per second.
 
     Args:
@@ -68,33 +85,32 @@ def _paying(offers: Sequence[Offer], seconds: Callable[[int], float]) -> list[tu
     reach = [[1.0] + [0.0] * (len(offer.parents) - 1) for offer in offers]
     last = [list(values) for values in reach]
     slots = [[0] * len(offer.parents) for offer in offers]
-    children = [_children(offer.parents) for offer in offers]
     queue: list[tuple[float, int, bool, int]] = []  # -gain at most, request, is a slot, node
 
     def gain(request: int, is_slot: bool, node: int) -> float:
         offer = offers[request]
         if is_slot:
-            return offer.weight * max(0.0, last[request][node]) * offer.worth[slots[request][node]]
+            return max(0.0, last[request][node]) * offer.worth[slots[request][node]]
         parent = offer.parents[node]
         lost = sum(offer.worth[: slots[request][parent]])
-        return offer.weight * reach[request][parent] * offer.chances[node] * max(0.0, 1 - lost)
+        return reach[request][parent] * offer.chances[node] * max(0.0, 1 - lost)
 
     def offer_row(request: int, is_slot: bool, node: int) -> None:
-        taken, worth = slots[request][node], offers[request].worth
-        if is_slot and taken >= min(offers[request].slots[node], len(worth)):
+        if is_slot and slots[request][node] >= min(offers[request].slots[node], len(offers[request].worth)):
             return
-        if (value := gain(request, is_slot, node)) >= _LEAST_GAIN:
+        if (value := gain(request, is_slot, node)) >= LEAST_GAIN:
             heapq.heappush(queue, (-value, request, is_slot, node))
 
     def offer_behind(request: int, node: int) -> None:
-        for child in children[request][node]:
-            offer_row(request, False, child)
+        for child, parent in enumerate(offers[request].parents):
+            if parent == node:
+                offer_row(request, False, child)
         offer_row(request, True, node)
 
     for request in range(len(offers)):
         offer_behind(request, 0)
     order: list[tuple[int, int, bool]] = []
-    total, best, paying = float(len(offers)), _LEAST_SPEED * len(offers) / seconds(len(offers)), 0
+    total, best, paying = float(len(offers)), len(offers) / seconds(len(offers)), 0
     while queue:
         value, request, is_slot, node = heapq.heappop(queue)
         now = gain(request, is_slot, node)
@@ -115,14 +131,4 @@ def _paying(offers: Sequence[Offer], seconds: Callable[[int], float]) -> list[tu
         rate = total / seconds(len(offers) + len(order))
         if rate > best * (1 + 1e-9):
             best, paying = rate, len(order)
-        elif rate < _HOPELESS * best:
-            break
     return order[:paying]
-
-
-def _children(parents: Sequence[int]) -> list[list[int]]:
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            children[parent].append(node)
-    return children

@@ -1,4 +1,4 @@
-"""``Offers``: the tokens that the rows of look-ahead slots offer as candidates, for ops that put them into a tree.
+"""``SlotTokens``: the tokens that the rows of look-ahead slots offer as candidates, for ops that put them into a tree.
 
 Slot i's logits, plus transition scores left[parent] · right[token] where the embeddings have them, rank the candidates at depth
 i + 1 below each parent; and tokens that the text recalls rise (csrc/core/recall.h). The scores reorder a shortlist of the most
@@ -23,7 +23,7 @@ _SHORTLIST = 64  # candidates of a slot that scores reorder, or more where a nod
 _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
 
-class Offers:
+class SlotTokens:
     """What look-ahead rows offer, in mode "coupled".
 
     Args:
@@ -51,7 +51,8 @@ class Offers:
         self.shortlist = min(max(_SHORTLIST, widest), table.shape[0])
         """How many tokens of a slot scores reorder."""
         self.count = self.shortlist if self.are_scored else min(widest, table.shape[0])
-        self._shortlist = min(_SHORTLIST, table.shape[0])
+        self.most = min(_SHORTLIST, table.shape[0])
+        """How many tokens of a row ``top_of_rows`` gives."""
 
     @property
     def are_scored(self) -> bool:
@@ -69,9 +70,9 @@ class Offers:
 
     def top_of_rows(self, logits: Tensor, requests: int) -> dict[str, Any]:
         """The most probable tokens of rows ``[requests * S, V]``, as keyword arguments of ``next_tree_``."""
-        tokens, scores = self._draw(logits, self._shortlist, mode="top")
+        tokens, scores = self._draw(logits, self.most, mode="top")
         left, right = self.transition or (None, None)
-        shape = requests, -1, self._shortlist
+        shape = requests, -1, self.most
         return {"offered": tokens.view(shape), "scores": scores.view(shape), "left": left, "right": right}
 
     def of_rows(

@@ -14,8 +14,8 @@ from support.small_models import prompts, small_model
 
 from pass_ext import NGram, PaSS, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.packed import SlotOffsets
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.modules.slot_adapters import SlotAdapters
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -89,8 +89,8 @@ def test_layers_get_the_vectors_of_deep_slots(llama, deep):
 def test_offsets_for_a_model_that_is_not_attached(llama):
     adapted = packed_model(llama)
     with pytest.raises(RuntimeError, match="LlamaForCausalLM is not attached"):
-        offsets = SlotOffsets(torch.tensor([-1]), torch.zeros(2, 1, 64))
-        adapted(torch.zeros(1, 64), torch.zeros(1).long(), None, None, offsets)
+        slots = PlacedSlots(torch.zeros(1, 64), torch.zeros(2, 1, 64)).of_call(torch.tensor([-1]))
+        adapted(torch.zeros(1, 64), torch.zeros(1).long(), None, None, slots)
 
 
 def test_a_generation_inside_of_one_with_deep_slots(llama, deep):
@@ -191,8 +191,7 @@ def test_a_longer_text_with_other_slots_meanwhile(places):
 
 def of_pass_ext(model):
     """What a model has of pass_ext's in its parts."""
-    attributes = [entry for part in model.modules() for entry in vars(part).items()]
-    found = {name for name, value in attributes if value is not None and (name == "forward" or "pass_ext" in name)}
+    found = {name for part in model.modules() for name in vars(part) if name == "forward" or "pass_ext" in name}
     hooks = [
         hook for part in model.modules() for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     ]

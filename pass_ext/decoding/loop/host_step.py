@@ -1,17 +1,15 @@
-"""``WaitingLoop``: the host reads each step before it begins the next one. A step of all requests that have not ended:
+"""``HostStep``: the host drafts, once it has read the step before. For every method, rule and logits processor.
 
-    draft     candidates for each request's tree
-    verify    one call of the model on all rows
-    accept    finds the longest right path of each tree, and the token that the target adds
-    commit    keys and values of the accepted rows go into the caches
-
-The host reads the accepted tokens at one place of a step: it extends the texts, ends some, and shapes the next trees by them.
+draft     candidates for each request's tree
+verify    one call of the model on all rows
+accept    finds the longest right path of each tree, and the token that the target adds
+commit    keys and values of the accepted rows go into the caches
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,28 +17,44 @@ from torch import Tensor
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.drafting.longest_branch import longest_branch
-from pass_ext.decoding.drafting.step import Batch, Step
-from pass_ext.decoding.loop.base import Loop
+from pass_ext.decoding.drafting.step import Batch
+from pass_ext.decoding.drafting.step import Step as Rows
 from pass_ext.decoding.loop.scores import Scores
+from pass_ext.decoding.loop.step import Step
 from pass_ext.decoding.loop.synthetic import Synthetic, spine_of
-from pass_ext.decoding.loop.texts import Texts
+from pass_ext.decoding.loop.texts import Report, Texts
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.requests.processors import processed
 from pass_ext.decoding.requests.stateful_processors import Processor
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.session.packs import TreePacks
 from pass_ext.decoding.session.reading import read_prompts
+from pass_ext.decoding.session.session import Session
 from pass_ext.ops.accept import AcceptResult, accept_tree
 from pass_ext.tree import Tree
 
-Steps = Sequence[Step | None]
+Steps = Sequence[Rows | None]
 
 
-class WaitingLoop(Loop):
-    """A loop for every method, rule and logits processor.
+class _Done(NamedTuple):
+    """A step that has run."""
+
+    steps: Steps
+    logits: Tensor
+    """``[N, V]``, the model's, of the rows of ``steps``."""
+    processed: Tensor
+    """The same behind the logits processors."""
+    result: AcceptResult | None
+    """None: the prompts' call of a rule by which the target adds no token."""
+
+
+class HostStep(Step):
+    """The step of a batch.
 
     Args:
-        context, drafting, texts: as for ``Loop``.
+        context: model, sampling and rule.
+        drafting: proposes the candidates.
+        session: opened.
         processors: logits processors.
         scores: collects log probabilities and rows; None: nobody wants them.
         synthetic: accepts in place of the rule; None: the rule does.
@@ -50,57 +64,80 @@ class WaitingLoop(Loop):
         self,
         context: DraftContext,
         drafting: Drafting,
-        texts: Texts,
+        session: Session,
         processors: Sequence[Processor],
         scores: Scores | None = None,
         synthetic: Synthetic | None = None,
     ) -> None:
-        super().__init__(context, drafting, texts)
+        self._context, self._drafting, self._session = context, drafting, session
         self._scores, self._synthetic = scores, synthetic
         self._sampling, self._rule, self._processors = context.sampling, context.rule, processors
-        self._target_adds = (
-            0 if self._rule == LONGEST_BRANCH else 1
-        )  # 1: the target adds a token behind the accepted ones
+        # 1: the target adds a token behind the accepted ones
+        self._target_adds = 0 if self._rule == LONGEST_BRANCH else 1
         self._packs = TreePacks(context.device)
         self._shards = context.target.logit_shards
         if self._shards is not None:
             self._shards.share(self._sampling.seeds)
+        self._is_read = True
 
-    def run_steps(self) -> None:
-        """As ``Loop``."""
-        batch = self._read_prompts()
-        while any(batch.remaining):
-            with profiled("draft"):
-                steps = self._drafting.propose(batch)
-            with profiled("verify"):
-                logits = self._verify(steps)
-            result = self._accept(steps, logits)
-            with profiled("commit"):
-                self.session.commit(self._packs(_trees(steps)), result.path, result.num_accepted)
-            batch = self._extend(steps, logits, result)
+    @property
+    def unread(self) -> int:
+        """As ``Step``."""
+        return 0 if self._is_read else 1
 
-    def _read_prompts(self) -> Batch:
-        """Calls the model on the prompts, and adds the target's first token to each."""
-        texts = self.texts.tokens
-        steps = [self._drafting.first(text) for text in texts]
-        logits, self.calls = read_prompts(self.session, texts, self._known, self._drafting.prompt_slots)
+    def begin(self, texts: Texts, known: int) -> int:
+        """As ``Step``."""
+        self._texts = texts
+        steps = [self._drafting.first(text) for text in texts.tokens]
+        logits, calls = read_prompts(self._session, texts.tokens, known, self._drafting.prompt_slots)
         logits = self._usable(logits)
         if self._target_adds:
-            return self._extend(steps, logits, self._accept(steps, logits))
-        # The first step reads each prompt's last token again, as the root of its tree.
-        self.session.prefix_lens.sub_(1)
-        return self._batch(steps, logits, [0] * len(steps))
+            self._accept(steps, logits)
+        else:  # The first step reads each prompt's last token again, as the root of its tree.
+            self._session.prefix_lens.sub_(1)
+            self._done = _Done(steps, logits, logits, None)
+            self._last_nodes = [0] * len(steps)
+        return calls
 
-    def _batch(self, steps: Steps, logits: Tensor, last_nodes: Sequence[int]) -> Batch:
-        remaining = list(self.texts.remaining)
-        levels = [max(left - self._target_adds, 0) for left in remaining]
-        return Batch(self.texts.tokens, steps, logits, last_nodes, remaining, levels)
+    def __call__(self, *, drafts: bool) -> None:
+        """As ``Step``."""
+        with profiled("draft"):
+            steps = self._drafting.propose(self._batch(drafts=drafts))
+        with profiled("verify"):
+            logits = self._verify(steps)
+        result = self._accept(steps, logits)
+        with profiled("commit"):
+            self._session.commit(self._packs(_trees(steps)), result.path, result.num_accepted)
+
+    def read(self) -> list[Report]:
+        """As ``Step``."""
+        steps, result = self._done.steps, self._done.result
+        assert result is not None
+        accepted, status = result.num_accepted.tolist(), result.status.tolist()
+        emitted, path = result.emitted.tolist(), result.path.tolist()
+        drafted = [sum(token != -1 for token in step.candidates.tokens) if step else 0 for step in steps]
+        last = 1 - self._target_adds
+        paths = zip(steps, path, accepted, strict=True)
+        self._last_nodes = [nodes[count + last] if step else 0 for step, nodes, count in paths]
+        self._is_read = True
+        return list(map(Report, accepted, status, drafted, emitted))
+
+    def follow(self, gained: Sequence[int]) -> None:
+        """As ``Step``."""
+        done = self._done
+        if self._scores is not None and done.result is not None:
+            self._scores.add(done.steps, done.logits, done.processed, done.result, gained)
+
+    def _batch(self, *, drafts: bool) -> Batch:
+        remaining = list(self._texts.remaining)
+        levels = [max(left - self._target_adds, 0) if drafts else 0 for left in remaining]
+        return Batch(self._texts.tokens, self._done.steps, self._done.logits, self._last_nodes, remaining, levels)
 
     def _verify(self, steps: Steps) -> Tensor:
         """``[N, V]``, the target's logits of all rows."""
         ids = [token for step in steps if step is not None for token in step.ids]
-        self.calls += 1
-        logits = self.session.call(self._packs(_trees(steps)), self._on_device(ids), may_hold_slots=min(ids) < 0)
+        self.rows = len(ids)
+        logits = self._session.call(self._packs(_trees(steps)), self._on_device(ids), may_hold_slots=min(ids) < 0)
         return self._usable(logits)
 
     def _usable(self, logits: Tensor) -> Tensor:
@@ -111,17 +148,20 @@ class WaitingLoop(Loop):
         return logits
 
     def _accept(self, steps: Steps, logits: Tensor) -> AcceptResult:
+        law = logits
         if self._processors:
-            texts = [text if step else None for text, step in zip(self.texts.tokens, steps, strict=True)]
+            texts = [text if step else None for text, step in zip(self._texts.tokens, steps, strict=True)]
             tokens = [step.candidates.tokens if step else [] for step in steps]
-            logits = processed(logits, self._processors, texts, _trees(steps), tokens)
-        self._law = logits
+            law = processed(logits, self._processors, texts, _trees(steps), tokens)
         with profiled("accept"):
             if self._synthetic is not None:
-                return self._by_coins(self._synthetic, steps, logits)
-            if self._rule == LONGEST_BRANCH:
-                return self._longest_branch(steps, logits)
-            return self._by_rule(steps, logits)
+                result = self._by_coins(self._synthetic, steps, law)
+            elif self._rule == LONGEST_BRANCH:
+                result = self._longest_branch(steps, law)
+            else:
+                result = self._by_rule(steps, law)
+        self._done, self._is_read = _Done(steps, logits, law, result), False
+        return result
 
     def _by_rule(self, steps: Steps, logits: Tensor) -> AcceptResult:
         trees = _trees(steps)
@@ -154,7 +194,7 @@ class WaitingLoop(Loop):
                 slots=not self._context.needs_draft_logits,
             ),
             draft_allowed=self._drafting.draft_allowed,
-            positions=self._on_device([len(text) for text in self.texts.tokens]),
+            positions=self._on_device([len(text) for text in self._texts.tokens]),
             **self._sampling.keywords(),
             **({} if self._scores is None else self._scores.options),
         )
@@ -167,7 +207,7 @@ class WaitingLoop(Loop):
             self._on_device([token for step in steps if step for token in step.accept_tokens]),
             self._on_device([[*spine, *[-1] * (width - len(spine))] for spine in spines]),
             self._packs(_trees(steps)).cu_nodes[:-1].long(),
-            self._on_device([len(text) for text in self.texts.tokens]),
+            self._on_device([len(text) for text in self._texts.tokens]),
             self._sampling,
         )
 
@@ -185,27 +225,11 @@ class WaitingLoop(Loop):
             self._drafting.draft_logits,
             [step.accept_draft_rows if step else [] for step in steps],
             self._sampling,
-            [len(text) for text in self.texts.tokens],
+            [len(text) for text in self._texts.tokens],
         )
 
-    def _extend(self, steps: Steps, logits: Tensor, result: AcceptResult) -> Batch:
-        """Reads the result on the host, extends the texts, and ends those that are finished."""
-        emitted, path, status = result.emitted.tolist(), result.path.tolist(), result.status.tolist()
-        accepted = result.num_accepted.tolist()
-        gained, last_nodes = [0] * len(steps), [0] * len(steps)
-        for b, step in enumerate(steps):
-            if step is None:
-                continue
-            tokens = step.candidates.tokens
-            gained[b] = self.texts.extend(b, emitted[b], accepted[b], status[b], len(tokens) - tokens.count(-1))
-            last_nodes[b] = path[b][accepted[b] + 1 - self._target_adds]
-        if self._scores is not None:
-            self._scores.add(steps, logits, self._law, result, gained)
-        self._drafting.learn(steps, gained)
-        return self._batch(steps, logits, last_nodes)
-
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, device=self.session.device)
+        return torch.tensor(numbers, device=self._session.device)
 
 
 def _trees(steps: Steps) -> list[Tree | None]:

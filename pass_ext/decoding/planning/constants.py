@@ -1,0 +1,49 @@
+"""Every number that decides how many rows a step has, and why it is what it is."""
+
+# ---- what a step takes (step_clock.py) ----
+
+REMEMBERED = 8
+"""Steps of a kind whose median counts: two slow ones among them change nothing."""
+REMEMBERED_OF_ROWS = 3
+"""The same for one number of rows, beside what all steps say: calls take no straight line between the measured numbers."""
+OLDEST = 20.0
+"""Seconds after which a step is forgotten: the machine may be busy or idle meanwhile, and what looked dear is tried again."""
+
+# ---- whether drafting pays (pace.py) ----
+
+MOST_LOST = 3.0
+"""Plain steps' time that drafting may lose before it pauses: by chance alone, good drafts lose it once in hundreds of steps."""
+FIRST_PAUSE = 48
+"""Plain steps of a pause, twice as many after each trial in a row that lost: so 256 tokens hold three trials at most, and wrong
+drafts cost 5 %."""
+UNCOMPARED = 2
+"""Drafted steps before a plain one is timed, where none was lately: without it nothing tells what drafting gains."""
+
+# ---- what a row costs (pace.py) ----
+
+PLANNED_STEPS = 16
+"""Steps that the plan's tokens per second count for, before a text has shown its own."""
+KEPT = 0.97
+"""Of the tokens and seconds so far, at each step: the last 30 or so say how fast the text is."""
+PRICED_EVERY = 8
+"""Steps between two prices: computing them takes the host longer than they change."""
+
+# ---- which rows there are (drafting) ----
+
+MOST_ROWS = 32
+"""Of a request where rows have a price; more never paid on a CPU."""
+FEWEST_CHOSEN = 5
+"""Rows below which all places take nearly the same, so that the plan's are as good."""
+LEAST_GAIN = 0.02
+"""Tokens of a row that is worth choosing on the host; 2^-10 on the device, where rows cost no Python."""
+WORTH, WORTH_OF_NEXT = 0.8, 0.6
+"""Of a slot's hit rate what it is worth, and of the slot behind it: the next step pays for rows too (csrc/core/next_tree.h)."""
+
+# ---- plans ----
+
+ASSUMED_RATE, ASSUMED_FALL = 0.35, 0.5
+"""Hit rate of the best candidate where nothing was counted, and of each further rank against the one before."""
+MOST_PLANNED_ROWS = 64
+"""Of a draft model's tree: the most that step times are measured at."""
+FOLLOWED = 16
+"""Trees with equally many levels and rows that the search for a draft model's tree extends."""

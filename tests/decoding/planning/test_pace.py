@@ -1,0 +1,135 @@
+"""Drafting that does not pay costs little, drafting that pays goes on, rows are as many as pay: by the seconds that steps take.
+
+The clock is made up: only calls of the model move it.
+"""
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+
+from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree, generate
+
+_begin = itertools.count(10_000, 10_000)  # so that no test remembers another's steps
+
+
+class Machine:
+    """A model that writes 0, 1, 2 again and again. A call takes ``seconds(rows)``. Its slots foresee some places of the text,
+    and are as sure of other tokens elsewhere, or not. It keeps the rows of each call."""
+
+    embedding = torch.eye(40, 48)
+
+    def __init__(self, monkeypatch, seconds, right=0.0, seed=0, sureness=12.0):
+        self.clock, self.seconds, self.calls = float(next(_begin)), seconds, []
+        numbers = random.Random(seed)
+        self.foresees = [numbers.random() < right for _ in range(2000)]
+        self.wrong = torch.tensor([-50.0] * 3 + [0.0] * 36 + [sureness])
+        monkeypatch.setattr(time, "perf_counter", lambda: self.clock)
+
+    def __call__(self, rows, positions, attend, wanted):
+        attend(0, *[rows[:, None]] * 3)
+        self.clock += self.seconds(len(rows))
+        self.calls.append(len(rows))
+        logits = 12 * torch.eye(40)[(positions + 1) % 3]
+        for row in rows[:, 40:].any(1).nonzero().flatten().tolist():
+            if not self.foresees[positions[row] + 1]:
+                logits[row] = self.wrong
+        return logits if wanted is None else logits[wanted]
+
+
+def slots():
+    made = LookaheadEmbedding(3, 48)
+    torch.nn.init.zeros_(made.weight)
+    made.weight.data[:, 41:44] = torch.eye(3)
+    made.hit_rates = ((0.9, 0.05), (0.8, 0.05), (0.7, 0.05))
+    return made
+
+
+def speed(monkeypatch, seconds, method, right=0.0, requests=1, tokens=256, seed=0, sureness=12.0, **options):
+    """The speed against plain decoding with the same seconds, the statistics, and the rows of the calls."""
+    ids, options = torch.tensor([[0, 1, 2]] * requests), dict(max_new_tokens=tokens, eos_token_id=[], **options)
+    plain = generate(Machine(monkeypatch, seconds), ids, Plain(), **options)
+    machine = Machine(monkeypatch, seconds, right, seed, sureness)
+    got = generate(machine, ids, method, **options)
+    assert torch.equal(got.sequences, plain.sequences)
+    return plain.stats.seconds / got.stats.seconds, got.stats, machine.calls[-got.stats.model_calls + 1 :]
+
+
+def line(first, further):
+    return lambda rows: first + further * (rows - 1)
+
+
+METHODS = {
+    "chosen": (dict(), dict()),
+    "chosen on the host": (dict(), dict(run_ahead=False)),
+    "a tree": (dict(tree=Tree.chain(2)), dict()),
+    "a tree on the host": (dict(tree=Tree.chain(2)), dict(run_ahead=False)),
+    "two passes": (dict(tree=Tree.chain(2), passes=2), dict()),
+}
+
+
+@pytest.mark.parametrize("further", [0.002, 0.01, 0.03])
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_drafts_that_are_never_right_cost_five_percent_of_256_tokens(monkeypatch, name, requests, further):
+    """Rows take up to a third of a call each, and hit rates say that nearly all will be right."""
+    settings, options = METHODS[name]
+    reached, stats, _ = speed(monkeypatch, line(0.1, further), PaSS(slots(), **settings), requests=requests, **options)
+    assert 0.95 <= reached <= 1 and stats.num_accepted_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_that_are_seldom_right_cost_five_percent(monkeypatch, seed):
+    for right in (0.1, 0.2):
+        assert speed(monkeypatch, line(0.1, 0.02), PaSS(slots()), right, tokens=256, seed=seed)[0] >= 0.95
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_drafts_that_are_right_are_kept(monkeypatch, name, requests):
+    settings, options = METHODS[name]
+    reached, _, rows = speed(
+        monkeypatch, line(0.1, 0.004), PaSS(slots(), **settings), 1.0, requests, tokens=200, **options
+    )
+    assert reached > (1.2 if name == "two passes" else 1.8) and rows.count(requests) <= 8, "few plain steps"
+
+
+@pytest.mark.parametrize("further", [0.001, 0.01, 0.03])
+@pytest.mark.parametrize("requests", [1, 2, 4, 8])
+def test_rows_are_as_many_as_pay(monkeypatch, requests, further):
+    """Against fixed numbers of rows. Slots foresee two tokens of three, and are unsure of the others."""
+    options = dict(right=0.67, requests=requests, tokens=200, sureness=1.0)
+    fixed = {
+        rows: speed(monkeypatch, line(0.1, further), PaSS(slots(), rows=rows), **options)[0]
+        for rows in (2, 3, 4, 6, 8, 12)
+    }
+    reached, _, rows = speed(monkeypatch, line(0.1, further), PaSS(slots()), **options)
+    assert reached >= 0.97 * max(1.0, *fixed.values()), (reached, fixed, sum(rows) / len(rows))
+
+
+def test_a_knee_is_kept_to(monkeypatch):
+    """Eight rows cost nothing more than one, all further ones much."""
+    _, _, rows = speed(monkeypatch, lambda n: 0.1 if n <= 8 else 0.1 + 0.05 * (n - 8), PaSS(slots()), 1.0, tokens=100)
+    assert max(rows) <= 8 and sorted(rows)[len(rows) // 2] >= 5
+
+
+def test_a_moment_of_disturbance_ends_no_drafting(monkeypatch):
+    numbers = itertools.count()
+
+    def seconds(rows):
+        return (0.1 + 0.004 * rows) * (5 if next(numbers) % 40 == 39 else 1)
+
+    reached, _, rows = speed(monkeypatch, seconds, PaSS(slots()), 0.9, tokens=300)
+    assert reached > 1.4 and rows.count(1) < 20
+
+
+def test_a_program_that_begins_beside_and_slows_drafted_steps_is_seen(monkeypatch):
+    numbers = itertools.count()
+
+    def seconds(rows):
+        slow = 3 if rows > 1 and next(numbers) > 200 else 1  # behind the measured calls
+        return (0.1 + 0.004 * rows) * slow
+
+    assert speed(monkeypatch, seconds, PaSS(slots()), 0.2, tokens=300)[0] >= 0.93
