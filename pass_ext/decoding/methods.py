@@ -94,10 +94,9 @@ class PaSS:
         lookahead: the trained embeddings, a ``LookaheadEmbedding``; or the name or path that its ``from_pretrained`` takes.
         passes: 1: one call verifies this step's candidates and computes the next ones. 2: as published, one call for the
             candidates, then one that verifies them.
-        rows: the most rows of one call per request. From 5 on, steps whose rows the device makes (one text on the CPU, a GPU)
-            take the candidates and slots that suit the place. "auto": the fastest number for this model on this machine, for
-            one text on the CPU at each place; its calls are measured once and the times kept on disk. Drafting pauses while it
-            does not pay. In a batch, each step shares rows among the requests by what they are expected to gain.
+        rows: the most rows of one call per request. From 5 on, steps whose rows the device makes
+            take the candidates and slots that suit the place. "auto": the fastest number for this model on this machine, on the
+            CPU at each place; its calls are measured once and the times kept on disk. Drafting pauses while it does not pay.
         tree: instead of planning: a tree of candidates, in which child k of a node is the candidate of rank k. Look-ahead
             groups are planned unless the tree has some.
         ngram: n-gram candidates join the tree.
@@ -142,7 +141,7 @@ class Speculative:
     Args:
         draft_model: a model as ``generate`` takes it, or an ``EarlyExitDraft``; of any dtype, on any device.
         length: tokens of the chain; "auto": planned from the draft's hit rates and the measured times of both models' calls.
-        hit_rates: for "auto": ``pass_ext.calibrate(...)``; default: the early-exit adapter's own, else a guess.
+        hit_rates: for "auto": ``pass_ext.drafting.calibrate(...)``; default: the early-exit adapter's own, else a guess.
         ngram: n-gram candidates join the chain.
         tokenizers: the target's and the draft's; refused if they disagree.
     """

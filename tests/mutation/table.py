@@ -159,6 +159,7 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "models/hidden_rows": _SPECULATIVE,
     "models/patching/layer_adapters": ["tests/decoding/models/test_layer_adapters.py"],
+    "arguments": ["tests/decoding/test_wrong_types.py"],
     "models/slots": ["tests/decoding/models/test_layer_adapters.py", "tests/decoding/test_session.py"],
     "models/cache_name": ["tests/decoding/models/test_cache_name.py"],
     "models/patching/layer_offsets": ["tests/training/test_lookahead_embedding.py"],

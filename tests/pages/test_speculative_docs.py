@@ -87,7 +87,7 @@ def test_the_page_names_every_rule_and_field():
     for rule, asks in DECODING_RULES.items():
         row = next(line for line in table.splitlines() if f'`"{rule}"`' in line)
         assert ("approximate" in row) == (not asks.exact)
-    for field in pass_ext.DraftLevel._fields:
+    for field in pass_ext.drafting.DraftLevel._fields:
         assert re.search(rf"`{field}( \[.*?\])?`", page), field
 
 
@@ -95,7 +95,7 @@ def test_the_page_names_every_part_of_a_drafter():
     page = PAGE.read_text()
     table = page[page.index("| member of a `Drafter` |") :].split("\n\n")[0]
     parts = {name for name in vars(pass_ext.Drafter) if not name.startswith("_")} | {"max_depth"}
-    assert {"propose", "rules", "pauses"} < parts
+    assert {"propose", "rules", "pace"} < parts
     for part in parts:
         assert re.search(rf"^\|[^|]*`{part}(\([a-z]*\))?`", table, re.M), part
 

@@ -105,8 +105,7 @@ class HostStep(Step):
             steps = self._drafting.propose(self._batch(drafts=drafts))
         with profiled("verify"):
             logits = self._verify(steps)
-        with profiled("accept"):
-            result = self._accept(steps, logits)
+        result = self._accept(steps, logits)
         with profiled("commit"):
             self._session.commit(self._packs(_trees(steps)), result.path, result.num_accepted)
 
@@ -154,12 +153,13 @@ class HostStep(Step):
             texts = [text if step else None for text, step in zip(self._texts.tokens, steps, strict=True)]
             tokens = [step.candidates.tokens if step else [] for step in steps]
             law = processed(logits, self._processors, texts, _trees(steps), tokens)
-        if self._synthetic is not None:
-            result = self._by_coins(self._synthetic, steps, law)
-        elif self._rule == LONGEST_BRANCH:
-            result = self._longest_branch(steps, law)
-        else:
-            result = self._by_rule(steps, law)
+        with profiled("accept"):
+            if self._synthetic is not None:
+                result = self._by_coins(self._synthetic, steps, law)
+            elif self._rule == LONGEST_BRANCH:
+                result = self._longest_branch(steps, law)
+            else:
+                result = self._by_rule(steps, law)
         self._done, self._is_read = _Done(steps, logits, law, result), False
         return result
 

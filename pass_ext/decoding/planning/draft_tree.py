@@ -15,6 +15,7 @@ from heapq import nlargest
 from itertools import accumulate
 from typing import NamedTuple
 
+from pass_ext.decoding.planning.constants import FOLLOWED
 from pass_ext.decoding.planning.hit_rates import (
     CallTimes,
     HitRates,
@@ -28,8 +29,6 @@ from pass_ext.decoding.planning.hit_rates import (
 )
 from pass_ext.tree import MAX_TREE_NODES, Tree
 
-_MOST_FOLLOWED = 16
-"""How many trees with equally many levels and rows the search extends."""
 _GAIN = 1 + 1e-9  # smaller differences count as equal
 
 
@@ -202,7 +201,7 @@ def _best_sizes(rates: list[list[float]], most: int, costs: _Costs) -> tuple[int
         followed = [
             tree
             for same in grown.values()
-            for tree in nlargest(_MOST_FOLLOWED, same, key=lambda tree: tree.tokens - best * tree.drafting)
+            for tree in nlargest(FOLLOWED, same, key=lambda tree: tree.tokens - best * tree.drafting)
         ]
     return best_sizes
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, MultiCandidate, Speculative
 from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.planning.constants import MOST_PLANNED_ROWS
 from pass_ext.decoding.planning.draft_tree import DraftPlan, plan_drafts
 from pass_ext.decoding.planning.lookahead_tree import assumed_hit_rates
 from pass_ext.decoding.planning.measured import measured_times
 from pass_ext.decoding.planning.step_times import StepTimes
 
 _GUESSED_LEVELS, _GUESSED_RANKS = 8, 8
-_MAX_ROWS = 64  # the most rows of a planned tree
 
 
 def call_times(target: Adapted, draft: Adapted, *, graphs: bool = False) -> tuple[StepTimes, StepTimes]:
@@ -37,7 +37,7 @@ def draft_plan(
         rates or assumed_hit_rates(_GUESSED_LEVELS, _GUESSED_RANKS),
         times.at,
         draft_times.at,
-        most_rows=max(1, min(_MAX_ROWS, times.rows[-1] // requests)),
+        most_rows=max(1, min(MOST_PLANNED_ROWS, times.rows[-1] // requests)),
         requests=requests,
         most_levels=MAX_DRAFT_LEVELS,
         ranks=1 if chain else method.max_branches,

@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from pass_ext.decoding.planning.constants import ASSUMED_FALL, ASSUMED_RATE
 from pass_ext.decoding.planning.hit_rates import (
     CallTimes,
     HitRates,
@@ -200,7 +201,7 @@ def plan_auto(
 
 def assumed_hit_rates(slots: int, ranks: int) -> list[list[float]]:
     """Assumed hit rates of uncalibrated embeddings: 0.35 for each slot's best candidate, half as much for each further rank."""
-    return [[0.35 * 0.5**rank for rank in range(ranks)] for _ in range(slots)]
+    return [[ASSUMED_RATE * ASSUMED_FALL**rank for rank in range(ranks)] for _ in range(slots)]
 
 
 class _Costs:

@@ -25,7 +25,7 @@ def plan(
         model: a model as ``generate`` takes it.
         method: ``PaSS``, or ``Speculative`` or ``MultiCandidate`` without a tree of its own.
         requests: how many are decoded together. The plan is the best one that is common to all; ``PaSS`` with rows "auto"
-            shares the rows of each step among several requests anew.
+            takes the rows of each request anew in each step.
         temperature: of the texts. ``PaSS`` knows how often slots are right in greedy texts, temperature 0, and in others; draft
             models' hit rates are those that were counted.
     """

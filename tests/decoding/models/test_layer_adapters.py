@@ -359,11 +359,12 @@ def test_shared_copies_stay_until_something_changes():
     assert down.dtype is torch.float32
 
 
-def test_the_first_slot_asks_for_what_slots_have():
-    weight, deep = torch.ones(1, 4), torch.ones(2, 1, 4)
-    for slots in (PlacedSlots(weight, deep), PlacedSlots(weight, None, PlacedAdapters(1.0, {}))):
-        assert slots.of_call(torch.tensor([3, 0, -1])) is not None
-        assert slots.of_call(torch.tensor([3, 0, 1])) is None
+def test_the_first_slot_alone_asks_for_adapters():
+    weight, deep, adapters = torch.ones(1, 4), torch.ones(2, 1, 4), PlacedAdapters(1.0, {})
+    with_both, without_slot = PlacedSlots(weight, deep, adapters), torch.tensor([3, 0, 1])
+    assert PlacedSlots(weight, None, adapters).of_call(torch.tensor([3, 0, -1])).adapters is adapters
+    assert PlacedSlots(weight, None, adapters).of_call(without_slot) is None
+    assert with_both.of_call(without_slot).adapters is None and with_both.of_call(without_slot).deep is deep
     assert PlacedSlots(weight).of_call(torch.tensor([-1])) is None
 
 

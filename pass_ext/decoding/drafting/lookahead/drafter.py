@@ -30,7 +30,7 @@ class LookaheadDrafter(Drafter):
         lookahead: the embeddings.
         plan: the plan of a step.
         context: the generation.
-        choice: what rows are chosen by where the device makes them, and on the host where they have a price; None: all steps
+        choice: what rows are chosen by where the device makes them, and with a pace where the host does; None: all steps
             have those of the plan.
         pace: what rows cost; None: nothing.
         recalls: tokens that the text recalls rise.
@@ -58,7 +58,7 @@ class LookaheadDrafter(Drafter):
         self.groups = tuple(plan.groups.items())
         self._lookahead, self._slots, self._most_slots = lookahead, plan.slots, most_slots
         self._choice = choice
-        self._chooses = pace is not None and choice is not None and choice.has_price
+        self._chooses = pace is not None and choice is not None
         self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
         law = context.sampling, context.rule, context.target.logit_shards, context.guides
         self._filler = TreeFiller(lookahead, self.tree, table, *law, has_probabilities=self._chooses, recalls=recalls)
