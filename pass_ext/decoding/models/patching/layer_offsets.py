@@ -8,32 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import local
 from typing import Any
 
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.slots import SlotOffsets
-
 
 class LayerOffsets:
-    """Inside ``attached`` layer l adds ``offsets[l]`` ([N, d], broadcast over the batch) to its input; None: nothing is added.
-
-    Each thread has its own ``offsets``.
-    """
+    """Inside ``attached`` layer l adds ``offsets[l]`` (``[N, d]``, for every text of a batch) to its input; None: it does not."""
 
     def __init__(self, model: Any) -> None:
         self._layers = decoder_layers(model)
-        self._of_thread = local()
-
-    @property
-    def offsets(self) -> Tensor | Sequence[Tensor] | SlotOffsets | None:
-        """``[N, d]`` by layer."""
-        return getattr(self._of_thread, "offsets", None)
-
-    @offsets.setter
-    def offsets(self, offsets: Tensor | Sequence[Tensor] | SlotOffsets | None) -> None:
-        self._of_thread.offsets = offsets
+        self.offsets: Tensor | Sequence[Tensor] | None = None
 
     @contextmanager
     def attached(self) -> Iterator[LayerOffsets]:
