@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.slots import SlotOffsets
-
 
 class LayerOffsets:
     """Inside ``attached`` layer l adds ``offsets[l]`` ([N, d], broadcast over the batch) to its input; None: nothing is added.
@@ -27,12 +25,12 @@ class LayerOffsets:
         self._of_thread = local()
 
     @property
-    def offsets(self) -> Tensor | Sequence[Tensor] | SlotOffsets | None:
+    def offsets(self) -> Tensor | Sequence[Tensor] | None:
         """``[N, d]`` by layer."""
         return getattr(self._of_thread, "offsets", None)
 
     @offsets.setter
-    def offsets(self, offsets: Tensor | Sequence[Tensor] | SlotOffsets | None) -> None:
+    def offsets(self, offsets: Tensor | Sequence[Tensor] | None) -> None:
         self._of_thread.offsets = offsets
 
     @contextmanager
