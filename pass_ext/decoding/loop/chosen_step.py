@@ -60,7 +60,7 @@ class ChosenStep(DeviceStep):
         self._scores = torch.zeros(requests * rows, count, device=device)
 
     def _accept_prompts(self, logits: Tensor) -> None:
-        self._rows[0] = self._first_ids
+        self._row_ids.copy_(self._first_ids.expand_as(self._row_ids))
         self._parents.copy_(self._first_parents.expand_as(self._parents))
         self._advance(self._accept(logits, *self._roots(self._prompt_slots), 0), logits, 1)
 
@@ -74,7 +74,7 @@ class ChosenStep(DeviceStep):
         used = [row[_USED] if rest else 0 for row, rest in zip(self._read_rows, left, strict=True)]
         nodes = [row[_NODES] for row in self._read_rows]
         if not drafts and any(count > 1 for count in used):
-            self._rows[1, :, 1:] = -1  # they are not judged
+            self._row_tokens[:, 1:] = -1  # they are not judged
             used, nodes = [min(count, 1) for count in used], [1] * len(used)
         depth = self._depth if max(nodes) > 1 else 0
         device = self._session.device

@@ -73,6 +73,8 @@ class DeviceStep(Step):
         self._synthetic = synthetic
         self._spines = torch.tensor([spine_of(candidates)] * requests, device=device)
         self._rows = torch.zeros(3, requests, rows, dtype=torch.int64, device=device)
+        # The same memory, [B, R] each, and all requests' rows one behind the other.
+        self._row_ids, self._row_tokens, self._row_positions = self._rows.unbind()
         self._ids, self._tokens, self._positions = (rows.flatten() for rows in self._rows)
         self._lengths = torch.zeros(requests, dtype=torch.int64, device=device)
         self._limits = torch.zeros(requests, dtype=torch.int64, device=device)
@@ -103,7 +105,7 @@ class DeviceStep(Step):
         """As ``Step``."""
         self._texts, session = texts, self._session
         self._rows.zero_()
-        self._rows[1].fill_(-1)
+        self._row_tokens.fill_(-1)
         self._lengths.copy_(uploaded([len(text) for text in texts.tokens], session.device), non_blocking=True)
         if self._text is not None:
             longest = max(map(len, texts.tokens))

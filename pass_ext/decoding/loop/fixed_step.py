@@ -57,13 +57,13 @@ class FixedStep(DeviceStep):
         return super().begin(texts, known)
 
     def _accept_prompts(self, logits: Tensor) -> None:
-        self._rows[0, :, self._nodes :] = self._slot_ids
+        self._row_ids[:, self._nodes :] = self._slot_ids
         slots = self._prompt_slots
         self._advance_roots(self._accept(logits, *self._roots(slots), 0), logits, slots)
 
     def _run_needed(self, drafts: bool) -> None:
         drafts = drafts and max(self._texts.remaining) > 1  # the target adds the last token itself
-        if drafts and bool((self._rows[1, :, 1 : self._nodes] >= 0).any()):
+        if drafts and bool((self._row_tokens[:, 1 : self._nodes] >= 0).any()):
             self._run()
         else:
             self._run_roots(self._prompt_slots if drafts else 0)
@@ -71,10 +71,10 @@ class FixedStep(DeviceStep):
     def _run_roots(self, slots: int) -> None:
         """A step of the roots without candidates, with so many look-ahead slots behind each: those of a prompt, or 0."""
         session = self._session
-        self._rows[1, :, 1 : self._nodes] = -1  # they are not judged
+        self._row_tokens[:, 1 : self._nodes] = -1  # they are not judged
         tokens, trees = self._roots(slots)
         ahead = torch.arange(1 + slots, device=session.device)
-        ids = torch.cat([self._rows[0, :, :1], (-ahead[1:]).expand(session.requests, -1)], dim=1)
+        ids = torch.cat([self._row_ids[:, :1], (-ahead[1:]).expand(session.requests, -1)], dim=1)
         positions = (self._lengths[:, None] - 1 + ahead).flatten()
         logits, result = self._judged(trees, ids.flatten(), tokens, positions, 0)
         self._advance_roots(result, logits, slots)
@@ -89,7 +89,7 @@ class FixedStep(DeviceStep):
     def _run(self) -> None:
         logits, result = self._judged(self._trees, self._ids, self._tokens, self._positions, self._depth)
         slots = logits.view(self._session.requests, -1, logits.shape[-1])[:, self._nodes :]
-        self._advance(result, slots, self._rows[2, :, self._nodes :], self._groups, self._of_slots)
+        self._advance(result, slots, self._row_positions[:, self._nodes :], self._groups, self._of_slots)
 
     def _advance(
         self, result: AcceptResult, slots: Tensor, places: Tensor, groups: Tensor, sampling: BatchSampling

@@ -19,7 +19,7 @@ from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.logit_shards import logit_shards_of
 from pass_ext.decoding.models.packed import Adapted, Attend, StepAttend
 from pass_ext.decoding.models.patching.comparison import MACHINE, believed_plan
-from pass_ext.decoding.models.patching.few_rows import few_rows_linear
+from pass_ext.decoding.models.patching.few_rows import are_few, few_rows_linear, most_few_rows
 from pass_ext.decoding.models.patching.known_parts import computes_by_ops
 from pass_ext.decoding.models.patching.layer_adapters import adapting, add_adapters, check_places
 from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets, decoder_layers
@@ -41,6 +41,28 @@ from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FULL = {"full_attention", "sliding_attention", "attention"}
+
+
+class KeptHidden:
+    """The input rows of a model's output layer, from its last call."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+
+    def keep(self, rows: Tensor, wanted: Tensor | None) -> None:
+        """Keeps the rows ``[..., d]``; of all rows of a call, those ``wanted``."""
+        rows = rows.flatten(0, -2)
+        self._rows = rows if wanted is None or len(rows) == len(wanted) else rows[wanted]
+
+    @property
+    def rows(self) -> Tensor:
+        """``[rows, d]``, one for each row of the last call's logits. Valid until the next call."""
+        if self._rows is None:
+            raise RuntimeError(
+                "no hidden rows are kept: the model was not called yet, or it does not call its output layer (a replayed "
+                "CUDA graph calls none)"
+            )
+        return self._rows
 
 
 class TransformersModel(Adapted):
@@ -66,11 +88,14 @@ class TransformersModel(Adapted):
         self._placeholders = placeholder_ids(model.config, len(self.table))
         self._replaced: dict[int, int] | None = None
         self._users = 0
+        self._hidden: KeptHidden | None = None
+        self._head_rows: Tensor | None = None
         self._end()
 
     def _end(self) -> None:
         """Lets go of all that is of one generation."""
         self._shadow: Any = None
+        self._is_watched = False
         self._patches = ExitStack()
         self._offsets: LayerOffsets | None = None
         self._adapted: set[str] = set()
@@ -177,7 +202,30 @@ class TransformersModel(Adapted):
             if self._adapted:
                 add_adapters(inner, self._adapted)
             self._shadow = shadow
+            if self._hidden is not None:
+                self._watch_head()
         return self._shadow
+
+    def _watch_head(self) -> None:
+        head = unwrapped(self._shadow).get_output_embeddings()
+        own_hooks(head)
+        head.register_forward_pre_hook(self._before_head)
+        self._is_watched = True
+
+    def _before_head(self, _module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if self._hidden is not None:
+            self._head_rows = arguments[0]
+
+    @contextmanager
+    def keeping(self, hidden: KeptHidden) -> Iterator[None]:
+        """Inside, the input rows of each call's output layer are kept."""
+        self._hidden = hidden
+        if self._shadow is not None and not self._is_watched:
+            self._watch_head()
+        try:
+            yield
+        finally:
+            self._hidden = self._head_rows = None
 
     def _find_replaced(self) -> dict[int, int]:
         pad = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
@@ -205,23 +253,30 @@ class TransformersModel(Adapted):
         if own is not None and attend.may_have_changed and not own.is_current():
             own = self._own = None
             self._way = Way(None, "hooks or other weights have come to its modules")
+        most = most_few_rows(rows.dtype, rows.is_cpu)
+        slot_rows = attend.slot_rows if len(rows) > most else 0
         try:
-            if own is not None and own.takes(rows, attend):
-                logits = own(rows, positions, attend, wanted, slots)
+            if own is not None and own.takes(rows) and are_few(len(rows), most, slot_rows):
+                logits = own(rows, positions, attend, wanted, slots, ends_apart=self._hidden is not None)
                 if logits is not None:
-                    self._ran = True
+                    self._has_run(wanted)
                     return logits
-            logits = self._as_it_is(rows, positions, attend, wanted, slots, slot_rows=attend.slot_rows)
+            logits = self._as_it_is(rows, positions, attend, wanted, slots, slot_rows)
         except MACHINE:
             raise
         except Exception as error:
             if self._ran or (isinstance(error, (ValueError, NotImplementedError)) and self.name in str(error)):
                 raise
             raise self._refusal(error) from error
-        self._ran = True
+        self._has_run(wanted)
         if self._way is None and not is_being_recorded(rows) and (len(rows) > 1 or not attend.is_first):
             self._compare(rows, positions, attend)
         return logits
+
+    def _has_run(self, wanted: Tensor | None) -> None:
+        self._ran = True
+        if self._hidden is not None and self._head_rows is not None:
+            self._hidden.keep(self._head_rows, wanted)
 
     def _as_it_is(
         self,

@@ -6,6 +6,8 @@ REMEMBERED = 8
 """Steps of a kind whose median counts: two slow ones among them change nothing."""
 REMEMBERED_OF_ROWS = 3
 """The same for one number of rows, beside what all steps say: calls take no straight line between the measured numbers."""
+FEWEST_DRAFTED = 4
+"""Drafted steps that tell something, where plain ones are known: the first ones are slow, for memory is allocated."""
 OLDEST = 20.0
 """Seconds after which a step is forgotten: the machine may be busy or idle meanwhile, and what looked dear is tried again."""
 

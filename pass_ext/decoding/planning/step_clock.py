@@ -3,8 +3,8 @@
     seconds(rows) = t(rows) · ratio
 
 t is the measured table (step_times.py), ratio the lower median of seconds / t(rows) over the last plain steps or the last
-drafted ones, those with as many rows first. While one kind is unknown, the other stands for it: a machine that is busy, or a
-text that is long, slows both.
+drafted ones, those with as many rows first. While one kind is unknown, or drafted steps are too few to tell, the other stands
+for it: a machine that is busy, or a text that is long, slows both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from functools import lru_cache, partial
 from statistics import median_low
 
-from pass_ext.decoding.planning.constants import OLDEST, REMEMBERED, REMEMBERED_OF_ROWS
+from pass_ext.decoding.planning.constants import FEWEST_DRAFTED, OLDEST, REMEMBERED, REMEMBERED_OF_ROWS
 from pass_ext.decoding.planning.step_times import StepTimes
 
 
@@ -52,9 +52,10 @@ class StepClock:
         if is_plain:
             known = plain or drafted
         else:
-            known = drafted or plain
-            own = _lately(self._of_rows[rows]) if rows in self._of_rows else []
-            known = [median_low(known), *own] if known and own else known
+            is_known = len(drafted) >= FEWEST_DRAFTED or not plain
+            known = drafted if is_known else plain
+            own = _lately(self._of_rows[rows]) if is_known and rows in self._of_rows else []
+            known = [median_low(known), *own] if own else known
         return self.table.at(rows) * (median_low(known) if known else 1.0)
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 pytest.importorskip("transformers")
 
 from support.generation import BUSHY, Decoder, Mixer, NoHostReads, slots_for, unpadded
-from support.small_models import VOCABULARY, ragged_prompts, small_model
+from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
 from pass_ext.decoding.drafting.lookahead.device_rows import FixedRows
@@ -27,8 +27,8 @@ GREEDY, WARM = dict(), dict(temperature=0.8, seeds=31)
 MIXED = dict(temperature=[0.0, 0.8, 1.2, 0.5, 0.0, 1.0], top_k=[0, 20] * 3, top_p=0.9, min_p=0.01, seeds=range(6))
 
 
-def methods_of(model):
-    slots, rich = slots_for(model), slots_for(model, rank=3, deep_layers=2)
+def methods_of(model, deep_layers=2):
+    slots, rich = slots_for(model), slots_for(model, rank=3, deep_layers=deep_layers)
     return {
         "plain": Plain(),
         "chain": PaSS(slots, tree=Tree.chain(3).with_lookahead({0: 3, 3: 3}), rows=24),
@@ -133,7 +133,7 @@ def test_every_budget(llama, monkeypatch, lag):
 
 def test_a_step_too_many_is_thrown_away(llama):
     """An end token is seen one step late; a length is known beforehand."""
-    ids = ragged_prompts(1)[0]
+    ids = whole_prompts(1)
     whole = generate(llama, ids, max_new_tokens=12, eos_token_id=[])
     end = whole.sequences[0, -6].item()
     _, ahead = both(llama, ids, Plain(), max_new_tokens=12, eos_token_id=[end])
@@ -159,7 +159,7 @@ class Recorder:
 @pytest.mark.parametrize("lag", [0, 1])
 def test_streamers_and_stopping_criteria(llama, monkeypatch, lag):
     """The same calls in the same order; a criterion ends texts inside of blocks."""
-    ids = ragged_prompts(1)[0]
+    ids = whole_prompts(1)
     method = methods_of(llama)["tree"]
     whole = generate(llama, ids, max_new_tokens=20, eos_token_id=[]).sequences
     Seer(monkeypatch, whole.tolist())
@@ -232,7 +232,7 @@ def test_the_host_keeps_what_it_decides(llama, method, options, reason):
         "with ngrams": PaSS(slots, tree=Tree.chain(2), rows=24, ngram=NGram()),
         "draft model": MultiCandidate(llama, (2,)),
     }.get(method, method)  # fmt: skip
-    ids = ragged_prompts(1)[0]
+    ids = whole_prompts(1)
     with pytest.raises(ValueError, match=f"generate: run_ahead must be False or None, because {reason}.*, got True"):
         generate(llama, ids, method, max_new_tokens=4, run_ahead=True, **options)
     assert generate(llama, ids, method, max_new_tokens=4, **options).stats.ahead_calls == 0
@@ -283,7 +283,7 @@ def test_a_text_that_has_ended_rests(llama, monkeypatch):
 def test_one_text_has_the_calls_of_the_hosts_steps(llama, monkeypatch, rows_called, name, law):
     """Also their rows: no step has more than it needs."""
     for seed in range(3):
-        ids = ragged_prompts(1, seed=seed)[0]
+        ids = whole_prompts(1, seed=seed)
         options = dict(eos_token_id=ENDS, max_new_tokens=25, **law)
         waiting, _ = both(llama, ids, methods_of(llama)[name], 0, **options)
         with monkeypatch.context() as patch:
@@ -300,9 +300,8 @@ def test_one_text_has_the_calls_of_the_hosts_steps(llama, monkeypatch, rows_call
 
 
 @pytest.fixture
-def no_host_reads(llama, monkeypatch):
-    """Fails if the host reads a tensor while a step runs. What a model's Python does, its first generation has shown."""
-    generate(llama, ragged_prompts(1)[0], max_new_tokens=4)
+def no_host_reads(monkeypatch):
+    """Fails if the host reads a tensor while a step runs."""
     step, modes = FixedStep._run, []
 
     def run(self):
@@ -317,8 +316,10 @@ def no_host_reads(llama, monkeypatch):
 @pytest.mark.parametrize("law", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_reads_nothing_on_the_host(llama, no_host_reads, name, law):
+    """The model is one that reads nothing: on the CPU others may."""
     ids, mask = ragged_prompts(3)
-    generate(llama, ids, methods_of(llama)[name], max_new_tokens=12, attention_mask=mask, run_ahead=True, **law)
+    method = methods_of(llama, deep_layers=0)[name]
+    generate(Mixer("cpu"), ids, method, max_new_tokens=12, attention_mask=mask, run_ahead=True, **law)
     steps = no_host_reads[2:]  # the first two are not recorded: a model shows in them what its Python does
     assert len(steps) > 1
     assert all(len(mode.ops) == len(steps[0].ops) for mode in steps), "every step is the same"
@@ -339,7 +340,7 @@ def test_a_step_is_few_ops(no_host_reads, monkeypatch, rank):
             return call(self, *arguments)
 
     monkeypatch.setattr(Mixer, "__call__", uncounted)
-    generate(Mixer("cpu"), ragged_prompts(1)[0], method, max_new_tokens=6, run_ahead=True, eos_token_id=[])
+    generate(Mixer("cpu"), whole_prompts(1), method, max_new_tokens=6, run_ahead=True, eos_token_id=[])
     launched = [op.split(".")[1] for op in no_host_reads[-1].ops if op.split(".")[1] not in VIEWS]
     assert launched == ["lookahead_embed", "accept_tree", "cache_commit_", "draft_sample", "next_rows_"]
 

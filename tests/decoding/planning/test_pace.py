@@ -133,3 +133,35 @@ def test_a_program_that_begins_beside_and_slows_drafted_steps_is_seen(monkeypatc
         return (0.1 + 0.004 * rows) * slow
 
     assert speed(monkeypatch, seconds, PaSS(slots()), 0.2, tokens=300)[0] >= 0.93
+
+
+def test_gains_of_long_ago_are_not_spent(monkeypatch):
+    """Slots foresee the first half of the text and nothing behind it."""
+    machine = Machine(monkeypatch, line(0.1, 0.01), 1.0)
+    machine.foresees[260:] = [False] * len(machine.foresees[260:])
+    generate(machine, torch.tensor([[0, 1, 2]]), PaSS(slots()), max_new_tokens=512, eos_token_id=[])
+    behind = machine.calls[-250:]
+    assert sum(rows > 1 for rows in behind) < 30 and machine.calls[-300:].count(1) < 280, "it stops, and is tried again"
+
+
+def test_the_callers_time_is_no_fault_of_drafting(monkeypatch):
+    """A streamer that takes a second for every token."""
+    machine = Machine(monkeypatch, line(0.1, 0.004), 1.0)
+
+    class Slow:
+        def put(self, tokens):
+            machine.clock += tokens.numel()
+
+        def end(self):
+            pass
+
+    stats = generate(machine, torch.tensor([[0, 1, 2]]), PaSS(slots()), max_new_tokens=200, streamer=Slow()).stats
+    assert stats.model_calls < 100 and stats.mean_acceptance_length > 2
+
+
+def test_what_looked_dear_is_tried_again(monkeypatch):
+    """Drafted steps take five times as long for a while."""
+    machine = Machine(monkeypatch, lambda rows: 0.0, 1.0)
+    machine.seconds = lambda rows: (0.1 + 0.004 * rows) * (5 if rows > 1 and 300 < len(machine.calls) < 340 else 1)
+    generate(machine, torch.tensor([[0, 1, 2]]), PaSS(slots()), max_new_tokens=900, eos_token_id=[])
+    assert machine.calls[-60:].count(1) < 10

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.packed import StepAttend
-from pass_ext.decoding.models.patching.few_rows import are_few, is_autocast_enabled, most_few_rows
+from pass_ext.decoding.models.patching.few_rows import is_autocast_enabled
 from pass_ext.decoding.models.patching.layer_adapters import (
     WITHOUT_ADAPTERS,
     AdapterArguments,
@@ -73,14 +73,9 @@ class OwnForward:
             return False
         return all(map(is_, map(dict.get, self._parameters, self._names), self._values))
 
-    def takes(self, rows: Tensor, attend: StepAttend) -> bool:
-        """True for few rows of the dtype of the layers, which need no gradients."""
-        return (
-            len(rows) > 0
-            and are_few(len(rows), most_few_rows(rows.dtype, rows.is_cpu), attend.slot_rows)
-            and rows.dtype is self.plan.layers[0].dtype
-            and not torch.is_grad_enabled()
-        )
+    def takes(self, rows: Tensor) -> bool:
+        """True for rows of the dtype of the layers, which need no gradients."""
+        return len(rows) > 0 and rows.dtype is self.plan.layers[0].dtype and not torch.is_grad_enabled()
 
     def __call__(
         self,
@@ -89,13 +84,16 @@ class OwnForward:
         attend: StepAttend,
         wanted: Tensor | None,
         slots: CallSlots | None,
+        *,
+        ends_apart: bool = False,
     ) -> Tensor | None:
-        """Logits ``[N or len(wanted), V]``; None if it cannot add these adapters."""
+        """Logits ``[N or len(wanted), V]``; None if it cannot add these adapters. ends_apart: norm and head are ``tail``."""
         plan = self.plan
         if plan.rows_scale != 1.0:
             rows = rows * plan.rows_scale
-        out = self._stacked(rows, positions, attend, wanted, slots)
-        if out is not None and plan.norm is not None:
+        ends = None if ends_apart or plan.norm is None else (plan.norm.weight, plan.head, wanted)
+        out = self._stacked(rows, positions, attend, slots, ends)
+        if out is not None and ends is not None:
             return self._scaled(out)
         if out is None:
             out = self._layers(rows, positions, attend, slots)
@@ -114,10 +112,10 @@ class OwnForward:
         rows: Tensor,
         positions: Tensor,
         attend: StepAttend,
-        wanted: Tensor | None,
         slots: CallSlots | None,
+        ends: tuple[Any, ...] | None,
     ) -> Tensor | None:
-        """All layers in one call; None where the op cannot."""
+        """All layers in one call, and final norm and head of the rows wanted; None where the op cannot."""
         plan, stack = self.plan, self.plan.stack
         if stack is None:
             return None
@@ -129,10 +127,10 @@ class OwnForward:
         if caches is None:
             return None
         (cos, sin), at = self._rotations(rows, positions)
-        ends = (None, None, None) if plan.norm is None else (plan.norm.weight, plan.head, wanted)
         arguments = (
             stack.parts, *caches, cos, sin, at, plan.rotates, stack.windows, None if slots is None else slots.ids,
-            None if slots is None else slots.deep, *added, *ends, *stack.numbers,
+            None if slots is None else slots.deep, *added, *(ends or (None, None, None)),
+            *stack.numbers,
         )  # fmt: skip
         if self._packed is None:
             self._packed = PackedLayers(stack.weights, stack.parts, stack.numbers[0])

@@ -35,7 +35,7 @@ class OurCall(NamedTuple):
     """``[1, N]``, all True: the model's attention_mask. Without it transformers would take rows whose positions do not rise by
     1 for several packed texts, and mask them from each other."""
     slot_rows: int = 0
-    """How many rows are look-ahead slots', if the host knows it."""
+    """How many of many rows are look-ahead slots', if the host knows it."""
 
 
 _our_call: ContextVar[OurCall | None] = ContextVar("our_call", default=None)
