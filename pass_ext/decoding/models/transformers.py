@@ -22,7 +22,7 @@ from pass_ext.decoding.models.patching.comparison import MACHINE, believed_plan
 from pass_ext.decoding.models.patching.few_rows import are_few, few_rows_linear, most_few_rows
 from pass_ext.decoding.models.patching.known_parts import computes_by_ops
 from pass_ext.decoding.models.patching.layer_adapters import adapting, add_adapters, check_places
-from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets, decoder_layers
+from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets, decoder_layers, decoder_of
 from pass_ext.decoding.models.patching.model_plan import Unlike
 from pass_ext.decoding.models.patching.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.patching.row_attention import (
@@ -316,7 +316,7 @@ class TransformersModel(Adapted):
         shadow = self._its_shadow()
         seen = torch.ones(1, hidden.shape[1], dtype=torch.bool, device=hidden.device)
         with our_call(OurCall(_nothing, self.name, (), seen)):  # few rows, as they are in such a call
-            logits: Tensor = shadow.get_output_embeddings()(shadow.get_decoder().norm(hidden))
+            logits: Tensor = shadow.get_output_embeddings()(decoder_of(shadow).norm(hidden))
         return logits
 
     def _compare(self, rows: Tensor, positions: Tensor, attend: StepAttend) -> None:
